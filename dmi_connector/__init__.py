@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture the internal tensors of a model while vLLM serves it, and read them back."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dmi_connector.args import capture_args
+    from dmi_connector.store.reader import Capture, CaptureIncomplete, find_captures, open_capture
+
+__version__ = "0.1.0"
+
+__all__ = ["Capture", "CaptureIncomplete", "__version__", "capture_args", "find_captures", "open_capture"]
+
+_HOME = {
+    "capture_args": "dmi_connector.args",
+    "Capture": "dmi_connector.store.reader",
+    "CaptureIncomplete": "dmi_connector.store.reader",
+    "find_captures": "dmi_connector.store.reader",
+    "open_capture": "dmi_connector.store.reader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load names when first used: importing the package alone costs nothing and needs neither vllm nor torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

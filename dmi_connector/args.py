@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine arguments that switch capture on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from dmi_connector.settings import OptionError, ServerOptions
+
+OWNERS = ("draft", "target")
+
+
+def capture_args(
+    hooks: str | Iterable[str] = "hidden-states",
+    store_dir: str | os.PathLike[str] = "captures",
+    owner: str = "draft",
+    **options: Any,
+) -> dict[str, dict[str, Any]]:
+    """Arguments for `vllm.LLM` (or the JSON of the two flags of `vllm serve`).
+
+    hooks: selection, as in "hidden-states,mlp_post@10-20,-logits" or a list. store_dir: where stores are written.
+    owner: "draft" returns `speculative_config` (vLLM's extract_hidden_states path, whose draft model owns the rows)
+    and `kv_transfer_config`; "target" returns only `kv_transfer_config` and the model itself owns the rows.
+    options: the other fields of `ServerOptions`.
+
+    Raises OptionError for a bad option; hook names are checked against the model when the engine starts.
+    """
+    if owner not in OWNERS:
+        raise OptionError(f"owner: {owner!r} is unknown; choose one of {', '.join(OWNERS)}")
+    selection = hooks if isinstance(hooks, str) else list(hooks)
+    extra = {"hooks": selection, "store_dir": os.path.abspath(store_dir), **options}
+    ServerOptions.parse(extra)
+    transfer = {
+        "kv_connector": "DMIConnector",
+        "kv_connector_module_path": "dmi_connector.engine.connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": extra,
+    }
+    if owner == "target":
+        return {"kv_transfer_config": transfer}
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "num_speculative_tokens_per_batch_size": [[1, 65536, 0]],
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}},
+    }
+    return {"speculative_config": speculative, "kv_transfer_config": transfer}

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV connector: vLLM calls it on both sides of a step; it only passes on to the tracker and the exporter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
+
+from dmi_connector.engine.context import capture_context
+from dmi_connector.engine.messages import StepMetadata
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+class DMIConnector(KVConnectorBase_V1, SupportsHMA):
+    """Exports the captured rows of every request into one Zarr store."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self.context = capture_context(vllm_config)
+        self._group, self._block_size = self._rows_group(kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            from dmi_connector.engine.tracker import Tracker
+
+            self.tracker = Tracker(self.context, self._block_size)
+        else:
+            from dmi_connector.engine.export import Exporter
+
+            self.exporter: Exporter | None = None
+
+    def _rows_group(self, config: KVCacheConfig) -> tuple[int, int]:
+        """(index, block size) of the KV cache group that holds the rows."""
+        for index, group in enumerate(config.kv_cache_groups):
+            if self.context.layer_name in group.layer_names:
+                return index, group.kv_cache_spec.block_size
+        raise ValueError(
+            f"the cache layer {self.context.layer_name!r} is in no KV cache group: the model was built without taps. "
+            "Is the dmi_connector plugin installed in this environment and allowed by VLLM_PLUGINS?"
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nothing is handed to another engine, so a preempted request may go on as vLLM likes."""
+        return False
+
+    # ---- scheduler half -------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self.tracker.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        return None
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.tracker.step(scheduler_output, self._group)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        blocks = block_ids[self._group] if block_ids else []
+        return False, self.tracker.finish(request, blocks)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return False, self.tracker.finish(request, block_ids)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        return None
+
+    # ---- worker half ----------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        from dmi_connector.engine.export import Exporter
+
+        layer = self._vllm_config.compilation_config.static_forward_context[self.context.layer_name]
+        rank = get_tensor_model_parallel_rank()
+        self.exporter = Exporter(self.context, layer, rank, self._vllm_config)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Before the forward: blocks freed since the last step are intact until it runs."""
+        if self.exporter is not None and isinstance(kv_connector_metadata, StepMetadata):
+            self.exporter.before_forward(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        return None
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return None
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        return None
+
+    def wait_for_save(self) -> None:
+        """After the forward: rows of this step are written (or, on a GPU, queued on the stream)."""
+        if self.exporter is not None and self.has_connector_metadata():
+            metadata = self._get_connector_metadata()
+            assert isinstance(metadata, StepMetadata)
+            self.exporter.after_forward(metadata)
+
+    def shutdown(self) -> None:
+        exporter = getattr(self, "exporter", None)
+        if exporter is not None:
+            exporter.shutdown()
+
+
+def offer_logits(logits: torch.Tensor) -> None:
+    """Called by the tapped model with what compute_logits returned ([samples, vocab])."""
+    if not has_kv_transfer_group():
+        return
+    connector = get_kv_transfer_group()
+    if isinstance(connector, DMIConnector) and connector.exporter is not None:
+        connector.exporter.logits(logits)

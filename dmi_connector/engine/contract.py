@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package relies on in vLLM beyond its public interfaces: named, explained and checked at start.
+
+docs/CONTRACT.md lists the same items for readers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SUPPORTED = ">=0.29,<0.34"
+
+NAMES: dict[str, tuple[str, str]] = {
+    # module: attribute path, why
+    "proposer": (
+        "vllm.v1.spec_decode.extract_hidden_states:ExtractHiddenStatesProposer.propose",
+        "V1 runner: replaced (only where our draft is loaded) so that no draft token is proposed",
+    ),
+    "draft": (
+        "vllm.model_executor.models.extract_hidden_states:ExtractHiddenStatesModel",
+        "the draft model we stand in for under its registered name",
+    ),
+    "backend": (
+        "vllm.model_executor.models.extract_hidden_states:CacheOnlyAttentionBackend.get_impl_cls",
+        "the cache-only attention backend ours extends",
+    ),
+    "builder": (
+        "vllm.model_executor.models.extract_hidden_states:CacheOnlyAttentionMetadataBuilder.build",
+        "told of every batch; ours also allows CUDA graphs",
+    ),
+    "spec": (
+        "vllm.v1.kv_cache_interface:HiddenStateCacheSpec",
+        "the cache spec that gives rows their own page size and keeps them valid for prefix-cache hits",
+    ),
+    "slots": (
+        "vllm.forward_context:ForwardContext.__dataclass_fields__.slot_mapping",
+        "slots of this forward's tokens by cache layer, in a persistent buffer",
+    ),
+    "layers": (
+        "vllm.forward_context:ForwardContext.__dataclass_fields__.no_compile_layers",
+        "cache layers by name, read by the tap",
+    ),
+    "connector": (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.handle_preemptions",
+        "called before a forward overwrites freed blocks: the last moment to read them",
+    ),
+    "hash": (
+        "vllm.config:VllmConfig.compute_hash",
+        "covers additional_config, where the selection is written so that compiled graphs are not mixed up",
+    ),
+}
+
+
+def _resolve(path: str) -> Any:
+    module, _, attributes = path.partition(":")
+    value: Any = importlib.import_module(module)
+    for name in attributes.split("."):
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+    return value
+
+
+def check_names() -> None:
+    """Refuse a vLLM outside the supported versions, or one that lacks a name we rely on."""
+    import vllm
+    from packaging.specifiers import SpecifierSet
+
+    if not SpecifierSet(SUPPORTED, prereleases=True).contains(vllm.__version__.split("+")[0]):
+        raise ValueError(f"vllm: version {vllm.__version__} is not supported; install vllm{SUPPORTED}")
+    for path, why in NAMES.values():
+        try:
+            _resolve(path)
+        except (ImportError, AttributeError, KeyError) as error:
+            raise ValueError(
+                f"vllm: {path} is missing in version {vllm.__version__} ({why}); install a supported version, {SUPPORTED}"
+            ) from error
+
+
+def check(vllm_config: VllmConfig) -> None:
+    """Refuse configurations in which rows could not be captured, each with its fix."""
+    check_names()
+    parallel, cache, speculative = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.speculative_config
+    if parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"pipeline_parallel_size: {parallel.pipeline_parallel_size} is not supported, since rows would be spread over "
+            "stages; use tensor_parallel_size instead"
+        )
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise ValueError("context parallelism spreads a request's tokens over ranks, which capture does not support; set it to 1")
+    if getattr(parallel, "enable_dbo", False):
+        raise ValueError("enable_dbo: True splits a batch in two, which capture does not support; remove --enable-dbo")
+    if vllm_config.model_config.use_mla:
+        raise ValueError(
+            f"model: {vllm_config.model_config.model!r} uses multi-head latent attention, whose hooks are not defined yet; "
+            "use a model with plain attention"
+        )
+    if not isinstance(vllm_config.additional_config, dict):
+        raise ValueError("additional_config: must be a JSON object, since the hook selection is written into it for the compile hash")
+    if cache.sliding_window is not None or vllm_config.model_config.is_hybrid:
+        raise ValueError(
+            f"model: {vllm_config.model_config.model!r} has sliding-window or hybrid layers, whose caches drop rows before "
+            "they are exported; use a model with full attention in every layer"
+        )
+    if speculative is None:
+        return
+    if speculative.method != "extract_hidden_states":
+        raise ValueError(
+            f"speculative_config: method {speculative.method!r} verifies several tokens a step, which capture does not support; "
+            "use the one that capture_args() returns, or none"
+        )
+    schedule = speculative.num_speculative_tokens_per_batch_size
+    if vllm_config.use_v2_model_runner and not (schedule and all(entry[-1] == 0 for entry in schedule)):
+        raise ValueError(
+            f"speculative_config: num_speculative_tokens_per_batch_size is {schedule!r}; set it to [[1, 65536, 0]] so that "
+            "each request decodes one token a step (data parallelism turns it off: use owner='target' there)"
+        )
+
+
+def schedule_no_drafts() -> None:
+    """V1 runner: make the extract_hidden_states proposer propose nothing, so each step decodes one token a request.
+
+    The V2 runner has a setting for this (num_speculative_tokens_per_batch_size with 0 drafts); V1's proposer asserts on
+    it. Called where our draft is built, so a process without our draft keeps vLLM's own method.
+    """
+    from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
+
+    def propose(self: Any, num_speculative_tokens: int, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """Zero draft tokens for each request: int tensor [batch, 0]."""
+        if not getattr(self.model, "dmi_active", False):
+            return original(self, num_speculative_tokens, sampled_token_ids, *args, **kwargs)
+        return sampled_token_ids[:, :0]
+
+    original = ExtractHiddenStatesProposer.propose
+    if not getattr(original, "dmi_silent", False):
+        propose.dmi_silent = True  # type: ignore[attr-defined]
+        ExtractHiddenStatesProposer.propose = propose  # type: ignore[method-assign]

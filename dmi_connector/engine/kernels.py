@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tap kernel: write values into their tokens' rows. One public function, a Triton kernel and its torch twin."""
+
+from __future__ import annotations
+
+import torch
+
+MAX_VALUES = 5
+_BLOCK = 1024
+
+
+def write_rows(rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], offsets: list[int]) -> None:
+    """Write ``values[i][t]`` at byte ``offsets[i]`` of row ``slots[t]``.
+
+    rows: uint8 [slots, row_bytes], contiguous. slots: int64 [>= tokens]; a negative slot marks padding, which is
+    skipped (Triton) or sent to row 0, the null block nobody reads (torch). values: [tokens, width] each, one dtype,
+    last dimension contiguous, any row stride. offsets: multiples of 4.
+    """
+    if rows.is_cuda:
+        for first in range(0, len(values), MAX_VALUES):
+            _write_rows_triton(rows, slots, values[first : first + MAX_VALUES], offsets[first : first + MAX_VALUES])
+    else:
+        write_rows_torch(rows, slots, values, offsets)
+
+
+def write_rows_torch(rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], offsets: list[int]) -> None:
+    """The kernel's twin in plain torch, used on the CPU."""
+    size = values[0].element_size()
+    typed = rows.view(values[0].dtype)
+    index = slots[: values[0].shape[0]].clamp_min(0)
+    for value, offset in zip(values, offsets, strict=True):
+        start = offset // size
+        typed[:, start : start + value.shape[1]].index_copy_(0, index, value[: index.shape[0]])
+
+
+def _write_rows_triton(rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], offsets: list[int]) -> None:
+    from dmi_connector.engine.triton_kernels import write_rows_kernel
+
+    size = values[0].element_size()
+    tokens = min(values[0].shape[0], slots.shape[0])
+    if tokens == 0:
+        return
+    typed = rows.view(values[0].dtype)
+    widths, starts = [v.shape[1] for v in values], [o // size for o in offsets]
+    blocks = sum(-(-w // _BLOCK) for w in widths)
+    for value in values:
+        assert value.stride(1) == 1, "taps take values whose last dimension is contiguous"
+    pad = MAX_VALUES - len(values)
+    write_rows_kernel[(tokens, blocks)](
+        typed,
+        slots,
+        *(values + [values[0]] * pad),
+        *([v.stride(0) for v in values] + [0] * pad),
+        *(widths + [0] * pad),
+        *(starts + [0] * pad),
+        typed.stride(0),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler half tells the worker half each step. Plain picklable data, no references to either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+
+@dataclass
+class Rows:
+    """Rows to export: `first` is the row's index in the store, slots int64 [count] say where the rows lie."""
+
+    capture: int
+    first: int
+    slots: np.ndarray
+
+
+@dataclass
+class Open:
+    """A capture begins. hooks: {hook: layers} of this capture. start: position of its first row."""
+
+    capture: int
+    name: str
+    hooks: dict[str, tuple[int, ...]]
+    request_id: str
+    key: str | None
+    start: int
+    attrs: dict[str, Any]
+
+
+@dataclass
+class Close:
+    """A capture ends: its last rows, its true length, and what the store says about it."""
+
+    capture: int
+    rows: list[Rows]
+    length: int
+    samples: int
+    token_ids: list[int]
+    attrs: dict[str, Any]
+
+
+@dataclass
+class Sample:
+    """The logits row of this step whose token lies in `slot` belongs to sample `index` at `position`."""
+
+    capture: int
+    index: int
+    position: int
+    slot: int
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """opens and closes are carried out before the forward (freed blocks may be overwritten by it), the rest after."""
+
+    opens: list[Open] = field(default_factory=list)
+    closes: list[Close] = field(default_factory=list)
+    chunks: list[Rows] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)

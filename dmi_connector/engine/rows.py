@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache layer whose pages hold the rows, its attention backend, and the draft model that owns it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models import extract_hidden_states as stock
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheSpec
+
+from dmi_connector.engine import contract
+from dmi_connector.engine.context import CaptureContext, capture_context, is_active
+
+
+class CaptureMetadataBuilder(stock.CacheOnlyAttentionMetadataBuilder):
+    """Builds nothing but the slot mapping, so every CUDA graph mode is fine: FULL graphs stay on."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> stock.CacheOnlyAttentionMetadata:
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            layers[name].step = common_attn_metadata
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+
+class CaptureBackend(stock.CacheOnlyAttentionBackend):
+    """Attention backend of the cache layer: it only holds rows."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "DMI_ROWS"
+
+    @staticmethod
+    def get_builder_cls() -> type[CaptureMetadataBuilder]:
+        return CaptureMetadataBuilder
+
+
+class CaptureLayer(nn.Module, AttentionLayerBase):
+    """One paged cache layer of one "head" whose vector is a whole row.
+
+    rows: uint8 [slots, row_bytes] view of the cache once vLLM has bound it, None before. step: the batch of the
+    running forward (query starts and slots), as the metadata builder last saw it.
+    """
+
+    def __init__(self, context: CaptureContext) -> None:
+        super().__init__()
+        vllm_config = get_current_vllm_config()
+        self.layer_name = context.layer_name
+        self.context = context
+        self.row_dtype: torch.dtype = vllm_config.model_config.dtype
+        self.head_size = context.layout.row_bytes // self.row_dtype.itemsize
+        self.num_heads = 1
+        self.kv_cache = torch.tensor([])
+        self.step: CommonAttentionMetadata | None = None
+        self._rows: torch.Tensor | None = None
+        self.impl = CaptureBackend.get_impl_cls()(1, self.head_size, "auto", self.row_dtype)
+        layers = vllm_config.compilation_config.static_forward_context
+        if self.layer_name in layers:
+            raise ValueError(f"Duplicate layer name: {self.layer_name}")
+        layers[self.layer_name] = self
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        cache = self.kv_cache
+        if not isinstance(cache, torch.Tensor) or cache.numel() == 0:
+            return None
+        if self._rows is None or self._rows.data_ptr() != cache.data_ptr():
+            if not cache.is_contiguous():
+                raise ValueError(f"the rows' cache has strides {cache.stride()}; a contiguous one is needed")
+            self._rows = cache.view(-1, self.head_size).view(torch.uint8)
+        return self._rows
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return CaptureBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        return HiddenStateCacheSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=1,
+            head_size=self.head_size,
+            dtype=self.row_dtype,
+        )
+
+
+class ExtractHiddenStatesModel(stock.ExtractHiddenStatesModel):
+    """vLLM's cache-only draft; with our connector its one layer holds whole rows and the taps fill it."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        self.dmi_active = is_active(vllm_config)
+        if not self.dmi_active:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            return
+        nn.Module.__init__(self)
+        self.dmi_active = True
+        contract.schedule_no_drafts()
+        context = capture_context(vllm_config)
+        self.cache_only_layers = nn.ModuleDict({str(context.dims.layers): CaptureLayer(context)})
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return None if self.dmi_active else super().forward(hidden_states)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler half: which rows of which request are ready, and what to tell the worker about them."""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.messages import Close, Open, Rows, Sample, StepMetadata
+from dmi_connector.hooks import HOOKS, Selection, SelectionError, parse_selection
+from dmi_connector.settings import CaptureParams, OptionError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass
+class Tracked:
+    """One request under capture. exported: position up to which rows were handed to the worker."""
+
+    request: Request
+    params: CaptureParams
+    capture: int
+    name: str
+    selection: Selection
+    exported: int
+    opened: bool = False
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def limit(self) -> int:
+        """First position that is not wanted."""
+        wanted = 1 << 60 if self.params.include_output_tokens else self.request.num_prompt_tokens
+        return wanted if self.params.stop is None else min(wanted, self.params.stop)
+
+
+class Tracker:
+    """Follows every captured request from arrival to finish. Lives in the scheduler's process and thread."""
+
+    def __init__(self, context: CaptureContext, block_size: int) -> None:
+        self.context = context
+        self.block_size = block_size
+        self.tracked: dict[str, Tracked] = {}
+        self.refused: dict[str, str] = {}
+        self.pending_closes: list[Close] = []
+        self._captures = 0
+
+    def on_new_request(self, request: Request) -> None:
+        """Read the request's options. A bad one is remembered for the response; the request itself goes on."""
+        request_id = request.request_id
+        try:
+            params = CaptureParams.parse(request.kv_transfer_params)
+            if not params.enabled:
+                return
+            if request.prompt_token_ids is None:
+                raise OptionError("prompt_embeds: requests without token ids cannot be captured; send token ids or text")
+            selection = self._narrow(params)
+        except (OptionError, SelectionError) as error:
+            self.refused[request_id] = str(error)
+            return
+        self._captures += 1
+        stem = _UNSAFE.sub("_", f"{params.key}--{request_id}" if params.key else request_id)[:160].lstrip(".")
+        name = f"{stem}-{uuid.uuid4().hex[:8]}.zarr"
+        self.tracked[request_id] = Tracked(request, params, self._captures, name, selection, params.start)
+
+    def _narrow(self, params: CaptureParams) -> Selection:
+        served, dims = self.context.selection, self.context.dims
+        chosen = served if params.hooks is None else parse_selection(params.hooks, dims, only=served)
+        if params.layers is None:
+            return chosen
+        keep = set()
+        for layer in params.layers:
+            if not -dims.layers <= layer < dims.layers:
+                raise OptionError(f"dmi.layers: {layer} is outside this model; it has layers 0 to {dims.layers - 1}")
+            keep.add(layer % dims.layers)
+        hooks = {
+            n: ls if HOOKS[n].scope != "layer" else tuple(x for x in ls if x in keep) for n, ls in chosen.hooks.items()
+        }
+        hooks = {n: ls for n, ls in hooks.items() if ls}
+        if not hooks:
+            raise OptionError(f"dmi.layers: {list(params.layers)} leaves nothing of the captured hooks; captured: {chosen}")
+        return Selection(hooks)
+
+    def step(self, output: SchedulerOutput, group: int) -> StepMetadata:
+        """Metadata for the step that `output` describes. group: index of the rows' KV cache group."""
+        metadata = StepMetadata(closes=self.pending_closes)
+        self.pending_closes = []
+        computed: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            tracked = self.tracked.get(new.req_id)
+            if tracked is not None:
+                tracked.blocks = list(new.block_ids[group])
+                computed[new.req_id] = new.num_computed_tokens
+                if not tracked.opened:
+                    tracked.opened = True
+                    metadata.opens.append(self._open(tracked))
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            tracked = self.tracked.get(request_id)
+            if tracked is None:
+                continue
+            computed[request_id] = cached.num_computed_tokens[index]
+            new_blocks = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                tracked.blocks = list(new_blocks[group]) if new_blocks else []
+            elif new_blocks:
+                tracked.blocks.extend(new_blocks[group])
+        for request_id, before in computed.items():
+            tracked = self.tracked[request_id]
+            self._ready(tracked, before + output.num_scheduled_tokens[request_id], metadata)
+        return metadata
+
+    def _ready(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
+        """Whole chunks of which every row exists after this step, and the sampled position if there is one.
+
+        A row counts only once its token is known to stay: with asynchronous scheduling the last token scheduled may
+        turn out to lie behind a stop.
+        """
+        known = tracked.request.num_tokens
+        end = min(computed, known, tracked.limit)
+        chunk = self.context.options.chunk_tokens
+        while tracked.exported + chunk <= end:
+            metadata.chunks.append(self._rows(tracked, tracked.exported, tracked.exported + chunk, tracked.blocks))
+            tracked.exported += chunk
+        position = computed - 1
+        if "logits" in tracked.selection.hooks and computed >= known and self._wants_sample(tracked, position):
+            first = max(tracked.request.num_prompt_tokens - 1, tracked.params.start)
+            slot = tracked.blocks[position // self.block_size] * self.block_size + position % self.block_size
+            metadata.samples.append(Sample(tracked.capture, position - first, position, slot))
+
+    @staticmethod
+    def _wants_sample(tracked: Tracked, position: int) -> bool:
+        return tracked.params.start <= position < tracked.limit
+
+    def _rows(self, tracked: Tracked, start: int, stop: int, blocks: list[int]) -> Rows:
+        positions = np.arange(start, stop, dtype=np.int64)
+        table = np.asarray(blocks, dtype=np.int64)
+        slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
+        return Rows(tracked.capture, start - tracked.params.start, slots)
+
+    def _open(self, tracked: Tracked) -> Open:
+        request = tracked.request
+        sampling = request.sampling_params
+        return Open(
+            capture=tracked.capture,
+            name=tracked.name,
+            hooks=dict(tracked.selection.hooks),
+            request_id=request.request_id,
+            key=tracked.params.key,
+            start=tracked.params.start,
+            attrs={
+                "prompt_len": request.num_prompt_tokens,
+                "seed": None if sampling is None else sampling.seed,
+                "include_output_tokens": tracked.params.include_output_tokens,
+            },
+        )
+
+    def finish(self, request: Request, blocks: list[int]) -> dict[str, Any] | None:
+        """A request ended: plan its last rows and return what its response says."""
+        request_id = request.request_id
+        refused = self.refused.pop(request_id, None)
+        if refused is not None:
+            return {"dmi_error": refused}
+        tracked = self.tracked.pop(request_id, None)
+        if tracked is None:
+            return None
+        if not tracked.opened:
+            return {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
+        self.pending_closes.append(self._close(tracked, blocks))
+        store = os.path.join(self.context.options.store_dir, tracked.name) if self.context.options.sink == "disk" else None
+        response = {"dmi_store": store, "dmi_request_id": request_id}
+        return response if tracked.params.key is None else {**response, "dmi_key": tracked.params.key}
+
+    def _close(self, tracked: Tracked, blocks: list[int]) -> Close:
+        request, params = tracked.request, tracked.params
+        exist = min(request.num_computed_tokens, request.num_tokens - 1)
+        end = max(min(exist, tracked.limit), tracked.exported)
+        expected = min(max(request.num_prompt_tokens, request.num_tokens - 1), tracked.limit)
+        chunk = self.context.options.chunk_tokens
+        rows = [
+            self._rows(tracked, at, min(at + chunk, end), blocks) for at in range(tracked.exported, end, chunk)
+        ]
+        finish = request.get_finished_reason()
+        reason = None
+        if end < expected:
+            reason = f"the request ended ({finish}) after {end} of {expected} tokens were computed"
+        start = min(params.start, end)
+        first_sample = max(request.num_prompt_tokens - 1, params.start)
+        return Close(
+            capture=tracked.capture,
+            rows=rows,
+            length=end - start,
+            samples=max(0, end - first_sample) if "logits" in tracked.selection.hooks else 0,
+            token_ids=list(request.all_token_ids[start:end]),
+            attrs={
+                "complete": end >= expected,
+                "reason": reason,
+                "missing": [] if end >= expected else [[end, expected]],
+                "finish_reason": None if finish is None else str(finish),
+            },
+        )

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hook vocabulary, its presets, and the row layout a selection gives for a model.
+
+A *hook* names one tensor of the forward pass. A *selection* says which hooks of which layers a server captures. The
+*row layout* packs every selected hook of one token side by side into one row of bytes, the unit that taps write and
+the exporter reads. Nothing here imports torch or vllm.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+ROW_ALIGN = 16
+"""Every segment of a row starts at a multiple of this many bytes, so that kernels use 16-byte accesses."""
+
+HEADER_BYTES = 16
+"""A row begins with its own token id and position (two int32) and 8 spare bytes: rows check themselves."""
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One kind of tensor.
+
+    width: symbol looked up in `ModelDims.width`. scope: "layer" (one a layer), "once" (one a forward) or "sampled"
+    (one row for each sampled position). sharded: under tensor parallelism each rank holds a slice of the width.
+    dtype: "model" (the model's own) or a fixed one. only: None, "dense", "moe" or "rotary", where it exists.
+    """
+
+    name: str
+    width: str
+    scope: str
+    sharded: bool
+    doc: str
+    dtype: str = "model"
+    only: str | None = None
+
+
+HOOKS: dict[str, Hook] = {
+    h.name: h
+    for h in (
+        Hook("embed", "H", "once", False, "output of the token embedding"),
+        Hook("resid_pre", "H", "layer", False, "residual stream entering the layer"),
+        Hook("ln1", "H", "layer", False, "output of the norm before attention"),
+        Hook("q", "Q", "layer", True, "queries after q_norm where there is one, before rotary"),
+        Hook("k", "K", "layer", True, "keys after k_norm where there is one, before rotary"),
+        Hook("v", "K", "layer", True, "values"),
+        Hook("q_rot", "Q", "layer", True, "queries after rotary, as attention sees them", only="rotary"),
+        Hook("k_rot", "K", "layer", True, "keys after rotary, as attention sees them", only="rotary"),
+        Hook("z", "Q", "layer", True, "attention output of every head, before the output projection"),
+        Hook("attn_out", "H", "layer", False, "output of the attention block"),
+        Hook("resid_mid", "H", "layer", False, "residual stream between attention and MLP"),
+        Hook("ln2", "H", "layer", False, "output of the norm before the MLP"),
+        Hook("router_logits", "E", "layer", False, "router scores of every expert", "float32", "moe"),
+        Hook("topk_ids", "T", "layer", False, "chosen experts", "int32", "moe"),
+        Hook("topk_weights", "T", "layer", False, "weights of the chosen experts", "float32", "moe"),
+        Hook("mlp_post", "I", "layer", True, "MLP neurons after the activation, before down_proj", only="dense"),
+        Hook("mlp_out", "H", "layer", False, "output of the MLP block"),
+        Hook("resid_final", "H", "once", False, "residual stream after the last layer"),
+        Hook("final_ln", "H", "once", False, "output of the final norm"),
+        Hook("logits", "V", "sampled", False, "output of compute_logits at each sampled position"),
+    )
+}
+
+ALWAYS = ("token_ids", "positions")
+"""Stored with every capture, so naming them in a selection changes nothing."""
+
+ALIASES = {"mlp_in": "ln2"}
+"""Names that are the same tensor as another hook of the same layer, stored once. `resid_post` is one too: of layer l
+it is resid_pre of layer l + 1, and resid_final after the last."""
+
+TL_NAMES = {
+    "hook_embed": "embed",
+    "hook_resid_pre": "resid_pre",
+    "attn.hook_v": "v",
+    "attn.hook_rot_q": "q_rot",
+    "attn.hook_rot_k": "k_rot",
+    "attn.hook_z": "z",
+    "hook_attn_out": "attn_out",
+    "hook_resid_mid": "resid_mid",
+    "mlp.hook_post": "mlp_post",
+    "hook_mlp_out": "mlp_out",
+    "hook_resid_post": "resid_post",
+}
+"""TransformerLens suffixes whose tensor is the same as ours (none is given where it differs)."""
+
+PRESETS: dict[str, tuple[str, ...]] = {
+    "hidden-states": ("resid_pre", "resid_final"),
+    "vllm-full": tuple(n for n in HOOKS if n not in ("q_rot", "k_rot")),
+    "attention": ("q_rot", "k_rot", "v", "z"),
+    "mlp": ("ln2", "mlp_post", "mlp_out"),
+    "logits": ("logits",),
+}
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """The sizes of a model that decide hook widths. Sizes are elements of the whole model, before sharding."""
+
+    architecture: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    experts: int = 0
+    top_k: int = 0
+    moe_layers: tuple[int, ...] = ()
+    rotary: bool = True
+
+    def width(self, hook: Hook) -> int:
+        """Elements of one row of `hook` for the whole model."""
+        return {
+            "H": self.hidden,
+            "Q": self.heads * self.head_dim,
+            "K": self.kv_heads * self.head_dim,
+            "I": self.intermediate,
+            "V": self.vocab,
+            "E": self.experts,
+            "T": self.top_k,
+        }[hook.width]
+
+    def layers_of(self, hook: Hook) -> tuple[int, ...]:
+        """Layers where `hook` exists in this model: (0,) for hooks that exist once, () for absent ones."""
+        if hook.scope != "layer":
+            return (0,)
+        if hook.only == "moe":
+            return self.moe_layers
+        if hook.only == "dense":
+            return tuple(i for i in range(self.layers) if i not in set(self.moe_layers))
+        if hook.only == "rotary" and not self.rotary:
+            return ()
+        return tuple(range(self.layers))
+
+
+class SelectionError(ValueError):
+    """A hook selection names what does not exist. The message names the option, the value and the fix."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Hook name -> captured layers, in the order of `HOOKS`; (0,) for hooks that exist once or per sample."""
+
+    hooks: Mapping[str, tuple[int, ...]]
+
+    def __str__(self) -> str:
+        return ",".join(f"{n}@{'+'.join(map(str, ls))}" for n, ls in self.hooks.items())
+
+    @property
+    def row_hooks(self) -> dict[str, tuple[int, ...]]:
+        """The part that lives in rows: everything but the hooks of sampled positions."""
+        return {n: ls for n, ls in self.hooks.items() if HOOKS[n].scope != "sampled"}
+
+
+_ITEM = re.compile(r"^(?P<drop>-?)(?P<name>[A-Za-z_*?][\w.*?-]*)(?:@(?P<layers>.+))?$")
+_RANGE = re.compile(r"^(-?\d+)(?:-(-?\d+))?(?::(\d+))?$")
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`": did you mean 'x'?"` for the nearest of `known`, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f": did you mean {near[0]!r}?" if near else ""
+
+
+def _parse_layers(text: str, dims: ModelDims, item: str) -> set[int]:
+    layers: set[int] = set()
+    for part in text.split("+"):
+        match = _RANGE.match(part)
+        if match is None:
+            raise SelectionError(
+                f"hooks: {item!r} has the layer range {part!r}; write a layer (3), a range (10-20), a stride (0-35:4), "
+                "negative layers from the end (-1), or several joined by + (0+5+10-20)"
+            )
+        start, stop = int(match[1]), int(match[2] if match[2] is not None else match[1])
+        ends = [x + dims.layers if x < 0 else x for x in (start, stop)]
+        for given, layer in zip((start, stop), ends, strict=True):
+            if not 0 <= layer < dims.layers:
+                raise SelectionError(
+                    f"hooks: {item!r} names layer {given}, but {dims.architecture} has layers 0 to {dims.layers - 1}"
+                )
+        if ends[0] > ends[1]:
+            raise SelectionError(f"hooks: {item!r} has the empty range {part!r}; write the smaller layer first")
+        layers.update(range(ends[0], ends[1] + 1, int(match[3] or 1)))
+    return layers
+
+
+def _names(name: str, item: str) -> tuple[tuple[str, ...], bool]:
+    """Hook names an item stands for, and whether hooks that this model lacks are skipped quietly (presets, globs)."""
+    if name in HOOKS or name in ALWAYS or name == "resid_post":
+        return (name,), False
+    if name in ALIASES:
+        return (ALIASES[name],), False
+    if name in PRESETS:
+        return PRESETS[name], True
+    if any(c in name for c in "*?"):
+        found = tuple(fnmatch.filter(HOOKS, name))
+        if found:
+            return found, True
+    known = [*HOOKS, *ALIASES, "resid_post", *PRESETS, *ALWAYS]
+    raise SelectionError(f"hooks: {item!r} is unknown{suggest(name, known)} known names: {', '.join(known)}")
+
+
+def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection | None = None) -> Selection:
+    """Parse a selection such as ``"hidden-states,mlp_post@10-20,-logits"`` (or a list of such items) for a model.
+
+    Items add hooks from left to right; an item that starts with ``-`` takes hooks (or some of their layers) away.
+    `only` narrows: names stand for what `only` holds of them, and naming a hook outside it is an error.
+
+    Raises:
+        SelectionError: an unknown name (with the nearest known one), a hook or layer the model lacks, an empty result.
+    """
+    items = spec.split(",") if isinstance(spec, str) else list(spec)
+    chosen: dict[str, set[int]] = {}
+    for raw in items:
+        if not isinstance(raw, str):
+            raise SelectionError(f"hooks: {raw!r} is a {type(raw).__name__}; write hook names as strings")
+        item = raw.strip()
+        match = _ITEM.match(item)
+        if match is None:
+            raise SelectionError(f"hooks: cannot read {item!r}; write a hook or preset name, as in 'mlp_post@10-20'")
+        names, lenient = _names(match["name"], item)
+        for name in names:
+            if name in ALWAYS:
+                continue
+            for target, layers in _layers_for(name, match["layers"], dims, item):
+                available = set(dims.layers_of(HOOKS[target]))
+                if not available & layers and not lenient:
+                    raise SelectionError(
+                        f"hooks: {item!r} does not exist in {dims.architecture}"
+                        f"{_why_absent(HOOKS[target], dims)}; remove it from the selection"
+                    )
+                layers = layers & available
+                if only is not None and not match["drop"]:
+                    held = set(only.hooks.get(target, ()))
+                    if not layers & held and not lenient:
+                        raise SelectionError(
+                            f"hooks: {item!r} is not captured by this server; it captures {', '.join(only.hooks)}"
+                        )
+                    layers = layers & held
+                if match["drop"]:
+                    chosen[target] = chosen.get(target, set()) - layers
+                else:
+                    chosen[target] = chosen.get(target, set()) | layers
+    hooks = {name: tuple(sorted(chosen[name])) for name in HOOKS if chosen.get(name)}
+    if not hooks:
+        raise SelectionError(f"hooks: {spec!r} selects nothing; name at least one hook or preset ({', '.join(PRESETS)})")
+    return Selection(hooks)
+
+
+def _layers_for(name: str, text: str | None, dims: ModelDims, item: str) -> list[tuple[str, set[int]]]:
+    """(stored hook, layers) pairs a name stands for; `resid_post` is stored as the next layer's resid_pre."""
+    layers = set(range(dims.layers)) if text is None else _parse_layers(text, dims, item)
+    if name == "resid_post":
+        inner = {layer + 1 for layer in layers if layer + 1 < dims.layers}
+        found = [("resid_pre", inner)] if inner else []
+        return found + ([("resid_final", {0})] if dims.layers - 1 in layers else [])
+    if HOOKS[name].scope != "layer":
+        if text is not None:
+            raise SelectionError(f"hooks: {item!r} gives layers, but {name} exists once; write {name!r}")
+        layers = {0}
+    return [(name, layers)]
+
+
+def _why_absent(hook: Hook, dims: ModelDims) -> str:
+    if hook.only == "moe" and not dims.moe_layers:
+        return ", which has no experts"
+    if hook.only == "dense" and dims.moe_layers:
+        return " in those layers, which are mixtures of experts"
+    if hook.only == "rotary":
+        return ", which has no rotary embedding"
+    return " in those layers"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One hook of one layer inside a row, on one tensor-parallel rank. offset and nbytes are bytes, width elements."""
+
+    hook: str
+    layer: int
+    dtype: str
+    width: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.width * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class HookShard:
+    """How a hook's width is split: `shards` slices of `width` elements, of which this rank holds number `shard`.
+
+    owner is False where another rank holds the same slice and writes it.
+    """
+
+    width: int
+    shards: int
+    shard: int
+    owner: bool
+
+
+def shard_of(hook: Hook, dims: ModelDims, tp: int, rank: int) -> HookShard:
+    """Split of `hook` over `tp` ranks, as vLLM splits it (KV heads are replicated when there are fewer than ranks)."""
+    width = dims.width(hook)
+    if not hook.sharded or tp == 1:
+        return HookShard(width, 1, 0, rank == 0)
+    if hook.width == "K" and dims.kv_heads < tp:
+        copies = tp // dims.kv_heads
+        return HookShard(dims.head_dim, dims.kv_heads, rank // copies, rank % copies == 0)
+    return HookShard(width // tp, tp, rank, True)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where every selected hook lies in a row of `row_bytes` bytes. The same on every tensor-parallel rank."""
+
+    segments: tuple[Segment, ...]
+    row_bytes: int
+
+    def find(self, hook: str, layer: int) -> Segment | None:
+        return self._index().get((hook, layer))
+
+    def _index(self) -> dict[tuple[str, int], Segment]:
+        cached: dict[tuple[str, int], Segment] | None = self.__dict__.get("_by_name")
+        if cached is None:
+            cached = {(s.hook, s.layer): s for s in self.segments}
+            object.__setattr__(self, "_by_name", cached)
+        return cached
+
+
+def hook_dtype(hook: Hook, model_dtype: str) -> str:
+    return model_dtype if hook.dtype == "model" else hook.dtype
+
+
+def row_layout(selection: Selection, dims: ModelDims, dtype: str, tp: int = 1) -> RowLayout:
+    """Pack the row hooks of `selection` side by side, layer by layer, each segment 16-byte aligned.
+
+    dtype: the model's ("bfloat16", "float16" or "float32").
+    """
+    offset = HEADER_BYTES
+    segments = []
+    order = sorted(
+        ((layer, list(HOOKS).index(name), name) for name, layers in selection.row_hooks.items() for layer in layers)
+    )
+    for layer, _, name in order:
+        hook = HOOKS[name]
+        segment = Segment(name, layer, hook_dtype(hook, dtype), shard_of(hook, dims, tp, 0).width, offset)
+        segments.append(segment)
+        offset += math.ceil(segment.nbytes / ROW_ALIGN) * ROW_ALIGN
+    return RowLayout(tuple(segments), offset)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server options (`kv_connector_extra_config`) and request options (`kv_transfer_params`), parsed and validated.
+
+Every refusal is an `OptionError` whose message names the option, the value and the fix.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dmi_connector.hooks import suggest
+
+CODECS = ("none", "lz4", "zstd")
+POLICIES = ("block", "drop")
+SINKS = ("disk", "host", "null")
+_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class OptionError(ValueError):
+    """A setting that cannot be honoured."""
+
+
+def _refuse(option: str, value: object, fix: str) -> OptionError:
+    return OptionError(f"{option}: {value!r} {fix}")
+
+
+def _integer(option: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _refuse(option, value, f"is not valid; give a whole number from {low} to {high}")
+    return value
+
+
+def _boolean(option: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(option, value, "is not valid; give true or false")
+    return value
+
+
+def _one_of(option: str, value: object, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        near = suggest(value, choices) if isinstance(value, str) else ""
+        raise _refuse(option, value, f"is unknown{near}; choose one of {', '.join(choices)}")
+    return str(value)
+
+
+def _hook_items(option: str, value: object) -> tuple[str, ...]:
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not items or not all(isinstance(i, str) for i in items):
+        raise _refuse(option, value, "is not valid; give hook names as a comma-separated string or a list of strings")
+    return tuple(i.strip() for i in items)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What one server captures and how it stores it.
+
+    hooks: the selection (see `hooks.parse_selection`). store_dir: directory of the stores, created when missing.
+    codec: "zstd", "lz4" or "none". chunk_tokens: token rows of one compressed chunk. segment_tokens: rows of one shard
+    file, a multiple of chunk_tokens. writers: writer processes, 0 for a choice by the machine's cores.
+    host_buffer_bytes: shared (on a GPU: pinned) memory between the engine and the writers. staging_bytes: GPU memory
+    where chunks are gathered before they are copied out. policy: what happens when writing falls behind, "block" (the
+    engine waits, nothing is lost) or "drop" (the engine never waits, stores record the missing ranges).
+    sink: "disk" writes stores; "host" (copy to host memory, then discard) and "null" (leave rows on the GPU) are for
+    benchmarks. fsync: flush every store to the device before it gets its final name.
+    """
+
+    store_dir: str
+    hooks: tuple[str, ...] = ("hidden-states",)
+    codec: str = "zstd"
+    chunk_tokens: int = 128
+    segment_tokens: int = 1024
+    writers: int = 0
+    host_buffer_bytes: int = 0
+    staging_bytes: int = 0
+    policy: str = "block"
+    sink: str = "disk"
+    fsync: bool = False
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> ServerOptions:
+        """Build from `kv_connector_extra_config`. Raises OptionError."""
+        known = [f.name for f in fields(cls)]
+        for name in extra:
+            if name not in known:
+                raise OptionError(
+                    f"kv_connector_extra_config: option {name!r} is unknown{suggest(name, known)}; "
+                    f"known options: {', '.join(known)}"
+                )
+        store_dir = extra.get("store_dir")
+        if not isinstance(store_dir, str) or not store_dir or "\0" in store_dir:
+            raise _refuse("store_dir", store_dir, "is not valid; give the directory where stores are written")
+        chunk = _integer("chunk_tokens", extra.get("chunk_tokens", cls.chunk_tokens), 1, 1 << 16)
+        segment = _integer("segment_tokens", extra.get("segment_tokens", max(cls.segment_tokens, chunk)), 1, 1 << 20)
+        if segment % chunk:
+            raise _refuse("segment_tokens", segment, f"must be a multiple of chunk_tokens ({chunk})")
+        return cls(
+            store_dir=os.path.abspath(store_dir),
+            hooks=_hook_items("hooks", extra.get("hooks", list(cls.hooks))),
+            codec=_one_of("codec", extra.get("codec", cls.codec), CODECS),
+            chunk_tokens=chunk,
+            segment_tokens=segment,
+            writers=_integer("writers", extra.get("writers", cls.writers), 0, 256),
+            host_buffer_bytes=_integer("host_buffer_bytes", extra.get("host_buffer_bytes", 0), 0, 1 << 44),
+            staging_bytes=_integer("staging_bytes", extra.get("staging_bytes", 0), 0, 1 << 44),
+            policy=_one_of("policy", extra.get("policy", cls.policy), POLICIES),
+            sink=_one_of("sink", extra.get("sink", cls.sink), SINKS),
+            fsync=_boolean("fsync", extra.get("fsync", cls.fsync)),
+        )
+
+
+@dataclass(frozen=True)
+class CaptureParams:
+    """What one request asks for, under `kv_transfer_params`.
+
+    include_output_tokens: rows of generated tokens too (False: prompt rows only, as in vLLM). key: the client's own
+    name for the store. hooks, layers: narrow the server's selection. tokens: positions [start, stop) to keep, stop
+    None for all. enabled: False skips the capture.
+    """
+
+    include_output_tokens: bool = False
+    key: str | None = None
+    hooks: tuple[str, ...] | None = None
+    layers: tuple[int, ...] | None = None
+    start: int = 0
+    stop: int | None = None
+    enabled: bool = True
+
+    @classmethod
+    def parse(cls, params: object) -> CaptureParams:
+        """Build from a request's `kv_transfer_params` (None: defaults). Raises OptionError."""
+        if params is None:
+            return cls()
+        if not isinstance(params, Mapping):
+            raise _refuse("kv_transfer_params", params, "is not valid; give a JSON object")
+        include = _boolean("include_output_tokens", params.get("include_output_tokens", False))
+        options = params.get("dmi")
+        if options is None:
+            return cls(include_output_tokens=include)
+        known = ("key", "hooks", "layers", "tokens", "enabled")
+        if not isinstance(options, Mapping):
+            raise _refuse("dmi", options, f"is not valid; give a JSON object with any of {', '.join(known)}")
+        for name in options:
+            if name not in known:
+                near = suggest(str(name), known)
+                raise OptionError(f"dmi: option {name!r} is unknown{near}; known options: {', '.join(known)}")
+        key = options.get("key")
+        if key is not None and (not isinstance(key, str) or _KEY.fullmatch(key) is None):
+            raise _refuse(
+                "dmi.key", key, "is not valid; use 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit"
+            )
+        hooks = options.get("hooks")
+        start, stop = cls._tokens(options.get("tokens"))
+        return cls(
+            include_output_tokens=include,
+            key=key,
+            hooks=None if hooks is None else _hook_items("dmi.hooks", hooks),
+            layers=cls._layers(options.get("layers")),
+            start=start,
+            stop=stop,
+            enabled=_boolean("dmi.enabled", options.get("enabled", True)),
+        )
+
+    @staticmethod
+    def _layers(value: object) -> tuple[int, ...] | None:
+        if value is None:
+            return None
+        if (
+            not isinstance(value, list | tuple)
+            or not value
+            or not all(isinstance(x, int) and not isinstance(x, bool) for x in value)
+        ):
+            raise _refuse("dmi.layers", value, "is not valid; give a list of layer numbers, as in [0, 5, -1]")
+        return tuple(value)
+
+    @staticmethod
+    def _tokens(value: object) -> tuple[int, int | None]:
+        if value is None:
+            return 0, None
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise _refuse("dmi.tokens", value, "is not valid; give [start, stop], as in [0, 128] or [64, null]")
+        start = _integer("dmi.tokens start", value[0], 0, 1 << 40)
+        if value[1] is None:
+            return start, None
+        stop = _integer("dmi.tokens stop", value[1], 0, 1 << 40)
+        if stop <= start:
+            raise _refuse("dmi.tokens", list(value), "is empty; stop must be larger than start")
+        return start, stop

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sums every pre-norm residual model obeys, checked on a store's values.
+
+resid_mid[l] = resid_pre[l] + attn_out[l]
+resid_pre[l + 1] = resid_mid[l] + mlp_out[l]      (resid_final after the last layer)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.store.shard import EMPTY
+from dmi_connector.store.shardfile import StoredArray
+
+# Largest allowed error as a fraction of the row's largest magnitude: 2 ulp at that scale, 1e-5 for float32.
+TOLERANCE = {"bfloat16": 2 * 2.0**-8, "float16": 2 * 2.0**-11, "float32": 1e-5, "float64": 1e-12}
+Term = tuple[str, int]
+
+
+def equations(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> list[tuple[Term, Term, Term]]:
+    """(sum, a, b) triples of (hook, layer) whose three terms are all stored."""
+    layers = {name: list(array.spec.layers) or [0] for name, array in arrays.items()}
+    last = int(attrs.get("num_layers") or max((max(ls) for ls in layers.values()), default=0) + 1) - 1
+    found = []
+    for layer in range(last + 1):
+        after: Term = ("resid_final", 0) if layer == last else ("resid_pre", layer + 1)
+        found.append((("resid_mid", layer), ("resid_pre", layer), ("attn_out", layer)))
+        found.append((after, ("resid_mid", layer), ("mlp_out", layer)))
+    return [e for e in found if all(name in layers and layer in layers[name] for name, layer in e)]
+
+
+def check_identities(
+    attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]
+) -> Iterator[tuple[str, str]]:
+    """Check every equation on every stored token. Yields (where, what) for each token chunk that breaks
+    one.
+    """
+    wanted = equations(attrs, arrays)
+    if not wanted:
+        return
+    any_array = arrays[wanted[0][0][0]]
+    for segment in range(any_array.segments):
+        rows: dict[tuple[str, int, int], np.ndarray | None] = {}
+        spans = sorted({(slot[-1], first, stop) for slot, first, stop in any_array.chunks(segment)})
+        readers = {
+            name: arrays[name].shard(segment, 0)
+            for name in {name for equation in wanted for name, _ in equation}
+            if arrays[name].path(segment, 0) in attrs["files"]
+        }
+        for n, first, stop in spans:
+            rows.clear()  # one token chunk at a time: all layers of it fit in memory
+            for total, a, b in wanted:
+                for name, layer in (total, a, b):
+                    if (name, layer, n) not in rows:
+                        rows[name, layer, n] = _rows(arrays[name], readers.get(name), layer, n, stop - first)
+                x, y, z = (rows[name, layer, n] for name, layer in (total, a, b))
+                if x is None or y is None or z is None:
+                    continue  # an incomplete store: the missing rows are known already
+                scale = np.maximum(np.abs(x), np.maximum(np.abs(y), np.abs(z))).max(axis=1)
+                error = np.abs(x - (y + z)).max(axis=1)
+                bad = np.flatnonzero(error > TOLERANCE[arrays[total[0]].spec.dtype] * scale)
+                if len(bad):
+                    worst = int(np.argmax(error))
+                    yield (
+                        f"{total[0]} layer {total[1]} token {first + int(bad[0])}",
+                        f"it is not {a[0]} + {b[0]} of layer {a[1]}: {len(bad)} of tokens {first} to {stop - 1} are off,"
+                        f" at most by {error[worst]:.3g} at magnitude {scale[worst]:.3g}",
+                    )
+
+
+def _rows(array: StoredArray, reader: Any, layer: int, n: int, count: int) -> np.ndarray | None:
+    slot = (list(array.spec.layers).index(layer) if array.spec.layers else 0, n)
+    if reader is None or reader.index[slot][0] == EMPTY:
+        return None
+    wide = np.float64 if array.spec.dtype in ("float32", "float64") else np.float32
+    return np.asarray(reader.chunk(slot)[:count].astype(wide))

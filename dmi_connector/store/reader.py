@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a store: `open_capture` waits for it, `Capture` gives its tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import zarr
+
+from dmi_connector.store import dtypes, schema
+from dmi_connector.store.names import HookTable, Source, parse_name
+
+if TYPE_CHECKING:
+    import torch
+
+Tokens = slice | Sequence[int] | np.ndarray | None
+
+
+class CaptureIncomplete(RuntimeError):
+    """The store says that rows are missing. `reason` says why, `missing` which [start, stop) rows, as far
+    as known.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], reason: str | None, missing: list[list[int]]) -> None:
+        super().__init__(
+            f"capture {os.fspath(path)} is incomplete: {reason or 'no reason given'}; missing rows: {missing or 'unknown'}."
+            " Open it with allow_incomplete=True to read what is there (missing rows read as zeros)"
+        )
+        self.path, self.reason, self.missing = os.fspath(path), reason, missing
+
+
+def open_capture(
+    path: str | os.PathLike[str], timeout: float | None = None, allow_incomplete: bool = False
+) -> Capture:
+    """Open a store, waiting up to `timeout` seconds until it is there under its final name (None: 60, 0:
+    no wait).
+
+    Raises TimeoutError, saying what was seen instead; CaptureIncomplete unless `allow_incomplete`;
+    ValueError for a directory that is not a store of this format.
+    """
+    final = Path(path)
+    limit = 60.0 if timeout is None else timeout
+    deadline, pause = time.monotonic() + limit, 0.01
+    while not final.exists():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            partial = final.with_name(final.name + schema.PARTIAL_SUFFIX)
+            seen = (
+                f"it is still being written as {partial.name}"
+                if partial.exists()
+                else "nothing of it exists yet"
+            )
+            raise TimeoutError(f"capture {final} was not there after {limit:g} s: {seen}")
+        time.sleep(min(pause, left))
+        pause = min(pause * 1.5, 0.1)
+    attrs = read_attrs(final)
+    if not attrs["complete"] and not allow_incomplete:
+        raise CaptureIncomplete(final, attrs["reason"], attrs["missing"])
+    return Capture(final, attrs)
+
+
+def read_attrs(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The root attribute of a store. Raises ValueError when it is not a store of a format version known
+    here.
+    """
+    root = Path(path) / "zarr.json"
+    try:
+        attrs = json.loads(root.read_bytes())["attributes"][schema.ATTR_KEY]
+        version = str(attrs["format_version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a capture: {root.name} has no {schema.ATTR_KEY!r} attribute ({error!r})"
+        ) from error
+    if version.split(".")[0] != schema.FORMAT_VERSION.split(".")[0]:
+        raise ValueError(
+            f"{path} has format version {version}, this package reads {schema.FORMAT_VERSION}: install a matching one"
+        )
+    return dict(attrs)
+
+
+class Capture:
+    """One finished capture, read-only. Made by `open_capture`.
+
+    hooks: names that can be read, aliases included. layers: hook -> layer numbers ([] for a hook that
+    exists once). attrs: the root attribute. `capture["q"]` and `capture["blocks.3.attn.hook_z"]` are
+    short for `numpy`.
+    """
+
+    def __init__(self, path: Path, attrs: dict[str, Any]) -> None:
+        self.path, self.attrs = path, attrs
+        self.group: zarr.Group = zarr.open_group(path, mode="r")
+        layers = [layer for hook in attrs["hooks"].values() for layer in hook["layers"]]
+        self._table = HookTable(attrs["hooks"], int(attrs.get("num_layers") or max(layers, default=0) + 1))
+        self.hooks: list[str] = self._table.names
+        self.layers: dict[str, list[int]] = {name: self._table.layers(name) for name in self.hooks}
+        self.complete: bool = attrs["complete"]
+        self.reason: str | None = attrs["reason"]
+        self.missing: list[list[int]] = attrs["missing"]
+        self.prompt_len: int = attrs["prompt_len"]
+
+    def __repr__(self) -> str:
+        state = "" if self.complete else f", incomplete: {self.reason}"
+        return (
+            f"Capture({str(self.path)!r}, {self.attrs['num_tokens']} tokens, {len(self.hooks)} hooks{state})"
+        )
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [tokens]."""
+        return self._plain("token_ids")
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int32 [tokens]: position of each row in the request's tokens."""
+        return self._plain("positions")
+
+    @property
+    def phase(self) -> np.ndarray:
+        """uint8 [tokens]: 0 for prompt tokens, 1 for generated ones."""
+        return self._plain("phase")
+
+    @property
+    def logits_positions(self) -> np.ndarray:
+        """int32 [samples]: position of the token whose logits each row of `logits` holds. KeyError
+        without logits.
+        """
+        self._table.sources("logits")
+        return self._plain("logits_positions")
+
+    def array(self, hook: str) -> zarr.Array:
+        """The Zarr array that holds `hook`, [layers, tokens, width] (logits: [samples, vocab]).
+
+        Raises KeyError for an unknown hook, ValueError for `resid_post` when it lies in two arrays.
+        """
+        names = {source.array for source in self._table.sources(hook)}
+        if len(names) > 1:
+            raise ValueError(f"hook {hook!r} lies in several arrays {sorted(names)}: use numpy() or torch()")
+        return self._array(names.pop())
+
+    def numpy(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> np.ndarray:
+        """Values as float32 (integer hooks keep their dtype): [tokens, width] for one layer, [layers,
+        tokens, width] for `layer=None`; hooks that exist once, and logits, are always [tokens, width].
+
+        layer: a layer number of the model, negative from its last. tokens: rows of the store, as a slice or a
+        sequence of indexes (for logits: samples). Raises KeyError for a hook or layer that was not captured.
+        """
+        values = self._read(hook, layer, tokens)
+        return values if values.dtype.kind in "iu" else values.astype(np.float32)
+
+    def torch(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> torch.Tensor:
+        """Like `numpy`, as a torch tensor in the stored dtype."""
+        import torch  # optional, and slow to import
+
+        values = np.ascontiguousarray(self._read(hook, layer, tokens))
+        if values.dtype == dtypes.numpy_dtype("bfloat16"):
+            # torch cannot take ml_dtypes' bfloat16, but the bits are the same.
+            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(values)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        hook, layer = parse_name(name)
+        return self.numpy(hook, layer)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.hooks
+
+    def _read(self, hook: str, layer: int | None, tokens: Tokens) -> np.ndarray:
+        sources = self._table.sources(hook)
+        if layer is not None:
+            return self._one(self._table.source(hook, layer), tokens)
+        if sources[0].layer is None:
+            return self._one(sources[0], tokens)
+        arrays = list(dict.fromkeys(source.array for source in sources))
+        parts = [self._rows(name, [s.index for s in sources if s.array == name], tokens) for name in arrays]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _one(self, source: Source, tokens: Tokens) -> np.ndarray:
+        rows = self._rows(source.array, [source.index], tokens)
+        return rows if self._array(source.array).ndim == 2 else rows[0]
+
+    def _rows(self, name: str, indexes: list[int], tokens: Tokens) -> np.ndarray:
+        array = self._array(name)
+        where = slice(None) if tokens is None else tokens
+        if not isinstance(where, slice):
+            where = np.asarray(where, dtype=np.int64)
+            where = np.where(where < 0, where + array.shape[-2], where)
+        if array.ndim == 2:
+            return np.asarray(array.oindex[where, :])
+        contiguous = slice(indexes[0], indexes[-1] + 1)  # layers ascend, and an alias drops only ends
+        return np.asarray(array.oindex[contiguous, where, :])
+
+    def _array(self, name: str) -> zarr.Array:
+        array = self.group[name]
+        assert isinstance(array, zarr.Array)
+        return array
+
+    def _plain(self, name: str) -> np.ndarray:
+        return np.asarray(self._array(name)[:])

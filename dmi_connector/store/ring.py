@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared ring: one memory file that the engine fills and the writer processes read."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+ALIGN = 4096
+
+
+@dataclass(eq=False)
+class Extent:
+    """A contiguous piece of the ring: `nbytes` from byte `offset`. It is free again when `refs` reaches 0."""
+
+    offset: int
+    nbytes: int
+    end: int = field(repr=False)  # where the next extent begins, counted without wrapping
+    refs: int = 1
+
+
+class Ring:
+    """Variable-size FIFO allocator over shared memory (a memfd), aligned to 4096 bytes.
+
+    Extents are given out in order and may be released in any order; space returns once everything given
+    out before it has been released too. All methods may be called from any thread.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if nbytes < ALIGN:
+            raise ValueError(
+                f"ring_bytes {nbytes} is too small: use {ALIGN} or more, large enough for a full chunk"
+            )
+        self.nbytes = nbytes // ALIGN * ALIGN
+        self.fd = os.memfd_create("dmi-ring", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.nbytes)
+        # The array keeps the mapping alive for as long as anything uses it.
+        self.memory: np.ndarray = np.frombuffer(mmap.mmap(self.fd, self.nbytes), np.uint8)
+        self._extents: deque[Extent] = deque()
+        self._head = 0  # bytes given out since the start, with the gaps at the end of the ring
+        self._tail = 0  # bytes that came back
+        self._changed = threading.Condition()
+
+    @property
+    def used(self) -> int:
+        """Bytes not free now, alignment and gaps included."""
+        with self._changed:
+            return self._head - self._tail
+
+    def alloc(self, nbytes: int, timeout: float | None = None) -> Extent | None:
+        """Take `nbytes` bytes; wait up to `timeout` seconds for space (None: for ever, 0: not at all).
+
+        Returns None when no space came free in time. Raises ValueError for more than the ring holds.
+        """
+        size = max(1, -(-nbytes // ALIGN)) * ALIGN
+        if size > self.nbytes:
+            raise ValueError(
+                f"{nbytes} bytes do not fit in ring_bytes {self.nbytes}: use a larger ring, smaller chunks"
+            )
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while (extent := self._take(nbytes, size)) is None:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self._changed.wait(left)
+            return extent
+
+    def _take(self, nbytes: int, size: int) -> Extent | None:
+        at = self._head % self.nbytes
+        skip = self.nbytes - at if at + size > self.nbytes else 0
+        if not self._extents and skip:
+            # Nothing is out: begin again at offset 0, or a large extent might never find its contiguous
+            # space.
+            self._head = self._tail = 0
+            skip = 0
+        if self._head + skip + size - self._tail > self.nbytes:
+            return None
+        self._head += skip + size
+        extent = Extent((self._head - size) % self.nbytes, nbytes, self._head)
+        self._extents.append(extent)
+        return extent
+
+    def hold(self, extent: Extent, refs: int = 1) -> None:
+        """Add users to an extent that is still held."""
+        with self._changed:
+            if extent.refs < 1:
+                raise ValueError(f"{extent} was released already")
+            extent.refs += refs
+
+    def release(self, extent: Extent) -> None:
+        """Take one user off an extent; the last one gives the space back. Raises ValueError when there is
+        none.
+        """
+        with self._changed:
+            if extent.refs < 1:
+                raise ValueError(f"{extent} was released already")
+            extent.refs -= 1
+            while self._extents and self._extents[0].refs == 0:
+                self._tail = self._extents.popleft().end
+            self._changed.notify_all()
+
+    def view(self, extent: Extent) -> np.ndarray:
+        """The bytes of an extent as a uint8 array on the shared memory."""
+        return self.memory[extent.offset : extent.offset + extent.nbytes]

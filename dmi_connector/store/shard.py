@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shard files: encoding inner chunks, appending them, and the index that makes them a Zarr shard.
+
+A shard file is encoded inner chunks in the order they came, then the index: for every inner chunk of the
+shard, in C order, its uint64 offset and length (both 2**64 - 1 where there is none), then the crc32c of
+the index.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import google_crc32c
+import numpy as np
+from numcodecs import blosc
+
+from dmi_connector.store.schema import blosc_settings
+
+EMPTY = np.uint64(2**64 - 1)
+_SHUFFLES = {"noshuffle": blosc.NOSHUFFLE, "shuffle": blosc.SHUFFLE, "bitshuffle": blosc.BITSHUFFLE}
+# Linux takes at most this many buffers in one pwritev.
+_IOV_MAX = 1024
+Buffer = bytes | np.ndarray
+
+
+def crc32c(data: Buffer, start: int = 0) -> int:
+    """crc32c of `data` (bytes or a contiguous uint8 array), going on from the crc `start`."""
+    return int(google_crc32c.extend(start, data))
+
+
+def encode(chunk: np.ndarray, codec: str) -> tuple[Buffer, bytes]:
+    """Encode one inner chunk, a C-contiguous array of unsigned integers as wide as the dtype.
+
+    Returns the encoded bytes and their 4-byte crc32c, which follow each other in the file. With codec
+    "none" the first is a view of `chunk`, so that bytes go from the ring to the file without a copy.
+    """
+    body: Buffer
+    if codec == "none":
+        body = chunk.reshape(-1).view(np.uint8)
+    else:
+        cname, clevel, shuffle = blosc_settings(codec, chunk.itemsize)
+        body = blosc.compress(chunk, cname.encode(), clevel, _SHUFFLES[shuffle], chunk.nbytes)
+    return body, crc32c(body).to_bytes(4, "little")
+
+
+class FileCache:
+    """Open file descriptors, the least recently used closed first, so that many captures fit one process."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._fds: OrderedDict[str, int] = OrderedDict()
+
+    def get(self, path: str) -> int:
+        """A descriptor for writing `path`, which is created when missing (its directory is not)."""
+        fd = self._fds.pop(path, None)
+        if fd is None:
+            while len(self._fds) >= self._limit:
+                os.close(self._fds.popitem(last=False)[1])
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fds[path] = fd
+        return fd
+
+    def close(self, path: str) -> None:
+        """Close `path` if it is open. Raises OSError when the file system reports a late write error."""
+        fd = self._fds.pop(path, None)
+        if fd is not None:
+            os.close(fd)
+
+
+class ShardWriter:
+    """Appends encoded inner chunks to one shard file and writes the index at `close`.
+
+    `slots` is the shape of the shard in inner chunks: (layers, chunks) or (rows,). A failed append leaves
+    no trace in the index, and the next one writes over its bytes.
+    """
+
+    def __init__(self, path: str, slots: tuple[int, ...], files: FileCache) -> None:
+        self.path = path
+        self._files = files
+        self._index = np.full((*slots, 2), EMPTY, dtype="<u8")
+        self._end = 0
+        self._crc = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether every inner chunk is there, so that nothing can follow but the index."""
+        return not bool((self._index[..., 0] == EMPTY).any())
+
+    def append(self, slots: Sequence[tuple[int, ...]], chunks: Iterable[tuple[Buffer, bytes]]) -> int:
+        """Write encoded chunks (see `encode`) for the given slots. Returns the bytes added. Raises OSError."""
+        buffers: list[Buffer] = []
+        entries, end, file_crc = [], self._end, self._crc
+        for body, crc in chunks:  # each is still in the CPU's cache for its second checksum
+            file_crc = crc32c(crc, crc32c(body, file_crc))
+            entries.append((end, len(body) + len(crc)))
+            end += len(body) + len(crc)
+            buffers += [body, crc]
+        self._write(buffers)
+        for slot, entry in zip(slots, entries, strict=True):
+            self._index[slot] = entry
+        added, self._end, self._crc = end - self._end, end, file_crc
+        return added
+
+    def close(self, slots: tuple[int, ...] | None = None) -> tuple[int, int]:
+        """Write the index, narrowed to the shape `slots`, and close the file.
+
+        Returns the size and the crc32c of the whole file. Raises OSError, and ValueError when a chunk
+        lies outside `slots`.
+        """
+        index = self._index
+        if slots is not None:
+            keep = tuple(slice(0, n) for n in slots)
+            if (index[..., 0] != EMPTY).sum() != (index[keep][..., 0] != EMPTY).sum():
+                raise ValueError(f"{self.path} holds chunks outside its final shape {slots}")
+            index = index[keep]
+        body = np.ascontiguousarray(index).tobytes()
+        tail = body + crc32c(body).to_bytes(4, "little")
+        # A failed append may have left bytes past the end, and the index must be the last thing in the file.
+        os.ftruncate(self._files.get(self.path), self._end)
+        self._write([tail])
+        self._files.close(self.path)
+        return self._end + len(tail), crc32c(tail, self._crc)
+
+    def release(self) -> None:
+        """Close the file without an index."""
+        self._files.close(self.path)
+
+    def _write(self, buffers: Sequence[Buffer]) -> None:
+        fd, at = self._files.get(self.path), self._end
+        for i in range(0, len(buffers), _IOV_MAX):
+            views = [memoryview(b) for b in buffers[i : i + _IOV_MAX]]  # type: ignore[arg-type]
+            while views:
+                wrote = os.pwritev(fd, views, at)
+                at += wrote
+                while views and wrote >= len(views[0]):
+                    wrote -= len(views.pop(0))
+                if views and wrote:
+                    views[0] = views[0][wrote:]
+
+
+def read_index(tail: bytes, slots: tuple[int, ...]) -> np.ndarray:
+    """Decode the index, the last `16 * prod(slots) + 4` bytes of a shard file.
+
+    Returns uint64 `[*slots, 2]` of offset and length. Raises ValueError for a wrong length or crc32c.
+    """
+    size = 16 * int(np.prod(slots))
+    if len(tail) != size + 4:
+        raise ValueError(f"shard index of {size + 4} bytes expected, {len(tail)} found")
+    if crc32c(tail[:size]) != int.from_bytes(tail[size:], "little"):
+        raise ValueError("shard index does not match its crc32c")
+    return np.frombuffer(tail, "<u8", size // 8).reshape(*slots, 2)

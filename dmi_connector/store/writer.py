@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The writer process: `python -m dmi_connector.store.writer --ring-fd N --ring-bytes B`.
+
+It maps the ring it shares with the engine, reads messages on standard input and answers on standard
+output (see wire.py). Every chunk and rows message is answered, whatever happens: the engine reuses ring
+memory on that answer. At the end of input it stops and leaves partial directories as they are.
+
+messages   open, chunk, rows, close, commit, rankdone, started, abort
+answers    ready, ack (of a seq), closed, committed, rankdone, aborted
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numcodecs import blosc
+
+from dmi_connector.store.commit import Commit, append_index, remove_partial, write_rank_done
+from dmi_connector.store.group import GroupWriter
+from dmi_connector.store.schema import ArraySpec
+from dmi_connector.store.shard import FileCache
+from dmi_connector.store.wire import Decoder, Message, pack, write_all
+
+POLL_S = 0.02
+IDLE_S = 1.0
+
+
+class Writer:
+    """Handles messages one after another, in the order they came."""
+
+    def __init__(self, ring: np.ndarray, reply: Callable[[Message], None], cache: FileCache) -> None:
+        self._ring, self._reply, self._cache = ring, reply, cache
+        self._groups: dict[int, GroupWriter] = {}
+        self._broken: dict[int, str] = {}  # captures whose open failed
+        self.commits: list[Commit] = []
+
+    def handle(self, message: Message) -> None:
+        """Act on one message and answer it. Errors go into the answer."""
+        getattr(self, "_" + message["type"])(message)
+
+    def _open(self, m: Message) -> None:
+        try:
+            self._groups[m["id"]] = GroupWriter(
+                m["partial"],
+                [ArraySpec(**a) for a in m["arrays"]],
+                m["bases"],
+                m["chunk_tokens"],
+                m["segment_tokens"],
+                m["codec"],
+                self._cache,
+            )
+        except Exception as error:
+            self._broken[m["id"]] = f"{type(error).__name__}: {error}"
+
+    def _data(self, m: Message, write: Callable[[GroupWriter, np.ndarray], None]) -> None:
+        answer: Message = {"ack": m["seq"]}
+        group = self._groups.get(m["id"])
+        if group is None:
+            answer["error"] = self._broken.get(m["id"], "the capture is not open")
+        else:
+            try:
+                write(group, self._ring[m["offset"] :])
+            except Exception as error:
+                answer["error"] = group.stats.note(error)
+        self._reply(answer)
+
+    def _chunk(self, m: Message) -> None:
+        self._data(m, lambda group, data: group.chunk(data, m["first"], m["count"]))
+
+    def _rows(self, m: Message) -> None:
+        self._data(m, lambda group, data: group.rows(data, m["name"], m["first"], m["count"], m["positions"]))
+
+    def _close(self, m: Message) -> None:
+        group = self._groups.pop(m["id"], None)
+        answer: Message = {"closed": m["id"], "files": {}, "bytes_raw": 0, "bytes_stored": 0, "failed": []}
+        if group is None:
+            answer["errors"] = [self._broken.pop(m["id"], "the capture is not open")]
+        else:
+            answer["files"] = group.close(m["length"], m["samples"])
+            stats = group.stats
+            answer |= {"bytes_raw": stats.bytes_raw, "bytes_stored": stats.bytes_stored}
+            answer |= {"failed": stats.failed, "errors": stats.errors}
+        self._reply(answer)
+
+    def _abort(self, m: Message) -> None:
+        group = self._groups.pop(m["id"], None)
+        self._broken.pop(m["id"], None)
+        if group is not None:
+            group.release()
+        self._answer({"aborted": m["id"]}, lambda: remove_partial(m["partial"]) if m["remove"] else None)
+
+    def _rankdone(self, m: Message) -> None:
+        self._answer({"rankdone": m["id"]}, lambda: write_rank_done(m))
+
+    def _started(self, m: Message) -> None:
+        def write() -> None:
+            os.makedirs(m["directory"], exist_ok=True)
+            append_index(m["directory"], m["line"])
+
+        self._answer({"started": m["id"]}, write)
+
+    def _commit(self, m: Message) -> None:
+        self.commits.append(Commit.start(m))
+        self.poll()
+
+    def poll(self) -> None:
+        """Run the commits whose ranks are all there."""
+        for commit in list(self.commits):
+            if commit.ready():
+                self.commits.remove(commit)
+                answer: Message = {"committed": commit.message["id"]}
+                try:
+                    answer |= commit.run()
+                except Exception as error:
+                    answer["error"] = f"{type(error).__name__}: {error}"
+                self._reply(answer)
+
+    def _answer(self, answer: Message, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:
+            answer["error"] = f"{type(error).__name__}: {error}"
+        self._reply(answer)
+
+
+def serve(writer: Writer, stdin: int) -> None:
+    """Read and handle messages until the end of input, or until the parent process is gone."""
+    decoder, parent = Decoder(), os.getppid()
+    while True:
+        wait = POLL_S if writer.commits else IDLE_S
+        if select.select([stdin], [], [], wait)[0]:
+            data = os.read(stdin, 1 << 20)
+            if not data:
+                break
+            for message in decoder.feed(data):
+                writer.handle(message)
+        elif os.getppid() != parent:
+            # A forked child of the engine may hold the other end of the pipe open, and then no end of
+            # input comes.
+            break
+        writer.poll()
+    while writer.commits:  # captures that are whole but for other ranks
+        time.sleep(POLL_S)
+        writer.poll()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the process."""
+    parser = argparse.ArgumentParser(prog="dmi-writer", description="Writes captures; started by the engine.")
+    parser.add_argument("--ring-fd", type=int, required=True, help="descriptor of the shared memory")
+    parser.add_argument("--ring-bytes", type=int, required=True, help="its size")
+    args = parser.parse_args(argv)
+    # Ctrl-C reaches the whole process group; what is in the ring must still be written. The pipe ends the
+    # process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open("/proc/self/comm", "w") as comm:
+        comm.write("dmi-writer")
+    blosc.set_nthreads(1)
+    blosc.use_threads = False
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    soft = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    # Only answers may reach the pipe: whatever else prints goes to standard error.
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    ring = np.frombuffer(mmap.mmap(args.ring_fd, args.ring_bytes), np.uint8)
+
+    def reply(message: Message) -> None:
+        write_all(answers, pack(message))
+
+    writer = Writer(ring, reply, FileCache(limit=max(16, soft // 2)))
+    reply({"ready": os.getpid()})
+    try:
+        serve(writer, 0)
+    except BrokenPipeError:
+        return 0  # the engine is gone; partial directories stay for a repair
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
