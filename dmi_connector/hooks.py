@@ -18,6 +18,9 @@ from dataclasses import dataclass
 ROW_ALIGN = 16
 """Every segment of a row starts at a multiple of this many bytes, so that kernels use 16-byte accesses."""
 
+ROW_BYTES_ALIGN = 64
+"""Rows are a multiple of this many bytes long."""
+
 HEADER_BYTES = 16
 """A row begins with its own token id and position (two int32) and 8 spare bytes: rows check themselves."""
 
@@ -355,4 +358,4 @@ def row_layout(selection: Selection, dims: ModelDims, dtype: str, tp: int = 1) -
         segment = Segment(name, layer, hook_dtype(hook, dtype), shard_of(hook, dims, tp, 0).width, offset)
         segments.append(segment)
         offset += math.ceil(segment.nbytes / ROW_ALIGN) * ROW_ALIGN
-    return RowLayout(tuple(segments), offset)
+    return RowLayout(tuple(segments), math.ceil(offset / ROW_BYTES_ALIGN) * ROW_BYTES_ALIGN)

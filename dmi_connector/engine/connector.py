@@ -11,18 +11,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 
 from dmi_connector.engine.context import capture_context
-from dmi_connector.engine.messages import StepMetadata
+from dmi_connector.engine.messages import Report, StepMetadata
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
@@ -34,9 +36,10 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
         self.context = capture_context(vllm_config)
         self._group, self._block_size = self._rows_group(kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
+            from dmi_connector.engine import startup
             from dmi_connector.engine.tracker import Tracker
 
-            self.tracker = Tracker(self.context, self._block_size)
+            self.tracker = Tracker(self.context, self._block_size, startup.hold_rows(self.context, vllm_config))
         else:
             from dmi_connector.engine.export import Exporter
 
@@ -74,11 +77,15 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        blocks = block_ids[self._group] if block_ids else []
-        return False, self.tracker.finish(request, blocks)
+        return self.tracker.finish(request, block_ids[self._group] if block_ids else [])
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, self.tracker.finish(request, block_ids)
+        return self.tracker.finish(request, block_ids)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, Report):
+            self.tracker.on_report(report)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -115,6 +122,12 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
             metadata = self._get_connector_metadata()
             assert isinstance(metadata, StepMetadata)
             self.exporter.after_forward(metadata)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return (None if self.exporter is None else self.exporter.take_finished() or None), None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return None if self.exporter is None else self.exporter.take_report()
 
     def shutdown(self) -> None:
         exporter = getattr(self, "exporter", None)

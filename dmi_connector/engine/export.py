@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +13,15 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
+from dmi_connector.engine import startup
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.messages import Close, Open, Rows, Sample, StepMetadata
+from dmi_connector.engine.device import DeviceLane
+from dmi_connector.engine.kernels import gather_rows_torch
+from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.engine.plan import Plan, make_plan
-from dmi_connector.hooks import ITEMSIZE
 from dmi_connector.store.capture import CaptureHandle, CaptureSpec
 from dmi_connector.store.persist import Persistence, PersistSettings
-from dmi_connector.store.ring import Extent
+from dmi_connector.store.ring import Extent, Ring
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,44 +33,61 @@ logger = init_logger("vllm.dmi_connector")
 
 @dataclass
 class Running:
-    """One capture on this worker. token_ids: as the rows' own headers say, [(first row, ids)]."""
+    """One capture on this worker. headers: token ids as the rows themselves say, [(first row, ids)]."""
 
+    number: int
     plan: Plan
-    handle: CaptureHandle
+    handle: CaptureHandle | None
     start: int
     attrs: dict[str, Any]
     headers: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    lost: list[tuple[int, int]] = field(default_factory=list)
+    lost: list[list[int]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
 class Exporter:
-    """Owns the ring, the writers and the captures under way on one tensor-parallel rank."""
+    """Owns the ring, the writers and the captures under way on one tensor-parallel rank.
+
+    Pieces wait in `backlog` while the staging memory is full: their rows stay in the paged cache. Only the end of a
+    request whose blocks are about to be reused forces them out (the GPU then waits for the link).
+    """
 
     def __init__(self, context: CaptureContext, layer: CaptureLayer, rank: int, vllm_config: VllmConfig) -> None:
         self.context, self.layer, self.rank = context, layer, rank
         self.captures: dict[int, Running] = {}
         self.plans: dict[tuple[tuple[str, tuple[int, ...]], ...], Plan] = {}
         self.samples: list[Sample] = []
-        self.store_attrs = _store_attrs(context, vllm_config)
+        self.backlog: deque[tuple[Running, Rows | Close]] = deque()
+        self.report = Report()
+        self.finished: set[str] = set()
+        self.store_attrs = startup.store_attrs(context, vllm_config)
         options = context.options
         full = self._plan(dict(context.selection.hooks))
-        self.persistence = Persistence(
-            ring_bytes=_ring_bytes(options.host_buffer_bytes, full.token_bytes * options.chunk_tokens),
-            writers=options.writers or _default_writers(),
-            settings=PersistSettings(options.codec, options.chunk_tokens, options.segment_tokens, options.fsync),
-        )
-        logger.info(
-            "Capturing %s: %d bytes a token in the cache; host buffer holds %d tokens",
-            ", ".join(context.selection.hooks),
-            context.layout.row_bytes,
-            self.persistence.ring.nbytes // max(1, full.token_bytes),
-        )
+        assert layer.rows is not None
+        self.rows = layer.rows
+        sizes = startup.buffer_sizes(options, full.token_bytes, self.rows.is_cuda)
+        self.persistence: Persistence | None = None
+        writers = 0
+        if options.sink == "disk":
+            writers = options.writers or startup.default_writers(self.rows.is_cuda)
+            self.persistence = Persistence(
+                ring_bytes=sizes.host,
+                writers=writers,
+                settings=PersistSettings(options.codec, options.chunk_tokens, options.segment_tokens, options.fsync),
+            )
+        self.ring = self.persistence.ring if self.persistence else Ring(sizes.host)
+        self.lane: DeviceLane | None = None
+        if self.rows.is_cuda and options.sink != "null":
+            self.lane = DeviceLane(self.ring.memory, sizes.staging, self.rows.device)
+        startup.announce(context, full, self.rows, sizes, self.lane, writers)
 
     def _plan(self, hooks: dict[str, tuple[int, ...]]) -> Plan:
         key = tuple(hooks.items())
         if key not in self.plans:
             self.plans[key] = make_plan(self.context, hooks, self.rank)
         return self.plans[key]
+
+    # ---- the two moments of a step --------------------------------------------------------------------------------
 
     def before_forward(self, metadata: StepMetadata) -> None:
         """Begin new captures and finish ended ones: the forward that follows may overwrite their freed blocks."""
@@ -77,101 +98,191 @@ class Exporter:
             self._close(close)
 
     def after_forward(self, metadata: StepMetadata) -> None:
-        """Export chunks that the forward completed."""
+        """Export chunks that the forward completed, as far as there is room."""
         for rows in metadata.chunks:
-            self._export(self.captures[rows.capture], rows)
+            self.backlog.append((self.captures[rows.capture], rows))
+        self._pump()
+
+    def take_report(self) -> Report:
+        report, self.report = self.report, Report()
+        return report
+
+    def take_finished(self) -> set[str]:
+        """Requests whose blocks were held back for us and may be freed now."""
+        finished, self.finished = self.finished, set()
+        return finished
+
+    # ---- captures ---------------------------------------------------------------------------------------------------
 
     def _open(self, message: Open) -> None:
-        options = self.context.options
         plan = self._plan(message.hooks)
-        final = os.path.join(options.store_dir, message.name)
-        arrays = plan.arrays if plan.logits is None else (*plan.arrays, plan.logits)
-        handle = self.persistence.open_capture(
-            CaptureSpec(
-                final=final,
-                arrays=arrays,
-                request_id=message.request_id,
-                key=message.key,
-                rank=self.rank,
-                ranks=self.context.tp,
+        handle = None
+        if self.persistence is not None:
+            handle = self.persistence.open_capture(
+                CaptureSpec(
+                    final=os.path.join(self.context.options.store_dir, message.name),
+                    arrays=plan.arrays if plan.logits is None else (*plan.arrays, plan.logits),
+                    request_id=message.request_id,
+                    key=message.key,
+                    rank=self.rank,
+                    ranks=self.context.tp,
+                )
             )
-        )
         attrs = {**self.store_attrs, **message.attrs, "start": message.start}
-        self.captures[message.capture] = Running(plan, handle, message.start, attrs)
+        self.captures[message.capture] = Running(message.capture, plan, handle, message.start, attrs)
 
-    def _export(self, capture: Running, rows: Rows) -> None:
-        """Gather one piece of rows ([count] slots) in store layout and pass it on."""
-        count = len(rows.slots)
-        plan = capture.plan
-        timeout = None if self.context.options.policy == "block" else 0.0
-        extent = self.persistence.alloc(plan.token_bytes * count, timeout)
-        if extent is None:
-            capture.lost.append((capture.start + rows.first, capture.start + rows.first + count))
+    def _close(self, message: Close) -> None:
+        """Queue the last rows and the end of a capture; out at once unless its blocks are held for it."""
+        capture = self.captures.pop(message.capture)
+        ending: list[tuple[Running, Rows | Close]] = [(capture, rows) for rows in message.rows]
+        ending.append((capture, message))
+        if message.held:
+            self.backlog.extend(ending)
             return
-        payload = self.persistence.ring.memory[extent.offset : extent.offset + plan.token_bytes * count]
-        _gather_cpu(self.layer.rows, rows.slots, plan, payload)
-        self._deliver(capture, rows.first, count, extent, payload)
+        mine = [item for item in self.backlog if item[0] is capture]
+        if mine:
+            self.backlog = deque(item for item in self.backlog if item[0] is not capture)
+        for item in mine + ending:
+            self._export(*item, force=True)
 
-    def _deliver(self, capture: Running, first: int, count: int, extent: Extent, payload: np.ndarray) -> None:
-        """Check the headers of gathered rows, then give them to the writers."""
-        base = capture.plan.header_base * count
-        header = payload[base : base + 8 * count].view(np.int32).reshape(count, 2)
-        capture.headers.append((first, header[:, 0].copy()))
-        expected = np.arange(capture.start + first, capture.start + first + count, dtype=np.int32)
-        if not np.array_equal(header[:, 1], expected):
-            capture.lost.append((capture.start + first, capture.start + first + count))
-            logger.error("rows of positions %d.. belong to other positions: marked as missing", capture.start + first)
-        capture.handle.chunk(extent, first, count)
+    def _pump(self) -> None:
+        while self.backlog and self._export(*self.backlog[0], force=False):
+            self.backlog.popleft()
+
+    def _export(self, capture: Running, item: Rows | Close, force: bool) -> bool:
+        """Carry out one item. Returns False when there is no room for it yet (never when forced)."""
+        if isinstance(item, Close):
+            self._then(lambda: self._finish(capture, item))
+            if item.held:
+                self.finished.add(item.held)
+            return True
+        count = len(item.slots)
+        nbytes = capture.plan.token_bytes * count
+        if self.context.options.sink == "null":
+            self.report.gathered += count
+            return True
+        drop = self.context.options.policy == "drop"
+        start = 0
+        if self.lane is not None:
+            room = self.lane.room(nbytes, force and not drop)
+            if room is None:
+                return self._lose(capture, item) if force else False
+            start = room
+        extent = self.ring.alloc(nbytes, 0.0 if drop else None)
+        if extent is None:
+            return self._lose(capture, item)
+        self.report.gathered += count
+        deliver = self._delivery(capture, item.first, count, extent)
+        if self.lane is None:
+            payload = torch.from_numpy(self.ring.view(extent))
+            gather_rows_torch(self.rows, torch.from_numpy(item.slots), torch.from_numpy(capture.plan.pieces), payload)
+            deliver()
+        else:
+            self.lane.gather(self.rows, item.slots, capture.plan.pieces, start, nbytes)
+            self.lane.copy_out(start, nbytes, extent.offset, deliver)
+        return True
+
+    def _lose(self, capture: Running, rows: Rows) -> bool:
+        """Policy drop: note which positions were given up."""
+        count = len(rows.slots)
+        lost = [capture.start + rows.first, capture.start + rows.first + count]
+        self.report.gathered += count
+        self.report.lost.setdefault(capture.number, []).append(lost)
+        capture.lost.append(lost)
+        return True
+
+    def _then(self, action: Callable[[], None]) -> None:
+        """Run `action` once everything exported so far has been delivered."""
+        if self.lane is None:
+            action()
+        else:
+            self.lane.then(action)
+
+    # ---- deliveries: on a GPU these run on the lane's thread ------------------------------------------------------
+
+    def _delivery(self, capture: Running, first: int, count: int, extent: Extent) -> Callable[[], None]:
+        def deliver() -> None:
+            payload = self.ring.view(extent)
+            base = capture.plan.header_base * count
+            header = payload[base : base + 8 * count].view(np.int32).reshape(count, 2)
+            capture.headers.append((first, header[:, 0].copy()))
+            begin = capture.start + first
+            if not np.array_equal(header[:, 1], np.arange(begin, begin + count, dtype=np.int32)):
+                capture.problems.append(f"the rows of positions {begin} to {begin + count - 1} carry other positions")
+            if capture.handle is None:
+                self.ring.release(extent)
+            else:
+                capture.handle.chunk(extent, first, count)
+
+        return deliver
+
+    def _finish(self, capture: Running, message: Close) -> None:
+        attrs = {**capture.attrs, **message.attrs}
+        problems = [attrs["reason"]] if attrs["reason"] else []
+        problems += capture.problems + _check_tokens(capture, message)
+        if capture.lost:
+            attrs["missing"] = sorted(capture.lost + attrs["missing"])
+            problems.append("rows were dropped because writing fell behind (policy drop)")
+        attrs["complete"] = attrs["complete"] and not problems
+        attrs["reason"] = "; ".join(problems) or None
+        if capture.handle is not None:
+            samples = {"logits": message.samples} if capture.plan.logits is not None else {}
+            capture.handle.close(message.length, samples, message.token_ids, attrs=attrs)
+        elif problems:
+            logger.error("capture of %s: %s", capture.attrs.get("request_id"), attrs["reason"])
+
+    # ---- logits -----------------------------------------------------------------------------------------------------
 
     def logits(self, logits: torch.Tensor) -> None:
         """Export the logits rows of captured requests. logits: [samples, vocab], in the order of the batch."""
-        step = self.layer.step
-        if not self.samples or step is None:
-            return
-        wanted = {s.slot: s for s in self.samples}
+        step, samples = self.layer.step, self.samples
         self.samples = []  # prompt logprobs call compute_logits again in the same step
-        ends = step.query_start_loc[1 : logits.shape[0] + 1].long() - 1
-        slots = step.slot_mapping[ends].tolist()
-        for index, slot in enumerate(slots):
-            sample = wanted.get(slot)
-            capture = None if sample is None else self.captures.get(sample.capture)
-            if sample is None or capture is None or capture.plan.logits is None:
-                continue
-            nbytes = capture.plan.logits.width * ITEMSIZE[self.context.dtype]
-            extent = self.persistence.alloc(nbytes, None)
-            assert extent is not None
-            row = torch.from_numpy(self.persistence.ring.memory[extent.offset : extent.offset + nbytes])
-            row.view(getattr(torch, self.context.dtype)).copy_(logits[index])
-            capture.handle.rows("logits", extent, sample.index, 1, [sample.position])
+        if not samples or step is None or self.persistence is None:
+            return
+        wanted = {s.slot: (s, self.captures[s.capture]) for s in samples}
+        logits = logits.to(self.layer.row_dtype).contiguous()
+        count, row_bytes = logits.shape[0], logits.shape[1] * logits.element_size()
+        slots = step.slot_mapping[step.query_start_loc[1 : count + 1].long() - 1]
+        # One extent: the rows, then the slots that say whose they are.
+        nbytes = -(-count * row_bytes // 16) * 16 + 8 * count
+        extent = self.ring.alloc(nbytes, None)
+        assert extent is not None
 
-    def _close(self, message: Close) -> None:
-        capture = self.captures.pop(message.capture)
-        for rows in message.rows:
-            self._export(capture, rows)
-        attrs = {**capture.attrs, **message.attrs}
-        problems = [] if attrs["reason"] is None else [attrs["reason"]]
-        problems += _check_tokens(capture, message)
-        if capture.lost:
-            attrs["missing"] = sorted([*map(list, capture.lost), *attrs["missing"]])
-            problems.append("rows were dropped because writing fell behind, or failed their check")
-        attrs["complete"] = attrs["complete"] and not problems
-        attrs["reason"] = "; ".join(problems) or None
-        samples = {"logits": message.samples} if capture.plan.logits is not None else {}
-        capture.handle.close(message.length, samples, message.token_ids, attrs=attrs)
+        def deliver() -> None:
+            tail = self.ring.view(extent)[nbytes - 8 * count :].view(np.int64)
+            for index, slot in enumerate(tail.tolist()):
+                if slot in wanted:
+                    sample, capture = wanted[slot]
+                    if capture.handle is not None and capture.plan.logits is not None:
+                        capture.handle.rows(
+                            "logits", extent, sample.index, 1, [sample.position], index * row_bytes, keep=True
+                        )
+            self.ring.release(extent)
+
+        if self.lane is None:
+            self._fill_logits(torch.from_numpy(self.ring.view(extent)), logits, slots)
+            deliver()
+        else:
+            start = self.lane.room(nbytes, True)
+            assert start is not None
+            self._fill_logits(self.lane.staging.buffer[start : start + nbytes], logits, slots)
+            self.lane.copy_out(start, nbytes, extent.offset, deliver)
+
+    @staticmethod
+    def _fill_logits(target: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor) -> None:
+        size = logits.numel() * logits.element_size()
+        target[:size].view(logits.dtype).view(logits.shape).copy_(logits)
+        target[target.numel() - 8 * slots.numel() :].view(torch.int64).copy_(slots)
 
     def shutdown(self) -> None:
-        """Finish what can be finished and stop the writers."""
-        self.persistence.shutdown(timeout=60.0)
-
-
-def _gather_cpu(rows: torch.Tensor | None, slots: np.ndarray, plan: Plan, payload: np.ndarray) -> None:
-    """Copy the planned pieces of rows `slots` into `payload`, array by array (the torch twin of the gather kernel)."""
-    assert rows is not None
-    count = len(slots)
-    picked = rows.numpy()[slots]
-    for source, nbytes, base in plan.pieces.tolist():
-        block = payload[base * count : (base + nbytes) * count].reshape(count, nbytes)
-        np.copyto(block, picked[:, source : source + nbytes])
+        """Export what is waiting, then finish the stores and stop the writers, within a minute each."""
+        for item in self.backlog:
+            self._export(*item, force=True)
+        self.backlog.clear()
+        if self.lane is not None:
+            self.lane.shutdown()
+        if self.persistence is not None:
+            self.persistence.shutdown(timeout=60.0)
 
 
 def _check_tokens(capture: Running, message: Close) -> list[str]:
@@ -180,51 +291,6 @@ def _check_tokens(capture: Running, message: Close) -> list[str]:
         expected = np.asarray(message.token_ids[first : first + len(ids)], dtype=np.int32)
         wrong = np.flatnonzero(ids[: len(expected)] != expected)
         if len(wrong):
-            at = capture.start + first + int(wrong[0])
-            return [f"the row at position {at} holds token {int(ids[wrong[0]])}, not {int(expected[wrong[0]])}"]
+            at = int(wrong[0])
+            return [f"the row at position {capture.start + first + at} holds token {ids[at]}, not {expected[at]}"]
     return []
-
-
-def _ring_bytes(asked: int, chunk_bytes: int) -> int:
-    """Size of the host buffer: as asked, else 256 MiB, and never less than two full chunks."""
-    least = 2 * chunk_bytes + (1 << 20)
-    if asked and asked < least:
-        raise ValueError(
-            f"host_buffer_bytes: {asked} holds less than two chunks of this selection; give at least {least}, or reduce chunk_tokens"
-        )
-    return asked or max(256 << 20, least)
-
-
-def _default_writers() -> int:
-    return max(1, min(8, (os.cpu_count() or 2) // 2))
-
-
-def _store_attrs(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, Any]:
-    """What every store of this engine says about its origin."""
-    import vllm
-
-    import dmi_connector
-
-    dims = context.dims
-    return {
-        "model": vllm_config.model_config.model,
-        "architecture": context.arch.name,
-        "dtype": context.dtype,
-        "num_layers": dims.layers,
-        "identities": True,
-        "tp": context.tp,
-        "versions": {
-            "dmi_connector": dmi_connector.__version__,
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-        },
-        "dims": {
-            "hidden": dims.hidden,
-            "heads": dims.heads,
-            "kv_heads": dims.kv_heads,
-            "head_dim": dims.head_dim,
-            "vocab": dims.vocab,
-        },
-    }
-
-

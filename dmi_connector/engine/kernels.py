@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tap kernel: write values into their tokens' rows. One public function, a Triton kernel and its torch twin."""
+"""The two kernels of a capture: `write_rows` puts values into their tokens' rows, `gather_rows` takes rows out in
+store layout. One public function each, with a Triton kernel (triton_kernels.py) and a torch twin behind it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import torch
 
 MAX_VALUES = 5
 _BLOCK = 1024
+_GATHER_TOKENS = 8
 
 
 def write_rows(rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], offsets: list[int]) -> None:
@@ -54,6 +57,46 @@ def _write_rows_triton(rows: torch.Tensor, slots: torch.Tensor, values: list[tor
         *(widths + [0] * pad),
         *(starts + [0] * pad),
         typed.stride(0),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+
+
+def gather_rows(rows: torch.Tensor, slots: torch.Tensor, pieces: torch.Tensor, payload: torch.Tensor) -> None:
+    """Gather pieces of `count` rows into a payload in store layout: piece after piece, each [count, bytes].
+
+    rows: uint8 [slots, row_bytes], contiguous. slots: int64 [count]. pieces: int64 [n, 3] on the same device: byte
+    offset in a row, bytes, byte offset in the payload divided by count. payload: uint8, at least count * bytes of all
+    pieces; its start must be aligned to 16 bytes.
+    """
+    if rows.is_cuda:
+        _gather_rows_triton(rows, slots, pieces, payload)
+    else:
+        gather_rows_torch(rows, slots, pieces, payload)
+
+
+def gather_rows_torch(rows: torch.Tensor, slots: torch.Tensor, pieces: torch.Tensor, payload: torch.Tensor) -> None:
+    """The gather kernel's twin in plain torch, used on the CPU."""
+    count = slots.shape[0]
+    picked = rows[slots]
+    for source, nbytes, base in pieces.tolist():
+        block = payload[base * count : (base + nbytes) * count].view(count, nbytes)
+        block.copy_(picked[:, source : source + nbytes])
+
+
+def _gather_rows_triton(rows: torch.Tensor, slots: torch.Tensor, pieces: torch.Tensor, payload: torch.Tensor) -> None:
+    from dmi_connector.engine.triton_kernels import gather_rows_kernel
+
+    count = slots.shape[0]
+    unit = torch.int32  # every hook's width in bytes is a multiple of 4, and rows of int32 vectorise to 16 bytes
+    gather_rows_kernel[(pieces.shape[0], -(-count // _GATHER_TOKENS))](
+        rows.view(unit),
+        slots,
+        pieces,
+        payload.view(unit),
+        count,
+        rows.shape[1] // 4,
+        TOKENS=_GATHER_TOKENS,
         BLOCK=_BLOCK,
         num_warps=4,
     )

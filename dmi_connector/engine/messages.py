@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 
 @dataclass
@@ -34,7 +34,10 @@ class Open:
 
 @dataclass
 class Close:
-    """A capture ends: its last rows, its true length, and what the store says about it."""
+    """A capture ends: its last rows, its true length, and what the store says about it.
+
+    held: the request's id if its blocks are kept until these rows are gathered, None if they are free already.
+    """
 
     capture: int
     rows: list[Rows]
@@ -42,6 +45,7 @@ class Close:
     samples: int
     token_ids: list[int]
     attrs: dict[str, Any]
+    held: str | None = None
 
 
 @dataclass
@@ -62,3 +66,17 @@ class StepMetadata(KVConnectorMetadata):
     closes: list[Close] = field(default_factory=list)
     chunks: list[Rows] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+
+
+@dataclass
+class Report(KVConnectorWorkerMetadata):
+    """What a worker tells the scheduler: rows gathered since its last report, ranges lost by capture (policy drop)."""
+
+    gathered: int = 0
+    lost: dict[int, list[list[int]]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Join the reports of two ranks: the slower one counts."""
+        assert isinstance(other, Report)
+        lost = {k: self.lost.get(k, []) + other.lost.get(k, []) for k in {**self.lost, **other.lost}}
+        return Report(min(self.gathered, other.gathered), lost)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.messages import Close, Open, Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.hooks import HOOKS, Selection, SelectionError, parse_selection
 from dmi_connector.settings import CaptureParams, OptionError
 
@@ -44,14 +44,20 @@ class Tracked:
 
 
 class Tracker:
-    """Follows every captured request from arrival to finish. Lives in the scheduler's process and thread."""
+    """Follows every captured request from arrival to finish. Lives in the scheduler's process and thread.
 
-    def __init__(self, context: CaptureContext, block_size: int) -> None:
+    hold_rows: with more rows than this on their way, blocks of finished requests are kept until they are gathered.
+    """
+
+    def __init__(self, context: CaptureContext, block_size: int, hold_rows: int) -> None:
         self.context = context
+        self.hold_rows = hold_rows
         self.block_size = block_size
         self.tracked: dict[str, Tracked] = {}
         self.refused: dict[str, str] = {}
         self.pending_closes: list[Close] = []
+        self.in_flight = 0  # rows handed to the workers and not reported gathered yet
+        self.lost: dict[int, list[list[int]]] = {}
         self._captures = 0
 
     def on_new_request(self, request: Request) -> None:
@@ -145,6 +151,7 @@ class Tracker:
         positions = np.arange(start, stop, dtype=np.int64)
         table = np.asarray(blocks, dtype=np.int64)
         slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
+        self.in_flight += stop - start
         return Rows(tracked.capture, start - tracked.params.start, slots)
 
     def _open(self, tracked: Tracked) -> Open:
@@ -164,21 +171,39 @@ class Tracker:
             },
         )
 
-    def finish(self, request: Request, blocks: list[int]) -> dict[str, Any] | None:
-        """A request ended: plan its last rows and return what its response says."""
+    def on_report(self, report: Report) -> None:
+        """Take in what a worker did since its last report."""
+        self.in_flight -= report.gathered
+        for capture, ranges in report.lost.items():
+            self.lost.setdefault(capture, []).extend(ranges)
+
+    def finish(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended: plan its last rows.
+
+        Returns (whether its blocks must be kept until the worker names it, what its response says). Blocks are freed
+        at once unless more rows wait than the staging memory takes: reusing them then would stall the GPU.
+        """
         request_id = request.request_id
         refused = self.refused.pop(request_id, None)
         if refused is not None:
-            return {"dmi_error": refused}
+            return False, {"dmi_error": refused}
         tracked = self.tracked.pop(request_id, None)
         if tracked is None:
-            return None
+            return False, None
         if not tracked.opened:
-            return {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
-        self.pending_closes.append(self._close(tracked, blocks))
+            return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
+        close = self._close(tracked, blocks)
+        hold = bool(blocks) and self.in_flight > self.hold_rows
+        close.held = request_id if hold else None
+        self.pending_closes.append(close)
         store = os.path.join(self.context.options.store_dir, tracked.name) if self.context.options.sink == "disk" else None
-        response = {"dmi_store": store, "dmi_request_id": request_id}
-        return response if tracked.params.key is None else {**response, "dmi_key": tracked.params.key}
+        response: dict[str, Any] = {"dmi_store": store, "dmi_request_id": request_id}
+        if tracked.params.key is not None:
+            response["dmi_key"] = tracked.params.key
+        lost = self.lost.pop(tracked.capture, None)
+        if lost:
+            response["dmi_missing"] = sorted(lost)
+        return hold, response
 
     def _close(self, tracked: Tracked, blocks: list[int]) -> Close:
         request, params = tracked.request, tracked.params

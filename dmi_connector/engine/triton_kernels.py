@@ -41,3 +41,22 @@ def write_rows_kernel(
         _copy(row, x3, s3, w3, o3, token, block - b3, keep, BLOCK)
     else:
         _copy(row, x4, s4, w4, o4, token, block - b4, keep, BLOCK)
+
+
+@triton.jit
+def gather_rows_kernel(
+    rows, slots, pieces, payload, count, row_units, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Grid (pieces, token tiles): one program copies one piece of TOKENS rows. Units are 4 bytes."""
+    piece = pieces + tl.program_id(0) * 3
+    source = tl.load(piece) // 4
+    units = tl.load(piece + 1) // 4
+    target = tl.load(piece + 2) // 4 * count
+    first = tl.program_id(1) * TOKENS
+    for token in range(first, min(first + TOKENS, count)):
+        row = rows + tl.load(slots + token) * row_units + source
+        out = payload + target + token * units
+        for start in range(0, units, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            mask = columns < units
+            tl.store(out + columns, tl.load(row + columns, mask=mask), mask=mask)

@@ -200,7 +200,8 @@ class CaptureHandle:
         positions: Sequence[int] | np.ndarray | None,
         attrs: dict[str, Any],
     ) -> dict[str, Any]:
-        merged = {"start": 0, "missing": [], "reason": None, "complete": True, **self.spec.attrs, **attrs}
+        merged: dict[str, Any] = {"format_version": schema.FORMAT_VERSION, "start": 0, "complete": True}
+        merged |= {"reason": None, "missing": [], **self.spec.attrs, **attrs}
         if "prompt_len" not in merged:
             raise ValueError("attribute prompt_len is missing: give it in CaptureSpec.attrs or to close()")
         start = int(merged["start"])
@@ -212,11 +213,7 @@ class CaptureHandle:
             )
         merged["hooks"] = self.spec.hooks() | dict(merged.get("hooks", {}))
         merged |= {"num_tokens": length, "tp": self.spec.ranks, "created": self.created}
-        merged |= {
-            "request_id": self.spec.request_id,
-            "key": self.spec.key,
-            "format_version": schema.FORMAT_VERSION,
-        }
+        merged |= {"request_id": self.spec.request_id, "key": self.spec.key}
         phase = where >= int(merged["prompt_len"])
         arrays = {
             "token_ids": ids.astype("<i4"),

@@ -66,8 +66,8 @@ def check_identities(
                     worst = int(np.argmax(error))
                     yield (
                         f"{total[0]} layer {total[1]} token {first + int(bad[0])}",
-                        f"it is not {a[0]} + {b[0]} of layer {a[1]}: {len(bad)} of tokens {first} to {stop - 1} are off,"
-                        f" at most by {error[worst]:.3g} at magnitude {scale[worst]:.3g}",
+                        f"it is not {a[0]} + {b[0]} of layer {a[1]}: {len(bad)} of tokens {first}-{stop - 1}"
+                        f" are off, at most by {error[worst]:.3g} at magnitude {scale[worst]:.3g}",
                     )
 
 

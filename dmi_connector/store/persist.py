@@ -328,12 +328,17 @@ class Persistence:
 
     def _call_back(self) -> None:
         """Call on_done outside the lock, so that it may call back into anything."""
-        while self._done:
-            handle = self._done.popleft()
+        while True:
+            with self._lock:
+                if not self._done:
+                    return
+                handle = self._done.popleft()
             if self._on_done is not None:
-                self._on_done(
-                    handle, None if handle.state in ("complete", "aborted") else "; ".join(handle.errors)
-                )
+                error = None if handle.state in ("complete", "aborted") else "; ".join(handle.errors)
+                try:
+                    self._on_done(handle, error)
+                except Exception:  # the caller's fault must not stop the answers of the writers
+                    logger.exception("dmi: on_done failed for %s", handle.path)
 
     # ---- processes
     # ---------------------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ class WriterProcess:
         on_death: Callable[[WriterProcess, str], None],
     ) -> None:
         self.number = number
-        self.alive = True
         self._on_message, self._on_death = on_message, on_death
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         command = [sys.executable, "-P", "-m", "dmi_connector.store.writer"]
@@ -99,7 +98,6 @@ class WriterProcess:
                     logger.exception("dmi: handling an answer of writer process %d failed", self.number)
         self.process.stdout.close()
         code = self.process.wait()
-        self.alive = False
         self._queue.put(None)
         how = f"signal {-code}" if code < 0 else f"exit status {code}"
         self._on_death(self, f"writer process {self.number} died ({how})")

@@ -29,7 +29,8 @@ class CaptureIncomplete(RuntimeError):
 
     def __init__(self, path: str | os.PathLike[str], reason: str | None, missing: list[list[int]]) -> None:
         super().__init__(
-            f"capture {os.fspath(path)} is incomplete: {reason or 'no reason given'}; missing rows: {missing or 'unknown'}."
+            f"capture {os.fspath(path)} is incomplete: {reason or 'no reason given'};"
+            f" missing rows: {missing or 'unknown'}."
             " Open it with allow_incomplete=True to read what is there (missing rows read as zeros)"
         )
         self.path, self.reason, self.missing = os.fspath(path), reason, missing
@@ -79,7 +80,8 @@ def read_attrs(path: str | os.PathLike[str]) -> dict[str, Any]:
         ) from error
     if version.split(".")[0] != schema.FORMAT_VERSION.split(".")[0]:
         raise ValueError(
-            f"{path} has format version {version}, this package reads {schema.FORMAT_VERSION}: install a matching one"
+            f"{path} has format version {version}, this package reads {schema.FORMAT_VERSION}:"
+            " install a matching one"
         )
     return dict(attrs)
 

@@ -241,7 +241,7 @@ def root_document(attrs: dict[str, Any]) -> dict[str, Any]:
 
 def dump(document: dict[str, Any]) -> bytes:
     """The bytes of a metadata file: one way to write a document, so that verify can compare bytes."""
-    return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode()
+    return json.dumps(document, indent=1, allow_nan=False).encode()
 
 
 def canonical(attrs: dict[str, Any]) -> bytes:

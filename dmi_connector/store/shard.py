@@ -89,10 +89,10 @@ class ShardWriter:
         return not bool((self._index[..., 0] == EMPTY).any())
 
     def append(self, slots: Sequence[tuple[int, ...]], chunks: Iterable[tuple[Buffer, bytes]]) -> int:
-        """Write encoded chunks (see `encode`) for the given slots. Returns the bytes added. Raises OSError."""
+        """Write encoded chunks (see `encode`) for the given slots; gives the bytes added. Raises OSError."""
         buffers: list[Buffer] = []
         entries, end, file_crc = [], self._end, self._crc
-        for body, crc in chunks:  # each is still in the CPU's cache for its second checksum
+        for body, crc in chunks:  # each is still in cache for its second checksum
             file_crc = crc32c(crc, crc32c(body, file_crc))
             entries.append((end, len(body) + len(crc)))
             end += len(body) + len(crc)

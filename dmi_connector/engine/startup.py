@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker works out once at start: buffer sizes, what stores say of their origin, what the selection costs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+
+from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.plan import Plan
+from dmi_connector.settings import OptionError, ServerOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from dmi_connector.engine.device import DeviceLane
+
+logger = init_logger("vllm.dmi_connector")
+
+WRITER_GB_PER_S = {"none": 1.6, "lz4": 0.7, "zstd": 0.4}
+"""Raw GB/s of one writer process by codec on bf16 activations, for the estimate at start (benchmarks/)."""
+
+
+@dataclass(frozen=True)
+class BufferSizes:
+    """Bytes of the shared host buffer and of the GPU staging buffer (0 on the CPU)."""
+
+    host: int
+    staging: int
+
+
+def buffer_sizes(options: ServerOptions, token_bytes: int, gpu: bool) -> BufferSizes:
+    """Sizes as asked for, or defaults; both must hold two full chunks. Raises OptionError."""
+    least = 2 * token_bytes * options.chunk_tokens + (1 << 20)
+    for name, asked in (("host_buffer_bytes", options.host_buffer_bytes), ("staging_bytes", options.staging_bytes)):
+        if 0 < asked < least and (gpu or name == "host_buffer_bytes"):
+            raise OptionError(
+                f"{name}: {asked} holds less than two chunks of this selection; give at least {least}, "
+                "choose fewer hooks or reduce chunk_tokens"
+            )
+    if options.sink == "null":
+        return BufferSizes(1 << 20, 0)
+    host = options.host_buffer_bytes or max((8 << 30) if gpu else (256 << 20), least)
+    staging = (options.staging_bytes or max(1 << 30, least)) if gpu else 0
+    return BufferSizes(host, staging)
+
+
+def hold_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:
+    """Rows on their way above which the scheduler keeps the blocks of finished requests: half the staging memory."""
+    gpu = vllm_config.device_config.device_type != "cpu"
+    if not gpu or context.options.sink == "null":
+        return 1 << 60
+    return buffer_sizes(context.options, context.layout.row_bytes, gpu).staging // context.layout.row_bytes // 2
+
+
+def default_writers(gpu: bool) -> int:
+    """Writer processes by the machine's cores: on a GPU machine all but a few, on a CPU the model needs them."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(16, cores - 3)) if gpu else max(1, min(4, cores // 4))
+
+
+def announce(
+    context: CaptureContext,
+    full: Plan,
+    rows: torch.Tensor,
+    sizes: BufferSizes,
+    lane: DeviceLane | None,
+    writers: int,
+) -> None:
+    """Log what the selection costs and which limit will bind."""
+    options = context.options
+    logger.info(
+        "dmi_connector: %d hooks of %s, %s rows: %.3f MB a token in the cache (%d tokens fit), %.3f MB a token exported",
+        sum(len(layers) for layers in context.selection.hooks.values()),
+        context.arch.name,
+        context.owner,
+        context.layout.row_bytes / 1e6,
+        rows.shape[0],
+        full.token_bytes / 1e6,
+    )
+    if options.sink == "null":
+        return
+    logger.info(
+        "dmi_connector: host buffer %.0f MiB = %d tokens, staging %.0f MiB = %d tokens, policy %s",
+        sizes.host / 2**20,
+        sizes.host // full.token_bytes,
+        sizes.staging / 2**20,
+        sizes.staging // full.token_bytes,
+        options.policy,
+    )
+    limits = {}
+    if lane is not None:
+        limits["link"] = lane.link_bytes_per_second()
+    if writers:
+        limits[f"{writers} writers, codec {options.codec}"] = writers * WRITER_GB_PER_S[options.codec] * 1e9
+    if limits:
+        name = min(limits, key=lambda n: limits[n])
+        logger.info(
+            "dmi_connector: full capture is bound by %s at about %.1f GB/s = %.0f tokens/s (all: %s)",
+            name,
+            limits[name] / 1e9,
+            limits[name] / full.token_bytes,
+            ", ".join(f"{n} {v / 1e9:.1f} GB/s" for n, v in limits.items()),
+        )
+
+
+def store_attrs(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, Any]:
+    """What every store of this engine says about its origin."""
+    import vllm
+
+    import dmi_connector
+
+    dims = context.dims
+    return {
+        "model": vllm_config.model_config.model,
+        "architecture": context.arch.name,
+        "dtype": context.dtype,
+        "num_layers": dims.layers,
+        "identities": True,
+        "tp": context.tp,
+        "owner": context.owner,
+        "versions": {
+            "dmi_connector": dmi_connector.__version__,
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+        },
+        "dims": {
+            "hidden": dims.hidden,
+            "heads": dims.heads,
+            "kv_heads": dims.kv_heads,
+            "head_dim": dims.head_dim,
+            "vocab": dims.vocab,
+        },
+    }
