@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from dmi_connector.store.reader import Capture
+
 # Hooks that exist once, not per layer; run() gives them one leading axis of length 1.
 ONCE = ("embed", "resid_final", "final_ln")
 
@@ -120,9 +122,9 @@ class Oracle:
             ids.append(int(logits[0, -1].argmax()))
         return ids[len(token_ids) :]
 
-    def _watch_layer(self, recorder: _Recorder, layer: torch.nn.Module) -> None:
+    def _watch_layer(self, recorder: _Recorder, layer: Any) -> None:
         if self._gpt2:
-            points = _GPT2
+            points: tuple[Point, ...] = _GPT2
         else:
             points = _DECODER + (_DECODER_QK_NORM if hasattr(layer.self_attn, "q_norm") else _DECODER_QK)
             recorder.watch_rotary(layer.self_attn)
@@ -174,3 +176,30 @@ class _Recorder(ExitStack):
                 self.rows[name].append(value[0].transpose(0, 1).flatten(1))
 
         self.callback(attn.register_forward_hook(hook, with_kwargs=True).remove)
+
+
+def compare(capture: Capture, oracle: Oracle) -> dict[str, float]:
+    """Largest absolute difference of every hook of `capture` from `oracle`, over all layers and tokens.
+
+    Raises ValueError where the store does not hold the request's tokens from position 0 on (what precedes its
+    rows is then unknown), or where its layers or shapes are not those of the oracle's model.
+    """
+    if capture.attrs["start"] != 0:
+        raise ValueError(
+            f"{capture.path} begins at position {capture.attrs['start']}: its earlier tokens are unknown"
+        )
+    expected = oracle.run(capture.token_ids.tolist())
+    errors = {}
+    for hook, entry in capture.attrs["hooks"].items():
+        want = expected[hook]
+        if entry["layers"] and len(want) == capture.attrs["num_layers"]:
+            want = want[entry["layers"]]
+        if hook == "logits":
+            want = want[capture.logits_positions]
+        have = np.asarray(capture.array(hook)[...], dtype=np.float32)
+        if have.shape != want.shape:
+            raise ValueError(
+                f"{capture.path}: {hook} has shape {have.shape}, the oracle's model gives {want.shape}"
+            )
+        errors[hook] = float(np.abs(have - want).max(initial=0.0))
+    return errors

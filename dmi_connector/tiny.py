@@ -146,9 +146,16 @@ def make_model(arch: str, dir: str | Path, dtype: str = "float32", seed: int = 0
     return path
 
 
-def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Draw every parameter so that activations are O(1) in all layers and attention is far from uniform.
+_NORM = 0.5  # gain of the norms of the residual stream
+_QK = 1.3  # size of queries and keys: attention logits of standard deviation about 1.7
+_GAIN = {"q_proj": _QK / _NORM, "k_proj": _QK / _NORM, "v_proj": 0.5, "gate": 3.0, "down_proj": 2.0}
 
+
+def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Draw every parameter so that rounding errors stay small and attention is far from uniform.
+
+    Attention kernels differ by about 1e-6 of their values, and every layer passes that on: small values,
+    and layers that add little beside the embedding, keep two float32 programs within 1e-5 of each other.
     Norm gains and biases are random too: with ones and zeros a hook on the wrong side of them would pass.
     """
     import torch
@@ -159,18 +166,22 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
         noise = torch.randn(weight.shape, generator=generator)
         if name.endswith(".bias"):
             weight.copy_(0.05 * noise)
+        elif leaf in ("q_norm", "k_norm"):
+            weight.copy_(_QK + 0.2 * noise)
         elif weight.dim() == 1:
-            # Queries and keys of gain 1.5 make attention logits of standard deviation about 2.
-            weight.copy_((1.5 if leaf in ("q_norm", "k_norm") else 1.0) + 0.2 * noise)
+            gain = _NORM + 0.1 * noise
+            # Of one sign, it would make every token with tied embeddings its own best successor.
+            weight.copy_(gain * noise.roll(1).sign() if leaf in ("norm", "ln_f") else gain)
         elif leaf in ("embed_tokens", "wte", "wpe", "lm_head"):
-            # 0.3 is small beside what the layers add, so tied logits do not just repeat the last token.
-            # GPT-2's positions are larger, or greedy decoding would stay on one token.
-            weight.copy_((1.0 if leaf == "wpe" else 0.3) * noise)
+            weight.copy_((0.15 if leaf == "lm_head" else 0.3) * noise)
             if leaf == "lm_head" or (tied and leaf != "wpe"):
                 weight[: len(SPECIAL)] *= 0.1  # greedy decoding must not end early
         else:
-            gain = 1.5 if leaf in ("q_proj", "k_proj", "c_attn", "gate") else 1.0
-            weight.copy_(gain * noise / math.sqrt(weight.shape[_input_axis(leaf)]))
+            weight.copy_(_GAIN.get(leaf, 1.0) * noise / math.sqrt(weight.shape[_input_axis(leaf)]))
+            if leaf == "c_attn":
+                size = weight.shape[0]
+                weight[:, : 2 * size] *= _GAIN["q_proj"]
+                weight[:, 2 * size :] *= _GAIN["v_proj"]
 
 
 def _input_axis(leaf: str) -> int:

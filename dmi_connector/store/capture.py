@@ -131,6 +131,7 @@ class CaptureHandle:
         self.bytes_stored = 0
         self.final_message: dict[str, Any] = {}
         self.final_process: WriterProcess | None = None
+        self.retried = False  # whether the commit died with its process once
         self._owner = owner
 
     @property

@@ -281,8 +281,7 @@ class Persistence:
         elif "rankdone" in m:
             self._end(handle, "incomplete" if handle.errors else "complete")
         else:
-            if not m["complete"] and m["reason"] not in handle.errors:
-                handle.errors.append(m["reason"])
+            handle.errors = [] if m["complete"] else [m["reason"]]  # it joins those known before
             self._end(handle, "complete" if m["complete"] else "incomplete")
 
     def _on_death(self, process: WriterProcess, reason: str) -> None:
@@ -311,8 +310,11 @@ class Persistence:
         if os.path.exists(handle.spec.final):
             self._end(handle, "complete" if not handle.errors else "incomplete")
             return
-        handle.errors.append(reason)
-        handle.final_process = None
+        if handle.retried:  # this capture may be what kills it
+            handle.errors.append(reason)
+            self._end(handle, "failed")
+            return
+        handle.retried, handle.final_process = True, None
         self._finish_if_closed(handle)
 
     def _end(self, handle: CaptureHandle, state: str) -> None:

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain-text tables for the command line: what a directory holds, what a store holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zarr
+
+from dmi_connector.store.index import CaptureInfo
+from dmi_connector.store.reader import Capture
+
+ATTRIBUTES = (
+    "model",
+    "architecture",
+    "dtype",
+    "request_id",
+    "key",
+    "complete",
+    "reason",
+    "missing",
+    "finish_reason",
+    "num_tokens",
+    "prompt_len",
+    "start",
+    "seed",
+    "tp",
+    "codec",
+    "chunk_tokens",
+    "segment_tokens",
+    "created",
+    "finished",
+    "versions",
+    "format_version",
+)
+"""What `dmi info` prints of the root attribute, in this order."""
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> str:
+    """Columns padded to their widest cell, the first `left` of them flush left, the others flush right."""
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = [
+        "  ".join(
+            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
+    return "\n".join(line.rstrip() for line in [lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def format_bytes(count: int | None) -> str:
+    """`count` in B, kB, MB, GB or TB (powers of 1000), or "-"."""
+    if count is None:
+        return "-"
+    size, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+@dataclass(frozen=True)
+class ArraySize:
+    """One array of a store. raw: bytes of its values; stored: bytes of its files, metadata included."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layers: str
+    raw: int
+    stored: int
+
+    @property
+    def ratio(self) -> str:
+        """raw / stored, as text."""
+        return f"{self.raw / self.stored:.2f}" if self.stored else "-"
+
+
+def array_sizes(capture: Capture) -> list[ArraySize]:
+    """Every array of a store, hooks first, in the order of its attributes."""
+    hooks: dict[str, Any] = capture.attrs["hooks"]
+    names = list(dict.fromkeys(path.split("/")[0] for path in capture.attrs["files"]))
+    sizes = []
+    for name in [*(n for n in hooks if n in names), *(n for n in names if n not in hooks)]:
+        array = capture.group[name]
+        assert isinstance(array, zarr.Array)
+        stored = sum(size for path, (size, _) in capture.attrs["files"].items() if path.split("/")[0] == name)
+        layers = hooks[name]["layers"] if name in hooks else []
+        dtype = hooks[name]["dtype"] if name in hooks else str(array.dtype)
+        sizes.append(ArraySize(name, array.shape, dtype, format_layers(layers), array.nbytes, stored))
+    return sizes
+
+
+def store_size(capture: Capture) -> ArraySize:
+    """All arrays of a store together; stored counts every file but the root metadata."""
+    sizes = array_sizes(capture)
+    return ArraySize("total", (), "", "", sum(s.raw for s in sizes), sum(s.stored for s in sizes))
+
+
+def format_layers(layers: Sequence[int]) -> str:
+    """Layer numbers as ranges: [0, 1, 2, 5] gives "0-2+5", [] gives "-"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return "+".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
+
+
+def info_text(capture: Capture) -> str:
+    """The table of arrays of a store, and the attributes that matter."""
+    rows = [
+        (
+            s.name,
+            "x".join(map(str, s.shape)),
+            s.dtype,
+            s.layers,
+            format_bytes(s.raw),
+            format_bytes(s.stored),
+            s.ratio,
+        )
+        for s in [*array_sizes(capture), store_size(capture)]
+    ]
+    table = format_table(("array", "shape", "dtype", "layers", "raw", "stored", "ratio"), rows, left=3)
+    width = max(map(len, ATTRIBUTES))
+    attributes = [
+        f"{name:<{width}}  {_text(capture.attrs[name])}" for name in ATTRIBUTES if name in capture.attrs
+    ]
+    return "\n".join([str(capture.path), "", *attributes, "", table])
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {v}" for k, v in value.items())
+    return "-" if value is None else str(value)
+
+
+def info_json(capture: Capture) -> dict[str, Any]:
+    """The same as `info_text`, for programs."""
+    arrays = [
+        {"name": s.name, "shape": list(s.shape), "dtype": s.dtype, "raw": s.raw, "stored": s.stored}
+        for s in array_sizes(capture)
+    ]
+    attributes = {name: capture.attrs[name] for name in ATTRIBUTES if name in capture.attrs}
+    return {"store": str(capture.path), "attributes": attributes, "arrays": arrays}
+
+
+def captures_text(found: Sequence[CaptureInfo]) -> str:
+    """One line a capture: store, key, request, state, tokens, bytes, start."""
+    rows = [
+        (
+            info.store.name,
+            info.key or "-",
+            info.request_id or "-",
+            info.state if info.reason is None else f"{info.state}: {info.reason}",
+            info.started.replace("T", " ").split(".")[0],
+            "-" if info.num_tokens is None else info.num_tokens,
+            format_bytes(info.bytes),
+        )
+        for info in found
+    ]
+    return format_table(
+        ("store", "key", "request", "state", "started (UTC)", "tokens", "bytes"), rows, left=5
+    )
+
+
+def captures_json(found: Sequence[CaptureInfo]) -> list[dict[str, Any]]:
+    """The same as `captures_text`, for programs; `store` is the whole path."""
+    return [{**vars(info), "store": str(Path(info.store).absolute())} for info in found]

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes into a store comes out of it: every codec, dtype and edge length, through every reader."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore
+
+from dmi_connector.store import capture
+from dmi_connector.store.persist import Persistence, PersistSettings
+from dmi_connector.store.reader import open_capture
+from dmi_connector.store.schema import ArraySpec
+from dmi_connector.store.verify import verify_dir, verify_store
+from tests import storekit as kit
+
+LENGTHS = (0, 1, 127, 128, 129, 255, 256, 257, 300, 512, 513)
+ALL = (
+    ArraySpec("q", "bfloat16", (0, 1, 2), 24),
+    ArraySpec("embed", "float32", (), 8),
+    ArraySpec("ln1", "float16", (1,), 3),
+    ArraySpec("topk_ids", "int32", (0, 2), 2),
+    ArraySpec("codes", "int8", (0, 1), 5),
+    ArraySpec("flags", "uint8", (0,), 1),
+    ArraySpec("logits", "float32", (), 33, per_sample=True),
+)
+
+
+@pytest.fixture(scope="module")
+def persistence() -> Iterator[Persistence]:
+    p = Persistence(8 << 20, writers=2, settings=PersistSettings(rank_timeout=2.0))
+    yield p
+    assert p.shutdown(20)
+    assert p.ring.used == 0
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("codec", ["none", "lz4", "zstd"])
+def test_every_dtype_and_length(persistence: Persistence, tmp_path: Path, codec: str, length: int) -> None:
+    samples = {0: 0, 1: 1, 300: 130}.get(length, 64)
+    path = tmp_path / "a.zarr"
+    values = kit.store(persistence, path, ALL, length, samples, codec=codec)
+    assert verify_store(path) == []
+    cap = open_capture(path, timeout=0)
+    assert cap.complete and cap.missing == [] and cap.prompt_len == length // 2
+    assert cap.token_ids.dtype == np.int32 and cap.token_ids.tolist() == [i % 97 for i in range(length)]
+    assert cap.positions.tolist() == list(range(length))
+    assert cap.phase.tolist() == [int(i >= length // 2) for i in range(length)]
+    for spec in ALL:
+        got = cap.array(spec.name)[:]
+        assert str(got.dtype) == spec.dtype
+        np.testing.assert_array_equal(kit.bits(got), values[spec.name].reshape(got.shape))
+    expected = kit.to_float(values["q"], "bfloat16")
+    assert cap.numpy("q").dtype == np.float32
+    np.testing.assert_array_equal(cap.numpy("q"), expected)
+    np.testing.assert_array_equal(cap.numpy("q", layer=1, tokens=slice(0, 100)), expected[1, :100])
+    np.testing.assert_array_equal(cap.numpy("embed"), values["embed"][0].view("f4"))
+    np.testing.assert_array_equal(cap.numpy("logits"), values["logits"].view("f4"))
+    assert cap.logits_positions.tolist() == list(range(length // 2, length // 2 + samples))
+
+
+def test_short_store_is_not_padded(persistence: Persistence, tmp_path: Path) -> None:
+    kit.store(persistence, tmp_path / "a.zarr", ALL[:1], 50, codec="none")
+    cap = open_capture(tmp_path / "a.zarr", timeout=0)
+    assert cap.attrs["chunk_tokens"] == cap.attrs["segment_tokens"] == 50
+    size = (tmp_path / "a.zarr/q/c/0/0/0").stat().st_size
+    assert size == 3 * (50 * 24 * 2 + 4) + 3 * 16 + 4
+
+
+def test_fsync_changes_nothing_else(tmp_path: Path) -> None:
+    p = Persistence(1 << 20, settings=PersistSettings(fsync=True))
+    kit.store(p, tmp_path / "a.zarr", ALL, 300, 3)
+    assert p.shutdown(30) and verify_store(tmp_path / "a.zarr") == []
+
+
+def test_torch_in_the_stored_dtype(persistence: Persistence, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    values = kit.store(persistence, tmp_path / "a.zarr", ALL, 20, 2)
+    cap = open_capture(tmp_path / "a.zarr", timeout=0)
+    tensor = cap.torch("q", layer=-1, tokens=[3, 1])
+    assert tensor.dtype == torch.bfloat16 and tuple(tensor.shape) == (2, 24)
+    np.testing.assert_array_equal(tensor.view(torch.int16).numpy().view("u2"), values["q"][2, [3, 1]])
+    assert cap.torch("embed").dtype == torch.float32 and cap.torch("topk_ids").dtype == torch.int32
+
+
+def test_tensorstore_reads_all_arrays(persistence: Persistence, tmp_path: Path) -> None:
+    for codec in ("none", "lz4", "zstd"):
+        path = tmp_path / f"{codec}.zarr"
+        values = kit.store(persistence, path, ALL, 300, 70, codec=codec)
+        for spec in ALL:
+            kvstore = {"driver": "file", "path": str(path / spec.name)}
+            array = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, read=True).result()
+            got = array.read().result()
+            assert str(got.dtype) == spec.dtype
+            np.testing.assert_array_equal(kit.bits(got), values[spec.name].reshape(got.shape))
+
+
+def test_plain_zarr_in_a_fresh_interpreter(persistence: Persistence, tmp_path: Path) -> None:
+    """Nothing but the installed entry point makes bfloat16 known; here its metadata lies beside the test."""
+    values = kit.store(persistence, tmp_path / "a.zarr", ALL[:2], 300)
+    values["q"].tofile(tmp_path / "expected.bin")
+    info = tmp_path / "site" / "dmi_probe-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dmi_probe\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[zarr.buffer]\nx = dmi_connector.store.dtypes:RegisteredBuffer\n")
+    script = (
+        "import sys, numpy as np, zarr\n"
+        "got = zarr.open(sys.argv[1])['q'][:]\n"
+        "assert str(got.dtype) == 'bfloat16', got.dtype\n"
+        "assert np.array_equal(got.view('u2').ravel(), np.fromfile(sys.argv[2], 'u2'))\n"
+        "assert zarr.open_group(sys.argv[1], mode='r')['embed'][:].dtype == 'float32'\n"
+        # An array's own path works once a group was opened: zarr loads no entry point for an array alone.
+        "assert zarr.open(sys.argv[1] + '/q').dtype == got.dtype\n"
+        "assert 'torch' not in sys.modules and 'vllm' not in sys.modules\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{root}"}
+    command = [sys.executable, "-c", script, str(tmp_path / "a.zarr"), str(tmp_path / "expected.bin")]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+TP = (
+    ArraySpec("z", "bfloat16", (0, 1), 16, shards=2),
+    ArraySpec("resid_pre", "float32", (0, 1), 6),
+    ArraySpec("mlp_post", "float32", (1,), 4, shards=2),
+)
+
+
+@pytest.mark.parametrize("length", [0, 1, 128, 300])
+def test_two_ranks_merge(persistence: Persistence, tmp_path: Path, length: int) -> None:
+    other = Persistence(1 << 20, settings=PersistSettings())
+    values = {s.name: kit.random_bits(s, length) for s in TP}
+    kit.store(
+        persistence,
+        tmp_path / "a.zarr",
+        kit.shard_specs(TP, 2, 0),
+        length,
+        values=values,
+        ranks=2,
+        wait=False,
+    )
+    kit.store(other, tmp_path / "a.zarr", kit.shard_specs(TP, 2, 1), length, values=values, ranks=2, rank=1)
+    assert persistence.flush(20) and other.shutdown(10)
+    assert verify_dir(tmp_path) == []
+    cap = open_capture(tmp_path / "a.zarr", timeout=0)
+    for spec in TP:
+        np.testing.assert_array_equal(cap.numpy(spec.name), kit.to_float(values[spec.name], spec.dtype))
+    assert not list((tmp_path / "a.zarr").glob(".rank*"))
+
+
+def test_a_rank_that_never_finishes(persistence: Persistence, tmp_path: Path) -> None:
+    kit.store(persistence, tmp_path / "a.zarr", kit.shard_specs(TP, 2, 0), 200, ranks=2)
+    cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    assert not cap.complete and "ranks [1] did not finish" in str(cap.reason) and cap.missing == [[0, 200]]
+    assert verify_store(tmp_path / "a.zarr") == []
+
+
+def test_arrays_spread_over_writers(
+    persistence: Persistence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmi_connector.store.persist.SPREAD_BYTES", 1)
+    spec = capture.CaptureSpec(str(tmp_path / "b.zarr"), ALL, {"prompt_len": 1})
+    handle = persistence.open_capture(spec)
+    assert len({g.process for g in handle.groups}) == 2
+    handle.abort()
+    assert persistence.flush(10) and not (tmp_path / "b.zarr.partial").exists()
+    values = kit.store(persistence, tmp_path / "a.zarr", ALL, 300, 5)
+    assert verify_store(tmp_path / "a.zarr") == []
+    cap = open_capture(tmp_path / "a.zarr", timeout=0)
+    np.testing.assert_array_equal(cap.numpy("q"), kit.to_float(values["q"], "bfloat16"))
+
+
+def test_two_captures_share_an_extent_and_chunks_come_out_of_order(
+    persistence: Persistence, tmp_path: Path
+) -> None:
+    spec = ArraySpec("q", "float32", (0,), 4)
+    values = kit.random_bits(spec, 256)
+    handles = [
+        persistence.open_capture(
+            capture.CaptureSpec(str(tmp_path / f"{i}.zarr"), (spec,), {"prompt_len": 9}, chunk_tokens=128)
+        )
+        for i in range(2)
+    ]
+    extent = persistence.alloc(values.nbytes)
+    assert extent is not None
+    persistence.ring.view(extent)[:] = values.view("u1").ravel()
+    half = values.nbytes // 2
+    for handle in handles:
+        handle.chunk(extent, 128, 128, offset=half, keep=True)
+        handle.chunk(extent, 0, 128, keep=True)
+        handle.close(256, token_ids=range(256))
+    persistence.ring.release(extent)
+    assert persistence.flush(10)
+    for i in range(2):
+        np.testing.assert_array_equal(kit.bits(open_capture(tmp_path / f"{i}.zarr").numpy("q")), values)
+    assert verify_dir(tmp_path) == []
