@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dmi_connector.args import capture_args
-    from dmi_connector.store.reader import Capture, CaptureIncomplete, find_captures, open_capture
+    from dmi_connector.store.index import find_captures
+    from dmi_connector.store.reader import Capture, CaptureIncomplete, open_capture
 
 __version__ = "0.1.0"
 
@@ -18,7 +19,7 @@ _HOME = {
     "capture_args": "dmi_connector.args",
     "Capture": "dmi_connector.store.reader",
     "CaptureIncomplete": "dmi_connector.store.reader",
-    "find_captures": "dmi_connector.store.reader",
+    "find_captures": "dmi_connector.store.index",
     "open_capture": "dmi_connector.store.reader",
 }
 

@@ -74,7 +74,7 @@ def make_parser() -> Parser:
 
 
 def make_serve_parser() -> Parser:
-    """The parser of our own flags of `dmi serve`; an abbreviation could be a flag of vLLM, so they are off."""
+    """The parser of our own flags of `dmi serve`. Abbreviations are off: they could be flags of vLLM."""
     from dmi_connector.serve import USAGE, add_options
 
     parser = Parser(prog="dmi serve", usage=USAGE, allow_abbrev=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi demo`: a real vLLM engine serves a tiny random model, and its captures are compared with transformers."""
+"""`dmi demo`: a real vLLM engine serves a tiny model, and its captures are compared with transformers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dmi_connector.args import capture_args
+from dmi_connector.hooks import parse_selection
 from dmi_connector.store.reader import Capture, CaptureIncomplete, open_capture
 from dmi_connector.store.verify import verify_store
 from dmi_connector.tables import format_bytes, format_table, store_size
@@ -33,6 +34,10 @@ PROMPTS = {
     "layers": "every layer adds something to the residual stream",
 }
 NEW_TOKENS = 12
+
+
+class EngineFailed(RuntimeError):
+    """The engine did not start, or did not capture."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +70,20 @@ class Progress:
     """A bar over the steps of the demo, whose clock goes on while a step blocks."""
 
     def __init__(self, steps: int) -> None:
-        from tqdm import tqdm
+        from tqdm import tqdm  # type: ignore[import-untyped]
 
-        layout = "{l_bar}{bar:24}| step {n_fmt} of {total_fmt} [{elapsed}]"
-        self.bar: Any = tqdm(total=steps, bar_format=layout, file=sys.stderr, dynamic_ncols=True)
+        # Its own descriptor: the engine's output is sent elsewhere while the bar goes on.
+        self.file = os.fdopen(os.dup(2), "w", buffering=1)
+        layout = "{desc:<32} {percentage:3.0f}% |{bar:24}| step {n_fmt} of {total_fmt} [{elapsed}]"
+        self.bar: Any = tqdm(total=steps, bar_format=layout, file=self.file, dynamic_ncols=True)
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
         """Name a step while it runs."""
-        self.bar.set_description_str(f"{what:<34}")
+        self.bar.set_description_str(what)
         done = threading.Event()
         thread = threading.Thread(target=self._tick, args=(done,), daemon=True)
-        if sys.stderr.isatty():  # a log file needs one line a step, not one a second
+        if self.file.isatty():  # a log file needs one line a step, not one a second
             thread.start()
         try:
             yield
@@ -92,13 +99,33 @@ class Progress:
 
     def close(self) -> None:
         self.bar.close()
+        self.file.close()
+
+
+@contextmanager
+def output_to(log: Path) -> Iterator[None]:
+    """Send what this process and its children print to `log`: engines say much as they start and stop."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [os.dup(1), os.dup(2)]
+    with open(log, "wb") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in zip((1, 2), saved, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
 
 
 def run_demo(directory: str | os.PathLike[str] = "demo", hooks: str = HOOKS, keep: bool = False) -> int:
     """Run the demo in `directory`; 0 when every store is whole, sound and agrees with transformers, else 1.
 
-    Raises ValueError where vllm or transformers is missing, for a directory that is not the demo's own, and for a bad
-    selection of hooks.
+    Raises ValueError where vllm or transformers is missing, for a directory that is not the demo's own, and
+    for a bad selection of hooks.
     """
     for package in ("vllm", "transformers", "tqdm"):
         if importlib.util.find_spec(package) is None:
@@ -106,51 +133,69 @@ def run_demo(directory: str | os.PathLike[str] = "demo", hooks: str = HOOKS, kee
     for name, value in ENV.items():
         os.environ.setdefault(name, value)
     began = time.monotonic()
-    engine = capture_args(hooks=hooks, store_dir="captures")  # refuses bad options before anything is written
-    root = prepare_dir(Path(directory), keep)
+    root = prepare_dir(Path(directory).absolute(), keep)
     engine = capture_args(hooks=hooks, store_dir=root / "captures")
     progress = Progress(6)
     try:
-        with progress.step("writing a tiny random Qwen3"):
-            model = make_model("qwen3", root / "model")
-        answers = ask(model, engine, progress)
-        with progress.step("opening and verifying the stores"):
-            captures = [open_capture(answer.store, timeout=60) for answer in answers]
-            problems = [problem for capture in captures for problem in verify_store(capture.path)]
-        with progress.step("comparing with transformers"):
-            errors = compare_all(captures, model)
-        with progress.step("drawing residual norms"):
-            picture = _draw(captures, root / "residual_norms.png")
-    except (CaptureIncomplete, TimeoutError) as error:
-        print(f"\nFAILED: {error}", file=sys.stderr)
+        with output_to(root / "engine.log"):
+            with progress.step("writing a tiny random Qwen3"):
+                model = make_model("qwen3", root / "model")
+                check_hooks(hooks, model)
+            answers = ask(model, engine, progress)
+            with progress.step("opening and verifying the stores"):
+                captures = [open_capture(answer.store, timeout=60) for answer in answers]
+                problems = [problem for capture in captures for problem in verify_store(capture.path)]
+            with progress.step("comparing with transformers"):
+                errors = compare_all(captures, model)
+            with progress.step("drawing residual norms"):
+                picture = _draw(captures, root / "residual_norms.png")
+    except (EngineFailed, CaptureIncomplete, TimeoutError) as error:
+        print(f"FAILED: {error}; what the engine said is in {root / 'engine.log'}", file=sys.stderr)
         return 1
     finally:
         progress.close()
     print(report(answers, captures, errors))
-    worst = max(errors, key=lambda hook: errors[hook])
+    print(f"stores   {root / 'captures'}: dmi ls, dmi info, dmi verify")
+    print(f"picture  {picture or 'none: it needs matplotlib and the residual stream'}")
+    print(f"time     {time.monotonic() - began:.0f} s")
+    return judge(problems, errors)
+
+
+def judge(problems: Sequence[object], errors: dict[str, float]) -> int:
+    """Print the verdict. 0 when no store has a problem and every hook is within TOLERANCE of transformers."""
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)
-    if errors[worst] > TOLERANCE:
-        print(
-            f"FAILED: {worst} is {errors[worst]:.1e} away from transformers, more than {TOLERANCE:g}",
-            file=sys.stderr,
-        )
-    failed = bool(problems) or errors[worst] > TOLERANCE
-    if not failed:
-        print(f"All {len(errors)} hooks agree with transformers: max error {errors[worst]:.1e} ({worst}).")
-    print(f"picture  {picture}" if picture else "picture  none: it needs matplotlib and the residual stream")
-    print(f"look at  dmi info {captures[0].path}\ntime     {time.monotonic() - began:.0f} s")
-    return 1 if failed else 0
+    wrong = {hook: error for hook, error in errors.items() if not error <= TOLERANCE}
+    for hook, error in wrong.items():
+        print(f"FAILED: {hook} is {error:.1e} away from transformers, limit {TOLERANCE:g}", file=sys.stderr)
+    if problems or wrong:
+        return 1
+    worst = max(errors, key=lambda hook: errors[hook])
+    print(f"All {len(errors)} hooks agree with transformers: max error {errors[worst]:.1e} ({worst}).")
+    return 0
+
+
+def check_hooks(hooks: str, model: Path) -> None:
+    """Refuse a bad selection before an engine is started. Raises SelectionError."""
+    from transformers import AutoConfig
+
+    from dmi_connector.engine.architectures import ARCHITECTURES
+
+    parse_selection(hooks, ARCHITECTURES["Qwen3ForCausalLM"].dims(AutoConfig.from_pretrained(model)))
 
 
 def ask(model: Path, engine: dict[str, dict[str, Any]], progress: Progress) -> list[Answer]:
-    """Start an engine with capture, answer PROMPTS, stop it. The stores are written when it has stopped."""
+    """Start an engine with capture, answer PROMPTS, stop it. Raises EngineFailed."""
     with progress.step("starting vLLM"):
         from vllm import LLM, SamplingParams
 
-        llm = LLM(str(model), **engine, dtype="float32", enforce_eager=True, max_model_len=512)  # type: ignore[arg-type]
-    try:
-        with progress.step(f"answering {len(PROMPTS)} prompts"):
+        try:
+            # float32 to compare to rounding error; eager since compiling would take longer than the rest.
+            llm = LLM(str(model), **engine, dtype="float32", enforce_eager=True, max_model_len=512)
+        except Exception as error:
+            raise EngineFailed(f"the engine did not start: {error}") from error
+    with progress.step(f"answering {len(PROMPTS)} prompts"):
+        try:
             sampling = [
                 SamplingParams(
                     max_tokens=NEW_TOKENS,
@@ -161,14 +206,14 @@ def ask(model: Path, engine: dict[str, dict[str, Any]], progress: Progress) -> l
                 for key in PROMPTS
             ]
             outputs = llm.generate(list(PROMPTS.values()), sampling, use_tqdm=False)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+        finally:
+            llm.llm_engine.engine_core.shutdown()
     answers = []
     for key, output in zip(PROMPTS, outputs, strict=True):
         params: dict[str, Any] = output.kv_transfer_params or {}
         if "dmi_store" not in params:
-            raise ValueError(
-                f"demo: no capture of prompt {key!r}: {params.get('dmi_error', 'the engine gave no reason')}"
+            raise EngineFailed(
+                f"prompt {key!r} was not captured: {params.get('dmi_error', 'no reason was given')}"
             )
         answers.append(Answer(key, output.outputs[0].text, params["dmi_store"]))
     return answers
@@ -176,11 +221,8 @@ def ask(model: Path, engine: dict[str, dict[str, Any]], progress: Progress) -> l
 
 def compare_all(captures: list[Capture], model: Path) -> dict[str, float]:
     """Largest absolute difference from transformers of every hook, over all captures."""
-    from transformers.utils import logging
-
     from dmi_connector.oracle import Oracle, compare
 
-    logging.disable_progress_bar()
     oracle = Oracle(model)
     errors: dict[str, float] = {}
     for capture in captures:
@@ -197,9 +239,13 @@ def _draw(captures: list[Capture], out: Path) -> Path | None:
     return draw_residual_norms(captures, out)
 
 
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() and c != "\N{REPLACEMENT CHARACTER}" else "▯" for c in text)
+
+
 def report(answers: list[Answer], captures: list[Capture], errors: dict[str, float]) -> str:
     """The answers, the table of stores and the table of hook kinds."""
-    said = [f"{PROMPTS[a.key]!r} -> {a.text!r}" for a in answers]
+    said = [f"  {PROMPTS[a.key]} -> {_printable(a.text)}" for a in answers]
     stores = []
     for capture in captures:
         size = store_size(capture)

@@ -166,7 +166,7 @@ class Selection:
 
 
 _ITEM = re.compile(r"^(?P<drop>-?)(?P<name>[A-Za-z_*?][\w.*?-]*)(?:@(?P<layers>.+))?$")
-_RANGE = re.compile(r"^(-?\d+)(?:-(-?\d+))?(?::(\d+))?$")
+_RANGE = re.compile(r"^(-?\d+)(?:-(-?\d+))?(?::([1-9]\d*))?$")
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -212,7 +212,7 @@ def _names(name: str, item: str) -> tuple[tuple[str, ...], bool]:
         if found:
             return found, True
     known = [*HOOKS, *ALIASES, "resid_post", *PRESETS, *ALWAYS]
-    raise SelectionError(f"hooks: {item!r} is unknown{suggest(name, known)} known names: {', '.join(known)}")
+    raise SelectionError(f"hooks: {item!r} is unknown{suggest(name, known) or ';'} known names: {', '.join(known)}")
 
 
 def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection | None = None) -> Selection:

@@ -58,15 +58,14 @@ def token_labels(capture: Capture, tokenizer: str | os.PathLike[str] | None = No
     from tokenizers import Tokenizer
 
     core = Tokenizer.from_file(str(path))
-    return [_visible(core.decode([i], skip_special_tokens=False)) or str(i) for i in ids]
+    return [_label_of(i, core.decode([i], skip_special_tokens=False)) for i in ids]
 
 
-def _visible(text: str) -> str:
-    """`text` short enough for an axis, with a mark for leading spaces and for what does not print."""
-    shown = "".join(
-        "·" if c == " " else c if c.isprintable() and c != "\N{REPLACEMENT CHARACTER}" else "▯" for c in text
-    )
-    shown = shown.replace("$", r"\$")  # matplotlib would read mathematics between two of them
+def _label_of(token: int, text: str) -> str:
+    """`text` short enough for an axis, spaces visible; the token's id where it is not all printable."""
+    if not text or "\N{REPLACEMENT CHARACTER}" in text or not text.isprintable():
+        return f"[{token}]"
+    shown = text.replace(" ", "·").replace("$", r"\$")  # matplotlib reads mathematics between two dollars
     return shown if len(shown) <= 10 else shown[:9] + "…"
 
 
@@ -97,8 +96,9 @@ def draw_residual_norms(
     scale, name = _scale(np.concatenate([values.ravel() for values, _ in norms]))
     image: Any = None
     for panel, capture, (values, layers) in zip(panels, captures, norms, strict=True):
+        ends = (capture.positions[0] - 0.5, capture.positions[-1] + 0.5, -0.5, len(layers) - 0.5)
         image = panel.imshow(
-            values, aspect="auto", origin="lower", cmap="viridis", norm=scale, interpolation="nearest"
+            values, extent=ends, aspect="auto", origin="lower", norm=scale, interpolation="nearest"
         )
         _label(panel, capture, layers, token_labels(capture, tokenizer))
     bar = figure.colorbar(image, ax=panels, pad=0.015, fraction=0.04)
@@ -122,36 +122,36 @@ def _scale(values: np.ndarray) -> tuple[Any, str]:
 
 def _label(panel: Axes, capture: Capture, layers: list[str], tokens: list[str]) -> None:
     step = max(1, -(-len(layers) // 14))
-    shown = [
-        i
-        for i in range(len(layers))
-        if i % step == 0 and (i == len(layers) - 1 or i <= len(layers) - 1 - step)
-    ]
-    shown = sorted({*shown, len(layers) - 1})
+    shown = [*range(0, len(layers) - step, step), len(layers) - 1]
     panel.set_yticks(shown, [layers[i] for i in shown])
     panel.set_ylabel("layer input")
     if len(tokens) <= MAX_LABELS:
-        panel.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=8, family="DejaVu Sans Mono")
+        panel.set_xticks(capture.positions, tokens, rotation=90, fontsize=8, family="DejaVu Sans Mono")
     else:
         panel.set_xlabel("token position")
     panel.tick_params(length=0)
     for side in panel.spines.values():
         side.set_visible(False)
-    first = int(np.searchsorted(capture.positions, capture.prompt_len))
-    if 0 < first < len(tokens):
+    first = capture.prompt_len
+    if capture.positions[0] < first <= capture.positions[-1]:
         panel.axvline(first - 0.5, color="white", linewidth=2.5)
         panel.axvline(first - 0.5, color="crimson", linewidth=1.2)
-        panel.annotate(
-            "generated →", (first - 0.4, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
-            textcoords="offset points", fontsize=8, color="crimson",
-        )  # fmt: skip
+        mark: dict[str, Any] = {
+            "xytext": (0, 3),
+            "textcoords": "offset points",
+            "fontsize": 8,
+            "color": "crimson",
+        }
+        panel.annotate("generated →", (first - 0.4, 1.0), xycoords=("data", "axes fraction"), **mark)
     name = capture.attrs.get("key") or capture.path.stem
-    panel.set_title(f"{name}", fontsize=10, loc="left", pad=14)  # above the mark of the first generated token
+    state = "" if capture.complete else " (incomplete)"
+    panel.set_title(name + state, fontsize=10, loc="left", pad=14)  # above the mark of generated tokens
 
 
 def _title(figure: Figure, captures: Sequence[Capture]) -> None:
     first = captures[0].attrs
+    version = first["versions"].get("vllm", "?")
     figure.suptitle(
-        f"{first['architecture']}: residual norms by layer and token ({first['dtype']}, vLLM {first['versions'].get('vllm', '?')})",
+        f"{first['architecture']}: residual norms by layer and token ({first['dtype']}, vLLM {version})",
         fontsize=12,
     )

@@ -62,8 +62,8 @@ def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> list
         match = _CONFLICT.match(flag)
         if match is not None:
             raise OptionError(
-                f"{match['long'] or match['short']}: dmi serve writes this flag itself; leave it out and give "
-                f"--hooks, --store-dir and --owner, or run python -m {SERVER} with both flags of your own"
+                f"{match['long'] or match['short']}: dmi serve writes this flag itself; leave it out, give "
+                f"--hooks, --store-dir and --owner, or run python -m {SERVER} with flags of your own"
             )
     command = [sys.executable, "-P", "-m", SERVER]
     command += ["--model", *model] if model else []
@@ -76,7 +76,7 @@ def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> list
 
 
 def _config_captures(passed: Sequence[str], given: dict[str, Any]) -> bool:
-    """Whether vLLM's --config file configures the connector. Raises OptionError where our flags do as well."""
+    """Whether vLLM's --config file configures the connector. Raises OptionError where our flags do too."""
     names = [passed[i + 1] for i, flag in enumerate(passed[:-1]) if flag == "--config"]
     names += [flag.partition("=")[2] for flag in passed if flag.startswith("--config=")]
     for name in names:

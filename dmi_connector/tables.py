@@ -39,16 +39,18 @@ ATTRIBUTES = (
 """What `dmi info` prints of the root attribute, in this order."""
 
 
-def format_table(header: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> str:
-    """Columns padded to their widest cell, the first `left` of them flush left, the others flush right."""
+NUMBERS = {"raw", "stored", "ratio", "bytes", "tokens", "hooks", "width", "max error"}
+"""Columns that are set flush right."""
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Columns padded to their widest cell; those of NUMBERS flush right, the others flush left."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = [
-        "  ".join(
-            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    ]
+    lines = []
+    for row in cells:
+        columns = zip(header, row, widths, strict=True)
+        lines.append("  ".join(c.rjust(w) if name in NUMBERS else c.ljust(w) for name, c, w in columns))
     return "\n".join(line.rstrip() for line in [lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 
@@ -127,7 +129,7 @@ def info_text(capture: Capture) -> str:
         )
         for s in [*array_sizes(capture), store_size(capture)]
     ]
-    table = format_table(("array", "shape", "dtype", "layers", "raw", "stored", "ratio"), rows, left=3)
+    table = format_table(("array", "shape", "dtype", "layers", "raw", "stored", "ratio"), rows)
     width = max(map(len, ATTRIBUTES))
     attributes = [
         f"{name:<{width}}  {_text(capture.attrs[name])}" for name in ATTRIBUTES if name in capture.attrs
@@ -158,16 +160,14 @@ def captures_text(found: Sequence[CaptureInfo]) -> str:
             info.store.name,
             info.key or "-",
             info.request_id or "-",
-            info.state if info.reason is None else f"{info.state}: {info.reason}",
-            info.started.replace("T", " ").split(".")[0],
             "-" if info.num_tokens is None else info.num_tokens,
             format_bytes(info.bytes),
+            info.started.replace("T", " ").split(".")[0],
+            info.state if info.reason is None else f"{info.state}: {info.reason}",
         )
         for info in found
     ]
-    return format_table(
-        ("store", "key", "request", "state", "started (UTC)", "tokens", "bytes"), rows, left=5
-    )
+    return format_table(("store", "key", "request", "tokens", "bytes", "started (UTC)", "state"), rows)
 
 
 def captures_json(found: Sequence[CaptureInfo]) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ class HookTable:
         """All layers of a hook in ascending order. Raises KeyError naming the nearest known hook."""
         if name not in self._sources:
             raise KeyError(
-                f"hook {name!r} is not in this store{suggest(name, self.names)} it holds: {self.names}"
+                f"hook {name!r} is not in this store{suggest(name, self.names) or ';'} it holds: {self.names}"
             )
         return self._sources[name]
 

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `dmi` command on real stores, and the command line that `dmi serve` gives vLLM."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dmi_connector import demo, plot, tables
+from dmi_connector.cli import main, make_serve_parser
+from dmi_connector.serve import SERVER, server_command
+from dmi_connector.settings import OptionError, ServerOptions
+from dmi_connector.store.persist import Persistence, PersistSettings
+from dmi_connector.store.reader import open_capture
+from dmi_connector.store.schema import ArraySpec
+from tests import storekit
+from tests.tiny import make_tokenizer
+
+TOKENS = 70
+SPECS = (
+    ArraySpec("resid_pre", "bfloat16", (0, 1, 2), 32),
+    ArraySpec("resid_final", "bfloat16", (), 32),
+    ArraySpec("logits", "bfloat16", (), 50),
+)
+ATTRS = {
+    "num_layers": 3,
+    "architecture": "TinyForCausalLM",
+    "dtype": "bfloat16",
+    "versions": {"vllm": "0.32.0"},
+}
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three stores: "one" (key run-1), "two" without key, and "short" without residual stream."""
+    root = tmp_path_factory.mktemp("stores")
+    persistence = Persistence(1 << 22, 1, PersistSettings("zstd", 32, 64, False))
+    try:
+        for name, key, specs in (
+            ("one", "run-1", SPECS),
+            ("two", None, SPECS),
+            ("short", None, (ArraySpec("q", "bfloat16", (0,), 16),)),
+        ):
+            storekit.store(
+                persistence, root / f"{name}.zarr", specs, TOKENS, samples=5, chunk=32, segment=64,
+                attrs=ATTRS, key=key, request_id=f"0_{name}-ab12",
+            )  # fmt: skip
+    finally:
+        persistence.shutdown(30)
+    return root
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of one command."""
+    status = main([str(a) for a in argv])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_ls(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "ls", stores)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["one.zarr", "two.zarr", "short.zarr"]
+    assert "run-1" in lines[2] and "complete" in lines[2] and f" {TOKENS} " in lines[2], lines[2]
+    status, out, _ = run(capsys, "ls", stores, "--key", "run-1", "--json")
+    (found,) = json.loads(out)
+    assert found["store"] == str(stores / "one.zarr") and found["num_tokens"] == TOKENS
+    status, out, _ = run(capsys, "ls", stores, "--request-id", "two", "--json")
+    assert [Path(c["store"]).name for c in json.loads(out)] == ["two.zarr"], (
+        "child numbers and suffixes are matched"
+    )
+    status, out, err = run(capsys, "ls", stores, "--key", "nobody")
+    assert (status, out) == (0, "") and "no captures" in err and "match" in err
+
+
+def test_info_gives_true_sizes(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "info", stores / "one.zarr", "--json")
+    facts = json.loads(out)
+    sizes = {a["name"]: a for a in facts["arrays"]}
+    assert sizes["resid_pre"]["shape"] == [3, TOKENS, 32] and sizes["resid_pre"]["dtype"] == "bfloat16"
+    assert sizes["resid_pre"]["raw"] == 3 * TOKENS * 32 * 2
+    on_disk = sum(p.stat().st_size for p in (stores / "one.zarr" / "resid_pre").rglob("*") if p.is_file())
+    assert sizes["resid_pre"]["stored"] == on_disk
+    assert list(sizes)[:3] == ["resid_pre", "resid_final", "logits"], "hooks come first"
+    status, out, err = run(capsys, "info", stores / "one.zarr")
+    assert (status, err) == (0, "")
+    assert "3x70x32" in out and "0-2" in out and "TinyForCausalLM" in out and "\ntotal" in out
+
+
+def test_verify_finds_a_flipped_bit(stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "verify", stores)
+    assert status == 0 and out.splitlines()[-1] == "3 checked, 0 damaged"
+    subprocess.run(["cp", "-r", stores / "one.zarr", stores / "two.zarr", tmp_path], check=True)
+    shard = tmp_path / "one.zarr/resid_pre/c/0/1/0"
+    data = bytearray(shard.read_bytes())
+    data[3] ^= 1
+    shard.write_bytes(data)
+    status, out, _ = run(capsys, "verify", tmp_path)
+    assert status == 1 and out.splitlines()[-1] == "2 checked, 1 damaged"
+    assert "resid_pre layer 0 tokens 64 to 69" in out, out
+    status, out, _ = run(capsys, "verify", tmp_path / "two.zarr")
+    assert (status, out) == (0, f"{tmp_path / 'two.zarr'}: sound\n1 checked, 0 damaged\n")
+
+
+def test_export_writes_what_the_store_holds(
+    stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file
+
+    status, out, _ = run(
+        capsys, "export", stores / "one.zarr", "--to", "safetensors", "-o", tmp_path / "x.st"
+    )
+    assert status == 0 and "layer ids 0, 1, 2, 3" in out
+    hidden = load_file(tmp_path / "x.st")["hidden_states"]
+    capture = open_capture(stores / "one.zarr")
+    assert tuple(hidden.shape) == (TOKENS, 4, 32)
+    assert np.array_equal(hidden[:, 1].float().numpy(), capture.numpy("resid_pre", layer=1))
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, "export", stores / "two.zarr", "--to", "safetensors")[0] == 0
+    assert Path("two.safetensors").is_file(), "the default name is the store's, in the current directory"
+
+
+def test_plot_draws_a_png(stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from matplotlib.image import imread
+
+    out = tmp_path / "norms.png"
+    assert run(capsys, "plot", stores / "one.zarr", "-o", out) == (0, f"{out}\n", "")
+    one = imread(out)
+    assert one.shape[0] > 200 and one.shape[1] > 600 and one[..., :3].std() > 0.1, (
+        "it is more than a blank page"
+    )
+    assert run(capsys, "plot", stores / "one.zarr", stores / "two.zarr", "-o", out)[0] == 0
+    assert imread(out).shape[1] > one.shape[1], "two stores stand side by side"
+
+
+def test_norms_and_labels_of_a_plot(stores: Path, tmp_path: Path) -> None:
+    capture = open_capture(stores / "one.zarr")
+    values, layers = plot.residual_norms(capture)
+    assert layers == ["0", "1", "2", "final"] and values.shape == (4, TOKENS)
+    assert np.allclose(values[1], np.sqrt((capture.numpy("resid_pre", layer=1) ** 2).sum(-1)), rtol=1e-6)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    assert plot.token_labels(capture) == [str(i) for i in capture.token_ids], "ids without a tokenizer"
+    labels = plot.token_labels(capture, tmp_path)
+    assert len(labels) == TOKENS and labels[0] == "<|pad|>"
+    letter = next(i for i, t in enumerate(capture.token_ids) if tokenizer.decode([t]) == "a")
+    assert labels[letter] == "a"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["info", "nowhere"], ["nowhere", "not there"]),
+        (["info", "{stores}"], ["not a capture"]),
+        (["ls", "nowhere"], ["nowhere", "store directory"]),
+        (["ls", "{stores}/index.jsonl"], ["is a file"]),
+        (["verify", "{stores}/one.zarr/resid_pre/c"], ["no finished store"]),
+        (["export", "{stores}/short.zarr", "--to", "safetensors"], ["resid_pre"]),
+        (["plot", "{stores}/short.zarr", "-o", "x.png"], ["no residual stream", "q"]),
+        (["plot", "{stores}/one.zarr", "-o", "/nowhere/x.png"], ["/nowhere/x.png"]),
+        (["plot", "{stores}/one.zarr", "-o", "x.png", "--tokenizer", "nowhere"], ["tokenizer", "nowhere"]),
+        (["demo", "--dir", "{stores}"], ["dir", "no demo made it"]),
+        (["serve"], ["model", "none is given"]),
+        (["serve", "m", "--codec", "gzip"], ["--codec", "zstd"]),
+        (["serve", "m", "--chunk-tokens", "many"], ["--chunk-tokens", "many"]),
+        (["serve", "m", "--segment-tokens", "100"], ["segment_tokens", "multiple of"]),
+        (["serve", "m", "--config", "nowhere.yaml"], ["config", "nowhere.yaml"]),
+        (["serve", "m", "--kv-transfer-config", "{}"], ["kv-transfer-config", "--hooks"]),
+        (["nonsense"], ["nonsense", "verify"]),
+        ([], ["COMMAND"]),
+    ],
+)
+def test_user_mistakes_are_one_line(stores: Path, tmp_path: Path, argv: list[str], words: list[str]) -> None:
+    """In a process of its own: argparse ends it, and a traceback would show."""
+    command = [sys.executable, "-m", "dmi_connector.cli", *(a.replace("{stores}", str(stores)) for a in argv)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2, done
+    assert done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("dmi") and all(w in done.stderr for w in words), done.stderr
+
+
+def test_plot_without_matplotlib_says_what_to_install(
+    stores: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    status, _, err = run(capsys, "plot", stores / "one.zarr", "-o", "x.png")
+    assert status == 2 and "dmi_connector[plot]" in err
+
+
+def test_reading_needs_neither_torch_nor_vllm(stores: Path) -> None:
+    script = f"""
+import sys
+from dmi_connector.cli import main
+store = {str(stores / "one.zarr")!r}
+for argv in (["ls", {str(stores)!r}], ["info", store], ["verify", store],
+             ["export", store, "--to", "safetensors", "-o", "x.safetensors"]):
+    assert main(argv) == 0, argv
+heavy = {{"torch", "vllm", "transformers", "matplotlib"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=stores, capture_output=True)
+
+
+def test_a_reader_that_goes_away_is_no_error(stores: Path) -> None:
+    command = f"{sys.executable} -m dmi_connector.cli info {stores / 'one.zarr'} | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{stores / 'one.zarr'}\n"
+
+
+# ---- dmi serve ------------------------------------------------------------------------------------------
+
+
+def serve(*argv: str) -> list[str]:
+    return server_command(argv, make_serve_parser())
+
+
+def test_serve_builds_both_flags_and_passes_the_rest_on(tmp_path: Path) -> None:
+    command = serve(
+        "m", "--hooks", "q,k@3", "--store-dir", str(tmp_path), "--codec=lz4", "--port", "8001", "-tp", "2"
+    )
+    assert command[:4] == [sys.executable, "-P", "-m", SERVER]
+    assert command[4:6] == ["--model", "m"] and command[-4:] == ["--port", "8001", "-tp", "2"]
+    flags = dict(zip(command[6:-4:2], command[7:-4:2], strict=True))
+    extra = json.loads(flags["--kv_transfer_config"])["kv_connector_extra_config"]
+    assert extra == {"hooks": "q,k@3", "store_dir": str(tmp_path), "codec": "lz4"}
+    assert json.loads(flags["--speculative_config"])["method"] == "extract_hidden_states"
+    assert "--speculative_config" not in serve("m", "--owner", "target")
+
+
+def test_serve_has_a_flag_for_every_server_option() -> None:
+    known = make_serve_parser().format_help()
+    missing = [f.name for f in fields(ServerOptions) if "--" + f.name.replace("_", "-") not in known]
+    assert not missing, missing
+    command = serve("m", "--fsync", "--writers", "2", "--policy", "drop")
+    extra = json.loads(command[command.index("--kv_transfer_config") + 1])["kv_connector_extra_config"]
+    assert (extra["fsync"], extra["writers"], extra["policy"]) == (True, 2, "drop")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--kv_transfer_config={}", "--kv-transfer-config.kv_role=x", "--speculative-config", "-sc"]
+)
+def test_serve_refuses_a_second_configuration(flag: str) -> None:
+    with pytest.raises(OptionError, match="dmi serve writes this flag itself"):
+        serve("m", flag, "{}")
+
+
+def test_serve_leaves_a_file_that_configures_capture_alone(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("kv_transfer_config:\n  kv_connector: DMIConnector\n")
+    assert serve("m", "--config", str(file))[4:] == ["--model", "m", "--config", str(file)]
+    with pytest.raises(OptionError, match="--hooks would replace"):
+        serve("m", f"--config={file}", "--hooks", "q")
+    file.write_text("port: 8001\n")
+    assert "--kv_transfer_config" in serve("m", "--config", str(file)), (
+        "a file of other flags changes nothing"
+    )
+    assert "--model" not in serve("--config", str(file)), "the file may name the model"
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------
+
+
+def test_formatting() -> None:
+    assert tables.format_layers([0, 1, 2, 5, 7, 8]) == "0-2+5+7-8" and tables.format_layers([]) == "-"
+    assert [tables.format_bytes(n) for n in (None, 0, 999, 1000, 2_560_000)] == [
+        "-",
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "2.6 MB",
+    ]
+    assert (
+        tables.format_table(("a", "raw"), [("x", 1), ("long", 20)])
+        == "a     raw\n----  ---\nx       1\nlong   20"
+    )
+
+
+def test_the_demo_removes_nothing_but_its_own(tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    (foreign / "captures").mkdir(parents=True)
+    with pytest.raises(ValueError, match="not empty, and no demo made it"):
+        demo.prepare_dir(foreign, keep=False)
+    assert (foreign / "captures").is_dir()
+    own = demo.prepare_dir(tmp_path / "own", keep=False)
+    (own / "captures").mkdir()
+    assert (demo.prepare_dir(own, keep=True) / "captures").is_dir()
+    assert not (demo.prepare_dir(own, keep=False) / "captures").exists()
+
+
+def test_the_demo_judges(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.judge([], {"q": 9e-6, "k": 0.0}) == 0
+    assert "9.0e-06 (q)" in capsys.readouterr().out
+    assert demo.judge([], {"q": 2e-5}) == 1 and "q is 2.0e-05 away" in capsys.readouterr().err
+    assert demo.judge([], {"q": float("nan")}) == 1, "a value that is no number agrees with nothing"
+    assert demo.judge(["x is damaged"], {"q": 0.0}) == 1

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hook vocabulary: selections, their refusals, and the row layout they give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dmi_connector.hooks import (
+    ALIASES,
+    HEADER_BYTES,
+    HOOKS,
+    PRESETS,
+    ROW_ALIGN,
+    ROW_BYTES_ALIGN,
+    ModelDims,
+    Selection,
+    SelectionError,
+    hook_dtype,
+    parse_selection,
+    row_layout,
+    shard_of,
+)
+
+DENSE = ModelDims("Dense", 8, hidden=64, heads=4, kv_heads=2, head_dim=32, intermediate=96, vocab=512)
+MIXED = ModelDims(
+    "Mixed", 4, 64, 4, 2, head_dim=32, intermediate=96, vocab=512, experts=5, top_k=3, moe_layers=(1, 3)
+)
+LEARNED = ModelDims("Learned", 3, 128, 4, 4, head_dim=32, intermediate=512, vocab=512, rotary=False)
+ALL = tuple(range(8))
+ROOT = Path(__file__).parents[2]
+
+
+def chosen(spec: str | list[str], dims: ModelDims = DENSE, only: Selection | None = None) -> dict[str, tuple]:
+    return dict(parse_selection(spec, dims, only).hooks)
+
+
+@pytest.mark.parametrize(
+    ("spec", "hooks"),
+    [
+        ("q", {"q": ALL}),
+        ("q@3", {"q": (3,)}),
+        ("q@-1", {"q": (7,)}),
+        ("q@2-4", {"q": (2, 3, 4)}),
+        ("q@-3--1", {"q": (5, 6, 7)}),
+        ("q@0-7:3", {"q": (0, 3, 6)}),
+        ("q@0+5+2-3", {"q": (0, 2, 3, 5)}),
+        ("q@1,q@2", {"q": (1, 2)}),
+        (" k , q@0 ", {"q": (0,), "k": ALL}),
+        ("hidden-states", {"resid_pre": ALL, "resid_final": (0,)}),
+        ("hidden-states,mlp_post@1-2", {"resid_pre": ALL, "mlp_post": (1, 2), "resid_final": (0,)}),
+        ("hidden-states,-resid_final", {"resid_pre": ALL}),
+        ("q,-q@0-6", {"q": (7,)}),
+        ("mlp_in@1", {"ln2": (1,)}),
+        ("mlp_in@1,ln2@2", {"ln2": (1, 2)}),
+        ("resid_post@0-1", {"resid_pre": (1, 2)}),
+        ("resid_post@7", {"resid_final": (0,)}),
+        ("resid_post", {"resid_pre": ALL[1:], "resid_final": (0,)}),
+        ("*_rot@0", {"q_rot": (0,), "k_rot": (0,)}),
+        ("token_ids,positions,q@0", {"q": (0,)}),
+        ("logits", {"logits": (0,)}),
+    ],
+)
+def test_selection(spec: str, hooks: dict[str, tuple[int, ...]]) -> None:
+    assert chosen(spec) == hooks
+    assert chosen(spec.split(",")) == hooks, "a list of items means the same as the string"
+
+
+def test_selection_keeps_the_order_of_the_vocabulary() -> None:
+    assert list(chosen("logits,mlp_out,embed,q")) == ["embed", "q", "mlp_out", "logits"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("mlp_pots", "did you mean 'mlp_post'"),
+        ("hiden-states", "did you mean 'hidden-states'"),
+        ("xyzzy", "known names: embed"),
+        ("q@8", "layers 0 to 7"),
+        ("q@-9", "layers 0 to 7"),
+        ("q@4-2", "empty range"),
+        ("q@a", "layer range"),
+        ("q@0-7:0", "layer range"),
+        ("q@", "cannot read"),
+        ("", "cannot read"),
+        ("embed@0", "exists once"),
+        ("topk_ids", "no experts"),
+        ("q,-q", "selects nothing"),
+        (["q", 3], "strings"),
+    ],
+)
+def test_refusals_say_what_to_write(spec: str, message: str) -> None:
+    with pytest.raises(SelectionError, match=message) as caught:
+        parse_selection(spec, DENSE)
+    assert str(caught.value).startswith("hooks: ")
+
+
+def test_a_preset_skips_what_a_model_lacks_but_a_name_does_not() -> None:
+    assert "topk_ids" not in chosen("vllm-full")
+    assert chosen("vllm-full", MIXED)["topk_ids"] == (1, 3)
+    assert chosen("mlp_post", MIXED) == {"mlp_post": (0, 2)}
+    assert set(chosen("attention", LEARNED)) == {"v", "z"}
+    with pytest.raises(SelectionError, match="no rotary"):
+        parse_selection("q_rot", LEARNED)
+    with pytest.raises(SelectionError, match="mixtures of experts"):
+        parse_selection("mlp_post@1", MIXED)
+
+
+def test_presets_are_what_the_readme_promises() -> None:
+    assert set(PRESETS["vllm-full"]) == set(HOOKS) - {"q_rot", "k_rot"}
+    assert PRESETS["hidden-states"] == ("resid_pre", "resid_final")
+    assert PRESETS["attention"] == ("q_rot", "k_rot", "v", "z")
+    readme = (ROOT / "README.md").read_text()
+    missing = [name for name in [*HOOKS, *ALIASES, *PRESETS] if f"`{name}`" not in readme]
+    assert not missing, f"README.md does not name {missing}"
+
+
+def test_only_narrows() -> None:
+    served = parse_selection("q@0-3,mlp", DENSE)
+    assert chosen("q", only=served) == {"q": (0, 1, 2, 3)}
+    assert chosen("vllm-full,-mlp_out", only=served) == {
+        "q": (0, 1, 2, 3),
+        "ln2": ALL,
+        "mlp_post": ALL,
+    }
+    with pytest.raises(SelectionError, match=r"'z' is not captured by this server; it captures q, ln2"):
+        parse_selection("z", DENSE, only=served)
+    with pytest.raises(SelectionError, match="q@7"):
+        parse_selection("q@7", DENSE, only=served)
+
+
+@given(
+    st.lists(st.sampled_from(sorted(HOOKS)), min_size=1, unique=True),
+    st.sampled_from([DENSE, MIXED, LEARNED]),
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.sampled_from([1, 2, 4]),
+)
+def test_row_layout_packs_without_overlap(names: list[str], dims: ModelDims, dtype: str, tp: int) -> None:
+    hooks = {n: dims.layers_of(HOOKS[n]) for n in HOOKS if n in names and dims.layers_of(HOOKS[n])}
+    layout = row_layout(Selection(hooks), dims, dtype, tp)
+    end = HEADER_BYTES
+    for segment in layout.segments:
+        assert segment.offset % ROW_ALIGN == 0 and segment.offset >= end, segment
+        assert segment.dtype == hook_dtype(HOOKS[segment.hook], dtype)
+        end = segment.offset + segment.nbytes
+        assert layout.find(segment.hook, segment.layer) == segment
+    assert layout.row_bytes >= end and layout.row_bytes % ROW_BYTES_ALIGN == 0
+    held = {(s.hook, s.layer) for s in layout.segments}
+    assert held == {(n, layer) for n, layers in hooks.items() if n != "logits" for layer in layers}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", sorted(HOOKS))
+def test_the_owners_of_a_hook_hold_each_column_once(name: str, tp: int) -> None:
+    dims = ModelDims("Wide", 2, 64, 8, 2, head_dim=32, intermediate=96, vocab=512, experts=4, top_k=2)
+    shards = [shard_of(HOOKS[name], dims, tp, rank) for rank in range(tp)]
+    owned = [s.shard for s in shards if s.owner]
+    assert sorted(owned) == list(range(shards[0].shards)), "one owner for each slice"
+    assert shards[0].width * shards[0].shards == dims.width(HOOKS[name])
+    if not HOOKS[name].sharded:
+        assert owned == [0]

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of server and request: what is accepted, how the rest is refused, that the docs know them all."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmi_connector import capture_args
+from dmi_connector.engine.contract import NAMES, SUPPORTED
+from dmi_connector.settings import CaptureParams, OptionError, ServerOptions
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_server_defaults() -> None:
+    options = ServerOptions.parse({"store_dir": "captures"})
+    assert options == ServerOptions(store_dir=os.path.abspath("captures"))
+    assert ServerOptions.parse({"store_dir": "/x", "hooks": "q, k"}).hooks == ("q", "k")
+    assert ServerOptions.parse({"store_dir": "/x", "hooks": ["q", "k@1"]}).hooks == ("q", "k@1")
+    large = ServerOptions.parse({"store_dir": "/x", "chunk_tokens": 4096})
+    assert large.segment_tokens == 4096, "a segment grows with a chunk larger than the default"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "fix"),
+    [
+        ("store_dir", None, "give the directory"),
+        ("store_dir", "", "give the directory"),
+        ("store_dir", "a\0b", "give the directory"),
+        ("store_dirs", "/x", "did you mean 'store_dir'"),
+        ("codec", "gzip", "zstd"),
+        ("codec", "zstdd", "did you mean 'zstd'"),
+        ("codec", 3, "choose one of"),
+        ("hooks", [], "give hook names"),
+        ("hooks", {"q": 1}, "give hook names"),
+        ("hooks", ["q", 1], "give hook names"),
+        ("chunk_tokens", 0, "whole number from 1"),
+        ("chunk_tokens", True, "whole number"),
+        ("chunk_tokens", 1.5, "whole number"),
+        ("chunk_tokens", "128", "whole number"),
+        ("segment_tokens", 1000, "multiple of chunk_tokens (128)"),
+        ("writers", -1, "whole number from 0 to 256"),
+        ("host_buffer_bytes", -1, "whole number"),
+        ("staging_bytes", 1 << 50, "whole number"),
+        ("policy", "wait", "block, drop"),
+        ("sink", "tape", "disk, host, null"),
+        ("fsync", 1, "true or false"),
+    ],
+)
+def test_server_refusals_name_option_value_and_fix(option: str, value: object, fix: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        ServerOptions.parse({"store_dir": "/x", option: value})
+    message = str(caught.value)
+    assert option in message and fix in message, message
+    assert repr(value) in message or option == "store_dirs", message
+
+
+def test_request_options() -> None:
+    assert CaptureParams.parse(None) == CaptureParams.parse({}) == CaptureParams()
+    assert CaptureParams.parse({"include_output_tokens": True}).include_output_tokens
+    assert CaptureParams.parse({"do_remote_decode": False, "other": 1}) == CaptureParams()
+    given = {"key": "run-1.a_b", "hooks": "q,k", "layers": [0, -1], "tokens": [4, None], "enabled": False}
+    params = CaptureParams.parse({"dmi": given})
+    assert params == CaptureParams(False, "run-1.a_b", ("q", "k"), (0, -1), 4, None, False)
+    assert CaptureParams.parse({"dmi": {"tokens": [0, 9]}}).stop == 9
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], ["kv_transfer_params", "JSON object"]),
+        ({"include_output_tokens": "yes"}, ["include_output_tokens", "'yes'", "true or false"]),
+        ({"dmi": "q"}, ["dmi", "'q'", "JSON object"]),
+        ({"dmi": {"hook": "q"}}, ["'hook'", "did you mean 'hooks'"]),
+        ({"dmi": {"key": "../x"}}, ["dmi.key", "'../x'", "letters"]),
+        ({"dmi": {"key": ""}}, ["dmi.key", "letters"]),
+        ({"dmi": {"key": "a" * 129}}, ["dmi.key", "1 to 128"]),
+        ({"dmi": {"key": 7}}, ["dmi.key", "7"]),
+        ({"dmi": {"key": "a\n"}}, ["dmi.key"]),
+        ({"dmi": {"hooks": 3}}, ["dmi.hooks", "3"]),
+        ({"dmi": {"layers": []}}, ["dmi.layers", "list of layer numbers"]),
+        ({"dmi": {"layers": [True]}}, ["dmi.layers"]),
+        ({"dmi": {"layers": 3}}, ["dmi.layers", "3"]),
+        ({"dmi": {"tokens": [1]}}, ["dmi.tokens", "[start, stop]"]),
+        ({"dmi": {"tokens": [5, 5]}}, ["dmi.tokens", "empty"]),
+        ({"dmi": {"tokens": [-1, 5]}}, ["dmi.tokens start", "-1"]),
+        ({"dmi": {"tokens": [0, 1 << 60]}}, ["dmi.tokens stop", "whole number"]),
+        ({"dmi": {"enabled": None}}, ["dmi.enabled", "None"]),
+    ],
+)
+def test_request_refusals_name_option_value_and_fix(given: Any, words: list[str]) -> None:
+    with pytest.raises(OptionError) as caught:
+        CaptureParams.parse(given)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_capture_args_of_both_owners() -> None:
+    draft = capture_args(hooks="vllm-full", store_dir="somewhere", codec="lz4")
+    assert set(draft) == {"speculative_config", "kv_transfer_config"}
+    extra = draft["kv_transfer_config"]["kv_connector_extra_config"]
+    assert extra == {"hooks": "vllm-full", "store_dir": os.path.abspath("somewhere"), "codec": "lz4"}
+    target = capture_args(hooks=("q", "k"), store_dir=Path("somewhere"), owner="target")
+    assert set(target) == {"kv_transfer_config"}
+    assert json.loads(json.dumps([draft, target])) == [draft, target], "plain JSON, as the flags need it"
+
+
+def test_capture_args_refuses_before_an_engine_starts() -> None:
+    with pytest.raises(OptionError, match=r"owner: 'me' is unknown; choose one of draft, target"):
+        capture_args(owner="me")
+    with pytest.raises(OptionError, match="did you mean 'codec'"):
+        capture_args(codecs="lz4")
+
+
+def test_the_docs_name_every_option_with_its_default() -> None:
+    text = (DOCS / "OPTIONS.md").read_text()
+    rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
+    for option in fields(ServerOptions):
+        assert option.name in rows, f"docs/OPTIONS.md has no row for the server option {option.name}"
+        if option.name in ("store_dir", "hooks"):
+            continue
+        default = json.dumps(option.default)
+        assert f"`{default}`" in rows[option.name], f"docs/OPTIONS.md: default of {option.name} is {default}"
+    for name in ("include_output_tokens", "dmi.key", "dmi.hooks", "dmi.layers", "dmi.tokens", "dmi.enabled"):
+        assert name in rows, f"docs/OPTIONS.md has no row for the request option {name}"
+
+
+def test_the_docs_name_all_of_the_contract() -> None:
+    text = (DOCS / "CONTRACT.md").read_text()
+    assert SUPPORTED in text
+    missing = [path for path, _ in NAMES.values() if path.split(":")[1] not in text]
+    assert not missing, f"docs/CONTRACT.md does not explain {missing}"
+    described = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert sorted(described) == sorted(NAMES), "one row for each item of contract.NAMES, and no other"
