@@ -90,12 +90,7 @@ def worker_switch(worker: Any, changes: dict[str, Any]) -> None:
 
 def worker_pending(worker: Any) -> int:
     """Bytes and captures still on their way to finished stores."""
-    exporter = _exporter().exporter
-    pending = len(exporter.captures) + len(exporter.backlog) + exporter.ring.used
-    if exporter.persistence is not None:
-        stats = exporter.persistence.stats()
-        pending += stats["open"] + stats["closing"]
-    return int(pending)
+    return int(_exporter().exporter.pending())
 
 
 def worker_profile(worker: Any, start: bool) -> dict[str, Any]:

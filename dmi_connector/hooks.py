@@ -21,8 +21,8 @@ ROW_ALIGN = 16
 ROW_BYTES_ALIGN = 64
 """Rows are a multiple of this many bytes long."""
 
-HEADER_BYTES = 16
-"""A row begins with its own token id and position (two int32) and 8 spare bytes: rows check themselves."""
+HEADER_BYTES = 64
+"""A row begins with its own token id and position (two int32), then spare bytes: rows check themselves."""
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way off the GPU: gather on the main stream, copy on a side stream, deliver on a thread.
+"""The way off the GPU: gather into staging, copy to the pinned ring in small pieces, deliver on a thread.
 
-    paged rows --gather kernel, main stream--> staging (GPU) --one copy, side stream--> ring (pinned) --thread--> writers
+    paged rows --gather kernel--> staging (GPU) --copies, side stream--> ring (pinned host memory) --> writers
 
-Everything is ordered by CUDA events, so nothing here waits on the engine's thread; only a full ring does, by policy.
+While staging has room the engine's thread issues the gather on the main stream (tens of microseconds). What finds no
+room waits with the lane's own thread, which gathers on a side stream as staging drains: the rows stay in the paged
+cache, and the engine goes on.
 """
 
 from __future__ import annotations
@@ -23,103 +25,245 @@ from dmi_connector.engine.kernels import gather_rows
 logger = init_logger("vllm.dmi_connector")
 
 _ALIGN = 512
+_COPY_BYTES = 8 << 20
+"""Copies off the GPU are cut to this size, so that vLLM's own small copies (sampled tokens) slip in between."""
+
+
+class Staged:
+    """A piece of staging memory in use: bytes [start, end), free once `copied` has happened (None: not issued)."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+        self.copied: torch.cuda.Event | None = None
+
+
+@dataclass(eq=False)
+class Piece:
+    """Rows on their way. owner: their capture. slots, table: what to gather (`kernels.gather_rows`).
+
+    ring_space: takes ring memory and gives its offset, or None when it is full. deliver: called on the delivery thread
+    once the bytes are there. first, count: rows of the store. written: for a piece that has to wait, the event after which its rows are in the cache.
+    gathered: the event after which its rows may be overwritten; None until the gather is issued.
+    """
+
+    owner: object
+    slots: np.ndarray
+    table: np.ndarray
+    nbytes: int
+    ring_space: Callable[[], int | None]
+    deliver: Callable[[], None]
+    written: torch.cuda.Event | None = None
+    gathered: torch.cuda.Event | None = None
+    first: int = 0
+    count: int = 0
 
 
 @dataclass
-class Staged:
-    """A piece of staging memory in use: bytes [start, end), free once `copied` has happened."""
+class Copy:
+    """Bytes to copy into the ring at `offset` after `ready`; `source` None carries only the delivery."""
 
-    start: int
-    end: int
-    copied: torch.cuda.Event
+    source: torch.Tensor | None
+    offset: int
+    ready: torch.cuda.Event | None
+    deliver: Callable[[], None]
+    staged: Staged | None = None
 
 
 class Staging:
-    """FIFO of variable-size pieces in one GPU buffer."""
+    """FIFO of variable-size pieces in one GPU buffer. Call with the lane's lock held."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.nbytes = nbytes
-        self._used: deque[Staged] = deque()
+        self.used: deque[Staged] = deque()
         self._head = 0
 
-    def reserve(self, nbytes: int, force: bool) -> int | None:
-        """Offset of `nbytes` contiguous free bytes, or None when there is no room yet.
-
-        force: never None; the current stream is made to wait for copies that still use the space.
-        """
+    def reserve(self, nbytes: int) -> Staged | None:
+        """Take `nbytes` contiguous bytes, or None when there is no room yet."""
         size = -(-nbytes // _ALIGN) * _ALIGN
         if size > self.nbytes:
             raise ValueError(f"{nbytes} bytes do not fit the staging buffer of {self.nbytes} bytes")
-        while self._used and self._used[0].copied.query():
-            self._used.popleft()
-        if not self._used:
+        while self.used and self.used[0].copied is not None and self.used[0].copied.query():
+            self.used.popleft()
+        if not self.used:
             self._head = 0
         start = self._head if self._head + size <= self.nbytes else 0
-        while any(s.start < start + size and start < s.end for s in self._used):
-            if not force:
-                return None
-            torch.cuda.current_stream().wait_event(self._used.popleft().copied)
+        if any(s.start < start + size and start < s.end for s in self.used):
+            return None
         self._head = start + size
-        return start
+        staged = Staged(start, start + size)
+        self.used.append(staged)
+        return staged
 
-    def hold(self, start: int, nbytes: int, copied: torch.cuda.Event) -> None:
-        self._used.append(Staged(start, start + -(-nbytes // _ALIGN) * _ALIGN, copied))
+    def cancel(self, staged: Staged) -> None:
+        """Give back what was reserved last."""
+        assert self.used.pop() is staged
+        self._head = staged.start
 
 
 class DeviceLane:
     """Moves gathered rows of one GPU into the shared ring.
 
-    ring: uint8 array of shared memory; it is registered as pinned memory here. Deliveries run in order on one thread,
-    each after its own copy has arrived.
+    ring: uint8 array of shared memory; it is registered as pinned memory here. Pieces are copied and delivered in the
+    order in which their gathers were issued; `then` orders other work behind them.
     """
 
-    def __init__(self, ring: np.ndarray, staging_bytes: int, device: torch.device) -> None:
+    def __init__(self, ring: np.ndarray, staging_bytes: int, rows: torch.Tensor) -> None:
         self.ring = torch.from_numpy(ring)
         error = torch.cuda.cudart().cudaHostRegister(self.ring.data_ptr(), ring.nbytes, 0)
         if int(error) != 0:
             raise RuntimeError(
-                f"host_buffer_bytes: {ring.nbytes} bytes could not be pinned ({error}); give a smaller size or raise the limit"
+                f"host_buffer_bytes: {ring.nbytes} bytes could not be pinned ({error}); "
+                "give a smaller size or raise the limit"
             )
-        self.staging = Staging(staging_bytes, device)
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
-        self._pieces: dict[int, torch.Tensor] = {}
-        self._queue: queue.SimpleQueue[tuple[torch.cuda.Event | None, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._deliver, name="dmi-deliver", daemon=True)
-        self._thread.start()
+        self.rows, self.device = rows, rows.device
+        self.staging = Staging(staging_bytes, rows.device)
+        self.copy_stream = torch.cuda.Stream(rows.device)
+        self.gather_stream = torch.cuda.Stream(rows.device)
+        self.waiting: deque[Piece] = deque()
+        self._tables: dict[int, torch.Tensor] = {}
+        self._changed = threading.Condition()
+        self._stop = False
+        self._copies: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self._deliveries: queue.SimpleQueue[tuple[torch.cuda.Event | None, Callable[[], None]] | None]
+        self._deliveries = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in (
+                (self._gather_waiting, "dmi-gather"),
+                (self._copy, "dmi-copy"),
+                (self._deliver, "dmi-deliver"),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def room(self, nbytes: int, force: bool) -> int | None:
-        return self.staging.reserve(nbytes, force)
+    # ---- the engine's thread ------------------------------------------------------------------------------------------
 
-    def gather(self, rows: torch.Tensor, slots: np.ndarray, pieces: np.ndarray, start: int, nbytes: int) -> None:
-        """Gather rows into staging at `start`; see `kernels.gather_rows`."""
+    def send(self, piece: Piece) -> None:
+        """Gather at once on the current stream if there is room, else leave it to the lane's thread."""
+        with self._changed:
+            if not self.waiting and self._issue(piece):
+                return
+            piece.written = torch.cuda.Event()
+            piece.written.record()
+            self.waiting.append(piece)
+            self._changed.notify_all()
+
+    def flush(self, owner: object, drop: bool) -> list[Piece]:
+        """Get the waiting pieces of `owner` gathered now: its blocks are about to be reused.
+
+        drop: give up what finds no room instead of waiting for it. Returns the pieces given up.
+        """
+        lost = []
+        with self._changed:
+            mine = [p for p in self.waiting if p.owner is owner]
+            self.waiting = deque(p for p in self.waiting if p.owner is not owner)
+            for piece in mine:
+                while not self._issue(piece):
+                    if drop:
+                        lost.append(piece)
+                        break
+                    self._changed.wait(0.002)
+        return lost
+
+    def send_tensor(self, source: torch.Tensor, offset: int, deliver: Callable[[], None]) -> None:
+        """Copy `source` (uint8, 1-D, ready on the current stream) to ring `offset`, then `deliver`."""
+        ready = torch.cuda.Event()
+        ready.record()
+        self._copies.put(Copy(source, offset, ready, deliver))
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Run `work` on the delivery thread after everything issued before it."""
+        self._copies.put(Copy(None, 0, None, work))
+
+    # ---- issuing, under the lock ----------------------------------------------------------------------------------------
+
+    def _issue(self, piece: Piece) -> bool:
+        """Issue the gather of a piece on the current stream if staging and ring have room."""
+        staged = self.staging.reserve(piece.nbytes)
+        if staged is None:
+            return False
+        offset = piece.ring_space()
+        if offset is None:
+            self.staging.cancel(staged)
+            return False
+        source = self.staging.buffer[staged.start : staged.start + piece.nbytes]
+        slots = torch.from_numpy(piece.slots).to(self.device, non_blocking=True)
+        gather_rows(self.rows, slots, self.table(piece.table), source)
+        gathered = torch.cuda.Event()
+        gathered.record()
+        piece.gathered = gathered
+        self._copies.put(Copy(source, offset, gathered, piece.deliver, staged))
+        return True
+
+    def table(self, pieces: np.ndarray) -> torch.Tensor:
+        """A plan's piece table on the GPU, copied once."""
         key = id(pieces)
-        if key not in self._pieces:
-            self._pieces[key] = torch.from_numpy(pieces).to(self.device)
-        target = self.staging.buffer[start : start + nbytes]
-        gather_rows(rows, torch.from_numpy(slots).to(self.device, non_blocking=True), self._pieces[key], target)
+        if key not in self._tables:
+            self._tables[key] = torch.from_numpy(pieces).to(self.device)
+        return self._tables[key]
 
-    def copy_out(self, start: int, nbytes: int, offset: int, deliver: Callable[[], None]) -> None:
-        """Copy staging [start, +nbytes) to ring [offset, +nbytes); `deliver` runs on the thread when it is there."""
-        filled, copied = torch.cuda.Event(), torch.cuda.Event(blocking=True)
-        filled.record()
-        self.stream.wait_event(filled)
-        with torch.cuda.stream(self.stream):
-            self.ring[offset : offset + nbytes].copy_(self.staging.buffer[start : start + nbytes], non_blocking=True)
-            copied.record()
-        self.staging.hold(start, nbytes, copied)
-        self._queue.put((copied, deliver))
+    # ---- the lane's threads ------------------------------------------------------------------------------------------------
 
-    def then(self, deliver: Callable[[], None]) -> None:
-        """Run `deliver` on the thread after everything queued before it."""
-        self._queue.put((None, deliver))
+    def _gather_waiting(self) -> None:
+        torch.cuda.set_device(self.device)
+        with torch.cuda.stream(self.gather_stream):
+            while True:
+                with self._changed:
+                    while not self.waiting and not self._stop:
+                        self._changed.wait()
+                    if not self.waiting:
+                        return
+                    piece = self.waiting[0]
+                    if piece.written is not None:
+                        self.gather_stream.wait_event(piece.written)
+                    if self._issue(piece):
+                        self.waiting.popleft()
+                        self._changed.notify_all()
+                        continue
+                    self._changed.wait(0.001)
+
+    def _copy(self) -> None:
+        torch.cuda.set_device(self.device)
+        while (copy := self._copies.get()) is not None:
+            if copy.source is None or copy.ready is None:
+                self._deliveries.put((None, copy.deliver))
+                continue
+            copied = torch.cuda.Event(blocking=True)
+            nbytes = copy.source.numel()
+            with torch.cuda.stream(self.copy_stream):
+                self.copy_stream.wait_event(copy.ready)
+                for at in range(0, nbytes, _COPY_BYTES):
+                    end = min(at + _COPY_BYTES, nbytes)
+                    self.ring[copy.offset + at : copy.offset + end].copy_(copy.source[at:end], non_blocking=True)
+                copied.record()
+            if copy.staged is not None:
+                copy.staged.copied = copied
+            else:
+                copy.source.record_stream(self.copy_stream)
+            self._deliveries.put((copied, copy.deliver))
+
+    def _deliver(self) -> None:
+        torch.cuda.set_device(self.device)
+        while (item := self._deliveries.get()) is not None:
+            event, work = item
+            if event is not None:
+                event.synchronize()
+                with self._changed:
+                    self._changed.notify_all()
+            try:
+                work()
+            except Exception:  # the capture it belongs to never completes; later ones must still be delivered
+                logger.exception("a delivery failed")
+
+    # ---- other --------------------------------------------------------------------------------------------------------------
 
     def link_bytes_per_second(self) -> float:
         """Speed of copies into the ring, measured once over 64 MiB."""
         nbytes = min(64 << 20, self.staging.nbytes, self.ring.numel())
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.copy_stream):
             for _ in range(2):
                 begin.record()
                 self.ring[:nbytes].copy_(self.staging.buffer[:nbytes], non_blocking=True)
@@ -127,17 +271,14 @@ class DeviceLane:
         end.synchronize()
         return nbytes / begin.elapsed_time(end) * 1e3
 
-    def _deliver(self) -> None:
-        while (item := self._queue.get()) is not None:
-            event, deliver = item
-            if event is not None:
-                event.synchronize()
-            try:
-                deliver()
-            except Exception:  # the capture it belongs to never completes; later ones must still be delivered
-                logger.exception("a delivery failed")
-
     def shutdown(self) -> None:
-        self._queue.put(None)
-        self._thread.join(60)
+        """Finish everything that was sent, then stop the threads."""
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+        self._threads[0].join(60)
+        self._copies.put(None)
+        self._threads[1].join(60)
+        self._deliveries.put(None)
+        self._threads[2].join(60)
         torch.cuda.cudart().cudaHostUnregister(self.ring.data_ptr())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from vllm.logger import init_logger
 
 from dmi_connector.engine import startup
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.device import DeviceLane
+from dmi_connector.engine.device import DeviceLane, Piece
 from dmi_connector.engine.kernels import gather_rows_torch
 from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.engine.plan import Plan, make_plan
@@ -33,7 +32,10 @@ logger = init_logger("vllm.dmi_connector")
 
 @dataclass
 class Running:
-    """One capture on this worker. headers: token ids as the rows themselves say, [(first row, ids)]."""
+    """One capture on this worker. headers: token ids as the rows themselves say, [(first row, ids)].
+
+    pieces: what was left to the lane's own thread and may still be there.
+    """
 
     number: int
     plan: Plan
@@ -43,13 +45,14 @@ class Running:
     headers: list[tuple[int, np.ndarray]] = field(default_factory=list)
     lost: list[list[int]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
 
 
 class Exporter:
     """Owns the ring, the writers and the captures under way on one tensor-parallel rank.
 
-    Pieces wait in `backlog` while the staging memory is full: their rows stay in the paged cache. Only the end of a
-    request whose blocks are about to be reused forces them out (the GPU then waits for the link).
+    On a GPU what finds no room waits in the lane while its rows stay in the paged cache. Blocks of a request that ends
+    meanwhile are either held until its rows are gathered (`ending`), or its rows are forced out before the next forward.
     """
 
     def __init__(self, context: CaptureContext, layer: CaptureLayer, rank: int, vllm_config: VllmConfig) -> None:
@@ -57,9 +60,10 @@ class Exporter:
         self.captures: dict[int, Running] = {}
         self.plans: dict[tuple[tuple[str, tuple[int, ...]], ...], Plan] = {}
         self.samples: list[Sample] = []
-        self.backlog: deque[tuple[Running, Rows | Close]] = deque()
-        self.report = Report()
+        self.ending: list[tuple[Running, Close]] = []
         self.finished: set[str] = set()
+        self._gathered: deque[int] = deque()  # appended by the lane's thread too
+        self._lost: dict[int, list[list[int]]] = {}
         self.store_attrs = startup.store_attrs(context, vllm_config)
         options = context.options
         full = self._plan(dict(context.selection.hooks))
@@ -78,7 +82,7 @@ class Exporter:
         self.ring = self.persistence.ring if self.persistence else Ring(sizes.host)
         self.lane: DeviceLane | None = None
         if self.rows.is_cuda and options.sink != "null":
-            self.lane = DeviceLane(self.ring.memory, sizes.staging, self.rows.device)
+            self.lane = DeviceLane(self.ring.memory, sizes.staging, self.rows)
         startup.announce(context, full, self.rows, sizes, self.lane, writers)
 
     def _plan(self, hooks: dict[str, tuple[int, ...]]) -> Plan:
@@ -100,11 +104,14 @@ class Exporter:
     def after_forward(self, metadata: StepMetadata) -> None:
         """Export chunks that the forward completed, as far as there is room."""
         for rows in metadata.chunks:
-            self.backlog.append((self.captures[rows.capture], rows))
-        self._pump()
+            self._export(self.captures[rows.capture], rows)
+        self._end_held()
 
     def take_report(self) -> Report:
-        report, self.report = self.report, Report()
+        report = Report(lost=self._lost)
+        self._lost = {}
+        while self._gathered:
+            report.gathered += self._gathered.popleft()
         return report
 
     def take_finished(self) -> set[str]:
@@ -132,89 +139,95 @@ class Exporter:
         self.captures[message.capture] = Running(message.capture, plan, handle, message.start, attrs)
 
     def _close(self, message: Close) -> None:
-        """Queue the last rows and the end of a capture; out at once unless its blocks are held for it."""
+        """Export the last rows of a capture and end it. Its blocks are held for it, or free from here on."""
         capture = self.captures.pop(message.capture)
-        ending: list[tuple[Running, Rows | Close]] = [(capture, rows) for rows in message.rows]
-        ending.append((capture, message))
+        for rows in message.rows:
+            self._export(capture, rows)
         if message.held:
-            self.backlog.extend(ending)
+            self.ending.append((capture, message))
             return
-        mine = [item for item in self.backlog if item[0] is capture]
-        if mine:
-            self.backlog = deque(item for item in self.backlog if item[0] is not capture)
-        for item in mine + ending:
-            self._export(*item, force=True)
-
-    def _pump(self) -> None:
-        while self.backlog and self._export(*self.backlog[0], force=False):
-            self.backlog.popleft()
-
-    def _export(self, capture: Running, item: Rows | Close, force: bool) -> bool:
-        """Carry out one item. Returns False when there is no room for it yet (never when forced)."""
-        if isinstance(item, Close):
-            self._then(lambda: self._finish(capture, item))
-            if item.held:
-                self.finished.add(item.held)
-            return True
-        count = len(item.slots)
-        nbytes = capture.plan.token_bytes * count
-        if self.context.options.sink == "null":
-            self.report.gathered += count
-            return True
-        drop = self.context.options.policy == "drop"
-        start = 0
         if self.lane is not None:
-            room = self.lane.room(nbytes, force and not drop)
-            if room is None:
-                return self._lose(capture, item) if force else False
-            start = room
-        extent = self.ring.alloc(nbytes, 0.0 if drop else None)
-        if extent is None:
-            return self._lose(capture, item)
-        self.report.gathered += count
-        deliver = self._delivery(capture, item.first, count, extent)
-        if self.lane is None:
-            payload = torch.from_numpy(self.ring.view(extent))
-            gather_rows_torch(self.rows, torch.from_numpy(item.slots), torch.from_numpy(capture.plan.pieces), payload)
-            deliver()
-        else:
-            self.lane.gather(self.rows, item.slots, capture.plan.pieces, start, nbytes)
-            self.lane.copy_out(start, nbytes, extent.offset, deliver)
-        return True
+            for piece in self.lane.flush(capture, self.context.options.policy == "drop"):
+                self._lose(capture, piece)
+        self._end(capture, message)
 
-    def _lose(self, capture: Running, rows: Rows) -> bool:
+    def _end_held(self) -> None:
+        """End captures whose held blocks are no longer needed."""
+        still = []
+        for capture, message in self.ending:
+            if any(piece.gathered is None for piece in capture.pieces):
+                still.append((capture, message))
+                continue
+            self._end(capture, message)
+            assert message.held is not None
+            self.finished.add(message.held)
+        self.ending = still
+
+    def _end(self, capture: Running, message: Close) -> None:
+        if self.lane is None:
+            self._finish(capture, message)
+            return
+        for piece in capture.pieces:
+            if piece.gathered is not None:
+                torch.cuda.current_stream().wait_event(piece.gathered)  # gathers that ran on the side stream
+        self.lane.then(lambda: self._finish(capture, message))
+
+    def _export(self, capture: Running, rows: Rows) -> None:
+        """Send one piece of rows on its way."""
+        count, plan = len(rows.slots), capture.plan
+        nbytes = plan.token_bytes * count
+        if self.context.options.sink == "null":
+            self._gathered.append(count)
+            return
+        extents: list[Extent] = []
+
+        def ring_space(timeout: float | None = 0.0) -> int | None:
+            extent = self.ring.alloc(nbytes, timeout)
+            if extent is None:
+                return None
+            extents.append(extent)
+            self._gathered.append(count)
+            return extent.offset
+
+        def deliver() -> None:
+            self._deliver(capture, rows.first, count, extents[0])
+
+        piece = Piece(capture, rows.slots, plan.pieces, nbytes, ring_space, deliver)
+        piece.first, piece.count = rows.first, count
+        if self.lane is not None:
+            self.lane.send(piece)
+            if piece.gathered is None:
+                capture.pieces.append(piece)
+            return
+        if ring_space(0.0 if self.context.options.policy == "drop" else None) is None:
+            self._lose(capture, piece)
+            return
+        payload = torch.from_numpy(self.ring.view(extents[0]))
+        gather_rows_torch(self.rows, torch.from_numpy(rows.slots), torch.from_numpy(plan.pieces), payload)
+        deliver()
+
+    def _lose(self, capture: Running, piece: Piece) -> None:
         """Policy drop: note which positions were given up."""
-        count = len(rows.slots)
-        lost = [capture.start + rows.first, capture.start + rows.first + count]
-        self.report.gathered += count
-        self.report.lost.setdefault(capture.number, []).append(lost)
-        capture.lost.append(lost)
-        return True
-
-    def _then(self, action: Callable[[], None]) -> None:
-        """Run `action` once everything exported so far has been delivered."""
-        if self.lane is None:
-            action()
-        else:
-            self.lane.then(action)
+        first = capture.start + piece.first
+        self._gathered.append(piece.count)
+        self._lost.setdefault(capture.number, []).append([first, first + piece.count])
+        capture.lost.append([first, first + piece.count])
 
     # ---- deliveries: on a GPU these run on the lane's thread ------------------------------------------------------
 
-    def _delivery(self, capture: Running, first: int, count: int, extent: Extent) -> Callable[[], None]:
-        def deliver() -> None:
-            payload = self.ring.view(extent)
-            base = capture.plan.header_base * count
-            header = payload[base : base + 8 * count].view(np.int32).reshape(count, 2)
-            capture.headers.append((first, header[:, 0].copy()))
-            begin = capture.start + first
-            if not np.array_equal(header[:, 1], np.arange(begin, begin + count, dtype=np.int32)):
-                capture.problems.append(f"the rows of positions {begin} to {begin + count - 1} carry other positions")
-            if capture.handle is None:
-                self.ring.release(extent)
-            else:
-                capture.handle.chunk(extent, first, count)
-
-        return deliver
+    def _deliver(self, capture: Running, first: int, count: int, extent: Extent) -> None:
+        """Check the headers of rows that arrived, then give them to the writers."""
+        payload = self.ring.view(extent)
+        base = capture.plan.header_base * count
+        header = payload[base : base + 8 * count].view(np.int32).reshape(count, 2)
+        capture.headers.append((first, header[:, 0].copy()))
+        begin = capture.start + first
+        if not np.array_equal(header[:, 1], np.arange(begin, begin + count, dtype=np.int32)):
+            capture.problems.append(f"the rows of positions {begin} to {begin + count - 1} carry other positions")
+        if capture.handle is None:
+            self.ring.release(extent)
+        else:
+            capture.handle.chunk(extent, first, count)
 
     def _finish(self, capture: Running, message: Close) -> None:
         attrs = {**capture.attrs, **message.attrs}
@@ -263,10 +276,9 @@ class Exporter:
             self._fill_logits(torch.from_numpy(self.ring.view(extent)), logits, slots)
             deliver()
         else:
-            start = self.lane.room(nbytes, True)
-            assert start is not None
-            self._fill_logits(self.lane.staging.buffer[start : start + nbytes], logits, slots)
-            self.lane.copy_out(start, nbytes, extent.offset, deliver)
+            source = torch.empty(nbytes, dtype=torch.uint8, device=logits.device)
+            self._fill_logits(source, logits, slots)
+            self.lane.send_tensor(source, extent.offset, deliver)
 
     @staticmethod
     def _fill_logits(target: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor) -> None:
@@ -274,13 +286,19 @@ class Exporter:
         target[:size].view(logits.dtype).view(logits.shape).copy_(logits)
         target[target.numel() - 8 * slots.numel() :].view(torch.int64).copy_(slots)
 
+    def pending(self) -> int:
+        """Captures under way and bytes not yet written; 0 when everything sent has reached its sink."""
+        pending = len(self.captures) + len(self.ending) + self.ring.used
+        if self.persistence is not None:
+            stats = self.persistence.stats()
+            pending += stats["open"] + stats["closing"]
+        return int(pending)
+
     def shutdown(self) -> None:
         """Export what is waiting, then finish the stores and stop the writers, within a minute each."""
-        for item in self.backlog:
-            self._export(*item, force=True)
-        self.backlog.clear()
         if self.lane is not None:
             self.lane.shutdown()
+            self._end_held()
         if self.persistence is not None:
             self.persistence.shutdown(timeout=60.0)
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import torch
 
-MAX_VALUES = 5
+MAX_VALUES = 9
 _BLOCK = 1024
 _GATHER_TOKENS = 8
+# Up to this many tokens one program takes one token (latency counts), above it four (bandwidth counts).
+_DECODE_TOKENS = 512
 
 
 def write_rows(rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], offsets: list[int]) -> None:
@@ -49,14 +51,17 @@ def _write_rows_triton(rows: torch.Tensor, slots: torch.Tensor, values: list[tor
     for value in values:
         assert value.stride(1) == 1, "taps take values whose last dimension is contiguous"
     pad = MAX_VALUES - len(values)
-    write_rows_kernel[(tokens, blocks)](
+    tile = 1 if tokens <= _DECODE_TOKENS else 4
+    write_rows_kernel[(-(-tokens // tile), blocks)](
         typed,
         slots,
         *(values + [values[0]] * pad),
         *([v.stride(0) for v in values] + [0] * pad),
         *(widths + [0] * pad),
         *(starts + [0] * pad),
+        tokens,
         typed.stride(0),
+        TOKENS=tile,
         BLOCK=_BLOCK,
         num_warps=4,
     )

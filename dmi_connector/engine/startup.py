@@ -60,7 +60,7 @@ def hold_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:
 def default_writers(gpu: bool) -> int:
     """Writer processes by the machine's cores: on a GPU machine all but a few, on a CPU the model needs them."""
     cores = len(os.sched_getaffinity(0))
-    return max(1, min(16, cores - 3)) if gpu else max(1, min(4, cores // 4))
+    return max(1, min(16, cores - 2)) if gpu else max(1, min(4, cores // 4))
 
 
 def announce(

@@ -3,9 +3,9 @@
 
 Values are gathered in groups and written by one op a group, at the last point where all of them are still intact:
 
-    attention in    resid_pre, ln1, q, k, v       before rotary, which rotates q and k in place in eager mode
-    attention out   q_rot, k_rot, z, attn_out     after o_proj, before the fused add-and-norm takes attn_out over
-    mlp             resid_mid, ln2, mlp_post, mlp_out   after the MLP, before the next add-and-norm takes them over
+    attention in    resid_pre, ln1, q, k, v             before rotary, which may rotate q and k in place
+    attention out   q_rot, k_rot, z, attn_out           before the fused add-and-norm takes attn_out over
+    mlp             resid_mid, ln2, mlp_post, mlp_out   before the next add-and-norm takes them over
 
 The op mutates a one-element token buffer: that keeps it alive and in order under torch.compile, and costs nothing.
 """
@@ -61,7 +61,8 @@ class Group:
             self.values.append(value)
 
     def flush(self) -> None:
-        self.tapper.write(self.segments, self.values)
+        if self.segments:
+            self.tapper.write(self.segments, self.values)
         self.segments = []
         self.values = []
 
@@ -129,15 +130,18 @@ def _install_inputs(model: nn.Module, context: CaptureContext, tapper: Tapper) -
     header_id, header_position = Segment("token_ids", 0, "int32", 1, 0), Segment("positions", 0, "int32", 1, 4)
     arch = context.arch
 
+    header = Group(tapper)
+
     def at_embed(args: tuple[Any, ...], output: Any) -> None:
-        tapper.write([header_id], [args[0]])
+        header.add(header_id, args[0])
         if embed:
             tapper.write([embed], [output])
 
     _after(model.get_submodule(arch.embed), at_embed)
 
     def before_layer(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tapper.write([header_position], [kwargs["positions"] if "positions" in kwargs else args[0]])
+        header.add(header_position, kwargs["positions"] if "positions" in kwargs else args[0])
+        header.flush()
 
     source = model.get_submodule(arch.positions) if arch.positions else model.get_submodule(arch.layers)[0]
     source.register_forward_pre_hook(before_layer, with_kwargs=True)
@@ -172,8 +176,8 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
         if not arch.q_norm:
             group.add(q, qkv[..., :q_size])
             group.add(k, qkv[..., q_size : q_size + kv_size])
-        if not (arch.k_norm and k):
-            group.flush()  # the last value before rotary: q_norm and k_norm come after where they are wanted
+        if not (arch.q_norm and (q or k)):
+            group.flush()
 
     def at_q_norm(_args: tuple[Any, ...], output: Any) -> None:
         group.add(q, _first(output))
@@ -184,7 +188,7 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
         group.add(k, _first(output))
         group.flush()
 
-    if resid_pre or ln1 or q or k or v:
+    if any((resid_pre, ln1, q, k, v)):
         _after(module(arch.qkv), at_qkv)
         if arch.q_norm and q:
             _after(module(arch.q_norm), at_q_norm)
@@ -199,7 +203,7 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
             group.add(k_rot, args[1])
 
         attn.register_forward_pre_hook(before_attn)
-    if q_rot or k_rot or z or attn_out:
+    if any((q_rot, k_rot, z, attn_out)):
 
         def at_o_proj(args: tuple[Any, ...], output: Any) -> None:
             group.add(z, args[0])

@@ -8,42 +8,60 @@ import triton.language as tl
 
 
 @triton.jit
-def _copy(row, x, stride, width: tl.constexpr, start: tl.constexpr, token, block, keep, BLOCK: tl.constexpr):
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    mask = (columns < width) & keep
-    tl.store(row + start + columns, tl.load(x + token * stride + columns, mask=mask), mask=mask)
-
-
-@triton.jit
-def write_rows_kernel(
-    rows, slots, x0, x1, x2, x3, x4, s0, s1, s2, s3, s4,
-    w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr, w3: tl.constexpr, w4: tl.constexpr,
-    o0: tl.constexpr, o1: tl.constexpr, o2: tl.constexpr, o3: tl.constexpr, o4: tl.constexpr,
-    row_stride, BLOCK: tl.constexpr,
+def _copy(
+    row, x, stride, width: tl.constexpr, start, token, block, real, keep, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid (tokens, blocks of all values): block b copies BLOCK elements of the value it falls into."""
-    token = tl.program_id(0).to(tl.int64)
+    columns = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = columns < width
+    # The load does not wait for the slots: only the store needs them.
+    value = tl.load(x + token * stride + columns, mask=inside & real)
+    tl.store(row + start + columns, value, mask=inside & keep)
+
+
+@triton.jit(do_not_specialize=["count"])
+def write_rows_kernel(
+    rows, slots, x0, x1, x2, x3, x4, x5, x6, x7, x8,
+    s0, s1, s2, s3, s4, s5, s6, s7, s8,
+    w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr, w3: tl.constexpr, w4: tl.constexpr, w5: tl.constexpr, w6: tl.constexpr, w7: tl.constexpr, w8: tl.constexpr,
+    o0, o1, o2, o3, o4, o5, o6, o7, o8,
+    count, row_stride, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (token tiles, blocks of all values): block b copies TOKENS x BLOCK elements of the value it falls into."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     block = tl.program_id(1)
-    slot = tl.load(slots + token)
+    real = token < count
+    slot = tl.load(slots + token, mask=real, other=-1)
     keep = slot >= 0
     row = rows + slot * row_stride
     b1: tl.constexpr = (w0 + BLOCK - 1) // BLOCK
     b2: tl.constexpr = b1 + (w1 + BLOCK - 1) // BLOCK
     b3: tl.constexpr = b2 + (w2 + BLOCK - 1) // BLOCK
     b4: tl.constexpr = b3 + (w3 + BLOCK - 1) // BLOCK
+    b5: tl.constexpr = b4 + (w4 + BLOCK - 1) // BLOCK
+    b6: tl.constexpr = b5 + (w5 + BLOCK - 1) // BLOCK
+    b7: tl.constexpr = b6 + (w6 + BLOCK - 1) // BLOCK
+    b8: tl.constexpr = b7 + (w7 + BLOCK - 1) // BLOCK
     if block < b1:
-        _copy(row, x0, s0, w0, o0, token, block, keep, BLOCK)
+        _copy(row, x0, s0, w0, o0, token, block, real, keep, BLOCK)
     elif block < b2:
-        _copy(row, x1, s1, w1, o1, token, block - b1, keep, BLOCK)
+        _copy(row, x1, s1, w1, o1, token, block - b1, real, keep, BLOCK)
     elif block < b3:
-        _copy(row, x2, s2, w2, o2, token, block - b2, keep, BLOCK)
+        _copy(row, x2, s2, w2, o2, token, block - b2, real, keep, BLOCK)
     elif block < b4:
-        _copy(row, x3, s3, w3, o3, token, block - b3, keep, BLOCK)
+        _copy(row, x3, s3, w3, o3, token, block - b3, real, keep, BLOCK)
+    elif block < b5:
+        _copy(row, x4, s4, w4, o4, token, block - b4, real, keep, BLOCK)
+    elif block < b6:
+        _copy(row, x5, s5, w5, o5, token, block - b5, real, keep, BLOCK)
+    elif block < b7:
+        _copy(row, x6, s6, w6, o6, token, block - b6, real, keep, BLOCK)
+    elif block < b8:
+        _copy(row, x7, s7, w7, o7, token, block - b7, real, keep, BLOCK)
     else:
-        _copy(row, x4, s4, w4, o4, token, block - b4, keep, BLOCK)
+        _copy(row, x8, s8, w8, o8, token, block - b8, real, keep, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def gather_rows_kernel(
     rows, slots, pieces, payload, count, row_units, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: the environment vLLM starts in, tiny models and their oracles."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dmi_connector.tiny import ENV
+
+if TYPE_CHECKING:
+    from dmi_connector.oracle import Oracle
+
+# vLLM reads these when it is first imported, so they are set before any test module is.
+for _name, _value in ENV.items():
+    os.environ.setdefault(_name, _value)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def vllm_cache_root() -> Iterator[Path]:
+    """One directory of compiled graphs for the whole session: every engine of the tests shares it."""
+    root = Path(tempfile.mkdtemp(prefix="dmi-test-cache-"))
+    old = os.environ.get("VLLM_CACHE_ROOT")
+    os.environ["VLLM_CACHE_ROOT"] = str(root)
+    yield root
+    if old is None:
+        del os.environ["VLLM_CACHE_ROOT"]
+    else:
+        os.environ["VLLM_CACHE_ROOT"] = old
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny_model(arch, dtype="float32"): directory of a tiny model, made once a session."""
+    from dmi_connector.tiny import make_model
+
+    made: dict[tuple[str, str], Path] = {}
+
+    def get(arch: str, dtype: str = "float32") -> Path:
+        if (arch, dtype) not in made:
+            made[arch, dtype] = make_model(arch, tmp_path_factory.mktemp(f"{arch}-{dtype}"), dtype=dtype)
+        return made[arch, dtype]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny_model: Callable[..., Path]) -> Callable[..., Oracle]:
+    """oracle(arch, dtype="float32"): the transformers twin of `tiny_model(arch, dtype)`."""
+    import torch
+
+    from dmi_connector.oracle import Oracle
+
+    made: dict[tuple[str, str], Oracle] = {}
+
+    def get(arch: str, dtype: str = "float32") -> Oracle:
+        if (arch, dtype) not in made:
+            made[arch, dtype] = Oracle(tiny_model(arch, dtype), dtype=getattr(torch, dtype))
+        return made[arch, dtype]
+
+    return get

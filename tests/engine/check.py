@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparing a store with the oracle, hook by hook."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from dmi_connector import Capture, open_capture
+from dmi_connector.hooks import HOOKS
+from dmi_connector.oracle import Oracle
+from dmi_connector.store.verify import verify_store
+
+ATOL = 1e-5
+"""Absolute, in float32: two programs differ by rounding only."""
+
+
+def hooks_of(arch: str) -> list[str]:
+    """The hooks a tiny model of `arch` has."""
+    absent = {"moe"} if arch != "qwen3_moe" else {"dense"}
+    if arch == "gpt2":
+        absent.add("rotary")
+    return [name for name, hook in HOOKS.items() if hook.only not in absent]
+
+
+@lru_cache(maxsize=256)
+def _run(oracle: Oracle, tokens: tuple[int, ...]) -> dict[str, np.ndarray]:
+    return oracle.run(tokens)
+
+
+def reference(oracle: Oracle, tokens: Sequence[int]) -> dict[str, np.ndarray]:
+    """`oracle.run(tokens)`, remembered."""
+    return _run(oracle, tuple(tokens))
+
+
+def same(got: np.ndarray, want: np.ndarray, where: str, atol: float = ATOL) -> None:
+    """Fail unless shapes are the same and values are within `atol`; say where they differ most."""
+    assert got.shape == want.shape, f"{where}: shape {got.shape}, transformers has {want.shape}"
+    if got.size == 0:
+        return
+    error = np.abs(got.astype(np.float64) - want.astype(np.float64))
+    at = np.unravel_index(int(error.argmax()), error.shape)
+    assert error[at] <= atol, (
+        f"{where}: off by {error[at]:.2e} at {tuple(map(int, at))}: {got[at]} for {want[at]}"
+    )
+
+
+def check_header(
+    capture: Capture, tokens: Sequence[int], prompt_len: int, start: int, stop: int, name: str
+) -> None:
+    """Token ids, positions, phase and lengths of rows [start, stop) of `tokens`."""
+    assert capture.complete and capture.missing == [], f"{name}: {capture.reason}"
+    assert capture.prompt_len == prompt_len, f"{name}: prompt_len {capture.prompt_len}, not {prompt_len}"
+    assert capture.token_ids.tolist() == list(tokens[start:stop]), f"{name}: token_ids differ"
+    assert capture.positions.tolist() == list(range(start, stop)), f"{name}: positions {capture.positions}"
+    phase = [int(at >= prompt_len) for at in range(start, stop)]
+    assert capture.phase.tolist() == phase, f"{name}: phase {capture.phase}"
+
+
+def check_store(
+    path: Path,
+    oracle: Oracle,
+    tokens: Sequence[int],
+    prompt_len: int,
+    hooks: Sequence[str],
+    *,
+    rows: tuple[int, int] | None = None,
+    layers: dict[str, list[int]] | None = None,
+    greedy: bool = True,
+) -> dict[str, float]:
+    """Check a whole store against the oracle's forward over `tokens` (prompt and all generated tokens).
+
+    hooks: exactly those the store must hold. rows: the positions it must hold, by default all with a row (the
+    last token was never an input). layers: hook -> captured layers where not all. greedy: the logits' argmax
+    must be the token that followed. Returns the largest error by hook.
+    """
+    name = path.name
+    start, stop = rows or (0, len(tokens) - 1)
+    want = reference(oracle, tokens)
+    capture = open_capture(path, timeout=60)
+    check_header(capture, tokens, prompt_len, start, stop, name)
+    assert set(capture.attrs["hooks"]) == set(hooks), f"{name}: it holds {list(capture.attrs['hooks'])}"
+    errors = {}
+    for hook in hooks:
+        value = capture.numpy(hook)
+        if hook == "logits":
+            first = max(prompt_len - 1, start)
+            assert capture.logits_positions.tolist() == list(range(first, stop)), f"{name}: logits_positions"
+            expected = want["logits"][first:stop]
+            if greedy:
+                following = list(tokens[first + 1 : stop + 1])
+                assert value.argmax(-1).tolist() == following, (
+                    f"{name}: argmax of logits is not the sampled token"
+                )
+        else:
+            expected = want[hook][:, start:stop]
+            if HOOKS[hook].scope == "layer":
+                picked = (layers or {}).get(hook) or list(range(oracle.config.num_hidden_layers))
+                assert capture.layers[hook] == picked, f"{name}: {hook} has layers {capture.layers[hook]}"
+                expected = expected[picked]
+            else:
+                expected = expected[0]
+        for index, (got, ref) in enumerate(zip(value, expected, strict=False)):
+            layer = (
+                f" layer {capture.layers[hook][index]}" if HOOKS[hook].scope == "layer" else f" row {index}"
+            )
+            same(got, ref, f"{name}: {hook}{layer}")
+        assert value.shape == expected.shape, f"{name}: {hook} has shape {value.shape}, not {expected.shape}"
+        errors[hook] = float(np.abs(value - expected).max(initial=0.0))
+    problems = verify_store(path)
+    assert problems == [], f"{name}: verify says {list(map(str, problems))}"
+    return errors

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selections change the compiled graph, so they must not share one in vLLM's cache of compiled graphs.
+
+vLLM 0.32 cannot load a cached graph on the CPU (it logs that and compiles again), so here a shared graph
+shows only in the number of graphs; where it can be loaded, in the values as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dmi_connector import capture_args
+from dmi_connector.oracle import Oracle
+from tests.engine.check import check_store
+from tests.engine.harness import Ask, Run, engine, generate, prompt
+
+SELECTIONS = (["resid_pre", "mlp_out"], ["q", "mlp_out"], ["resid_pre", "mlp_out"])
+
+
+def graphs(cache_root: Path) -> int:
+    """Compiled graphs in vLLM's cache directory."""
+    found = cache_root.glob("torch_compile_cache/torch_aot_compile/*/rank_0_0/model")
+    return len(list(found))
+
+
+@pytest.fixture(scope="module", params=["draft", "target"])
+def runs(
+    request: pytest.FixtureRequest,
+    tiny_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[Run]:
+    """The selections one after the other over one new cache directory."""
+    done = []
+    cache_root = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(cache_root))
+        for index, hooks in enumerate(SELECTIONS):
+            run = Run(tmp_path_factory.mktemp(f"selection-{index}"))
+            with engine(tiny_model("qwen3"), **capture_args(hooks, run.store_dir, request.param)) as llm:
+                generate(llm, run, {"short": Ask(prompt(12)), "long": Ask(prompt(140))})
+            run.facts["graphs"] = graphs(cache_root)
+            done.append(run)
+    return done
+
+
+def test_each_selection_has_right_values(runs: list[Run], oracle: Callable[..., Oracle]) -> None:
+    for run, hooks in zip(runs, SELECTIONS, strict=True):
+        for name, length in (("short", 12), ("long", 140)):
+            check_store(run.store(name), oracle("qwen3"), run.tokens(name), length, hooks)
+
+
+def test_a_selection_has_a_graph_of_its_own_and_finds_it_again(runs: list[Run]) -> None:
+    assert [run.facts["graphs"] for run in runs] == [1, 2, 2]

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi demo` as a user runs it, and the notebook on one of its stores."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from dmi_connector import Capture, demo, find_captures, open_capture
+from dmi_connector.hooks import PRESETS
+from dmi_connector.oracle import Oracle, compare
+
+ROOT = Path(__file__).parents[2]
+ROUTING = {"router_logits", "topk_ids", "topk_weights"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run of the demo printed and left behind."""
+
+    directory: Path
+    out: str
+
+    def captures(self) -> list[Capture]:
+        return [open_capture(info.store, timeout=0) for info in find_captures(self.directory / "captures")]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    directory = tmp_path_factory.mktemp("demo") / "demo"
+    command = [sys.executable, "-m", "dmi_connector.cli", "demo", "--dir", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    log = (directory / "engine.log").read_text() if (directory / "engine.log").exists() else "no log"
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{log[-5000:]}"
+    return Result(directory, done.stdout)
+
+
+def test_the_demo_captures_every_hook_of_its_prompts(result: Result) -> None:
+    captures = result.captures()
+    assert sorted(c.attrs["key"] for c in captures) == sorted(demo.PROMPTS)
+    for capture in captures:
+        assert set(capture.attrs["hooks"]) == set(PRESETS["vllm-full"]) - ROUTING, capture
+        assert len(capture.token_ids) == capture.prompt_len + demo.NEW_TOKENS - 1, capture
+        assert all(capture.layers[hook] in ([0, 1, 2], []) for hook in capture.hooks), capture.layers
+        assert capture.numpy("logits").shape == (demo.NEW_TOKENS, 512), capture
+
+
+def test_the_demo_prints_what_it_says(result: Result) -> None:
+    for capture in result.captures():
+        line = next(line for line in result.out.splitlines() if line.startswith(capture.path.name))
+        assert f"{capture.prompt_len} + {demo.NEW_TOKENS - 1}" in line, line
+    rows = {line.split()[0]: line.split()[1:] for line in result.out.splitlines() if len(line.split()) == 4}
+    for hook, entry in result.captures()[0].attrs["hooks"].items():
+        layers, width, error = rows[hook]
+        assert (layers, int(width)) == ("3" if entry["layers"] else "-", entry["width"]), rows[hook]
+        assert 0 <= float(error) <= demo.TOLERANCE, rows[hook]
+    assert "agree with transformers" in result.out
+    picture = result.directory / "residual_norms.png"
+    assert str(picture) in result.out and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_value_would_be_seen(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison is not vacuous: with the keys of another layer's hook it fails."""
+    capture = result.captures()[0]
+    oracle = Oracle(result.directory / "model")
+    assert max(compare(capture, oracle).values()) <= demo.TOLERANCE
+    run = oracle.run
+
+    def rolled(token_ids: list[int]) -> dict:
+        return {name: values[::-1] if name == "k" else values for name, values in run(token_ids).items()}
+
+    monkeypatch.setattr(oracle, "run", rolled)
+    wrong = compare(capture, oracle)
+    assert wrong["k"] > 0.1 and wrong["q"] <= demo.TOLERANCE
+
+
+def test_bad_hooks_are_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dmi_connector.cli", "demo", "--dir", "d", "--hooks", "mlp_pots"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 2 and "did you mean 'mlp_post'" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "d/captures").exists()
+
+
+def test_the_notebook_runs_on_a_store(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DMI_STORE", str(result.captures()[0].path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    notebook = nbformat.read(ROOT / "examples/first_look.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "it is stored without outputs"
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    pictures = [o for o in outputs if "image/png" in o.get("data", {})]
+    text = "".join(o.get("text", "") for o in outputs)
+    assert len(pictures) == 2 and "largest difference from the captured logits" in text, text

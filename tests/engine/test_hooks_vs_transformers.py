@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every hook of every architecture, as a real engine captured it, against transformers in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dmi_connector import find_captures
+from dmi_connector.oracle import Oracle
+from dmi_connector.tiny import ARCHS
+from tests.engine.check import ATOL, check_store, hooks_of
+from tests.engine.conftest import LENGTHS
+from tests.engine.harness import BLOCK, Run, prompt
+
+# Every architecture compiled; eager where its code path differs: a fused add-and-norm (qwen3), experts
+# behind an opaque op (qwen3_moe), plain norms (gpt2). Rows owned by the draft and by the target.
+CONFIGURATIONS = [
+    ("qwen3", "compiled", "draft"),
+    ("qwen3", "eager", "draft"),
+    ("qwen3", "compiled", "target"),
+    ("qwen2", "compiled", "draft"),
+    ("llama", "compiled", "draft"),
+    ("mistral", "compiled", "draft"),
+    ("qwen3_moe", "compiled", "draft"),
+    ("qwen3_moe", "eager", "draft"),
+    ("gpt2", "compiled", "draft"),
+    ("gpt2", "eager", "target"),
+]
+
+
+@pytest.fixture(scope="module", params=CONFIGURATIONS, ids="-".join)
+def configuration(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def arch(configuration: tuple[str, str, str]) -> str:
+    return configuration[0]
+
+
+@pytest.fixture(scope="module")
+def run(configuration: tuple[str, str, str], core_run: Callable[..., Run]) -> Run:
+    return core_run(*configuration)
+
+
+@pytest.fixture(scope="module")
+def twin(arch: str, oracle: Callable[..., Oracle]) -> Oracle:
+    return oracle(arch)
+
+
+def check(run: Run, name: str, twin: Oracle, arch: str, **options: Any) -> None:
+    tokens, prompt_len = run.tokens(name), len(run.replies[name].prompt_token_ids)
+    check_store(run.store(name), twin, tokens, prompt_len, hooks_of(arch), **options)
+
+
+@pytest.mark.parametrize("name", ARCHS)
+def test_no_two_hooks_or_layers_could_be_mistaken(name: str, oracle: Callable[..., Oracle]) -> None:
+    values = oracle(name).run(prompt(40))
+    rows = {
+        f"{hook} layer {layer}": value
+        for hook in hooks_of(name)
+        for layer, value in enumerate(values[hook] if values[hook].ndim == 3 else values[hook][None])
+        if hook not in ("topk_ids", "topk_weights")
+    }
+    if name != "gpt2":  # without position embeddings the first layer reads the token embedding itself
+        del rows["embed layer 0"]
+    for (a, x), (b, y) in combinations(rows.items(), 2):
+        if x.shape == y.shape:
+            # Rotary leaves position 0 as it is.
+            assert np.abs(x - y)[1:].max(-1).min() > 1000 * ATOL, f"{a} is too near {b}"
+
+
+def test_prompts_on_and_around_chunk_and_block_edges(run: Run, twin: Oracle, arch: str) -> None:
+    assert run.block_size == BLOCK, "the lengths no longer lie around block edges"
+    for length in LENGTHS:
+        check(run, f"len{length}", twin, arch)
+
+
+def test_a_long_prompt_was_prefilled_in_several_steps(run: Run) -> None:
+    request = run.replies["len300"].kv_transfer_params["dmi_request_id"]
+    prefill = [step[request] for step in run.steps if step.get(request, 0) > 1]
+    assert sum(prefill) == 300 and len(prefill) >= 3, prefill
+
+
+@pytest.mark.parametrize("name", ["again", "shared"])
+def test_prefix_cache_hits_export_the_shared_rows(run: Run, twin: Oracle, arch: str, name: str) -> None:
+    assert run.replies[name].num_cached_tokens == 2 * BLOCK, "no prefix-cache hit: this test shows nothing"
+    check(run, name, twin, arch)
+
+
+def test_every_child_of_n_3_has_its_own_store(run: Run, twin: Oracle, arch: str) -> None:
+    found = find_captures(run.store_dir, key="three")
+    assert [c.state for c in found] == ["complete"] * 3, found
+    by_child = {int(str(c.request_id).split("_")[0]): c.store for c in found}
+    assert sorted(by_child) == [0, 1, 2], by_child
+    texts = {tuple(run.replies["three"].outputs[child].token_ids) for child in by_child}
+    assert len(texts) == 3, "the children sampled the same tokens, so stores could be swapped unseen"
+    for child, store in by_child.items():
+        check_store(store, twin, run.tokens("three", child), 129, hooks_of(arch), greedy=False)
+
+
+@pytest.mark.parametrize(("name", "length"), [("only33", 33), ("only300", 300)])
+def test_without_output_tokens_exactly_the_prompt_is_stored(
+    run: Run, twin: Oracle, arch: str, name: str, length: int
+) -> None:
+    check(run, name, twin, arch, rows=(0, length))
+
+
+def test_rows_end_at_an_early_stop(run: Run, twin: Oracle, arch: str) -> None:
+    reply = run.replies["stop"]
+    assert reply.outputs[0].finish_reason == "stop" and 1 <= len(reply.outputs[0].token_ids) <= 5, reply
+    check(run, "stop", twin, arch)
+
+
+def test_a_single_generated_token_has_no_row(run: Run, twin: Oracle, arch: str) -> None:
+    assert len(run.replies["one"].outputs[0].token_ids) == 1
+    check(run, "one", twin, arch, rows=(0, 40))
+
+
+def test_one_token_a_decode_step_for_each_request(run: Run) -> None:
+    assert run.drafts == 0, f"{run.drafts} draft tokens were scheduled"
+    for name, reply in run.replies.items():
+        request = reply.kv_transfer_params["dmi_request_id"]
+        if name == "three":  # its response names one child only, with the number in front
+            continue
+        steps = [step[request] for step in run.steps if request in step]
+        prefill = len(reply.prompt_token_ids) - reply.num_cached_tokens
+        outputs = len(reply.outputs[0].token_ids)
+        done = np.cumsum(steps)
+        assert prefill in done, f"{name}: no step ends with the prompt: {steps}"
+        decode = steps[int(np.flatnonzero(done == prefill)[0]) + 1 :]
+        assert set(decode) <= {1}, f"{name}: decode steps scheduled {decode}"
+        # Asynchronous scheduling may schedule one token more before it sees the end.
+        assert outputs - 1 <= len(decode) <= outputs, (
+            f"{name}: {len(decode)} decode steps for {outputs} tokens"
+        )
+
+
+def test_logit_bias_and_min_p_work_where_the_target_owns_the_rows(
+    configuration: tuple[str, str, str], run: Run, twin: Oracle, arch: str
+) -> None:
+    if configuration[2] != "target":
+        pytest.skip("vLLM refuses both with a speculative config")
+    assert list(run.replies["limits"].outputs[0].token_ids) == [77] * 12
+    check(run, "limits", twin, arch, greedy=False)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot be captured stops the engine at start, with a reason that names option, value and fix."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmi_connector import capture_args
+from dmi_connector.engine import contract
+from dmi_connector.engine.context import capture_context
+from tests.engine.harness import engine
+
+
+def vllm_config(model: Path, store_dir: Path, extra: dict[str, Any] | None = None, **args: Any) -> Any:
+    """The config of an engine that captures into `store_dir`, without starting one."""
+    from vllm import EngineArgs
+
+    capture = capture_args("hidden-states", store_dir, args.pop("owner", "target"))
+    capture["kv_transfer_config"]["kv_connector_extra_config"].update(extra or {})
+    fields = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, **capture, **args}
+    return EngineArgs(model=str(model), **fields).create_engine_config()
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3")
+
+
+def test_a_good_configuration_is_accepted(model: Path, tmp_path: Path) -> None:
+    context = capture_context(vllm_config(model, tmp_path / "new", owner="draft"))
+    assert context.owner == "draft" and context.dims.layers == 3
+    assert dict(context.selection.hooks) == {"resid_pre": (0, 1, 2), "resid_final": (0,)}
+    assert (tmp_path / "new").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("extra", "parts"),
+    [
+        ({"hooks": "mlp_pots"}, ["hooks", "'mlp_pots'", "did you mean 'mlp_post'"]),
+        ({"hooks": "q@7"}, ["hooks", "layer 7", "layers 0 to 2"]),
+        ({"hooks": "topk_ids"}, ["hooks", "'topk_ids'", "no experts"]),
+        ({"hooks": []}, ["hooks", "[]", "comma-separated string"]),
+        ({"codec": "gzip"}, ["codec", "'gzip'", "choose one of none, lz4, zstd"]),
+        ({"chunk_tokens": 0}, ["chunk_tokens", "0", "whole number from 1"]),
+        ({"segment_tokens": 100}, ["segment_tokens", "100", "multiple of chunk_tokens (128)"]),
+        ({"polcy": "drop"}, ["'polcy'", "did you mean 'policy'"]),
+        ({"store_dir": ""}, ["store_dir", "''", "directory where stores are written"]),
+        ({"store_dir": "/dev/null/x"}, ["store_dir", "'/dev/null/x'", "choose another"]),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
+)
+def test_a_bad_server_option_is_refused(
+    model: Path, tmp_path: Path, extra: dict[str, Any], parts: list[str]
+) -> None:
+    config = vllm_config(model, tmp_path, extra)
+    with pytest.raises(ValueError) as caught:
+        capture_context(config)
+    assert [part for part in parts if part not in str(caught.value)] == [], caught.value
+
+
+def test_a_bad_server_option_stops_start_up(model: Path, tmp_path: Path) -> None:
+    args = capture_args("hidden-states", tmp_path)
+    args["kv_transfer_config"]["kv_connector_extra_config"]["hooks"] = "resid_per"
+    with (
+        pytest.raises(Exception, match=r"'resid_per' is unknown: did you mean 'resid_pre'"),
+        engine(model, enforce_eager=True, **args),
+    ):
+        pytest.fail("the engine started")
+
+
+def test_an_architecture_without_a_row_is_refused_with_the_page_that_helps(tmp_path: Path) -> None:
+    from transformers import GPTNeoXConfig
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = GPTNeoXConfig(vocab_size=512, architectures=["GPTNeoXForCausalLM"], **sizes)
+    config.save_pretrained(tmp_path / "model")
+    built = vllm_config(tmp_path / "model", tmp_path / "captures", skip_tokenizer_init=True)
+    with pytest.raises(
+        ValueError, match=r"'GPTNeoXForCausalLM' has no row.*Qwen3ForCausalLM.*docs/MODELS\.md"
+    ):
+        capture_context(built)
+
+
+def test_sliding_window_is_refused(tmp_path: Path) -> None:
+    from dmi_connector.tiny import make_model
+
+    model = make_model("mistral", tmp_path / "model", sliding_window=64)
+    with pytest.raises(ValueError, match=r"sliding-window.*use a model with full attention"):
+        capture_context(vllm_config(model, tmp_path / "captures"))
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+            r"pipeline_parallel_size: 2 .*use tensor_parallel_size",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+            r"speculative_config: method 'ngram' .*capture_args",
+        ),
+    ],
+    ids=["pipeline", "speculation"],
+)
+def test_an_engine_option_that_scatters_rows_is_refused(
+    model: Path, tmp_path: Path, args: dict[str, Any], reason: str
+) -> None:
+    config = vllm_config(model, tmp_path, **args)
+    with pytest.raises(ValueError, match=reason):
+        contract.check(config)
+
+
+def test_a_missing_name_in_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    contract.check_names()
+    gone = ("vllm.v1.kv_cache_interface:HiddenStateCacheSpec.no_such_name", "a made-up reason")
+    monkeypatch.setitem(contract.NAMES, "bogus", gone)
+    with pytest.raises(ValueError, match=r"no_such_name is missing in version .*a made-up reason.*>=0\.29"):
+        contract.check_names()
+
+
+@pytest.mark.parametrize(("version", "accepted"), [("0.28.1", False), ("0.29.0", True), ("0.34.0", False)])
+def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str, accepted: bool) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    if accepted:
+        contract.check_names()
+    else:
+        with pytest.raises(ValueError, match=rf"version {version} is not supported; install vllm>=0\.29"):
+            contract.check_names()
+
+
+def test_names_of_one_module_are_what_they_are_relied_on_as() -> None:
+    for item, (path, why) in contract.NAMES.items():
+        assert contract._resolve(path) is not None, item
+        assert len(why) > 20, f"{item}: say why"

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture changes no token and adds no work; without our connector an engine is vLLM's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmi_connector import capture_args
+from tests.engine.check import check_store, hooks_of
+from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt, watch_scheduler
+
+GREEDY = {f"greedy{n}": Ask(prompt(n), sampling={"max_tokens": 24}) for n in (5, 40, 130)}
+# Short, and first in the batch: vLLM cannot split a seeded prompt over steps on the CPU.
+SEEDED = {
+    f"seeded{n}": Ask(prompt(n), sampling={"max_tokens": 24, "temperature": 0.8, "top_p": 0.95, "seed": n})
+    for n in (6, 7, 8, 9)
+}
+ASKS = {**SEEDED, **GREEDY}
+
+
+def look_inside(worker: Any) -> dict[str, Any]:
+    """What our package left in the model of a worker."""
+    model = worker.get_model()
+    return {
+        "class": [f"{c.__module__}.{c.__qualname__}" for c in type(model).__mro__],
+        "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()),
+        "ours": [n for n, _ in [*model.named_modules(), *model.named_buffers()] if "dmi" in n],
+        "additional_config": worker.vllm_config.additional_config,
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """vLLM with our package installed and not configured, in its default processes."""
+    run = Run(tmp_path_factory.mktemp("plain"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # to send look_inside
+        with engine(tiny_model("qwen3"), in_process=False, enforce_eager=True) as llm:
+            [run.facts["worker"]] = llm.collective_rpc(look_inside)
+            generate(llm, run, ASKS)
+    return run
+
+
+@pytest.fixture(scope="module", params=["draft", "target"])
+def captured(
+    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    run = Run(tmp_path_factory.mktemp("captured"))
+    args = capture_args(ALL_HOOKS, run.store_dir, request.param)
+    with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
+        [run.facts["worker"]] = llm.collective_rpc(look_inside)
+        watch_scheduler(llm, run)
+        generate(llm, run, ASKS)
+    return run
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_tokens_are_those_of_plain_vllm(plain: Run, captured: Run, name: str) -> None:
+    assert captured.tokens(name) == plain.tokens(name)
+    assert len(set(captured.tokens(name)[-24:])) > 4, "nearly constant output would hide a difference"
+
+
+def test_seeds_matter(plain: Run, oracle: Callable[..., Any]) -> None:
+    for name, ask in SEEDED.items():
+        greedy = oracle("qwen3").greedy(list(ask.prompt), 24)
+        assert plain.tokens(name)[-24:] != greedy, f"{name} sampled what greedy decoding gives"
+
+
+def test_no_more_tokens_are_computed_than_in_plain_vllm(captured: Run) -> None:
+    assert captured.drafts == 0
+    for name, reply in captured.replies.items():
+        request = reply.kv_transfer_params["dmi_request_id"]
+        steps = [step[request] for step in captured.steps if request in step]
+        needed = len(reply.prompt_token_ids) + 23  # the last token is never an input
+        assert sum(steps) in (needed, needed + 1), f"{name}: {sum(steps)} tokens computed, {needed} needed"
+        assert steps[-23:] == [1] * 23, f"{name}: {steps}"
+
+
+def test_sampled_captures_agree_with_transformers(captured: Run, oracle: Callable[..., Any]) -> None:
+    for name, ask in ASKS.items():
+        tokens = captured.tokens(name)
+        greedy = name.startswith("greedy")
+        check_store(
+            captured.store(name), oracle("qwen3"), tokens, len(ask.prompt), hooks_of("qwen3"), greedy=greedy
+        )
+
+
+def test_an_engine_without_our_connector_has_nothing_of_it(plain: Run, captured: Run) -> None:
+    worker = plain.facts["worker"]
+    assert worker["hooks"] == 0 and worker["ours"] == [], worker
+    assert worker["additional_config"] == {}, worker
+    assert worker["class"][0] == "dmi_connector.engine.models.Qwen3ForCausalLM", "not the class under test"
+    assert all(reply.kv_transfer_params is None for reply in plain.replies.values())
+    # The same look at an engine with our connector does see it.
+    assert captured.facts["worker"]["hooks"] > 0 and captured.facts["worker"]["ours"]
+
+
+def test_installing_changes_no_compile_hash(tiny_model: Callable[..., Path]) -> None:
+    from vllm import EngineArgs
+
+    def compile_hash(**args: Any) -> str:
+        fields = {"model": str(tiny_model("qwen3")), "dtype": "float32", "max_model_len": 512, **args}
+        return EngineArgs(**fields).create_engine_config().compute_hash()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_PLUGINS", "")
+        without = compile_hash()
+    assert compile_hash() == without
+    assert compile_hash(additional_config={"dmi_connector": "x"}) != without

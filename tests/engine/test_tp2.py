@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two tensor-parallel ranks write slices of one store, which read together as the whole model's tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dmi_connector import capture_args
+from dmi_connector.hooks import HOOKS
+from dmi_connector.oracle import Oracle
+from dmi_connector.store.reader import read_attrs
+from tests.engine.check import check_store, hooks_of
+from tests.engine.harness import ALL_HOOKS, CHUNK, SEGMENT, Ask, Run, engine, generate, prompt
+
+pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
+
+LENGTHS = (1, 33, 128, 300)
+SELECTIONS = {
+    "all": (ALL_HOOKS, hooks_of("qwen3")),
+    "unsharded": ("hidden-states", ["resid_pre", "resid_final"]),
+}
+
+
+@pytest.fixture(scope="module", params=SELECTIONS)
+def run(
+    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    run = Run(tmp_path_factory.mktemp(f"tp2-{request.param}"))
+    hooks, run.facts["hooks"] = SELECTIONS[request.param]
+    args = capture_args(hooks, run.store_dir, chunk_tokens=CHUNK, segment_tokens=SEGMENT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        with engine(
+            tiny_model("qwen3"),
+            in_process=False,
+            enforce_eager=True,
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+            **args,
+        ) as llm:
+            generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
+            generate(llm, run, {"again": Ask(prompt(300)), "only": Ask(prompt(40), kv=None)})
+    return run
+
+
+def test_ranks_read_together_as_the_whole_model(run: Run, oracle: Callable[..., Oracle]) -> None:
+    for name in ("len1", "len33", "len128", "len300", "again"):
+        length = len(run.replies[name].prompt_token_ids)
+        check_store(run.store(name), oracle("qwen3"), run.tokens(name), length, run.facts["hooks"])
+    tokens = run.tokens("only")
+    check_store(run.store("only"), oracle("qwen3"), tokens, 40, run.facts["hooks"], rows=(0, 40))
+
+
+def test_sharded_hooks_are_written_by_both_ranks(run: Run) -> None:
+    attrs = read_attrs(run.store("len300"))
+    assert attrs["tp"] == 2
+    for name, hook in attrs["hooks"].items():
+        ranks = 2 if HOOKS[name].sharded else 1
+        assert hook["shards"] == ranks, f"{name} has {hook['shards']} shards"
+        columns = {path.rsplit("/", 1)[1] for path in attrs["files"] if path.startswith(f"{name}/c/")}
+        assert columns == {str(rank) for rank in range(ranks)}, f"{name} lies in {columns}"

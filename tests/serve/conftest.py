@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One real server process for all tests of this directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+MODEL = "tiny"
+START_SECONDS = 180
+
+
+@dataclass(frozen=True)
+class Server:
+    """client: points at the running server. store_dir: where it writes."""
+
+    client: OpenAI
+    store_dir: Path
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+        try:
+            with urllib.request.urlopen(url, timeout=5) as reply:
+                if reply.status == 200:
+                    return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.3)
+    raise TimeoutError(f"the server was not up after {START_SECONDS} s:\n{log.read_text()[-4000:]}")
+
+
+@pytest.fixture(scope="session")
+def server(
+    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, vllm_cache_root: Path
+) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("serve")
+    port, log = _free_port(), root / "server.log"
+    command = [sys.executable, "-m", "dmi_connector.cli", "serve", str(tiny_model("qwen3"))]
+    command += ["--hooks", "vllm-full,attention", "--store-dir", str(root / "captures")]
+    command += ["--chunk-tokens", "32", "--segment-tokens", "64"]
+    command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
+    command += ["--max-num-batched-tokens", "128", "--max-num-seqs", "16"]
+    environment = {**os.environ, "VLLM_CACHE_ROOT": str(vllm_cache_root)}
+    with log.open("wb") as out:
+        # In a session of its own, so that the engine's processes can be ended with it if it hangs.
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        _wait(process, f"http://127.0.0.1:{port}/health", log)
+        yield Server(OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none"), root / "captures")
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real server and the openai client: every way to ask gives stores that can be found and are right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmi_connector import find_captures, open_capture
+from dmi_connector.oracle import Oracle
+from dmi_connector.store.index import CaptureInfo
+from tests.engine.check import check_store, hooks_of, reference, same
+from tests.serve.conftest import MODEL, Server
+
+HOOKS = hooks_of("qwen3")
+TEXT = "the model reads a prompt and answers with one token after another, and every layer adds something"
+
+
+def body(key: str | None = None, **more: Any) -> dict[str, Any]:
+    """extra_body of a request that captures generated tokens too, and returns token ids."""
+    params: dict[str, Any] = {"include_output_tokens": True}
+    if key is not None:
+        params["dmi"] = {"key": key}
+    return {"kv_transfer_params": params, "return_token_ids": True, "ignore_eos": True, **more}
+
+
+def finished(server: Server, key: str, count: int) -> list[CaptureInfo]:
+    """Wait until `count` captures of `key` are finished, then return all of them."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = find_captures(server.store_dir, key=key)
+        if sum(c.state != "started" for c in found) >= count:
+            return found
+        time.sleep(0.05)
+    raise TimeoutError(f"{count} finished captures of {key!r} were expected: {found}")
+
+
+@pytest.fixture(scope="module")
+def twin(oracle: Callable[..., Oracle]) -> Oracle:
+    return oracle("qwen3")
+
+
+def test_completion(server: Server, twin: Oracle) -> None:
+    reply = server.client.completions.create(
+        model=MODEL, prompt=TEXT, max_tokens=40, temperature=0, extra_body=body("completion")
+    )
+    [choice] = reply.choices
+    params = reply.model_extra["kv_transfer_params"]
+    tokens = [*choice.model_extra["prompt_token_ids"], *choice.model_extra["token_ids"]]
+    assert len(choice.model_extra["token_ids"]) == 40
+    check_store(Path(params["dmi_store"]), twin, tokens, len(choice.model_extra["prompt_token_ids"]), HOOKS)
+    [found] = finished(server, "completion", 1)
+    assert (str(found.store), found.state) == (params["dmi_store"], "complete")
+    assert find_captures(server.store_dir, request_id=reply.id) == [found]
+
+
+def test_chat(server: Server, twin: Oracle) -> None:
+    messages = [{"role": "user", "content": TEXT}]
+    reply = server.client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=20, temperature=0, extra_body=body()
+    )
+    params, prompt = reply.model_extra["kv_transfer_params"], reply.model_extra["prompt_token_ids"]
+    tokens = [*prompt, *reply.choices[0].model_extra["token_ids"]]
+    assert len(tokens) == len(prompt) + 20
+    check_store(Path(params["dmi_store"]), twin, tokens, len(prompt), HOOKS)
+    [found] = find_captures(server.store_dir, request_id=reply.id)
+    assert str(found.store) == params["dmi_store"]
+
+
+def test_streaming_is_found_by_key(server: Server, twin: Oracle) -> None:
+    prompt: list[int] = []
+    generated: list[int] = []
+    with server.client.completions.create(
+        model=MODEL, prompt=TEXT, max_tokens=30, temperature=0, stream=True, extra_body=body("stream")
+    ) as stream:
+        for event in stream:
+            for choice in event.choices:
+                prompt += choice.model_extra.get("prompt_token_ids") or []
+                generated += choice.model_extra.get("token_ids") or []
+    assert len(generated) == 30
+    [found] = finished(server, "stream", 1)
+    check_store(found.store, twin, [*prompt, *generated], len(prompt), HOOKS)
+
+
+def test_every_child_of_n_2_is_found(server: Server, twin: Oracle) -> None:
+    reply = server.client.completions.create(
+        model=MODEL, prompt=TEXT, max_tokens=16, temperature=0.9, n=2, extra_body=body("pair")
+    )
+    prompt = reply.choices[0].model_extra["prompt_token_ids"]
+    wanted = {tuple([*prompt, *c.model_extra["token_ids"]]) for c in reply.choices}
+    assert len(wanted) == 2, "both children sampled the same, so stores could be swapped unseen"
+    check_each(finished(server, "pair", 2), wanted, {tokens: len(prompt) for tokens in wanted}, twin)
+
+
+def test_both_prompts_of_one_call_are_found(server: Server, twin: Oracle) -> None:
+    reply = server.client.completions.create(
+        model=MODEL,
+        prompt=[TEXT, "hello world"],
+        max_tokens=16,
+        temperature=0.9,
+        extra_body=body("list"),
+    )
+    lengths = {
+        (*c.model_extra["prompt_token_ids"], *c.model_extra["token_ids"]): len(
+            c.model_extra["prompt_token_ids"]
+        )
+        for c in reply.choices
+    }
+    assert len(set(lengths.values())) == 2
+    check_each(finished(server, "list", 2), set(lengths), lengths, twin)
+
+
+def check_each(
+    found: list[CaptureInfo], wanted: set[tuple[int, ...]], lengths: dict[tuple[int, ...], int], twin: Oracle
+) -> None:
+    """Each of `wanted` (prompt and generated tokens) has exactly one store, and it is right."""
+    assert [c.state for c in found] == ["complete"] * len(wanted), found
+    by_rows = {tuple(open_capture(c.store).token_ids.tolist()): c.store for c in found}
+    assert set(by_rows) == {tokens[:-1] for tokens in wanted}
+    for tokens in wanted:
+        check_store(by_rows[tokens[:-1]], twin, tokens, lengths[tokens], HOOKS, greedy=False)
+
+
+def test_a_client_that_goes_away_leaves_a_store_that_says_what_it_holds(server: Server, twin: Oracle) -> None:
+    seen: list[int] = []
+    prompt: list[int] = []
+    with server.client.completions.create(
+        model=MODEL, prompt=TEXT, max_tokens=440, temperature=0, stream=True, extra_body=body("gone")
+    ) as stream:
+        for event in stream:
+            for choice in event.choices:
+                prompt += choice.model_extra.get("prompt_token_ids") or []
+                seen += choice.model_extra.get("token_ids") or []
+            if len(seen) >= 5:
+                break
+    [found] = finished(server, "gone", 1)
+    capture = open_capture(found.store, allow_incomplete=True)
+    held = capture.token_ids.tolist()
+    assert "abort" in capture.attrs["finish_reason"].lower(), capture.attrs
+    assert (
+        capture.complete == (found.state == "complete") == (capture.reason is None) == (not capture.missing)
+    )
+    known = [*prompt, *seen]
+    assert len(prompt) < len(held) < len(prompt) + 439, f"{len(held)} rows: the request was not cut short"
+    assert held[: len(known)] == known[: len(held)]
+    assert capture.positions.tolist() == list(range(len(held)))
+    want = reference(twin, held)
+    for hook in HOOKS:
+        if hook == "logits":
+            expected = want[hook][capture.logits_positions]
+        else:
+            expected = want[hook] if len(want[hook]) > 1 else want[hook][0]
+        same(capture.numpy(hook), expected, f"{found.store.name}: {hook}")
+
+
+def test_a_bad_option_is_answered_and_the_server_goes_on(server: Server, twin: Oracle) -> None:
+    before = set(server.store_dir.glob("*.zarr*"))
+    reply = server.client.completions.create(
+        model=MODEL,
+        prompt="hello",
+        max_tokens=4,
+        extra_body={"kv_transfer_params": {"dmi": {"hooks": "resid_per"}}},
+    )
+    assert len(reply.choices) == 1 and reply.usage.completion_tokens >= 1
+    assert "did you mean 'resid_pre'" in reply.model_extra["kv_transfer_params"]["dmi_error"]
+    assert set(server.store_dir.glob("*.zarr*")) == before
+    test_chat(server, twin)

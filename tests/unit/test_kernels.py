@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels against their torch twins, under Triton's interpreter on the CPU and as compiled on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+CHILD = """
+import json, sys
+import torch
+from dmi_connector.engine import kernels
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.manual_seed(0)
+kernels._DECODE_TOKENS = 4  # so that these sizes run both the one-token and the four-token programs
+checked = []
+for dtype, widths, tokens in json.loads(sys.argv[1]):
+    dt = getattr(torch, dtype)
+    size = dt.itemsize
+    offsets, at = [], 64
+    for w in widths:
+        offsets.append(at)
+        at += -(-w * size // 16) * 16
+    row_bytes = -(-at // 64) * 64
+    slots = torch.randperm(40, device=device)[:tokens].long() + 1
+    if tokens > 2:
+        slots[1] = -1  # padding
+    values = []
+    for w in widths:
+        wide = torch.randn(tokens, 2 * w + 5, device=device)
+        wide = (wide * 100).to(dt)
+        values.append(wide[:, 3 : 3 + w] if w % 2 else wide[:, :w].contiguous())  # strided and contiguous
+    twin = torch.full((41, row_bytes), 7, dtype=torch.uint8, device=device)
+    mine = twin.clone()
+    kernels.write_rows_torch(twin, slots, values, offsets)
+    for first in range(0, len(values), kernels.MAX_VALUES):
+        part = slice(first, first + kernels.MAX_VALUES)
+        kernels._write_rows_triton(mine, slots, values[part], offsets[part])
+    twin[0] = mine[0] = 7  # the null block takes the twin's padding
+    assert torch.equal(mine, twin), (dtype, widths, tokens)
+    pieces, base = [], 0
+    for w, offset in zip(widths, offsets):
+        nbytes = w * size // 4 * 4
+        if nbytes:
+            pieces.append((offset, nbytes, base))
+            base += nbytes
+    pieces.append((0, 8, base))
+    table = torch.tensor(pieces, device=device)
+    want = torch.zeros((base + 8) * tokens, dtype=torch.uint8, device=device)
+    got = want.clone()
+    kernels.gather_rows_torch(twin, slots.clamp_min(0), table, want)
+    kernels._gather_rows_triton(twin, slots.clamp_min(0), table, got)
+    assert torch.equal(got, want), ("gather", dtype, widths, tokens)
+    checked.append([dtype, tokens])
+print(json.dumps(checked))
+"""
+
+CASES = [
+    ("bfloat16", [64, 128, 32], 1),
+    ("bfloat16", [2560, 33, 1024, 16, 8, 4, 2, 640, 1, 96], 5),
+    ("float32", [1030, 7], 9),
+    ("int32", [1, 1], 3),
+    ("float16", [1500, 20], 17),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{len(c[1])}x{c[2]}")
+def test_kernels_equal_their_twins(case: tuple[str, list[int], int]) -> None:
+    pytest.importorskip("triton")
+    env = dict(os.environ)
+    if not torch.cuda.is_available():
+        env["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, json.dumps([case])], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[case[0], case[2]]]
