@@ -26,7 +26,9 @@ logger = init_logger("vllm.dmi_connector")
 
 _ALIGN = 512
 _COPY_BYTES = 8 << 20
-"""Copies off the GPU are cut to this size, so that vLLM's own small copies (sampled tokens) slip in between."""
+_COPIES_QUEUED = 2
+"""Copies off the GPU are cut to this size, and this many are queued at a time: the copy engine works through its queue
+in order, so every step's sampled tokens would otherwise wait behind everything queued before them."""
 
 
 class Staged:
@@ -226,18 +228,22 @@ class DeviceLane:
 
     def _copy(self) -> None:
         torch.cuda.set_device(self.device)
+        queued: deque[torch.cuda.Event] = deque()
         while (copy := self._copies.get()) is not None:
             if copy.source is None or copy.ready is None:
                 self._deliveries.put((None, copy.deliver))
                 continue
-            copied = torch.cuda.Event(blocking=True)
             nbytes = copy.source.numel()
             with torch.cuda.stream(self.copy_stream):
                 self.copy_stream.wait_event(copy.ready)
                 for at in range(0, nbytes, _COPY_BYTES):
+                    while len(queued) >= _COPIES_QUEUED:
+                        queued.popleft().synchronize()
                     end = min(at + _COPY_BYTES, nbytes)
                     self.ring[copy.offset + at : copy.offset + end].copy_(copy.source[at:end], non_blocking=True)
-                copied.record()
+                    copied = torch.cuda.Event(blocking=True)
+                    copied.record()
+                    queued.append(copied)
             if copy.staged is not None:
                 copy.staged.copied = copied
             else:

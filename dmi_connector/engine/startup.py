@@ -44,7 +44,8 @@ def buffer_sizes(options: ServerOptions, token_bytes: int, gpu: bool) -> BufferS
             )
     if options.sink == "null":
         return BufferSizes(1 << 20, 0)
-    host = options.host_buffer_bytes or max((8 << 30) if gpu else (256 << 20), least)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host = options.host_buffer_bytes or max(memory // 8 if gpu else 256 << 20, least)
     staging = (options.staging_bytes or max(1 << 30, least)) if gpu else 0
     return BufferSizes(host, staging)
 
@@ -60,7 +61,7 @@ def hold_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:
 def default_writers(gpu: bool) -> int:
     """Writer processes by the machine's cores: on a GPU machine all but a few, on a CPU the model needs them."""
     cores = len(os.sched_getaffinity(0))
-    return max(1, min(16, cores - 2)) if gpu else max(1, min(4, cores // 4))
+    return max(1, min(32, cores - 1)) if gpu else max(1, min(4, cores // 4))
 
 
 def announce(

@@ -183,6 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     # Only answers may reach the pipe: whatever else prints goes to standard error.
     answers = os.dup(1)
     os.dup2(2, 1)
+    os.nice(5)  # the engine goes first where cores are short
     memory = mmap.mmap(args.ring_fd, args.ring_bytes)
     _map_pages(memory)
     ring = np.frombuffer(memory, np.uint8)
