@@ -65,7 +65,7 @@ def setups(default_codec: str) -> list[Setup]:
     ]
 
 
-# ---- functions that run inside the worker (sent by collective_rpc) ------------------------------------------------------
+# ---- functions that run inside the worker (sent by collective_rpc) --------------------------------------------
 
 
 def _exporter() -> Any:
@@ -103,7 +103,7 @@ def worker_profile(worker: Any, start: bool) -> dict[str, Any]:
         "build_meta": (tracker.Tracker, "step"),
     }
     if start:
-        for name, (owner, method) in targets.items():
+        for owner, method in targets.values():
             original = getattr(owner, method)
             samples: list[float] = []
 
@@ -131,7 +131,7 @@ def worker_profile(worker: Any, start: bool) -> dict[str, Any]:
     return result
 
 
-# ---- one engine ----------------------------------------------------------------------------------------------------------
+# ---- one engine -------------------------------------------------------------------------------------------------
 
 
 class Bench:
@@ -178,7 +178,9 @@ class Bench:
 
         count, prompt, output = (max(1, x // self.args.shrink) if i < 2 else x for i, x in enumerate(CASES[case]))
         transfer = {"kv_transfer_params": {"include_output_tokens": True}}
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False, extra_args=transfer)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False, extra_args=transfer
+        )
         prompts = self.prompts(count, prompt)
         begin = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
@@ -321,7 +323,7 @@ def _save_part(args: argparse.Namespace, engine: str, results: dict[str, Any]) -
     Path(f"{args.out}.{engine}.part").write_text(json.dumps(results))
 
 
-# ---- the whole run -------------------------------------------------------------------------------------------------------
+# ---- the whole run ----------------------------------------------------------------------------------------------
 
 
 def machine() -> dict[str, Any]:

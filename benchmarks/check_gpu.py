@@ -140,11 +140,23 @@ def main() -> int:
         return 0
     from dmi_connector.tiny import make_model
 
-    make_model("qwen3", args.model, dtype="bfloat16", hidden_size=256, head_dim=64, intermediate_size=512, num_hidden_layers=4)
+    make_model(
+        "qwen3",
+        args.model,
+        dtype="bfloat16",
+        hidden_size=256,
+        head_dim=64,
+        intermediate_size=512,
+        num_hidden_layers=4,
+    )
     results: dict[str, Any] = {}
     for name in ("stock", *args.owners.split(",")):
         begin = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "benchmarks.check_gpu", *sys.argv[1:], "--child", name], check=True, env=os.environ)
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.check_gpu", *sys.argv[1:], "--child", name],
+            check=True,
+            env=os.environ,
+        )
         found = json.loads(Path(f"{args.out}.{name}").read_text())
         Path(f"{args.out}.{name}").unlink()
         results[name] = {"facts": found["facts"], "seconds": round(time.perf_counter() - begin, 1)}

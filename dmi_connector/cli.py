@@ -23,23 +23,17 @@ def make_parser() -> Parser:
     """The parser of all subcommands but the vllm flags of `serve`."""
     import dmi_connector
 
-    parser = Parser(
-        prog="dmi", description="Capture the internal tensors of a model served by vLLM, and look at them."
-    )
+    parser = Parser(prog="dmi", description="Capture the internal tensors of a model served by vLLM, and look at them.")
     parser.add_argument("--version", action="version", version=f"dmi {dmi_connector.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
 
-    demo = commands.add_parser(
-        "demo", help="capture every hook of a tiny model and compare it with transformers"
-    )
+    demo = commands.add_parser("demo", help="capture every hook of a tiny model and compare it with transformers")
     demo.add_argument("--dir", default="demo", help="where model, stores and picture go (default: demo)")
     demo.add_argument("--hooks", default=None, help="what to capture (default: vllm-full)")
     demo.add_argument("--keep", action="store_true", help="keep the stores of earlier demos in DIR")
     demo.set_defaults(run=_demo)
 
-    commands.add_parser(
-        "serve", help="vLLM's OpenAI server with capture: dmi serve MODEL --hooks ... [any vllm flag]"
-    )
+    commands.add_parser("serve", help="vLLM's OpenAI server with capture: dmi serve MODEL --hooks ... [any vllm flag]")
 
     ls = commands.add_parser("ls", help="list the captures of a store directory")
     ls.add_argument("dir", metavar="DIR")
@@ -66,9 +60,7 @@ def make_parser() -> Parser:
     plot = commands.add_parser("plot", help="draw residual norms by layer and token")
     plot.add_argument("stores", metavar="STORE", nargs="+")
     plot.add_argument("-o", "--out", required=True, metavar="PNG")
-    plot.add_argument(
-        "--tokenizer", metavar="DIR", help="directory of tokenizer.json, for the words on the axis"
-    )
+    plot.add_argument("--tokenizer", metavar="DIR", help="directory of tokenizer.json, for the words on the axis")
     plot.set_defaults(run=_plot)
     return parser
 
@@ -122,9 +114,7 @@ def _ls(options: argparse.Namespace) -> int:
     from dmi_connector import tables
     from dmi_connector.store.index import find_captures
 
-    found = find_captures(
-        _directory(options.dir, "a store directory"), key=options.key, request_id=options.request_id
-    )
+    found = find_captures(_directory(options.dir, "a store directory"), key=options.key, request_id=options.request_id)
     if options.json:
         print(json.dumps(tables.captures_json(found), indent=1))
     elif found:
@@ -154,9 +144,7 @@ def _verify(options: argparse.Namespace) -> int:
     from dmi_connector.store.verify import verify_store
 
     path = _directory(options.path, "a store (*.zarr) or a directory of stores")
-    stores = (
-        [path] if (path / "zarr.json").exists() or path.suffix == ".zarr" else sorted(path.glob("*.zarr"))
-    )
+    stores = [path] if (path / "zarr.json").exists() or path.suffix == ".zarr" else sorted(path.glob("*.zarr"))
     if not stores:
         raise ValueError(f"{path} holds no finished store (*.zarr); give a store or a directory of stores")
     damaged = 0

@@ -212,9 +212,7 @@ def ask(model: Path, engine: dict[str, dict[str, Any]], progress: Progress) -> l
     for key, output in zip(PROMPTS, outputs, strict=True):
         params: dict[str, Any] = output.kv_transfer_params or {}
         if "dmi_store" not in params:
-            raise EngineFailed(
-                f"prompt {key!r} was not captured: {params.get('dmi_error', 'no reason was given')}"
-            )
+            raise EngineFailed(f"prompt {key!r} was not captured: {params.get('dmi_error', 'no reason was given')}")
         answers.append(Answer(key, output.outputs[0].text, params["dmi_store"]))
     return answers
 
@@ -252,9 +250,7 @@ def report(answers: list[Answer], captures: list[Capture], errors: dict[str, flo
         count = len(capture.token_ids)
         tokens = f"{capture.prompt_len} + {count - capture.prompt_len}"
         taps = sum(max(1, len(hook["layers"])) for hook in capture.attrs["hooks"].values())
-        stores.append(
-            (capture.path.name, tokens, taps, format_bytes(size.raw), format_bytes(size.stored), size.ratio)
-        )
+        stores.append((capture.path.name, tokens, taps, format_bytes(size.raw), format_bytes(size.stored), size.ratio))
     kinds = []
     for hook, entry in captures[0].attrs["hooks"].items():
         kinds.append((hook, len(entry["layers"]) or "-", entry["width"], f"{errors[hook]:.1e}"))

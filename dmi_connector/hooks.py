@@ -63,9 +63,7 @@ HOOKS: dict[str, Hook] = {
         Hook("router_logits", "E", "layer", False, "router scores of every expert", "float32", "moe"),
         Hook("topk_ids", "T", "layer", False, "chosen experts", "int32", "moe"),
         Hook("topk_weights", "T", "layer", False, "weights of the chosen experts", "float32", "moe"),
-        Hook(
-            "mlp_post", "I", "layer", True, "MLP neurons after the activation, before down_proj", only="dense"
-        ),
+        Hook("mlp_post", "I", "layer", True, "MLP neurons after the activation, before down_proj", only="dense"),
         Hook("mlp_out", "H", "layer", False, "output of the MLP block"),
         Hook("resid_final", "H", "once", False, "residual stream after the last layer"),
         Hook("final_ln", "H", "once", False, "output of the final norm"),
@@ -192,9 +190,7 @@ def _parse_layers(text: str, dims: ModelDims, item: str) -> set[int]:
                     f"hooks: {item!r} names layer {given}, but {dims.architecture} has layers 0 to {dims.layers - 1}"
                 )
         if ends[0] > ends[1]:
-            raise SelectionError(
-                f"hooks: {item!r} has the empty range {part!r}; write the smaller layer first"
-            )
+            raise SelectionError(f"hooks: {item!r} has the empty range {part!r}; write the smaller layer first")
         layers.update(range(ends[0], ends[1] + 1, int(match[3] or 1)))
     return layers
 
@@ -232,9 +228,7 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
         item = raw.strip()
         match = _ITEM.match(item)
         if match is None:
-            raise SelectionError(
-                f"hooks: cannot read {item!r}; write a hook or preset name, as in 'mlp_post@10-20'"
-            )
+            raise SelectionError(f"hooks: cannot read {item!r}; write a hook or preset name, as in 'mlp_post@10-20'")
         names, lenient = _names(match["name"], item)
         for name in names:
             if name in ALWAYS:
@@ -359,11 +353,7 @@ def row_layout(selection: Selection, dims: ModelDims, dtype: str, tp: int = 1) -
     offset = HEADER_BYTES
     segments = []
     order = sorted(
-        (
-            (layer, list(HOOKS).index(name), name)
-            for name, layers in selection.row_hooks.items()
-            for layer in layers
-        )
+        ((layer, list(HOOKS).index(name), name) for name, layers in selection.row_hooks.items() for layer in layers)
     )
     for layer, _, name in order:
         hook = HOOKS[name]

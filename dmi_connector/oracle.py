@@ -167,9 +167,7 @@ class _Recorder(ExitStack):
         apply_rotary = sys.modules[type(attn).__module__].apply_rotary_pos_emb
 
         def hook(_module: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any], _out: Any) -> None:
-            heads = [
-                self.rows[name][-1].unflatten(-1, (-1, attn.head_dim)).transpose(0, 1)[None] for name in "qk"
-            ]
+            heads = [self.rows[name][-1].unflatten(-1, (-1, attn.head_dim)).transpose(0, 1)[None] for name in "qk"]
             for name, value in zip(
                 ("q_rot", "k_rot"), apply_rotary(*heads, *kwargs["position_embeddings"]), strict=True
             ):
@@ -185,9 +183,7 @@ def compare(capture: Capture, oracle: Oracle) -> dict[str, float]:
     rows is then unknown), or where its layers or shapes are not those of the oracle's model.
     """
     if capture.attrs["start"] != 0:
-        raise ValueError(
-            f"{capture.path} begins at position {capture.attrs['start']}: its earlier tokens are unknown"
-        )
+        raise ValueError(f"{capture.path} begins at position {capture.attrs['start']}: its earlier tokens are unknown")
     expected = oracle.run(capture.token_ids.tolist())
     errors = {}
     for hook, entry in capture.attrs["hooks"].items():
@@ -198,8 +194,6 @@ def compare(capture: Capture, oracle: Oracle) -> dict[str, float]:
             want = want[capture.logits_positions]
         have = np.asarray(capture.array(hook)[...], dtype=np.float32)
         if have.shape != want.shape:
-            raise ValueError(
-                f"{capture.path}: {hook} has shape {have.shape}, the oracle's model gives {want.shape}"
-            )
+            raise ValueError(f"{capture.path}: {hook} has shape {have.shape}, the oracle's model gives {want.shape}")
         errors[hook] = float(np.abs(have - want).max(initial=0.0))
     return errors

@@ -88,18 +88,14 @@ def draw_residual_norms(
     longest = max(values.shape[1] for values, _ in norms)
     wide = min(16.0, 3.0 + 0.27 * longest) if longest <= MAX_LABELS else 11.0
     tall = min(9.0, 1.9 + 0.3 * max(values.shape[0] for values, _ in norms))
-    figure = Figure(
-        figsize=(columns * wide * (0.75 if columns > 1 else 1.0) + 1.2, lines * tall + 0.7), dpi=130
-    )
+    figure = Figure(figsize=(columns * wide * (0.75 if columns > 1 else 1.0) + 1.2, lines * tall + 0.7), dpi=130)
     figure.set_layout_engine("constrained")
     panels = [figure.add_subplot(lines, columns, i + 1) for i in range(len(captures))]
     scale, name = _scale(np.concatenate([values.ravel() for values, _ in norms]))
     image: Any = None
     for panel, capture, (values, layers) in zip(panels, captures, norms, strict=True):
         ends = (capture.positions[0] - 0.5, capture.positions[-1] + 0.5, -0.5, len(layers) - 0.5)
-        image = panel.imshow(
-            values, extent=ends, aspect="auto", origin="lower", norm=scale, interpolation="nearest"
-        )
+        image = panel.imshow(values, extent=ends, aspect="auto", origin="lower", norm=scale, interpolation="nearest")
         _label(panel, capture, layers, token_labels(capture, tokenizer))
     bar = figure.colorbar(image, ax=panels, pad=0.015, fraction=0.04)
     bar.set_label(f"norm of the residual stream{name}")

@@ -50,9 +50,7 @@ def _one_of(option: str, value: object, choices: tuple[str, ...]) -> str:
 def _hook_items(option: str, value: object) -> tuple[str, ...]:
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not items or not all(isinstance(i, str) for i in items):
-        raise _refuse(
-            option, value, "is not valid; give hook names as a comma-separated string or a list of strings"
-        )
+        raise _refuse(option, value, "is not valid; give hook names as a comma-separated string or a list of strings")
     return tuple(i.strip() for i in items)
 
 
@@ -96,9 +94,7 @@ class ServerOptions:
         if not isinstance(store_dir, str) or not store_dir or "\0" in store_dir:
             raise _refuse("store_dir", store_dir, "is not valid; give the directory where stores are written")
         chunk = _integer("chunk_tokens", extra.get("chunk_tokens", cls.chunk_tokens), 1, 1 << 16)
-        segment = _integer(
-            "segment_tokens", extra.get("segment_tokens", max(cls.segment_tokens, chunk)), 1, 1 << 20
-        )
+        segment = _integer("segment_tokens", extra.get("segment_tokens", max(cls.segment_tokens, chunk)), 1, 1 << 20)
         if segment % chunk:
             raise _refuse("segment_tokens", segment, f"must be a multiple of chunk_tokens ({chunk})")
         return cls(
@@ -187,9 +183,7 @@ class CaptureParams:
         if value is None:
             return 0, None
         if not isinstance(value, list | tuple) or len(value) != 2:
-            raise _refuse(
-                "dmi.tokens", value, "is not valid; give [start, stop], as in [0, 128] or [64, null]"
-            )
+            raise _refuse("dmi.tokens", value, "is not valid; give [start, stop], as in [0, 128] or [64, null]")
         start = _integer("dmi.tokens start", value[0], 0, 1 << 40)
         if value[1] is None:
             return start, None

@@ -131,9 +131,7 @@ def info_text(capture: Capture) -> str:
     ]
     table = format_table(("array", "shape", "dtype", "layers", "raw", "stored", "ratio"), rows)
     width = max(map(len, ATTRIBUTES))
-    attributes = [
-        f"{name:<{width}}  {_text(capture.attrs[name])}" for name in ATTRIBUTES if name in capture.attrs
-    ]
+    attributes = [f"{name:<{width}}  {_text(capture.attrs[name])}" for name in ATTRIBUTES if name in capture.attrs]
     return "\n".join([str(capture.path), "", *attributes, "", table])
 
 

@@ -71,9 +71,7 @@ def put(persistence: Persistence, payload: np.ndarray, handle: CaptureHandle, fi
     handle.chunk(extent, first, count)
 
 
-def put_rows(
-    persistence: Persistence, handle: CaptureHandle, name: str, rows: np.ndarray, first: int, at: int
-) -> None:
+def put_rows(persistence: Persistence, handle: CaptureHandle, name: str, rows: np.ndarray, first: int, at: int) -> None:
     """Send per-sample rows whose first token position is `at`."""
     extent = persistence.alloc(rows.nbytes, timeout=10)
     assert extent is not None, "the ring did not drain"

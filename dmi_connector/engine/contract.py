@@ -75,47 +75,59 @@ def check_names() -> None:
             _resolve(path)
         except (ImportError, AttributeError, KeyError) as error:
             raise ValueError(
-                f"vllm: {path} is missing in version {vllm.__version__} ({why}); install a supported version, {SUPPORTED}"
+                f"vllm: {path} is missing in version {vllm.__version__} ({why}); install vllm{SUPPORTED}"
             ) from error
 
 
 def check(vllm_config: VllmConfig) -> None:
     """Refuse configurations in which rows could not be captured, each with its fix."""
     check_names()
-    parallel, cache, speculative = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.speculative_config
+    parallel, cache, speculative = (
+        vllm_config.parallel_config,
+        vllm_config.cache_config,
+        vllm_config.speculative_config,
+    )
+    model = vllm_config.model_config
     if parallel.pipeline_parallel_size > 1:
         raise ValueError(
-            f"pipeline_parallel_size: {parallel.pipeline_parallel_size} is not supported, since rows would be spread over "
+            f"pipeline_parallel_size: {parallel.pipeline_parallel_size} is not supported: rows would be spread over "
             "stages; use tensor_parallel_size instead"
         )
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        raise ValueError("context parallelism spreads a request's tokens over ranks, which capture does not support; set it to 1")
+    if (
+        getattr(parallel, "decode_context_parallel_size", 1) > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    ):
+        raise ValueError(
+            "context parallelism spreads a request's tokens over ranks, which capture does not support; set it to 1"
+        )
     if getattr(parallel, "enable_dbo", False):
         raise ValueError("enable_dbo: True splits a batch in two, which capture does not support; remove --enable-dbo")
-    if vllm_config.model_config.use_mla:
+    if model.use_mla:
         raise ValueError(
-            f"model: {vllm_config.model_config.model!r} uses multi-head latent attention, whose hooks are not defined yet; "
+            f"model: {model.model!r} uses multi-head latent attention, whose hooks are not defined yet; "
             "use a model with plain attention"
         )
     if not isinstance(vllm_config.additional_config, dict):
-        raise ValueError("additional_config: must be a JSON object, since the hook selection is written into it for the compile hash")
-    if cache.sliding_window is not None or vllm_config.model_config.is_hybrid:
         raise ValueError(
-            f"model: {vllm_config.model_config.model!r} has sliding-window or hybrid layers, whose caches drop rows before "
+            "additional_config: must be a JSON object, since the hook selection is written into it for the compile hash"
+        )
+    if cache.sliding_window is not None or model.is_hybrid:
+        raise ValueError(
+            f"model: {model.model!r} has sliding-window or hybrid layers, whose caches drop rows before "
             "they are exported; use a model with full attention in every layer"
         )
     if speculative is None:
         return
     if speculative.method != "extract_hidden_states":
         raise ValueError(
-            f"speculative_config: method {speculative.method!r} verifies several tokens a step, which capture does not support; "
-            "use the one that capture_args() returns, or none"
+            f"speculative_config: method {speculative.method!r} verifies several tokens a step, which capture "
+            "does not support; use the one that capture_args() returns, or none"
         )
     schedule = speculative.num_speculative_tokens_per_batch_size
     if vllm_config.use_v2_model_runner and not (schedule and all(entry[-1] == 0 for entry in schedule)):
         raise ValueError(
-            f"speculative_config: num_speculative_tokens_per_batch_size is {schedule!r}; set it to [[1, 65536, 0]] so that "
-            "each request decodes one token a step (data parallelism turns it off: use owner='target' there)"
+            f"speculative_config: num_speculative_tokens_per_batch_size is {schedule!r}; set it to [[1, 65536, 0]] so "
+            "that each request decodes one token a step (data parallelism turns it off: use owner='target' there)"
         )
 
 
@@ -136,4 +148,4 @@ def schedule_no_drafts() -> None:
     original = ExtractHiddenStatesProposer.propose
     if not getattr(original, "dmi_silent", False):
         propose.dmi_silent = True  # type: ignore[attr-defined]
-        ExtractHiddenStatesProposer.propose = propose  # type: ignore[method-assign]
+        ExtractHiddenStatesProposer.propose = propose

@@ -44,7 +44,8 @@ class Piece:
     """Rows on their way. owner: their capture. slots, table: what to gather (`kernels.gather_rows`).
 
     ring_space: takes ring memory and gives its offset, or None when it is full. deliver: called on the delivery thread
-    once the bytes are there. first, count: rows of the store. written: for a piece that has to wait, the event after which its rows are in the cache.
+    once the bytes are there. first, count: rows of the store. written: for a piece that has to wait, the event after
+    which its rows are in the cache.
     gathered: the event after which its rows may be overwritten; None until the gather is issued.
     """
 
@@ -140,7 +141,7 @@ class DeviceLane:
         for thread in self._threads:
             thread.start()
 
-    # ---- the engine's thread ------------------------------------------------------------------------------------------
+    # ---- the engine's thread --------------------------------------------------------------------------------------
 
     def send(self, piece: Piece) -> None:
         """Gather at once on the current stream if there is room, else leave it to the lane's thread."""
@@ -179,7 +180,7 @@ class DeviceLane:
         """Run `work` on the delivery thread after everything issued before it."""
         self._copies.put(Copy(None, 0, None, work))
 
-    # ---- issuing, under the lock ----------------------------------------------------------------------------------------
+    # ---- issuing, under the lock ----------------------------------------------------------------------------------
 
     def _issue(self, piece: Piece) -> bool:
         """Issue the gather of a piece on the current stream if staging and ring have room."""
@@ -206,7 +207,7 @@ class DeviceLane:
             self._tables[key] = torch.from_numpy(pieces).to(self.device)
         return self._tables[key]
 
-    # ---- the lane's threads ------------------------------------------------------------------------------------------------
+    # ---- the lane's threads ---------------------------------------------------------------------------------------
 
     def _gather_waiting(self) -> None:
         torch.cuda.set_device(self.device)
@@ -263,7 +264,7 @@ class DeviceLane:
             except Exception:  # the capture it belongs to never completes; later ones must still be delivered
                 logger.exception("a delivery failed")
 
-    # ---- other --------------------------------------------------------------------------------------------------------------
+    # ---- other ----------------------------------------------------------------------------------------------------
 
     def link_bytes_per_second(self) -> float:
         """Speed of copies into the ring, measured once over 64 MiB."""

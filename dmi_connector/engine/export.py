@@ -51,8 +51,9 @@ class Running:
 class Exporter:
     """Owns the ring, the writers and the captures under way on one tensor-parallel rank.
 
-    On a GPU what finds no room waits in the lane while its rows stay in the paged cache. Blocks of a request that ends
-    meanwhile are either held until its rows are gathered (`ending`), or its rows are forced out before the next forward.
+    On a GPU what finds no room waits in the lane while its rows stay in the paged cache. Blocks of a request that
+    ends meanwhile are either held until its rows are gathered (`ending`), or its rows are forced out before the
+    next forward.
     """
 
     def __init__(self, context: CaptureContext, layer: CaptureLayer, rank: int, vllm_config: VllmConfig) -> None:

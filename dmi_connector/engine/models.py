@@ -41,7 +41,11 @@ class Tapped:
             self.dmi_rows = rows.CaptureLayer(context)
         elif not getattr(self, "supports_eagle3", False):
             # The speculative path asks the target for this interface; taps need nothing of the model for it.
-            for name, value in {"supports_eagle3": True, "has_own_lm_head": False, "has_own_embed_tokens": False}.items():
+            for name, value in {
+                "supports_eagle3": True,
+                "has_own_lm_head": False,
+                "has_own_embed_tokens": False,
+            }.items():
                 setattr(self, name, value)
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
@@ -51,7 +55,7 @@ class Tapped:
 
     def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
         if self.dmi_context is None:
-            return super().get_eagle3_default_aux_hidden_state_layers()  # type: ignore[misc,no-any-return]
+            return super().get_eagle3_default_aux_hidden_state_layers()  # type: ignore[misc]
         return (0,)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
@@ -60,7 +64,7 @@ class Tapped:
             from dmi_connector.engine.connector import offer_logits
 
             offer_logits(logits)
-        return logits  # type: ignore[no-any-return]
+        return logits
 
 
 def _tapped_class(name: str) -> type:

@@ -36,7 +36,10 @@ class BufferSizes:
 def buffer_sizes(options: ServerOptions, token_bytes: int, gpu: bool) -> BufferSizes:
     """Sizes as asked for, or defaults; both must hold two full chunks. Raises OptionError."""
     least = 2 * token_bytes * options.chunk_tokens + (1 << 20)
-    for name, asked in (("host_buffer_bytes", options.host_buffer_bytes), ("staging_bytes", options.staging_bytes)):
+    for name, asked in (
+        ("host_buffer_bytes", options.host_buffer_bytes),
+        ("staging_bytes", options.staging_bytes),
+    ):
         if 0 < asked < least and (gpu or name == "host_buffer_bytes"):
             raise OptionError(
                 f"{name}: {asked} holds less than two chunks of this selection; give at least {least}, "
@@ -75,7 +78,8 @@ def announce(
     """Log what the selection costs and which limit will bind."""
     options = context.options
     logger.info(
-        "dmi_connector: %d hooks of %s, %s rows: %.3f MB a token in the cache (%d tokens fit), %.3f MB a token exported",
+        "dmi_connector: %d hooks of %s, %s rows: %.3f MB a token in the cache (%d tokens fit), "
+        "%.3f MB a token exported",
         sum(len(layers) for layers in context.selection.hooks.values()),
         context.arch.name,
         context.owner,

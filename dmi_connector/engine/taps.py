@@ -107,7 +107,7 @@ def install(model: nn.Module, context: CaptureContext) -> None:
     model.register_buffer("dmi_token", torch.zeros(1, dtype=torch.int32), persistent=False)
     tapper = Tapper(context, model.get_buffer("dmi_token"))
     arch = context.arch
-    layers = model.get_submodule(arch.layers)
+    layers: Any = model.get_submodule(arch.layers)
     _install_inputs(model, context, tapper)
     for index in range(context.dims.layers):
         _install_layer(layers[index], index, context, tapper)
@@ -127,7 +127,10 @@ def install(model: nn.Module, context: CaptureContext) -> None:
 def _install_inputs(model: nn.Module, context: CaptureContext, tapper: Tapper) -> None:
     """The row header (token id and position of the row, as the model saw them) and the embedding."""
     embed = context.layout.find("embed", 0)
-    header_id, header_position = Segment("token_ids", 0, "int32", 1, 0), Segment("positions", 0, "int32", 1, 4)
+    header_id, header_position = (
+        Segment("token_ids", 0, "int32", 1, 0),
+        Segment("positions", 0, "int32", 1, 4),
+    )
     arch = context.arch
 
     header = Group(tapper)
@@ -143,7 +146,8 @@ def _install_inputs(model: nn.Module, context: CaptureContext, tapper: Tapper) -
         header.add(header_position, kwargs["positions"] if "positions" in kwargs else args[0])
         header.flush()
 
-    source = model.get_submodule(arch.positions) if arch.positions else model.get_submodule(arch.layers)[0]
+    layers: Any = model.get_submodule(arch.layers)
+    source = model.get_submodule(arch.positions) if arch.positions else layers[0]
     source.register_forward_pre_hook(before_layer, with_kwargs=True)
 
 
@@ -167,7 +171,7 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
 
         _after(module(arch.ln1), at_ln1)
 
-    attn = module(arch.attn)
+    attn: Any = module(arch.attn)
     q_size, kv_size = attn.num_heads * attn.head_size, attn.num_kv_heads * attn.head_size
 
     def at_qkv(_args: tuple[Any, ...], output: Any) -> None:
@@ -249,7 +253,7 @@ def _install_router(layer: nn.Module, index: int, context: CaptureContext, tappe
             lambda _args, output: tapper.write([scores], [_first(output)]),
         )
     if ids or weights:
-        router: Any = layer.get_submodule(context.arch.moe_experts).router  # type: ignore[union-attr]
+        router: Any = layer.get_submodule(context.arch.moe_experts).router
         select = router.select_experts
 
         def select_experts(*args: Any, **kwargs: Any) -> Any:

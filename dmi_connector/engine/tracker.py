@@ -68,7 +68,9 @@ class Tracker:
             if not params.enabled:
                 return
             if request.prompt_token_ids is None:
-                raise OptionError("prompt_embeds: requests without token ids cannot be captured; send token ids or text")
+                raise OptionError(
+                    "prompt_embeds: requests without token ids cannot be captured; send token ids or text"
+                )
             selection = self._narrow(params)
         except (OptionError, SelectionError) as error:
             self.refused[request_id] = str(error)
@@ -93,7 +95,9 @@ class Tracker:
         }
         hooks = {n: ls for n, ls in hooks.items() if ls}
         if not hooks:
-            raise OptionError(f"dmi.layers: {list(params.layers)} leaves nothing of the captured hooks; captured: {chosen}")
+            raise OptionError(
+                f"dmi.layers: {list(params.layers)} leaves nothing of the captured hooks; captured: {chosen}"
+            )
         return Selection(hooks)
 
     def step(self, output: SchedulerOutput, group: int) -> StepMetadata:
@@ -196,7 +200,9 @@ class Tracker:
         hold = bool(blocks) and self.in_flight > self.hold_rows
         close.held = request_id if hold else None
         self.pending_closes.append(close)
-        store = os.path.join(self.context.options.store_dir, tracked.name) if self.context.options.sink == "disk" else None
+        store = (
+            os.path.join(self.context.options.store_dir, tracked.name) if self.context.options.sink == "disk" else None
+        )
         response: dict[str, Any] = {"dmi_store": store, "dmi_request_id": request_id}
         if tracked.params.key is not None:
             response["dmi_key"] = tracked.params.key
@@ -211,9 +217,7 @@ class Tracker:
         end = max(min(exist, tracked.limit), tracked.exported)
         expected = min(max(request.num_prompt_tokens, request.num_tokens - 1), tracked.limit)
         chunk = self.context.options.chunk_tokens
-        rows = [
-            self._rows(tracked, at, min(at + chunk, end), blocks) for at in range(tracked.exported, end, chunk)
-        ]
+        rows = [self._rows(tracked, at, min(at + chunk, end), blocks) for at in range(tracked.exported, end, chunk)]
         finish = request.get_finished_reason()
         reason = None
         if end < expected:

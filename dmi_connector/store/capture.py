@@ -119,9 +119,7 @@ class CaptureHandle:
     "complete" means that this rank's part is. error: the first trouble, or None.
     """
 
-    def __init__(
-        self, owner: Persistence, number: int, spec: CaptureSpec, groups: list[Group], created: str
-    ) -> None:
+    def __init__(self, owner: Persistence, number: int, spec: CaptureSpec, groups: list[Group], created: str) -> None:
         self.spec, self.id, self.groups, self.created = spec, number, groups, created
         self.state = "open"
         self.errors: list[str] = []
@@ -209,9 +207,7 @@ class CaptureHandle:
         where = np.arange(start, start + length) if positions is None else np.asarray(positions)
         ids = np.asarray([] if token_ids is None else token_ids)
         if len(ids) != length or len(where) != length:
-            raise ValueError(
-                f"{len(ids)} token_ids and {len(where)} positions were given for length {length}"
-            )
+            raise ValueError(f"{len(ids)} token_ids and {len(where)} positions were given for length {length}")
         merged["hooks"] = self.spec.hooks() | dict(merged.get("hooks", {}))
         merged |= {"num_tokens": length, "tp": self.spec.ranks, "created": self.created}
         merged |= {"request_id": self.spec.request_id, "key": self.spec.key}

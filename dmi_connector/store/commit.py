@@ -30,9 +30,7 @@ def append_index(directory: str, record: dict[str, Any]) -> None:
     A line torn by a full disk is closed off first. Raises OSError.
     """
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-    fd = os.open(
-        os.path.join(directory, schema.INDEX_NAME), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-    )
+    fd = os.open(os.path.join(directory, schema.INDEX_NAME), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":
@@ -88,9 +86,7 @@ class Commit:
             if not os.path.exists(rank_file(self.message["partial"], rank))
         ]
         if waiting and time.monotonic() >= self.deadline:
-            self.errors.append(
-                f"tensor-parallel ranks {waiting} did not finish in {self.message['rank_timeout']} s"
-            )
+            self.errors.append(f"tensor-parallel ranks {waiting} did not finish in {self.message['rank_timeout']} s")
             return True
         return not waiting
 

@@ -90,14 +90,8 @@ class GroupWriter:
         Raises OSError, and ValueError for rows off the chunk grid; the range then counts as failed.
         """
         try:
-            if (
-                first % self._chunk
-                or not 0 < count <= self._chunk
-                or self._short_end not in (None, first + count)
-            ):
-                raise ValueError(
-                    f"rows [{first}, {first + count}) are off the grid of {self._chunk}-token chunks"
-                )
+            if first % self._chunk or not 0 < count <= self._chunk or self._short_end not in (None, first + count):
+                raise ValueError(f"rows [{first}, {first + count}) are off the grid of {self._chunk}-token chunks")
             self._end = max(self._end, first + count)
             if count < self._chunk:
                 self._short_end = first + count
@@ -129,9 +123,7 @@ class GroupWriter:
         spec = self._by_name[name]
         size = count * spec.token_bytes
         if not spec.per_sample or len(positions) != count or len(payload) < size:
-            raise ValueError(
-                f"{count} rows of {name!r} do not fit {len(payload)} bytes and {len(positions)} positions"
-            )
+            raise ValueError(f"{count} rows of {name!r} do not fit {len(payload)} bytes and {len(positions)} positions")
         block = payload[:size].view(f"u{spec.itemsize}").reshape(count, spec.local_width)
         for i in range(count):
             segment, slot = divmod(first + i, schema.SAMPLES_PER_SHARD)
@@ -166,9 +158,7 @@ class GroupWriter:
         """
         try:
             if self._end > length or self._short_end not in (None, length):
-                raise ValueError(
-                    f"rows up to {self._short_end or self._end} were written, but the length is {length}"
-                )
+                raise ValueError(f"rows up to {self._short_end or self._end} were written, but the length is {length}")
         except ValueError as error:
             self.stats.note(error)
             self.release()
@@ -193,9 +183,7 @@ class GroupWriter:
         if spec.per_sample:
             known = self._positions.get(spec.name, {})
             if sorted(known) != list(range(length)):
-                raise ValueError(
-                    f"{spec.name}: {len(known)} rows were written, but the number of samples is {length}"
-                )
+                raise ValueError(f"{spec.name}: {len(known)} rows were written, but the number of samples is {length}")
             data = np.array([known[i] for i in range(length)], "<i4").tobytes()
             plain_array(self._root, f"{spec.name}_positions", "int32", data, "sample", self._files)
         document = schema.hook_document(spec, length, grid, self._codec)

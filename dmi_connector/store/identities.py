@@ -32,9 +32,7 @@ def equations(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> li
     return [e for e in found if all(name in layers and layer in layers[name] for name, layer in e)]
 
 
-def check_identities(
-    attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]
-) -> Iterator[tuple[str, str]]:
+def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> Iterator[tuple[str, str]]:
     """Check every equation on every stored token. Yields (where, what) for each token chunk that breaks
     one.
     """

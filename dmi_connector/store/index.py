@@ -76,9 +76,7 @@ def find_captures(
         if line.get("state") != "aborted"
     ]
     kept = [
-        c
-        for c in found
-        if key in (None, c.key) and (request_id is None or _same_request(request_id, c.request_id))
+        c for c in found if key in (None, c.key) and (request_id is None or _same_request(request_id, c.request_id))
     ]
     return sorted(kept, key=lambda c: c.started)
 

@@ -93,9 +93,7 @@ class Persistence:
                 raise RuntimeError("persistence is shut down: no capture can be opened")
             number = self._next("capture")
             spread = len(self._writers) if spec.token_bytes * chunk >= SPREAD_BYTES else 1
-            groups = [
-                self._group(spec, part, number + i) for i, part in enumerate(balance(spec.arrays, spread))
-            ]
+            groups = [self._group(spec, part, number + i) for i, part in enumerate(balance(spec.arrays, spread))]
             handle = CaptureHandle(self, number, spec, groups, now())
             self._captures[number] = handle
             for group in groups:
@@ -128,9 +126,7 @@ class Persistence:
         enough.
         """
         with self._lock:
-            return self._lock.wait_for(
-                lambda: not any(h.state == "closing" for h in self._captures.values()), timeout
-            )
+            return self._lock.wait_for(lambda: not any(h.state == "closing" for h in self._captures.values()), timeout)
 
     def shutdown(self, timeout: float = 60.0) -> bool:
         """Flush, then end the processes, by force at the end of `timeout`. Returns whether all was
@@ -346,9 +342,7 @@ class Persistence:
     # ---------------------------------------------------------------------------------------------------
 
     def _spawn(self) -> WriterProcess:
-        process = WriterProcess(
-            self._next("writer"), self.ring.fd, self.ring.nbytes, self._on_message, self._on_death
-        )
+        process = WriterProcess(self._next("writer"), self.ring.fd, self.ring.nbytes, self._on_message, self._on_death)
         self._pending[process] = {}
         return process
 

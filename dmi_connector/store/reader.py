@@ -36,9 +36,7 @@ class CaptureIncomplete(RuntimeError):
         self.path, self.reason, self.missing = os.fspath(path), reason, missing
 
 
-def open_capture(
-    path: str | os.PathLike[str], timeout: float | None = None, allow_incomplete: bool = False
-) -> Capture:
+def open_capture(path: str | os.PathLike[str], timeout: float | None = None, allow_incomplete: bool = False) -> Capture:
     """Open a store, waiting up to `timeout` seconds until it is there under its final name (None: 60, 0:
     no wait).
 
@@ -52,11 +50,7 @@ def open_capture(
         left = deadline - time.monotonic()
         if left <= 0:
             partial = final.with_name(final.name + schema.PARTIAL_SUFFIX)
-            seen = (
-                f"it is still being written as {partial.name}"
-                if partial.exists()
-                else "nothing of it exists yet"
-            )
+            seen = f"it is still being written as {partial.name}" if partial.exists() else "nothing of it exists yet"
             raise TimeoutError(f"capture {final} was not there after {limit:g} s: {seen}")
         time.sleep(min(pause, left))
         pause = min(pause * 1.5, 0.1)
@@ -80,8 +74,7 @@ def read_attrs(path: str | os.PathLike[str]) -> dict[str, Any]:
         ) from error
     if version.split(".")[0] != schema.FORMAT_VERSION.split(".")[0]:
         raise ValueError(
-            f"{path} has format version {version}, this package reads {schema.FORMAT_VERSION}:"
-            " install a matching one"
+            f"{path} has format version {version}, this package reads {schema.FORMAT_VERSION}: install a matching one"
         )
     return dict(attrs)
 
@@ -108,9 +101,7 @@ class Capture:
 
     def __repr__(self) -> str:
         state = "" if self.complete else f", incomplete: {self.reason}"
-        return (
-            f"Capture({str(self.path)!r}, {self.attrs['num_tokens']} tokens, {len(self.hooks)} hooks{state})"
-        )
+        return f"Capture({str(self.path)!r}, {self.attrs['num_tokens']} tokens, {len(self.hooks)} hooks{state})"
 
     @property
     def token_ids(self) -> np.ndarray:

@@ -34,9 +34,7 @@ class Ring:
 
     def __init__(self, nbytes: int) -> None:
         if nbytes < ALIGN:
-            raise ValueError(
-                f"ring_bytes {nbytes} is too small: use {ALIGN} or more, large enough for a full chunk"
-            )
+            raise ValueError(f"ring_bytes {nbytes} is too small: use {ALIGN} or more, large enough for a full chunk")
         self.nbytes = nbytes // ALIGN * ALIGN
         self.fd = os.memfd_create("dmi-ring", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, self.nbytes)

@@ -62,20 +62,14 @@ class ArraySpec:
 
     def __post_init__(self) -> None:
         scope = HOOKS[self.name].scope if self.name in HOOKS else None
-        object.__setattr__(
-            self, "layers", () if scope in ("once", "sampled") else tuple(map(int, self.layers))
-        )
+        object.__setattr__(self, "layers", () if scope in ("once", "sampled") else tuple(map(int, self.layers)))
         object.__setattr__(self, "per_sample", self.per_sample or scope == "sampled")
         if not _NAME.match(self.name) or self.name in RESERVED:
             raise ValueError(f"array name {self.name!r} cannot be stored: use letters, digits, '_', '-', '.'")
         if self.dtype not in ITEMSIZE:
-            raise ValueError(
-                f"array {self.name!r}: dtype {self.dtype!r} is unknown: use one of {', '.join(ITEMSIZE)}"
-            )
+            raise ValueError(f"array {self.name!r}: dtype {self.dtype!r} is unknown: use one of {', '.join(ITEMSIZE)}")
         if self.width < 1 or self.shards < 1 or self.width % self.shards:
-            raise ValueError(
-                f"array {self.name!r}: width {self.width} does not split into {self.shards} shards"
-            )
+            raise ValueError(f"array {self.name!r}: width {self.width} does not split into {self.shards} shards")
         if not 0 <= self.rank < self.shards:
             raise ValueError(
                 f"array {self.name!r}: rank {self.rank} is outside its {self.shards} shards;"

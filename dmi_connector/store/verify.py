@@ -126,24 +126,16 @@ class _Check:
             return
         wrong = np.flatnonzero(positions != np.arange(start, start + length))
         if len(wrong):
-            yield self.problem(
-                "positions", f"row {wrong[0]} is position {positions[wrong[0]]}, not {start + wrong[0]}"
-            )
+            yield self.problem("positions", f"row {wrong[0]} is position {positions[wrong[0]]}, not {start + wrong[0]}")
         phase = values.get("phase")
-        if (
-            phase is not None
-            and len(phase) == length
-            and not np.array_equal(phase, positions >= attrs["prompt_len"])
-        ):
+        if phase is not None and len(phase) == length and not np.array_equal(phase, positions >= attrs["prompt_len"]):
             yield self.problem("phase", f"it does not change from 0 to 1 at prompt_len {attrs['prompt_len']}")
 
     def _open(self, attrs: dict[str, Any], name: str, hook: dict[str, Any]) -> StoredArray:
         document = json.loads((self.store / name / "zarr.json").read_bytes())
         per_sample = len(document["shape"]) == 2
         length = document["shape"][-2]
-        spec = ArraySpec(
-            name, hook["dtype"], tuple(hook["layers"]), hook["width"], hook["shards"], 0, per_sample
-        )
+        spec = ArraySpec(name, hook["dtype"], tuple(hook["layers"]), hook["width"], hook["shards"], 0, per_sample)
         grid = Grid(attrs["chunk_tokens"], attrs["segment_tokens"])
         if document != schema.hook_document(spec, length, grid, attrs["codec"]):
             raise ValueError("zarr.json does not agree with the root attributes")
@@ -160,9 +152,7 @@ class _Check:
                 path = array.path(segment, shard)
                 if path not in attrs["files"]:
                     first = segment * array.rows_per_segment
-                    if not self._excused(
-                        attrs, array, first, min(array.length, first + array.rows_per_segment)
-                    ):
+                    if not self._excused(attrs, array, first, min(array.length, first + array.rows_per_segment)):
                         yield self.problem(path, "the shard was never written")
                     continue
                 try:

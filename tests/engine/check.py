@@ -43,14 +43,10 @@ def same(got: np.ndarray, want: np.ndarray, where: str, atol: float = ATOL) -> N
         return
     error = np.abs(got.astype(np.float64) - want.astype(np.float64))
     at = np.unravel_index(int(error.argmax()), error.shape)
-    assert error[at] <= atol, (
-        f"{where}: off by {error[at]:.2e} at {tuple(map(int, at))}: {got[at]} for {want[at]}"
-    )
+    assert error[at] <= atol, f"{where}: off by {error[at]:.2e} at {tuple(map(int, at))}: {got[at]} for {want[at]}"
 
 
-def check_header(
-    capture: Capture, tokens: Sequence[int], prompt_len: int, start: int, stop: int, name: str
-) -> None:
+def check_header(capture: Capture, tokens: Sequence[int], prompt_len: int, start: int, stop: int, name: str) -> None:
     """Token ids, positions, phase and lengths of rows [start, stop) of `tokens`."""
     assert capture.complete and capture.missing == [], f"{name}: {capture.reason}"
     assert capture.prompt_len == prompt_len, f"{name}: prompt_len {capture.prompt_len}, not {prompt_len}"
@@ -92,9 +88,7 @@ def check_store(
             expected = want["logits"][first:stop]
             if greedy:
                 following = list(tokens[first + 1 : stop + 1])
-                assert value.argmax(-1).tolist() == following, (
-                    f"{name}: argmax of logits is not the sampled token"
-                )
+                assert value.argmax(-1).tolist() == following, f"{name}: argmax of logits is not the sampled token"
         else:
             expected = want[hook][:, start:stop]
             if HOOKS[hook].scope == "layer":
@@ -104,9 +98,7 @@ def check_store(
             else:
                 expected = expected[0]
         for index, (got, ref) in enumerate(zip(value, expected, strict=False)):
-            layer = (
-                f" layer {capture.layers[hook][index]}" if HOOKS[hook].scope == "layer" else f" row {index}"
-            )
+            layer = f" layer {capture.layers[hook][index]}" if HOOKS[hook].scope == "layer" else f" row {index}"
             same(got, ref, f"{name}: {hook}{layer}")
         assert value.shape == expected.shape, f"{name}: {hook} has shape {value.shape}, not {expected.shape}"
         errors[hook] = float(np.abs(value - expected).max(initial=0.0))

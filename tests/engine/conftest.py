@@ -73,11 +73,7 @@ def core_run(
                     generate(
                         llm,
                         run,
-                        {
-                            "limits": Ask(
-                                prompt(20, seed=9), sampling={"logit_bias": {77: 100.0}, "min_p": 0.1}
-                            )
-                        },
+                        {"limits": Ask(prompt(20, seed=9), sampling={"logit_bias": {77: 100.0}, "min_p": 0.1})},
                     )
             done[arch, mode, owner] = run
         return done[arch, mode, owner]

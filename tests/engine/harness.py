@@ -51,9 +51,7 @@ class Run:
 
     def store(self, name: str) -> Path:
         params = self.replies[name].kv_transfer_params
-        assert params is not None and params.get("dmi_store"), (
-            f"{name}: the response has no dmi_store: {params}"
-        )
+        assert params is not None and params.get("dmi_store"), f"{name}: the response has no dmi_store: {params}"
         return Path(params["dmi_store"])
 
     def tokens(self, name: str, child: int = 0) -> list[int]:

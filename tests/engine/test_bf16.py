@@ -114,9 +114,7 @@ def operations(capture: Capture, oracle: Oracle) -> Iterator[tuple[str, torch.Te
             wanted[name] = getattr(attn, f"{name}_norm")(heads).flatten(1)
         for name, want in wanted.items():
             yield f"{name} of layer {number}", value(name), want
-        after = (
-            capture.torch("resid_final") if number == last else capture.torch("resid_pre", layer=number + 1)
-        )
+        after = capture.torch("resid_final") if number == last else capture.torch("resid_pre", layer=number + 1)
         yield f"the residual stream after layer {number}", after, value("resid_mid") + value("mlp_out")
     yield "final_ln", capture.torch("final_ln"), base.norm(capture.torch("resid_final"))
     sampled = capture.logits_positions.tolist()

@@ -136,9 +136,7 @@ def test_one_token_a_decode_step_for_each_request(run: Run) -> None:
         decode = steps[int(np.flatnonzero(done == prefill)[0]) + 1 :]
         assert set(decode) <= {1}, f"{name}: decode steps scheduled {decode}"
         # Asynchronous scheduling may schedule one token more before it sees the end.
-        assert outputs - 1 <= len(decode) <= outputs, (
-            f"{name}: {len(decode)} decode steps for {outputs} tokens"
-        )
+        assert outputs - 1 <= len(decode) <= outputs, f"{name}: {len(decode)} decode steps for {outputs} tokens"
 
 
 def test_logit_bias_and_min_p_work_where_the_target_owns_the_rows(

@@ -54,9 +54,7 @@ def test_a_good_configuration_is_accepted(model: Path, tmp_path: Path) -> None:
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
-def test_a_bad_server_option_is_refused(
-    model: Path, tmp_path: Path, extra: dict[str, Any], parts: list[str]
-) -> None:
+def test_a_bad_server_option_is_refused(model: Path, tmp_path: Path, extra: dict[str, Any], parts: list[str]) -> None:
     config = vllm_config(model, tmp_path, extra)
     with pytest.raises(ValueError) as caught:
         capture_context(config)
@@ -80,9 +78,7 @@ def test_an_architecture_without_a_row_is_refused_with_the_page_that_helps(tmp_p
     config = GPTNeoXConfig(vocab_size=512, architectures=["GPTNeoXForCausalLM"], **sizes)
     config.save_pretrained(tmp_path / "model")
     built = vllm_config(tmp_path / "model", tmp_path / "captures", skip_tokenizer_init=True)
-    with pytest.raises(
-        ValueError, match=r"'GPTNeoXForCausalLM' has no row.*Qwen3ForCausalLM.*docs/MODELS\.md"
-    ):
+    with pytest.raises(ValueError, match=r"'GPTNeoXForCausalLM' has no row.*Qwen3ForCausalLM.*docs/MODELS\.md"):
         capture_context(built)
 
 

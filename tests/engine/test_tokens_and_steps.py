@@ -84,9 +84,7 @@ def test_sampled_captures_agree_with_transformers(captured: Run, oracle: Callabl
     for name, ask in ASKS.items():
         tokens = captured.tokens(name)
         greedy = name.startswith("greedy")
-        check_store(
-            captured.store(name), oracle("qwen3"), tokens, len(ask.prompt), hooks_of("qwen3"), greedy=greedy
-        )
+        check_store(captured.store(name), oracle("qwen3"), tokens, len(ask.prompt), hooks_of("qwen3"), greedy=greedy)
 
 
 def test_an_engine_without_our_connector_has_nothing_of_it(plain: Run, captured: Run) -> None:

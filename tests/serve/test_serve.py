@@ -105,9 +105,7 @@ def test_both_prompts_of_one_call_are_found(server: Server, twin: Oracle) -> Non
         extra_body=body("list"),
     )
     lengths = {
-        (*c.model_extra["prompt_token_ids"], *c.model_extra["token_ids"]): len(
-            c.model_extra["prompt_token_ids"]
-        )
+        (*c.model_extra["prompt_token_ids"], *c.model_extra["token_ids"]): len(c.model_extra["prompt_token_ids"])
         for c in reply.choices
     }
     assert len(set(lengths.values())) == 2
@@ -141,9 +139,7 @@ def test_a_client_that_goes_away_leaves_a_store_that_says_what_it_holds(server: 
     capture = open_capture(found.store, allow_incomplete=True)
     held = capture.token_ids.tolist()
     assert "abort" in capture.attrs["finish_reason"].lower(), capture.attrs
-    assert (
-        capture.complete == (found.state == "complete") == (capture.reason is None) == (not capture.missing)
-    )
+    assert capture.complete == (found.state == "complete") == (capture.reason is None) == (not capture.missing)
     known = [*prompt, *seen]
     assert len(prompt) < len(held) < len(prompt) + 439, f"{len(held)} rows: the request was not cut short"
     assert held[: len(known)] == known[: len(held)]

@@ -73,9 +73,7 @@ def test_ls(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (found,) = json.loads(out)
     assert found["store"] == str(stores / "one.zarr") and found["num_tokens"] == TOKENS
     status, out, _ = run(capsys, "ls", stores, "--request-id", "two", "--json")
-    assert [Path(c["store"]).name for c in json.loads(out)] == ["two.zarr"], (
-        "child numbers and suffixes are matched"
-    )
+    assert [Path(c["store"]).name for c in json.loads(out)] == ["two.zarr"], "child numbers and suffixes are matched"
     status, out, err = run(capsys, "ls", stores, "--key", "nobody")
     assert (status, out) == (0, "") and "no captures" in err and "match" in err
 
@@ -114,9 +112,7 @@ def test_export_writes_what_the_store_holds(
 ) -> None:
     from safetensors.torch import load_file
 
-    status, out, _ = run(
-        capsys, "export", stores / "one.zarr", "--to", "safetensors", "-o", tmp_path / "x.st"
-    )
+    status, out, _ = run(capsys, "export", stores / "one.zarr", "--to", "safetensors", "-o", tmp_path / "x.st")
     assert status == 0 and "layer ids 0, 1, 2, 3" in out
     hidden = load_file(tmp_path / "x.st")["hidden_states"]
     capture = open_capture(stores / "one.zarr")
@@ -133,9 +129,7 @@ def test_plot_draws_a_png(stores: Path, tmp_path: Path, capsys: pytest.CaptureFi
     out = tmp_path / "norms.png"
     assert run(capsys, "plot", stores / "one.zarr", "-o", out) == (0, f"{out}\n", "")
     one = imread(out)
-    assert one.shape[0] > 200 and one.shape[1] > 600 and one[..., :3].std() > 0.1, (
-        "it is more than a blank page"
-    )
+    assert one.shape[0] > 200 and one.shape[1] > 600 and one[..., :3].std() > 0.1, "it is more than a blank page"
     assert run(capsys, "plot", stores / "one.zarr", stores / "two.zarr", "-o", out)[0] == 0
     assert imread(out).shape[1] > one.shape[1], "two stores stand side by side"
 
@@ -223,9 +217,7 @@ def serve(*argv: str) -> list[str]:
 
 
 def test_serve_builds_both_flags_and_passes_the_rest_on(tmp_path: Path) -> None:
-    command = serve(
-        "m", "--hooks", "q,k@3", "--store-dir", str(tmp_path), "--codec=lz4", "--port", "8001", "-tp", "2"
-    )
+    command = serve("m", "--hooks", "q,k@3", "--store-dir", str(tmp_path), "--codec=lz4", "--port", "8001", "-tp", "2")
     assert command[:4] == [sys.executable, "-P", "-m", SERVER]
     assert command[4:6] == ["--model", "m"] and command[-4:] == ["--port", "8001", "-tp", "2"]
     flags = dict(zip(command[6:-4:2], command[7:-4:2], strict=True))
@@ -259,9 +251,7 @@ def test_serve_leaves_a_file_that_configures_capture_alone(tmp_path: Path) -> No
     with pytest.raises(OptionError, match="--hooks would replace"):
         serve("m", f"--config={file}", "--hooks", "q")
     file.write_text("port: 8001\n")
-    assert "--kv_transfer_config" in serve("m", "--config", str(file)), (
-        "a file of other flags changes nothing"
-    )
+    assert "--kv_transfer_config" in serve("m", "--config", str(file)), "a file of other flags changes nothing"
     assert "--model" not in serve("--config", str(file)), "the file may name the model"
 
 
@@ -277,10 +267,7 @@ def test_formatting() -> None:
         "1.0 kB",
         "2.6 MB",
     ]
-    assert (
-        tables.format_table(("a", "raw"), [("x", 1), ("long", 20)])
-        == "a     raw\n----  ---\nx       1\nlong   20"
-    )
+    assert tables.format_table(("a", "raw"), [("x", 1), ("long", 20)]) == "a     raw\n----  ---\nx       1\nlong   20"
 
 
 def test_the_demo_removes_nothing_but_its_own(tmp_path: Path) -> None:

@@ -77,7 +77,11 @@ def test_kernels_equal_their_twins(case: tuple[str, list[int], int]) -> None:
     if not torch.cuda.is_available():
         env["TRITON_INTERPRET"] = "1"
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, json.dumps([case])], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", CHILD, json.dumps([case])],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [[case[0], case[2]]]

@@ -34,9 +34,7 @@ def close(a: np.ndarray | torch.Tensor, b: np.ndarray | torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_shapes_and_dtypes(
-    arch: str, oracles: dict[str, Oracle], hooks: dict[str, dict[str, np.ndarray]]
-) -> None:
+def test_shapes_and_dtypes(arch: str, oracles: dict[str, Oracle], hooks: dict[str, dict[str, np.ndarray]]) -> None:
     cfg, got = oracles[arch].config, hooks[arch]
     h, t, layers = cfg.hidden_size, len(IDS), cfg.num_hidden_layers
     head_dim = getattr(cfg, "head_dim", None) or h // cfg.num_attention_heads
@@ -145,11 +143,7 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_activations_are_of_order_one(arch: str, hooks: dict[str, dict[str, np.ndarray]]) -> None:
-    stds = {
-        n: v.std(axis=(-2, -1))
-        for n, v in hooks[arch].items()
-        if v.dtype == np.float32 and n != "topk_weights"
-    }
+    stds = {n: v.std(axis=(-2, -1)) for n, v in hooks[arch].items() if v.dtype == np.float32 and n != "topk_weights"}
     assert {n: s for n, s in stds.items() if s.min() < 0.1 or s.max() > 10} == {}
 
 

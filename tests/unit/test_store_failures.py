@@ -77,9 +77,7 @@ def test_full_disk(persistence: Persistence, tmp_path: Path, done: list[tuple[st
     assert persistence.stats()["incomplete"] == 1 and persistence.stats()["complete"] == 1
 
 
-def test_nothing_can_be_written(
-    persistence: Persistence, tmp_path: Path, done: list[tuple[str, str | None]]
-) -> None:
+def test_nothing_can_be_written(persistence: Persistence, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
     (tmp_path / "file").write_text("not a directory")
     kit.store(persistence, tmp_path / "file" / "a.zarr", [SPEC], 300)
     state, error = done[0]
@@ -87,9 +85,7 @@ def test_nothing_can_be_written(
     assert any("NotADirectoryError" in e for e in persistence.stats()["errors"])
 
 
-def test_a_name_that_is_taken(
-    persistence: Persistence, tmp_path: Path, done: list[tuple[str, str | None]]
-) -> None:
+def test_a_name_that_is_taken(persistence: Persistence, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
     kit.store(persistence, tmp_path / "a.zarr", [SPEC], 40)
     before = (tmp_path / "a.zarr/zarr.json").read_bytes()
     kit.store(persistence, tmp_path / "a.zarr", [SPEC], 50)
@@ -129,9 +125,7 @@ def test_writer_killed_in_the_commit(
     persistence: Persistence, tmp_path: Path, done: list[tuple[str, str | None]]
 ) -> None:
     """The rows are safe by then: another process commits the whole store."""
-    handle = persistence.open_capture(
-        CaptureSpec(str(tmp_path / "a.zarr"), (SPEC,), {"prompt_len": 1}, ranks=2)
-    )
+    handle = persistence.open_capture(CaptureSpec(str(tmp_path / "a.zarr"), (SPEC,), {"prompt_len": 1}, ranks=2))
     kit.feed(persistence, handle, {"q": kit.random_bits(SPEC, 40)}, 40, 128)
     handle.close(40, token_ids=range(40))  # and now it waits for rank 1
     deadline = time.monotonic() + 10
@@ -144,9 +138,7 @@ def test_writer_killed_in_the_commit(
     assert done == [("complete", None)] and verify_store(tmp_path / "a.zarr") == []
 
 
-def test_interrupt_is_ignored(
-    persistence: Persistence, tmp_path: Path, done: list[tuple[str, str | None]]
-) -> None:
+def test_interrupt_is_ignored(persistence: Persistence, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
     kit.store(persistence, tmp_path / "a.zarr", [SPEC], 30)
     handle = persistence.open_capture(spec_at(tmp_path / "b.zarr"))
     os.kill(writer_pid(handle), signal.SIGINT)
@@ -171,9 +163,7 @@ def test_rows_the_caller_knows_are_missing(persistence: Persistence, tmp_path: P
     handle = persistence.open_capture(spec_at(tmp_path / "a.zarr"))
     values = {"q": kit.random_bits(SPEC, 300)}
     kit.feed(persistence, handle, values, 300, 128, skip=[128])
-    handle.close(
-        300, token_ids=range(300), attrs={"missing": [[128, 256]], "reason": "dropped: the ring was full"}
-    )
+    handle.close(300, token_ids=range(300), attrs={"missing": [[128, 256]], "reason": "dropped: the ring was full"})
     assert persistence.flush(20)
     with pytest.raises(CaptureIncomplete, match="the ring was full"):
         open_capture(tmp_path / "a.zarr", timeout=0)

@@ -15,9 +15,7 @@ SPEC = ArraySpec("q", "float32", (0,), 4)
 
 
 def start(directory: Path, store: str, created: str, **more: str) -> None:
-    append_index(
-        directory, {"event": "start", "store": store, "state": "started", "created": created, **more}
-    )
+    append_index(directory, {"event": "start", "store": store, "state": "started", "created": created, **more})
 
 
 def test_request_ids_as_vllm_decorates_them(tmp_path: Path) -> None:

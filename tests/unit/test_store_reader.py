@@ -150,9 +150,7 @@ def test_export_is_the_file_safetensors_would_write(
     assert not (tmp_path / "out.safetensors.partial").exists()
 
 
-def test_export_refusals(
-    persistence: Persistence, written: tuple[Capture, kit.Values], tmp_path: Path
-) -> None:
+def test_export_refusals(persistence: Persistence, written: tuple[Capture, kit.Values], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"layer_ids \[7\] are not in"):
         export_safetensors(written[0].path, tmp_path / "out", [1, 7])
     kit.store(persistence, tmp_path / "z.zarr", [ARRAYS[2]], 5)

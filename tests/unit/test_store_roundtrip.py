@@ -162,9 +162,7 @@ def test_a_rank_that_never_finishes(persistence: Persistence, tmp_path: Path) ->
     assert verify_store(tmp_path / "a.zarr") == []
 
 
-def test_arrays_spread_over_writers(
-    persistence: Persistence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arrays_spread_over_writers(persistence: Persistence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmi_connector.store.persist.SPREAD_BYTES", 1)
     spec = capture.CaptureSpec(str(tmp_path / "b.zarr"), ALL, {"prompt_len": 1})
     handle = persistence.open_capture(spec)
@@ -177,9 +175,7 @@ def test_arrays_spread_over_writers(
     np.testing.assert_array_equal(cap.numpy("q"), kit.to_float(values["q"], "bfloat16"))
 
 
-def test_two_captures_share_an_extent_and_chunks_come_out_of_order(
-    persistence: Persistence, tmp_path: Path
-) -> None:
+def test_two_captures_share_an_extent_and_chunks_come_out_of_order(persistence: Persistence, tmp_path: Path) -> None:
     spec = ArraySpec("q", "float32", (0,), 4)
     values = kit.random_bits(spec, 256)
     handles = [

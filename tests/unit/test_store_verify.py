@@ -34,9 +34,7 @@ def persistence() -> Iterator[Persistence]:
 
 
 @pytest.fixture(scope="module", params=["none", "zstd"])
-def sound(
-    request: pytest.FixtureRequest, persistence: Persistence, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def sound(request: pytest.FixtureRequest, persistence: Persistence, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sound") / "a.zarr"
     kit.store(persistence, path, ARRAYS, 300, 5, codec=request.param)
     assert verify_store(path) == []
