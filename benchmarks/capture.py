@@ -83,9 +83,10 @@ def worker_switch(worker: Any, changes: dict[str, Any]) -> None:
 
     old = connector.exporter
     connector.exporter = None
-    layer, rank = old.layer, old.rank
+    layer, rank, gathered = old.layer, old.rank, old.gathered
     del old
     connector.exporter = Exporter(connector.context, layer, rank, connector._vllm_config)
+    connector.exporter.gathered = gathered
 
 
 def worker_pending(worker: Any) -> int:

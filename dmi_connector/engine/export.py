@@ -63,7 +63,8 @@ class Exporter:
         self.samples: list[Sample] = []
         self.ending: list[tuple[Running, Close]] = []
         self.finished: set[str] = set()
-        self._gathered: deque[int] = deque()  # appended by the lane's thread too
+        self.gathered = 0
+        self._gathered: deque[int] = deque()  # not yet in `gathered`; the lane's thread appends too
         self._lost: dict[int, list[list[int]]] = {}
         self.store_attrs = startup.store_attrs(context, vllm_config)
         options = context.options
@@ -109,10 +110,10 @@ class Exporter:
         self._end_held()
 
     def take_report(self) -> Report:
-        report = Report(lost=self._lost)
-        self._lost = {}
         while self._gathered:
-            report.gathered += self._gathered.popleft()
+            self.gathered += self._gathered.popleft()
+        report = Report(self.gathered, self._lost)
+        self._lost = {}
         return report
 
     def take_finished(self) -> set[str]:

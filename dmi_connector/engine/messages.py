@@ -70,7 +70,10 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """What a worker tells the scheduler: rows gathered since its last report, ranges lost by capture (policy drop)."""
+    """What a worker tells the scheduler.
+
+    gathered: rows gathered since the start. lost: ranges given up since its last report, by capture (policy drop).
+    """
 
     gathered: int = 0
     lost: dict[int, list[list[int]]] = field(default_factory=dict)

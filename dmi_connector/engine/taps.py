@@ -91,6 +91,18 @@ def _norm_outputs(args: tuple[Any, ...], output: Any) -> tuple[Any, Any]:
     return output if isinstance(output, tuple) else (output, args[0])
 
 
+def _unseen(value: Any) -> Any:
+    """`value` for a tap, made so that Inductor computes the same as without the tap.
+
+    Inductor keeps sums and norms in float32 while it fuses them; what an opaque op reads it must write out in the
+    model's dtype first, and everything after would go on from the rounded tensor. A copy of its own leaves the original
+    where it was (a plain clone is removed as a no-op).
+    """
+    if torch.compiler.is_compiling() and value.dtype != torch.float32:
+        return torch.neg(torch.neg(value))
+    return value
+
+
 def _first(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
@@ -117,7 +129,7 @@ def install(model: nn.Module, context: CaptureContext) -> None:
         def at_final_norm(args: tuple[Any, ...], output: Any) -> None:
             group = Group(tapper)
             values = _norm_outputs(args, output)
-            group.add(final, values[1])
+            group.add(final, _unseen(values[1]))
             group.add(normed, values[0])
             group.flush()
 
@@ -166,7 +178,7 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
 
         def at_ln1(args: tuple[Any, ...], output: Any) -> None:
             normed, residual = _norm_outputs(args, output)
-            group.add(resid_pre, residual)
+            group.add(resid_pre, _unseen(residual))
             group.add(ln1, normed)
 
         _after(module(arch.ln1), at_ln1)
@@ -184,12 +196,12 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
             group.flush()
 
     def at_q_norm(_args: tuple[Any, ...], output: Any) -> None:
-        group.add(q, _first(output))
+        group.add(q, _unseen(_first(output)))
         if not k:
             group.flush()
 
     def at_k_norm(_args: tuple[Any, ...], output: Any) -> None:
-        group.add(k, _first(output))
+        group.add(k, _unseen(_first(output)))
         group.flush()
 
     if any((resid_pre, ln1, q, k, v)):
@@ -221,7 +233,7 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
 
         def at_ln2(args: tuple[Any, ...], output: Any) -> None:
             normed, residual = _norm_outputs(args, output)
-            group.add(resid_mid, residual)
+            group.add(resid_mid, _unseen(residual))
             group.add(ln2, normed)
             if is_moe or not (mlp_post or mlp_out):
                 group.flush()  # expert kernels may work in place on their input

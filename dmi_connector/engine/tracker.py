@@ -56,7 +56,8 @@ class Tracker:
         self.tracked: dict[str, Tracked] = {}
         self.refused: dict[str, str] = {}
         self.pending_closes: list[Close] = []
-        self.in_flight = 0  # rows handed to the workers and not reported gathered yet
+        self.handed = 0  # rows handed to the workers since the start
+        self.gathered = 0  # of these, rows the slowest worker has gathered
         self.lost: dict[int, list[list[int]]] = {}
         self._captures = 0
 
@@ -155,7 +156,7 @@ class Tracker:
         positions = np.arange(start, stop, dtype=np.int64)
         table = np.asarray(blocks, dtype=np.int64)
         slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
-        self.in_flight += stop - start
+        self.handed += stop - start
         return Rows(tracked.capture, start - tracked.params.start, slots)
 
     def _open(self, tracked: Tracked) -> Open:
@@ -176,8 +177,8 @@ class Tracker:
         )
 
     def on_report(self, report: Report) -> None:
-        """Take in what a worker did since its last report."""
-        self.in_flight -= report.gathered
+        """Take in what the workers report."""
+        self.gathered = report.gathered
         for capture, ranges in report.lost.items():
             self.lost.setdefault(capture, []).extend(ranges)
 
@@ -197,7 +198,7 @@ class Tracker:
         if not tracked.opened:
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
         close = self._close(tracked, blocks)
-        hold = bool(blocks) and self.in_flight > self.hold_rows
+        hold = bool(blocks) and self.handed - self.gathered > self.hold_rows
         close.held = request_id if hold else None
         self.pending_closes.append(close)
         store = (
