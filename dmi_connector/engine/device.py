@@ -278,12 +278,15 @@ class DeviceLane:
         end.synchronize()
         return nbytes / begin.elapsed_time(end) * 1e3
 
-    def shutdown(self) -> None:
-        """Finish everything that was sent, then stop the threads."""
+    def finish_gathers(self) -> None:
+        """Wait until everything that was sent is gathered; nothing may be sent after this."""
         with self._changed:
             self._stop = True
             self._changed.notify_all()
         self._threads[0].join(60)
+
+    def shutdown(self) -> None:
+        """After `finish_gathers`: finish the copies and deliveries, then stop the threads."""
         self._copies.put(None)
         self._threads[1].join(60)
         self._deliveries.put(None)

@@ -102,6 +102,10 @@ class Exporter:
             self._open(message)
         for close in metadata.closes:
             self._close(close)
+        for number in metadata.preempted:
+            capture = self.captures.get(number)
+            if capture is not None:
+                self._force_out(capture)
 
     def after_forward(self, metadata: StepMetadata) -> None:
         """Export chunks that the forward completed, as far as there is room."""
@@ -148,10 +152,18 @@ class Exporter:
         if message.held:
             self.ending.append((capture, message))
             return
-        if self.lane is not None:
-            for piece in self.lane.flush(capture, self.context.options.policy == "drop"):
-                self._lose(capture, piece)
+        self._force_out(capture)
         self._end(capture, message)
+
+    def _force_out(self, capture: Running) -> None:
+        """The blocks of a capture may be overwritten by the next forward: get its waiting rows gathered before."""
+        if self.lane is None:
+            return
+        for piece in self.lane.flush(capture, self.context.options.policy == "drop"):
+            self._lose(capture, piece)
+        for piece in capture.pieces:
+            if piece.gathered is not None:
+                torch.cuda.current_stream().wait_event(piece.gathered)  # gathers that ran on the side stream
 
     def _end_held(self) -> None:
         """End captures whose held blocks are no longer needed."""
@@ -160,6 +172,7 @@ class Exporter:
             if any(piece.gathered is None for piece in capture.pieces):
                 still.append((capture, message))
                 continue
+            self._force_out(capture)
             self._end(capture, message)
             assert message.held is not None
             self.finished.add(message.held)
@@ -169,9 +182,6 @@ class Exporter:
         if self.lane is None:
             self._finish(capture, message)
             return
-        for piece in capture.pieces:
-            if piece.gathered is not None:
-                torch.cuda.current_stream().wait_event(piece.gathered)  # gathers that ran on the side stream
         self.lane.then(lambda: self._finish(capture, message))
 
     def _export(self, capture: Running, rows: Rows) -> None:
@@ -299,8 +309,9 @@ class Exporter:
     def shutdown(self) -> None:
         """Export what is waiting, then finish the stores and stop the writers, within a minute each."""
         if self.lane is not None:
-            self.lane.shutdown()
+            self.lane.finish_gathers()
             self._end_held()
+            self.lane.shutdown()
         if self.persistence is not None:
             self.persistence.shutdown(timeout=60.0)
 

@@ -60,10 +60,14 @@ class Sample:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """opens and closes are carried out before the forward (freed blocks may be overwritten by it), the rest after."""
+    """opens and closes are carried out before the forward (freed blocks may be overwritten by it), chunks after.
+
+    preempted: captures whose blocks were taken away since the last step.
+    """
 
     opens: list[Open] = field(default_factory=list)
     closes: list[Close] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
     chunks: list[Rows] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 

@@ -105,6 +105,9 @@ class Tracker:
         """Metadata for the step that `output` describes. group: index of the rows' KV cache group."""
         metadata = StepMetadata(closes=self.pending_closes)
         self.pending_closes = []
+        for request_id in output.preempted_req_ids or ():
+            if request_id in self.tracked:
+                metadata.preempted.append(self.tracked[request_id].capture)
         computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             tracked = self.tracked.get(new.req_id)
@@ -179,8 +182,10 @@ class Tracker:
     def on_report(self, report: Report) -> None:
         """Take in what the workers report."""
         self.gathered = report.gathered
+        running = {t.capture for t in self.tracked.values()} if report.lost else set()
         for capture, ranges in report.lost.items():
-            self.lost.setdefault(capture, []).extend(ranges)
+            if capture in running:  # else its response has left; the store has the ranges
+                self.lost.setdefault(capture, []).extend(ranges)
 
     def finish(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: plan its last rows.

@@ -176,6 +176,8 @@ class GroupWriter:
     def _close_array(self, spec: ArraySpec, length: int, grid: Grid) -> None:
         slots = None if spec.per_sample else (spec.n_layers, grid.chunks)
         prefix = spec.name + "/c/"
+        if spec.per_sample:
+            self._drop_surplus(spec, length)
         for path in [p for p in self._shards if p.startswith(prefix)]:
             self._finish(spec, int(path.split("/")[-2]), slots)
         if spec.rank:
@@ -188,6 +190,17 @@ class GroupWriter:
             plain_array(self._root, f"{spec.name}_positions", "int32", data, "sample", self._files)
         document = schema.hook_document(spec, length, grid, self._codec)
         write_file(self._root, f"{spec.name}/zarr.json", schema.dump(document), self._files)
+
+    def _drop_surplus(self, spec: ArraySpec, length: int) -> None:
+        """Forget rows past `length`: the engine may sample once more before it learns that a request has ended."""
+        known = self._positions.get(spec.name, {})
+        for index in [i for i in known if i >= length]:
+            del known[index]
+        first = -(-length // schema.SAMPLES_PER_SHARD)
+        for path in [p for p in self._shards if p.startswith(spec.name + "/c/")]:
+            if int(path.split("/")[-2]) >= first:
+                self._shards.pop(path).release()
+                os.unlink(os.path.join(self._root, path))
 
     def release(self) -> None:
         """Close all files as they are."""
