@@ -71,7 +71,9 @@ class Exporter:
         full = self._plan(dict(context.selection.hooks))
         assert layer.rows is not None
         self.rows = layer.rows
-        sizes = startup.buffer_sizes(options, full.token_bytes, self.rows.is_cuda)
+        seqs = vllm_config.scheduler_config.max_num_seqs
+        logits = 0 if full.logits is None else seqs * (full.logits.token_bytes + 16)
+        sizes = startup.buffer_sizes(options, full.token_bytes, self.rows.is_cuda, logits)
         self.persistence: Persistence | None = None
         writers = 0
         if options.sink == "disk":

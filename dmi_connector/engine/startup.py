@@ -33,14 +33,17 @@ class BufferSizes:
     staging: int
 
 
-def buffer_sizes(options: ServerOptions, token_bytes: int, gpu: bool) -> BufferSizes:
-    """Sizes as asked for, or defaults; both must hold two full chunks. Raises OptionError."""
-    least = 2 * token_bytes * options.chunk_tokens + (1 << 20)
-    for name, asked in (
-        ("host_buffer_bytes", options.host_buffer_bytes),
-        ("staging_bytes", options.staging_bytes),
+def buffer_sizes(options: ServerOptions, token_bytes: int, gpu: bool, step_bytes: int = 0) -> BufferSizes:
+    """Sizes as asked for, or defaults; both must hold two full chunks, the host buffer also what one step exports
+    beside them (`step_bytes`: logits). Raises OptionError.
+    """
+    chunks = 2 * token_bytes * options.chunk_tokens + (1 << 20)
+    host_least = chunks + 2 * step_bytes
+    for name, asked, least in (
+        ("host_buffer_bytes", options.host_buffer_bytes, host_least),
+        ("staging_bytes", options.staging_bytes if gpu else 0, chunks),
     ):
-        if 0 < asked < least and (gpu or name == "host_buffer_bytes"):
+        if 0 < asked < least:
             raise OptionError(
                 f"{name}: {asked} holds less than two chunks of this selection; give at least {least}, "
                 "choose fewer hooks or reduce chunk_tokens"
@@ -48,8 +51,8 @@ def buffer_sizes(options: ServerOptions, token_bytes: int, gpu: bool) -> BufferS
     if options.sink == "null":
         return BufferSizes(1 << 20, 0)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    host = options.host_buffer_bytes or max(memory // 8 if gpu else 256 << 20, least)
-    staging = (options.staging_bytes or max(1 << 30, least)) if gpu else 0
+    host = options.host_buffer_bytes or max(memory // 8 if gpu else 256 << 20, host_least)
+    staging = (options.staging_bytes or max(1 << 30, chunks)) if gpu else 0
     return BufferSizes(host, staging)
 
 
