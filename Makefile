@@ -14,7 +14,7 @@ help:
 	@echo "make env    build $(VENV) from requirements/ (minutes, once)"
 	@echo "make demo   capture every hook of a tiny model and compare it with transformers"
 	@echo "make test   the test suite          make soak   its long-running part"
-	@echo "make lint   ruff and mypy           make bench  capture throughput"
+	@echo "make lint   ruff and mypy           make bench  capture throughput (ARGS=--help)"
 
 env: $(STAMP)
 	@:
@@ -41,7 +41,7 @@ test: env
 	@$(PY) -m pytest tests
 
 soak: env
-	@$(PY) -m pytest tests -m soak
+	@SOAK_RESULT=benchmarks/results/soak-cpu.json $(PY) -m pytest tests -m soak -s
 
 lint: env
 	@$(VENV)/bin/ruff check .
@@ -49,4 +49,4 @@ lint: env
 	@$(VENV)/bin/mypy dmi_connector
 
 bench: env
-	@$(PY) -m benchmarks.capture
+	@$(PY) -m benchmarks.capture $(ARGS)

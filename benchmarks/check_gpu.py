@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Correctness on a GPU (V2 model runner, CUDA graphs, bf16): tokens equal stock vLLM's, hooks equal transformers'.
 
-    python -m benchmarks.check_gpu --out results.json [--owner draft|target]
+    python -m benchmarks.check_gpu --out results.json [--owners draft,target]
 
 A small random Qwen3 answers prompts of many lengths, greedily and with seeds, with and without prefix-cache hits. It
-records: whether tokens equal those of an engine without our connector, rows missing, and for each hook the least
+records: whether tokens equal those of an engine without our connector, how many tokens the scheduler had computed
+against how many were needed (one a step once the prompt is in, no drafts), rows missing, and for each hook the least
 cosine of a row and the largest error relative to the row's largest value against transformers in float32.
+Exit status 1: tokens differ, more was computed than needed, rows are missing or a store has problems.
+
+On a CPU add `--engine-args '{"max_num_batched_tokens": 2048}'`: there vLLM cannot split a seeded prompt over steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,7 +23,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import common
+from benchmarks.report import machine
+
+MODULE = "benchmarks.check_gpu"
 LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400)
+SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 4}
+ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.5}
+"""Prompts of more than 256 tokens are prefilled in several steps."""
 
 
 def _prompts() -> list[dict[str, list[int]]]:
@@ -29,56 +38,75 @@ def _prompts() -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": rng.integers(10, 500, n).tolist()} for n in LENGTHS]
 
 
-def _engine(args: argparse.Namespace, ours: str) -> tuple[list[Any], dict[str, Any]]:
-    """(outputs of greedy, seeded and repeated greedy runs, facts of the engine)."""
-    from vllm import LLM, SamplingParams
+def _count_tokens(llm: Any) -> dict[str, int]:
+    """Counts that grow with every step of an engine in this process: tokens scheduled, drafts among them, and the
+    most tokens that a request had in a step after those of its prompt."""
+    counts = {"scheduled_tokens": 0, "draft_tokens": 0, "largest_decode_step": 0}
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    schedule = scheduler.schedule
 
-    from dmi_connector import capture_args
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        computed = {name: request.num_computed_tokens for name, request in scheduler.requests.items()}
+        output = schedule(*args, **kwargs)
+        for name, tokens in output.num_scheduled_tokens.items():
+            counts["scheduled_tokens"] += tokens
+            if computed[name] >= scheduler.requests[name].num_prompt_tokens:
+                counts["largest_decode_step"] = max(counts["largest_decode_step"], tokens)
+        counts["draft_tokens"] += sum(len(drafts) for drafts in output.scheduled_spec_decode_tokens.values())
+        return output
 
-    extra = capture_args(hooks=args.hooks, store_dir=args.store_dir, owner=ours, chunk_tokens=64) if ours else {}
-    llm = LLM(
-        args.model,
-        dtype="bfloat16",
-        max_model_len=1024,
-        max_num_batched_tokens=256,
-        gpu_memory_utilization=0.5,
-        enforce_eager=args.eager,
-        **extra,
-    )
-    transfer = {"kv_transfer_params": {"include_output_tokens": True}}
-    greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, extra_args=transfer)
-    seeded = [
-        SamplingParams(temperature=0.9, top_p=0.9, seed=100 + i, max_tokens=48, ignore_eos=True, extra_args=transfer)
-        for i in range(len(LENGTHS))
-    ]
+    scheduler.schedule = counted
+    return counts
+
+
+def _generate(llm: Any) -> list[Any]:
+    """Outputs of greedy, seeded and repeated greedy rounds."""
+    from vllm import SamplingParams
+
+    extra = {"kv_transfer_params": {"include_output_tokens": True}}
+    fields: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True, "extra_args": extra}
+    greedy = SamplingParams(temperature=0, **fields)
+    seeded = [SamplingParams(temperature=0.9, top_p=0.9, seed=100 + i, **fields) for i in range(len(LENGTHS))]
     outputs = []
     for params in (greedy, seeded, greedy):
         outputs += llm.generate(_prompts(), params, use_tqdm=False)
-    config = llm.llm_engine.vllm_config
-    facts = {
-        "v2_model_runner": bool(config.use_v2_model_runner),
-        "async_scheduling": bool(config.scheduler_config.async_scheduling),
-        "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
-        "compilation_mode": str(config.compilation_config.mode),
-        "cached_tokens": sum(o.num_cached_tokens or 0 for o in outputs),
-    }
-    return outputs, facts
+    return outputs
 
 
 def child(args: argparse.Namespace) -> None:
-    outputs, facts = _engine(args, "" if args.child.startswith("stock") else args.child)
-    found = {
-        "facts": facts,
+    """One engine, "stock..." or an owner of rows, whose scheduler runs in this process: answers all prompts."""
+    from vllm import LLM
+
+    from dmi_connector import capture_args, open_capture
+
+    ours = not args.child.startswith("stock")
+    extra = capture_args(hooks=args.hooks, store_dir=args.store_dir, owner=args.child, chunk_tokens=64) if ours else {}
+    llm = LLM(args.model, **{**ENGINE, "enforce_eager": args.eager, **args.engine_args, **extra})
+    counts = _count_tokens(llm)
+    outputs = _generate(llm)
+    cached = sum(o.num_cached_tokens or 0 for o in outputs)
+    # The last sampled token is no input.
+    needed = sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs)
+    config = llm.llm_engine.vllm_config
+    found: dict[str, Any] = {
+        "facts": {
+            "v2_model_runner": bool(config.use_v2_model_runner),
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "compilation_mode": str(config.compilation_config.mode),
+            "cached_tokens": cached,
+        },
+        "steps": {"expected_tokens": needed - cached, **counts},
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
         "prompts": [list(o.prompt_token_ids) for o in outputs],
         "stores": [(o.kv_transfer_params or {}).get("dmi_store") for o in outputs],
     }
-    Path(f"{args.out}.{args.child}").write_text(json.dumps(found))
-    if not args.child.startswith("stock"):
-        from dmi_connector import open_capture
-
-        for store in found["stores"]:
-            open_capture(store, timeout=60, allow_incomplete=True)
+    common.save(f"{args.out}.{args.child}", found)
+    for _ in range(3):
+        llm.llm_engine.step()  # an engine in its own process takes these steps by itself; the last rows go with them
+    for store in found["stores"] if ours else []:
+        open_capture(store, timeout=60, allow_incomplete=True)
+    llm.llm_engine.engine_core.shutdown()
 
 
 def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +115,6 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
 
     from dmi_connector import open_capture
     from dmi_connector.oracle import Oracle
-    from dmi_connector.store.verify import verify_store
 
     oracle = Oracle(args.model, torch.float32)
     cosine: dict[str, float] = {}
@@ -95,15 +122,15 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     missing, rows, problems = 0, 0, []
     for store, prompt, tokens in zip(found["stores"], found["prompts"], found["tokens"], strict=True):
         ids = prompt + tokens
-        capture = open_capture(store, timeout=10, allow_incomplete=True)
-        problems += [str(p) for p in verify_store(store)]
+        capture, name = open_capture(store, timeout=10, allow_incomplete=True), Path(store).name
+        problems += common.store_problems(store)
         if not capture.complete:
-            problems.append(f"{store}: {capture.reason}")
+            problems.append(f"{name}: {capture.reason}")
         expected = len(ids) - 1
         rows += len(capture.token_ids)
         missing += expected - len(capture.token_ids)
         if list(capture.token_ids) != ids[:expected]:
-            problems.append(f"{store}: token ids differ")
+            problems.append(f"{name}: token ids differ")
         reference = oracle.run(ids)
         for hook in reference:
             if hook not in capture.hooks or hook in ("token_ids", "positions"):
@@ -114,7 +141,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             else:
                 got, want = np.asarray(capture.array(hook)[:]).astype(np.float32), want[:, :expected]
             if got.shape != want.shape:
-                problems.append(f"{store}: {hook} has shape {got.shape}, not {want.shape}")
+                problems.append(f"{name}: {hook} has shape {got.shape}, not {want.shape}")
                 continue
             norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(want, axis=-1)
             least = float(((got * want).sum(-1) / np.maximum(norms, 1e-30)).min())
@@ -125,51 +152,63 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             "least_cosine": cosine, "largest_relative_error": error}  # fmt: skip
 
 
-def main() -> int:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", default="benchmarks/results/check_gpu.json")
-    p.add_argument("--model", default="/tmp/dmi-check-model")
-    p.add_argument("--store-dir", default="/dev/shm/dmi-check")
+def parser() -> argparse.ArgumentParser:
+    p = common.parser(MODULE, __doc__, "benchmarks/results/check_gpu.json", "/dev/shm/dmi-check")
+    p.add_argument("--model", default="/tmp/dmi-check-model", help="where the small model is made")
     p.add_argument("--owners", default="draft,target", help="also stock2: the plain engine a second time")
     p.add_argument("--hooks", default="vllm-full,q_rot,k_rot")
     p.add_argument("--eager", action="store_true")
-    p.add_argument("--child", default="")
-    args = p.parse_args()
+    return p
+
+
+def _failures(found: dict[str, Any]) -> list[str]:
+    """What of one engine's findings is not as it should be."""
+    steps = found["steps"]
+    wrong = list(found.get("problems", []))
+    if steps["scheduled_tokens"] != steps["expected_tokens"] or steps["largest_decode_step"] != 1:
+        wrong.append(f"steps: {steps}")
+    if steps["draft_tokens"]:
+        wrong.append(f"{steps['draft_tokens']} draft tokens were computed")
+    if found.get("rows_missing"):
+        wrong.append(f"{found['rows_missing']} rows are missing")
+    same, total = found.get("same_tokens_as_stock", "0 of 0").split(" of ")
+    if same != total:
+        wrong.append(f"{same} of {total} requests got the tokens of stock vLLM")
+    return wrong
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(argv)
     if args.child:
         child(args)
         return 0
     from dmi_connector.tiny import make_model
 
-    make_model(
-        "qwen3",
-        args.model,
-        dtype="bfloat16",
-        hidden_size=256,
-        head_dim=64,
-        intermediate_size=512,
-        num_hidden_layers=4,
-    )
-    results: dict[str, Any] = {}
+    make_model("qwen3", args.model, dtype="bfloat16", **SIZES)
+    results: dict[str, Any] = {"command": common.command_line(MODULE, argv), "machine": machine()}
+    stock: dict[str, Any] = {}
+    failures: list[str] = []
     for name in ("stock", *args.owners.split(",")):
         begin = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-m", "benchmarks.check_gpu", *sys.argv[1:], "--child", name],
-            check=True,
-            env=os.environ,
-        )
-        found = json.loads(Path(f"{args.out}.{name}").read_text())
-        Path(f"{args.out}.{name}").unlink()
-        results[name] = {"facts": found["facts"], "seconds": round(time.perf_counter() - begin, 1)}
-        if name == "stock":
-            stock = found
-            continue
-        same = sum(a == b for a, b in zip(found["tokens"], stock["tokens"], strict=True))
-        results[name] |= {"same_tokens_as_stock": f"{same} of {len(stock['tokens'])}"}
+        if status := common.run_child(MODULE, argv, name, VLLM_ENABLE_V1_MULTIPROCESSING="0"):  # to watch the scheduler
+            print(f"{name}: the engine ended with status {status}", file=sys.stderr)
+            return 1
+        part = Path(f"{args.out}.{name}")
+        found = json.loads(part.read_text())
+        part.unlink()
+        stock = stock or found
+        results[name] = {k: found[k] for k in ("facts", "steps")} | {"seconds": round(time.perf_counter() - begin, 1)}
+        if name != "stock":
+            same = sum(a == b for a, b in zip(found["tokens"], stock["tokens"], strict=True))
+            results[name] |= {"same_tokens_as_stock": f"{same} of {len(stock['tokens'])}"}
         if not name.startswith("stock"):
             results[name] |= compare(args, found)
-        print(json.dumps(results[name], indent=1), flush=True)
-        Path(args.out).write_text(json.dumps(results, indent=1) + "\n")
-    return 0
+        print(name, json.dumps(results[name], indent=1), flush=True)
+        common.save(args.out, results)
+        failures += [f"{name}: {failure}" for failure in _failures(results[name])]
+    print("\n".join(failures) or "all as it should be")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

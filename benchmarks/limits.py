@@ -51,9 +51,9 @@ def gpu_limits() -> dict[str, float]:
 
 
 def _activations(nbytes: int) -> np.ndarray:
-    """bf16 normal data as bytes: what activations look like to a codec."""
-    values = np.random.default_rng(0).standard_normal(nbytes // 2, dtype=np.float32)
-    return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    """bf16 normal data as bytes, which repeat after 16 MiB: what activations look like to a codec."""
+    values = np.random.default_rng(0).standard_normal(min(nbytes, 16 << 20) // 2, dtype=np.float32)
+    return np.resize((values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8), nbytes)
 
 
 def _codec_worker(codec: str, seconds: float) -> tuple[float, float]:
@@ -82,12 +82,15 @@ def _file_worker(path: str, nbytes: int) -> float:
 
 
 def cpu_limits(directory: str, processes: int, seconds: float = 1.0) -> dict[str, float]:
-    """GB/s of memcpy, of each codec and of file writes in `directory`, for one process and for `processes`."""
+    """GB/s of memcpy, of each codec and of file writes in `directory`, for one process and for `processes`.
+
+    seconds: for each codec; files are of 1 GiB, less with less than a second.
+    """
     data = _activations(256 << 20)
     target = np.empty_like(data)
     limits = {"memcpy_GBps_1": _rate(lambda: np.copyto(target, data), data.nbytes)}
     Path(directory).mkdir(parents=True, exist_ok=True)
-    file_bytes = 1 << 30
+    file_bytes = int(min(1.0, seconds) * (1 << 30))
     with ProcessPoolExecutor(processes) as pool:
         for codec in ("none", "lz4", "zstd"):
             one, ratio = _codec_worker(codec, seconds)

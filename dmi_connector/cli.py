@@ -6,8 +6,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,7 +41,8 @@ def make_parser() -> Parser:
     ls.add_argument("dir", metavar="DIR")
     ls.add_argument("--key", help="only those with this key")
     ls.add_argument("--request-id", help="only those of this request, with all its children")
-    ls.add_argument("--json", action="store_true", help="print a JSON list")
+    ls.add_argument("--stats", action="store_true", help="totals by state, bytes, missing rows and why, oldest, newest")
+    ls.add_argument("--json", action="store_true", help="print a JSON list (with --stats, an object)")
     ls.set_defaults(run=_ls)
 
     info = commands.add_parser("info", help="arrays, sizes and attributes of a store")
@@ -50,6 +53,22 @@ def make_parser() -> Parser:
     verify = commands.add_parser("verify", help="check stores byte by byte; exit 1 when one is damaged")
     verify.add_argument("path", metavar="STORE|DIR")
     verify.set_defaults(run=_verify)
+
+    repair = commands.add_parser(
+        "repair", help="make stores of what killed writers left; exit 1 when something is left over"
+    )
+    repair.add_argument("path", metavar="DIR|PARTIAL", help="a store directory, or one NAME.zarr.partial")
+    repair.add_argument("--json", action="store_true", help="print a JSON list")
+    repair.add_argument("--remove-empty", action="store_true", help="remove those with nothing to salvage")
+    repair.set_defaults(run=_repair)
+
+    prune = commands.add_parser("prune", help="remove the oldest finished stores that nobody reads")
+    prune.add_argument("dir", metavar="DIR")
+    prune.add_argument("--older-than", type=_seconds, metavar="AGE", help="those older than this: 3600, 90m, 12h, 7d")
+    prune.add_argument("--keep-bytes", type=_bytes, metavar="SIZE", help="until the rest takes no more: 500M, 2T")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    prune.add_argument("--json", action="store_true", help="print a JSON list")
+    prune.set_defaults(run=_prune)
 
     export = commands.add_parser("export", help="write a store in another format")
     export.add_argument("store", metavar="STORE")
@@ -63,6 +82,23 @@ def make_parser() -> Parser:
     plot.add_argument("--tokenizer", metavar="DIR", help="directory of tokenizer.json, for the words on the axis")
     plot.set_defaults(run=_plot)
     return parser
+
+
+def _scaled(text: str, units: dict[str, int]) -> int:
+    match = re.fullmatch(r"(\d{1,15})([a-zA-Z]?)", text, re.ASCII)
+    if match is None or match[2] not in units:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not valid; give a whole number, with one of {', '.join(units)[2:]} behind it or none"
+        )
+    return int(match[1]) * units[match[2]]
+
+
+def _seconds(text: str) -> int:
+    return _scaled(text, {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400})
+
+
+def _bytes(text: str) -> int:
+    return _scaled(text, {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12})
 
 
 def make_serve_parser() -> Parser:
@@ -115,7 +151,10 @@ def _ls(options: argparse.Namespace) -> int:
     from dmi_connector.store.index import find_captures
 
     found = find_captures(_directory(options.dir, "a store directory"), key=options.key, request_id=options.request_id)
-    if options.json:
+    if options.stats:
+        totals = tables.stats(found)
+        print(json.dumps(totals, indent=1) if options.json else tables.stats_text(totals))
+    elif options.json:
         print(json.dumps(tables.captures_json(found), indent=1))
     elif found:
         print(tables.captures_text(found))
@@ -158,6 +197,40 @@ def _verify(options: argparse.Namespace) -> int:
             print(f"{store}: sound" + ("" if attrs["complete"] else f", but incomplete: {attrs['reason']}"))
     print(f"{len(stores)} checked, {damaged} damaged")
     return 1 if damaged else 0
+
+
+def _repair(options: argparse.Namespace) -> int:
+    from dmi_connector.store.repair import repair
+
+    path = _directory(options.path, "a store directory or a partial store (*.zarr.partial)")
+    if path.suffix == ".zarr":
+        raise ValueError(f"{path} is a finished store; give its directory, or a partial store (*.zarr.partial)")
+    outcomes = repair(path, options.remove_empty)
+    if options.json:
+        print(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    elif outcomes:
+        print("\n".join(map(str, outcomes)))
+    else:
+        print(f"no partial stores in {path}", file=sys.stderr)
+    return 1 if any(outcome.state in ("empty", "refused", "failed") for outcome in outcomes) else 0
+
+
+def _prune(options: argparse.Namespace) -> int:
+    from dmi_connector.store.retention import prune
+    from dmi_connector.tables import format_bytes
+
+    directory = _directory(options.dir, "a store directory")
+    if options.older_than is None and options.keep_bytes is None:
+        raise ValueError("prune: nothing says what to remove; give --older-than, --keep-bytes or both")
+    removed = prune(directory, options.older_than, options.keep_bytes, dry_run=options.dry_run)
+    if options.json:
+        print(json.dumps([{"store": str(store.path), "bytes": store.nbytes} for store in removed], indent=1))
+        return 0
+    verb = "would be removed" if options.dry_run else "removed"
+    for store in removed:
+        print(f"{store.path}: {verb}, {format_bytes(store.nbytes)}")
+    print(f"{len(removed)} {verb}, {format_bytes(sum(store.nbytes for store in removed))}")
+    return 0
 
 
 def _export(options: argparse.Namespace) -> int:

@@ -12,8 +12,12 @@ import difflib
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from dmi_connector.reduce import ReduceError, Reduction, parse
+
+Reductions = Mapping[str, Reduction]
 
 ROW_ALIGN = 16
 """Every segment of a row starts at a multiple of this many bytes, so that kernels use 16-byte accesses."""
@@ -24,7 +28,7 @@ ROW_BYTES_ALIGN = 64
 HEADER_BYTES = 64
 """A row begins with its own token id and position (two int32), then spare bytes: rows check themselves."""
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "uint8": 1}
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class Selection:
 
 
 _ITEM = re.compile(r"^(?P<drop>-?)(?P<name>[A-Za-z_*?][\w.*?-]*)(?:@(?P<layers>.+))?$")
-_RANGE = re.compile(r"^(-?\d+)(?:-(-?\d+))?(?::([1-9]\d*))?$")
+_RANGE = re.compile(r"^(-?\d{1,9})(?:-(-?\d{1,9}))?(?::([1-9]\d{0,8}))?$", re.ASCII)
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -286,17 +290,28 @@ def _why_absent(hook: Hook, dims: ModelDims) -> str:
 
 @dataclass(frozen=True)
 class Segment:
-    """One hook of one layer inside a row, on one tensor-parallel rank. offset and nbytes are bytes, width elements."""
+    """One hook of one layer inside a row, on one tensor-parallel rank. offset and nbytes are bytes, width elements of
+    the hook; what a reduction makes of them lies in the row.
+    """
 
     hook: str
     layer: int
     dtype: str
     width: int
     offset: int
+    reduction: Reduction | None = None
+
+    @property
+    def stored(self) -> tuple[str, int]:
+        """(dtype, width) of what lies in the row."""
+        if self.reduction is None:
+            return self.dtype, self.width
+        return self.reduction.stored_dtype(self.dtype), self.reduction.stored_width(self.width, self.dtype)
 
     @property
     def nbytes(self) -> int:
-        return self.width * ITEMSIZE[self.dtype]
+        dtype, width = self.stored
+        return width * ITEMSIZE[dtype]
 
 
 @dataclass(frozen=True)
@@ -345,7 +360,38 @@ def hook_dtype(hook: Hook, model_dtype: str) -> str:
     return model_dtype if hook.dtype == "model" else hook.dtype
 
 
-def row_layout(selection: Selection, dims: ModelDims, dtype: str, tp: int = 1) -> RowLayout:
+def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims: ModelDims, tp: int) -> Reductions:
+    """Which hook is reduced how: the first of `rules` (patterns separated by commas, reduction) that matches decides.
+
+    Wildcards pass over hooks of whole numbers and over logits; naming one of these, or what is not captured, is an
+    error. Raises ReduceError.
+    """
+    found: dict[str, Reduction | None] = {}
+    able = [n for n in selection.hooks if HOOKS[n].dtype != "int32" and HOOKS[n].scope != "sampled"]
+    for patterns, spec in rules:
+        reduction = parse(spec)
+        for pattern in filter(None, (p.strip() for p in patterns.split(","))):
+            name = ALIASES.get(pattern, pattern)
+            names = fnmatch.filter(able, name)
+            if not names and set(name) & set("*?["):
+                if not fnmatch.filter(HOOKS, name):
+                    raise ReduceError(f"reduce: pattern {pattern!r} matches no hook; hooks: {', '.join(HOOKS)}")
+                continue
+            if not names and name in selection.hooks:
+                raise ReduceError(f"reduce: {pattern} cannot be reduced ({spec}); leave it out or give it 'none'")
+            if not names:
+                near = suggest(pattern, selection.hooks)
+                raise ReduceError(f"reduce: {pattern!r} is not captured{near}; captured: {', '.join(selection.hooks)}")
+            for hook in names:
+                if hook not in found and reduction is not None:
+                    reduction.check(shard_of(HOOKS[hook], dims, tp, 0).width)
+                found.setdefault(hook, reduction)
+    return {name: reduction for name, reduction in found.items() if reduction is not None}
+
+
+def row_layout(
+    selection: Selection, dims: ModelDims, dtype: str, tp: int = 1, reductions: Reductions | None = None
+) -> RowLayout:
     """Pack the row hooks of `selection` side by side, layer by layer, each segment 16-byte aligned.
 
     dtype: the model's ("bfloat16", "float16" or "float32").
@@ -357,7 +403,8 @@ def row_layout(selection: Selection, dims: ModelDims, dtype: str, tp: int = 1) -
     )
     for layer, _, name in order:
         hook = HOOKS[name]
-        segment = Segment(name, layer, hook_dtype(hook, dtype), shard_of(hook, dims, tp, 0).width, offset)
+        width, reduction = shard_of(hook, dims, tp, 0).width, (reductions or {}).get(name)
+        segment = Segment(name, layer, hook_dtype(hook, dtype), width, offset, reduction)
         segments.append(segment)
         offset += math.ceil(segment.nbytes / ROW_ALIGN) * ROW_ALIGN
     return RowLayout(tuple(segments), math.ceil(offset / ROW_BYTES_ALIGN) * ROW_BYTES_ALIGN)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dmi_connector.args import OWNERS, capture_args
-from dmi_connector.settings import CODECS, POLICIES, SINKS, OptionError, ServerOptions
+from dmi_connector.settings import CODECS, FILE_MODES, POLICIES, SINKS, OptionError, ServerOptions
 
 SERVER = "vllm.entrypoints.openai.api_server"
 """Run as a module: the `vllm` command fails where vLLM is installed under another distribution's name."""
@@ -23,7 +23,7 @@ SERVER = "vllm.entrypoints.openai.api_server"
 _CONFLICT = re.compile(
     r"^(?:--(?P<long>kv[-_]transfer[-_]config|speculative[-_]config)(?:[.=]|$)|(?P<short>-sc)(?:[.=]|$))"
 )
-_CHOICES = {"codec": CODECS, "policy": POLICIES, "sink": SINKS}
+_CHOICES = {"codec": CODECS, "policy": POLICIES, "sink": SINKS, "file_mode": FILE_MODES}
 
 USAGE = """dmi serve MODEL [--hooks HOOKS] [--store-dir DIR] [--owner OWNER] [option ...] [any vllm flag ...]
 
@@ -43,8 +43,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         if option.type == "bool":
             parser.add_argument(flag, action="store_true", default=None, help=f"default {default}")
             continue
+        if option.name == "reduce":
+            parser.add_argument(flag, type=_rules, metavar="JSON", help='as in \'{"resid_*": "rp(512)", "*": "int8"}\'')
+            continue
         kind: Any = int if option.type == "int" else str
         parser.add_argument(flag, type=kind, choices=_CHOICES.get(option.name), help=f"default {default}")
+
+
+def _rules(text: str) -> dict[str, str]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not valid; give JSON, as in {{"resid_*": "rp(512)"}}')
+    return value
 
 
 def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:

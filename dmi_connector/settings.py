@@ -6,17 +6,21 @@ Every refusal is an `OptionError` whose message names the option, the value and 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from dmi_connector.hooks import suggest
+from dmi_connector.reduce import ReduceError, parse
 
 CODECS = ("none", "lz4", "zstd")
 POLICIES = ("block", "drop")
 SINKS = ("disk", "host", "null")
+FILE_MODES = ("private", "group", "world")
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -24,8 +28,29 @@ class OptionError(ValueError):
     """A setting that cannot be honoured."""
 
 
+_repr = reprlib.Repr()
+_repr.maxlist = _repr.maxtuple = _repr.maxdict = 20
+_repr.maxstring = _repr.maxlong = _repr.maxother = 200
+
+
+def show(value: object) -> str:
+    """`repr(value)` for a message, shortened where a client sent a lot."""
+    try:
+        text = _repr.repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return f"a {type(value).__name__} that is too long to be shown"
+    return text if len(text) <= 500 else f"{text[:500]}..."
+
+
 def _refuse(option: str, value: object, fix: str) -> OptionError:
-    return OptionError(f"{option}: {value!r} {fix}")
+    return OptionError(f"{option}: {show(value)} {fix}")
+
+
+def _check_names(where: str, given: Mapping[Any, Any], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            near = suggest(name[:100], known) if isinstance(name, str) else ""
+            raise OptionError(f"{where}: option {show(name)} is unknown{near}; known options: {', '.join(known)}")
 
 
 def _integer(option: str, value: object, low: int, high: int) -> int:
@@ -42,7 +67,7 @@ def _boolean(option: str, value: object) -> bool:
 
 def _one_of(option: str, value: object, choices: tuple[str, ...]) -> str:
     if value not in choices:
-        near = suggest(value, choices) if isinstance(value, str) else ""
+        near = suggest(value[:100], choices) if isinstance(value, str) else ""
         raise _refuse(option, value, f"is unknown{near}; choose one of {', '.join(choices)}")
     return str(value)
 
@@ -52,6 +77,42 @@ def _hook_items(option: str, value: object) -> tuple[str, ...]:
     if not isinstance(items, list | tuple) or not items or not all(isinstance(i, str) for i in items):
         raise _refuse(option, value, "is not valid; give hook names as a comma-separated string or a list of strings")
     return tuple(i.strip() for i in items)
+
+
+def _path(option: str, value: object) -> str:
+    if isinstance(value, str) and value and "\0" not in value:
+        with contextlib.suppress(UnicodeEncodeError):
+            os.fsencode(value)
+            return os.path.abspath(value)
+    raise _refuse(option, value, "is not valid; give the directory where stores are written")
+
+
+def _is_directory_name(value: object) -> bool:
+    """Whether it is an absolute path that names itself: no "." or "..", nothing a file system cannot hold."""
+    if not isinstance(value, str) or not value.startswith("/") or len(value) > 1024 or not value.isprintable():
+        return False
+    parts = value.split("/")
+    return not {".", ".."} & set(parts) and all(len(part.encode()) <= 255 for part in parts)
+
+
+def _roots(value: object) -> tuple[str, ...]:
+    items = [i.strip() for i in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(_is_directory_name(i) for i in items):
+        raise _refuse(
+            "save_path_roots", value, "is not valid; give absolute directories, without '.' and '..', as a list"
+        )
+    return tuple(os.path.normpath(i) for i in items)
+
+
+def _reduce(value: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, Mapping) or not all(isinstance(x, str) for item in value.items() for x in item):
+        raise _refuse("reduce", value, 'is not valid; give {patterns: reduction}, as in {"resid_*": "rp(512)"}')
+    for spec in value.values():
+        try:
+            parse(spec)
+        except ReduceError as error:
+            raise OptionError(str(error)) from error
+    return tuple(value.items())
 
 
 @dataclass(frozen=True)
@@ -66,6 +127,11 @@ class ServerOptions:
     engine waits, nothing is lost) or "drop" (the engine never waits, stores record the missing ranges).
     sink: "disk" writes stores; "host" (copy to host memory, then discard) and "null" (leave rows on the GPU) are for
     benchmarks. fsync: flush every store to the device before it gets its final name.
+    file_mode: who may read stores, "private" (their owner), "group" or "world". allow_custom_save_path: requests may
+    name a directory beneath save_path_roots. Limits, 0 for none: max_request_bytes of the raw rows of a request,
+    max_total_bytes of all stores, min_free_bytes of the file system. Stores are removed, oldest first, that are older
+    than retain_seconds, and while finished ones take more than retain_bytes; 0 keeps all.
+    reduce: {hook patterns: reduction}, the first that matches a hook counts (docs/REDUCTIONS.md).
     """
 
     store_dir: str
@@ -79,26 +145,33 @@ class ServerOptions:
     policy: str = "block"
     sink: str = "disk"
     fsync: bool = False
+    file_mode: str = "private"
+    allow_custom_save_path: bool = False
+    save_path_roots: tuple[str, ...] = ()
+    max_request_bytes: int = 0
+    max_total_bytes: int = 0
+    min_free_bytes: int = 0
+    retain_seconds: int = 0
+    retain_bytes: int = 0
+    reduce: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> ServerOptions:
         """Build from `kv_connector_extra_config`. Raises OptionError."""
-        known = [f.name for f in fields(cls)]
-        for name in extra:
-            if name not in known:
-                raise OptionError(
-                    f"kv_connector_extra_config: option {name!r} is unknown{suggest(name, known)}; "
-                    f"known options: {', '.join(known)}"
-                )
-        store_dir = extra.get("store_dir")
-        if not isinstance(store_dir, str) or not store_dir or "\0" in store_dir:
-            raise _refuse("store_dir", store_dir, "is not valid; give the directory where stores are written")
+        if not isinstance(extra, Mapping):
+            raise _refuse("kv_connector_extra_config", extra, "is not valid; give a JSON object")
+        _check_names("kv_connector_extra_config", extra, [f.name for f in fields(cls)])
         chunk = _integer("chunk_tokens", extra.get("chunk_tokens", cls.chunk_tokens), 1, 1 << 16)
         segment = _integer("segment_tokens", extra.get("segment_tokens", max(cls.segment_tokens, chunk)), 1, 1 << 20)
         if segment % chunk:
             raise _refuse("segment_tokens", segment, f"must be a multiple of chunk_tokens ({chunk})")
+        custom = _boolean("allow_custom_save_path", extra.get("allow_custom_save_path", cls.allow_custom_save_path))
+        roots = _roots(extra.get("save_path_roots", []))
+        if custom and not roots:
+            raise _refuse("allow_custom_save_path", custom, "needs save_path_roots; give the directories allowed")
+        numbers = ("max_request_bytes", "max_total_bytes", "min_free_bytes", "retain_seconds", "retain_bytes")
         return cls(
-            store_dir=os.path.abspath(store_dir),
+            store_dir=_path("store_dir", extra.get("store_dir")),
             hooks=_hook_items("hooks", extra.get("hooks", list(cls.hooks))),
             codec=_one_of("codec", extra.get("codec", cls.codec), CODECS),
             chunk_tokens=chunk,
@@ -109,6 +182,11 @@ class ServerOptions:
             policy=_one_of("policy", extra.get("policy", cls.policy), POLICIES),
             sink=_one_of("sink", extra.get("sink", cls.sink), SINKS),
             fsync=_boolean("fsync", extra.get("fsync", cls.fsync)),
+            file_mode=_one_of("file_mode", extra.get("file_mode", cls.file_mode), FILE_MODES),
+            allow_custom_save_path=custom,
+            save_path_roots=roots,
+            reduce=_reduce(extra.get("reduce", {})),
+            **{name: _integer(name, extra.get(name, 0), 0, 1 << 60) for name in numbers},
         )
 
 
@@ -118,7 +196,7 @@ class CaptureParams:
 
     include_output_tokens: rows of generated tokens too (False: prompt rows only, as in vLLM). key: the client's own
     name for the store. hooks, layers: narrow the server's selection. tokens: positions [start, stop) to keep, stop
-    None for all. enabled: False skips the capture.
+    None for all. enabled: False skips the capture. save_path: the directory to write to, if the server allows it.
     """
 
     include_output_tokens: bool = False
@@ -128,6 +206,7 @@ class CaptureParams:
     start: int = 0
     stop: int | None = None
     enabled: bool = True
+    save_path: str | None = None
 
     @classmethod
     def parse(cls, params: object) -> CaptureParams:
@@ -140,13 +219,10 @@ class CaptureParams:
         options = params.get("dmi")
         if options is None:
             return cls(include_output_tokens=include)
-        known = ("key", "hooks", "layers", "tokens", "enabled")
+        known = ("key", "hooks", "layers", "tokens", "enabled", "save_path")
         if not isinstance(options, Mapping):
             raise _refuse("dmi", options, f"is not valid; give a JSON object with any of {', '.join(known)}")
-        for name in options:
-            if name not in known:
-                near = suggest(str(name), known)
-                raise OptionError(f"dmi: option {name!r} is unknown{near}; known options: {', '.join(known)}")
+        _check_names("dmi", options, known)
         key = options.get("key")
         if key is not None and (not isinstance(key, str) or _KEY.fullmatch(key) is None):
             raise _refuse(
@@ -154,6 +230,9 @@ class CaptureParams:
                 key,
                 "is not valid; use 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit",
             )
+        save_path = options.get("save_path")
+        if save_path is not None and not _is_directory_name(save_path):
+            raise _refuse("dmi.save_path", save_path, "is not valid; give an absolute directory, without '.' and '..'")
         hooks = options.get("hooks")
         start, stop = cls._tokens(options.get("tokens"))
         return cls(
@@ -164,6 +243,7 @@ class CaptureParams:
             start=start,
             stop=stop,
             enabled=_boolean("dmi.enabled", options.get("enabled", True)),
+            save_path=None if save_path is None else os.path.normpath(save_path),
         )
 
     @staticmethod

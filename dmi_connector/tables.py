@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import zarr
 
 from dmi_connector.store.index import CaptureInfo
-from dmi_connector.store.reader import Capture
+from dmi_connector.store.reader import Capture, read_attrs
 
 ATTRIBUTES = (
     "model",
@@ -171,3 +173,37 @@ def captures_text(found: Sequence[CaptureInfo]) -> str:
 def captures_json(found: Sequence[CaptureInfo]) -> list[dict[str, Any]]:
     """The same as `captures_text`, for programs; `store` is the whole path."""
     return [{**vars(info), "store": str(Path(info.store).absolute())} for info in found]
+
+
+def stats(found: Sequence[CaptureInfo]) -> dict[str, Any]:
+    """Totals of captures: how many by state, bytes, tokens and missing rows of the stores that are there, why they are
+    incomplete (numbers in reasons as "#"), when the oldest and newest began. absent: finished, but gone from the disk.
+    """
+    present = [info for info in found if info.finished is not None and info.store.is_dir()]
+    incomplete = [info for info in present if info.state == "incomplete"]
+    missing = [read_attrs(info.store)["missing"] for info in incomplete]
+    reasons = Counter(re.sub(r"\d+", "#", info.reason) for info in found if info.reason)
+    began = [info.started for info in present]
+    return {
+        "captures": len(found),
+        "states": dict(Counter(info.state for info in found).most_common()),
+        "absent": sum(info.state in ("complete", "incomplete") for info in found) - len(present),
+        "bytes": sum(info.bytes or 0 for info in present),
+        "tokens": sum(info.num_tokens or 0 for info in present),
+        "missing_rows": sum(stop - start for ranges in missing for start, stop in ranges),
+        "reasons": dict(reasons.most_common()),
+        "oldest": min(began, default=None),
+        "newest": max(began, default=None),
+    }
+
+
+def stats_text(totals: dict[str, Any]) -> str:
+    """`stats` for people."""
+    shown = {
+        **{name: totals[name] for name in ("captures", "tokens", "missing_rows", "absent")},
+        "bytes": format_bytes(totals["bytes"]),
+        **{f"state {state}": count for state, count in totals["states"].items()},
+        **{name: (totals[name] or "-").replace("T", " ").split(".")[0] for name in ("oldest", "newest")},
+    }
+    lines = [f"{name.replace('_', ' '):<18}{value}" for name, value in shown.items()]
+    return "\n".join(lines + [f"{count} x {reason}" for reason, count in totals["reasons"].items()])

@@ -15,9 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
+from vllm.logger import init_logger
 
 from dmi_connector.engine.context import capture_context
 from dmi_connector.engine.messages import Report, StepMetadata
+from dmi_connector.engine.metrics import CaptureProm, CaptureStats, described
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+logger = init_logger("vllm.dmi_connector")
 
 
 class DMIConnector(KVConnectorBase_V1, SupportsHMA):
@@ -40,6 +44,7 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
             from dmi_connector.engine.tracker import Tracker
 
             self.tracker = Tracker(self.context, self._block_size, startup.hold_rows(self.context, vllm_config))
+            self._refused = 0  # requests answered with dmi_error since the last step
         else:
             from dmi_connector.engine.export import Exporter
 
@@ -77,10 +82,12 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.tracker.finish(request, block_ids[self._group] if block_ids else [])
+        return self.request_finished(request, block_ids[self._group] if block_ids else [])
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.tracker.finish(request, block_ids)
+        hold, response = self.tracker.finish(request, block_ids)
+        self._refused += response is not None and "dmi_error" in response
+        return hold, response
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
@@ -133,6 +140,34 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
         exporter = getattr(self, "exporter", None)
         if exporter is not None:
             exporter.shutdown()
+            totals = described(exporter.meter.totals())  # with what ended after the last step, which no metric has
+            text = ", ".join(f"{name}={value}" for name, value in totals.items())
+            logger.info("dmi_connector: rank %d since the start: %s", exporter.rank, text or "nothing captured")
+
+    # ---- metrics --------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> CaptureStats | None:
+        """What changed since the last step in this half of the connector."""
+        if self.role == KVConnectorRole.WORKER:
+            return None if self.exporter is None else self.exporter.meter.take()
+        if not self._refused:
+            return None
+        refused, self._refused = self._refused, 0
+        return CaptureStats({"refused": refused})
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CaptureStats | None:
+        return CaptureStats(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> CaptureProm | None:
+        return CaptureProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def offer_logits(logits: torch.Tensor) -> None:

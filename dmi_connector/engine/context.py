@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dmi_connector.engine.architectures import ARCHITECTURES, Architecture
-from dmi_connector.hooks import ModelDims, RowLayout, Selection, parse_selection, row_layout
+from dmi_connector.hooks import ModelDims, RowLayout, Selection, hook_reductions, parse_selection, row_layout
 from dmi_connector.settings import ServerOptions
+from dmi_connector.store.paths import make_directory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,7 +41,8 @@ class CaptureContext:
     @property
     def fingerprint(self) -> str:
         """What of this changes the compiled graph: goes into vLLM's compile hash."""
-        return f"{self.owner};{self.dtype};tp{self.tp};row{self.layout.row_bytes};{self.selection}"
+        reduced = {s.hook: s.reduction.settings() for s in self.layout.segments if s.reduction is not None}
+        return f"{self.owner};{self.dtype};tp{self.tp};row{self.layout.row_bytes};{self.selection};{reduced}"
 
 
 def is_active(vllm_config: VllmConfig) -> bool:
@@ -66,11 +68,14 @@ def capture_context(vllm_config: VllmConfig) -> CaptureContext:
         )
     dims = arch.dims(model.hf_text_config)
     selection = parse_selection(options.hooks, dims)
+    if "logits" in selection.hooks:
+        contract.check_logits(vllm_config)
     dtype = str(model.dtype).removeprefix("torch.")
     tp = vllm_config.parallel_config.tensor_parallel_size
     owner = "draft" if _is_ehs(vllm_config) else "target"
     _check_store_dir(options)
-    return CaptureContext(options, arch, dims, selection, row_layout(selection, dims, dtype, tp), dtype, tp, owner)
+    layout = row_layout(selection, dims, dtype, tp, hook_reductions(options.reduce, selection, dims, tp))
+    return CaptureContext(options, arch, dims, selection, layout, dtype, tp, owner)
 
 
 def _is_ehs(vllm_config: VllmConfig) -> bool:
@@ -82,8 +87,11 @@ def _check_store_dir(options: ServerOptions) -> None:
     if options.sink != "disk":
         return
     try:
-        os.makedirs(options.store_dir, exist_ok=True)
+        make_directory(options.store_dir, options.file_mode)
     except OSError as error:
         raise ValueError(f"store_dir: {options.store_dir!r} cannot be created ({error}); choose another") from error
     if not os.access(options.store_dir, os.W_OK | os.X_OK):
         raise ValueError(f"store_dir: {options.store_dir!r} is not writable by this user; choose another")
+    for root in options.save_path_roots:
+        if not os.path.isdir(root):
+            raise ValueError(f"save_path_roots: {root!r} is no directory; create it or leave it out")

@@ -20,6 +20,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.v1.spec_decode.extract_hidden_states:ExtractHiddenStatesProposer.propose",
         "V1 runner: replaced (only where our draft is loaded) so that no draft token is proposed",
     ),
+    "speculator": (
+        "vllm.v1.worker.gpu.spec_decode.extract_hidden_states:ExtractHiddenStatesSpeculator.propose",
+        "V2 runner: replaced (only where our draft is loaded) so that nothing is stacked and copied for no draft",
+    ),
     "draft": (
         "vllm.model_executor.models.extract_hidden_states:ExtractHiddenStatesModel",
         "the draft model we stand in for under its registered name",
@@ -131,6 +135,28 @@ def check(vllm_config: VllmConfig) -> None:
         )
 
 
+def check_logits(vllm_config: VllmConfig) -> None:
+    """Refuse configurations in which `logits` could not be captured, each with its fix."""
+    if getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False):
+        raise ValueError(
+            "enable_batch_sharded_sampling: True computes logits past compute_logits, where they are captured; remove "
+            "--enable-batch-sharded-sampling, or take logits out of the hooks"
+        )
+
+
+def check_one_engine() -> None:
+    """Refuse an engine whose worker lives in a process that serves another: vLLM keeps one connector a process, which
+    would take the rows of both for its own.
+    """
+    from vllm.distributed.kv_transfer.kv_transfer_state import has_kv_transfer_group
+
+    if has_kv_transfer_group():
+        raise ValueError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING: 0 starts this engine in a process where another one has its KV connector, "
+            "and vLLM keeps one for both; set it to 1, or shut the other engine down first"
+        )
+
+
 def schedule_no_drafts() -> None:
     """V1 runner: make the extract_hidden_states proposer propose nothing, so each step decodes one token a request.
 
@@ -149,3 +175,34 @@ def schedule_no_drafts() -> None:
     if not getattr(original, "dmi_silent", False):
         propose.dmi_silent = True  # type: ignore[attr-defined]
         ExtractHiddenStatesProposer.propose = propose
+
+
+def skip_propose() -> None:
+    """V2 runner: no drafts are scheduled, but the speculator still stacks and copies hidden states for its model every
+    step. With our draft, which takes none, it stops after its first line.
+    """
+    from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
+
+    def propose(
+        self: Any,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: Any,
+        num_rejected: Any,
+        last_sampled: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """What vLLM's own returns: the token sampled last of each request, int tensor [batch, 1]."""
+        if not getattr(self.model, "dmi_active", False):
+            before = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, num_rejected)
+            return original(self, input_batch, *before, last_sampled, *args, **kwargs)
+        return last_sampled[input_batch.idx_mapping, :1]
+
+    original = ExtractHiddenStatesSpeculator.propose
+    if not getattr(original, "dmi_silent", False):
+        propose.dmi_silent = True  # type: ignore[attr-defined]
+        ExtractHiddenStatesSpeculator.propose = propose

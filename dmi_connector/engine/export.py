@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker half: gather rows out of the paged cache into the shared ring and hand them to the writer processes."""
+"""Worker half: gather rows out of the paged cache into the shared ring and hand them to the coordinator process."""
 
 from __future__ import annotations
 
-import os
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,12 @@ from vllm.logger import init_logger
 
 from dmi_connector.engine import startup
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.device import DeviceLane, Piece
-from dmi_connector.engine.kernels import gather_rows_torch
+from dmi_connector.engine.device import FELL_BEHIND, DeviceLane, Piece
+from dmi_connector.engine.kernels import gather_index, gather_rows_torch
 from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
+from dmi_connector.engine.metrics import Meter, Numbers
 from dmi_connector.engine.plan import Plan, make_plan
-from dmi_connector.store.capture import CaptureHandle, CaptureSpec
-from dmi_connector.store.persist import Persistence, PersistSettings
+from dmi_connector.store.client import PersistenceClient, RemoteCapture
 from dmi_connector.store.ring import Extent, Ring
 
 if TYPE_CHECKING:
@@ -32,24 +32,22 @@ logger = init_logger("vllm.dmi_connector")
 
 @dataclass
 class Running:
-    """One capture on this worker. headers: token ids as the rows themselves say, [(first row, ids)].
+    """One capture on this worker. lost: row ranges given up, with `reasons`.
 
     pieces: what was left to the lane's own thread and may still be there.
     """
 
     number: int
     plan: Plan
-    handle: CaptureHandle | None
+    remote: RemoteCapture | None
     start: int
-    attrs: dict[str, Any]
-    headers: list[tuple[int, np.ndarray]] = field(default_factory=list)
     lost: list[list[int]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
 
 
 class Exporter:
-    """Owns the ring, the writers and the captures under way on one tensor-parallel rank.
+    """Owns the ring, the coordinator and the captures under way on one tensor-parallel rank.
 
     On a GPU what finds no room waits in the lane while its rows stay in the paged cache. Blocks of a request that
     ends meanwhile are either held until its rows are gathered (`ending`), or its rows are forced out before the
@@ -63,9 +61,12 @@ class Exporter:
         self.samples: list[Sample] = []
         self.ending: list[tuple[Running, Close]] = []
         self.finished: set[str] = set()
+        self.counts: Numbers = {"bytes_exported": 0, "lost_ranges": 0, "lost_rows": 0, "blocked_seconds": 0.0}
+        self.meter = Meter(self)
         self.gathered = 0
         self._gathered: deque[int] = deque()  # not yet in `gathered`; the lane's thread appends too
         self._lost: dict[int, list[list[int]]] = {}
+        self.registered: dict[int, int] = {}  # plans the coordinator knows, by id
         self.store_attrs = startup.store_attrs(context, vllm_config)
         options = context.options
         full = self._plan(dict(context.selection.hooks))
@@ -74,14 +75,14 @@ class Exporter:
         seqs = vllm_config.scheduler_config.max_num_seqs
         logits = 0 if full.logits is None else seqs * (full.logits.token_bytes + 16)
         sizes = startup.buffer_sizes(options, full.token_bytes, self.rows.is_cuda, logits)
-        self.persistence: Persistence | None = None
+        self.persistence: PersistenceClient | None = None
         writers = 0
         if options.sink == "disk":
             writers = options.writers or startup.default_writers(self.rows.is_cuda)
-            self.persistence = Persistence(
+            self.persistence = PersistenceClient(
                 ring_bytes=sizes.host,
                 writers=writers,
-                settings=PersistSettings(options.codec, options.chunk_tokens, options.segment_tokens, options.fsync),
+                settings=startup.persist_settings(options, rank),
             )
         self.ring = self.persistence.ring if self.persistence else Ring(sizes.host)
         self.lane: DeviceLane | None = None
@@ -102,18 +103,24 @@ class Exporter:
         self.samples = metadata.samples
         for message in metadata.opens:
             self._open(message)
-        for close in metadata.closes:
-            self._close(close)
-        for number in metadata.preempted:
-            capture = self.captures.get(number)
-            if capture is not None:
+        closing = [(self.captures.pop(close.capture), close) for close in metadata.closes]
+        self._export([(capture, rows) for capture, close in closing for rows in close.rows])
+        for capture, close in closing:
+            if close.held:
+                self.ending.append((capture, close))
+            else:
                 self._force_out(capture)
+                self._end(capture, close)
+        for number in metadata.preempted:
+            if number in self.captures:
+                self._force_out(self.captures[number])
 
     def after_forward(self, metadata: StepMetadata) -> None:
         """Export chunks that the forward completed, as far as there is room."""
-        for rows in metadata.chunks:
-            self._export(self.captures[rows.capture], rows)
-        self._end_held()
+        if metadata.chunks:
+            self._export([(self.captures[rows.capture], rows) for rows in metadata.chunks])
+        if self.ending:
+            self._end_held()
 
     def take_report(self) -> Report:
         while self._gathered:
@@ -130,48 +137,48 @@ class Exporter:
     # ---- captures ---------------------------------------------------------------------------------------------------
 
     def _open(self, message: Open) -> None:
-        plan = self._plan(message.hooks)
-        handle = None
+        plan, remote = self._plan(message.hooks), None
         if self.persistence is not None:
-            handle = self.persistence.open_capture(
-                CaptureSpec(
-                    final=os.path.join(self.context.options.store_dir, message.name),
-                    arrays=plan.arrays if plan.logits is None else (*plan.arrays, plan.logits),
-                    request_id=message.request_id,
-                    key=message.key,
-                    rank=self.rank,
-                    ranks=self.context.tp,
-                )
+            if id(plan) not in self.registered:
+                arrays = plan.arrays if plan.logits is None else (*plan.arrays, plan.logits)
+                self.registered[id(plan)] = self.persistence.register(arrays, plan.header_base)
+            remote = self.persistence.open_capture(
+                self.registered[id(plan)],
+                message.path,
+                {**self.store_attrs, **message.attrs, "start": message.start},
+                message.request_id,
+                message.key,
+                self.rank,
+                self.context.tp,
             )
-        attrs = {**self.store_attrs, **message.attrs, "start": message.start}
-        self.captures[message.capture] = Running(message.capture, plan, handle, message.start, attrs)
-
-    def _close(self, message: Close) -> None:
-        """Export the last rows of a capture and end it. Its blocks are held for it, or free from here on."""
-        capture = self.captures.pop(message.capture)
-        for rows in message.rows:
-            self._export(capture, rows)
-        if message.held:
-            self.ending.append((capture, message))
-            return
-        self._force_out(capture)
-        self._end(capture, message)
+        self.captures[message.capture] = Running(message.capture, plan, remote, message.start)
 
     def _force_out(self, capture: Running) -> None:
         """The blocks of a capture may be overwritten by the next forward: get its waiting rows gathered before."""
-        if self.lane is None:
+        if self.lane is None or not capture.pieces:
             return
-        for piece in self.lane.flush(capture, self.context.options.policy == "drop"):
-            self._lose(capture, piece)
+        drop, began = self.context.options.policy == "drop", time.perf_counter()
+        self.lane.flush(capture, drop)
+        self.counts["blocked_seconds"] += 0.0 if drop else time.perf_counter() - began
         for piece in capture.pieces:
             if piece.gathered is not None:
                 torch.cuda.current_stream().wait_event(piece.gathered)  # gathers that ran on the side stream
+        capture.pieces.clear()
+
+    def _room(self, nbytes: int) -> Extent | None:
+        """Ring space: waited for under policy block, None where there is none under drop."""
+        extent = self.ring.alloc(nbytes, 0.0)
+        if extent is None and self.context.options.policy == "block":
+            began = time.perf_counter()
+            extent = self.ring.alloc(nbytes, None)
+            self.counts["blocked_seconds"] += time.perf_counter() - began
+        return extent
 
     def _end_held(self) -> None:
         """End captures whose held blocks are no longer needed."""
         still = []
         for capture, message in self.ending:
-            if any(piece.gathered is None for piece in capture.pieces):
+            if any(piece.waits for piece in capture.pieces):
                 still.append((capture, message))
                 continue
             self._force_out(capture)
@@ -186,77 +193,89 @@ class Exporter:
             return
         self.lane.then(lambda: self._finish(capture, message))
 
-    def _export(self, capture: Running, rows: Rows) -> None:
-        """Send one piece of rows on its way."""
-        count, plan = len(rows.slots), capture.plan
-        nbytes = plan.token_bytes * count
+    def _export(self, batch: list[tuple[Running, Rows]]) -> None:
+        """Send pieces of rows on their way."""
         if self.context.options.sink == "null":
-            self._gathered.append(count)
+            self._gathered.extend(len(rows.slots) for _, rows in batch)
             return
+        if self.lane is None:
+            for capture, rows in batch:
+                self._export_here(capture, rows)
+            return
+        pieces = [self._piece(capture, rows) for capture, rows in batch]
+        self.lane.send(pieces)
+        for (capture, _), piece in zip(batch, pieces, strict=True):
+            if piece.gathered is None:
+                capture.pieces.append(piece)
+
+    def _piece(self, capture: Running, rows: Rows) -> Piece:
+        nbytes = capture.plan.token_bytes * len(rows.slots)
         extents: list[Extent] = []
 
-        def ring_space(timeout: float | None = 0.0) -> int | None:
-            extent = self.ring.alloc(nbytes, timeout)
+        def ring_space() -> int | None:
+            extent = self.ring.alloc(nbytes, 0.0)
             if extent is None:
                 return None
             extents.append(extent)
-            self._gathered.append(count)
+            self._gathered.append(len(rows.slots))
             return extent.offset
 
         def deliver() -> None:
-            self._deliver(capture, rows.first, count, extents[0])
+            self._deliver(capture, rows, extents[0])
 
-        piece = Piece(capture, rows.slots, plan.pieces, nbytes, ring_space, deliver)
-        piece.first, piece.count = rows.first, count
-        if self.lane is not None:
-            self.lane.send(piece)
-            if piece.gathered is None:
-                capture.pieces.append(piece)
-            return
-        if ring_space(0.0 if self.context.options.policy == "drop" else None) is None:
-            self._lose(capture, piece)
-            return
-        payload = torch.from_numpy(self.ring.view(extents[0]))
-        gather_rows_torch(self.rows, torch.from_numpy(rows.slots), torch.from_numpy(plan.pieces), payload)
-        deliver()
+        def lose(reason: str) -> None:
+            if extents:
+                self.ring.release(extents[0])
+            else:
+                self._gathered.append(len(rows.slots))
+            self._lose(capture, rows.first, len(rows.slots), reason)
 
-    def _lose(self, capture: Running, piece: Piece) -> None:
-        """Policy drop: note which positions were given up."""
-        first = capture.start + piece.first
-        self._gathered.append(piece.count)
-        self._lost.setdefault(capture.number, []).append([first, first + piece.count])
-        capture.lost.append([first, first + piece.count])
+        return Piece(capture, rows.slots, capture.plan.pieces, nbytes, ring_space, deliver, lose)
+
+    def _export_here(self, capture: Running, rows: Rows) -> None:
+        """The whole way at once, on a CPU."""
+        extent = self._room(capture.plan.token_bytes * len(rows.slots))
+        self._gathered.append(len(rows.slots))
+        if extent is None:
+            self._lose(capture, rows.first, len(rows.slots), FELL_BEHIND)
+            return
+        payload, index = torch.from_numpy(self.ring.view(extent)), torch.from_numpy(gather_index(rows.slots, 0))
+        gather_rows_torch(self.rows, index, torch.from_numpy(capture.plan.pieces), payload)
+        self._deliver(capture, rows, extent)
+
+    def _lose(self, capture: Running, first: int, count: int, reason: str) -> None:
+        """Note that rows [first, first + count) were given up, and why."""
+        lost = [first, first + count]
+        self._lost.setdefault(capture.number, []).append(lost)
+        capture.lost.append(lost)
+        self.counts["lost_ranges"] += 1
+        self.counts["lost_rows"] += count
+        if reason not in capture.reasons:
+            capture.reasons.append(reason)
 
     # ---- deliveries: on a GPU these run on the lane's thread ------------------------------------------------------
 
-    def _deliver(self, capture: Running, first: int, count: int, extent: Extent) -> None:
-        """Check the headers of rows that arrived, then give them to the writers."""
-        payload = self.ring.view(extent)
-        base = capture.plan.header_base * count
-        header = payload[base : base + 8 * count].view(np.int32).reshape(count, 2)
-        capture.headers.append((first, header[:, 0].copy()))
-        begin = capture.start + first
-        if not np.array_equal(header[:, 1], np.arange(begin, begin + count, dtype=np.int32)):
-            capture.problems.append(f"the rows of positions {begin} to {begin + count - 1} carry other positions")
-        if capture.handle is None:
+    def _deliver(self, capture: Running, rows: Rows, extent: Extent) -> None:
+        """Rows have arrived in the ring: hand them to the writers."""
+        self.counts["bytes_exported"] += extent.nbytes
+        if capture.remote is None:
             self.ring.release(extent)
         else:
-            capture.handle.chunk(extent, first, count)
+            capture.remote.chunk(extent, rows.first, len(rows.slots))
 
     def _finish(self, capture: Running, message: Close) -> None:
-        attrs = {**capture.attrs, **message.attrs}
-        problems = [attrs["reason"]] if attrs["reason"] else []
-        problems += capture.problems + _check_tokens(capture, message)
-        if capture.lost:
-            attrs["missing"] = sorted(capture.lost + attrs["missing"])
-            problems.append("rows were dropped because writing fell behind (policy drop)")
-        attrs["complete"] = attrs["complete"] and not problems
-        attrs["reason"] = "; ".join(problems) or None
-        if capture.handle is not None:
-            samples = {"logits": message.samples} if capture.plan.logits is not None else {}
-            capture.handle.close(message.length, samples, message.token_ids, attrs=attrs)
-        elif problems:
-            logger.error("capture of %s: %s", capture.attrs.get("request_id"), attrs["reason"])
+        if capture.remote is None:
+            return
+        attrs = dict(message.attrs)
+        # A sample behind the end (the engine learns of a stop late) was never to be kept.
+        if lost := [rows for rows in capture.lost if rows[0] < message.length]:
+            attrs |= {"missing": sorted(lost + attrs["missing"]), "complete": False}
+            attrs["reason"] = "; ".join(([attrs["reason"]] if attrs["reason"] else []) + capture.reasons)
+        capture.remote.cause = _cause(message.attrs, capture.reasons)
+        if self.rank:  # the rest is rank 0's to say
+            attrs = {"missing": lost, "reason": "; ".join(capture.reasons)}
+        samples = {"logits": message.samples} if capture.plan.logits is not None else {}
+        capture.remote.close(message.length, samples, message.token_ids, attrs)
 
     # ---- logits -----------------------------------------------------------------------------------------------------
 
@@ -272,19 +291,24 @@ class Exporter:
         slots = step.slot_mapping[step.query_start_loc[1 : count + 1].long() - 1]
         # One extent: the rows, then the slots that say whose they are.
         nbytes = -(-count * row_bytes // 16) * 16 + 8 * count
-        extent = self.ring.alloc(nbytes, None)
-        assert extent is not None
+        extent = self._room(nbytes)
+        if extent is None:
+            for sample, capture in wanted.values():
+                if capture.plan.logits is not None:
+                    self._lose(capture, sample.position - capture.start, 1, FELL_BEHIND)
+            return
 
         def deliver() -> None:
+            assert self.persistence is not None
+            self.counts["bytes_exported"] += nbytes
             tail = self.ring.view(extent)[nbytes - 8 * count :].view(np.int64)
+            found = []
             for index, slot in enumerate(tail.tolist()):
                 if slot in wanted:
                     sample, capture = wanted[slot]
-                    if capture.handle is not None and capture.plan.logits is not None:
-                        capture.handle.rows(
-                            "logits", extent, sample.index, 1, [sample.position], index * row_bytes, keep=True
-                        )
-            self.ring.release(extent)
+                    if capture.remote is not None and capture.plan.logits is not None:
+                        found.append((capture.remote, "logits", sample.index, sample.position, index * row_bytes))
+            self.persistence.rows(extent, found)
 
         if self.lane is None:
             self._fill_logits(torch.from_numpy(self.ring.view(extent)), logits, slots)
@@ -318,12 +342,10 @@ class Exporter:
             self.persistence.shutdown(timeout=60.0)
 
 
-def _check_tokens(capture: Running, message: Close) -> list[str]:
-    """Compare the token ids that rows carry with those of the request: a row of another request cannot pass."""
-    for first, ids in capture.headers:
-        expected = np.asarray(message.token_ids[first : first + len(ids)], dtype=np.int32)
-        wrong = np.flatnonzero(ids[: len(expected)] != expected)
-        if len(wrong):
-            at = int(wrong[0])
-            return [f"the row at position {capture.start + first + at} holds token {ids[at]}, not {expected[at]}"]
-    return []
+def _cause(attrs: dict[str, Any], reasons: list[str]) -> str:
+    """The one of `client.REASONS` for what the engine itself knows. attrs: of Close. reasons: why rows were lost."""
+    if FELL_BEHIND in reasons:
+        return "dropped"
+    if attrs["complete"]:
+        return "other"
+    return "quota" if attrs["reason"].startswith("max_request_bytes") else "aborted"

@@ -5,12 +5,16 @@ store layout. One public function each, with a Triton kernel (triton_kernels.py)
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import torch
 
-MAX_VALUES = 9
-_BLOCK = 1024
+MAX_VALUES = 13
+_BLOCK = 2048
+_GATHER_BLOCK = 1024
 _GATHER_TOKENS = 8
-# Up to this many tokens one program takes one token (latency counts), above it four (bandwidth counts).
+# Up to this many tokens one program takes one token with 4 warps, above it two with 8 (measured on an H200).
 _DECODE_TOKENS = 512
 
 
@@ -51,7 +55,7 @@ def _write_rows_triton(rows: torch.Tensor, slots: torch.Tensor, values: list[tor
     for value in values:
         assert value.stride(1) == 1, "taps take values whose last dimension is contiguous"
     pad = MAX_VALUES - len(values)
-    tile = 1 if tokens <= _DECODE_TOKENS else 4
+    tile, warps = (1, 4) if tokens <= _DECODE_TOKENS else (2, 8)
     write_rows_kernel[(-(-tokens // tile), blocks)](
         typed,
         slots,
@@ -63,45 +67,64 @@ def _write_rows_triton(rows: torch.Tensor, slots: torch.Tensor, values: list[tor
         typed.stride(0),
         TOKENS=tile,
         BLOCK=_BLOCK,
-        num_warps=4,
+        num_warps=warps,
+        **_launch_options(rows.device),
     )
 
 
-def gather_rows(rows: torch.Tensor, slots: torch.Tensor, pieces: torch.Tensor, payload: torch.Tensor) -> None:
-    """Gather pieces of `count` rows into a payload in store layout: piece after piece, each [count, bytes].
+@functools.cache
+def _launch_options(device: torch.device) -> dict[str, bool]:
+    """Programmatic dependent launch where the GPU has it (compute capability 9)."""
+    early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
 
-    rows: uint8 [slots, row_bytes], contiguous. slots: int64 [count]. pieces: int64 [n, 3] on the same device: byte
-    offset in a row, bytes, byte offset in the payload divided by count. payload: uint8, at least count * bytes of all
-    pieces; its start must be aligned to 16 bytes.
+
+def gather_index(slots: np.ndarray, block: int) -> np.ndarray:
+    """Index entries (see `gather_rows`) of rows that together make the payload at byte `block`. int64 [count, 4]."""
+    count = len(slots)
+    index = np.empty((count, 4), np.int64)
+    index[:, 0], index[:, 1], index[:, 2], index[:, 3] = slots, block, count, np.arange(count)
+    return index
+
+
+def gather_rows(rows: torch.Tensor, index: torch.Tensor, segments: torch.Tensor, payload: torch.Tensor) -> None:
+    """Gather rows into payloads in store layout: segment after segment, each [rows of the payload, bytes].
+
+    rows: uint8 [slots, row_bytes], contiguous. index: int64 [n, 4]: slot, byte offset of the row's payload in
+    `payload` (a multiple of 16), rows of that payload, number of the row in it. segments: int64 [m, 3] on the same
+    device: byte offset in a row, bytes, byte offset in a payload divided by its rows. payload: uint8.
     """
     if rows.is_cuda:
-        _gather_rows_triton(rows, slots, pieces, payload)
+        _gather_rows_triton(rows, index, segments, payload)
     else:
-        gather_rows_torch(rows, slots, pieces, payload)
+        gather_rows_torch(rows, index, segments, payload)
 
 
-def gather_rows_torch(rows: torch.Tensor, slots: torch.Tensor, pieces: torch.Tensor, payload: torch.Tensor) -> None:
+def gather_rows_torch(rows: torch.Tensor, index: torch.Tensor, segments: torch.Tensor, payload: torch.Tensor) -> None:
     """The gather kernel's twin in plain torch, used on the CPU."""
-    count = slots.shape[0]
-    picked = rows[slots]
-    for source, nbytes, base in pieces.tolist():
-        block = payload[base * count : (base + nbytes) * count].view(count, nbytes)
-        block.copy_(picked[:, source : source + nbytes])
+    for start in index[:, 1].unique().tolist():
+        mine = index[index[:, 1] == start]
+        count = int(mine[0, 2])
+        picked = rows[mine[:, 0]]
+        for source, nbytes, base in segments.tolist():
+            begin = start + base * count
+            block = payload[begin : begin + nbytes * count].view(count, nbytes)
+            block.index_copy_(0, mine[:, 3], picked[:, source : source + nbytes])
 
 
-def _gather_rows_triton(rows: torch.Tensor, slots: torch.Tensor, pieces: torch.Tensor, payload: torch.Tensor) -> None:
+def _gather_rows_triton(rows: torch.Tensor, index: torch.Tensor, segments: torch.Tensor, payload: torch.Tensor) -> None:
     from dmi_connector.engine.triton_kernels import gather_rows_kernel
 
-    count = slots.shape[0]
+    count = index.shape[0]
     unit = torch.int32  # every hook's width in bytes is a multiple of 4, and rows of int32 vectorise to 16 bytes
-    gather_rows_kernel[(pieces.shape[0], -(-count // _GATHER_TOKENS))](
+    gather_rows_kernel[(segments.shape[0], -(-count // _GATHER_TOKENS))](
         rows.view(unit),
-        slots,
-        pieces,
+        index,
+        segments,
         payload.view(unit),
         count,
         rows.shape[1] // 4,
         TOKENS=_GATHER_TOKENS,
-        BLOCK=_BLOCK,
+        BLOCK=_GATHER_BLOCK,
         num_warps=4,
     )

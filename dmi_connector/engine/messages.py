@@ -21,10 +21,10 @@ class Rows:
 
 @dataclass
 class Open:
-    """A capture begins. hooks: {hook: layers} of this capture. start: position of its first row."""
+    """A capture begins. path: of its store. hooks: {hook: layers} of this capture. start: position of its first row."""
 
     capture: int
-    name: str
+    path: str
     hooks: dict[str, tuple[int, ...]]
     request_id: str
     key: str | None

@@ -48,11 +48,17 @@ def make_plan(context: CaptureContext, hooks: dict[str, tuple[int, ...]], rank: 
             continue
         if not shard.owner:
             continue
-        arrays.append(ArraySpec(name, dtype, layers, shard.width * shard.shards, shard.shards, shard.shard))
-        for layer in layers:
-            segment = context.layout.find(name, layer)
-            assert segment is not None, (name, layer)
+        found = [context.layout.find(name, layer) for layer in layers]
+        segments = [s for s in found if s is not None]
+        assert len(segments) == len(layers) > 0, (name, layers)
+        for segment in segments:
             pieces.append((segment.offset, segment.nbytes, base))
             base += segment.nbytes
+        (stored_dtype, stored_width), reduction = segments[0].stored, segments[0].reduction
+        reduce = None
+        if reduction is not None:
+            reduce = {**reduction.settings(), "dtype": dtype, "width": shard.width * shard.shards}
+        width = stored_width * shard.shards
+        arrays.append(ArraySpec(name, stored_dtype, layers, width, shard.shards, shard.shard, reduce=reduce))
     pieces.append((HEADER[0], HEADER[1], base))
     return Plan(tuple(arrays), np.asarray(pieces, dtype=np.int64), base + HEADER[1], logits)

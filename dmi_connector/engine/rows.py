@@ -52,6 +52,7 @@ class CaptureLayer(nn.Module, AttentionLayerBase):
 
     def __init__(self, context: CaptureContext) -> None:
         super().__init__()
+        contract.check_one_engine()
         vllm_config = get_current_vllm_config()
         self.layer_name = context.layer_name
         self.context = context
@@ -60,7 +61,6 @@ class CaptureLayer(nn.Module, AttentionLayerBase):
         self.num_heads = 1
         self.kv_cache = torch.tensor([])
         self.step: CommonAttentionMetadata | None = None
-        self._rows: torch.Tensor | None = None
         self.impl = CaptureBackend.get_impl_cls()(1, self.head_size, "auto", self.row_dtype)
         layers = vllm_config.compilation_config.static_forward_context
         if self.layer_name in layers:
@@ -72,11 +72,10 @@ class CaptureLayer(nn.Module, AttentionLayerBase):
         cache = self.kv_cache
         if not isinstance(cache, torch.Tensor) or cache.numel() == 0:
             return None
-        if self._rows is None or self._rows.data_ptr() != cache.data_ptr():
-            if not cache.is_contiguous():
-                raise ValueError(f"the rows' cache has strides {cache.stride()}; a contiguous one is needed")
-            self._rows = cache.view(-1, self.head_size).view(torch.uint8)
-        return self._rows
+        if not cache.is_contiguous():
+            raise ValueError(f"the rows' cache has strides {cache.stride()}; a contiguous one is needed")
+        # A view made anew, not kept: vLLM replaces the cache after profiling, and a kept view would hold the old one.
+        return cache.view(-1, self.head_size).view(torch.uint8)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return CaptureBackend
@@ -100,7 +99,10 @@ class ExtractHiddenStatesModel(stock.ExtractHiddenStatesModel):
             return
         nn.Module.__init__(self)
         self.dmi_active = True
-        contract.schedule_no_drafts()
+        if vllm_config.use_v2_model_runner:
+            contract.skip_propose()
+        else:
+            contract.schedule_no_drafts()
         context = capture_context(vllm_config)
         self.cache_only_layers = nn.ModuleDict({str(context.dims.layers): CaptureLayer(context)})
 

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.plan import Plan
 from dmi_connector.settings import OptionError, ServerOptions
+from dmi_connector.store.persist import PersistSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,6 +63,25 @@ def hold_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:
     if not gpu or context.options.sink == "null":
         return 1 << 60
     return buffer_sizes(context.options, context.layout.row_bytes, gpu).staging // context.layout.row_bytes // 2
+
+
+def persist_settings(options: ServerOptions, rank: int) -> PersistSettings:
+    """What the coordinator of a rank needs to know; that of rank 0 also looks after the directory."""
+    keep = {
+        "directory": options.store_dir,
+        "roots": options.save_path_roots,
+        "measure": options.max_total_bytes > 0,
+        "retain_seconds": options.retain_seconds,
+        "retain_bytes": options.retain_bytes,
+    }
+    return PersistSettings(
+        options.codec,
+        options.chunk_tokens,
+        options.segment_tokens,
+        options.fsync,
+        file_mode=options.file_mode,
+        keep={} if rank else keep,
+    )
 
 
 def default_writers(gpu: bool) -> int:

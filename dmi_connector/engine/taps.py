@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Taps: forward hooks that hand hidden tensors to one custom op, which writes them into the paged rows.
 
-Values are gathered in groups and written by one op a group, at the last point where all of them are still intact:
+Values of a layer come in three groups, each intact until its end:
 
     attention in    resid_pre, ln1, q, k, v             before rotary, which may rotate q and k in place
     attention out   q_rot, k_rot, z, attn_out           before the fused add-and-norm takes attn_out over
     mlp             resid_mid, ln2, mlp_post, mlp_out   before the next add-and-norm takes them over
 
+Eagerly each group is written by one op at its end. Under torch.compile one op writes the whole layer at its end: what
+would be taken over until then is read from a copy, which Inductor fuses into the kernel that reads or makes the value.
+Launches are what taps cost in decode (docs/PERFORMANCE.md).
+
 The op mutates a one-element token buffer: that keeps it alive and in order under torch.compile, and costs nothing.
+Offsets are counted from the first of the layer, and a tensor stands for where that is: so the graphs of equal layers
+are equal, and vLLM compiles one of them.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +29,27 @@ from torch import nn
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels import write_rows
 from dmi_connector.hooks import Segment
+from dmi_connector.reduce import Reduction, from_settings
 
 _LIB = torch.library.Library("dmi", "FRAGMENT")
-_LIB.define("tap(Tensor[] values, Tensor(a!) token, int[] offsets, str layer) -> ()")
+_LIB.define("tap(Tensor[] values, Tensor(a!) token, Tensor base, int[] offsets, str reductions, str layer) -> ()")
+_ENCODE_TOKENS = 1024
+"""Tokens that are reduced at a time: vLLM's memory profile does not see what encoders need."""
+_BASES: dict[int, int] = {}
+"""Byte offset in a row that a `base` tensor stands for, by the tensor's address."""
 
 
-def _tap(values: list[torch.Tensor], token: torch.Tensor, offsets: list[int], layer: str) -> None:
-    """Write `values` ([tokens, width] each, last dimension contiguous) at byte `offsets` of this step's rows."""
+def _tap(
+    values: list[torch.Tensor],
+    token: torch.Tensor,
+    base: torch.Tensor,
+    offsets: list[int],
+    reductions: str,
+    layer: str,
+) -> None:
+    """Write `values` ([tokens, width] each, last dimension contiguous) into this step's rows, at byte `offsets` from
+    where `base` says. reductions: "" for none, else a JSON list of one reduction's settings, or null, for each value.
+    """
     from vllm.forward_context import get_forward_context
 
     context = get_forward_context()
@@ -35,10 +57,43 @@ def _tap(values: list[torch.Tensor], token: torch.Tensor, offsets: list[int], la
     slots = context.slot_mapping.get(layer) if isinstance(context.slot_mapping, dict) else None
     if owner is None or slots is None or owner.rows is None:
         return  # a profiling run: the cache does not exist yet
-    write_rows(owner.rows, slots, values, offsets)
+    starts = [_BASES[base.data_ptr()] + offset for offset in offsets]
+    if not reductions:
+        write_rows(owner.rows, slots, values, starts)
+        return
+    for first in range(0, values[0].shape[0], _ENCODE_TOKENS):
+        part = [v[first : first + _ENCODE_TOKENS] for v in values]
+        _write_reduced(owner.rows, slots[first:], part, starts, _reductions(reductions))
 
 
-def _tap_fake(values: list[torch.Tensor], token: torch.Tensor, offsets: list[int], layer: str) -> None:
+def _write_reduced(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    values: list[torch.Tensor],
+    starts: list[int],
+    reductions: list[Reduction | None],
+) -> None:
+    stored = [v if r is None else r.encode(v) for v, r in zip(values, reductions, strict=True)]
+    # Bytes travel as words: what a reduction stores is a multiple of 4 bytes wide.
+    stored = [v.view(torch.int32) if v.dtype == torch.uint8 else v for v in stored]
+    for dtype in dict.fromkeys(v.dtype for v in stored):
+        part = [i for i, v in enumerate(stored) if v.dtype == dtype]
+        write_rows(rows, slots, [stored[i] for i in part], [starts[i] for i in part])
+
+
+@functools.cache
+def _reductions(text: str) -> list[Reduction | None]:
+    return [None if settings is None else from_settings(settings) for settings in json.loads(text)]
+
+
+def _tap_fake(
+    values: list[torch.Tensor],
+    token: torch.Tensor,
+    base: torch.Tensor,
+    offsets: list[int],
+    reductions: str,
+    layer: str,
+) -> None:
     return None
 
 
@@ -60,30 +115,52 @@ class Group:
             self.segments.append(segment)
             self.values.append(value)
 
+    def pause(self, more: bool) -> None:
+        """End of a group: write now, or with the rest of the layer if `more` is to come and this is being compiled."""
+        if not (more and torch.compiler.is_compiling()):
+            self.flush()
+
     def flush(self) -> None:
-        if self.segments:
-            self.tapper.write(self.segments, self.values)
-        self.segments = []
-        self.values = []
+        segments, values = list(self.segments), list(self.values)
+        # Emptied, not replaced: Dynamo carries out what happens to the lists themselves, and tensors left in one would
+        # be outputs of the compiled graph, alive until the forward ends.
+        self.segments.clear()
+        self.values.clear()
+        if segments:
+            self.tapper.write(segments, values)
 
 
 class Tapper:
-    """Writes groups of values; one a model."""
+    """Writes groups of values of one layer, or of what exists once in a model (layer None)."""
 
-    def __init__(self, context: CaptureContext, token: torch.Tensor) -> None:
+    def __init__(self, model: nn.Module, context: CaptureContext, layer: int | None) -> None:
         self.layer_name = context.layer_name
-        self.token = token
+        self.token = model.get_buffer("dmi_token")
+        mine = [s.offset for s in context.layout.segments if layer is not None and s.layer == layer]
+        self.start = min(mine, default=0)
+        name = f"dmi_base_{'once' if layer is None else layer}"
+        model.register_buffer(name, torch.zeros(1, dtype=torch.int32), persistent=False)
+        self.base = model.get_buffer(name)
+        _BASES[self.base.data_ptr()] = self.start
+        self.settings: dict[str, str] = {}
+        for segment in context.layout.segments:
+            if segment.reduction is not None and segment.hook not in self.settings:
+                segment.reduction.prepare(segment.width, self.base.device)
+                self.settings[segment.hook] = json.dumps(segment.reduction.settings())
 
     def write(self, segments: list[Segment], values: list[torch.Tensor]) -> None:
         """One op for each dtype among `segments` (nearly always one)."""
         for dtype in dict.fromkeys(s.dtype for s in segments):
             rows = []
             offsets = []
+            how = []
             for segment, value in zip(segments, values, strict=True):
                 if segment.dtype == dtype:
                     rows.append(value.reshape(-1, segment.width).to(getattr(torch, dtype)))
-                    offsets.append(segment.offset)
-            torch.ops.dmi.tap(rows, self.token, offsets, self.layer_name)
+                    offsets.append(segment.offset - self.start)
+                    how.append("null" if segment.reduction is None else self.settings[segment.hook])
+            reductions = "[" + ",".join(how) + "]" if any(h != "null" for h in how) else ""
+            torch.ops.dmi.tap(rows, self.token, self.base, offsets, reductions, self.layer_name)
 
 
 def _norm_outputs(args: tuple[Any, ...], output: Any) -> tuple[Any, Any]:
@@ -91,16 +168,14 @@ def _norm_outputs(args: tuple[Any, ...], output: Any) -> tuple[Any, Any]:
     return output if isinstance(output, tuple) else (output, args[0])
 
 
-def _unseen(value: Any) -> Any:
-    """`value` for a tap, made so that Inductor computes the same as without the tap.
+def _copied(value: Any) -> Any:
+    """`value` for a tap, so that the compiled model computes the same as without it and may reuse the original.
 
     Inductor keeps sums and norms in float32 while it fuses them; what an opaque op reads it must write out in the
     model's dtype first, and everything after would go on from the rounded tensor. A copy of its own leaves the original
     where it was (a plain clone is removed as a no-op).
     """
-    if torch.compiler.is_compiling() and value.dtype != torch.float32:
-        return torch.neg(torch.neg(value))
-    return value
+    return torch.neg(torch.neg(value)) if torch.compiler.is_compiling() else value
 
 
 def _first(output: Any) -> Any:
@@ -117,19 +192,20 @@ def _after(module: nn.Module, hook: Callable[[tuple[Any, ...], Any], None]) -> N
 def install(model: nn.Module, context: CaptureContext) -> None:
     """Register the hooks of the selection on a freshly built model (before its first forward)."""
     model.register_buffer("dmi_token", torch.zeros(1, dtype=torch.int32), persistent=False)
-    tapper = Tapper(context, model.get_buffer("dmi_token"))
+    tapper = Tapper(model, context, None)
     arch = context.arch
     layers: Any = model.get_submodule(arch.layers)
     _install_inputs(model, context, tapper)
     for index in range(context.dims.layers):
-        _install_layer(layers[index], index, context, tapper)
+        if any(s.layer == index for s in context.layout.segments):
+            _install_layer(layers[index], index, context, Tapper(model, context, index))
     final, normed = context.layout.find("resid_final", 0), context.layout.find("final_ln", 0)
     if final or normed:
 
         def at_final_norm(args: tuple[Any, ...], output: Any) -> None:
             group = Group(tapper)
             values = _norm_outputs(args, output)
-            group.add(final, _unseen(values[1]))
+            group.add(final, _copied(values[1]))
             group.add(normed, values[0])
             group.flush()
 
@@ -174,11 +250,15 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
 
     is_moe = index in context.dims.moe_layers
     resid_pre, ln1, q, k, v = (find(n) for n in ("resid_pre", "ln1", "q", "k", "v"))
+    q_rot, k_rot, z, attn_out = (find(n) for n in ("q_rot", "k_rot", "z", "attn_out"))
+    resid_mid, ln2, mlp_post, mlp_out = (find(n) for n in ("resid_mid", "ln2", "mlp_post", "mlp_out"))
+    in_mlp = any((resid_mid, ln2, mlp_post, mlp_out))
+    after_in = in_mlp or any((q_rot, k_rot, z, attn_out))
     if resid_pre or ln1:
 
         def at_ln1(args: tuple[Any, ...], output: Any) -> None:
             normed, residual = _norm_outputs(args, output)
-            group.add(resid_pre, _unseen(residual))
+            group.add(resid_pre, _copied(residual))
             group.add(ln1, normed)
 
         _after(module(arch.ln1), at_ln1)
@@ -190,19 +270,19 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
         qkv = _first(output)
         group.add(v, qkv[..., q_size + kv_size :])
         if not arch.q_norm:
-            group.add(q, qkv[..., :q_size])
-            group.add(k, qkv[..., q_size : q_size + kv_size])
+            group.add(q, _copied(qkv[..., :q_size]))
+            group.add(k, _copied(qkv[..., q_size : q_size + kv_size]))
         if not (arch.q_norm and (q or k)):
-            group.flush()
+            group.pause(after_in)
 
     def at_q_norm(_args: tuple[Any, ...], output: Any) -> None:
-        group.add(q, _unseen(_first(output)))
+        group.add(q, _copied(_first(output)))
         if not k:
-            group.flush()
+            group.pause(after_in)
 
     def at_k_norm(_args: tuple[Any, ...], output: Any) -> None:
-        group.add(k, _unseen(_first(output)))
-        group.flush()
+        group.add(k, _copied(_first(output)))
+        group.pause(after_in)
 
     if any((resid_pre, ln1, q, k, v)):
         _after(module(arch.qkv), at_qkv)
@@ -211,7 +291,6 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
         if arch.k_norm and k:
             _after(module(arch.k_norm), at_k_norm)
 
-    q_rot, k_rot, z, attn_out = (find(n) for n in ("q_rot", "k_rot", "z", "attn_out"))
     if q_rot or k_rot:
 
         def before_attn(_module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -223,17 +302,16 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
 
         def at_o_proj(args: tuple[Any, ...], output: Any) -> None:
             group.add(z, args[0])
-            group.add(attn_out, _first(output))
-            group.flush()
+            group.add(attn_out, _copied(_first(output)) if in_mlp else _first(output))
+            group.pause(in_mlp)
 
         _after(module(arch.o_proj), at_o_proj)
 
-    resid_mid, ln2, mlp_post, mlp_out = (find(n) for n in ("resid_mid", "ln2", "mlp_post", "mlp_out"))
     if resid_mid or ln2:
 
         def at_ln2(args: tuple[Any, ...], output: Any) -> None:
             normed, residual = _norm_outputs(args, output)
-            group.add(resid_mid, _unseen(residual))
+            group.add(resid_mid, _copied(residual))
             group.add(ln2, normed)
             if is_moe or not (mlp_post or mlp_out):
                 group.flush()  # expert kernels may work in place on their input

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import re
-import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,33 +13,46 @@ import numpy as np
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.hooks import HOOKS, Selection, SelectionError, parse_selection
-from dmi_connector.settings import CaptureParams, OptionError
+from dmi_connector.settings import CaptureParams, OptionError, show
+from dmi_connector.store.paths import custom_directory, store_name
+from dmi_connector.store.quota import UNLIMITED, Quota, RequestBytes
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+logger = logging.getLogger("vllm.dmi_connector")
+_REASON_LENGTH = 2000
 
 
 @dataclass
 class Tracked:
-    """One request under capture. exported: position up to which rows were handed to the worker."""
+    """One request under capture. exported: position up to which rows were handed to the worker. due: number of
+    computed tokens from which a step has something to say about it. quota: first position that `max_request_bytes`
+    has no room for.
+    """
 
     request: Request
     params: CaptureParams
     capture: int
-    name: str
+    path: str
     selection: Selection
+    quota: int
     exported: int
+    due: int
     opened: bool = False
     blocks: list[int] = field(default_factory=list)
 
     @property
-    def limit(self) -> int:
+    def wanted(self) -> int:
         """First position that is not wanted."""
-        wanted = 1 << 60 if self.params.include_output_tokens else self.request.num_prompt_tokens
+        wanted = UNLIMITED if self.params.include_output_tokens else self.request.num_prompt_tokens
         return wanted if self.params.stop is None else min(wanted, self.params.stop)
+
+    @property
+    def limit(self) -> int:
+        """First position that is not captured."""
+        return min(self.wanted, self.quota)
 
 
 class Tracker:
@@ -60,9 +72,10 @@ class Tracker:
         self.gathered = 0  # of these, rows the slowest worker has gathered
         self.lost: dict[int, list[list[int]]] = {}
         self._captures = 0
+        self.quota = Quota(context.options)
 
     def on_new_request(self, request: Request) -> None:
-        """Read the request's options. A bad one is remembered for the response; the request itself goes on."""
+        """Read the request's options. Why nothing is captured is remembered for the response; the request goes on."""
         request_id = request.request_id
         try:
             params = CaptureParams.parse(request.kv_transfer_params)
@@ -72,14 +85,34 @@ class Tracker:
                 raise OptionError(
                     "prompt_embeds: requests without token ids cannot be captured; send token ids or text"
                 )
-            selection = self._narrow(params)
+            self.tracked[request_id] = self._track(request, params)
         except (OptionError, SelectionError) as error:
-            self.refused[request_id] = str(error)
-            return
+            self._refuse(request_id, str(error))
+        except Exception as error:  # whatever a client sent, the engine goes on
+            logger.exception("dmi: the options of request %s could not be handled", request_id)
+            self._refuse(request_id, f"kv_transfer_params: they could not be handled: {type(error).__name__}: {error}")
+
+    def _refuse(self, request_id: str, reason: str) -> None:
+        """Remember a reason, in characters and of a length that any response can carry."""
+        self.refused[request_id] = reason[:_REASON_LENGTH].encode("utf-8", "backslashreplace").decode()
+
+    def _track(self, request: Request, params: CaptureParams) -> Tracked:
+        """Work out what to capture and where. Raises OptionError and SelectionError."""
+        context, options = self.context, self.context.options
+        selection = self._narrow(params)
+        prompt = request.num_prompt_tokens
+        size = RequestBytes.of(context, selection, params.start, prompt)
+        quota = size.end_within(options.max_request_bytes) if options.max_request_bytes else UNLIMITED
+        directory = options.store_dir
+        if params.save_path is not None:
+            roots = options.save_path_roots if options.allow_custom_save_path else ()
+            directory = custom_directory(params.save_path, roots, options.file_mode)
+        if options.sink == "disk":
+            self.quota.admit(directory, size.until(prompt if params.stop is None else min(prompt, params.stop)))
         self._captures += 1
-        stem = _UNSAFE.sub("_", f"{params.key}--{request_id}" if params.key else request_id)[:160].lstrip(".")
-        name = f"{stem}-{uuid.uuid4().hex[:8]}.zarr"
-        self.tracked[request_id] = Tracked(request, params, self._captures, name, selection, params.start)
+        path = os.path.join(directory, store_name(params.key, request.request_id))
+        due = 0 if "logits" in selection.hooks else params.start + options.chunk_tokens
+        return Tracked(request, params, self._captures, path, selection, quota, params.start, due)
 
     def _narrow(self, params: CaptureParams) -> Selection:
         served, dims = self.context.selection, self.context.dims
@@ -89,7 +122,9 @@ class Tracker:
         keep = set()
         for layer in params.layers:
             if not -dims.layers <= layer < dims.layers:
-                raise OptionError(f"dmi.layers: {layer} is outside this model; it has layers 0 to {dims.layers - 1}")
+                raise OptionError(
+                    f"dmi.layers: {show(layer)} is outside this model; it has layers 0 to {dims.layers - 1}"
+                )
             keep.add(layer % dims.layers)
         hooks = {
             n: ls if HOOKS[n].scope != "layer" else tuple(x for x in ls if x in keep) for n, ls in chosen.hooks.items()
@@ -97,7 +132,7 @@ class Tracker:
         hooks = {n: ls for n, ls in hooks.items() if ls}
         if not hooks:
             raise OptionError(
-                f"dmi.layers: {list(params.layers)} leaves nothing of the captured hooks; captured: {chosen}"
+                f"dmi.layers: {show(list(params.layers))} leaves nothing of the captured hooks; captured: {chosen}"
             )
         return Selection(hooks)
 
@@ -108,29 +143,28 @@ class Tracker:
         for request_id in output.preempted_req_ids or ():
             if request_id in self.tracked:
                 metadata.preempted.append(self.tracked[request_id].capture)
-        computed: dict[str, int] = {}
+        scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             tracked = self.tracked.get(new.req_id)
             if tracked is not None:
                 tracked.blocks = list(new.block_ids[group])
-                computed[new.req_id] = new.num_computed_tokens
                 if not tracked.opened:
                     tracked.opened = True
                     metadata.opens.append(self._open(tracked))
+                self._ready(tracked, new.num_computed_tokens + scheduled[new.req_id], metadata)
         cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
+        for index, request_id in enumerate(cached.req_ids):  # a step's cost at large batches: keep it short
             tracked = self.tracked.get(request_id)
             if tracked is None:
                 continue
-            computed[request_id] = cached.num_computed_tokens[index]
             new_blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
                 tracked.blocks = list(new_blocks[group]) if new_blocks else []
             elif new_blocks:
                 tracked.blocks.extend(new_blocks[group])
-        for request_id, before in computed.items():
-            tracked = self.tracked[request_id]
-            self._ready(tracked, before + output.num_scheduled_tokens[request_id], metadata)
+            computed = cached.num_computed_tokens[index] + scheduled[request_id]
+            if computed >= tracked.due:
+                self._ready(tracked, computed, metadata)
         return metadata
 
     def _ready(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
@@ -145,6 +179,8 @@ class Tracker:
         while tracked.exported + chunk <= end:
             metadata.chunks.append(self._rows(tracked, tracked.exported, tracked.exported + chunk, tracked.blocks))
             tracked.exported += chunk
+            if tracked.due:
+                tracked.due += chunk
         position = computed - 1
         if "logits" in tracked.selection.hooks and computed >= known and self._wants_sample(tracked, position):
             first = max(tracked.request.num_prompt_tokens - 1, tracked.params.start)
@@ -167,7 +203,7 @@ class Tracker:
         sampling = request.sampling_params
         return Open(
             capture=tracked.capture,
-            name=tracked.name,
+            path=tracked.path,
             hooks=dict(tracked.selection.hooks),
             request_id=request.request_id,
             key=tracked.params.key,
@@ -203,16 +239,17 @@ class Tracker:
         if not tracked.opened:
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
         close = self._close(tracked, blocks)
-        hold = bool(blocks) and self.handed - self.gathered > self.hold_rows
+        hold = bool(blocks) and self.context.options.policy == "block" and self.handed - self.gathered > self.hold_rows
         close.held = request_id if hold else None
         self.pending_closes.append(close)
-        store = (
-            os.path.join(self.context.options.store_dir, tracked.name) if self.context.options.sink == "disk" else None
-        )
+        store = tracked.path if self.context.options.sink == "disk" else None
         response: dict[str, Any] = {"dmi_store": store, "dmi_request_id": request_id}
         if tracked.params.key is not None:
             response["dmi_key"] = tracked.params.key
-        lost = self.lost.pop(tracked.capture, None)
+        lost = self.lost.pop(tracked.capture, [])
+        if not close.attrs["complete"] and tracked.params.start + close.length == tracked.quota:
+            lost = lost + close.attrs["missing"]
+            response["dmi_reason"] = close.attrs["reason"]
         if lost:
             response["dmi_missing"] = sorted(lost)
         return hold, response
@@ -221,12 +258,17 @@ class Tracker:
         request, params = tracked.request, tracked.params
         exist = min(request.num_computed_tokens, request.num_tokens - 1)
         end = max(min(exist, tracked.limit), tracked.exported)
-        expected = min(max(request.num_prompt_tokens, request.num_tokens - 1), tracked.limit)
+        expected = min(max(request.num_prompt_tokens, request.num_tokens - 1), tracked.wanted)
         chunk = self.context.options.chunk_tokens
         rows = [self._rows(tracked, at, min(at + chunk, end), blocks) for at in range(tracked.exported, end, chunk)]
         finish = request.get_finished_reason()
         reason = None
-        if end < expected:
+        if end < expected and end == tracked.quota:
+            reason = (
+                f"max_request_bytes: {self.context.options.max_request_bytes} bytes hold the rows of {end} of "
+                f"{expected} tokens"
+            )
+        elif end < expected:
             reason = f"the request ended ({finish}) after {end} of {expected} tokens were computed"
         start = min(params.start, end)
         first_sample = max(request.num_prompt_tokens - 1, params.start)
@@ -239,7 +281,7 @@ class Tracker:
             attrs={
                 "complete": end >= expected,
                 "reason": reason,
-                "missing": [] if end >= expected else [[end, expected]],
+                "missing": [] if end >= expected else [[end - start, expected - start]],
                 "finish_reason": None if finish is None else str(finish),
             },
         )

@@ -15,27 +15,34 @@ def _copy(
 ):  # fmt: skip
     columns = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = columns < width
-    # The load does not wait for the slots: only the store needs them.
+    # The load does not wait for the slots: only the store needs them. Rows are not read again soon (.cs).
     value = tl.load(x + token * stride + columns, mask=inside & real)
-    tl.store(row + start + columns, value, mask=inside & keep)
+    tl.store(row + start + columns, value, mask=inside & keep, cache_modifier=".cs")
 
 
 @triton.jit(do_not_specialize=["count"])
 def write_rows_kernel(
-    rows, slots, x0, x1, x2, x3, x4, x5, x6, x7, x8,
-    s0, s1, s2, s3, s4, s5, s6, s7, s8,
-    w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr, w3: tl.constexpr, w4: tl.constexpr,
-    w5: tl.constexpr, w6: tl.constexpr, w7: tl.constexpr, w8: tl.constexpr,
-    o0, o1, o2, o3, o4, o5, o6, o7, o8,
-    count, row_stride, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, slots,
+    x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12,
+    s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12,
+    w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr, w3: tl.constexpr, w4: tl.constexpr, w5: tl.constexpr,
+    w6: tl.constexpr, w7: tl.constexpr, w8: tl.constexpr, w9: tl.constexpr, w10: tl.constexpr, w11: tl.constexpr,
+    w12: tl.constexpr,
+    o0, o1, o2, o3, o4, o5, o6, o7, o8, o9, o10, o11, o12,
+    count, row_stride, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token tiles, blocks of all values): block b copies TOKENS x BLOCK elements of the value it falls into."""
+    """Grid (token tiles, blocks of all values): block b copies TOKENS x BLOCK elements of the value it falls into.
+
+    PDL: launched while the kernel before it ends. The slots were there before the step began; values need the wait.
+    """
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     block = tl.program_id(1)
     real = token < count
     slot = tl.load(slots + token, mask=real, other=-1)
     keep = slot >= 0
     row = rows + slot * row_stride
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     b1: tl.constexpr = (w0 + BLOCK - 1) // BLOCK
     b2: tl.constexpr = b1 + (w1 + BLOCK - 1) // BLOCK
     b3: tl.constexpr = b2 + (w2 + BLOCK - 1) // BLOCK
@@ -44,6 +51,10 @@ def write_rows_kernel(
     b6: tl.constexpr = b5 + (w5 + BLOCK - 1) // BLOCK
     b7: tl.constexpr = b6 + (w6 + BLOCK - 1) // BLOCK
     b8: tl.constexpr = b7 + (w7 + BLOCK - 1) // BLOCK
+    b9: tl.constexpr = b8 + (w8 + BLOCK - 1) // BLOCK
+    b10: tl.constexpr = b9 + (w9 + BLOCK - 1) // BLOCK
+    b11: tl.constexpr = b10 + (w10 + BLOCK - 1) // BLOCK
+    b12: tl.constexpr = b11 + (w11 + BLOCK - 1) // BLOCK
     if block < b1:
         _copy(row, x0, s0, w0, o0, token, block, real, keep, BLOCK)
     elif block < b2:
@@ -60,24 +71,34 @@ def write_rows_kernel(
         _copy(row, x6, s6, w6, o6, token, block - b6, real, keep, BLOCK)
     elif block < b8:
         _copy(row, x7, s7, w7, o7, token, block - b7, real, keep, BLOCK)
-    else:
+    elif block < b9:
         _copy(row, x8, s8, w8, o8, token, block - b8, real, keep, BLOCK)
+    elif block < b10:
+        _copy(row, x9, s9, w9, o9, token, block - b9, real, keep, BLOCK)
+    elif block < b11:
+        _copy(row, x10, s10, w10, o10, token, block - b10, real, keep, BLOCK)
+    elif block < b12:
+        _copy(row, x11, s11, w11, o11, token, block - b11, real, keep, BLOCK)
+    else:
+        _copy(row, x12, s12, w12, o12, token, block - b12, real, keep, BLOCK)
 
 
 @triton.jit(do_not_specialize=["count"])
 def gather_rows_kernel(
-    rows, slots, pieces, payload, count, row_units, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+    rows, index, segments, payload, count, row_units, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid (pieces, token tiles): one program copies one piece of TOKENS rows. Units are 4 bytes."""
-    piece = pieces + tl.program_id(0) * 3
-    source = tl.load(piece) // 4
-    units = tl.load(piece + 1) // 4
-    target = tl.load(piece + 2) // 4 * count
+    """Grid (segments, row tiles): one program copies one segment of TOKENS rows. Units are 4 bytes."""
+    segment = segments + tl.program_id(0) * 3
+    source = tl.load(segment) // 4
+    units = tl.load(segment + 1) // 4
+    base = tl.load(segment + 2) // 4
     first = tl.program_id(1) * TOKENS
-    for token in range(first, min(first + TOKENS, count)):
-        row = rows + tl.load(slots + token) * row_units + source
-        out = payload + target + token * units
+    for row in range(first, min(first + TOKENS, count)):
+        entry = index + row * 4
+        data = rows + tl.load(entry) * row_units + source
+        block = tl.load(entry + 1) // 4 + base * tl.load(entry + 2)
+        out = payload + block + tl.load(entry + 3) * units
         for start in range(0, units, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             mask = columns < units
-            tl.store(out + columns, tl.load(row + columns, mask=mask), mask=mask)
+            tl.store(out + columns, tl.load(data + columns, mask=mask), mask=mask)

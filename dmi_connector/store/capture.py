@@ -12,7 +12,7 @@ import numpy as np
 
 from dmi_connector.store import schema
 from dmi_connector.store.group import FileList
-from dmi_connector.store.process import WriterProcess
+from dmi_connector.store.process import Child
 from dmi_connector.store.ring import Extent
 from dmi_connector.store.schema import ArraySpec
 
@@ -30,8 +30,10 @@ class CaptureSpec:
     final: path of the store, NAME.zarr. arrays: those this rank writes. bases: byte offset of each array
     for one token of a chunk payload (per-sample arrays: any number); None packs token arrays in order
     without gaps. attrs: facts for the root attribute (docs/FORMAT.md, section 5); `prompt_len` is
-    required on rank 0, `start` defaults to 0. rank, ranks: tensor-parallel rank and size. The rest
-    defaults to the settings of Persistence.
+    required on rank 0, `start` defaults to 0. rank, ranks: tensor-parallel rank and size. header_base: where
+    chunk payloads carry a header a token (int32 token id, int32 position), as the offset for one token; None:
+    they do not. Positions are then checked as chunks come, token ids at `close`. The rest defaults to the
+    settings of Persistence.
     """
 
     final: str
@@ -45,6 +47,7 @@ class CaptureSpec:
     chunk_tokens: int | None = None
     segment_tokens: int | None = None
     codec: str | None = None
+    header_base: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "final", os.path.abspath(self.final))
@@ -83,32 +86,34 @@ class CaptureSpec:
                 "width": a.width,
                 "dtype": a.dtype,
                 "shards": a.shards,
+                **({"reduce": dict(a.reduce)} if a.reduce else {}),
             }
             for a in self.arrays
         }
 
 
-def balance(arrays: Sequence[ArraySpec], groups: int) -> list[list[int]]:
-    """Indexes of `arrays` split into at most `groups` lists of about equal bytes per token, the largest
-    first.
+def assign(arrays: Sequence[ArraySpec], loads: list[int], spread: bool) -> dict[int, list[int]]:
+    """Share out `arrays` to writers: {writer: indexes of its arrays}. loads: bytes a token that each writer has
+    already; what is given out is added. spread: over as many writers as it takes, else all to the one with the least.
     """
-    loads = [0] * max(1, min(groups, len(arrays)))
-    parts: list[list[int]] = [[] for _ in loads]
+    parts: dict[int, list[int]] = {}
     for i in sorted(range(len(arrays)), key=lambda i: -arrays[i].token_bytes):
-        lightest = loads.index(min(loads))
-        loads[lightest] += arrays[i].token_bytes
-        parts[lightest].append(i)
-    return [sorted(p) for p in parts]
+        writer = loads.index(min(loads)) if spread or not parts else next(iter(parts))
+        loads[writer] += arrays[i].token_bytes
+        parts.setdefault(writer, []).append(i)
+    return {writer: sorted(part) for writer, part in parts.items()} or {loads.index(min(loads)): []}
 
 
 @dataclass(eq=False)
 class Group:
-    """The arrays of a capture that one writer process has."""
+    """The arrays of a capture that one writer process has. writer: its number. load: their bytes a token."""
 
-    process: WriterProcess
+    process: Child
     arrays: list[int]
     takes_chunks: bool
     takes_rows: frozenset[str]
+    writer: int
+    load: int
     open: bool = True
 
 
@@ -128,8 +133,11 @@ class CaptureHandle:
         self.bytes_raw = 0
         self.bytes_stored = 0
         self.final_message: dict[str, Any] = {}
-        self.final_process: WriterProcess | None = None
+        self.final_process: Child | None = None
         self.retried = False  # whether the commit died with its process once
+        self._headers: list[tuple[int, np.ndarray]] = []  # (first row, token ids its rows carry)
+        self._problems: list[str] = []
+        self._samples: dict[str, int] = {}  # rows sent of each per-sample array
         self._owner = owner
 
     @property
@@ -167,6 +175,7 @@ class CaptureHandle:
 
         positions: the token position of each. Extents are handled as in `chunk`.
         """
+        self._samples[name] = max(self._samples.get(name, 0), first + count)
         message = {"name": name, "first": first, "count": count, "positions": [int(p) for p in positions]}
         self._owner._post_chunk(self, extent, message, offset, keep, name)
 
@@ -181,12 +190,68 @@ class CaptureHandle:
         """Finish a capture of `length` token rows and of `samples` rows per per-sample array.
 
         token_ids: required on rank 0, `length` ids. positions: default `start`, `start + 1`, ... attrs:
-        override those of the spec; `complete=False`, `reason` and `missing` say what was not captured.
+        override those of the spec; `complete=False`, `reason` and `missing` say what was not captured (on other
+        ranks: what this rank lacks).
         Raises ValueError when lengths differ or attributes are lacking, and the capture stays open.
         """
         message: dict[str, Any] = {"length": int(length), "samples": dict(samples or {})}
         final = {} if self.spec.rank else self._final(int(length), token_ids, positions, dict(attrs or {}))
+        if self.spec.rank and attrs and attrs.get("missing"):
+            self.failed += attrs["missing"]
+            self.errors.append(attrs["reason"])
         self._owner._post_close(self, message, final)
+
+    def abandon(self, reason: str) -> bool:
+        """Close a capture whose end nobody will announce with the rows that came. Returns False where that cannot be:
+        without headers, or with parts on other ranks.
+        """
+        if self.spec.header_base is None or self.spec.ranks > 1:
+            return False
+        ends = [(first, first + len(ids)) for first, ids in self._headers]
+        length = max((stop for _, stop in ends), default=0)
+        token_ids, have = np.zeros(length, np.int32), np.zeros(length + 1, bool)
+        for first, ids in self._headers:
+            token_ids[first : first + len(ids)] = ids
+            have[first : first + len(ids)] = True
+        start = int(self.spec.attrs.get("start", 0))
+        missing = [[int(i), int(i) + 1] for i in np.flatnonzero(~have[:length])]
+        if start + length < int(self.spec.attrs["prompt_len"]):
+            missing.append([length, int(self.spec.attrs["prompt_len"]) - start])
+        attrs = {"complete": False, "reason": reason, "missing": missing, "finish_reason": None}
+        per_sample = {a.name: self._samples.get(a.name, 0) for a in self.spec.arrays if a.per_sample}
+        self.close(length, per_sample, token_ids, attrs=attrs)
+        return True
+
+    def check_positions(self, payload: np.ndarray, first: int, count: int) -> np.ndarray:
+        """Look at the headers of a chunk payload: its rows must carry their own positions. Returns their token ids,
+        int32 [count].
+        """
+        assert self.spec.header_base is not None
+        at = self.spec.header_base * count
+        header = payload[at : at + 8 * count].view("<i4").reshape(count, 2)
+        ids = header[:, 0].copy()
+        self._headers.append((first, ids))
+        begin = int(self.spec.attrs.get("start", 0)) + first
+        if not np.array_equal(header[:, 1], np.arange(begin, begin + count, dtype=np.int32)):
+            self._problems.append(f"the rows of positions {begin} to {begin + count - 1} carry other positions")
+        return ids
+
+    def _check_tokens(self, token_ids: np.ndarray, start: int) -> list[str]:
+        """Compare the ids that rows carry with those of the request: a row of another request cannot pass."""
+        for first, ids in self._headers:
+            expected = token_ids[first : first + len(ids)]
+            wrong = np.flatnonzero(ids[: len(expected)] != expected)
+            if len(wrong):
+                at = int(wrong[0])
+                return [f"the row at position {start + first + at} holds token {ids[at]}, not {expected[at]}"]
+        return []
+
+    def about(self) -> dict[str, Any]:
+        """What a salvage of this capture has to know (docs/FORMAT.md, section on partial stores)."""
+        spec = self.spec
+        facts: dict[str, Any] = {"request_id": spec.request_id, "key": spec.key, "created": self.created}
+        facts |= {"rank": spec.rank, "ranks": spec.ranks, "arrays": [a.to_json() for a in spec.arrays]}
+        return {**facts, "attrs": dict(spec.attrs)}
 
     def abort(self) -> None:
         """Forget the capture and remove what was written of it."""
@@ -208,6 +273,10 @@ class CaptureHandle:
         ids = np.asarray([] if token_ids is None else token_ids)
         if len(ids) != length or len(where) != length:
             raise ValueError(f"{len(ids)} token_ids and {len(where)} positions were given for length {length}")
+        problems = self._problems + self._check_tokens(ids, start)
+        if problems:
+            merged["complete"] = False
+            merged["reason"] = "; ".join(([merged["reason"]] if merged["reason"] else []) + problems)
         merged["hooks"] = self.spec.hooks() | dict(merged.get("hooks", {}))
         merged |= {"num_tokens": length, "tp": self.spec.ranks, "created": self.created}
         merged |= {"request_id": self.spec.request_id, "key": self.spec.key}

@@ -8,14 +8,22 @@ import datetime
 import json
 import os
 import shutil
+import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dmi_connector.store import schema
 from dmi_connector.store.group import FileList, plain_array
+from dmi_connector.store.journal import holds_rows, is_journal, remove_journals
+from dmi_connector.store.paths import no_follow
 from dmi_connector.store.shard import crc32c
 from dmi_connector.store.wire import Message, unpack_array
+
+Rebuild = Callable[[Message, set[str]], tuple[FileList, list[list[int]], list[str], int]]
+"""(commit message, hooks) -> files made, ranges lost, notes, bytes of the rows; see `repair.rebuild`."""
 
 
 def now() -> str:
@@ -27,11 +35,14 @@ def append_index(directory: str, record: dict[str, Any]) -> None:
     """Append one line to the index of a store directory, with one write, so that lines of several writers
     never mix.
 
-    A line torn by a full disk is closed off first. Raises OSError.
+    A line torn by a full disk is closed off first. Raises OSError, also where the index is a link or no file.
     """
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-    fd = os.open(os.path.join(directory, schema.INDEX_NAME), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    path = os.path.join(directory, schema.INDEX_NAME)
+    fd = no_follow(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{path} is no file: remove it")
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":
             line = b"\n" + line
@@ -39,6 +50,15 @@ def append_index(directory: str, record: dict[str, Any]) -> None:
             raise OSError(f"the line for {record.get('store')} was cut short in {schema.INDEX_NAME}")
     finally:
         os.close(fd)
+
+
+def append_finish(final: str, attrs: dict[str, Any], bytes_raw: int) -> None:
+    """Append the line of a store that has just got its final name. Raises OSError."""
+    state = "complete" if attrs["complete"] else "incomplete"
+    line = {"event": "finish", "store": os.path.basename(final), "state": state, "reason": attrs["reason"]}
+    line |= {k: attrs.get(k) for k in ("key", "request_id", "created", "finished", "num_tokens")}
+    stored = sum(size for size, _ in attrs["files"].values())
+    append_index(os.path.dirname(final), {**line, "bytes": stored, "bytes_raw": bytes_raw})
 
 
 def rank_file(partial: str, rank: int) -> str:
@@ -49,9 +69,30 @@ def rank_file(partial: str, rank: int) -> str:
 def write_rank_done(message: Message) -> None:
     """Say, atomically, that this rank has finished its files. Raises OSError."""
     path = rank_file(message["partial"], message["rank"])
-    with open(path + ".tmp", "w") as f:
+    if os.path.islink(message["partial"]):
+        raise OSError(f"{message['partial']} is a link: remove it")
+    if not os.path.exists(message["partial"].removesuffix(schema.PARTIAL_SUFFIX)):  # else rank 0 gave this rank up
+        os.makedirs(message["partial"], exist_ok=True)  # whoever was to make it died
+    with open(path + ".tmp", "w", opener=no_follow) as f:
         json.dump({k: message[k] for k in ("files", "errors", "failed", "bytes_raw")}, f)
     os.rename(path + ".tmp", path)
+
+
+def give_up(message: Message, reason: str) -> None:
+    """Say in the index that a capture failed. Its partial directory stays for a repair if it holds any rows.
+
+    Raises OSError.
+    """
+    partial, final = Path(message["partial"]), message["final"]
+    line = {"event": "finish", "store": os.path.basename(final), "state": "failed", "reason": reason}
+    line |= {k: message["attrs"].get(k) for k in ("key", "request_id", "created")}
+    try:
+        if partial.is_dir() and not holds_rows(partial):
+            sweep(str(partial), {})  # one descriptor at a time: there may be no more
+            remove_journals(str(partial))
+            partial.rmdir()
+    finally:
+        append_index(os.path.dirname(final), {**line, "finished": now()})
 
 
 def merge_ranges(ranges: list[list[int]]) -> list[list[int]]:
@@ -90,16 +131,21 @@ class Commit:
             return True
         return not waiting
 
-    def run(self) -> Message:
-        """Write what is left and give the store its final name. Returns facts for the reply. Raises
-        OSError.
+    def run(self, rebuild: Rebuild | None = None) -> Message:
+        """Write what is left and give the store its final name. Returns facts for the reply. Raises OSError.
+
+        rebuild: makes arrays of what a writer left that died.
         """
         m = self.message
         partial, final = m["partial"], m["final"]
         files: FileList = dict(m["files"])
         attrs: dict[str, Any] = dict(m["attrs"])
         missing = list(attrs.get("missing", []))
+        all_there = not self.errors  # else a rank may still write
         bytes_raw = m["bytes_raw"] + self._merge_ranks(files, missing)
+        self._drop_vanished(files, missing)
+        if rebuild is not None and all_there:
+            bytes_raw += self._rebuild(rebuild, files, missing)
         os.makedirs(partial, exist_ok=True)
         for name, dtype in schema.TOKEN_ARRAYS.items():
             plain_array(partial, name, dtype, unpack_array(m["arrays"][name]), "token", files)
@@ -122,15 +168,7 @@ class Commit:
             "bytes_raw": bytes_raw,
             "bytes": stored,
         }
-        state = "complete" if attrs["complete"] else "incomplete"
-        line = {
-            "event": "finish",
-            "store": os.path.basename(final),
-            "state": state,
-            "reason": attrs["reason"],
-        }
-        line |= {k: attrs.get(k) for k in ("key", "request_id", "created", "finished", "num_tokens")}
-        append_index(os.path.dirname(final), {**line, "bytes": stored, "bytes_raw": bytes_raw})
+        append_finish(final, attrs, bytes_raw)
         return facts
 
     def _merge_ranks(self, files: FileList, missing: list[list[int]]) -> int:
@@ -149,6 +187,37 @@ class Commit:
             self.errors += [f"rank {rank}: {e}" for e in done["errors"]]
         return bytes_raw
 
+    def _drop_vanished(self, files: FileList, missing: list[list[int]]) -> None:
+        """Forget files that somebody removed while the store was written: their rows would read as zeros."""
+        gone = [path for path, (size, _) in files.items() if not self._has(path, size)]
+        if gone:
+            self.errors.append(f"{len(gone)} files are gone from the partial store, the first: {gone[0]}")
+            missing.append([0, self.message["attrs"]["num_tokens"]])
+        for path in gone:
+            del files[path]
+
+    def _has(self, path: str, size: int) -> bool:
+        try:
+            return os.stat(os.path.join(self.message["partial"], path)).st_size == size
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _rebuild(self, rebuild: Rebuild, files: FileList, missing: list[list[int]]) -> int:
+        """Make arrays of what the journals know of hooks without metadata: their writer died, or failed."""
+        attrs = self.message["attrs"]
+        lacking = {name for name in attrs.get("hooks", {}) if f"{name}/zarr.json" not in files}
+        if not lacking:
+            return 0
+        try:
+            found, lost, notes, bytes_raw = rebuild(self.message, lacking)
+        except (OSError, ValueError) as error:
+            self.errors.append(f"what is left of {', '.join(sorted(lacking))} cannot be salvaged: {error}")
+            return 0
+        files |= found
+        missing += lost
+        self.errors += notes
+        return bytes_raw
+
     def _drop_unreadable(self, attrs: dict[str, Any], files: FileList) -> None:
         """Forget hooks whose array never got its metadata: they cannot be opened."""
         hooks = dict(attrs.get("hooks", {}))
@@ -161,13 +230,14 @@ class Commit:
         partial, final = self.message["partial"], self.message["final"]
         if os.path.lexists(final):
             raise FileExistsError(f"store {final} exists already: use another name")
-        with open(os.path.join(partial, "zarr.json"), "wb") as f:
+        with open(os.path.join(partial, "zarr.json"), "wb", opener=no_follow) as f:
             f.write(root)
         if self.message["fsync"]:
             paths = ["zarr.json", *files]
             folders = {os.path.dirname(os.path.join(partial, p)) for p in paths}
             for path in [os.path.join(partial, p) for p in paths] + sorted(folders):
                 fsync_path(path)
+        remove_journals(partial)  # only now: a store with its root document no longer needs them
         os.rename(partial, final)
         if self.message["fsync"]:
             fsync_path(os.path.dirname(final))
@@ -183,11 +253,11 @@ def fsync_path(path: str) -> None:
 
 
 def sweep(partial: str, files: FileList) -> None:
-    """Remove what an incomplete store does not list: shards without an index, arrays without metadata."""
+    """Remove what an incomplete store does not list: shards without an index, arrays without metadata. Not journals."""
     for folder, names, leaves in os.walk(partial, topdown=False):
         for leaf in leaves:
             path = os.path.join(folder, leaf)
-            if os.path.relpath(path, partial) not in files:
+            if os.path.relpath(path, partial) not in files and not is_journal(leaf):
                 os.unlink(path)
         for name in names:
             path = os.path.join(folder, name)

@@ -7,10 +7,13 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from dmi_connector.store import schema
+from dmi_connector.store.journal import Journal
+from dmi_connector.store.paths import no_follow
 from dmi_connector.store.schema import ArraySpec, Grid
 from dmi_connector.store.shard import FileCache, ShardWriter, crc32c, encode
 
@@ -38,7 +41,7 @@ def write_file(root: str, path: str, data: bytes, files: FileList) -> None:
     """Write one small file of a store and list its size and crc32c in `files`. Raises OSError."""
     full = os.path.join(root, path)
     os.makedirs(os.path.dirname(full), exist_ok=True)
-    with open(full, "wb") as f:
+    with open(full, "wb", opener=no_follow) as f:
         f.write(data)
     files[path] = [len(data), crc32c(data)]
 
@@ -55,7 +58,7 @@ class GroupWriter:
     """Writes some arrays of one capture into its partial directory.
 
     root: the partial directory, created if missing. bases: byte offset of each array for one token of a chunk
-    payload: array j of `count` tokens lies at `bases[j] * count`.
+    payload: array j of `count` tokens lies at `bases[j] * count`. about: facts of the capture for the journal.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class GroupWriter:
         segment_tokens: int,
         codec: str,
         cache: FileCache,
+        about: dict[str, Any] | None = None,
     ) -> None:
         schema.check_chunking(chunk_tokens, segment_tokens, codec)
         self.stats = GroupStats()
@@ -83,13 +87,18 @@ class GroupWriter:
         # chunks must fail rather than bring them back.
         for spec in arrays:
             os.makedirs(os.path.join(root, spec.name, "c" if spec.per_sample else "c/0"), exist_ok=True)
+        self._journal = Journal(root, arrays, chunk_tokens, segment_tokens, codec, cache, about)
 
-    def chunk(self, payload: np.ndarray, first: int, count: int) -> None:
+    def chunk(self, payload: np.ndarray, first: int, count: int, token_ids: bytes = b"") -> None:
         """Write token rows [first, first + count) of every array from `payload` (uint8).
 
-        Raises OSError, and ValueError for rows off the chunk grid; the range then counts as failed.
+        token_ids: int32, for the journal. Raises OSError, and ValueError for rows off the chunk grid; the range then
+        counts as failed.
         """
+        places = []
         try:
+            if len(token_ids) not in (0, 4 * count):
+                raise ValueError(f"{len(token_ids)} bytes of token ids came with {count} rows")
             if first % self._chunk or not 0 < count <= self._chunk or self._short_end not in (None, first + count):
                 raise ValueError(f"rows [{first}, {first + count}) are off the grid of {self._chunk}-token chunks")
             self._end = max(self._end, first + count)
@@ -98,12 +107,14 @@ class GroupWriter:
             for spec, base in self._arrays:
                 if not spec.per_sample:
                     at, size = base * count, spec.token_bytes * count
-                    self._append(spec, payload[at : at + size], first, count)
+                    places.append(self._append(spec, payload[at : at + size], first, count))
         except Exception:
             self.stats.failed.append([first, first + count])
             raise
+        self._journal.chunk(first, count, places, token_ids)
 
-    def _append(self, spec: ArraySpec, data: np.ndarray, first: int, count: int) -> None:
+    def _append(self, spec: ArraySpec, data: np.ndarray, first: int, count: int) -> bytes:
+        """Append the chunk of one array to its shard; gives its places for the journal."""
         block = data.view(f"u{spec.itemsize}").reshape(spec.n_layers, count, spec.local_width)
         if count < self._chunk and first > 0:
             padded = np.zeros((spec.n_layers, self._chunk, spec.local_width), block.dtype)
@@ -111,12 +122,15 @@ class GroupWriter:
             block = padded
         segment, within = divmod(first, self._segment)
         shard = self._shard(spec, segment, (spec.n_layers, self._segment // self._chunk))
-        slots = [(layer, within // self._chunk) for layer in range(spec.n_layers)]
+        slot = within // self._chunk
+        slots = [(layer, slot) for layer in range(spec.n_layers)]
         stored = shard.append(slots, (encode(layer, self._codec) for layer in block))
         self.stats.bytes_raw += data.nbytes
         self.stats.bytes_stored += stored
+        places: bytes = shard.index[:, slot].tobytes()
         if shard.full:
             self._finish(spec, segment, None)
+        return places
 
     def rows(self, payload: np.ndarray, name: str, first: int, count: int, positions: Sequence[int]) -> None:
         """Write rows [first, first + count) of a per-sample array, with the token position of each."""
@@ -125,14 +139,17 @@ class GroupWriter:
         if not spec.per_sample or len(positions) != count or len(payload) < size:
             raise ValueError(f"{count} rows of {name!r} do not fit {len(payload)} bytes and {len(positions)} positions")
         block = payload[:size].view(f"u{spec.itemsize}").reshape(count, spec.local_width)
+        places = []
         for i in range(count):
             segment, slot = divmod(first + i, schema.SAMPLES_PER_SHARD)
             shard = self._shard(spec, segment, (schema.SAMPLES_PER_SHARD,))
             self.stats.bytes_stored += shard.append([(slot,)], [encode(block[i], self._codec)])
             self.stats.bytes_raw += spec.token_bytes
             self._positions.setdefault(name, {})[first + i] = positions[i]
+            places.append(shard.index[slot].tobytes())
             if shard.full:
                 self._finish(spec, segment, None)
+        self._journal.rows(name, first, positions, places)
 
     def _shard(self, spec: ArraySpec, segment: int, slots: tuple[int, ...]) -> ShardWriter:
         path = schema.shard_path(spec, segment)
@@ -156,6 +173,7 @@ class GroupWriter:
         Returns the finished files. Errors land in `stats`; an array with one gets no metadata, so that it
         cannot be read as whole.
         """
+        self._journal.close(length, samples)
         try:
             if self._end > length or self._short_end not in (None, length):
                 raise ValueError(f"rows up to {self._short_end or self._end} were written, but the length is {length}")
@@ -171,6 +189,7 @@ class GroupWriter:
                 self.stats.note(error)
                 if spec.rank:  # rank 0 writes the metadata, so readers see this rank's columns as zeros
                     self.stats.failed.append([0, length])
+        self.release()  # what could not be finished
         return self._files
 
     def _close_array(self, spec: ArraySpec, length: int, grid: Grid) -> None:
@@ -184,10 +203,13 @@ class GroupWriter:
             return  # metadata is the owner of shard 0's to write
         if spec.per_sample:
             known = self._positions.get(spec.name, {})
-            if sorted(known) != list(range(length)):
-                raise ValueError(f"{spec.name}: {len(known)} rows were written, but the number of samples is {length}")
-            data = np.array([known[i] for i in range(length)], "<i4").tobytes()
-            plain_array(self._root, f"{spec.name}_positions", "int32", data, "sample", self._files)
+            if length and not known:
+                raise ValueError(f"{spec.name}: none of its {length} samples was written")
+            positions = np.array([known.get(i, -1) for i in range(length)], "<i4")
+            plain_array(self._root, f"{spec.name}_positions", "int32", positions.tobytes(), "sample", self._files)
+            if len(known) < length:
+                lost = f"{spec.name}: {length - len(known)} of {length} samples are lost, their position is -1"
+                self.stats.errors.append(lost)
         document = schema.hook_document(spec, length, grid, self._codec)
         write_file(self._root, f"{spec.name}/zarr.json", schema.dump(document), self._files)
 
@@ -207,3 +229,4 @@ class GroupWriter:
         for shard in self._shards.values():
             shard.release()
         self._shards.clear()
+        self._journal.release()

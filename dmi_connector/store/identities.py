@@ -22,7 +22,7 @@ Term = tuple[str, int]
 
 def equations(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> list[tuple[Term, Term, Term]]:
     """(sum, a, b) triples of (hook, layer) whose three terms are all stored."""
-    layers = {name: list(array.spec.layers) or [0] for name, array in arrays.items()}
+    layers = {name: list(array.spec.layers) or [0] for name, array in arrays.items() if not array.spec.reduce}
     last = int(attrs.get("num_layers") or max((max(ls) for ls in layers.values()), default=0) + 1) - 1
     found = []
     for layer in range(last + 1):

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dmi_connector.store.schema import INDEX_NAME
+from dmi_connector.store.journal import is_abandoned
+from dmi_connector.store.schema import INDEX_NAME, PARTIAL_SUFFIX
 
 
 @dataclass(frozen=True)
 class CaptureInfo:
     """One capture as the index knows it.
 
-    state: "started", "complete" or "incomplete" (`reason` says why). started, finished: ISO 8601, UTC.
+    state: "started", "complete", "incomplete" or "failed" (`reason` says why), or "unfinished": it was started, but
+    nobody writes it any more, so a repair may make a store of it. started, finished: ISO 8601, UTC.
     bytes: size of the finished store. num_tokens: its rows.
     """
 
@@ -53,13 +55,17 @@ def find_captures(
     """Captures of a store directory, in the order they began; only those of `key` and `request_id` if given.
 
     vLLM decorates the ids it is given: children of one request get a number in front (`0_id`) and every
-    request a random suffix (`id-xxxx`), so `request_id` matches these too. Aborted captures are left out.
+    request a random suffix (`id-xxxx`), so `request_id` matches these too. Aborted and removed captures are left out.
     """
     lines: dict[str, dict[str, Any]] = {}
     for line in read_index(directory):
         # A name that is started anew begins anew; otherwise later lines add to earlier ones.
         known = {} if line["event"] == "start" else lines.get(line["store"], {})
         lines[line["store"]] = {**known, **line}
+    for line in lines.values():
+        partial = Path(directory) / (line["store"] + PARTIAL_SUFFIX)
+        if line.get("state", "started") == "started" and is_abandoned(partial):
+            line |= {"state": "unfinished", "reason": f"its writers ended and left {partial.name}: run dmi repair"}
     found = [
         CaptureInfo(
             store=Path(directory) / line["store"],
@@ -73,7 +79,7 @@ def find_captures(
             num_tokens=line.get("num_tokens"),
         )
         for line in lines.values()
-        if line.get("state") != "aborted"
+        if line.get("state") not in ("aborted", "removed")
     ]
     kept = [
         c for c in found if key in (None, c.key) and (request_id is None or _same_request(request_id, c.request_id))

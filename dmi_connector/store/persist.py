@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's side of persistence: a shared ring, writer processes, and the captures that go through them.
+"""The captures under way and the writer processes they go through; runs in the coordinator (coordinator.py).
 
 persistence = Persistence(ring_bytes=1 << 30, writers=4)
 handle = persistence.open_capture(CaptureSpec(...))
@@ -16,15 +16,15 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from dmi_connector.store import schema
-from dmi_connector.store.capture import SPREAD_BYTES, CaptureHandle, CaptureSpec, Group, balance
+from dmi_connector.store.capture import SPREAD_BYTES, CaptureHandle, CaptureSpec, Group, assign
 from dmi_connector.store.commit import merge_ranges, now
-from dmi_connector.store.process import WriterProcess
-from dmi_connector.store.ring import Extent, Ring
+from dmi_connector.store.process import Child
+from dmi_connector.store.ring import Extent, Ring, RingBase
 from dmi_connector.store.wire import Message, pack_array
 
 logger = logging.getLogger(__name__)
@@ -33,13 +33,17 @@ OnDone = Callable[[CaptureHandle, str | None], None]
 
 @dataclass(frozen=True)
 class PersistSettings:
-    """How captures are written unless their spec says otherwise. `rank_timeout` is in seconds."""
+    """How captures are written unless their spec says otherwise. `rank_timeout` is in seconds. keep: arguments of the
+    coordinator's `Keeper`, {} for none.
+    """
 
     codec: str = "zstd"
     chunk_tokens: int = 128
     segment_tokens: int = 1024
     fsync: bool = False
     rank_timeout: float = 60.0
+    file_mode: str = "private"
+    keep: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         schema.check_chunking(self.chunk_tokens, self.segment_tokens, self.codec)
@@ -48,9 +52,9 @@ class PersistSettings:
 class Persistence:
     """Owns the ring and the writer processes. All methods may be called from any thread.
 
-    `ring.memory` is the whole ring as one uint8 array, for registering it as pinned memory.
-    on_done(handle, error) is called from a reader thread once a capture is committed (error None),
-    committed as incomplete or failed (error says why).
+    ring: given when another process allocates; else one of `ring_bytes` is made. pass_fds: descriptors that
+    writers keep open for as long as they live. on_done(handle, error) is called from a reader thread once a
+    capture is committed (error None), committed as incomplete or failed (error says why).
     """
 
     def __init__(
@@ -59,14 +63,17 @@ class Persistence:
         writers: int = 1,
         settings: PersistSettings | None = None,
         on_done: OnDone | None = None,
+        ring: RingBase | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         if writers < 1:
             raise ValueError(f"writers {writers} is too few: use 1 or more")
         self.settings = settings or PersistSettings()
-        self.ring = Ring(ring_bytes)
+        self.ring = ring or Ring(ring_bytes)
+        self._pass_fds = pass_fds
         self._on_done = on_done
         self._lock = threading.Condition(threading.RLock())
-        self._pending: dict[WriterProcess, dict[int, Extent]] = {}
+        self._pending: dict[Child, dict[int, Extent]] = {}
         self._captures: dict[int, CaptureHandle] = {}
         self._done: deque[CaptureHandle] = deque()
         self._numbers = {"capture": 0, "seq": 0, "writer": 0}
@@ -75,10 +82,12 @@ class Persistence:
         )
         self._errors: deque[str] = deque(maxlen=20)
         self._stopping = False
+        self._loads = [0] * writers  # bytes a token of what each writer has open
         self._writers = [self._spawn() for _ in range(writers)]
 
     def alloc(self, nbytes: int, timeout: float | None = None) -> Extent | None:
         """Ring space for a payload; see `Ring.alloc`."""
+        assert isinstance(self.ring, Ring)
         return self.ring.alloc(nbytes, timeout)
 
     def open_capture(self, spec: CaptureSpec) -> CaptureHandle:
@@ -92,12 +101,12 @@ class Persistence:
             if self._stopping:
                 raise RuntimeError("persistence is shut down: no capture can be opened")
             number = self._next("capture")
-            spread = len(self._writers) if spec.token_bytes * chunk >= SPREAD_BYTES else 1
-            groups = [self._group(spec, part, number + i) for i, part in enumerate(balance(spec.arrays, spread))]
+            parts = assign(spec.arrays, self._loads, spread=spec.token_bytes * chunk >= SPREAD_BYTES)
+            groups = [self._group(spec, writer, part) for writer, part in parts.items()]
             handle = CaptureHandle(self, number, spec, groups, now())
             self._captures[number] = handle
             for group in groups:
-                message = {
+                message: Message = {
                     "type": "open",
                     "id": number,
                     "partial": spec.partial,
@@ -107,6 +116,8 @@ class Persistence:
                     "segment_tokens": segment,
                     "codec": codec,
                 }
+                if group is groups[0]:
+                    message["about"] = handle.about()
                 group.process.post(message)
             if spec.rank == 0:
                 self._post_line(handle, "start", "started")
@@ -127,6 +138,12 @@ class Persistence:
         """
         with self._lock:
             return self._lock.wait_for(lambda: not any(h.state == "closing" for h in self._captures.values()), timeout)
+
+    def abandon(self, reason: str) -> None:
+        """Close every capture that is still open with the rows that came (see `CaptureHandle.abandon`)."""
+        with self._lock:
+            for handle in [h for h in self._captures.values() if h.state == "open"]:
+                handle.abandon(reason)
 
     def shutdown(self, timeout: float = 60.0) -> bool:
         """Flush, then end the processes, by force at the end of `timeout`. Returns whether all was
@@ -159,6 +176,11 @@ class Persistence:
         with self._lock:
             if handle.state != "open":
                 raise RuntimeError(f"capture {handle.path} is {handle.state}: no rows can be added")
+            ids: Message = {}
+            if rows is None and handle.spec.header_base is not None:
+                payload = self.ring.view(extent)[offset:]
+                ids = {"token_ids": pack_array(handle.check_positions(payload, message["first"], message["count"]))}
+            first = next((g for g in handle.groups if g.takes_chunks), None)
             for group in handle.groups:
                 wants = group.takes_chunks if rows is None else rows in group.takes_rows
                 if not wants or not group.open:
@@ -168,7 +190,7 @@ class Persistence:
                 self._pending[group.process][seq] = extent
                 kind = "chunk" if rows is None else "rows"
                 where = {"type": kind, "id": handle.id, "seq": seq, "offset": extent.offset + offset}
-                group.process.post(where | message)
+                group.process.post(where | message | (ids if group is first else {}))
         if not keep:
             self.ring.release(extent)
 
@@ -213,17 +235,18 @@ class Persistence:
             process.post({**message, "type": "abort", "remove": True})
             return
         facts: Message = {"files": handle.files, "bytes_raw": handle.bytes_raw}
+        length, s = handle.final_message["length"], self.settings
+        failed = [[first, min(stop, length)] for first, stop in handle.failed if first < length]
         if spec.rank:
-            done = {"type": "rankdone", "rank": spec.rank, "errors": handle.errors, "failed": handle.failed}
+            done = {"type": "rankdone", "rank": spec.rank, "errors": handle.errors, "failed": failed}
             process.post({**message, **facts, **done})
             return
         attrs = dict(handle.final_message["attrs"])
-        length, s = attrs["num_tokens"], self.settings
         grid = schema.effective_grid(
             length, spec.chunk_tokens or s.chunk_tokens, spec.segment_tokens or s.segment_tokens
         )
         attrs |= {"chunk_tokens": grid.chunk, "segment_tokens": grid.segment, "codec": spec.codec or s.codec}
-        attrs["missing"] = merge_ranges(list(attrs["missing"]) + handle.failed)
+        attrs["missing"] = merge_ranges(list(attrs["missing"]) + failed)
         if handle.errors:
             reasons = [attrs["reason"], *handle.errors] if attrs["reason"] else handle.errors
             attrs |= {"complete": False, "reason": "; ".join(dict.fromkeys(reasons))}
@@ -234,13 +257,14 @@ class Persistence:
             "attrs": attrs,
             "arrays": arrays,
             "ranks": spec.ranks,
+            "samples": handle.final_message["samples"],
         }
         process.post({**message, **facts, **commit, "fsync": s.fsync, "rank_timeout": s.rank_timeout})
 
     # ---- answers in, called on the reader threads
     # ------------------------------------------------------------------
 
-    def _on_message(self, process: WriterProcess, m: Message) -> None:
+    def _on_message(self, process: Child, m: Message) -> None:
         with self._lock:
             if "ack" in m:
                 self.ring.release(self._pending[process].pop(m["ack"]))
@@ -249,18 +273,18 @@ class Persistence:
             handle = None if number is None else self._captures.get(number)
             if handle is None:
                 if "error" in m:
-                    self._note(f"writer process {process.number}: {m['error']}")
+                    self._note(f"{process.name}: {m['error']}")
                 return
             if "closed" in m or ("aborted" in m and handle.final_process is None):
                 self._on_closed(handle, process, m)
             else:
-                self._on_final(handle, m)
+                self._on_final(handle, process, m)
         self._call_back()
 
-    def _on_closed(self, handle: CaptureHandle, process: WriterProcess, m: Message) -> None:
+    def _on_closed(self, handle: CaptureHandle, process: Child, m: Message) -> None:
         for group in handle.groups:
-            if group.process is process:
-                group.open = False
+            if group.process is process and group.open:
+                self._close_group(group)
         handle.files.update(m.get("files", {}))
         handle.failed += m.get("failed", [])
         handle.errors += [e for e in m.get("errors", []) if e not in handle.errors]
@@ -268,9 +292,11 @@ class Persistence:
         handle.bytes_stored += m.get("bytes_stored", 0)
         self._finish_if_closed(handle)
 
-    def _on_final(self, handle: CaptureHandle, m: Message) -> None:
+    def _on_final(self, handle: CaptureHandle, process: Child, m: Message) -> None:
         if "error" in m:
-            handle.errors.append(m["error"])
+            handle.errors += [m["error"]] * (m["error"] not in handle.errors)
+            for other in {group.process for group in handle.groups} - {process}:
+                other.post({"type": "giveup", "id": handle.id})
             self._end(handle, "failed")
         elif "aborted" in m:
             self._end(handle, "aborted")
@@ -280,7 +306,7 @@ class Persistence:
             handle.errors = [] if m["complete"] else [m["reason"]]  # it joins those known before
             self._end(handle, "complete" if m["complete"] else "incomplete")
 
-    def _on_death(self, process: WriterProcess, reason: str) -> None:
+    def _on_death(self, process: Child, reason: str) -> None:
         with self._lock:
             extents = self._pending.pop(process, {})
             for extent in extents.values():
@@ -292,8 +318,10 @@ class Persistence:
                 mine = [g for g in handle.groups if g.process is process and g.open]
                 if mine:
                     handle.errors.append(reason)
+                    if handle.spec.rank:  # rank 0 writes the metadata: these columns would pass for zeros
+                        handle.failed.append([0, 1 << 60])
                     for group in mine:
-                        group.open = False
+                        self._close_group(group)
                     self._finish_if_closed(handle)
                 elif handle.final_process is process:
                     self._refinish(handle, reason)
@@ -341,26 +369,35 @@ class Persistence:
     # ---- processes
     # ---------------------------------------------------------------------------------------------------
 
-    def _spawn(self) -> WriterProcess:
-        process = WriterProcess(self._next("writer"), self.ring.fd, self.ring.nbytes, self._on_message, self._on_death)
+    def _spawn(self) -> Child:
+        fds = [self.ring.fd, *self._pass_fds]
+        arguments = ["--ring-fd", str(self.ring.fd), "--ring-bytes", str(self.ring.nbytes)]
+        arguments += ["--file-mode", self.settings.file_mode]
+        name = f"writer process {self._next('writer')}"
+        process = Child(name, "dmi_connector.store.writer", arguments, fds, self._on_message, self._on_death)
         self._pending[process] = {}
         return process
 
-    def _live(self, i: int) -> WriterProcess:
+    def _live(self, i: int) -> Child:
         i %= len(self._writers)
         # `_pending` loses a process the moment its death is known here.
         if self._writers[i] not in self._pending:
             self._writers[i] = self._spawn()
         return self._writers[i]
 
-    def _first_process(self, handle: CaptureHandle) -> WriterProcess:
+    def _first_process(self, handle: CaptureHandle) -> Child:
         process = handle.groups[0].process
         return process if process in self._pending else self._live(handle.id)
 
-    def _group(self, spec: CaptureSpec, part: list[int], writer: int) -> Group:
+    def _group(self, spec: CaptureSpec, writer: int, part: list[int]) -> Group:
         arrays = [spec.arrays[i] for i in part]
         rows = frozenset(a.name for a in arrays if a.per_sample)
-        return Group(self._live(writer), part, any(not a.per_sample for a in arrays), rows)
+        load = sum(a.token_bytes for a in arrays)
+        return Group(self._live(writer), part, any(not a.per_sample for a in arrays), rows, writer, load)
+
+    def _close_group(self, group: Group) -> None:
+        group.open = False
+        self._loads[group.writer] -= group.load
 
     def _next(self, what: str) -> int:
         self._numbers[what] += 1

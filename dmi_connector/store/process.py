@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One writer process as the engine sees it: a queue in, answers out, and the news of its death."""
+"""A child process as its parent sees it: a queue in, answers out, and the news of its death."""
 
 from __future__ import annotations
 
 import logging
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dmi_connector.store.wire import Decoder, Message, pack, write_all
@@ -17,38 +18,46 @@ from dmi_connector.store.wire import Decoder, Message, pack, write_all
 logger = logging.getLogger(__name__)
 
 
-class WriterProcess:
-    """Starts `dmi_connector.store.writer` and carries messages to and from it on two threads.
+class Child:
+    """Runs `python -m MODULE ARGUMENTS...` and carries messages to and from it on two threads.
 
     subprocess, not multiprocessing: the engine's workers are daemonic processes, which may not have
-    children of the latter kind. `on_message(process, message)` and, once, `on_death(process, reason)` are
-    called from the reader thread.
+    children of the latter kind. `name` is what errors call it. `pass_fds`: descriptors it inherits.
+    apart: it has a process group of its own (`group`), out of reach of signals to the parent's, and leaves
+    the parent's family (coordinator.py does), so that killing the engine with all its descendants, as vLLM
+    does, leaves it time to finish. `pid` is its own once it has answered `ready`, `status` what it said with
+    its last answer, `bye`, or the exit status of a child that is not apart.
+    `on_message(child, message)` and, once, `on_death(child, reason)` are called from the reader thread.
     """
 
     def __init__(
         self,
-        number: int,
-        ring_fd: int,
-        ring_bytes: int,
-        on_message: Callable[[WriterProcess, Message], None],
-        on_death: Callable[[WriterProcess, str], None],
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        pass_fds: Sequence[int],
+        on_message: Callable[[Child, Message], None],
+        on_death: Callable[[Child, str], None],
+        apart: bool = False,
     ) -> None:
-        self.number = number
+        self.name, self.apart = name, apart
+        self.status: int | None = None
         self._on_message, self._on_death = on_message, on_death
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        command = [sys.executable, "-P", "-m", "dmi_connector.store.writer"]
-        command += ["--ring-fd", str(ring_fd), "--ring-bytes", str(ring_bytes)]
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-P", "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=[ring_fd],
+            pass_fds=pass_fds,
             env=_environment(),
             bufsize=0,
+            process_group=0 if apart else None,
         )
+        self.pid = self.group = self.process.pid
+        self.ready = threading.Event()
         self._threads = [
-            threading.Thread(target=self._send, name=f"dmi-send-{number}", daemon=True),
-            threading.Thread(target=self._receive, name=f"dmi-receive-{number}", daemon=True),
+            threading.Thread(target=self._send, name=f"dmi-send-{name}", daemon=True),
+            threading.Thread(target=self._receive, name=f"dmi-receive-{name}", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -65,23 +74,30 @@ class WriterProcess:
         """Wait for the process to end, kill it after `timeout` seconds. Returns whether it ended by
         itself.
         """
-        try:
-            self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-            return False
-        finally:
-            for thread in self._threads:
-                thread.join(5)
-        return True
+        receiver = self._threads[1]
+        receiver.join(timeout)
+        ended = not receiver.is_alive()
+        if not ended:
+            os.kill(self.pid, signal.SIGKILL)
+        for thread in self._threads:
+            thread.join(5)
+        return ended
 
     def _send(self) -> None:
         assert self.process.stdin is not None
         fd = self.process.stdin.fileno()
+        open_ = True
         try:
-            while (message := self._queue.get()) is not None:
-                write_all(fd, pack(message))
+            while open_:
+                message = self._queue.get()
+                batch = bytearray()
+                while message is not None:
+                    batch += pack(message)
+                    if self._queue.empty():
+                        break
+                    message = self._queue.get()
+                open_ = message is not None
+                write_all(fd, batch)
         except OSError:
             pass  # the process died: the reader thread sees it too, and says why
         finally:
@@ -92,15 +108,23 @@ class WriterProcess:
         decoder = Decoder()
         while data := os.read(self.process.stdout.fileno(), 1 << 16):
             for message in decoder.feed(data):
+                if "ready" in message:
+                    self.pid = message["ready"]
+                    self.ready.set()
+                elif "bye" in message:
+                    self.status = message["bye"]
                 try:
                     self._on_message(self, message)
                 except Exception:  # a faulty callback must not stop the answers: the ring would never drain
-                    logger.exception("dmi: handling an answer of writer process %d failed", self.number)
+                    logger.exception("dmi: handling an answer of %s failed", self.name)
         self.process.stdout.close()
         code = self.process.wait()
         self._queue.put(None)
-        how = f"signal {-code}" if code < 0 else f"exit status {code}"
-        self._on_death(self, f"writer process {self.number} died ({how})")
+        if self.apart:
+            how = "killed" if self.status is None else f"exit status {self.status}"
+        else:
+            self.status, how = code, f"signal {-code}" if code < 0 else f"exit status {code}"
+        self._on_death(self, f"{self.name} died ({how})")
 
 
 def _environment() -> dict[str, str]:

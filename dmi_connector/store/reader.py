@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import zarr
 
+from dmi_connector.reduce import Reduction, from_settings
+from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.store import dtypes, schema
+from dmi_connector.store.attention import attention
+from dmi_connector.store.journal import is_abandoned, share
+from dmi_connector.store.metadata import check_arrays
 from dmi_connector.store.names import HookTable, Source, parse_name
 
 if TYPE_CHECKING:
     import torch
 
 Tokens = slice | Sequence[int] | np.ndarray | None
+_OF_VALUES = ("dtype", "width")
+"""Entries of a `reduce` attribute that describe the values, not the reduction."""
 
 
 class CaptureIncomplete(RuntimeError):
@@ -41,7 +49,7 @@ def open_capture(path: str | os.PathLike[str], timeout: float | None = None, all
     no wait).
 
     Raises TimeoutError, saying what was seen instead; CaptureIncomplete unless `allow_incomplete`;
-    ValueError for a directory that is not a store of this format.
+    ValueError for a directory that is not a store of this format, or has dtypes or codecs that this format lacks.
     """
     final = Path(path)
     limit = 60.0 if timeout is None else timeout
@@ -49,15 +57,22 @@ def open_capture(path: str | os.PathLike[str], timeout: float | None = None, all
     while not final.exists():
         left = deadline - time.monotonic()
         if left <= 0:
-            partial = final.with_name(final.name + schema.PARTIAL_SUFFIX)
-            seen = f"it is still being written as {partial.name}" if partial.exists() else "nothing of it exists yet"
-            raise TimeoutError(f"capture {final} was not there after {limit:g} s: {seen}")
+            raise TimeoutError(f"capture {final} was not there after {limit:g} s: {_seen(final)}")
         time.sleep(min(pause, left))
         pause = min(pause * 1.5, 0.1)
     attrs = read_attrs(final)
     if not attrs["complete"] and not allow_incomplete:
         raise CaptureIncomplete(final, attrs["reason"], attrs["missing"])
     return Capture(final, attrs)
+
+
+def _seen(final: Path) -> str:
+    partial = final.with_name(final.name + schema.PARTIAL_SUFFIX)
+    if not partial.exists():
+        return "nothing of it exists yet"
+    if is_abandoned(partial):
+        return f"its writers ended and left {partial.name}; dmi repair makes a store of what they wrote"
+    return f"it is still being written as {partial.name}"
 
 
 def read_attrs(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -84,12 +99,15 @@ class Capture:
 
     hooks: names that can be read, aliases included. layers: hook -> layer numbers ([] for a hook that
     exists once). attrs: the root attribute. `capture["q"]` and `capture["blocks.3.attn.hook_z"]` are
-    short for `numpy`.
+    short for `numpy`. While a Capture is there, `dmi prune` and retention leave its store alone; `close`, or the end
+    of a `with` block, lets go of that before the object does.
     """
 
     def __init__(self, path: Path, attrs: dict[str, Any]) -> None:
         self.path, self.attrs = path, attrs
-        self.group: zarr.Group = zarr.open_group(path, mode="r")
+        self._release = weakref.finalize(self, os.close, share(path))
+        check_arrays(path, attrs)
+        self.group: zarr.Group = zarr.open_group(path, mode="r", zarr_format=3, use_consolidated=False)
         layers = [layer for hook in attrs["hooks"].values() for layer in hook["layers"]]
         self._table = HookTable(attrs["hooks"], int(attrs.get("num_layers") or max(layers, default=0) + 1))
         self.hooks: list[str] = self._table.names
@@ -98,6 +116,19 @@ class Capture:
         self.reason: str | None = attrs["reason"]
         self.missing: list[list[int]] = attrs["missing"]
         self.prompt_len: int = attrs["prompt_len"]
+
+    def close(self) -> None:
+        """Let the store be removed."""
+        self._release()
+
+    def __enter__(self) -> Capture:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Capture, (self.path, self.attrs)
 
     def __repr__(self) -> str:
         state = "" if self.complete else f", incomplete: {self.reason}"
@@ -143,14 +174,38 @@ class Capture:
         layer: a layer number of the model, negative from its last. tokens: rows of the store, as a slice or a
         sequence of indexes (for logits: samples). Raises KeyError for a hook or layer that was not captured.
         """
-        values = self._read(hook, layer, tokens)
+        values = self._read(hook, layer, tokens, decode=True)
         return values if values.dtype.kind in "iu" else values.astype(np.float32)
+
+    def reduction(self, hook: str) -> Reduction | None:
+        """How `hook` was reduced before it was stored, None if it was not."""
+        settings = self.attrs["hooks"][self._table.sources(hook)[0].array].get("reduce")
+        return None if settings is None else from_settings({k: v for k, v in settings.items() if k not in _OF_VALUES})
+
+    def attention(self, layer: int, head: int | None = None, queries: slice | None = None) -> np.ndarray:
+        """Attention weights rebuilt from stored queries and keys; see `dmi_connector.store.attention.attention`."""
+        return attention(self, layer, head, queries)
+
+    def project(self, hook: str, direction: np.ndarray) -> np.ndarray:
+        """A direction of a randomly projected hook's space, [width], as the float32 vector whose dot products with rows
+        of `numpy(hook)` approximate those of the direction with the rows themselves. Raises ValueError for a hook that
+        was not projected, or another width.
+        """
+        info = self.attrs["hooks"][self._table.sources(hook)[0].array]
+        reduction, direction = self.reduction(hook), np.asarray(direction, np.float32)
+        if not isinstance(reduction, RandomProjection):
+            raise ValueError(f"hook {hook!r} was not stored as a random projection")
+        if direction.shape != (info["reduce"]["width"],):
+            raise ValueError(
+                f"the direction has shape {direction.shape}, rows of {hook!r} ({info['reduce']['width']},)"
+            )
+        return reduction.merge([reduction.project(part) for part in np.split(direction, info["shards"])])
 
     def torch(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> torch.Tensor:
         """Like `numpy`, as a torch tensor in the stored dtype."""
         import torch  # optional, and slow to import
 
-        values = np.ascontiguousarray(self._read(hook, layer, tokens))
+        values = np.ascontiguousarray(self._read(hook, layer, tokens, decode=True))
         if values.dtype == dtypes.numpy_dtype("bfloat16"):
             # torch cannot take ml_dtypes' bfloat16, but the bits are the same.
             return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
@@ -163,19 +218,28 @@ class Capture:
     def __contains__(self, name: object) -> bool:
         return name in self.hooks
 
-    def _read(self, hook: str, layer: int | None, tokens: Tokens) -> np.ndarray:
+    def _read(self, hook: str, layer: int | None, tokens: Tokens, decode: bool = False) -> np.ndarray:
         sources = self._table.sources(hook)
         if layer is not None:
-            return self._one(self._table.source(hook, layer), tokens)
+            return self._one(self._table.source(hook, layer), tokens, decode)
         if sources[0].layer is None:
-            return self._one(sources[0], tokens)
+            return self._one(sources[0], tokens, decode)
         arrays = list(dict.fromkeys(source.array for source in sources))
-        parts = [self._rows(name, [s.index for s in sources if s.array == name], tokens) for name in arrays]
+        parts = [self._decoded(name, [s.index for s in sources if s.array == name], tokens, decode) for name in arrays]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _one(self, source: Source, tokens: Tokens) -> np.ndarray:
-        rows = self._rows(source.array, [source.index], tokens)
+    def _one(self, source: Source, tokens: Tokens, decode: bool) -> np.ndarray:
+        rows = self._decoded(source.array, [source.index], tokens, decode)
         return rows if self._array(source.array).ndim == 2 else rows[0]
+
+    def _decoded(self, name: str, indexes: list[int], tokens: Tokens, decode: bool) -> np.ndarray:
+        rows, info = self._rows(name, indexes, tokens), self.attrs["hooks"][name]
+        reduction = self.reduction(name) if decode else None
+        if reduction is None:
+            return rows
+        width = info["reduce"]["width"] // info["shards"]
+        parts = np.split(rows, info["shards"], axis=-1)  # every tensor-parallel rank reduced its own slice
+        return reduction.merge([reduction.decode(part, width, info["reduce"]["dtype"]) for part in parts])
 
     def _rows(self, name: str, indexes: list[int], tokens: Tokens) -> np.ndarray:
         array = self._array(name)

@@ -25,7 +25,47 @@ class Extent:
     refs: int = 1
 
 
-class Ring:
+class RingBase:
+    """The shared memory itself, and who still uses a piece of it. All methods may be called from any thread."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd, self.nbytes = fd, nbytes
+        # The array keeps the mapping alive for as long as anything uses it.
+        self.memory: np.ndarray = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+        self._changed = threading.Condition()
+
+    def hold(self, extent: Extent, refs: int = 1) -> None:
+        """Add users to an extent that is still held."""
+        with self._changed:
+            if extent.refs < 1:
+                raise ValueError(f"{extent} was released already")
+            extent.refs += refs
+
+    def release(self, extent: Extent) -> None:
+        """Take one user off an extent; the last one gives the space back. Raises ValueError when there is
+        none.
+        """
+        with self._changed:
+            if extent.refs < 1:
+                raise ValueError(f"{extent} was released already")
+            extent.refs -= 1
+            if extent.refs == 0:
+                self._free(extent)
+
+    def _free(self, extent: Extent) -> None:
+        raise NotImplementedError
+
+    @property
+    def used(self) -> int:
+        """Bytes not free now."""
+        raise NotImplementedError
+
+    def view(self, extent: Extent) -> np.ndarray:
+        """The bytes of an extent as a uint8 array on the shared memory."""
+        return self.memory[extent.offset : extent.offset + extent.nbytes]
+
+
+class Ring(RingBase):
     """Variable-size FIFO allocator over shared memory (a memfd), aligned to 4096 bytes.
 
     Extents are given out in order and may be released in any order; space returns once everything given
@@ -35,15 +75,13 @@ class Ring:
     def __init__(self, nbytes: int) -> None:
         if nbytes < ALIGN:
             raise ValueError(f"ring_bytes {nbytes} is too small: use {ALIGN} or more, large enough for a full chunk")
-        self.nbytes = nbytes // ALIGN * ALIGN
-        self.fd = os.memfd_create("dmi-ring", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, self.nbytes)
-        # The array keeps the mapping alive for as long as anything uses it.
-        self.memory: np.ndarray = np.frombuffer(mmap.mmap(self.fd, self.nbytes), np.uint8)
+        nbytes = nbytes // ALIGN * ALIGN
+        fd = os.memfd_create("dmi-ring", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        super().__init__(fd, nbytes)
         self._extents: deque[Extent] = deque()
         self._head = 0  # bytes given out since the start, with the gaps at the end of the ring
         self._tail = 0  # bytes that came back
-        self._changed = threading.Condition()
 
     @property
     def used(self) -> int:
@@ -85,25 +123,7 @@ class Ring:
         self._extents.append(extent)
         return extent
 
-    def hold(self, extent: Extent, refs: int = 1) -> None:
-        """Add users to an extent that is still held."""
-        with self._changed:
-            if extent.refs < 1:
-                raise ValueError(f"{extent} was released already")
-            extent.refs += refs
-
-    def release(self, extent: Extent) -> None:
-        """Take one user off an extent; the last one gives the space back. Raises ValueError when there is
-        none.
-        """
-        with self._changed:
-            if extent.refs < 1:
-                raise ValueError(f"{extent} was released already")
-            extent.refs -= 1
-            while self._extents and self._extents[0].refs == 0:
-                self._tail = self._extents.popleft().end
-            self._changed.notify_all()
-
-    def view(self, extent: Extent) -> np.ndarray:
-        """The bytes of an extent as a uint8 array on the shared memory."""
-        return self.memory[extent.offset : extent.offset + extent.nbytes]
+    def _free(self, extent: Extent) -> None:
+        while self._extents and self._extents[0].refs == 0:
+            self._tail = self._extents.popleft().end
+        self._changed.notify_all()

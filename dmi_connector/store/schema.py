@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -48,6 +49,7 @@ class ArraySpec:
     `hooks.HOOKS` the scope given there decides: the layers of a hook that exists once, or per sample,
     become `()`.
 
+    `reduce` describes the reduction whose output this is (docs/FORMAT.md, section 11), None if there is none.
     `width` is the global width; a rank holds `width / shards` columns, starting at `rank * width / shards`.
     Raises ValueError for a name, dtype or split the format cannot hold.
     """
@@ -59,6 +61,7 @@ class ArraySpec:
     shards: int = 1
     rank: int = 0
     per_sample: bool = False
+    reduce: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         scope = HOOKS[self.name].scope if self.name in HOOKS else None
@@ -212,7 +215,10 @@ def hook_document(spec: ArraySpec, length: int, grid: Grid, codec: str) -> dict[
         "index_location": "end",
     }
     codecs = [{"name": "sharding_indexed", "configuration": sharding}]
-    return array_document(spec.dtype, shape, shard, codecs, names, {"layers": list(spec.layers)})
+    attributes: dict[str, Any] = {"layers": list(spec.layers)}
+    if spec.reduce:
+        attributes["reduce"] = {**spec.reduce, "shards": spec.shards}
+    return array_document(spec.dtype, shape, shard, codecs, names, attributes)
 
 
 def plain_document(dtype: str, length: int, dimension: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ the index.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ import google_crc32c
 import numpy as np
 from numcodecs import blosc
 
+from dmi_connector.store.paths import no_follow
 from dmi_connector.store.schema import blosc_settings
 
 EMPTY = np.uint64(2**64 - 1)
@@ -28,6 +30,40 @@ Buffer = bytes | np.ndarray
 def crc32c(data: Buffer, start: int = 0) -> int:
     """crc32c of `data` (bytes or a contiguous uint8 array), going on from the crc `start`."""
     return int(google_crc32c.extend(start, data))
+
+
+# The second checksum of a chunk, as part of its file, is worked out from the first where that is quicker: lengths recur
+# without compression (5 us against 1 us for 22 kB).
+_JOIN_BYTES = 1 << 18
+_POLYNOMIAL = 0x82F63B78
+
+
+def _multiply(a: int, b: int) -> int:
+    """Product of two polynomials modulo crc32c's, both with the highest power in bit 0."""
+    product = 0
+    while a:
+        if a & 0x80000000:
+            product ^= b
+        a = (a << 1) & 0xFFFFFFFF
+        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@functools.lru_cache(maxsize=256)
+def _shift(nbytes: int) -> int:
+    """The polynomial x**(8 * nbytes)."""
+    result, power = 0x80000000, 0x00800000  # 1, and x**8
+    while nbytes:
+        if nbytes & 1:
+            result = _multiply(result, power)
+        power = _multiply(power, power)
+        nbytes >>= 1
+    return result
+
+
+def crc32c_join(first: int, second: int, nbytes: int) -> int:
+    """crc32c of two pieces of data after one another, from the crc32c of each and the bytes of the second."""
+    return _multiply(first, _shift(nbytes)) ^ second
 
 
 def encode(chunk: np.ndarray, codec: str) -> tuple[Buffer, bytes]:
@@ -58,7 +94,7 @@ class FileCache:
         if fd is None:
             while len(self._fds) >= self._limit:
                 os.close(self._fds.popitem(last=False)[1])
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = no_follow(path, os.O_RDWR | os.O_CREAT)
         self._fds[path] = fd
         return fd
 
@@ -92,8 +128,12 @@ class ShardWriter:
         """Write encoded chunks (see `encode`) for the given slots; gives the bytes added. Raises OSError."""
         buffers: list[Buffer] = []
         entries, end, file_crc = [], self._end, self._crc
-        for body, crc in chunks:  # each is still in cache for its second checksum
-            file_crc = crc32c(crc, crc32c(body, file_crc))
+        for body, crc in chunks:
+            if isinstance(body, np.ndarray) and body.nbytes >= _JOIN_BYTES:
+                file_crc = crc32c_join(file_crc, int.from_bytes(crc, "little"), body.nbytes)
+            else:
+                file_crc = crc32c(body, file_crc)  # it is still in cache
+            file_crc = crc32c(crc, file_crc)
             entries.append((end, len(body) + len(crc)))
             end += len(body) + len(crc)
             buffers += [body, crc]
@@ -138,6 +178,11 @@ class ShardWriter:
                     wrote -= len(views.pop(0))
                 if views and wrote:
                     views[0] = views[0][wrote:]
+
+    @property
+    def index(self) -> np.ndarray:
+        """Where every inner chunk lies so far: uint64 `[*slots, 2]` of offset and length, EMPTY where there is none."""
+        return self._index
 
 
 def read_index(tail: bytes, slots: tuple[int, ...]) -> np.ndarray:

@@ -73,6 +73,8 @@ class _Check:
         arrays: dict[str, StoredArray] = {}
         for name, hook in attrs["hooks"].items():
             if hook["array"] != name:
+                if attrs["hooks"].get(hook["array"], {}).get("array") != hook["array"]:
+                    problems.append(self.problem(name, f"its array {hook['array']!r} is no hook"))
                 continue
             try:
                 array = self._open(attrs, name, hook)
@@ -102,6 +104,9 @@ class _Check:
         for path in sorted(present - set(listed) - {"zarr.json"}):
             yield self.problem(path, "the file is not listed")
         for path, (size, crc) in sorted(listed.items()):
+            if path.startswith("/") or ".." in path.split("/"):
+                yield self.problem("zarr.json", f"the file {path!r} lies outside the store")
+                continue
             data = read_file(self.store / path)
             if data is None:
                 yield self.problem(path, "the file is missing")
@@ -116,11 +121,14 @@ class _Check:
         for name, dtype in schema.TOKEN_ARRAYS.items():
             try:
                 values[name] = decode_plain(self.store, name, dtype)
+                document = json.loads((self.store / name / "zarr.json").read_bytes())
             except (OSError, ValueError) as error:
                 yield self.problem(name, str(error))
                 continue
             if len(values[name]) != length:
                 yield self.problem(name, f"it has {len(values[name])} values for {length} tokens")
+            if document != schema.plain_document(dtype, length, "token"):
+                yield self.problem(name, "zarr.json is not that of a token array of this length")
         positions = values.get("positions")
         if positions is None or len(positions) != length:
             return
@@ -135,14 +143,20 @@ class _Check:
         document = json.loads((self.store / name / "zarr.json").read_bytes())
         per_sample = len(document["shape"]) == 2
         length = document["shape"][-2]
-        spec = ArraySpec(name, hook["dtype"], tuple(hook["layers"]), hook["width"], hook["shards"], 0, per_sample)
+        layers, reduce = tuple(hook["layers"]), hook.get("reduce")
+        spec = ArraySpec(name, hook["dtype"], layers, hook["width"], hook["shards"], 0, per_sample, reduce)
         grid = Grid(attrs["chunk_tokens"], attrs["segment_tokens"])
         if document != schema.hook_document(spec, length, grid, attrs["codec"]):
             raise ValueError("zarr.json does not agree with the root attributes")
         if not per_sample and length != attrs["num_tokens"]:
             raise ValueError(f"its shape has {length} tokens, the store has {attrs['num_tokens']}")
-        if per_sample and len(decode_plain(self.store, f"{name}_positions", "int32")) != length:
-            raise ValueError(f"{name}_positions does not have {length} values")
+        if per_sample:
+            plain = f"{name}_positions"
+            if len(decode_plain(self.store, plain, "int32")) != length:
+                raise ValueError(f"{plain} does not have {length} values")
+            positions = json.loads((self.store / plain / "zarr.json").read_bytes())
+            if positions != schema.plain_document("int32", length, "sample"):
+                raise ValueError(f"zarr.json of {plain} is not that of {length} samples")
         return StoredArray(self.store, spec, length, grid, attrs["codec"])
 
     def _array(self, attrs: dict[str, Any], array: StoredArray) -> Iterator[Problem]:

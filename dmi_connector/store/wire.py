@@ -20,7 +20,7 @@ def pack(message: Message) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
-def write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes | bytearray) -> None:
     """Write all of `data` to a blocking descriptor. Raises OSError."""
     view = memoryview(data)
     while view:

@@ -5,8 +5,12 @@ It maps the ring it shares with the engine, reads messages on standard input and
 output (see wire.py). Every chunk and rows message is answered, whatever happens: the engine reuses ring
 memory on that answer. At the end of input it stops and leaves partial directories as they are.
 
-messages   open, chunk, rows, close, commit, rankdone, started, abort
+messages   open, chunk, rows, close, commit, rankdone, started, abort, giveup
 answers    ready, ack (of a seq), closed, committed, rankdone, aborted
+
+For a salvage (journal.py) one open message of a capture may carry `about`: request_id, key, created, rank, ranks, all
+`arrays` of the rank, and `attrs` for the root attribute, prompt_len and start among them. The chunk messages to one of
+its groups may carry `token_ids` (int32, see wire.pack_array).
 """
 
 from __future__ import annotations
@@ -24,11 +28,14 @@ from collections.abc import Callable
 import numpy as np
 from numcodecs import blosc
 
-from dmi_connector.store.commit import Commit, append_index, remove_partial, write_rank_done
+from dmi_connector.store.commit import Commit, append_index, give_up, remove_partial, write_rank_done
 from dmi_connector.store.group import GroupWriter
+from dmi_connector.store.journal import Hold
+from dmi_connector.store.paths import UMASKS
+from dmi_connector.store.repair import rebuild
 from dmi_connector.store.schema import ArraySpec
 from dmi_connector.store.shard import FileCache
-from dmi_connector.store.wire import Decoder, Message, pack, write_all
+from dmi_connector.store.wire import Decoder, Message, pack, unpack_array, write_all
 
 POLL_S = 0.02
 IDLE_S = 1.0
@@ -52,6 +59,9 @@ class Writer:
         self._ring, self._reply, self._cache = ring, reply, cache
         self._groups: dict[int, GroupWriter] = {}
         self._broken: dict[int, str] = {}  # captures whose open failed
+        self._holds: dict[int, Hold] = {}
+        # Of captures (by number) that are closed here, until they have their final name.
+        self._closed: list[tuple[int, Hold]] = []
         self.commits: list[Commit] = []
 
     def handle(self, message: Message) -> None:
@@ -60,6 +70,7 @@ class Writer:
 
     def _open(self, m: Message) -> None:
         try:
+            self._holds[m["id"]] = Hold(m["partial"])
             self._groups[m["id"]] = GroupWriter(
                 m["partial"],
                 [ArraySpec(**a) for a in m["arrays"]],
@@ -68,6 +79,7 @@ class Writer:
                 m["segment_tokens"],
                 m["codec"],
                 self._cache,
+                m.get("about"),
             )
         except Exception as error:
             self._broken[m["id"]] = f"{type(error).__name__}: {error}"
@@ -85,13 +97,16 @@ class Writer:
         self._reply(answer)
 
     def _chunk(self, m: Message) -> None:
-        self._data(m, lambda group, data: group.chunk(data, m["first"], m["count"]))
+        def write(group: GroupWriter, data: np.ndarray) -> None:
+            group.chunk(data, m["first"], m["count"], unpack_array(m.get("token_ids", "")))
+
+        self._data(m, write)
 
     def _rows(self, m: Message) -> None:
         self._data(m, lambda group, data: group.rows(data, m["name"], m["first"], m["count"], m["positions"]))
 
     def _close(self, m: Message) -> None:
-        group = self._groups.pop(m["id"], None)
+        group = self._forget(m["id"])
         answer: Message = {"closed": m["id"], "files": {}, "bytes_raw": 0, "bytes_stored": 0, "failed": []}
         if group is None:
             answer["errors"] = [self._broken.pop(m["id"], "the capture is not open")]
@@ -102,8 +117,14 @@ class Writer:
             answer |= {"failed": stats.failed, "errors": stats.errors}
         self._reply(answer)
 
+    def _forget(self, number: int) -> GroupWriter | None:
+        hold = self._holds.pop(number, None)
+        if hold is not None:
+            self._closed.append((number, hold))
+        return self._groups.pop(number, None)
+
     def _abort(self, m: Message) -> None:
-        group = self._groups.pop(m["id"], None)
+        group = self._forget(m["id"])
         self._broken.pop(m["id"], None)
         if group is not None:
             group.release()
@@ -120,20 +141,42 @@ class Writer:
         self._answer({"started": m["id"]}, write)
 
     def _commit(self, m: Message) -> None:
+        try:
+            self._closed.append((m["id"], Hold(m["partial"])))
+        except OSError as error:
+            self._reply({"committed": m["id"], "error": self._fail(m, error)})
+            return
         self.commits.append(Commit.start(m))
         self.poll()
 
     def poll(self) -> None:
-        """Run the commits whose ranks are all there."""
+        """Run the commits whose ranks are all there, and let go of directories that are stores by now."""
         for commit in list(self.commits):
             if commit.ready():
                 self.commits.remove(commit)
                 answer: Message = {"committed": commit.message["id"]}
                 try:
-                    answer |= commit.run()
+                    answer |= commit.run(rebuild)
                 except Exception as error:
-                    answer["error"] = f"{type(error).__name__}: {error}"
+                    answer["error"] = self._fail(commit.message, error)
                 self._reply(answer)
+        self._closed = [(number, hold) for number, hold in self._closed if not hold.over()]
+
+    def _fail(self, m: Message, error: Exception) -> str:
+        """A capture cannot be committed: say so in the index and leave what there is of it to a repair."""
+        text = f"{type(error).__name__}: {error}"
+        self._giveup(m)
+        try:
+            give_up(m, "; ".join(filter(None, [text, m["attrs"].get("reason")])))
+        except OSError as second:
+            text += f"; then, on cleaning up: {second}"
+        return text
+
+    def _giveup(self, m: Message) -> None:
+        for number, hold in self._closed:
+            if number == m["id"] and not hold.over():
+                hold.release()
+        self._closed = [(number, hold) for number, hold in self._closed if number != m["id"]]
 
     def _answer(self, answer: Message, act: Callable[[], None]) -> None:
         try:
@@ -169,7 +212,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dmi-writer", description="Writes captures; started by the engine.")
     parser.add_argument("--ring-fd", type=int, required=True, help="descriptor of the shared memory")
     parser.add_argument("--ring-bytes", type=int, required=True, help="its size")
+    parser.add_argument("--file-mode", choices=UMASKS, default="private", help="who may read the stores")
     args = parser.parse_args(argv)
+    os.umask(UMASKS[args.file_mode])
     # Ctrl-C reaches the whole process group; what is in the ring must still be written. The pipe ends the
     # process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -46,9 +46,18 @@ def same(got: np.ndarray, want: np.ndarray, where: str, atol: float = ATOL) -> N
     assert error[at] <= atol, f"{where}: off by {error[at]:.2e} at {tuple(map(int, at))}: {got[at]} for {want[at]}"
 
 
-def check_header(capture: Capture, tokens: Sequence[int], prompt_len: int, start: int, stop: int, name: str) -> None:
-    """Token ids, positions, phase and lengths of rows [start, stop) of `tokens`."""
-    assert capture.complete and capture.missing == [], f"{name}: {capture.reason}"
+def check_header(
+    capture: Capture,
+    tokens: Sequence[int],
+    prompt_len: int,
+    start: int,
+    stop: int,
+    name: str,
+    missing: Sequence[list[int]] = (),
+) -> None:
+    """Token ids, positions, phase and lengths of rows [start, stop) of `tokens`; it says that `missing` are absent."""
+    assert capture.missing == list(missing), f"{name}: it lacks {capture.missing}: {capture.reason}"
+    assert capture.complete == (not missing) == (capture.reason is None), f"{name}: {capture.reason}"
     assert capture.prompt_len == prompt_len, f"{name}: prompt_len {capture.prompt_len}, not {prompt_len}"
     assert capture.token_ids.tolist() == list(tokens[start:stop]), f"{name}: token_ids differ"
     assert capture.positions.tolist() == list(range(start, stop)), f"{name}: positions {capture.positions}"
@@ -66,18 +75,20 @@ def check_store(
     rows: tuple[int, int] | None = None,
     layers: dict[str, list[int]] | None = None,
     greedy: bool = True,
+    missing: Sequence[list[int]] = (),
 ) -> dict[str, float]:
     """Check a whole store against the oracle's forward over `tokens` (prompt and all generated tokens).
 
     hooks: exactly those the store must hold. rows: the positions it must hold, by default all with a row (the
     last token was never an input). layers: hook -> captured layers where not all. greedy: the logits' argmax
-    must be the token that followed. Returns the largest error by hook.
+    must be the token that followed. missing: row ranges that the store must say it lacks. Returns the largest error
+    by hook.
     """
     name = path.name
     start, stop = rows or (0, len(tokens) - 1)
     want = reference(oracle, tokens)
-    capture = open_capture(path, timeout=60)
-    check_header(capture, tokens, prompt_len, start, stop, name)
+    capture = open_capture(path, timeout=60, allow_incomplete=True)
+    check_header(capture, tokens, prompt_len, start, stop, name, missing)
     assert set(capture.attrs["hooks"]) == set(hooks), f"{name}: it holds {list(capture.attrs['hooks'])}"
     errors = {}
     for hook in hooks:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput
+    from vllm import LLM, RequestOutput, SamplingParams
 
 ALL_HOOKS = "vllm-full,attention"
 """Every hook a model has: both presets leave out what it lacks."""
@@ -69,8 +69,8 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def engine(model: Path, in_process: bool = True, **kwargs: Any) -> Iterator[LLM]:
     """A vLLM engine that is gone when the block ends.
 
-    in_process: run the scheduler in this process (the worker still has its own), which saves the start of one
-    process and lets tests watch it; False is vLLM's default.
+    in_process: run scheduler and worker in this process, which saves the start of two and lets tests watch them and
+    take single steps; False is vLLM's default.
     """
     from vllm import LLM
 
@@ -94,18 +94,39 @@ def engine(model: Path, in_process: bool = True, **kwargs: Any) -> Iterator[LLM]
         gc.collect()
 
 
-def generate(llm: LLM, run: Run, asks: dict[str, Ask]) -> None:
-    """Answer all of `asks` at once into run.replies: greedy and 12 tokens unless they say otherwise."""
+def sampling_params(ask: Ask) -> SamplingParams:
+    """Greedy and 12 tokens unless `ask` says otherwise."""
     from vllm import SamplingParams
 
-    params = []
-    for ask in asks.values():
-        fields = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **ask.sampling}
-        extra = None if ask.kv is None else {"kv_transfer_params": ask.kv}
-        params.append(SamplingParams(**fields, extra_args=extra))
+    fields = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "extra_args": {}, **ask.sampling}
+    if ask.kv is not None:
+        fields["extra_args"] = {**fields["extra_args"], "kv_transfer_params": ask.kv}
+    return SamplingParams(**fields)
+
+
+def generate(llm: LLM, run: Run, asks: dict[str, Ask]) -> None:
+    """Answer all of `asks` at once into run.replies."""
     prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks.values()]
-    replies = llm.generate(prompts, params, use_tqdm=False)
+    replies = llm.generate(prompts, [sampling_params(ask) for ask in asks.values()], use_tqdm=False)
     run.replies.update(zip(asks, replies, strict=True))
+
+
+def submit(llm: LLM, asks: dict[str, Ask]) -> None:
+    """Hand `asks` to an in-process engine without taking a step."""
+    for name, ask in asks.items():
+        llm.llm_engine.add_request(name, {"prompt_token_ids": list(ask.prompt)}, sampling_params(ask))
+
+
+def step(llm: LLM, run: Run) -> None:
+    """One step of an in-process engine. run.replies holds what each submitted request has got so far."""
+    run.replies.update({reply.request_id: reply for reply in llm.llm_engine.step()})
+
+
+def finish(*engines: tuple[LLM, Run]) -> None:
+    """Steps of each engine in turn until none has a request left."""
+    while busy := [pair for pair in engines if pair[0].llm_engine.has_unfinished_requests()]:
+        for llm, run in busy:
+            step(llm, run)
 
 
 def watch_scheduler(llm: LLM, run: Run) -> None:

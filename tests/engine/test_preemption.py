@@ -9,23 +9,35 @@ from typing import Any
 
 import pytest
 
-from dmi_connector import capture_args
+from dmi_connector import capture_args, find_captures
 from dmi_connector.oracle import Oracle
 from tests.engine.check import check_store, hooks_of
-from tests.engine.harness import ALL_HOOKS, CHUNK, SEGMENT, Ask, Run, engine, generate, prompt
+from tests.engine.harness import ALL_HOOKS, CHUNK, SEGMENT, Ask, Run, engine, finish, generate, prompt, step, submit
 
 # Each ends in its second or third block of 128, and there are six for all of them (one more is never used).
-ASKS = {f"request{n}": Ask(prompt(n), sampling={"max_tokens": 80}) for n in (90, 100, 110, 200)}
+LENGTHS = (90, 100, 110, 200)
+ASKS = {f"request{n}": Ask(prompt(n), sampling={"max_tokens": 80}) for n in LENGTHS}
+# The same load again, of which the first to be preempted is given up while it waits for blocks.
+AGAIN = {
+    f"again{n}": Ask(prompt(n, 1), {"include_output_tokens": True, "dmi": {"key": f"again{n}"}}, {"max_tokens": 80})
+    for n in LENGTHS
+}
 BLOCKS = 7
+CONFIGURATIONS = {
+    "draft, prefix caching": ("draft", True),
+    "draft, no prefix caching": ("draft", False),
+    "target, prefix caching": ("target", True),
+}
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["prefix caching", "no prefix caching"])
+@pytest.fixture(scope="module", params=CONFIGURATIONS)
 def run(
     request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
     run = Run(tmp_path_factory.mktemp("preemption"))
-    args = capture_args(ALL_HOOKS, run.store_dir, chunk_tokens=CHUNK, segment_tokens=SEGMENT)
-    args |= {"num_gpu_blocks_override": BLOCKS, "enable_prefix_caching": request.param}
+    owner, caching = CONFIGURATIONS[request.param]
+    args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, chunk_tokens=CHUNK, segment_tokens=SEGMENT)
+    args |= {"num_gpu_blocks_override": BLOCKS, "enable_prefix_caching": caching}
     run.facts["preempted"] = []
     with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -38,6 +50,14 @@ def run(
 
         scheduler.schedule = recorded
         generate(llm, run, ASKS)
+        before = len(run.facts["preempted"])
+        submit(llm, AGAIN)
+        while len(run.facts["preempted"]) == before:
+            step(llm, run)
+        victim = run.facts["preempted"][before].rsplit("-", 1)[0]
+        llm.llm_engine.abort_request([victim])
+        run.facts["victim"] = victim
+        finish((llm, run))
     return run
 
 
@@ -45,3 +65,17 @@ def test_preempted_requests_have_whole_stores(run: Run, oracle: Callable[..., Or
     assert run.facts["preempted"], "nothing was preempted: this test shows nothing"
     for name, ask in ASKS.items():
         check_store(run.store(name), oracle("qwen3"), run.tokens(name), len(ask.prompt), hooks_of("qwen3"))
+
+
+def test_a_request_given_up_while_it_is_preempted_keeps_its_whole_chunks(
+    run: Run, oracle: Callable[..., Oracle]
+) -> None:
+    for name, ask in AGAIN.items():
+        [capture] = find_captures(run.store_dir, key=name)
+        tokens, options = run.tokens(name), {}
+        if name == run.facts["victim"]:
+            known = len(tokens) - 1
+            rows = known // CHUNK * CHUNK
+            assert not run.replies[name].finished and len(ask.prompt) < known and rows < known, "it shows less"
+            options = {"rows": (0, rows), "missing": [[rows, known]]}
+        check_store(capture.store, oracle("qwen3"), tokens, len(ask.prompt), hooks_of("qwen3"), **options)

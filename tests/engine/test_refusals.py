@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dmi_connector import capture_args
+from dmi_connector.args import OWNERS
 from dmi_connector.engine import contract
 from dmi_connector.engine.context import capture_context
 from tests.engine.harness import engine
@@ -82,12 +83,74 @@ def test_an_architecture_without_a_row_is_refused_with_the_page_that_helps(tmp_p
         capture_context(built)
 
 
-def test_sliding_window_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("owner", OWNERS)
+def test_sliding_window_is_refused(tmp_path: Path, owner: str) -> None:
     from dmi_connector.tiny import make_model
 
     model = make_model("mistral", tmp_path / "model", sliding_window=64)
     with pytest.raises(ValueError, match=r"sliding-window.*use a model with full attention"):
-        capture_context(vllm_config(model, tmp_path / "captures"))
+        capture_context(vllm_config(model, tmp_path / "captures", owner=owner))
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_latent_attention_is_refused(tmp_path: Path, owner: str) -> None:
+    from transformers import DeepseekV2Config
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    latent = {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    config = DeepseekV2Config(vocab_size=512, architectures=["DeepseekV2ForCausalLM"], **sizes, **latent)
+    config.save_pretrained(tmp_path / "model")
+    built = vllm_config(tmp_path / "model", tmp_path / "captures", owner=owner, skip_tokenizer_init=True)
+    with pytest.raises(ValueError, match=r"multi-head latent attention.*use a model with plain attention"):
+        capture_context(built)
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_pipeline_parallelism_is_refused(model: Path, tmp_path: Path, owner: str) -> None:
+    config = vllm_config(model, tmp_path, owner=owner)  # as an argument, vLLM refuses it for its own draft model
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size: 2 .*use tensor_parallel_size"):
+        capture_context(config)
+
+
+def test_a_second_engine_in_one_process_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    from dmi_connector.engine.rows import CaptureLayer
+
+    context = capture_context(vllm_config(model, tmp_path))
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object())
+    with pytest.raises(ValueError, match=r"VLLM_ENABLE_V1_MULTIPROCESSING: 0 .*set it to 1"):
+        CaptureLayer(context)
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_logits_that_pass_by_the_hook_are_refused(model: Path, tmp_path: Path, owner: str) -> None:
+    configs = [vllm_config(model, tmp_path, {"hooks": hooks}, owner=owner) for hooks in ("vllm-full", "hidden-states")]
+    for config in configs:  # as an argument it needs two GPUs: only the V2 runner, under tensor parallelism, has it
+        assert config.parallel_config.enable_batch_sharded_sampling is False
+        config.parallel_config.enable_batch_sharded_sampling = True
+    with pytest.raises(ValueError, match=r"enable_batch_sharded_sampling: True .*take logits out of the hooks"):
+        capture_context(configs[0])
+    assert "logits" not in capture_context(configs[1]).selection.hooks
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_data_parallelism_is_accepted(model: Path, tmp_path: Path, owner: str) -> None:
+    config = vllm_config(model, tmp_path, owner=owner, data_parallel_size=2)
+    assert config.parallel_config.data_parallel_size == 2
+    assert capture_context(config).owner == owner
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_async_scheduling_is_a_matter_of_the_platform(model: Path, tmp_path: Path, owner: str) -> None:
+    """Where vLLM has it, benchmarks/check_gpu.py compares all hooks under it."""
+    config = vllm_config(model, tmp_path, owner=owner, async_scheduling=True)
+    if not config.scheduler_config.async_scheduling:
+        pytest.skip("vLLM took async_scheduling=True and switched it off: it has none on this platform")
+    assert capture_context(config).owner == owner
 
 
 @pytest.mark.parametrize(

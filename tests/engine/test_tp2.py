@@ -20,8 +20,9 @@ pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank nee
 
 LENGTHS = (1, 33, 128, 300)
 SELECTIONS = {
-    "all": (ALL_HOOKS, hooks_of("qwen3")),
-    "unsharded": ("hidden-states", ["resid_pre", "resid_final"]),
+    "all": (ALL_HOOKS, hooks_of("qwen3"), "draft"),
+    "all, target": (ALL_HOOKS, hooks_of("qwen3"), "target"),
+    "unsharded": ("hidden-states", ["resid_pre", "resid_final"], "draft"),
 }
 
 
@@ -29,9 +30,9 @@ SELECTIONS = {
 def run(
     request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    run = Run(tmp_path_factory.mktemp(f"tp2-{request.param}"))
-    hooks, run.facts["hooks"] = SELECTIONS[request.param]
-    args = capture_args(hooks, run.store_dir, chunk_tokens=CHUNK, segment_tokens=SEGMENT)
+    run = Run(tmp_path_factory.mktemp("tp2"))
+    hooks, run.facts["hooks"], owner = SELECTIONS[request.param]
+    args = capture_args(hooks, run.store_dir, owner, chunk_tokens=CHUNK, segment_tokens=SEGMENT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         with engine(

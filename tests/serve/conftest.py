@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One real server process for all tests of this directory."""
+"""Two real servers for all tests of this directory, one after the other: rows of the draft, then rows of the target.
+
+The second runs two data-parallel engines and a logits processor, which vLLM takes with rows of the target only.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,20 @@ from openai import OpenAI
 
 MODEL = "tiny"
 START_SECONDS = 180
+ROOT = Path(__file__).parents[2]
+OWNERS = {
+    "draft": [],
+    "target": ["--data-parallel-size", "2", "--logits-processors", "tests.engine.force_token:ForceToken"],
+}
 
 
 @dataclass(frozen=True)
 class Server:
-    """client: points at the running server. store_dir: where it writes."""
+    """client: points at the running server. store_dir: where it writes. owner: of the rows."""
 
     client: OpenAI
     store_dir: Path
+    owner: str
 
 
 def _free_port() -> int:
@@ -50,19 +59,23 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     raise TimeoutError(f"the server was not up after {START_SECONDS} s:\n{log.read_text()[-4000:]}")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", params=OWNERS)
 def server(
-    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, vllm_cache_root: Path
+    request: pytest.FixtureRequest,
+    tiny_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    vllm_cache_root: Path,
 ) -> Iterator[Server]:
-    root = tmp_path_factory.mktemp("serve")
+    owner, root = request.param, tmp_path_factory.mktemp("serve")
     port, log = _free_port(), root / "server.log"
     command = [sys.executable, "-m", "dmi_connector.cli", "serve", str(tiny_model("qwen3"))]
     command += ["--hooks", "vllm-full,attention", "--store-dir", str(root / "captures")]
     command += ["--chunk-tokens", "32", "--segment-tokens", "64"]
     command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-    command += ["--max-num-batched-tokens", "128", "--max-num-seqs", "16"]
-    environment = {**os.environ, "VLLM_CACHE_ROOT": str(vllm_cache_root)}
+    command += ["--max-num-batched-tokens", "128", "--max-num-seqs", "16", "--owner", owner, *OWNERS[owner]]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # of the logits processor
+    environment = {**os.environ, "VLLM_CACHE_ROOT": str(vllm_cache_root), "PYTHONPATH": paths}
     with log.open("wb") as out:
         # In a session of its own, so that the engine's processes can be ended with it if it hangs.
         process = subprocess.Popen(
@@ -70,7 +83,7 @@ def server(
         )
     try:
         _wait(process, f"http://127.0.0.1:{port}/health", log)
-        yield Server(OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none"), root / "captures")
+        yield Server(OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none"), root / "captures", owner)
     finally:
         process.terminate()
         try:

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from dmi_connector import find_captures, open_capture
 from dmi_connector.oracle import Oracle
@@ -165,3 +167,37 @@ def test_a_bad_option_is_answered_and_the_server_goes_on(server: Server, twin: O
     assert "did you mean 'resid_pre'" in reply.model_extra["kv_transfer_params"]["dmi_error"]
     assert set(server.store_dir.glob("*.zarr*")) == before
     test_chat(server, twin)
+
+
+def counters(server: Server) -> dict[str, float]:
+    """What GET /metrics says of captures, without labels."""
+    with urllib.request.urlopen(str(server.client.base_url.copy_with(path="/metrics"))) as reply:
+        families = list(text_string_to_metric_families(reply.read().decode()))
+    samples = [s for f in families for s in f.samples if s.name.startswith("vllm:dmi_") and s.name.endswith("_total")]
+    return {n: sum(s.value for s in samples if s.name == f"vllm:dmi_{n}_total") for n in COUNTED}
+
+
+COUNTED = ("captures_started", "captures_complete", "captures_refused", "exported_bytes", "raw_bytes", "stored_bytes")
+
+
+def test_metrics_count_captures(server: Server) -> None:
+    def ask(key: str | None = None, **dmi: Any) -> None:
+        kv = {"kv_transfer_params": {"dmi": dmi}} if key is None else body(key)
+        server.client.completions.create(model=MODEL, prompt=TEXT, max_tokens=8, extra_body=kv)
+
+    for _ in range(8):  # steps, with which the captures of earlier tests are told (of each data-parallel engine)
+        ask(enabled=False)
+    time.sleep(1)
+    before = counters(server)
+    ask("counted")
+    [found] = finished(server, "counted", 1)
+    ask(hooks="resid_per")
+    deadline = time.monotonic() + 30
+    while (after := counters(server))["captures_complete"] == before["captures_complete"]:
+        assert time.monotonic() < deadline, after
+        ask(enabled=False)
+    grown = {name: after[name] - before[name] for name in COUNTED}
+    assert [grown[name] for name in COUNTED[:3]] == [1, 1, 1], grown
+    capture = open_capture(found.store)
+    raw = sum(capture.array(hook).nbytes for hook in HOOKS)
+    assert grown["raw_bytes"] == raw <= grown["exported_bytes"] and 0 < grown["stored_bytes"] < raw

@@ -20,10 +20,12 @@ from dmi_connector.hooks import (
     Selection,
     SelectionError,
     hook_dtype,
+    hook_reductions,
     parse_selection,
     row_layout,
     shard_of,
 )
+from dmi_connector.reduce import ReduceError
 
 DENSE = ModelDims("Dense", 8, hidden=64, heads=4, kv_heads=2, head_dim=32, intermediate=96, vocab=512)
 MIXED = ModelDims("Mixed", 4, 64, 4, 2, head_dim=32, intermediate=96, vocab=512, experts=5, top_k=3, moe_layers=(1, 3))
@@ -160,3 +162,33 @@ def test_the_owners_of_a_hook_hold_each_column_once(name: str, tp: int) -> None:
     assert shards[0].width * shards[0].shards == dims.width(HOOKS[name])
     if not HOOKS[name].sharded:
         assert owned == [0]
+
+
+def test_reductions_by_pattern() -> None:
+    selection = parse_selection("vllm-full,q_rot,k_rot", DENSE)
+    rules = [("resid_*", "rp(8)"), ("q,k", "int8"), ("mlp_in", "topk(4)"), ("mlp_post", "none"), ("*", "fp8")]
+    found = hook_reductions(rules, selection, DENSE, 1)
+    kinds = {name: reduction.kind for name, reduction in found.items()}
+    assert kinds["resid_pre"] == kinds["resid_final"] == "rp" and kinds["q"] == "int8" and kinds["ln2"] == "topk"
+    assert "mlp_post" not in kinds and "logits" not in kinds and kinds["z"] == "fp8"
+    layout = row_layout(selection, DENSE, "bfloat16", 1, found)
+    segment = layout.find("q", 0)
+    assert segment is not None and segment.nbytes == found["q"].stored_width(segment.width, "bfloat16")
+    assert layout.row_bytes < row_layout(selection, DENSE, "bfloat16").row_bytes
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([("residd", "int8")], "'residd' is not captured: did you mean 'resid_"),
+        ([("resid_x*", "int8")], r"pattern 'resid_x\*' matches no hook"),
+        ([("logits", "int8")], "logits cannot be reduced"),
+        ([("topk_ids", "topk(1)")], "topk_ids cannot be reduced"),
+        ([("q", "topk(100000)")], "keeps more than the"),
+        ([("k_rot", "int8")], "'k_rot' is not captured"),
+    ],
+)
+def test_reductions_that_cannot_be(rules: list[tuple[str, str]], message: str) -> None:
+    selection = parse_selection("vllm-full", MIXED)
+    with pytest.raises(ReduceError, match=message):
+        hook_reductions(rules, selection, MIXED, 1)

@@ -13,12 +13,13 @@ import torch
 
 CHILD = """
 import json, sys
+import numpy
 import torch
 from dmi_connector.engine import kernels
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
-kernels._DECODE_TOKENS = 4  # so that these sizes run both the one-token and the four-token programs
+kernels._DECODE_TOKENS = 4  # so that these sizes run both the one-token and the two-token programs
 checked = []
 for dtype, widths, tokens in json.loads(sys.argv[1]):
     dt = getattr(torch, dtype)
@@ -51,19 +52,29 @@ for dtype, widths, tokens in json.loads(sys.argv[1]):
             pieces.append((offset, nbytes, base))
             base += nbytes
     pieces.append((0, 8, base))
-    table = torch.tensor(pieces, device=device)
-    want = torch.zeros((base + 8) * tokens, dtype=torch.uint8, device=device)
+    segments = torch.tensor(pieces, device=device)
+    slots = slots.clamp_min(0)
+    cut = tokens // 2  # two payloads in one launch, and a gap between them
+    second = -(-(base + 8) * cut // 16) * 16 + 48
+    host = slots.cpu().numpy()
+    index = [kernels.gather_index(host[:cut], 0), kernels.gather_index(host[cut:], second)]
+    index = torch.from_numpy(numpy.concatenate(index)).to(device)
+    want = torch.full((second + (base + 8) * (tokens - cut),), 9, dtype=torch.uint8, device=device)
     got = want.clone()
-    kernels.gather_rows_torch(twin, slots.clamp_min(0), table, want)
-    kernels._gather_rows_triton(twin, slots.clamp_min(0), table, got)
+    kernels.gather_rows_torch(twin, index, segments, want)
+    kernels._gather_rows_triton(twin, index, segments, got)
     assert torch.equal(got, want), ("gather", dtype, widths, tokens)
+    rows = twin[slots[cut:]]
+    for source, nbytes, base in pieces:
+        block = want[second + base * len(rows) :][: nbytes * len(rows)].view(len(rows), nbytes)
+        assert torch.equal(block, rows[:, source : source + nbytes])
     checked.append([dtype, tokens])
 print(json.dumps(checked))
 """
 
 CASES = [
     ("bfloat16", [64, 128, 32], 1),
-    ("bfloat16", [2560, 33, 1024, 16, 8, 4, 2, 640, 1, 96], 5),
+    ("bfloat16", [2560, 33, 1024, 16, 8, 4, 2, 640, 1, 96, 12, 24, 48, 2049, 6], 5),
     ("float32", [1030, 7], 9),
     ("int32", [1, 1], 3),
     ("float16", [1500, 20], 17),

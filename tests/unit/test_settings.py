@@ -51,6 +51,12 @@ def test_server_defaults() -> None:
         ("policy", "wait", "block, drop"),
         ("sink", "tape", "disk, host, null"),
         ("fsync", 1, "true or false"),
+        ("file_mode", "0600", "choose one of private, group, world"),
+        ("allow_custom_save_path", True, "give the directories allowed"),
+        ("save_path_roots", ["relative"], "absolute directories"),
+        ("save_path_roots", ["/a/../b"], "without '.' and '..'"),
+        ("max_request_bytes", -1, "whole number from 0"),
+        ("retain_seconds", 1.5, "whole number from 0"),
     ],
 )
 def test_server_refusals_name_option_value_and_fix(option: str, value: object, fix: str) -> None:
@@ -124,9 +130,17 @@ def test_the_docs_name_every_option_with_its_default() -> None:
         assert option.name in rows, f"docs/OPTIONS.md has no row for the server option {option.name}"
         if option.name in ("store_dir", "hooks"):
             continue
-        default = json.dumps(option.default)
+        default = "{}" if option.name == "reduce" else json.dumps(option.default)
         assert f"`{default}`" in rows[option.name], f"docs/OPTIONS.md: default of {option.name} is {default}"
-    for name in ("include_output_tokens", "dmi.key", "dmi.hooks", "dmi.layers", "dmi.tokens", "dmi.enabled"):
+    for name in (
+        "include_output_tokens",
+        "dmi.key",
+        "dmi.hooks",
+        "dmi.layers",
+        "dmi.tokens",
+        "dmi.enabled",
+        "dmi.save_path",
+    ):
         assert name in rows, f"docs/OPTIONS.md has no row for the request option {name}"
 
 

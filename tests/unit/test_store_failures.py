@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from dmi_connector.store.capture import CaptureHandle, CaptureSpec
 from dmi_connector.store.index import find_captures
 from dmi_connector.store.persist import Persistence, PersistSettings
 from dmi_connector.store.reader import CaptureIncomplete, open_capture
+from dmi_connector.store.repair import repair
 from dmi_connector.store.schema import ArraySpec
 from dmi_connector.store.verify import verify_store
 from tests import storekit as kit
@@ -52,6 +55,19 @@ def writer_pid(handle: CaptureHandle) -> int:
     return handle.groups[0].process.process.pid
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen within 10 s"
+        time.sleep(0.01)
+
+
+def held(pid: int, folder: Path) -> list[str]:
+    """What a process has open below `folder`."""
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    return [link for link in links if link.startswith(str(folder))]
+
+
 def test_full_disk(persistence: Persistence, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
     """A limit on file sizes stands in for a full disk: the second chunk of the first segment fails."""
     handle = persistence.open_capture(spec_at(tmp_path / "a.zarr"))
@@ -75,6 +91,82 @@ def test_full_disk(persistence: Persistence, tmp_path: Path, done: list[tuple[st
     kit.store(persistence, tmp_path / "b.zarr", [SPEC], 300)
     assert done[1] == ("complete", None) and verify_store(tmp_path / "b.zarr") == []
     assert persistence.stats()["incomplete"] == 1 and persistence.stats()["complete"] == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB of its own."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_disk_without_a_byte_left(
+    small_disk: Path, persistence: Persistence, done: list[tuple[str, str | None]]
+) -> None:
+    """Not even the metadata fits: what holds rows waits for a repair, what holds none goes, later captures work."""
+    kit.store(persistence, small_disk / "before.zarr", [SPEC], 10)
+    pid = persistence._writers[0].process.pid
+    handle = persistence.open_capture(spec_at(small_disk / "rows.zarr"))
+    values = {"q": kit.random_bits(SPEC, 300)}
+    kit.feed(persistence, handle, values, 300, 128, skip=[256])
+    until(lambda: persistence.ring.used == 0)
+    with open(small_disk / "ballast", "wb", buffering=0) as ballast, pytest.raises(OSError, match="No space left"):
+        while True:
+            ballast.write(bytes(4096))
+    handle.close(300, token_ids=range(300))
+    for i in range(3):
+        kit.store(persistence, small_disk / f"none{i}.zarr", [SPEC], 300)
+    assert [state for state, _ in done[1:]] == ["failed"] * 4 and all("No space left" in str(e) for _, e in done[1:])
+    assert {p.name for p in small_disk.glob("*.zarr*")} == {"before.zarr", "rows.zarr.partial"}
+    until(lambda: not held(pid, small_disk))
+    (small_disk / "ballast").unlink()
+    [outcome] = repair(small_disk)
+    assert (outcome.state, outcome.missing, outcome.num_tokens) == ("salvaged", [[256, 300]], 300)
+    cap = open_capture(small_disk / "rows.zarr", timeout=0, allow_incomplete=True)
+    np.testing.assert_array_equal(kit.bits(cap.numpy("q"))[:, :256], values["q"][:, :256])
+    kit.store(persistence, small_disk / "after.zarr", [SPEC], 300)
+    assert done[-1] == ("complete", None) and verify_store(small_disk / "after.zarr") == []
+
+
+@pytest.mark.parametrize("spare", [0, 2])
+def test_no_descriptor_left(
+    persistence: Persistence, tmp_path: Path, done: list[tuple[str, str | None]], spare: int
+) -> None:
+    """With two left there is one for the lock and one for the journal; and the failure can be noted."""
+    kit.store(persistence, tmp_path / "warm.zarr", [SPEC], 1)
+    pid = persistence._writers[0].process.pid
+    until(lambda: not held(pid, tmp_path))
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    free = [number for number in range(1000) if not os.path.lexists(f"/proc/{pid}/fd/{number}")]
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free[spare], limits[1]))
+    kit.store(persistence, tmp_path / "a.zarr", [SPEC], 300)
+    assert done[1][0] == "failed" and "Too many open files" in str(done[1][1])
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    if spare:
+        assert [c.state for c in find_captures(tmp_path)] == ["complete", "failed"]
+    assert [outcome.state for outcome in repair(tmp_path, remove_empty=True)] == ["removed"] * (not spare)
+    kit.store(persistence, tmp_path / "b.zarr", [SPEC], 300)
+    assert done[2] == ("complete", None)
+
+
+@pytest.mark.parametrize("what", ["q", "."])
+def test_files_that_somebody_removed(persistence: Persistence, tmp_path: Path, what: str) -> None:
+    """A file that is open can still be written to: the store must not pass for whole."""
+    handle = persistence.open_capture(spec_at(tmp_path / "dir/a.zarr", SPEC, replace(SPEC, name="k")))
+    values = {name: kit.random_bits(replace(SPEC, name=name), 300) for name in "qk"}
+    kit.feed(persistence, handle, values, 300, 128)
+    until(lambda: persistence.ring.used == 0)
+    shutil.rmtree(tmp_path / "dir/a.zarr.partial" / what)
+    handle.close(300, token_ids=range(300))
+    assert persistence.flush(20) and handle.state == "incomplete"
+    with pytest.raises(CaptureIncomplete, match="gone from the partial store") as caught:
+        open_capture(tmp_path / "dir/a.zarr", timeout=0)
+    assert caught.value.missing == [[0, 300]] and verify_store(tmp_path / "dir/a.zarr") == []
+    if what == "q":
+        cap = open_capture(tmp_path / "dir/a.zarr", timeout=0, allow_incomplete=True)
+        np.testing.assert_array_equal(kit.bits(cap.numpy("k")), values["k"])
 
 
 def test_nothing_can_be_written(persistence: Persistence, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
@@ -110,6 +202,63 @@ def test_writer_killed(persistence: Persistence, tmp_path: Path, done: list[tupl
     assert persistence.stats()["backlog_bytes"] == 0 and persistence.stats()["writers_died"] == 1
     kit.store(persistence, tmp_path / "b.zarr", [SPEC], 300)  # on a new process
     assert done[1] == ("complete", None)
+
+
+def test_writer_killed_after_some_chunks(
+    persistence: Persistence, tmp_path: Path, done: list[tuple[str, str | None]]
+) -> None:
+    """What it had written stays in the store, beside what other writers hold."""
+    logits = ArraySpec("logits", "float32", (), 32)
+    handle = persistence.open_capture(spec_at(tmp_path / "a.zarr", SPEC, logits))
+    values = {"q": kit.random_bits(SPEC, 300), "logits": kit.random_bits(logits, 3)}
+    kit.feed(persistence, handle, values, 300, 128, skip=[256])
+    kit.put_rows(persistence, handle, "logits", values["logits"][:2], 0, 9)
+    until(lambda: persistence.ring.used == 0)
+    os.kill(writer_pid(handle), signal.SIGSTOP)
+    kit.feed(persistence, handle, values, 300, 128, skip=[0, 128])
+    os.kill(writer_pid(handle), signal.SIGKILL)
+    handle.close(300, {"logits": 3}, token_ids=range(300))
+    assert persistence.flush(20) and handle.state == "incomplete" and verify_store(tmp_path / "a.zarr") == []
+    cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    assert (cap.hooks, cap.missing) == (["q", "logits"], [[256, 300]])
+    assert "died (signal 9)" in cap.reason and "1 of 3 samples are lost" in cap.reason
+    np.testing.assert_array_equal(kit.bits(cap.numpy("q"))[:, :256], values["q"][:, :256])
+    np.testing.assert_array_equal(kit.bits(cap.numpy("logits"))[:2], values["logits"][:2])
+    assert cap.logits_positions.tolist() == [9, 10, -1] and cap.token_ids.tolist() == list(range(300))
+
+
+def test_writer_of_another_rank_killed(persistence: Persistence, tmp_path: Path) -> None:
+    """Rank 0 writes the metadata, so columns of rank 1 would read as zeros: all rows are missing."""
+    wide = [replace(SPEC, shards=2, rank=rank) for rank in range(2)]
+    values = {"q": kit.random_bits(SPEC, 300)}
+    other = Persistence(1 << 20, settings=PersistSettings(segment_tokens=256))
+    handles = []
+    for rank, owner in enumerate((persistence, other)):
+        spec = CaptureSpec(str(tmp_path / "a.zarr"), (wide[rank],), {"prompt_len": 1}, rank=rank, ranks=2)
+        handles.append(owner.open_capture(spec))
+        kit.feed(owner, handles[rank], values, 300, 128)
+    os.kill(writer_pid(handles[1]), signal.SIGKILL)
+    for handle in handles:
+        handle.close(300, token_ids=range(300))
+    assert other.shutdown(20) and persistence.flush(20)
+    with pytest.raises(CaptureIncomplete, match=r"rank 1: writer process 1 died \(signal 9\)") as caught:
+        open_capture(tmp_path / "a.zarr", timeout=0)
+    assert caught.value.missing == [[0, 300]] and verify_store(tmp_path / "a.zarr") == []
+
+
+def test_a_sample_that_never_came(persistence: Persistence, tmp_path: Path) -> None:
+    logits = ArraySpec("logits", "float32", (), 32)
+    rows = kit.random_bits(logits, 3)
+    handle = persistence.open_capture(spec_at(tmp_path / "a.zarr", logits))
+    for i in (0, 2):
+        kit.put_rows(persistence, handle, "logits", rows[i : i + 1], i, 9 + i)
+    handle.close(0, {"logits": 3}, token_ids=[], attrs={"missing": [], "reason": "dropped"})
+    assert persistence.flush(20) and handle.state == "incomplete" and verify_store(tmp_path / "a.zarr") == []
+    cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    assert cap.reason == "dropped; logits: 1 of 3 samples are lost, their position is -1"
+    rows[1] = 0
+    np.testing.assert_array_equal(kit.bits(cap.numpy("logits")), rows)
+    assert cap.logits_positions.tolist() == [9, -1, 11]
 
 
 def test_writer_killed_before_the_commit(persistence: Persistence, tmp_path: Path) -> None:
@@ -243,4 +392,9 @@ def test_engine_dies(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert not Path(f"/proc/{int(out)}/cmdline").exists(), "the writer outlived its engine"
     assert (tmp_path / "a.zarr.partial/q/c/0/0/0").stat().st_size >= CHUNK_BYTES
-    assert not (tmp_path / "a.zarr").exists()
+    with pytest.raises(TimeoutError, match="dmi repair makes a store"):
+        open_capture(tmp_path / "a.zarr", timeout=0)
+    [found] = find_captures(tmp_path)
+    assert found.state == "unfinished" and "run dmi repair" in str(found.reason)
+    assert [outcome.state for outcome in repair(tmp_path)] == ["salvaged"]
+    assert [c.state for c in find_captures(tmp_path)] == ["incomplete"]

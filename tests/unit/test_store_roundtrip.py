@@ -197,3 +197,21 @@ def test_two_captures_share_an_extent_and_chunks_come_out_of_order(persistence: 
     for i in range(2):
         np.testing.assert_array_equal(kit.bits(open_capture(tmp_path / f"{i}.zarr").numpy("q")), values)
     assert verify_dir(tmp_path) == []
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (0, 5), (5, 0), (1, 1), (1000, 77777), (3, 1 << 20)])
+def test_checksums_join(sizes: tuple[int, int]) -> None:
+    from dmi_connector.store.shard import crc32c, crc32c_join
+
+    a, b = (np.random.default_rng(n).bytes(n) for n in sizes)
+    assert crc32c_join(crc32c(a), crc32c(b), len(b)) == crc32c(a + b)
+
+
+def test_arrays_are_shared_out_by_load() -> None:
+    from dmi_connector.store.capture import assign
+
+    arrays = [ArraySpec(name, "float32", (0,), width) for name, width in (("a", 100), ("b", 40), ("c", 30), ("d", 20))]
+    loads = [0, 0]
+    assert assign(arrays, loads, spread=True) == {0: [0], 1: [1, 2, 3]} and loads == [400, 360]
+    assert assign(arrays, loads, spread=False) == {1: [0, 1, 2, 3]} and loads == [400, 1120]
+    assert assign([], loads, spread=True) == {0: []}

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine of the capture benchmark: the cases measured on it, and the checks of the stores they leave."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from multiprocessing import get_context
+from multiprocessing.pool import Pool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import store_problems
+from benchmarks.setups import CASES, Case, Setup
+
+DRAIN_S = 300
+"""Seconds after which captures that have not reached their sink count as stuck."""
+
+# ---- functions that run inside the worker (sent by collective_rpc) --------------------------------------------
+
+
+def _connector() -> Any:
+    from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
+
+    return get_kv_transfer_group()
+
+
+def worker_switch(worker: Any, changes: dict[str, Any]) -> None:
+    """Replace the exporter by one with other options. Nothing may be under way."""
+    from dmi_connector.engine.export import Exporter
+
+    connector = _connector()
+    layer, rank = connector.exporter.layer, connector.exporter.rank
+    connector.exporter.shutdown()
+    gathered = connector.build_connector_worker_meta().gathered  # the scheduler goes on counting
+    connector.exporter = None  # frees its buffers before the next ones are made
+    connector.context = replace(connector.context, options=replace(connector.context.options, **changes))
+    connector.exporter = Exporter(connector.context, layer, rank, connector._vllm_config)
+    connector.exporter.gathered = gathered
+
+
+def worker_pending(worker: Any) -> int:
+    """Bytes and captures still on their way to finished stores."""
+    return int(_connector().exporter.pending())
+
+
+def worker_sizes(worker: Any) -> tuple[int, int, int]:
+    """(bytes of a token's hooks, tokens of a chunk, bytes of a chunk as it travels)."""
+    connector = _connector()
+    plan, chunk = next(iter(connector.exporter.plans.values())), connector.context.options.chunk_tokens
+    return plan.header_base, chunk, plan.token_bytes * chunk
+
+
+def worker_profile(worker: Any, start: bool) -> dict[str, Any]:
+    """Count the engine thread's time in our code: wraps the methods on start, gives microseconds a call on stop."""
+    from dmi_connector.engine import export, tracker
+
+    targets = {
+        "before_forward": (export.Exporter, "before_forward"),
+        "after_forward": (export.Exporter, "after_forward"),
+        "build_meta": (tracker.Tracker, "step"),
+    }
+    if start:
+        for owner, method in targets.values():
+            original = getattr(owner, method)
+            samples: list[float] = []
+
+            def timed(*args: Any, _original: Any = original, _samples: list[float] = samples) -> Any:
+                begin = time.perf_counter()
+                result = _original(*args)
+                _samples.append((time.perf_counter() - begin) * 1e6)
+                return result
+
+            vars(timed).update(original=original, samples=samples)
+            setattr(owner, method, timed)
+        return {}
+    result = {}
+    for name, (owner, method) in targets.items():
+        wrapper = getattr(owner, method)
+        setattr(owner, method, wrapper.original)
+        values = sorted(wrapper.samples) or [0.0]
+        result[name] = {
+            "calls": len(wrapper.samples),
+            "mean_us": sum(values) / len(values),
+            "median_us": values[len(values) // 2],
+            "p99_us": values[int(len(values) * 0.99)],
+            "max_us": values[-1],
+        }
+    return result
+
+
+# ---- checks -----------------------------------------------------------------------------------------------------
+
+
+def account(rows: int, there: set[int], missing: set[int], claimed: set[int]) -> list[str]:
+    """What is wrong with the rows of a store: each of `rows` is there or listed as missing, never both, and a response
+    claims no other row to be missing."""
+    problems = []
+    if there & missing or there | missing != set(range(rows)):
+        problems.append(f"{len(there)} rows are there and {len(missing)} listed as missing, of {rows}")
+    if claimed - missing:
+        problems.append(f"the response calls {len(claimed - missing)} rows missing that the store does not")
+    return problems
+
+
+def check_store(path: str, rows: int, claimed: list[list[int]] | None, drop: bool) -> dict[str, Any]:
+    """Verify one store and account for its `rows` rows.
+
+    claimed: `dmi_missing` of the response, positions counted from 0. drop: whether rows may be missing at all.
+    Returns problems, rows missing and bytes on disk.
+    """
+    from dmi_connector import open_capture
+
+    name, problems = Path(path).name, store_problems(path)
+    capture = open_capture(path, timeout=0, allow_incomplete=True)
+    if not capture.complete and not drop:
+        problems.append(f"{name}: it is incomplete: {capture.reason}")
+    missing = _rows_of(capture.missing)
+    # No row of a residual stream is all zeros, as missing rows are.
+    there = set(np.flatnonzero(capture.numpy("resid_pre", layer=0).any(axis=1)).tolist())
+    problems += [f"{name}: {what}" for what in account(rows, there, missing, _rows_of(claimed or []))]
+    size = sum(f.stat().st_size for f in Path(path).rglob("*") if f.is_file())
+    return {"problems": problems, "missing": len(missing), "bytes": size}
+
+
+def _rows_of(ranges: list[list[int]]) -> set[int]:
+    return {row for start, stop in ranges for row in range(start, stop)}
+
+
+def check_ehs_file(path: str, rows: int, layers: int) -> dict[str, Any]:
+    """Check the shape in a file of vLLM's own connector."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="numpy") as file:
+        shape = file.get_slice("hidden_states").get_shape()
+    problems = [] if shape[:2] == [rows, layers] else [f"{Path(path).name}: {shape}, not {rows} rows, {layers} layers"]
+    return {"problems": problems, "missing": 0, "bytes": Path(path).stat().st_size}
+
+
+# ---- the engine -------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """One engine. The options of ours are swapped in the running worker: sinks and codecs change no compiled graph."""
+
+    def __init__(self, args: argparse.Namespace, engine: str, hooks: str) -> None:
+        from vllm import LLM
+
+        from dmi_connector import capture_args
+
+        self.args, self.engine, self.ours = args, engine, bool(hooks)
+        self.store_dir = Path(args.store_dir).absolute() / engine
+        self.clean()
+        extra: dict[str, Any] = {}
+        if engine == "ehs":
+            extra = self._ehs_args()
+        elif hooks:
+            extra = capture_args(hooks=hooks, store_dir=self.store_dir, owner=args.owner, **args.options)
+        engine_args = {"dtype": args.dtype, "max_model_len": args.max_model_len, "seed": 0, **args.engine_args}
+        begin = time.perf_counter()
+        self.llm = LLM(args.model, load_format="dummy", skip_tokenizer_init=True, **{**engine_args, **extra})
+        self.facts: dict[str, Any] = {"start_s": round(time.perf_counter() - begin, 1)}
+        if hooks:
+            self.token_bytes, self.chunk_tokens, self.chunk_bytes = self.llm.collective_rpc(worker_sizes)[0]
+            self.facts |= {"hooks": hooks, "bytes_per_token": self.token_bytes}
+        self.vocab = self.llm.llm_engine.model_config.get_vocab_size()
+        self.replies: list[dict[str, Any]] = []  # kv_transfer_params of the last responses
+        self._seed = 0
+
+    def _ehs_args(self) -> dict[str, Any]:
+        config = json.loads((Path(self.args.model) / "config.json").read_text())
+        self.ehs_layers = config["num_hidden_layers"] + 1
+        ids = list(range(self.ehs_layers))
+        return {
+            "speculative_config": {
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+            },
+            "kv_transfer_config": {
+                "kv_connector": "ExampleHiddenStatesConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": str(self.store_dir)},
+            },
+        }
+
+    def switch(self, setup: Setup) -> None:
+        """Give a running engine of ours the options of `setup`."""
+        base = self.args.options
+        changes: dict[str, Any] = {"sink": setup.sink, "codec": setup.codec, "policy": setup.policy}
+        if setup.slow:
+            changes |= {"writers": 1, "host_buffer_bytes": 2 * self.chunk_bytes + (1 << 20)}
+        else:
+            changes |= {k: base.get(k, 0) for k in ("writers", "host_buffer_bytes")}
+        self.llm.collective_rpc(worker_switch, args=(changes,))
+
+    def clean(self) -> None:
+        shutil.rmtree(self.store_dir, ignore_errors=True)
+        self.store_dir.mkdir(parents=True)
+
+    def close(self) -> None:
+        if "pool" in self.__dict__:
+            self.pool.terminate()
+        shutil.rmtree(self.store_dir)
+
+    @cached_property
+    def pool(self) -> Pool:
+        """Processes that check stores."""
+        return get_context("spawn").Pool(self.args.processes)
+
+    def generate(self, case: Case) -> float:
+        """Seconds for one round of `case` with fresh random prompts, so that nothing is a prefix-cache hit."""
+        from vllm import SamplingParams
+
+        self._seed += 1
+        ids = np.random.default_rng(self._seed).integers(10, self.vocab - 10, (case.requests, case.prompt_tokens))
+        transfer = {"kv_transfer_params": {"include_output_tokens": True}}
+        params = SamplingParams(
+            temperature=0.0, max_tokens=case.output_tokens, ignore_eos=True, detokenize=False, extra_args=transfer
+        )
+        prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
+        begin = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        assert all(len(o.outputs[0].token_ids) == case.output_tokens for o in outputs)
+        self.replies = [o.kv_transfer_params or {} for o in outputs]
+        return seconds
+
+    def drain(self) -> None:
+        """Wait until everything captured has reached its sink. Raises TimeoutError after DRAIN_S seconds."""
+        deadline = time.monotonic() + DRAIN_S
+        while self.ours and any(pending := self.llm.collective_rpc(worker_pending)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"captures did not reach their sink in {DRAIN_S} s: {pending} pending")
+            time.sleep(0.01)
+        for reply in self.replies if self.engine == "ehs" else []:
+            with open(reply["hidden_states_path"] + ".lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH)  # vLLM's writer holds it until the file is whole
+
+    def round(self, setup: Setup, case: Case) -> tuple[float, float]:
+        """Seconds until the last token was there, and until everything had reached its sink."""
+        if setup.stores or self.engine == "ehs":
+            self.clean()
+        begin = time.perf_counter()
+        seconds = self.generate(case)
+        self.drain()
+        return seconds, time.perf_counter() - begin
+
+    def measure_all(self, setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(case, numbers) one after the other, then a profile of decode unless the sink makes that slow."""
+        if self.ours:
+            self.switch(setup)
+        for name in setup.cases:
+            yield name, self.measure(setup, name)
+        if self.ours and "decode32" in setup.cases and not setup.slow:
+            yield "profile decode32", self.profile("decode32")
+
+    def measure(self, setup: Setup, name: str) -> dict[str, Any]:
+        """Median of several rounds of one case, after one that does not count.
+
+        A slow sink has at most two rounds, after a short one. GB/s count what was exported until it had reached its
+        sink; rows missing are those of the last round.
+        """
+        case = CASES[name].shrunk(self.args.shrink)
+        result: dict[str, Any] = case._asdict()
+        if setup.stores:
+            self.clean()
+            if lack := self._lacks_space(case):
+                return {**result, "not_run": lack}
+        self.round(setup, CASES["decode1"].shrunk(self.args.shrink) if setup.slow else case)
+        repeat = min(2, self.args.repeat) if setup.slow else self.args.repeat
+        seconds, finished = zip(*(self.round(setup, case) for _ in range(repeat)), strict=True)
+        rates = [case.tokens / s for s in seconds]
+        result |= {"tok_per_s": statistics.median(rates), "runs": [round(r, 1) for r in rates]}
+        found: dict[str, Any] = {}
+        if setup.stores:
+            found = self.check(case, setup.policy == "drop")
+        elif self.engine == "ehs":
+            found = self.check_ehs(case)
+        if self.engine == "ehs" or (self.ours and setup.sink != "null"):
+            rows = case.requests * case.rows - found.get("missing_rows", 0)
+            gigabytes = rows * self.token_bytes / 1e9 if self.ours else found["stored_GB"]
+            duration = finished[-1] if found.get("missing_rows") else statistics.median(finished)
+            result |= {"exported_GB": gigabytes, "finished_s": duration, "GB_per_s": gigabytes / duration}
+        return result | found
+
+    def _lacks_space(self, case: Case) -> str:
+        """Why the stores of a case cannot be written, or "". Chunks are padded, and a codec may not shrink them."""
+        need = case.requests * -(-case.rows // self.chunk_tokens) * self.chunk_bytes
+        free = shutil.disk_usage(self.store_dir).free
+        return f"{need / 1e9:.0f} GB of stores, {free / 1e9:.0f} GB free" if need > 0.9 * free else ""
+
+    def check(self, case: Case, drop: bool) -> dict[str, Any]:
+        """Verify every store of the last round and account for its rows."""
+        replies = {reply.get("dmi_store"): reply.get("dmi_missing") for reply in self.replies}
+        paths = sorted(str(p) for p in self.store_dir.glob("*.zarr"))
+        problems = [] if set(paths) == set(replies) else [f"{len(paths)} stores for {len(replies)} responses"]
+        jobs = [(path, case.rows, replies.get(path), drop) for path in paths]
+        result = _summary(self.pool.starmap(check_store, jobs), problems)
+        claimed = sum(stop - start for ranges in replies.values() for start, stop in ranges or ())
+        return result | {"rows": case.requests * case.rows, "claimed_rows": claimed}
+
+    def check_ehs(self, case: Case) -> dict[str, Any]:
+        """Check the files of vLLM's own connector."""
+        paths = [reply["hidden_states_path"] for reply in self.replies]
+        return _summary([check_ehs_file(path, case.rows, self.ehs_layers) for path in paths], [])
+
+    def profile(self, name: str) -> dict[str, Any]:
+        """Microseconds a step that our code takes of the engine's thread."""
+        self.llm.collective_rpc(worker_profile, args=(True,))
+        self.generate(CASES[name].shrunk(self.args.shrink))
+        result: dict[str, Any] = self.llm.collective_rpc(worker_profile, args=(False,))[0]
+        self.drain()
+        return result
+
+
+def _summary(checks: list[dict[str, Any]], problems: list[str]) -> dict[str, Any]:
+    """What a result says of the files of a round."""
+    problems = problems + [problem for check in checks for problem in check["problems"]]
+    result = {
+        "stores": len(checks),
+        "stored_GB": sum(check["bytes"] for check in checks) / 1e9,
+        "missing_rows": sum(check["missing"] for check in checks),
+        "verified": not problems,
+    }
+    return result | ({"problems": problems[:5]} if problems else {})

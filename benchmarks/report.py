@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of the results of `benchmarks.capture`: one of all setups, and one for each growth curve.
+
+    python -m benchmarks.report A.json [B.json ...]
+
+Several files are parts of one measurement. Every ratio is to stock vLLM in the same file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.setups import CASES, CURVES, Curve
+
+Results = dict[str, Any]
+SLOW_BASE = "full null"
+"""Setups with a slow sink are also compared with this one, which has none."""
+
+
+def machine() -> dict[str, Any]:
+    """Where this runs and with what."""
+    import platform
+    from importlib.metadata import version
+
+    import torch
+    import vllm
+
+    import dmi_connector
+
+    return {
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "processor": platform.processor() or platform.machine(),
+        "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        **{package: version(package) for package in ("torch", "zarr", "numcodecs")},
+        "vllm": vllm.__version__,
+        "dmi_connector": dmi_connector.__version__,
+    }
+
+
+def measured(results: Results, setup: str) -> dict[str, Any]:
+    """case -> numbers of one setup; empty where it was not measured."""
+    for engine in results["engines"].values():
+        if setup in engine["setups"]:
+            return dict(engine["setups"][setup])
+    return {}
+
+
+def cell(results: Results, setup: str, case: str) -> str:
+    """tok/s, its ratio to stock, and GB/s where a sink took part."""
+    got = measured(results, setup).get(case)
+    if got is None:
+        return ""
+    if "not_run" in got:
+        return f"not run: {got['not_run']}"
+    parts = [f"{got['tok_per_s']:,.0f}"]
+    stock = measured(results, "stock").get(case)
+    if stock and setup != "stock":
+        parts.append(f"({got['tok_per_s'] / stock['tok_per_s']:.3f})")
+    base = measured(results, SLOW_BASE).get(case)
+    if base and " slow " in setup:
+        parts.append(f"{got['tok_per_s'] / base['tok_per_s']:.3f} of {SLOW_BASE}")
+    if "GB_per_s" in got:
+        parts.append(f"{got['GB_per_s']:.1f} GB/s")
+        link = results["limits"].get("link_d2h_GBps")
+        parts += [f"= {got['GB_per_s'] / link:.0%} of link"] if link else []
+    if got.get("missing_rows"):
+        parts.append(f"{got['missing_rows']} of {got['rows']} rows missing")
+    if got.get("verified") is False:
+        parts.append("NOT VERIFIED")
+    return " ".join(parts)
+
+
+def _rows(lines: list[list[str]]) -> str:
+    head, *body = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([head, "|---" * len(lines[0]) + "|", *body])
+
+
+def table(files: dict[str, Results]) -> str:
+    """A row for each setup of each file, a column for each case, then what was not run or failed."""
+    setups = [(f, name, s) for f, r in files.items() for e in r["engines"].values() for name, s in e["setups"].items()]
+    cases = [case for case in CASES if any(case in s for _, _, s in setups)]
+    several = len(files) > 1
+    lines = [[*(["file"] if several else []), "setup", *cases]]
+    for file, name, _ in setups:
+        lines.append([*([file] if several else []), name, *(cell(files[file], name, case) for case in cases)])
+    notes = [
+        f"{file}: {engine}: {word.replace('_', ' ')}: {found[word]}"
+        for file, results in files.items()
+        for engine, found in results["engines"].items()
+        for word in ("not_run", "failed")
+        if word in found
+    ]
+    return "\n\n".join([_rows(lines), *notes])
+
+
+def _latest(files: dict[str, Results], setup: str, case: str) -> Results | None:
+    """The last file that has this measurement."""
+    return next((r for r in reversed(files.values()) if case in measured(r, setup)), None)
+
+
+def _over_cases(files: dict[str, Results], curve: Curve) -> list[list[str]]:
+    """A line for each case that was measured; stock stands beside the first setup's numbers, from the same file."""
+    axis = "requests" if len({CASES[case].requests for case in curve.cases}) > 1 else "prompt_tokens"
+    lines = [[axis.replace("_", " "), "stock", *curve.setups]]
+    for case in curve.cases:
+        sources = [(setup, _latest(files, setup, case)) for setup in curve.setups]
+        first = next((source for _, source in sources if source is not None), None)
+        if first is not None:
+            sources = [("stock", first), *sources]
+            shrunk = next(m[case] for setup, _ in sources if case in (m := measured(first, setup)))
+            at = shrunk.get(axis, getattr(CASES[case], axis))
+            lines.append([str(at), *("" if source is None else cell(source, s, case) for s, source in sources)])
+    return lines
+
+
+def _over_setups(files: dict[str, Results], curve: Curve) -> list[list[str]]:
+    """A line for each selection that was measured."""
+    lines = [["selection", "MB a token", *curve.cases]]
+    for setup in curve.setups:
+        sources = [_latest(files, setup, case) for case in curve.cases]
+        engine: Results = next((e for r in sources if r for e in r["engines"].values() if setup in e["setups"]), {})
+        if "bytes_per_token" in engine:
+            hooks = setup if "@" in engine["hooks"] else engine["hooks"]
+            cells = ["" if r is None else cell(r, setup, case) for r, case in zip(sources, curve.cases, strict=True)]
+            lines.append([hooks, f"{engine['bytes_per_token'] / 1e6:.3g}", *cells])
+    return lines
+
+
+def curve_tables(files: dict[str, Results]) -> str:
+    """A small table for each curve of which two points or more were measured."""
+    parts = []
+    for name, curve in CURVES.items():
+        lines = (_over_cases if curve.over_cases else _over_setups)(files, curve)
+        if len(lines) > 2:
+            parts.append(f"Curve `{name}`: {curve.title}\n\n{_rows(lines)}")
+    return "\n\n".join(parts)
+
+
+def report(files: dict[str, Results]) -> str:
+    """Both, as Markdown. files: name -> results."""
+    return "\n\n".join(part for part in (table(files), curve_tables(files)) if part)
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.report", description=(__doc__ or "").splitlines()[0])
+    p.add_argument("files", nargs="+", type=Path, metavar="RESULTS.json")
+    paths: list[Path] = p.parse_args(argv).files
+    unique = len({path.stem for path in paths}) == len(paths)
+    print(report({path.stem if unique else str(path): json.loads(path.read_text()) for path in paths}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

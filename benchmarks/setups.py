@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the capture benchmark measures: cases, setups and growth curves."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+FULL = "vllm-full,-logits"
+
+
+class Case(NamedTuple):
+    """Requests that are sent at once, and tokens of each. With one output token it measures prefill, else decode."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+    def shrunk(self, by: int) -> Case:
+        return Case(max(1, self.requests // by), max(1, self.prompt_tokens // by), self.output_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that count: generated ones (decode) or those of the prompts (prefill)."""
+        return self.requests * (self.output_tokens if self.output_tokens > 1 else self.prompt_tokens)
+
+    @property
+    def rows(self) -> int:
+        """Rows of one request's store: the last generated token has none."""
+        return self.prompt_tokens + self.output_tokens - 1
+
+
+CASES = {
+    "decode1": Case(1, 64, 128),
+    "decode8": Case(8, 64, 128),
+    "decode32": Case(32, 64, 128),
+    "decode128": Case(128, 64, 128),
+    "prefill8x128": Case(8, 128, 1),
+    "prefill8": Case(8, 512, 1),
+    "prefill8x1500": Case(8, 1500, 1),
+    "prefill32": Case(32, 512, 1),
+    "prefill32x4": Case(128, 512, 1),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One configuration to measure. engine: those with the same one share an engine process.
+
+    hooks: selection, "" for an engine without our connector. slow: one writer and a host buffer of two chunks, so that
+    the sink is by far slower than the link.
+    """
+
+    name: str
+    engine: str
+    hooks: str = ""
+    sink: str = "disk"
+    codec: str = "zstd"
+    policy: str = "block"
+    slow: bool = False
+    cases: tuple[str, ...] = ()
+
+    @property
+    def stores(self) -> bool:
+        return bool(self.hooks) and self.sink == "disk"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How cost grows along one axis: either over cases, measured with some setups, or over setups on some cases."""
+
+    title: str
+    setups: tuple[str, ...]
+    cases: tuple[str, ...]
+    over_cases: bool
+
+
+_SINKS = ("full null", "full disk none")
+_BOTH = ("decode32", "prefill8")
+CURVES = {
+    "hooks": Curve("hooks a layer", ("hooks-1", "hooks-2", "hooks-3", "full null"), _BOTH, False),
+    "layers": Curve("layers", ("layers-quarter", "layers-half", "full null"), _BOTH, False),
+    "tokens": Curve("prompt tokens", _SINKS, ("prefill8x128", "prefill8", "prefill8x1500"), True),
+    "batch": Curve("requests that decode", _SINKS, ("decode1", "decode8", "decode32", "decode128"), True),
+}
+HOOK_STEPS = {
+    "hooks-1": "resid_pre",
+    "hooks-2": "resid_pre,resid_mid,z",
+    "hooks-3": "resid_pre,resid_mid,z,mlp_post",
+}
+LAYER_STEPS = {"layers-quarter": 4, "layers-half": 2}
+
+
+def first_layers(model: str, share: int) -> str:
+    """FULL of the first 1/share of a model's layers."""
+    from transformers import AutoConfig
+
+    from dmi_connector.engine.architectures import ARCHITECTURES
+    from dmi_connector.hooks import HOOKS, parse_selection
+
+    config = AutoConfig.from_pretrained(model)
+    dims = ARCHITECTURES[config.architectures[0]].dims(config.get_text_config())
+    count = -(-dims.layers // share)
+    selected = parse_selection(FULL, dims).hooks
+    once = [name for name in selected if HOOKS[name].scope != "layer"]
+    return ",".join([*once, *(f"{n}@0-{count - 1}" for n, ls in selected.items() if n not in once and ls[0] < count)])
+
+
+def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]:
+    """Stock, vLLM's own extraction, ours from the narrow to the full selection, then the engines of `curves`."""
+    everything = ("decode1", "decode32", "decode128", "prefill32")
+    extra = [case for name in curves if CURVES[name].over_cases for case in CURVES[name].cases]
+    null = tuple(dict.fromkeys((*everything, "prefill8", *extra)))
+    none = tuple(dict.fromkeys(("decode1", "decode32", "prefill32", *extra)))
+    setups = [
+        Setup("stock", "stock", cases=null),
+        Setup("ehs", "ehs", cases=everything),
+        Setup("hidden-states disk", "hidden", "hidden-states", codec=default_codec, cases=everything),
+        Setup("full null", "full", FULL, sink="null", cases=null),
+        Setup("full host", "full", FULL, sink="host", cases=(*everything, "prefill32x4")),
+        Setup("full disk none", "full", FULL, codec="none", cases=none),
+        Setup("full disk lz4", "full", FULL, codec="lz4", cases=("prefill32",)),
+        Setup("full disk zstd", "full", FULL, codec="zstd", cases=("prefill32",)),
+        Setup("full disk slow block", "full", FULL, slow=True, cases=("decode32", "prefill8")),
+        Setup("full disk slow drop", "full", FULL, policy="drop", slow=True, cases=("decode32", "prefill8")),
+    ]
+    if "hooks" in curves:
+        setups += [Setup(name, name, hooks, sink="null", cases=_BOTH) for name, hooks in HOOK_STEPS.items()]
+    if "layers" in curves:
+        steps = {name: first_layers(model, share) for name, share in LAYER_STEPS.items()}
+        setups += [Setup(name, name, hooks, sink="null", cases=_BOTH) for name, hooks in steps.items()]
+    return setups
+
+
+def choose(args: argparse.Namespace) -> list[Setup]:
+    """The setups that the options ask for, each with its cases. Raises ValueError for names that do not exist.
+
+    Stock is measured on the cases of the others, so that each has something to be compared with.
+    """
+    curves = _names("--curves", args.curves, list(CURVES))
+    setups = all_setups(curves, args.default_codec, str(Path(args.model)))
+    engines = _names("--engines", args.engines, [s.engine for s in setups])
+    only = _names("--only", args.only, [s.name for s in setups])
+    cases = _names("--cases", args.cases, list(CASES))
+    chosen = [s for s in setups if (not engines or s.engine in engines) and (not only or s.name in only)]
+    chosen = [replace(s, cases=tuple(c for c in s.cases if not cases or c in cases)) for s in chosen]
+    others = {case for s in chosen if s.engine != "stock" for case in s.cases}
+    if others:
+        in_order = tuple(case for case in CASES if case in others)
+        chosen = [replace(s, cases=in_order) if s.engine == "stock" else s for s in chosen]
+    return [s for s in chosen if s.cases]
+
+
+def _names(option: str, text: str, known: list[str]) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{option}: {name!r} is unknown; choose from {', '.join(dict.fromkeys(known))}")
+    return names

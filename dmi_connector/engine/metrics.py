@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters and gauges of captures for vLLM's Prometheus endpoint and its periodic log line; see docs/METRICS.md.
+
+vLLM asks both halves of the connector once a step for what changed (`CaptureStats`), joins the answers of all ranks and
+hands them to the process that serves /metrics (`CaptureProm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from dmi_connector.store.client import REASONS
+
+if TYPE_CHECKING:
+    from dmi_connector.engine.export import Exporter
+
+Numbers = dict[str, int | float]
+
+COUNTERS = {
+    # key in CaptureStats: name without "vllm:dmi_", what it counts
+    "started": ("captures_started", "Captures begun"),
+    "complete": ("captures_complete", "Captures whose store is written and whole"),
+    **{f"incomplete.{r}": ("captures_incomplete", "Captures whose store lacks rows, by reason") for r in REASONS},
+    "failed": ("captures_failed", "Captures that left no store"),
+    "refused": ("captures_refused", "Requests answered with dmi_error instead of a store"),
+    "bytes_exported": ("exported_bytes", "Bytes brought from the cache to the host buffer"),
+    "bytes_raw": ("raw_bytes", "Bytes of finished captures before compression"),
+    "bytes_stored": ("stored_bytes", "Bytes of finished captures as written"),
+    "lost_ranges": ("lost_ranges", "Row ranges given up before they reached the host buffer"),
+    "lost_rows": ("lost_rows", "Rows given up before they reached the host buffer"),
+    "blocked_seconds": ("blocked_seconds", "Seconds in which the engine's thread waited for room"),
+}
+BACKLOG = "backlog_bytes"
+"""Gauge: bytes of the host buffer in use. Its key in CaptureStats ends with the rank."""
+
+_OF_EVERY_RANK = ("bytes_raw", "bytes_stored")
+"""Ranks above 0 write a part of each store: of what the client counts, they tell only this."""
+
+
+class CaptureStats(KVConnectorStats):
+    """What changed since the last step. data: {key of COUNTERS: increase, "backlog_bytes.RANK": level}."""
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add what another rank, the other half or a later step tells."""
+        for key, value in other.data.items():
+            self.data[key] = value if key.startswith(BACKLOG) else self.data.get(key, 0) + value
+        return self
+
+    def reduce(self) -> Numbers:
+        """What vLLM logs, by metric name; the backlog is that of the fullest rank."""
+        levels = [value for key, value in self.data.items() if key.startswith(BACKLOG)]
+        return described(self.data) | ({BACKLOG: max(levels)} if levels else {})
+
+
+class CaptureProm(KVConnectorPromMetrics):
+    """The Prometheus side: one series for each counter and reason, and one backlog for each rank."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        families: dict[str, Any] = {}
+        self._counters: dict[tuple[int, str], Any] = {}
+        self._gauges: dict[tuple[int, str], Any] = {}
+        for key, (name, text) in COUNTERS.items():
+            reason = key.split(".")[1:]
+            if name not in families:
+                labels = [*labelnames, *(["reason"] if reason else [])]
+                families[name] = self._counter_cls(name=f"vllm:dmi_{name}", documentation=text, labelnames=labels)
+            for engine, values in per_engine_labelvalues.items():
+                self._counters[engine, key] = families[name].labels(*values, *reason)
+        backlog = self._gauge_cls(
+            name=f"vllm:dmi_{BACKLOG}",
+            documentation="Bytes of the host buffer that are not written yet",
+            multiprocess_mode="mostrecent",
+            labelnames=[*labelnames, "rank"],
+        )
+        for rank in range(vllm_config.parallel_config.tensor_parallel_size):
+            for engine, values in per_engine_labelvalues.items():
+                self._gauges[engine, f"{BACKLOG}.{rank}"] = backlog.labels(*values, str(rank))
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take in the data of one CaptureStats."""
+        for key, value in transfer_stats_data.items():
+            if key.startswith(BACKLOG):
+                self._gauges[engine_idx, key].set(value)
+            else:
+                self._counters[engine_idx, key].inc(value)
+
+
+class Meter:
+    """Sees what changed on one worker. Used by the engine's thread, once a step."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self._exporter = exporter
+        self._told: Numbers = {}
+        self._backlog = 0
+
+    def totals(self) -> Numbers:
+        """Counts since the start, by key of COUNTERS."""
+        exporter = self._exporter
+        if exporter.persistence is None:
+            return dict(exporter.counts)
+        counts = exporter.persistence.counts()
+        if exporter.rank:
+            counts = {key: counts[key] for key in _OF_EVERY_RANK}
+        return exporter.counts | counts
+
+    def take(self) -> CaptureStats | None:
+        """What changed since the last call, None if nothing did."""
+        totals, backlog = self.totals(), self._exporter.ring.used
+        if totals == self._told and backlog == self._backlog:
+            return None
+        data = {key: value - self._told.get(key, 0) for key, value in totals.items()}
+        data = {key: value for key, value in data.items() if value}
+        if backlog != self._backlog:
+            data[f"{BACKLOG}.{self._exporter.rank}"] = backlog
+        self._told, self._backlog = totals, backlog
+        return CaptureStats(data) if data else None
+
+
+def described(counts: Mapping[str, int | float]) -> Numbers:
+    """The counts that are not 0, by metric name (and reason), in the order of COUNTERS."""
+    names = {key: ".".join([name, *key.split(".")[1:]]) for key, (name, _) in COUNTERS.items()}
+    return {name: round(counts[key], 3) for key, name in names.items() if counts.get(key)}

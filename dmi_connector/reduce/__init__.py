@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reductions of hook rows: encoded on the GPU before a row is written, decoded on reading.
+
+parse("int8"), parse("int8(affine)"), parse("fp8"), parse("round(4)"), parse("topk(64)"), parse("topk(64,exact)"),
+parse("rp(512)"), parse("rp(512,sign,seed=7)"), parse("none")
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from dmi_connector.reduce.base import ReduceError, Reduction
+from dmi_connector.reduce.fp8 import Fp8
+from dmi_connector.reduce.int8 import Int8
+from dmi_connector.reduce.projection import RandomProjection
+from dmi_connector.reduce.rounding import Round
+from dmi_connector.reduce.topk import TopK
+
+__all__ = ["KINDS", "ReduceError", "Reduction", "from_settings", "parse"]
+
+KINDS: dict[str, type[Reduction]] = {c.kind: c for c in (Int8, Fp8, Round, TopK, RandomProjection)}
+_FLAGS: dict[str, dict[str, tuple[str, Any]]] = {
+    "int8": {"affine": ("affine", True), "symmetric": ("affine", False)},
+    "topk": {"exact": ("exact", True), "int8": ("exact", False)},
+    "rp": {"gaussian": ("distribution", "gaussian"), "sign": ("distribution", "sign")},
+}
+_NUMBER = {"round": "bits", "topk": "k", "rp": "k"}
+_SPEC = re.compile(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*")
+
+
+def parse(spec: str) -> Reduction | None:
+    """The reduction a setting names; None for "none". Raises ReduceError that says what is wrong and what there is."""
+    match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
+    if match is None:
+        raise ReduceError(f"reduce: {spec!r} is not valid; write one of none, {', '.join(KINDS)}, as in 'topk(64)'")
+    kind, inside = match[1], match[2]
+    if kind == "none" and inside is None:
+        return None
+    if kind not in KINDS:
+        raise ReduceError(f"reduce: {kind!r} is unknown; use one of none, {', '.join(KINDS)}")
+    settings: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in (inside or "").split(","))):
+        name, _, number = item.rpartition("=")
+        if item in _FLAGS.get(kind, {}):
+            field, value = _FLAGS[kind][item]
+            settings[field] = value
+        elif number.isdecimal() and (name in ("", _NUMBER.get(kind)) or (kind, name) == ("rp", "seed")):
+            field = name or _NUMBER.get(kind, "")
+            if not field:
+                raise ReduceError(f"reduce: {kind} takes no number, but {spec!r} gives {item!r}; leave it out")
+            settings[field] = int(number)
+        else:
+            known = [*_FLAGS.get(kind, {}), *([f"a number ({_NUMBER[kind]})"] if kind in _NUMBER else [])]
+            raise ReduceError(f"reduce: {item!r} in {spec!r} is unknown; {kind} takes {', '.join(known) or 'nothing'}")
+    return KINDS[kind](**settings)
+
+
+def from_settings(settings: Mapping[str, Any]) -> Reduction:
+    """The reduction that `Reduction.settings` described, as stores keep it. Raises ReduceError."""
+    values = dict(settings)
+    kind = values.pop("kind", None)
+    if kind not in KINDS:
+        raise ReduceError(f"reduction {kind!r} is unknown to this version; known: {', '.join(KINDS)}")
+    return KINDS[kind](**values)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every reduction is: an encoder in torch (on the device of the values), a decoder in numpy, the same settings."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1}
+
+
+class ReduceError(ValueError):
+    """A reduction that does not exist or does not fit its hook; the message names the option and the fix."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One reduction with its settings.
+
+    Rows of `width` values become rows of `stored_width(width, dtype)` values of `stored_dtype(dtype)`: for all but
+    `round` these are bytes, laid out as the class says (docs/FORMAT.md, section 11).
+    """
+
+    kind: ClassVar[str] = "none"
+
+    def check(self, width: int) -> None:
+        """Raises ReduceError when `width` values cannot be reduced so."""
+
+    def prepare(self, width: int, device: torch.device) -> None:
+        """Put what `encode` needs on the device, so that it allocates nothing else later."""
+
+    def stored_dtype(self, dtype: str) -> str:
+        return "uint8"
+
+    def stored_width(self, width: int, dtype: str) -> int:
+        raise NotImplementedError
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Rows [tokens, width] of a float dtype -> [tokens, stored width] of the stored dtype, on the same device."""
+        raise NotImplementedError
+
+    def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
+        """Rows [..., stored width] -> float32 [..., width] (rp: [..., k])."""
+        raise NotImplementedError
+
+    def merge(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Decoded rows of all tensor-parallel slices -> those of the whole."""
+        return np.concatenate(parts, axis=-1)
+
+    def settings(self) -> dict[str, Any]:
+        """What a store has to say to be decoded, with `kind`."""
+        return {"kind": self.kind, **asdict(self)}
+
+
+def as_bytes(*parts: torch.Tensor) -> torch.Tensor:
+    """Parts [tokens, n] of any dtype -> their bytes side by side, uint8 [tokens, sum]."""
+    import torch
+
+    return torch.cat([p.contiguous().view(torch.uint8) for p in parts], dim=1)
+
+
+def field(stored: np.ndarray, start: int, count: int, dtype: str) -> np.ndarray:
+    """`count` values of a numpy dtype from byte `start` of each row [..., bytes]."""
+    size = np.dtype(dtype).itemsize
+    return np.ascontiguousarray(stored[..., start : start + count * size]).view(dtype)
+
+
+def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
+    """uint16 bit patterns -> float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def floats(stored: np.ndarray, start: int, count: int, dtype: str) -> np.ndarray:
+    """`count` values of a model dtype from byte `start` of each row, as float32."""
+    if dtype == "bfloat16":
+        return bfloat16_to_float32(field(stored, start, count, "<u2"))
+    return field(stored, start, count, {"float16": "<f2", "float32": "<f4"}[dtype]).astype(np.float32)
+
+
+def pad(nbytes: int) -> int:
+    """`nbytes` rounded up to a multiple of 4, where float32 fields begin."""
+    return -(-nbytes // 4) * 4

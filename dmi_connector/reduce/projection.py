@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rp(k): each row times a fixed random matrix [width, k], stored as int8 with a row scale (see int8.py).
+
+The matrix is made from the seed on the CPU with numpy's Philox counter generator, whose stream is fixed, in float64,
+and rounded to float32: the GPU gets a copy, so it is bit-equal everywhere. E|R'x|^2 = |x|^2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from dmi_connector.reduce.base import ReduceError, Reduction
+from dmi_connector.reduce.int8 import Int8
+
+if TYPE_CHECKING:
+    import torch
+
+DISTRIBUTIONS = ("gaussian", "sign")
+
+
+@lru_cache(maxsize=8)
+def matrix(width: int, k: int, seed: int, distribution: str) -> np.ndarray:
+    """float32 [width, k]. gaussian: normal with variance 1/k. sign: sqrt(3/k) times -1, 0, 1 with probability 1/6,
+    2/3, 1/6.
+    """
+    raw = np.random.Philox(key=[seed, (width << 32) | k]).random_raw(2 * width * k).reshape(2, width, k)
+    first = ((raw[0] >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
+    if distribution == "sign":
+        values = np.where(first < 1 / 6, -1.0, np.where(first < 1 / 3, 1.0, 0.0)) * np.sqrt(3 / k)
+    else:
+        second = (raw[1] >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        values = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second) / np.sqrt(k)
+    result = values.astype(np.float32)
+    result.flags.writeable = False
+    return result
+
+
+@cache
+def _on_device(width: int, k: int, seed: int, distribution: str, device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(matrix(width, k, seed, distribution).copy()).to(device)
+
+
+@dataclass(frozen=True)
+class RandomProjection(Reduction):
+    """Keeps norms, cosines and dot products approximately: error of a cosine about 1/sqrt(k). Decoded rows are the k
+    projected values; `project` turns a direction of the hook's space into theirs.
+    """
+
+    k: int = 512
+    seed: int = 0
+    distribution: str = "gaussian"
+    kind: ClassVar[str] = "rp"
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ReduceError(f"reduce: rp({self.k}) is not valid; project to 1 value or more")
+        if not 0 <= self.seed < 1 << 64:
+            raise ReduceError(f"reduce: the seed {self.seed} of rp is not valid; give 0 to 2**64 - 1")
+        if self.distribution not in DISTRIBUTIONS:
+            raise ReduceError(f"reduce: rp has no distribution {self.distribution!r}; use {' or '.join(DISTRIBUTIONS)}")
+
+    def check(self, width: int) -> None:
+        if self.k > width:
+            raise ReduceError(f"reduce: rp({self.k}) is wider than the {width} values of a row; give a smaller k")
+
+    def prepare(self, width: int, device: torch.device) -> None:
+        _on_device(width, self.k, self.seed, self.distribution, device)
+
+    def stored_width(self, width: int, dtype: str) -> int:
+        return Int8().stored_width(self.k, dtype)
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        basis = _on_device(values.shape[1], self.k, self.seed, self.distribution, values.device)
+        return Int8().encode(values.float() @ basis)
+
+    def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
+        return Int8().decode(stored, self.k, dtype)
+
+    def merge(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Slices of a row are projected by themselves, so the values stay side by side."""
+        return np.concatenate(parts, axis=-1)
+
+    def project(self, direction: np.ndarray) -> np.ndarray:
+        """A direction [width] of the hook's space as float32 [k]: decoded rows @ this approximates rows @ direction."""
+        direction = np.asarray(direction, np.float32)
+        return direction @ matrix(direction.shape[-1], self.k, self.seed, self.distribution)

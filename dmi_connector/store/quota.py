@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits on what requests may write. The scheduler asks when a request arrives: arithmetic, one statvfs, and at most
+once a second a small file in which the coordinator says what all stores take (retention.py).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dmi_connector.hooks import HOOKS, ITEMSIZE, Selection, hook_dtype, shard_of
+from dmi_connector.settings import OptionError, ServerOptions
+from dmi_connector.store import schema
+from dmi_connector.store.paths import make_directory
+from dmi_connector.store.retention import read_usage, total_bytes
+
+if TYPE_CHECKING:
+    from dmi_connector.engine.context import CaptureContext
+
+UNLIMITED = 1 << 60
+REFRESH_S = 1.0
+_TOKEN_ARRAYS = sum(schema.ITEMSIZE[dtype] for dtype in schema.TOKEN_ARRAYS.values())
+
+
+@dataclass(frozen=True)
+class RequestBytes:
+    """Raw bytes, before compression, of the rows of one request over all ranks.
+
+    start: position of its first row. first_sample: position of its first row of logits, not below `start`. row,
+    sample: bytes of a token's row, and of a row of logits.
+    """
+
+    start: int
+    first_sample: int
+    row: int
+    sample: int
+
+    @classmethod
+    def of(cls, context: CaptureContext, selection: Selection, start: int, prompt_len: int) -> RequestBytes:
+        """Those of `selection` from position `start` on, as they are stored: reduced where hooks are."""
+        row, sample = _TOKEN_ARRAYS, 0
+        for name, layers in selection.hooks.items():
+            hook = HOOKS[name]
+            if hook.scope == "sampled":
+                sample += context.dims.width(hook) * ITEMSIZE[hook_dtype(hook, context.dtype)]
+                continue
+            shards = shard_of(hook, context.dims, context.tp, 0).shards
+            segments = [context.layout.find(name, layer) for layer in layers]
+            row += shards * sum(segment.nbytes for segment in segments if segment is not None)
+        return cls(start, max(prompt_len - 1, start), row, sample)
+
+    def until(self, end: int) -> int:
+        """Bytes of the rows of all positions below `end`."""
+        return max(0, end - self.start) * self.row + max(0, end - self.first_sample) * self.sample
+
+    def end_within(self, limit: int) -> int:
+        """The largest `end` with `until(end) <= limit`."""
+        before = (self.first_sample - self.start) * self.row
+        if limit <= before:
+            return self.start + limit // self.row
+        return self.first_sample + (limit - before) // (self.row + self.sample)
+
+
+class Quota:
+    """Decides on new captures for one scheduler. Measures the stores there are when it is made."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
+        self._used = total_bytes(options.store_dir, options.save_path_roots) if options.max_total_bytes else 0
+        self._measured: str | None = None
+        self._read_at = 0.0
+        self._admitted = 0  # bytes of prompts let in since the last measurement
+
+    def admit(self, directory: str, nbytes: int) -> None:
+        """Take in a capture whose prompt has `nbytes` raw bytes. Raises OptionError where a limit forbids that."""
+        options = self.options
+        if options.max_request_bytes and nbytes > options.max_request_bytes:
+            raise OptionError(
+                f"max_request_bytes: the prompt's rows take {nbytes} bytes, this server allows "
+                f"{options.max_request_bytes}; ask for fewer hooks, layers or tokens"
+            )
+        if options.min_free_bytes:
+            free = self._free(directory)
+            if free - nbytes < options.min_free_bytes:
+                raise OptionError(
+                    f"min_free_bytes: {free} bytes are free in {directory}, {nbytes} are needed and "
+                    f"{options.min_free_bytes} have to stay free; remove stores (dmi prune)"
+                )
+        if options.max_total_bytes:
+            self._refresh()
+            used = self._used + self._admitted
+            if used + nbytes > options.max_total_bytes:
+                raise OptionError(
+                    f"max_total_bytes: stores take {used} bytes, {nbytes} more are needed, this server allows "
+                    f"{options.max_total_bytes}; remove stores (dmi prune)"
+                )
+            self._admitted += nbytes
+
+    def _free(self, directory: str) -> int:
+        try:
+            make_directory(directory, self.options.file_mode)
+            stat = os.statvfs(directory)
+        except OSError as error:
+            raise OptionError(f"min_free_bytes: the file system of {directory} cannot be asked: {error}") from error
+        return stat.f_bavail * stat.f_frsize
+
+    def _refresh(self) -> None:
+        if time.monotonic() - self._read_at < REFRESH_S:
+            return
+        self._read_at = time.monotonic()
+        usage = read_usage(self.options.store_dir)
+        if usage is not None and usage["measured"] != self._measured:
+            self._used, self._measured, self._admitted = usage["bytes"], usage["measured"], 0

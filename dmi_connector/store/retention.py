@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Removing old stores, and measuring what all stores take (docs/SECURITY.md says what is promised).
+
+A store is removed only under an exclusive flock on its directory, taken without waiting: whoever writes it (journal.py)
+or has it open (reader.py) holds a shared one, which the kernel drops with the process. It first gets another name, so
+that nobody finds half of it, then a line in the index.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dmi_connector.store.commit import append_index, now
+from dmi_connector.store.journal import claim
+from dmi_connector.store.paths import no_follow
+from dmi_connector.store.schema import INDEX_NAME
+
+logger = logging.getLogger(__name__)
+
+REMOVING_SUFFIX = ".removing"
+USAGE_NAME = ".usage.json"
+"""Written by the keeper, read by quota.py: {"bytes": of all stores, "measured": ISO 8601}."""
+
+
+@dataclass(frozen=True)
+class StoredCapture:
+    """A finished store: when its root document was written (seconds since the epoch) and the bytes of its files."""
+
+    path: Path
+    finished: float
+    nbytes: int
+
+
+class StoreSizes:
+    """Bytes of directories of stores. A finished store never changes, so it is measured once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], int] = {}
+
+    def of(self, entry: os.DirEntry[str]) -> int:
+        """Bytes of the files of a store, finished or not."""
+        key = (entry.path, entry.inode())
+        if key not in self._known:
+            nbytes = _tree_bytes(entry.path)
+            if not entry.name.endswith(".zarr"):
+                return nbytes
+            self._known[key] = nbytes
+        return self._known[key]
+
+
+def _tree_bytes(path: str) -> int:
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except FileNotFoundError:
+                continue  # it was renamed or removed just now
+    return total
+
+
+def _stores(directory: str | os.PathLike[str], deep: bool = False) -> Iterator[os.DirEntry[str]]:
+    """Directories of stores, finished or not. deep: in directories below too. Links are not followed."""
+    try:
+        with os.scandir(directory) as found:
+            entries = [entry for entry in found if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if ".zarr" in entry.name:
+            yield entry
+        elif deep:
+            yield from _stores(entry.path, True)
+
+
+def total_bytes(directory: str, roots: Sequence[str] = (), sizes: StoreSizes | None = None) -> int:
+    """Bytes of every store in `directory` and anywhere below `roots`, those being written included."""
+    sizes = sizes or StoreSizes()
+    entries = [*_stores(os.path.realpath(directory))]
+    entries += [entry for root in roots for entry in _stores(os.path.realpath(root), True)]
+    return sum(sizes.of(entry) for entry in {entry.path: entry for entry in entries}.values())
+
+
+def finished_stores(directory: str | os.PathLike[str], sizes: StoreSizes | None = None) -> list[StoredCapture]:
+    """The finished stores of a directory, the oldest first."""
+    sizes = sizes or StoreSizes()
+    found = []
+    for entry in _stores(directory):
+        if entry.name.endswith(".zarr"):
+            try:
+                finished = os.lstat(os.path.join(entry.path, "zarr.json")).st_mtime
+            except FileNotFoundError:
+                continue  # no store, or removed just now
+            found.append(StoredCapture(Path(entry.path), finished, sizes.of(entry)))
+    return sorted(found, key=lambda store: store.finished)
+
+
+def prune(
+    directory: str | os.PathLike[str],
+    older_than: float | None = None,
+    keep_bytes: int | None = None,
+    sizes: StoreSizes | None = None,
+    dry_run: bool = False,
+) -> list[StoredCapture]:
+    """Remove finished stores, oldest first: those older than `older_than` seconds, and more while the rest takes over
+    `keep_bytes`. Gives those removed (dry_run: those it would try). One that is read or written is left alone.
+
+    Raises OSError where locks fail or stores cannot be removed, after all others were tried.
+    """
+    errors = [] if dry_run else _remove_leftovers(directory)
+    stores = finished_stores(directory, sizes)
+    total, moment, removed = sum(store.nbytes for store in stores), time.time(), []
+    for store in stores:
+        old = older_than is not None and moment - store.finished > older_than
+        if not old and (keep_bytes is None or total <= keep_bytes):
+            break
+        try:
+            if dry_run or remove_store(store.path):
+                removed.append(store)
+                total -= store.nbytes
+        except OSError as error:
+            errors.append(f"{store.path.name}: {error}")
+    if errors:
+        raise OSError(f"{len(errors)} stores cannot be removed: {'; '.join(errors)}")
+    return removed
+
+
+def remove_store(path: Path) -> bool:
+    """Remove a store unless it is read or written. Returns whether it is gone. Raises OSError."""
+    try:
+        with claim(path) as alone:
+            if not alone:
+                return False
+            condemned = path.with_name(path.name + REMOVING_SUFFIX)
+            os.rename(path, condemned)
+            if path.with_name(INDEX_NAME).exists():
+                line = {"event": "remove", "store": path.name, "state": "removed", "removed": now()}
+                append_index(str(path.parent), line)
+            shutil.rmtree(condemned)
+    except FileNotFoundError:
+        if path.exists():
+            raise
+    return True  # here or, just before, by somebody else
+
+
+def _remove_leftovers(directory: str | os.PathLike[str]) -> list[str]:
+    """Finish removals that were cut short. Gives what went wrong."""
+    errors = []
+    for entry in _stores(directory):
+        if entry.name.endswith(".zarr" + REMOVING_SUFFIX):
+            try:
+                with claim(entry.path) as alone:
+                    if alone:
+                        shutil.rmtree(entry.path)
+            except OSError as error:
+                errors.append(f"{entry.name}: {error}")
+    return errors
+
+
+@dataclass
+class Keeper:
+    """Looks after a directory of stores at an interval, on a thread of the coordinator.
+
+    measure: keep USAGE_NAME up to date, for `max_total_bytes`. retain_seconds, retain_bytes: see `prune`; 0 keeps all.
+    """
+
+    directory: str
+    roots: Sequence[str] = ()
+    measure: bool = False
+    retain_seconds: int = 0
+    retain_bytes: int = 0
+    interval_s: float = 5.0
+    sizes: StoreSizes = field(default_factory=StoreSizes)
+
+    def start(self) -> None:
+        """Begin, unless there is nothing to do."""
+        if self.measure or self.retain_seconds or self.retain_bytes:
+            threading.Thread(target=self._run, name="dmi-keeper", daemon=True).start()
+
+    def round(self) -> None:
+        """Do once what is due. Raises OSError."""
+        try:
+            if self.retain_seconds or self.retain_bytes:
+                prune(self.directory, self.retain_seconds or None, self.retain_bytes or None, self.sizes)
+        finally:
+            if self.measure:
+                write_usage(self.directory, total_bytes(self.directory, self.roots, self.sizes))
+
+    def _run(self) -> None:
+        while True:
+            began = time.monotonic()
+            try:
+                self.round()
+            except OSError as error:
+                logger.error("dmi: looking after %s failed: %s", self.directory, error)
+            time.sleep(max(self.interval_s, 10 * (time.monotonic() - began)))  # never more than a tenth of a core
+
+
+def write_usage(directory: str, nbytes: int) -> None:
+    """Replace USAGE_NAME atomically. Raises OSError."""
+    path = os.path.join(directory, USAGE_NAME)
+    own = f"{path}.{os.getpid()}"
+    with open(own, "w", opener=no_follow) as f:
+        json.dump({"bytes": nbytes, "measured": now()}, f)
+    os.rename(own, path)
+
+
+def read_usage(directory: str) -> dict[str, Any] | None:
+    """What the keeper measured last, or None. Raises OSError."""
+    try:
+        with open(os.path.join(directory, USAGE_NAME), opener=no_follow) as f:
+            return dict(json.load(f))
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults in the middle of 20 captures: requests are answered, stores say what they lack, and it goes on afterwards."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from dmi_connector import Capture, capture_args, find_captures, open_capture
+from dmi_connector.cli import main
+from dmi_connector.oracle import Oracle
+from dmi_connector.store.repair import repair
+from dmi_connector.store.verify import verify_store
+from tests.engine import faults
+from tests.engine.faults import MANY, TOKENS, Disk, Live, check_rows, finished, kill, many, processes, stopped, until
+from tests.engine.harness import CHUNK, SEGMENT, Run, engine
+
+HOOKS = "hidden-states,q,mlp_post,logits"
+BUFFER = 3 << 20
+"""Bytes of the host buffer: some 20 chunks, so that writers which stand still are felt at once."""
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
+    disk = Disk(tmp_path_factory.mktemp("faults"), megabytes=400)
+    yield disk
+    disk.unmount()
+
+
+def alive(disk: Disk, model: Path, oracle: Oracle, **options: object) -> Iterator[Live]:
+    """An engine that captures into `disk`; in a process of its own, with a worker process of its own."""
+    tp = options.pop("tensor_parallel_size", 1)
+    args = capture_args(
+        HOOKS, disk.path, chunk_tokens=CHUNK, segment_tokens=SEGMENT, host_buffer_bytes=BUFFER, **options
+    )
+    args |= {"enforce_eager": True, "max_num_seqs": 32, "tensor_parallel_size": tp}
+    with engine(model, in_process=False, distributed_executor_backend="mp", **args) as llm:
+        yield Live(llm, Run(disk.path), oracle)
+
+
+def engine_ended() -> None:
+    """Every process is gone within a minute."""
+    until(lambda: not any(map(processes, ("EngineCore", "Worker", "dmi-"))), "processes are left")
+
+
+def closed_by_the_coordinator(folder: Path, tag: str, oracle: Oracle) -> None:
+    """Stores of requests whose engine was killed hold every row that came, and say why there are no more."""
+    found = finished(folder, tag)
+    for info in found:
+        assert info.state == "incomplete" and "the engine ended before the request did" in str(info.reason)
+        capture = open_capture(info.store, timeout=0, allow_incomplete=True)
+        rows = check_rows(capture, oracle)
+        assert rows % CHUNK == 0, f"{rows} rows: all whole chunks that were sent"
+    assert sum(info.num_tokens or 0 for info in found) > MANY * CHUNK / 2
+
+
+class TestOneEngineLivesOn:
+    """policy "block": nothing is lost but what the fault itself destroys."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def live(cls, disk: Disk, tiny_model: Callable[..., Path], oracle: Callable[..., Oracle]) -> Iterator[Live]:
+        yield from alive(disk, tiny_model("qwen3"), oracle("qwen3"))
+
+    def test_writer_killed(self, live: Live) -> None:
+        asks = many("writer")
+        future = live.begin(asks)
+        [writer] = processes("dmi-writer")
+        kill([writer])
+        live.answered(asks, future)
+        states = [info.state for info in finished(live.run.store_dir, "writer")]
+        assert "incomplete" in states and set(states) <= {"complete", "incomplete"}
+        kept = 0
+        for name in asks:
+            capture = open_capture(live.run.store(name), timeout=0, allow_incomplete=True)
+            kept += check_rows(capture, live.oracle, live.run.tokens(name))
+            assert capture.complete or "died (signal 9)" in str(capture.reason)
+        assert kept > CHUNK, "chunks that were written before are kept"
+        assert [p.pid for p in processes("dmi-writer")] != [writer.pid]
+        live.works("after-writer")
+
+    def test_coordinator_killed(self, live: Live) -> None:
+        [coordinator] = processes("dmi-coordinator")
+        until(lambda: time.time() - coordinator.create_time() > 11, "it is young")
+        asks = many("coordinator")
+        future = live.begin(asks)
+        kill([coordinator])
+        live.answered(asks, future)
+        live.works("after-coordinator")
+        found = finished(live.run.store_dir, "coordinator")
+        failed = {info.store for info in found if info.state == "failed"}
+        assert failed and all("the coordinator died (killed)" in str(i.reason) for i in found if i.state == "failed")
+        with pytest.raises(TimeoutError, match="dmi repair makes a store"):
+            open_capture(min(failed), timeout=0)
+        outcomes = repair(live.run.store_dir, remove_empty=True)
+        assert {o.state for o in outcomes} <= {"salvaged", "removed", "published"} and not live.partials("")
+        rows = 0
+        for outcome in outcomes:
+            if outcome.store:
+                capture = open_capture(outcome.store, timeout=0, allow_incomplete=True)
+                rows += check_rows(capture, live.oracle, live.run.tokens(capture.attrs["key"]))
+        assert rows > MANY * CHUNK / 2
+
+    def test_slow_disk_loses_nothing(self, live: Live) -> None:
+        asks = many("slow")
+        future = live.begin(asks)
+        [worker] = processes("Worker")
+        before = worker.memory_info().rss
+        with stopped(processes("dmi-writer")):
+            time.sleep(3)
+            assert not future.done(), "the engine waits for room"
+            assert worker.memory_info().rss - before < BUFFER + (16 << 20)
+        live.answered(asks, future)
+        assert [info.state for info in finished(live.run.store_dir, "slow")] == ["complete"] * MANY
+        for name in list(asks)[::7]:
+            check_rows(open_capture(live.run.store(name)), live.oracle, live.run.tokens(name))
+
+    def test_full_disk(self, live: Live, disk: Disk) -> None:
+        asks = many("full")
+        future = live.begin(asks)
+        with disk.full(processes("dmi-writer")):
+            live.answered(asks, future)
+            more = many("none", 40, tokens=8)
+            live.ask(more)
+            live.ask(many("last", 1, tokens=8))  # by then the stores before it are dealt with
+            until(lambda: len(list(disk.path.glob("none-*.partial"))) < 5, "directories without a row pile up")
+        live.works("after-full")
+        for outcome in repair(disk.path, remove_empty=True):
+            assert outcome.state in ("salvaged", "removed"), outcome
+        for name in asks:
+            [info] = find_captures(disk.path, key=name)
+            if info.state == "incomplete":
+                capture = open_capture(info.store, timeout=0, allow_incomplete=True)
+                assert capture.reason
+                check_rows(capture, live.oracle, live.run.tokens(name))
+        assert "complete" not in [info.state for info in find_captures(disk.path, key="none-39")]
+
+    def test_no_descriptors_left(self, live: Live, disk: Disk) -> None:
+        writers = processes("dmi-writer")
+        limits = [process.rlimit(psutil.RLIMIT_NOFILE) for process in writers]
+        for process, (_, hard) in zip(writers, limits, strict=True):
+            process.rlimit(psutil.RLIMIT_NOFILE, (faults.descriptors(process.pid) + 8, hard))
+        asks = many("open", tokens=40)
+        live.ask(asks)
+        until(lambda: all(find_captures(disk.path, key=k)[0].state != "started" for k in asks), "they have no end")
+        states = {find_captures(disk.path, key=name)[0].state for name in asks}
+        assert states & {"failed", "incomplete", "unfinished"} and "started" not in states
+        for process, limit in zip(writers, limits, strict=True):
+            process.rlimit(psutil.RLIMIT_NOFILE, limit)
+        live.works("after-open")
+        repair(disk.path, remove_empty=True)
+        assert verify_all(disk.path) > 0
+
+    @pytest.mark.parametrize("fault", ["removed", "read-only"])
+    def test_directory(self, live: Live, disk: Disk, fault: str) -> None:
+        asks = many(fault)
+        if fault == "removed":
+            future = live.begin(asks)
+            for path in disk.path.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            live.answered(asks, future)
+            live.works("after-removed")
+            for info in finished(disk.path, fault):
+                assert info.state == "incomplete", "a store whose files were removed must not pass for whole"
+        else:
+            live.works("quiet")
+            read_only(disk, True)
+            try:
+                live.ask(asks)
+            finally:
+                read_only(disk, False)
+            assert all(len(live.run.tokens(name)) == len(asks[name].prompt) + TOKENS for name in asks)
+            assert not live.partials(fault) and not list(disk.path.glob(f"{fault}-*"))
+            live.works("after-read-only")
+        assert verify_all(disk.path) > 0
+
+    def test_everything_killed_at_once(self, live: Live, disk: Disk) -> None:
+        """As by a machine that runs out of memory: directories are left, and say so."""
+        live.begin(many("all"))
+        kill(processes("dmi-coordinator") + processes("dmi-writer") + processes("EngineCore") + processes("Worker"))
+        engine_ended()
+
+        def found() -> dict[Path, str]:
+            return {c.store: c.state for c in find_captures(disk.path) if (c.key or "").startswith("all-")}
+
+        until(lambda: "started" not in found().values(), "a killed process still holds its locks")
+        states = found()
+        assert list(states.values()) == ["unfinished"] * MANY
+        with pytest.raises(TimeoutError, match="its writers ended and left"):
+            open_capture(min(states), timeout=0)
+        assert main(["repair", str(disk.path), "--remove-empty"]) == 0 and not live.partials("")
+        stores = [store for store in states if store.exists()]
+        assert len(stores) > MANY / 2
+        captures = [open_capture(store, timeout=0, allow_incomplete=True) for store in stores]
+        assert sum(check_rows(capture, live.oracle) for capture in captures) > MANY * CHUNK / 2
+
+
+class TestTheNextEngine:
+    """policy "drop", in the directory that the first engine left."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def live(cls, disk: Disk, tiny_model: Callable[..., Path], oracle: Callable[..., Oracle]) -> Iterator[Live]:
+        yield from alive(disk, tiny_model("qwen3"), oracle("qwen3"), policy="drop")
+
+    def test_it_works(self, live: Live) -> None:
+        live.works("next")
+
+    def test_what_is_dropped_is_listed_row_by_row(self, live: Live) -> None:
+        asks = many("drop")
+        future = live.begin(asks)
+        with stopped(processes("dmi-writer")):
+            live.answered(asks, future)  # nobody waits for the disk, not for logits either
+        assert "incomplete" in [info.state for info in finished(live.run.store_dir, "drop")]
+        told = 0
+        for name in asks:
+            capture = open_capture(live.run.store(name), timeout=0, allow_incomplete=True)
+            check_rows(capture, live.oracle, live.run.tokens(name))
+            missing = {row for start, stop in capture.missing for row in range(start, stop)}
+            assert missing == lost_rows(capture), name
+            assert capture.complete or "writing fell behind (policy drop)" in str(capture.reason)
+            response = live.run.replies[name].kv_transfer_params.get("dmi_missing", [])
+            told += len(response)
+            assert {row for start, stop in response for row in range(start, stop)} <= missing
+        assert told, "responses tell what was lost before they left"
+        live.works("after-drop")
+
+    def test_engine_core_killed(self, live: Live, disk: Disk) -> None:
+        live.begin(many("core"))
+        kill(processes("EngineCore"))
+        engine_ended()
+        closed_by_the_coordinator(disk.path, "core", live.oracle)
+
+
+@pytest.mark.soak  # two ranks take long to start; the rest of this file has one
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
+class TestTwoRanks:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def live(cls, disk: Disk, tiny_model: Callable[..., Path], oracle: Callable[..., Oracle]) -> Iterator[Live]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+            yield from alive(disk, tiny_model("qwen3"), oracle("qwen3"), tensor_parallel_size=2)
+
+    def test_worker_killed(self, live: Live, disk: Disk) -> None:
+        """Neither rank knows how far the other came: the directories wait for a repair."""
+        live.works("ranks")
+        future = live.begin(many("ranks"))
+        kill(processes("Worker")[:1])
+        with pytest.raises(Exception, match="EngineCore"):
+            future.result(60)
+        engine_ended()
+        states = [c.state for c in find_captures(disk.path) if (c.key or "").startswith("ranks-")]
+        assert states == ["unfinished"] * MANY
+        stores = [Path(outcome.store) for outcome in repair(disk.path, remove_empty=True) if outcome.store]
+        assert len(stores) > MANY / 2
+        captures = [open_capture(store, timeout=0, allow_incomplete=True) for store in stores]
+        assert {capture.attrs["tp"] for capture in captures} == {2}
+        assert sum(check_rows(capture, live.oracle) for capture in captures) > MANY * CHUNK / 2
+
+
+def read_only(disk: Disk, on: bool) -> None:
+    if disk.mounted:
+        assert os.system(f"mount -o remount,{'ro' if on else 'rw'} '{disk.path}'") == 0
+    else:
+        disk.path.chmod(0o555 if on else 0o755)
+
+
+def verify_all(folder: Path) -> int:
+    """Every finished store is sound; gives their number."""
+    stores = list(folder.glob("*.zarr"))
+    assert [str(problem) for store in stores for problem in verify_store(store)] == []
+    return len(stores)
+
+
+def lost_rows(capture: Capture) -> set[int]:
+    """Rows that read as zeros, and rows whose sample was lost."""
+    empty = np.flatnonzero(~capture.numpy("resid_final").any(-1))
+    samples = np.flatnonzero(capture.logits_positions < 0) + capture.prompt_len - 1
+    return set(empty.tolist()) | set(samples.tolist())

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every reduction from a real engine to decoded values, on one rank and on two, against transformers in float32."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dmi_connector import Capture, capture_args, open_capture
+from dmi_connector.oracle import Oracle
+from dmi_connector.reduce.fp8 import Fp8
+from dmi_connector.reduce.int8 import Int8
+from dmi_connector.reduce.projection import RandomProjection, matrix
+from dmi_connector.reduce.rounding import Round
+from dmi_connector.reduce.topk import TopK
+from dmi_connector.store.verify import verify_store
+from tests.engine.check import hooks_of, reference
+from tests.engine.harness import ALL_HOOKS, CHUNK, SEGMENT, Ask, Run, engine, generate, prompt
+
+REDUCE = {
+    "resid_*": "rp(16,seed=3)",
+    "mlp_post": "topk(8)",
+    "attn_out": "topk(5,exact)",
+    "q,k": "int8",
+    "v": "int8(affine)",
+    "z,q_rot": "fp8",
+    "ln1": "round(8)",
+    "mlp_out": "rp(8,sign)",
+    "embed": "none",
+    "final*": "int8",
+}
+KEPT = ("embed", "k_rot", "ln2", "logits")
+LENGTHS = (1, 33, 150)
+NOISE = 1e-5
+"""Rounding differences of two float32 programs."""
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def run(
+    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    tp = request.param
+    if tp > (os.cpu_count() or 1):
+        pytest.skip("each rank needs a core")
+    run = Run(tmp_path_factory.mktemp(f"reduce-tp{tp}"))
+    args = capture_args(ALL_HOOKS, run.store_dir, chunk_tokens=CHUNK, segment_tokens=SEGMENT, reduce=REDUCE)
+    with pytest.MonkeyPatch.context() as patch:
+        if tp > 1:
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+            args |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enforce_eager": True}
+        with engine(tiny_model("qwen3"), in_process=tp == 1, **args) as llm:
+            generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
+    return run
+
+
+def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> None:
+    """`got` is as near to `exact` [..., width] as the hook's reduction promises, slice by slice."""
+    reduction, shards = capture.reduction(hook), capture.attrs["hooks"][hook]["shards"]
+    if isinstance(reduction, TopK):
+        magnitude = np.abs(exact)
+        kept = got != 0
+        assert (kept.sum(-1) == reduction.k).all(), hook
+        lowest = np.where(kept, magnitude, np.inf).min(-1)
+        step = 0 if reduction.exact else magnitude.max(-1, keepdims=True) / 127
+        # Slices are merged by their stored values: what is left out may be larger by a step.
+        unsure = step if shards > 1 else 0
+        assert (np.where(kept, 0, magnitude).max(-1, keepdims=True) <= lowest[..., None] + unsure + NOISE).all(), hook
+        assert (np.abs(np.where(kept, got - exact, 0)) <= 0.51 * step + NOISE).all(), hook
+        return
+    for mine, values in zip(np.split(got, shards, -1), np.split(exact, shards, -1), strict=True):
+        if isinstance(reduction, RandomProjection):
+            values = values @ matrix(values.shape[-1], reduction.k, reduction.seed, reduction.distribution)
+        largest = np.abs(values).max(-1, keepdims=True)
+        if isinstance(reduction, Int8 | RandomProjection):
+            affine = isinstance(reduction, Int8) and reduction.affine
+            step = (values.max(-1, keepdims=True) - values.min(-1, keepdims=True)) / 254 if affine else largest / 127
+            allowed = 0.51 * step
+        elif isinstance(reduction, Fp8):
+            allowed = np.abs(values) * 2.0**-4 + largest / 448 * 2.0**-9
+        elif isinstance(reduction, Round):
+            allowed = np.abs(values) * 2.0 ** -(reduction.bits + 1)
+        else:
+            assert reduction is None and hook in KEPT, hook
+            allowed = np.zeros(1)
+        assert (np.abs(mine - values) <= allowed + NOISE).all(), (hook, np.abs(mine - values).max())
+
+
+def test_every_row_decodes_to_what_was_there(run: Run, oracle: Callable[..., Oracle]) -> None:
+    for length in LENGTHS:
+        store, tokens = run.store(f"len{length}"), run.tokens(f"len{length}")
+        capture = open_capture(store, timeout=30)
+        assert verify_store(store) == []
+        want = reference(oracle("qwen3"), tuple(tokens))
+        for hook in hooks_of("qwen3"):
+            exact = want[hook]
+            exact = exact[length - 1 : len(tokens) - 1] if hook == "logits" else exact[..., : len(tokens) - 1, :]
+            got = capture.numpy(hook)
+            check(capture, hook, got, exact)
+            if hook not in KEPT and hook != "ln1":
+                assert capture.array(hook).dtype == np.uint8
+                stored = dict(capture.array(hook).attrs["reduce"])
+                assert stored["width"] == exact.shape[-1] and stored["shards"] == capture.attrs["hooks"][hook]["shards"]
+        np.testing.assert_allclose(capture.numpy("q", layer=1), capture.numpy("q")[1])
+        np.testing.assert_allclose(capture.torch("resid_pre", layer=-1).numpy(), capture.numpy("resid_pre")[-1])
+
+
+def test_rows_shrink_as_the_reductions_say(run: Run) -> None:
+    capture = open_capture(run.store("len150"), timeout=30)
+    for hook, info in capture.attrs["hooks"].items():
+        reduction = capture.reduction(hook)
+        if reduction is not None:
+            local = info["reduce"]["width"] // info["shards"]
+            assert info["width"] == reduction.stored_width(local, "float32") * info["shards"]
+            assert capture.array(hook).shape[-1] == info["width"]
+
+
+def test_directions_can_be_projected(run: Run, oracle: Callable[..., Oracle]) -> None:
+    capture, tokens = open_capture(run.store("len150"), timeout=30), run.tokens("len150")
+    exact = reference(oracle("qwen3"), tuple(tokens))["resid_mid"][1, : len(tokens) - 1]
+    direction = exact[3]
+    projected = capture.project("resid_mid", direction)
+    basis = matrix(64, 16, 3, "gaussian")
+    np.testing.assert_allclose(projected, direction @ basis, rtol=1e-5)
+    scores = capture.numpy("resid_mid", layer=1) @ projected
+    assert np.corrcoef(scores, exact @ basis @ basis.T @ direction)[0, 1] > 0.9999
+    with pytest.raises(ValueError, match=r"rows of 'resid_mid' \(64,\)"):
+        capture.project("resid_mid", direction[:5])
+    with pytest.raises(ValueError, match="not stored as a random projection"):
+        capture.project("q", direction)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Tracker on a context of a small model, and requests as the scheduler shows them, without an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from dmi_connector.engine.architectures import ARCHITECTURES
+from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.tracker import Tracker
+from dmi_connector.hooks import ModelDims, parse_selection, row_layout
+from dmi_connector.settings import ServerOptions
+
+DIMS = ModelDims("Qwen3ForCausalLM", 3, 64, 4, 2, 32, 192, 512)
+
+
+def make_tracker(store_dir: object, hooks: str = "resid_pre,mlp_out,logits", **options: Any) -> Tracker:
+    """A tracker of a float32 model with chunks of 16 tokens and blocks of 16 slots."""
+    parsed = ServerOptions.parse({"store_dir": str(store_dir), "hooks": hooks, "chunk_tokens": 16, **options})
+    selection = parse_selection(parsed.hooks, DIMS)
+    layout = row_layout(selection, DIMS, "float32")
+    arch = ARCHITECTURES["Qwen3ForCausalLM"]
+    return Tracker(CaptureContext(parsed, arch, DIMS, selection, layout, "float32", 1, "target"), 16, 1 << 60)
+
+
+@dataclass
+class FakeRequest:
+    """What the tracker reads of vLLM's Request. tokens: all token ids, the first `num_prompt_tokens` the prompt."""
+
+    request_id: str
+    kv_transfer_params: object
+    tokens: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int = 0
+    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(seed=None))
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.tokens[: self.num_prompt_tokens]
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @staticmethod
+    def get_finished_reason() -> str:
+        return "length"
+
+
+def ask(kv: object, prompt: int = 40, request_id: str = "cmpl-1") -> FakeRequest:
+    """A request that has just arrived."""
+    return FakeRequest(request_id, kv, list(range(prompt)), prompt)
+
+
+def generate(tracker: Tracker, request: FakeRequest, count: int) -> tuple[list[Any], dict[str, Any] | None]:
+    """Run a request to its end, one prefill step and `count` tokens. Returns (all step metadata, its response)."""
+    blocks = list(range(1, (request.num_tokens + count) // 16 + 2))
+    cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
+    new = [SimpleNamespace(req_id=request.request_id, block_ids=(blocks,), num_computed_tokens=0)]
+    steps, scheduled = [], request.num_tokens
+    for _ in range(count):
+        output: Any = SimpleNamespace(
+            preempted_req_ids=None,
+            num_scheduled_tokens={request.request_id: scheduled},
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+        )
+        steps.append(tracker.step(output, 0))
+        request.num_computed_tokens += scheduled
+        request.tokens.append(7)
+        new, scheduled = [], 1
+        cached = SimpleNamespace(
+            req_ids=[request.request_id],
+            new_block_ids=[None],
+            resumed_req_ids=set(),
+            num_computed_tokens=[request.num_computed_tokens],
+        )
+    _, response = tracker.finish(request, blocks)  # type: ignore[arg-type]
+    return steps, response

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What captures count: a real exporter and real processes below, vLLM's own logger and Prometheus classes above."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import REGISTRY
+
+from dmi_connector.engine.architectures import ARCHITECTURES
+from dmi_connector.engine.connector import DMIConnector
+from dmi_connector.engine.context import CONNECTOR, CONNECTOR_MODULE, CaptureContext
+from dmi_connector.engine.export import Exporter
+from dmi_connector.engine.messages import Close, Open, Rows, StepMetadata
+from dmi_connector.engine.metrics import CaptureStats
+from dmi_connector.hooks import ModelDims, parse_selection, row_layout
+from dmi_connector.settings import ServerOptions
+from dmi_connector.store.client import PersistenceClient
+from dmi_connector.store.persist import PersistSettings
+from tests.unit.test_store_coordinator import IDS, begin, send
+
+CHUNK, CHUNKS = 64, 8
+TOKENS = CHUNK * CHUNKS
+DIMS = ModelDims("Qwen3ForCausalLM", 4, 512, 16, 16, 64, 512, 512)
+WHOLE = {"complete": True, "reason": None, "missing": [], "finish_reason": "length"}
+
+MakeExporter = Callable[..., Exporter]
+
+
+@pytest.fixture
+def make_exporter(tmp_path: Path) -> Iterator[MakeExporter]:
+    """make_exporter(policy, rank): an exporter over the rows of one request, with room for three of its chunks."""
+    made: list[Exporter] = []
+
+    def make(policy: str = "block", rank: int = 0) -> Exporter:
+        extra = {"store_dir": str(tmp_path), "hooks": "q", "codec": "none", "policy": policy, "writers": 1}
+        options = ServerOptions.parse({**extra, "chunk_tokens": CHUNK, "host_buffer_bytes": 3_300_000})
+        selection = parse_selection(options.hooks, DIMS)
+        arch, tp = ARCHITECTURES[DIMS.architecture], rank + 1
+        layout = row_layout(selection, DIMS, "float32", tp)
+        context = CaptureContext(options, arch, DIMS, selection, layout, "float32", tp, "target")
+        rows = torch.zeros(TOKENS, layout.row_bytes, dtype=torch.uint8)
+        rows.view(torch.int32)[:, :2] = torch.arange(TOKENS, dtype=torch.int32)[:, None]  # token id and position
+        config: Any = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=4), model_config=SimpleNamespace(model="tiny")
+        )
+        layer: Any = SimpleNamespace(rows=rows)
+        made.append(Exporter(context, layer, rank, config))
+        return made[-1]
+
+    yield make
+    for exporter in made:
+        exporter.shutdown()
+
+
+def run_capture(exporter: Exporter, path: Path, attrs: dict[str, Any] = WHOLE) -> None:
+    """Open a capture, export all its chunks and close it."""
+    hooks = dict(exporter.context.selection.hooks)
+    exporter.before_forward(StepMetadata(opens=[Open(1, str(path), hooks, "r", None, 0, {"prompt_len": TOKENS})]))
+    slots = np.arange(TOKENS)
+    chunks = [Rows(1, first, slots[first : first + CHUNK]) for first in range(0, TOKENS, CHUNK)]
+    exporter.after_forward(StepMetadata(chunks=chunks))
+    exporter.before_forward(StepMetadata(closes=[Close(1, [], TOKENS, 0, list(range(TOKENS)), attrs)]))
+
+
+def settled(exporter: Exporter) -> dict[str, int | float]:
+    """Wait until everything is written, then what the meter tells of it."""
+    deadline = time.monotonic() + 30
+    while exporter.pending() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    stats = exporter.meter.take()
+    assert stats is not None
+    return stats.data
+
+
+def coordinator(exporter: Exporter) -> int:
+    assert exporter.persistence is not None
+    assert exporter.persistence._child.ready.wait(20)
+    return exporter.persistence._child.pid
+
+
+def test_a_whole_capture(make_exporter: MakeExporter, tmp_path: Path) -> None:
+    exporter = make_exporter()
+    assert exporter.meter.take() is None
+    run_capture(exporter, tmp_path / "a.zarr")
+    told, raw = settled(exporter), TOKENS * 4 * 1024 * 4
+    stored = told.pop("bytes_stored")
+    assert told == {"started": 1, "complete": 1, "bytes_exported": raw + 8 * TOKENS, "bytes_raw": raw} | {
+        key: told[key] for key in ("blocked_seconds",) if key in told
+    }
+    assert raw < stored < raw + 4096
+    assert exporter.meter.take() is None, "told twice"
+
+
+def test_ranks_above_0_tell_bytes_alone(make_exporter: MakeExporter, tmp_path: Path) -> None:
+    exporter = make_exporter(rank=1)
+    run_capture(exporter, tmp_path / "a.zarr")
+    assert set(settled(exporter)) - {"blocked_seconds"} == {"bytes_exported", "bytes_raw", "bytes_stored"}
+
+
+def test_dropped_rows(make_exporter: MakeExporter, tmp_path: Path) -> None:
+    exporter = make_exporter("drop")
+    os.kill(coordinator(exporter), signal.SIGSTOP)
+    run_capture(exporter, tmp_path / "a.zarr")
+    told = exporter.meter.take()
+    os.kill(coordinator(exporter), signal.SIGCONT)
+    assert told is not None
+    kept = told.data["bytes_exported"] // exporter._plan(dict(exporter.context.selection.hooks)).token_bytes
+    assert 0 < kept < TOKENS and told.data["lost_rows"] == TOKENS - kept
+    assert told.data["lost_ranges"] == (TOKENS - kept) / CHUNK
+    assert told.data["backlog_bytes.0"] >= told.data["bytes_exported"]
+    assert "blocked_seconds" not in told.data
+    told_later = settled(exporter)
+    assert told_later["incomplete.dropped"] == 1 and told_later["backlog_bytes.0"] == 0
+
+
+def test_time_blocked(make_exporter: MakeExporter, tmp_path: Path) -> None:
+    exporter = make_exporter("block")
+    pid = coordinator(exporter)
+    os.kill(pid, signal.SIGSTOP)
+    waker = threading.Timer(0.5, os.kill, (pid, signal.SIGCONT))
+    waker.start()
+    began = time.perf_counter()
+    run_capture(exporter, tmp_path / "a.zarr")
+    took = time.perf_counter() - began
+    told = settled(exporter)
+    assert 0.3 < told["blocked_seconds"] < took and told["complete"] == 1 and "lost_rows" not in told
+
+
+@pytest.mark.parametrize(
+    ("reason", "missing", "label"),
+    [
+        ("the request ended (abort) after 512 of 600 tokens were computed", [[512, 600]], "aborted"),
+        ("max_request_bytes: 9 bytes hold the rows of 512 of 600 tokens", [[512, 600]], "quota"),
+    ],
+)
+def test_cut_short(
+    make_exporter: MakeExporter, tmp_path: Path, reason: str, missing: list[list[int]], label: str
+) -> None:
+    exporter = make_exporter()
+    run_capture(exporter, tmp_path / "a.zarr", {"complete": False, "reason": reason, "missing": missing})
+    assert settled(exporter)[f"incomplete.{label}"] == 1
+
+
+def test_rows_of_another_request(make_exporter: MakeExporter, tmp_path: Path) -> None:
+    exporter = make_exporter()
+    exporter.rows.view(torch.int32)[100, 1] = 7
+    run_capture(exporter, tmp_path / "a.zarr")
+    assert settled(exporter)["incomplete.other"] == 1
+
+
+def test_a_full_disk_counts_before_an_abort(tmp_path: Path) -> None:
+    client = PersistenceClient(1 << 20, 1, PersistSettings(segment_tokens=256, codec="none"))
+    try:
+        capture = begin(client, tmp_path / "a.zarr")
+        send(client, capture, 0)
+        _wait(lambda: list(tmp_path.glob("a.zarr*/q/c/0/0/*")))
+        for path in tmp_path.glob("a.zarr*"):
+            (path / "q" / "zarr.json").mkdir()  # so that it cannot be written
+        capture.cause = "aborted"
+        capture.close(128, {}, IDS[:128], {"complete": False, "reason": "OSError: of the request", "missing": []})
+        assert client.flush(20) and client.counts()["incomplete.write_error"] == 1, capture.errors
+        capture = begin(client, tmp_path / "b.zarr")
+        send(client, capture, 0)
+        capture.cause = "aborted"
+        capture.close(128, {}, IDS[:128], {"complete": False, "reason": "OSError: of the request", "missing": []})
+        assert client.flush(20) and client.counts()["incomplete.aborted"] == 1, capture.errors
+        assert client.stats()["incomplete"] == 2
+    finally:
+        client.shutdown(20)
+
+
+def test_captures_cut_by_the_shutdown_and_failed_ones(tmp_path: Path) -> None:
+    client = PersistenceClient(1 << 20, 1, PersistSettings(segment_tokens=256, codec="none"))
+    begin(client, tmp_path / "not-a-store").close(0)
+    send(client, begin(client, tmp_path / "a.zarr"), 0)
+    assert client.shutdown(20)
+    counts = client.counts()
+    assert (counts["started"], counts["failed"], counts["incomplete.shutdown"]) == (2, 1, 1)
+
+
+def test_the_last_line_of_the_log(
+    make_exporter: MakeExporter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    connector = DMIConnector.__new__(DMIConnector)
+    connector.exporter = make_exporter()
+    logger = logging.getLogger("vllm.dmi_connector")  # vLLM keeps its lines from the root logger
+    logger.addHandler(caplog.handler)
+    try:
+        run_capture(connector.exporter, tmp_path / "a.zarr")
+        with caplog.at_level(logging.INFO, "vllm.dmi_connector"):
+            connector.shutdown()
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "rank 0 since the start: captures_started=1, captures_complete=1, exported_bytes=" in caplog.messages[-1]
+
+
+def test_what_vllm_shows() -> None:
+    """Two ranks and the scheduler in one step, then another step: the endpoint, and the line in the log."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    transfer = KVTransferConfig(
+        kv_connector=CONNECTOR, kv_connector_module_path=CONNECTOR_MODULE, kv_role="kv_producer"
+    )
+    config: Any = SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(tensor_parallel_size=2))
+    ranks = CaptureStats({"started": 2, "bytes_raw": 100, "backlog_bytes.0": 7})
+    first = ranks.aggregate(CaptureStats({"bytes_raw": 50, "backlog_bytes.1": 9})).aggregate(
+        CaptureStats({"refused": 1})
+    )
+    second = CaptureStats({"complete": 1, "incomplete.dropped": 1, "backlog_bytes.1": 3, "blocked_seconds": 0.25})
+    prom, log, lines = KVConnectorProm(config, ["engine"], {0: ["0"]}), KVConnectorLogging(transfer), []
+    try:
+        for step in (first, second):
+            log.observe(step.to_dict())
+            prom.observe(step.to_dict())
+        log.log(lambda text, *args: lines.append(text % args))
+        log.log(lambda text, *args: lines.append(text % args))
+
+        def value(name: str, **labels: str) -> float | None:
+            return REGISTRY.get_sample_value(f"vllm:dmi_{name}", {"engine": "0", **labels})
+
+        assert value("captures_started_total") == 2 and value("captures_complete_total") == 1
+        assert value("captures_refused_total") == 1 and value("raw_bytes_total") == 150
+        assert value("captures_incomplete_total", reason="dropped") == 1
+        assert value("captures_incomplete_total", reason="aborted") == 0
+        assert value("backlog_bytes", rank="0") == 7 and value("backlog_bytes", rank="1") == 3
+        assert value("blocked_seconds_total") == 0.25
+    finally:
+        unregister_vllm_metrics()
+    assert lines == [
+        "KV Transfer metrics: captures_started=2, captures_complete=1, captures_incomplete.dropped=1, "
+        "captures_refused=1, raw_bytes=150, blocked_seconds=0.25, backlog_bytes=7"
+    ]
+
+
+def _wait(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()

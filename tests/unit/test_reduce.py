@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each reduction against a plain reference, and what it promises to preserve."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dmi_connector.reduce import ReduceError, from_settings, parse
+from dmi_connector.reduce.base import Reduction
+from dmi_connector.reduce.fp8 import table
+from dmi_connector.reduce.projection import RandomProjection, matrix
+from dmi_connector.reduce.topk import TopK
+
+SPECS = ["int8", "int8(affine)", "fp8", "round(4)", "topk(8)", "topk(8,exact)", "rp(16)", "rp(16,sign,seed=7)"]
+
+
+def rows(tokens: int = 9, width: int = 50, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    """Rows of very different scales, one of zeros, one constant."""
+    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed))
+    x *= torch.logspace(-6, 6, tokens)[:, None]
+    x[1], x[2] = 0, 3.5
+    return x.to(dtype)
+
+
+def numpy_rows(stored: torch.Tensor, dtype: str) -> np.ndarray:
+    return (stored.float() if stored.dtype.is_floating_point else stored).numpy()
+
+
+def roundtrip(reduction: Reduction, x: torch.Tensor) -> np.ndarray:
+    dtype = str(x.dtype).removeprefix("torch.")
+    stored = reduction.encode(x)
+    assert stored.shape == (x.shape[0], reduction.stored_width(x.shape[1], dtype))
+    assert str(stored.dtype) == f"torch.{reduction.stored_dtype(dtype)}"
+    return reduction.decode(numpy_rows(stored, dtype), x.shape[1], dtype)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_settings_come_back(spec: str) -> None:
+    reduction = parse(spec)
+    assert reduction is not None and from_settings(reduction.settings()) == reduction
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [50, 64, 1])
+def test_int8(dtype: torch.dtype, width: int) -> None:
+    x = rows(width=width, dtype=torch.float32)
+    x = x.clamp(-60000, 60000).to(dtype)
+    exact = x.float().numpy()
+    step = np.abs(exact).max(1, keepdims=True) / 127
+    assert (np.abs(roundtrip(parse("int8"), x) - exact) <= step * 0.5001).all()  # type: ignore[arg-type]
+    span = (exact.max(1, keepdims=True) - exact.min(1, keepdims=True)) / 254
+    error = np.abs(roundtrip(parse("int8(affine)"), x) - exact)  # type: ignore[arg-type]
+    assert (error <= span * 0.51 + np.abs(exact) * 1e-6).all()
+
+
+def test_int8_and_fp8_keep_directions() -> None:
+    x = rows(200, 512, torch.float32)[3:]
+    for spec, least in (("int8", 0.9999), ("fp8", 0.999)):
+        got = roundtrip(parse(spec), x)  # type: ignore[arg-type]
+        cosine = (got * x.numpy()).sum(1) / np.linalg.norm(got, axis=1) / np.linalg.norm(x.numpy(), axis=1)
+        assert cosine.min() >= least, (spec, cosine.min())
+
+
+def test_fp8_table_is_torchs() -> None:
+    want = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    np.testing.assert_array_equal(table(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bits", [1, 3, 6])
+def test_round(dtype: torch.dtype, bits: int) -> None:
+    x = torch.randn(50, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x[0, :4] = torch.tensor([float("inf"), float("-inf"), float("nan"), 0])
+    got = parse(f"round({bits})").encode(x)  # type: ignore[union-attr]
+    mantissa, exponent = np.frexp(x.double().numpy())
+    finite = np.isfinite(x.double().numpy())
+    with np.errstate(invalid="ignore"):
+        want = np.where(
+            finite, np.ldexp(np.rint(mantissa * 2.0 ** (bits + 1)) / 2.0 ** (bits + 1), exponent), x.double()
+        )
+    np.testing.assert_array_equal(got.double().numpy(), want)  # numpy's rint is ties to even too
+
+
+@pytest.mark.parametrize("width", [40, 70_000])
+@pytest.mark.parametrize("exact", [True, False])
+def test_topk(width: int, exact: bool) -> None:
+    x = rows(6, width)
+    x[3] = x[3].round()  # many ties
+    reduction = TopK(8, exact)
+    stored = reduction.encode(x).numpy()
+    magnitude = np.abs(x.float().numpy())
+    want = np.argsort(-magnitude, axis=1, kind="stable")[:, :8]
+    np.testing.assert_array_equal(reduction.indexes(stored, width), want)
+    got = np.take_along_axis(reduction.decode(stored, width, "bfloat16"), want, 1)
+    kept = np.take_along_axis(x.float().numpy(), want, 1)
+    allowed = np.zeros((6, 1)) if exact else magnitude.max(1, keepdims=True) / 127 * 0.5001
+    assert (np.abs(got - kept) <= allowed).all()
+
+
+def test_topk_of_slices_is_topk_of_the_whole() -> None:
+    x = rows(5, 64, torch.float32, seed=3)
+    reduction = TopK(8, exact=True)
+    parts = [reduction.decode(reduction.encode(p).numpy(), 32, "float32") for p in x.split(32, 1)]
+    np.testing.assert_array_equal(reduction.merge(parts), roundtrip(reduction, x))
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "sign"])
+def test_projection_keeps_geometry(distribution: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 20, generator=generator) @ torch.randn(20, 2560, generator=generator)
+    reduction = RandomProjection(512, distribution=distribution)
+    y = roundtrip(reduction, x)
+    exact = x.numpy()
+
+    def cosines(v: np.ndarray) -> np.ndarray:
+        unit = v / np.linalg.norm(v, axis=1, keepdims=True)
+        return (unit @ unit.T)[np.triu_indices(len(v), 1)]
+
+    assert np.corrcoef(cosines(y), cosines(exact))[0, 1] >= 0.97
+    assert np.abs(np.linalg.norm(y, axis=1) / np.linalg.norm(exact, axis=1) - 1).max() < 0.15
+    direction = exact[0] + exact[1]
+    assert np.corrcoef(y @ reduction.project(direction), exact @ direction)[0, 1] >= 0.95
+
+
+def test_the_matrix_is_fixed() -> None:
+    """Stores are decoded with it for ever: these bits must never change."""
+    import hashlib
+
+    def digest(*args: int, distribution: str) -> str:
+        return hashlib.sha256(matrix(*args, distribution).tobytes()).hexdigest()[:16]  # type: ignore[arg-type]
+
+    assert digest(64, 16, 0, distribution="gaussian") != digest(64, 16, 1, distribution="gaussian")
+    assert matrix(2560, 512, 0, "gaussian").var() == pytest.approx(1 / 512, rel=0.01)
+    assert matrix(2560, 512, 0, "sign").var() == pytest.approx(1 / 512, rel=0.01)
+    assert [digest(64, 16, 7, distribution=d) for d in ("gaussian", "sign")] == DIGESTS
+
+
+DIGESTS = ["54ed5565db19d1ad", "327b57020800e925"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("int4", "'int4' is unknown; use one of none, int8"),
+        ("topk", None),
+        ("topk(0)", "keep 1 value or more"),
+        ("topk(k)", r"'k' in 'topk\(k\)' is unknown; topk takes exact, int8, a number"),
+        ("int8(4)", "int8 takes no number"),
+        ("fp8(big)", "fp8 takes nothing"),
+        ("round(99)", "1 to 23 mantissa bits"),
+        ("rp(4,cauchy)", "'cauchy' in"),
+        ("rp(4", "not valid"),
+        (7, "not valid"),
+    ],
+)
+def test_bad_specs(spec: str, message: str | None) -> None:
+    if message is None:
+        assert parse(spec) == TopK(64)
+        return
+    with pytest.raises(ReduceError, match=message):
+        parse(spec)
+
+
+@pytest.mark.parametrize("spec", ["topk(65)", "rp(65)"])
+def test_wider_than_the_row(spec: str) -> None:
+    reduction = parse(spec)
+    assert reduction is not None
+    with pytest.raises(ReduceError, match="the 64 values of a row; give a smaller k"):
+        reduction.check(64)

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The promises of docs/SECURITY.md: where stores go, who may read them, what a reader accepts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dmi_connector.engine.context import _check_store_dir
+from dmi_connector.settings import CaptureParams, OptionError, ServerOptions
+from dmi_connector.store import schema
+from dmi_connector.store.client import PersistenceClient
+from dmi_connector.store.commit import append_index, write_rank_done
+from dmi_connector.store.index import find_captures
+from dmi_connector.store.paths import UMASKS, custom_directory, store_name
+from dmi_connector.store.persist import Persistence, PersistSettings
+from dmi_connector.store.reader import open_capture
+from dmi_connector.store.repair import repair
+from dmi_connector.store.ring import Ring
+from dmi_connector.store.schema import ArraySpec
+from dmi_connector.store.shard import crc32c
+from dmi_connector.store.verify import verify_store
+from tests import storekit as kit
+from tests.trackerkit import ask, generate, make_tracker
+
+Q = ArraySpec("q", "float32", (0, 1), 16)
+ROOT = Path(__file__).parents[2]
+
+# ---- a client cannot choose where its store goes ----------------------------------------------------------------
+
+HOSTILE = ["../../etc/x", "/etc/passwd", "a/../../b", "a\0b", "..", ".", "", "-rf", "x" * 5000, "é\ud800\u202e", "a\nb"]
+
+
+@pytest.mark.parametrize("request_id", HOSTILE)
+def test_store_names(request_id: str) -> None:
+    """vLLM takes request ids from clients (X-Request-Id); keys are checked before, and yet tried here."""
+    for key in (None, request_id):
+        names = {store_name(key, request_id) for _ in range(50)}
+        assert len(names) == 50, "two requests of one id have stores of their own"
+        for name in names:
+            assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*-[0-9a-f]{12}\.zarr", name)
+            assert len(os.fsencode(name + ".partial")) < 200
+
+
+@pytest.mark.parametrize("key", [k for k in HOSTILE if k != "-rf"] + ["-rf", ".hidden", "a b", "k" * 129])
+def test_hostile_keys_are_refused(key: str) -> None:
+    with pytest.raises(OptionError, match=r"^dmi\.key: "):
+        CaptureParams.parse({"dmi": {"key": key}})
+
+
+@pytest.fixture
+def client() -> Any:
+    c = PersistenceClient(1 << 20, 1, PersistSettings(codec="none"))
+    yield c
+    c.shutdown(20)
+
+
+def capture(client: PersistenceClient, path: Path, rows: int = 20) -> Any:
+    """Write a store of `rows` rows of Q and wait for its end."""
+    plan = client.register([Q], Q.token_bytes)
+    capture = client.open_capture(plan, str(path), {"prompt_len": rows, "start": 0}, "r", "k")
+    header = np.stack([np.arange(rows, dtype="<i4")] * 2, axis=1)
+    payload = np.concatenate([kit.random_bits(Q, rows).view("u1").ravel(), header.view("u1").ravel()])
+    extent = client.ring.alloc(payload.nbytes, 10)
+    assert extent is not None
+    client.ring.view(extent)[:] = payload
+    capture.chunk(extent, 0, rows)
+    capture.close(rows, token_ids=np.arange(rows))
+    assert client.flush(30)
+    return capture
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_planted_partial_directory_is_not_followed(client: PersistenceClient, tmp_path: Path, dangling: bool) -> None:
+    outside = tmp_path / "outside"
+    if not dangling:
+        outside.mkdir()
+    (tmp_path / "stores").mkdir()
+    (tmp_path / "stores" / "a.zarr.partial").symlink_to(outside)
+    found = capture(client, tmp_path / "stores" / "a.zarr")
+    assert found.state == "failed" and found.errors
+    assert not outside.exists() if dangling else not any(outside.iterdir())
+    assert [o.state for o in repair(tmp_path / "stores")] == ["failed"], "a repair does not follow it either"
+    with pytest.raises(OSError, match="is a link"):
+        write_rank_done({"partial": str(tmp_path / "stores" / "a.zarr.partial"), "rank": 1})
+    assert capture(client, tmp_path / "stores" / "b.zarr").state == "complete", "others are not troubled"
+
+
+def test_a_planted_final_name_is_not_followed(client: PersistenceClient, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "a.zarr").symlink_to(tmp_path / "outside")
+    found = capture(client, tmp_path / "a.zarr")
+    assert found.state == "failed" and "exists already" in found.errors[-1]
+    assert not any((tmp_path / "outside").iterdir())
+
+
+def test_a_planted_index_is_not_followed(client: PersistenceClient, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "stores").mkdir()
+    (tmp_path / "stores" / "index.jsonl").symlink_to(tmp_path / "victim")
+    capture(client, tmp_path / "stores" / "a.zarr")
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert verify_store(tmp_path / "stores" / "a.zarr") == [], "the store itself is there"
+    os.mkfifo(tmp_path / "index.jsonl")
+    with pytest.raises(OSError, match="is no file"):
+        append_index(str(tmp_path), {"event": "start", "store": "a.zarr"})
+
+
+def test_custom_paths(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    (root / "real").mkdir(parents=True)
+    outside.mkdir()
+    (root / "link").symlink_to(outside)
+    (root / "real" / "deep").symlink_to(outside)
+    (root / "file").write_text("")
+    (tmp_path / "root2").mkdir()
+    made = custom_directory(f"{root}/real/new//er", [str(outside / "no"), str(root)], "group")
+    assert made == f"{root}/real/new/er"
+    assert [stat.S_IMODE(os.stat(d).st_mode) for d in (made, root / "real/new")] == [0o750, 0o750]
+    assert custom_directory(str(root), [str(root)], "private") == str(root)
+    refused = ["link", "link/x", "real/deep", "real/deep/x", "file", "file/x", "a.zarr", "real/b.zarr.partial/q"]
+    for path in [*(f"{root}/{p}" for p in refused), f"{root}2", f"{root}2/x", "/", "/etc", str(tmp_path)]:
+        with pytest.raises(OptionError, match=r"^dmi\.save_path: '/.*; give a directory below one of "):
+            custom_directory(path, [str(root)], "private")
+    assert not any(outside.iterdir()) and not any((tmp_path / "root2").iterdir())
+    for path in ("relative", f"{root}/../outside", f"{root}/.", "a\0b", "/" + "x" * 256, 5, ["/x"], "", "/\ud800"):
+        with pytest.raises(OptionError, match=r"^dmi\.save_path: "):
+            CaptureParams.parse({"dmi": {"save_path": path}})
+
+
+def test_custom_paths_need_the_servers_leave(client: PersistenceClient, tmp_path: Path) -> None:
+    root, stores = tmp_path / "root", tmp_path / "stores"
+    root.mkdir()
+    asked = {"dmi": {"save_path": f"{root}/mine", "key": "k"}}
+    for options in ({}, {"save_path_roots": [str(root)]}):
+        tracker = make_tracker(stores, **options)
+        tracker.on_new_request(ask(asked))  # type: ignore[arg-type]
+        _, response = generate(tracker, ask(asked), 1)
+        assert response is not None and "allow_custom_save_path" in response["dmi_error"], response
+        assert "leave it out" in response["dmi_error"] and not any(root.iterdir())
+    tracker = make_tracker(stores, allow_custom_save_path=True, save_path_roots=str(root))
+    request = ask(asked)
+    tracker.on_new_request(request)  # type: ignore[arg-type]
+    steps, response = generate(tracker, request, 1)
+    assert response is not None and Path(response["dmi_store"]).parent == root / "mine"
+    assert steps[0].opens[0].path == response["dmi_store"]
+    assert capture(client, Path(response["dmi_store"])).state == "complete"
+    assert [str(c.store) for c in find_captures(root / "mine", key="k")] == [response["dmi_store"]]
+    assert not stores.exists()
+    with pytest.raises(OptionError, match=r"^allow_custom_save_path: True needs save_path_roots"):
+        ServerOptions.parse({"store_dir": "/x", "allow_custom_save_path": True})
+
+
+def test_roots_are_looked_at_when_the_engine_starts(tmp_path: Path) -> None:
+    options = {"store_dir": str(tmp_path / "s"), "allow_custom_save_path": True, "save_path_roots": f"{tmp_path}/no"}
+    with pytest.raises(ValueError, match=r"^save_path_roots: '.*/no' is no directory; create it or leave it out"):
+        _check_store_dir(ServerOptions.parse(options))
+    assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o700, "made on the way, and private"
+
+
+# ---- who may read stores ----------------------------------------------------------------------------------------
+
+
+def modes(directory: Path) -> list[tuple[Path, int]]:
+    """Kind and mode of a directory and of all in it."""
+    return [(path, path.lstat().st_mode) for path in [directory, *directory.rglob("*")]]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+@pytest.mark.parametrize("mode", UMASKS)
+def test_modes_of_every_file_and_directory(tmp_path: Path, mode: str, umask: int) -> None:
+    """Finished stores, partial ones, the index and the directory, whatever the umask of the engine."""
+    directory, file = {"private": (0o700, 0o600), "group": (0o750, 0o640), "world": (0o755, 0o644)}[mode]
+    stores = tmp_path / "stores"
+    arrays = [Q, ArraySpec("logits", "float32", (), 8)]
+    before = os.umask(umask)
+    try:
+        persistence = Persistence(1 << 20, 2, PersistSettings(file_mode=mode))
+        kit.store(persistence, stores / "a.zarr", arrays, 300, 3)
+        kit.store(persistence, stores / "b.zarr", arrays, 300, 3, wait=False)
+        assert persistence.flush(30)
+        handle = persistence.open_capture(kit.CaptureSpec(str(stores / "c.zarr"), (Q,), {"prompt_len": 300}))
+        kit.feed(persistence, handle, {"q": kit.random_bits(Q, 256)}, 256, 128)
+        assert persistence.shutdown(20)  # c.zarr is never closed: it stays partial
+        present = modes(stores)
+        assert [o.state for o in repair(stores)] == ["salvaged"]
+    finally:
+        os.umask(before)
+    assert {p.name for p in stores.iterdir()} == {"a.zarr", "b.zarr", "c.zarr", "index.jsonl"}
+    assert any(p.name.startswith(".journal-") for p, _ in present)
+    for path, found in present + modes(stores):
+        assert found in (stat.S_IFDIR | directory, stat.S_IFREG | file), f"{path} has mode {found:o}"
+
+
+def test_the_ring_has_no_file() -> None:
+    ring = Ring(1 << 20)
+    link = os.readlink(f"/proc/self/fd/{ring.fd}")
+    assert link.startswith("/memfd:") and os.fstat(ring.fd).st_nlink == 0
+    os.close(ring.fd)
+
+
+# ---- what a reader accepts --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> Path:
+    persistence = Persistence(1 << 20)
+    kit.store(persistence, tmp_path / "a.zarr", [Q, ArraySpec("logits", "float32", (), 8)], 20, 2)
+    assert persistence.shutdown(20)
+    return tmp_path / "a.zarr"
+
+
+def forge(store: Path, name: str, change: dict[str, Any], attrs: dict[str, Any] | None = None) -> None:
+    """Change the metadata of an array, and make every checksum right again."""
+    root = json.loads((store / "zarr.json").read_bytes())
+    known = root["attributes"]["dmi"]
+    if name:
+        path = store / name / "zarr.json"
+        data = schema.dump({**json.loads(path.read_bytes()), **change})
+        path.write_bytes(data)
+        known["files"][f"{name}/zarr.json"] = [len(data), crc32c(data)]
+    known.update(attrs or {})
+    known["checksum"] = crc32c(schema.canonical(known))
+    (store / "zarr.json").write_bytes(schema.dump(root))
+
+
+PLAIN = [{"name": "bytes", "configuration": {"endian": "little"}}]
+SHARDING = {"chunk_shape": [1, 20, 16], "index_codecs": PLAIN, "index_location": "end"}
+FORGED: dict[str, dict[str, Any]] = {
+    "object dtype": {"data_type": "object"},
+    "v2 object dtype": {"data_type": "|O"},
+    "strings": {"data_type": "string"},
+    "named dtype": {"data_type": {"name": "numpy.datetime64", "configuration": {"unit": "s", "scale_factor": 1}}},
+    "pickle": {"codecs": [{"name": "numcodecs.pickle", "configuration": {"protocol": 4}}]},
+    "pickle behind bytes": {"codecs": [*PLAIN, {"name": "pickle"}]},
+    "pickle in shards": {
+        "codecs": [{"name": "sharding_indexed", "configuration": {**SHARDING, "codecs": [{"name": "pickle"}]}}]
+    },
+    "unknown codec": {"codecs": [*PLAIN, {"name": "zstd", "configuration": {"level": 1, "checksum": False}}]},
+    "no codecs": {"codecs": None},
+    "codec is text": {"codecs": ["bytes"]},
+    "transformer": {"storage_transformers": [{"name": "evil"}]},
+    "more keys": {"consolidated_metadata": {}},
+}
+
+
+@pytest.mark.parametrize("name", ["q", "token_ids", "logits_positions"])
+@pytest.mark.parametrize("kind", FORGED)
+def test_readers_refuse_what_is_no_plain_array(sound: Path, kind: str, name: str) -> None:
+    open_capture(sound, 0)
+    assert verify_store(sound) == []
+    forge(sound, name, FORGED[kind])
+    with pytest.raises(ValueError, match=rf"the metadata of array '{name}' has .*"):
+        open_capture(sound, 0)
+    assert any(name in p.where or name in p.what for p in verify_store(sound))
+
+
+@pytest.mark.parametrize("array", ["../b.zarr/q", "/etc", "..", "q/../q", "", 5, "token_ids"])
+def test_readers_stay_inside_the_store(sound: Path, array: object) -> None:
+    """`hooks` may not lead elsewhere; verify does not even accept another array of the same store."""
+    hook = {"array": array, "layers": [0, 1], "width": 16, "dtype": "float32", "shards": 1}
+    forge(sound, "", {}, {"hooks": {"q": hook}})
+    if array != "token_ids":
+        with pytest.raises(ValueError, match="is no name of an array"):
+            open_capture(sound, 0)
+    assert [p.where for p in verify_store(sound)] == ["q"]
+
+
+def test_consolidated_metadata_is_not_read(sound: Path) -> None:
+    expected = open_capture(sound, 0).numpy("q")
+    root = json.loads((sound / "zarr.json").read_bytes())
+    evil = {**json.loads((sound / "q" / "zarr.json").read_bytes()), **FORGED["pickle"], "shape": [1, 1, 1]}
+    root["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": {"q": evil}}
+    (sound / "zarr.json").write_bytes(schema.dump(root))
+    assert np.array_equal(open_capture(sound, 0).numpy("q"), expected)
+    assert [p.where for p in verify_store(sound)] == ["zarr.json"]
+
+
+def test_verify_reads_no_file_outside_the_store(sound: Path) -> None:
+    (sound.parent / "secret").write_bytes(b"x")
+    files = json.loads((sound / "zarr.json").read_bytes())["attributes"]["dmi"]["files"]
+    right = [1, crc32c(b"x")]
+    forge(sound, "", {}, {"files": {**files, "../secret": right, str(sound.parent / "secret"): right}})
+    assert [p.what.split("'")[0] for p in verify_store(sound)] == ["the file "] * 2
+
+
+def test_the_document_names_tests_that_exist() -> None:
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs" / "SECURITY.md").read_text())
+    assert len(named) > 10
+    for file, test in named:
+        text = (ROOT / "tests" / "unit" / file).read_text()
+        assert f"\ndef {test}(" in text, f"docs/SECURITY.md names {file}::{test}"

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever is given as an option is parsed, or refused by an OptionError that names it; the engine goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dmi_connector.hooks import HOOKS, PRESETS, SelectionError, parse_selection
+from dmi_connector.settings import CaptureParams, OptionError, ServerOptions
+from tests.trackerkit import DIMS, ask, generate, make_tracker
+
+SERVER = [f.name for f in fields(ServerOptions)]
+REQUEST = ["key", "hooks", "layers", "tokens", "enabled", "save_path"]
+RELATED = {"chunk_tokens": "segment_tokens"}  # a value may be fine by itself, but not beside another option's
+
+# Any code point, lone surrogates among them: JSON lets a client send these.
+text = st.text(st.characters(), max_size=30) | st.sampled_from(["../x", "/", "a\0b", "\ud800", "x" * 1000, "q@0:0"])
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([-1, 0, 1, 128, 2**31, 2**63, 2**64, -(10**400)])
+    | st.floats()
+    | st.binary(max_size=5)
+    | text
+)
+junk = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text | st.integers(), inner, max_size=4)
+)
+
+
+def deep(levels: int = 50_000) -> list[Any]:
+    nested: list[Any] = []
+    for _ in range(levels):
+        nested = [nested]
+    return nested
+
+
+def check_message(error: Exception, names: set[str]) -> None:
+    """It names one of `names` first, is short, and any response can carry it."""
+    message = str(error)
+    assert message.split(":")[0].split(" ")[0] in names, message
+    assert len(message) < 1500
+    message.encode()
+
+
+@given(st.sampled_from(SERVER), junk)
+def test_one_server_option(name: str, value: object) -> None:
+    try:
+        options = ServerOptions.parse({"store_dir": "/x", name: value})
+    except OptionError as error:
+        check_message(error, {name, RELATED.get(name, name)})
+        return
+    again = {name: dict(v) if name == "reduce" else v for name, v in asdict(options).items()}
+    assert ServerOptions.parse(again) == options, "what was parsed is itself valid"
+    assert again.keys() == set(SERVER) and json.dumps(again)
+
+
+@given(junk | st.dictionaries(st.sampled_from(SERVER) | text | st.integers(), junk, max_size=6))
+def test_server_options_together(extra: Any) -> None:
+    try:
+        assert isinstance(ServerOptions.parse(extra), ServerOptions)
+    except OptionError as error:
+        check_message(error, {*SERVER, "kv_connector_extra_config"})
+
+
+@given(st.sampled_from(REQUEST), junk)
+def test_one_request_option(name: str, value: object) -> None:
+    try:
+        params = CaptureParams.parse({"dmi": {name: value}})
+    except OptionError as error:
+        check_message(error, {f"dmi.{name}"})
+        return
+    assert isinstance(params.enabled, bool) and params.start >= 0
+    assert params.stop is None or params.stop > params.start
+    assert params.key is None or (params.key.isascii() and len(params.key) <= 128 and "/" not in params.key)
+    assert params.save_path is None or (params.save_path.startswith("/") and "/../" not in params.save_path + "/")
+
+
+@given(junk | st.fixed_dictionaries({}, optional={"include_output_tokens": junk, "dmi": junk, "do_remote": junk}))
+def test_request_options_together(params: object) -> None:
+    try:
+        assert isinstance(CaptureParams.parse(params), CaptureParams)
+    except OptionError as error:
+        check_message(error, {"kv_transfer_params", "include_output_tokens", "dmi", *(f"dmi.{n}" for n in REQUEST)})
+
+
+@pytest.mark.parametrize("value", [deep(), 10**5000, "x" * 10**7, {"a" * 10**6: 1}], ids=["deep", "int", "str", "dict"])
+def test_what_python_cannot_print_or_should_not(value: object) -> None:
+    for parse, name in ((ServerOptions.parse, "writers"), (CaptureParams.parse, "dmi")):
+        given_: Mapping[str, Any] = {"store_dir": "/x", name: value}
+        with pytest.raises(OptionError) as caught:
+            parse(given_)
+        check_message(caught.value, {name})
+
+
+numbers = st.sampled_from(["0", "2", "-1", "3", "-4", "00", "9" * 5000, "٣", ""])  # 3 is outside, as is -4
+ranges = st.builds(
+    "{}{}{}{}{}".format, numbers, st.sampled_from(["", "-"]), numbers, st.sampled_from(["", ":"]), numbers
+)
+items = st.builds(
+    "{}{}{}{}".format,
+    st.sampled_from(["", "-", "--"]),
+    st.sampled_from([*HOOKS, *PRESETS, "*_rot", "?" * 40, "*a" * 40, "mlp_in", "nothing", "9"]),
+    st.sampled_from(["", "@"]),
+    st.lists(ranges, max_size=3).map("+".join),
+)
+
+
+@given(st.lists(items | text | st.integers(), max_size=5) | text)
+def test_selections(spec: Any) -> None:
+    served = parse_selection("q,resid_pre,logits", DIMS)
+    for only in (None, served):
+        try:
+            selection = parse_selection(spec, DIMS, only)
+        except SelectionError as error:
+            assert str(error).startswith("hooks: ")
+            continue
+        assert selection.hooks
+        for name, layers in selection.hooks.items():
+            assert layers and set(layers) <= set((only.hooks[name]) if only else DIMS.layers_of(HOOKS[name]))
+
+
+requests = junk | st.fixed_dictionaries(
+    {},
+    optional={
+        "include_output_tokens": st.booleans() | junk,
+        "dmi": junk
+        | st.fixed_dictionaries(
+            {},
+            optional={
+                "key": st.just("ok") | junk,
+                "hooks": st.lists(items, max_size=3) | junk,
+                "layers": st.lists(st.integers(-3, 2), max_size=3) | junk,
+                "tokens": st.tuples(st.integers(0, 60), st.none() | st.integers(0, 60)) | junk,
+                "enabled": st.booleans() | junk,
+                "save_path": st.just("/nowhere/else") | junk,
+            },
+        ),
+    },
+)
+
+
+@given(requests, text)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+def test_the_tracker_goes_on(tmp_path: Path, kv: object, request_id: str) -> None:
+    """A request with any options runs to its end; its response can be sent, and its store would lie in store_dir."""
+    tracker = make_tracker(tmp_path, max_request_bytes=80_000)
+    request = ask(kv, request_id=request_id)
+    tracker.on_new_request(request)  # type: ignore[arg-type]
+    _, response = generate(tracker, request, 3)
+    assert not tracker.tracked and not tracker.refused
+    if response is None:
+        assert CaptureParams.parse(kv).enabled is False
+        return
+    assert ("dmi_error" in response) != ("dmi_store" in response)
+    if "dmi_error" in response:
+        assert len(response["dmi_error"]) <= 8000 and "could not be handled" not in response["dmi_error"]
+        response["dmi_error"].encode()
+    else:
+        assert Path(response["dmi_store"]).parent == tmp_path
+
+
+def test_a_fault_of_our_own_is_refused_and_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = make_tracker(tmp_path)
+    monkeypatch.setattr(tracker, "_narrow", lambda params: 1 / 0)
+    request = ask({})
+    monkeypatch.setattr("dmi_connector.engine.tracker.logger.propagate", True)
+    tracker.on_new_request(request)  # type: ignore[arg-type]
+    _, response = generate(tracker, request, 1)
+    assert response is not None and "ZeroDivisionError" in response["dmi_error"]
+    assert "could not be handled" in caplog.text

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's side of persistence with a real coordinator: what it writes, and what survives when either side dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dmi_connector.store.client import PersistenceClient, RemoteCapture
+from dmi_connector.store.index import find_captures
+from dmi_connector.store.persist import PersistSettings
+from dmi_connector.store.reader import open_capture
+from dmi_connector.store.schema import ArraySpec
+from dmi_connector.store.verify import verify_store
+from tests import storekit as kit
+
+Q = ArraySpec("q", "float32", (0, 1), 64)
+LOGITS = ArraySpec("logits", "float32", (), 32)
+VALUES = kit.random_bits(Q, 300)
+IDS = (np.arange(300) % 97).astype("<i4")
+
+
+@pytest.fixture
+def client() -> Iterator[PersistenceClient]:
+    c = PersistenceClient(1 << 20, 2, PersistSettings(segment_tokens=256, codec="none"))
+    yield c
+    c.shutdown(20)
+
+
+def coordinator(client: PersistenceClient) -> int:
+    """Its process id, once it is up."""
+    assert client._child.ready.wait(20)
+    return client._child.pid
+
+
+def begin(client: PersistenceClient, path: Path, arrays: tuple[ArraySpec, ...] = (Q,), start: int = 0) -> RemoteCapture:
+    plan = client.register(arrays, Q.token_bytes)
+    return client.open_capture(plan, str(path), {"prompt_len": 250, "start": start, "model": "tiny"}, "r", "k")
+
+
+def send(client: PersistenceClient, capture: RemoteCapture, first: int, start: int = 0, ids: np.ndarray = IDS) -> None:
+    """One chunk of VALUES with headers."""
+    count = min(128, 300 - first)
+    header = np.stack([ids[first : first + count], np.arange(first, first + count, dtype="<i4") + start], axis=1)
+    block = np.ascontiguousarray(VALUES[:, first : first + count]).view("u1").ravel()
+    payload = np.concatenate([block, np.ascontiguousarray(header.astype("<i4")).view("u1").ravel()])
+    extent = client.ring.alloc(payload.nbytes, 10)
+    assert extent is not None
+    client.ring.view(extent)[:] = payload
+    capture.chunk(extent, first, count)
+
+
+def test_a_whole_capture(client: PersistenceClient, tmp_path: Path) -> None:
+    capture = begin(client, tmp_path / "a.zarr", (Q, LOGITS))
+    for first in (0, 128, 256):
+        send(client, capture, first)
+    logits = kit.random_bits(LOGITS, 3)
+    extent = client.ring.alloc(logits.nbytes, 10)
+    assert extent is not None
+    client.ring.view(extent)[:] = logits.view("u1").ravel()
+    client.rows(extent, [(capture, "logits", i, 249 + i, i * LOGITS.token_bytes) for i in range(3)])
+    capture.close(300, {"logits": 3}, IDS)
+    assert client.flush(20) and capture.state == "complete" and client.ring.used == 0
+    assert verify_store(tmp_path / "a.zarr") == []
+    cap = open_capture(tmp_path / "a.zarr", timeout=0)
+    np.testing.assert_array_equal(kit.bits(cap.numpy("q")), VALUES)
+    np.testing.assert_array_equal(kit.bits(cap.numpy("logits")), logits)
+    stats = client.stats()
+    assert stats["complete"] == 1 and stats["bytes_raw"] >= VALUES.nbytes and stats["errors"] == []
+
+
+@pytest.mark.parametrize(("what", "reason"), [("token", "holds token 5, not 1"), ("position", "carry other positions")])
+def test_rows_of_another_request_are_found(client: PersistenceClient, tmp_path: Path, what: str, reason: str) -> None:
+    capture = begin(client, tmp_path / "a.zarr")
+    ids = IDS.copy()
+    ids[98] = 5
+    send(client, capture, 0, start=int(what == "position"), ids=ids if what == "token" else IDS)
+    capture.close(128, {}, IDS[:128])
+    assert client.flush(20) and capture.state == "incomplete" and reason in capture.errors[0]
+    assert not open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True).complete
+
+
+def test_what_cannot_be_opened_fails_alone(client: PersistenceClient, tmp_path: Path) -> None:
+    bad = client.open_capture(client.register((Q,), None), str(tmp_path / "not-a-store"), {"prompt_len": 3})
+    extent = client.ring.alloc(100, 10)
+    assert extent is not None
+    bad.chunk(extent, 0, 1)
+    bad.close(1, {}, [1])
+    good = begin(client, tmp_path / "a.zarr")
+    send(client, good, 0)
+    good.close(128, {}, IDS[:128])
+    assert client.flush(20) and bad.state == "failed" and "must end in .zarr" in bad.errors[0]
+    assert good.state == "complete" and client.ring.used == 0
+
+
+def test_coordinator_killed(client: PersistenceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmi_connector.store.client.SHORT_LIFE_S", 0.0)
+    lost = begin(client, tmp_path / "lost.zarr")
+    send(client, lost, 0)
+    os.kill(coordinator(client), signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while lost.state != "failed" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert lost.errors == ["the coordinator died (killed)"]
+    send(client, lost, 128)  # goes nowhere, and does not fill the ring
+    lost.close(256, {}, IDS[:256])
+    again = begin(client, tmp_path / "again.zarr")
+    send(client, again, 0)
+    again.close(128, {}, IDS[:128])
+    assert client.flush(20) and again.state == "complete" and client.ring.used == 0
+    found = {c.store.name: c for c in find_captures(tmp_path)}
+    assert found["lost.zarr"].reason == "the coordinator died (killed)", found
+
+
+def test_coordinator_that_cannot_live(client: PersistenceClient, tmp_path: Path) -> None:
+    os.kill(coordinator(client), signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while client._broken is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    capture = begin(client, tmp_path / "a.zarr")
+    assert capture.state == "failed" and "nothing is captured until the engine is started again" in capture.errors[0]
+    send(client, capture, 0)
+    assert client.ring.used == 0
+
+
+def test_signals_to_the_group_do_not_reach_it(client: PersistenceClient, tmp_path: Path) -> None:
+    begin(client, tmp_path / "first.zarr").close(0)
+    assert client.flush(20)  # it is up
+    capture = begin(client, tmp_path / "a.zarr")
+    send(client, capture, 0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(coordinator(client), number)
+    capture.close(128, {}, IDS[:128])
+    assert client.flush(20) and capture.state == "complete"
+    assert os.getpgid(coordinator(client)) != os.getpgid(0)
+
+
+def test_engine_killed(tmp_path: Path) -> None:
+    """kill -9 of the engine's process: closed captures are finished, open ones keep every row that came."""
+    script = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
+from pathlib import Path
+from tests.unit import test_store_coordinator as t
+client = t.PersistenceClient(1 << 20, 2, t.PersistSettings(segment_tokens=256))
+whole, part = (t.begin(client, Path({str(tmp_path)!r}) / f"{{n}}.zarr") for n in ("whole", "part"))
+for first in (0, 128, 256):
+    t.send(client, whole, first)
+for first in (0, 128):
+    t.send(client, part, first)
+whole.close(300, {{}}, t.IDS)
+while not client._child._queue.empty():
+    pass
+t.time.sleep(0.2)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
+    whole = open_capture(tmp_path / "whole.zarr", timeout=30)
+    np.testing.assert_array_equal(kit.bits(whole.numpy("q")), VALUES)
+    part = open_capture(tmp_path / "part.zarr", timeout=30, allow_incomplete=True)
+    assert part.reason == "the engine ended before the request did" and list(part.token_ids) == list(IDS[:256])
+    np.testing.assert_array_equal(kit.bits(part.numpy("q")), VALUES[:, :256])
+    for store in ("whole", "part"):
+        assert verify_store(tmp_path / f"{store}.zarr") == []
+
+
+def test_rows_that_another_rank_gave_up_are_missing(tmp_path: Path) -> None:
+    clients = [PersistenceClient(1 << 20, 1, PersistSettings(segment_tokens=256, codec="none")) for _ in range(2)]
+    captures = []
+    for rank, client in enumerate(clients):
+        spec = ArraySpec("q", "float32", (0, 1), 128, 2, rank)
+        plan, attrs = client.register((spec,), spec.token_bytes), {"prompt_len": 250, "start": 0, "model": "tiny"}
+        captures.append(client.open_capture(plan, str(tmp_path / "a.zarr"), attrs, "r", None, rank, 2))
+        for first in (0, 256) if rank else (0, 128, 256):
+            send(client, captures[-1], first)
+    captures[1].close(300, {}, IDS, {"missing": [[128, 256]], "reason": "writing fell behind (policy drop)"})
+    captures[0].close(300, {}, IDS)
+    assert all([client.flush(20) for client in clients])
+    assert [c.state for c in captures] == ["incomplete", "incomplete"]
+    capture = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    assert capture.missing == [[128, 256]] and capture.reason == "rank 1: writing fell behind (policy drop)"
+    assert verify_store(tmp_path / "a.zarr") == []
+    assert all([client.shutdown(20) for client in clients])
