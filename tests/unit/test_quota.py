@@ -222,7 +222,7 @@ def test_a_store_that_another_process_reads_stays(stores: Path) -> None:
     assert reader.stdin and reader.stdout
     try:
         assert reader.stdout.readline() == "open\n"
-        three = sum(s.nbytes for s in finished_stores(stores)[2:])
+        three = sum(s.nbytes for s in finished_stores(stores) if s.path.name in ("s0.zarr", "s3.zarr", "s4.zarr"))
         assert [s.path.name for s in prune(stores, keep_bytes=three)] == ["s1.zarr", "s2.zarr"]
         assert not remove_store(stores / "s0.zarr")
         reader.stdin.write("\n")
