@@ -6,6 +6,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PY := $(VENV)/bin/python
 LOCKS := requirements/cpu.txt requirements/test.txt
+JOBS ?= 2
 STAMP := $(VENV)/.stamp-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
 .PHONY: help env demo test soak lint bench
@@ -38,7 +39,7 @@ demo: env
 	@$(VENV)/bin/dmi demo
 
 test: env
-	@$(PY) -m pytest tests
+	@$(PY) -m pytest tests -n $(JOBS) --dist loadgroup
 
 soak: env
 	@SOAK_RESULT=benchmarks/results/soak-cpu.json $(PY) -m pytest tests -m soak -s

@@ -76,6 +76,22 @@ def make_parser() -> Parser:
     export.add_argument("-o", "--out", help="default: the store's name in the current directory")
     export.set_defaults(run=_export)
 
+    fit = commands.add_parser("fit-pca", help="fit principal components on stores, for reduce pca(FILE)")
+    fit.add_argument("stores", metavar="STORE", nargs="+", help="stores that hold the hooks in full")
+    fit.add_argument("--hook", action="append", required=True, metavar="HOOK", help="can be repeated")
+    fit.add_argument("--rank", type=int, required=True, metavar="K", help="components to keep")
+    fit.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
+    fit.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")
+    fit.set_defaults(run=_fit_pca)
+
+    fidelity = commands.add_parser("fidelity", help="what reductions would keep of the rows of stores")
+    fidelity.add_argument("stores", metavar="STORE", nargs="+", help="stores that hold hooks in full")
+    fidelity.add_argument("--reduce", action="append", metavar="SPEC", help="as in server options; can be repeated")
+    fidelity.add_argument("--hooks", default="*", help="names or wildcards, separated by commas (default: all)")
+    fidelity.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
+    fidelity.add_argument("--json", action="store_true", help="print a JSON list, one entry a layer")
+    fidelity.set_defaults(run=_fidelity)
+
     plot = commands.add_parser("plot", help="draw residual norms by layer and token")
     plot.add_argument("stores", metavar="STORE", nargs="+")
     plot.add_argument("-o", "--out", required=True, metavar="PNG")
@@ -240,6 +256,26 @@ def _export(options: argparse.Namespace) -> int:
     out = Path(options.out or f"{store.absolute().stem}.safetensors")
     ids = export_safetensors(store, out)
     print(f"{out}: layer ids {', '.join(map(str, ids))}")
+    return 0
+
+
+def _fit_pca(options: argparse.Namespace) -> int:
+    from dmi_connector.store.fit import fit_pca
+
+    if options.rank < 1:
+        raise ValueError(f"--rank {options.rank} is not valid; keep 1 component or more")
+    stores = [_directory(store, "a store (*.zarr)") for store in options.stores]
+    for name, share in fit_pca(stores, options.hook, options.rank, options.out, options.layer).items():
+        print(f"{name}: {100 * share:.2f} % of the variance")
+    return 0
+
+
+def _fidelity(options: argparse.Namespace) -> int:
+    from dmi_connector.fidelity import DEFAULT, fidelity, markdown
+
+    stores = [_directory(store, "a store (*.zarr)") for store in options.stores]
+    found = fidelity(stores, options.reduce or DEFAULT, options.hooks, options.layer)
+    print(json.dumps([asdict(one) for one in found], indent=1) if options.json else markdown(found))
     return 0
 
 

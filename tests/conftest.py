@@ -17,9 +17,23 @@ from dmi_connector.tiny import ENV
 if TYPE_CHECKING:
     from dmi_connector.oracle import Oracle
 
+ROOT = Path(__file__).parent
+
 # vLLM reads these when it is first imported, so they are set before any test module is.
 for _name, _value in ENV.items():
     os.environ.setdefault(_name, _value)
+
+
+SHARE_ENGINES = ("test_attention.py", "test_hooks_vs_transformers.py", "test_reduce.py")
+"""Files that ask for the same engines (`core_run`)."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several test processes (-n), a file stays in one of them, and so do files that share engines."""
+    for item in items:
+        name = "core" if item.path.name in SHARE_ENGINES else item.path.relative_to(ROOT).as_posix()
+        item.add_marker(pytest.mark.xdist_group(name))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,8 @@ from typing import Any
 from dmi_connector.engine.architectures import ARCHITECTURES
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.tracker import Tracker
-from dmi_connector.hooks import ModelDims, parse_selection, row_layout
+from dmi_connector.hooks import ModelDims, parse_selection
+from dmi_connector.layout import row_layout
 from dmi_connector.settings import ServerOptions
 
 DIMS = ModelDims("Qwen3ForCausalLM", 3, 64, 4, 2, 32, 192, 512)

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dmi_connector.engine.architectures import ARCHITECTURES, Architecture
-from dmi_connector.hooks import ModelDims, RowLayout, Selection, hook_reductions, parse_selection, row_layout
+from dmi_connector.hooks import ModelDims, Selection, parse_selection
+from dmi_connector.layout import Reductions, RowLayout, hook_reductions, row_layout
+from dmi_connector.reduce.basis import load
+from dmi_connector.reduce.pca import Pca
 from dmi_connector.settings import ServerOptions
+from dmi_connector.store.bases import keep_copy
 from dmi_connector.store.paths import make_directory
 
 if TYPE_CHECKING:
@@ -74,13 +78,24 @@ def capture_context(vllm_config: VllmConfig) -> CaptureContext:
     tp = vllm_config.parallel_config.tensor_parallel_size
     owner = "draft" if _is_ehs(vllm_config) else "target"
     _check_store_dir(options)
-    layout = row_layout(selection, dims, dtype, tp, hook_reductions(options.reduce, selection, dims, tp))
+    reductions = hook_reductions(options.reduce, selection, dims, tp)
+    if options.sink == "disk":
+        _keep_bases(options, reductions)
+    layout = row_layout(selection, dims, dtype, tp, reductions)
     return CaptureContext(options, arch, dims, selection, layout, dtype, tp, owner)
 
 
 def _is_ehs(vllm_config: VllmConfig) -> bool:
     speculative: Any = vllm_config.speculative_config
     return speculative is not None and speculative.method == EHS
+
+
+def _keep_bases(options: ServerOptions, reductions: Reductions) -> None:
+    for source in {r.source for r in reductions.values() if isinstance(r, Pca)}:
+        try:
+            keep_copy(load(source), options.store_dir, options.file_mode)
+        except OSError as error:
+            raise ValueError(f"reduce: {source} cannot be copied to {options.store_dir!r} ({error})") from error
 
 
 def _check_store_dir(options: ServerOptions) -> None:

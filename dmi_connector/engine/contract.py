@@ -52,6 +52,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.handle_preemptions",
         "called before a forward overwrites freed blocks: the last moment to read them",
     ),
+    "attention": (
+        "vllm.v1.attention.backend:AttentionImpl.forward",
+        "wrapped, in layers whose pattern is summarised, to read queries and paged keys after attention",
+    ),
     "hash": (
         "vllm.config:VllmConfig.compute_hash",
         "covers additional_config, where the selection is written so that compiled graphs are not mixed up",

@@ -9,7 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.hooks import HOOKS, hook_dtype, shard_of
+from dmi_connector.hooks import HOOKS, hook_dtype
+from dmi_connector.layout import shard_of
 from dmi_connector.store.schema import ArraySpec
 
 HEADER = (0, 8)

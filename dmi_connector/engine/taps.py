@@ -18,88 +18,18 @@ are equal, and vLLM compiles one of them.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank
 
+from dmi_connector.engine import attend, tap_op
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.kernels import write_rows
-from dmi_connector.hooks import Segment
-from dmi_connector.reduce import Reduction, from_settings
-
-_LIB = torch.library.Library("dmi", "FRAGMENT")
-_LIB.define("tap(Tensor[] values, Tensor(a!) token, Tensor base, int[] offsets, str reductions, str layer) -> ()")
-_ENCODE_TOKENS = 1024
-"""Tokens that are reduced at a time: vLLM's memory profile does not see what encoders need."""
-_BASES: dict[int, int] = {}
-"""Byte offset in a row that a `base` tensor stands for, by the tensor's address."""
-
-
-def _tap(
-    values: list[torch.Tensor],
-    token: torch.Tensor,
-    base: torch.Tensor,
-    offsets: list[int],
-    reductions: str,
-    layer: str,
-) -> None:
-    """Write `values` ([tokens, width] each, last dimension contiguous) into this step's rows, at byte `offsets` from
-    where `base` says. reductions: "" for none, else a JSON list of one reduction's settings, or null, for each value.
-    """
-    from vllm.forward_context import get_forward_context
-
-    context = get_forward_context()
-    owner = context.no_compile_layers.get(layer)
-    slots = context.slot_mapping.get(layer) if isinstance(context.slot_mapping, dict) else None
-    if owner is None or slots is None or owner.rows is None:
-        return  # a profiling run: the cache does not exist yet
-    starts = [_BASES[base.data_ptr()] + offset for offset in offsets]
-    if not reductions:
-        write_rows(owner.rows, slots, values, starts)
-        return
-    for first in range(0, values[0].shape[0], _ENCODE_TOKENS):
-        part = [v[first : first + _ENCODE_TOKENS] for v in values]
-        _write_reduced(owner.rows, slots[first:], part, starts, _reductions(reductions))
-
-
-def _write_reduced(
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    values: list[torch.Tensor],
-    starts: list[int],
-    reductions: list[Reduction | None],
-) -> None:
-    stored = [v if r is None else r.encode(v) for v, r in zip(values, reductions, strict=True)]
-    # Bytes travel as words: what a reduction stores is a multiple of 4 bytes wide.
-    stored = [v.view(torch.int32) if v.dtype == torch.uint8 else v for v in stored]
-    for dtype in dict.fromkeys(v.dtype for v in stored):
-        part = [i for i, v in enumerate(stored) if v.dtype == dtype]
-        write_rows(rows, slots, [stored[i] for i in part], [starts[i] for i in part])
-
-
-@functools.cache
-def _reductions(text: str) -> list[Reduction | None]:
-    return [None if settings is None else from_settings(settings) for settings in json.loads(text)]
-
-
-def _tap_fake(
-    values: list[torch.Tensor],
-    token: torch.Tensor,
-    base: torch.Tensor,
-    offsets: list[int],
-    reductions: str,
-    layer: str,
-) -> None:
-    return None
-
-
-for _key in ("CPU", "CUDA"):
-    _LIB.impl("tap", _tap, _key)
-_LIB.impl("tap", _tap_fake, "Meta")
+from dmi_connector.hooks import HOOKS
+from dmi_connector.layout import Segment, shard_of
 
 
 class Group:
@@ -141,11 +71,14 @@ class Tapper:
         name = f"dmi_base_{'once' if layer is None else layer}"
         model.register_buffer(name, torch.zeros(1, dtype=torch.int32), persistent=False)
         self.base = model.get_buffer(name)
-        _BASES[self.base.data_ptr()] = self.start
+        tap_op.stand_for(self.base, self.start, layer or 0)
         self.settings: dict[str, str] = {}
+        rank = get_tensor_model_parallel_rank() if context.tp > 1 else 0
         for segment in context.layout.segments:
-            if segment.reduction is not None and segment.hook not in self.settings:
-                segment.reduction.prepare(segment.width, self.base.device)
+            once = HOOKS[segment.hook].scope == "once"
+            if segment.reduction is not None and (once if layer is None else not once and segment.layer == layer):
+                shard = shard_of(HOOKS[segment.hook], context.dims, context.tp, rank).shard
+                segment.reduction.prepare(segment.width, self.base.device, segment.layer, shard)
                 self.settings[segment.hook] = json.dumps(segment.reduction.settings())
 
     def write(self, segments: list[Segment], values: list[torch.Tensor]) -> None:
@@ -298,6 +231,8 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
             group.add(k_rot, args[1])
 
         attn.register_forward_pre_hook(before_attn)
+    if pattern := find("pattern"):
+        attend.install(attn, pattern, context.layer_name)
     if any((q_rot, k_rot, z, attn_out)):
 
         def at_o_proj(args: tuple[Any, ...], output: Any) -> None:

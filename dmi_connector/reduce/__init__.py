@@ -2,7 +2,8 @@
 """Reductions of hook rows: encoded on the GPU before a row is written, decoded on reading.
 
 parse("int8"), parse("int8(affine)"), parse("fp8"), parse("round(4)"), parse("topk(64)"), parse("topk(64,exact)"),
-parse("rp(512)"), parse("rp(512,sign,seed=7)"), parse("none")
+parse("rp(512)"), parse("rp(512,sign,seed=7)"), parse("pca(basis.safetensors)"),
+parse("attn(8)"), parse("none")
 """
 
 from __future__ import annotations
@@ -11,23 +12,27 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.reduce.base import ReduceError, Reduction
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
+from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.topk import TopK
 
 __all__ = ["KINDS", "ReduceError", "Reduction", "from_settings", "parse"]
 
-KINDS: dict[str, type[Reduction]] = {c.kind: c for c in (Int8, Fp8, Round, TopK, RandomProjection)}
+KINDS: dict[str, type[Reduction]] = {
+    c.kind: c for c in (Int8, Fp8, Round, TopK, RandomProjection, Pca, AttentionSummary)
+}
 _FLAGS: dict[str, dict[str, tuple[str, Any]]] = {
     "int8": {"affine": ("affine", True), "symmetric": ("affine", False)},
     "topk": {"exact": ("exact", True), "int8": ("exact", False)},
     "rp": {"gaussian": ("distribution", "gaussian"), "sign": ("distribution", "sign")},
 }
-_NUMBER = {"round": "bits", "topk": "k", "rp": "k"}
-_SPEC = re.compile(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*")
+_NUMBER = {"round": "bits", "topk": "k", "rp": "k", "attn": "m"}
+_SPEC = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
 def parse(spec: str) -> Reduction | None:
@@ -40,6 +45,8 @@ def parse(spec: str) -> Reduction | None:
         return None
     if kind not in KINDS:
         raise ReduceError(f"reduce: {kind!r} is unknown; use one of none, {', '.join(KINDS)}")
+    if kind == "pca":
+        return Pca.from_text(inside or "")
     settings: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in (inside or "").split(","))):
         name, _, number = item.rpartition("=")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,8 +32,13 @@ class Reduction:
     def check(self, width: int) -> None:
         """Raises ReduceError when `width` values cannot be reduced so."""
 
-    def prepare(self, width: int, device: torch.device) -> None:
-        """Put what `encode` needs on the device, so that it allocates nothing else later."""
+    def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Reduction:
+        """This reduction for one hook, of which each of `shards` slices has `width` values. Raises ReduceError."""
+        self.check(width)
+        return self
+
+    def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
+        """Put what `encode` needs for slice `shard` on the device, so that it allocates nothing else later."""
 
     def stored_dtype(self, dtype: str) -> str:
         return "uint8"
@@ -40,12 +46,12 @@ class Reduction:
     def stored_width(self, width: int, dtype: str) -> int:
         raise NotImplementedError
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
         """Rows [tokens, width] of a float dtype -> [tokens, stored width] of the stored dtype, on the same device."""
         raise NotImplementedError
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        """Rows [..., stored width] -> float32 [..., width] (rp: [..., k])."""
+        """Rows [..., stored width] -> float32 [..., width] (rp and pca: [..., k])."""
         raise NotImplementedError
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:

@@ -26,7 +26,7 @@ class Int8(Reduction):
     def stored_width(self, width: int, dtype: str) -> int:
         return pad(width) + (8 if self.affine else 4)
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
         import torch
 
         x = values.float()

@@ -69,13 +69,13 @@ class RandomProjection(Reduction):
         if self.k > width:
             raise ReduceError(f"reduce: rp({self.k}) is wider than the {width} values of a row; give a smaller k")
 
-    def prepare(self, width: int, device: torch.device) -> None:
+    def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
         _on_device(width, self.k, self.seed, self.distribution, device)
 
     def stored_width(self, width: int, dtype: str) -> int:
         return Int8().stored_width(self.k, dtype)
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
         basis = _on_device(values.shape[1], self.k, self.seed, self.distribution, values.device)
         return Int8().encode(values.float() @ basis)
 

@@ -46,7 +46,7 @@ class TopK(Reduction):
     def stored_width(self, width: int, dtype: str) -> int:
         return self._value_at(width) + (pad(self.k * ITEMSIZE[dtype]) if self.exact else pad(self.k) + 4)
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
         import torch
 
         width = values.shape[1]

@@ -31,10 +31,16 @@ def no_follow(path: str, flags: int) -> int:
 
 
 def make_directory(path: str, file_mode: str) -> None:
-    """Create a directory with the mode of `file_mode`; one that is there keeps its own. Raises OSError."""
-    if os.path.isdir(path):
-        return
-    os.makedirs(path)
+    """Create a directory with the mode of `file_mode`; one that is there keeps its own. Raises OSError.
+
+    Data-parallel engines may all do so at once.
+    """
+    try:
+        os.makedirs(path)
+    except FileExistsError:
+        if os.path.isdir(path):
+            return
+        raise
     os.chmod(path, 0o777 & ~UMASKS[file_mode])
 
 
@@ -84,7 +90,8 @@ def _descend(parent: int, name: str, mode: int) -> int:
     try:
         return os.open(name, flags, dir_fd=parent)
     except FileNotFoundError:
-        os.mkdir(name, mode, dir_fd=parent)
+        with contextlib.suppress(FileExistsError):  # another request's, just now
+            os.mkdir(name, mode, dir_fd=parent)
     fd = os.open(name, flags, dir_fd=parent)
     os.fchmod(fd, mode)  # whatever the umask
     return fd

@@ -10,7 +10,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dmi_connector.hooks import HOOKS, ITEMSIZE, Selection, hook_dtype, shard_of
+from dmi_connector.hooks import HOOKS, Selection, hook_dtype
+from dmi_connector.layout import ITEMSIZE, shard_of
 from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store import schema
 from dmi_connector.store.paths import make_directory

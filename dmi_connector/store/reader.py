@@ -15,9 +15,13 @@ import numpy as np
 import zarr
 
 from dmi_connector.reduce import Reduction, from_settings
+from dmi_connector.reduce.attn import AttentionSummary
+from dmi_connector.reduce.basis import Part
+from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.store import dtypes, schema
 from dmi_connector.store.attention import attention
+from dmi_connector.store.bases import find_basis
 from dmi_connector.store.journal import is_abandoned, share
 from dmi_connector.store.metadata import check_arrays
 from dmi_connector.store.names import HookTable, Source, parse_name
@@ -186,20 +190,65 @@ class Capture:
         """Attention weights rebuilt from stored queries and keys; see `dmi_connector.store.attention.attention`."""
         return attention(self, layer, head, queries)
 
-    def project(self, hook: str, direction: np.ndarray) -> np.ndarray:
-        """A direction of a randomly projected hook's space, [width], as the float32 vector whose dot products with rows
-        of `numpy(hook)` approximate those of the direction with the rows themselves. Raises ValueError for a hook that
-        was not projected, or another width.
+    def attention_summary(
+        self, layer: int, head: int | None = None, tokens: Tokens = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What each head attended to most, of one layer of `pattern`: positions int32 [tokens, heads, m] by falling
+        weight (-1 where a token sees fewer), weights float32 of the same shape, entropy in nats float32 [tokens,
+        heads]. With `head`, without that dimension. Raises KeyError without `pattern`.
+        """
+        reduction = self.reduction("pattern")
+        assert isinstance(reduction, AttentionSummary), "the pattern is stored in no other form"
+        parts = reduction.split(self.numpy("pattern", layer, tokens))
+        return parts if head is None else (parts[0][:, head], parts[1][:, head], parts[2][:, head])
+
+    def project(
+        self, hook: str, direction: np.ndarray, layer: int | None = None, basis: str | os.PathLike[str] | None = None
+    ) -> np.ndarray:
+        """A direction of a projected hook's space, [width], as the float32 vector whose dot products with rows of
+        `numpy(hook)` approximate those of the direction with the rows themselves (for `pca`: with the rows less their
+        mean). layer: one number, needed for `pca` of a hook of layers. basis: see `restore`. Raises ValueError for a
+        hook that was not projected, or another width.
         """
         info = self.attrs["hooks"][self._table.sources(hook)[0].array]
         reduction, direction = self.reduction(hook), np.asarray(direction, np.float32)
-        if not isinstance(reduction, RandomProjection):
-            raise ValueError(f"hook {hook!r} was not stored as a random projection")
+        if not isinstance(reduction, RandomProjection | Pca):
+            raise ValueError(f"hook {hook!r} was not stored as a projection")
         if direction.shape != (info["reduce"]["width"],):
             raise ValueError(
                 f"the direction has shape {direction.shape}, rows of {hook!r} ({info['reduce']['width']},)"
             )
+        if isinstance(reduction, Pca):
+            return reduction.project(direction, self._part(hook, reduction, layer, basis))
         return reduction.merge([reduction.project(part) for part in np.split(direction, info["shards"])])
+
+    def restore(
+        self,
+        hook: str,
+        layer: int | None = None,
+        tokens: Tokens = None,
+        basis: str | os.PathLike[str] | None = None,
+    ) -> np.ndarray:
+        """Rows [tokens, width] of one layer of a hook stored as principal components, taken back to its space.
+
+        basis: the file they were made with; without it, the copy that the server put beside its stores. Raises
+        ValueError for another hook or another basis, FileNotFoundError without one.
+        """
+        reduction = self.reduction(hook)
+        if not isinstance(reduction, Pca):
+            raise ValueError(f"hook {hook!r} was not stored as principal components")
+        part = self._part(hook, reduction, layer, basis)
+        scores = self.numpy(hook, layer, tokens)
+        return reduction.restore(scores[0] if scores.ndim == 3 else scores, part)
+
+    def _part(self, hook: str, reduction: Pca, layer: int | None, basis: str | os.PathLike[str] | None) -> Part:
+        """The basis of one layer of a hook."""
+        layers = self.layers[hook]
+        if layer is None and len(layers) > 1:
+            raise ValueError(f"each layer of {hook!r} has a basis of its own; name one layer")
+        source = self._table.sources(hook)[0] if layer is None else self._table.source(hook, layer)
+        found = find_basis(reduction.sha256, self.path, basis)
+        return found.part(reduction.hook, source.layer or 0, reduction.k)
 
     def torch(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> torch.Tensor:
         """Like `numpy`, as a torch tensor in the stored dtype."""

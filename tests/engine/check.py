@@ -19,11 +19,11 @@ ATOL = 1e-5
 
 
 def hooks_of(arch: str) -> list[str]:
-    """The hooks a tiny model of `arch` has."""
+    """The hooks a tiny model of `arch` has and can give in full."""
     absent = {"moe"} if arch != "qwen3_moe" else {"dense"}
     if arch == "gpt2":
         absent.add("rotary")
-    return [name for name, hook in HOOKS.items() if hook.only not in absent]
+    return [name for name, hook in HOOKS.items() if hook.only not in absent and name != "pattern"]
 
 
 @lru_cache(maxsize=256)
@@ -116,3 +116,14 @@ def check_store(
     problems = verify_store(path)
     assert problems == [], f"{name}: verify says {list(map(str, problems))}"
     return errors
+
+
+def attention_weights(model: Path, tokens: list[int]) -> np.ndarray:
+    """Eager attention weights of transformers, [layers, heads, queries, keys]."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    eager = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        out = eager(torch.tensor([tokens]), output_attentions=True)
+    return torch.stack(out.attentions)[:, 0].numpy()

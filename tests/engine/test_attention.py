@@ -8,22 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from dmi_connector import Capture, open_capture
+from tests.engine.check import attention_weights
 from tests.engine.harness import Run
 
 ARCHS = ("qwen3", "llama", "gpt2")
-
-
-def weights(model: Path, tokens: list[int]) -> np.ndarray:
-    """Eager attention weights of transformers, [layers, heads, queries, keys]."""
-    from transformers import AutoModelForCausalLM
-
-    eager = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        out = eager(torch.tensor([tokens]), output_attentions=True)
-    return torch.stack(out.attentions)[:, 0].numpy()
 
 
 @pytest.fixture(params=ARCHS)
@@ -32,7 +22,7 @@ def captured(
 ) -> tuple[Capture, np.ndarray]:
     run = core_run(request.param, "compiled", "draft")
     capture = open_capture(run.store("len300"), timeout=30)
-    return capture, weights(tiny_model(request.param), run.tokens("len300")[:-1])
+    return capture, attention_weights(tiny_model(request.param), run.tokens("len300")[:-1])
 
 
 def test_attention_is_that_of_transformers(captured: tuple[Capture, np.ndarray]) -> None:

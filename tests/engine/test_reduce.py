@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,14 +12,17 @@ import numpy as np
 import pytest
 
 from dmi_connector import Capture, capture_args, open_capture
+from dmi_connector.cli import main
 from dmi_connector.oracle import Oracle
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
+from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.projection import RandomProjection, matrix
 from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.topk import TopK
+from dmi_connector.store.bases import find_basis
 from dmi_connector.store.verify import verify_store
-from tests.engine.check import hooks_of, reference
+from tests.engine.check import attention_weights, hooks_of, reference
 from tests.engine.harness import ALL_HOOKS, CHUNK, SEGMENT, Ask, Run, engine, generate, prompt
 
 REDUCE = {
@@ -33,27 +37,46 @@ REDUCE = {
     "embed": "none",
     "final*": "int8",
 }
-KEPT = ("embed", "k_rot", "ln2", "logits")
+PCA = ("ln2", "k_rot")  # whole and, with two ranks, in slices
+TOP = 8
+KEPT = ("embed", "logits")
 LENGTHS = (1, 33, 150)
 NOISE = 1e-5
 """Rounding differences of two float32 programs."""
 
 
+@pytest.fixture(scope="module")
+def basis(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Principal components of hooks that an earlier engine captured."""
+    stores = [str(core_run("qwen3", "compiled", "draft").store(f"len{n}")) for n in (127, 128, 129)]
+    out = tmp_path_factory.mktemp("basis") / "basis.safetensors"
+    hooks = [word for hook in PCA for word in ("--hook", hook)]
+    assert main(["fit-pca", *stores, *hooks, "--rank", "12", "-o", str(out)]) == 0
+    return out
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
 def run(
-    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tiny_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    basis: Path,
 ) -> Run:
     tp = request.param
     if tp > (os.cpu_count() or 1):
         pytest.skip("each rank needs a core")
     run = Run(tmp_path_factory.mktemp(f"reduce-tp{tp}"))
-    args = capture_args(ALL_HOOKS, run.store_dir, chunk_tokens=CHUNK, segment_tokens=SEGMENT, reduce=REDUCE)
+    reduce = REDUCE | {",".join(PCA): f"pca({basis})", "pattern": f"attn({TOP})"}
+    args = capture_args(
+        f"{ALL_HOOKS},pattern", run.store_dir, chunk_tokens=CHUNK, segment_tokens=SEGMENT, reduce=reduce
+    )
     with pytest.MonkeyPatch.context() as patch:
         if tp > 1:
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
             args |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enforce_eager": True}
         with engine(tiny_model("qwen3"), in_process=tp == 1, **args) as llm:
             generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
+            generate(llm, run, {"again": Ask(prompt(150))})  # its first block comes from the prefix cache
     return run
 
 
@@ -70,6 +93,18 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> No
         unsure = step if shards > 1 else 0
         assert (np.where(kept, 0, magnitude).max(-1, keepdims=True) <= lowest[..., None] + unsure + NOISE).all(), hook
         assert (np.abs(np.where(kept, got - exact, 0)) <= 0.51 * step + NOISE).all(), hook
+        return
+    if isinstance(reduction, Pca):
+        for layer, (scores, values) in enumerate(zip(got, exact, strict=True)):
+            part = find_basis(reduction.sha256, capture.path).part(hook, layer, 12)
+            slices = [
+                (mine @ components) / part.std
+                for mine, components in zip(
+                    np.split(values - part.mean, shards, -1), np.split(part.components, shards), strict=True
+                )
+            ]
+            steps = sum(np.abs(s).max(-1, keepdims=True) / 127 for s in slices)
+            assert (np.abs(scores - sum(slices)) <= 0.51 * steps + 100 * NOISE).all(), hook
         return
     for mine, values in zip(np.split(got, shards, -1), np.split(exact, shards, -1), strict=True):
         if isinstance(reduction, RandomProjection):
@@ -129,5 +164,56 @@ def test_directions_can_be_projected(run: Run, oracle: Callable[..., Oracle]) ->
     assert np.corrcoef(scores, exact @ basis @ basis.T @ direction)[0, 1] > 0.9999
     with pytest.raises(ValueError, match=r"rows of 'resid_mid' \(64,\)"):
         capture.project("resid_mid", direction[:5])
-    with pytest.raises(ValueError, match="not stored as a random projection"):
+    with pytest.raises(ValueError, match="not stored as a projection"):
         capture.project("q", direction)
+
+
+def test_principal_components_go_back_to_rows(run: Run, oracle: Callable[..., Oracle], tmp_path: Path) -> None:
+    """Twelve of 64 components of a model without structure keep little, so compare with what they can keep."""
+    capture, tokens = open_capture(run.store("len150"), timeout=30), run.tokens("len150")
+    exact = reference(oracle("qwen3"), tuple(tokens))["ln2"][1, : len(tokens) - 1]
+    reduction = capture.reduction("ln2")
+    assert isinstance(reduction, Pca) and reduction.k == 12
+    part = find_basis(reduction.sha256, capture.path).part("ln2", 1, 12)
+    best = (exact - part.mean) @ part.components @ part.components.T + part.mean
+    assert np.abs(capture.restore("ln2", 1) - best).max() < 0.05 * np.abs(best).max()
+    direction = best[7]
+    scores = capture.numpy("ln2", 1) @ capture.project("ln2", direction, layer=1) + part.mean @ direction
+    assert np.corrcoef(scores, best @ direction)[0, 1] > 0.999
+    with pytest.raises(ValueError, match="name one layer"):
+        capture.restore("ln2")
+    with pytest.raises(ValueError, match="not stored as principal components"):
+        capture.restore("q", 0)
+    copy = tmp_path / "elsewhere.zarr"
+    shutil.copytree(capture.path, copy)
+    moved = open_capture(copy, timeout=0)
+    assert moved.numpy("ln2").shape == (3, len(tokens) - 1, 12), "scores need no basis"
+    with pytest.raises(FileNotFoundError, match=f"give basis=, the file with SHA-256 {reduction.sha256}"):
+        moved.restore("ln2", 1)
+    kept = capture.path.parent / "bases" / f"{reduction.sha256}.safetensors"
+    np.testing.assert_array_equal(moved.restore("ln2", 1, basis=kept), capture.restore("ln2", 1))
+
+
+def test_attention_summaries_are_those_of_transformers(run: Run, tiny_model: Callable[..., Path]) -> None:
+    """Prompts in one step and in two, decode steps, and a hit of the prefix cache."""
+    for name in (*(f"len{n}" for n in LENGTHS), "again"):
+        tokens = run.tokens(name)[:-1]
+        capture, want = open_capture(run.store(name), timeout=30), attention_weights(tiny_model("qwen3"), tokens)
+        for layer, full in enumerate(want):
+            positions, weights, entropy = (x.swapaxes(0, 1) for x in capture.attention_summary(layer))
+            assert positions.shape == (full.shape[0], len(tokens), TOP)
+            best = -np.sort(-full, axis=-1)[..., :TOP]
+            kept = best.shape[-1]  # a prompt of one token has fewer keys than TOP
+            np.testing.assert_allclose(weights[..., :kept], best, rtol=0, atol=1e-5)
+            there = np.arange(TOP) <= np.arange(len(tokens))[:, None]
+            assert ((positions >= 0) == there).all() and (weights[..., kept:] == 0).all()
+            at = np.take_along_axis(full, np.maximum(positions, 0), -1)
+            np.testing.assert_allclose(np.where(there, at, 0), weights, rtol=0, atol=1e-5, err_msg="weights lie there")
+            assert all(len(set(row[row >= 0])) == (row >= 0).sum() for row in positions.reshape(-1, TOP))
+            exact = -(full * np.log(np.where(full > 0, full, 1))).sum(-1)
+            np.testing.assert_allclose(entropy, exact, rtol=0, atol=1e-4)
+        np.testing.assert_array_equal(capture.attention_summary(1, head=2)[1], weights_of(capture, 1)[:, 2])
+
+
+def weights_of(capture: Capture, layer: int) -> np.ndarray:
+    return capture.attention_summary(layer)[1]

@@ -22,7 +22,7 @@ import pytest
 from openai import OpenAI
 
 MODEL = "tiny"
-START_SECONDS = 180
+START_SECONDS = 300
 ROOT = Path(__file__).parents[2]
 OWNERS = {
     "draft": [],
@@ -49,14 +49,21 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RuntimeError(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+            raise RuntimeError(f"the server ended with {process.returncode}:\n{_cause(log)}")
         try:
             with urllib.request.urlopen(url, timeout=5) as reply:
                 if reply.status == 200:
                     return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.3)
-    raise TimeoutError(f"the server was not up after {START_SECONDS} s:\n{log.read_text()[-4000:]}")
+    raise TimeoutError(f"the server was not up after {START_SECONDS} s:\n{_cause(log)}")
+
+
+def _cause(log: Path) -> str:
+    """The first errors, which an engine process prints long before the server gives up, and the end of the log."""
+    text = log.read_text()
+    errors = [line for line in text.splitlines() if "Error" in line or "error" in line]
+    return "\n".join([*errors[:20], "...", text[-1500:]])
 
 
 @pytest.fixture(scope="session", params=OWNERS)

@@ -99,8 +99,10 @@ def take_stores(folder: Path, soak: Soak) -> None:
 
 def look(soak: Soak) -> None:
     """Note what the processes hold."""
-    figures: dict[str, Any] = {"requests": soak.requests, "shared_memory_files": len(os.listdir("/dev/shm"))}
-    figures["processes"] = len(group_of(psutil.Process())) - 1
+    family = group_of(psutil.Process())
+    shared = {m.path for p in family for m in p.memory_maps(grouped=True) if m.path.startswith("/dev/shm/")}
+    figures: dict[str, Any] = {"requests": soak.requests, "shared_memory_files": len(shared)}
+    figures["processes"] = len(family) - 1
     for role, kind in ROLES.items():
         found = processes(kind)
         figures[role] = {

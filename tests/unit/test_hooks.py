@@ -11,20 +11,15 @@ from hypothesis import strategies as st
 
 from dmi_connector.hooks import (
     ALIASES,
-    HEADER_BYTES,
     HOOKS,
     PRESETS,
-    ROW_ALIGN,
-    ROW_BYTES_ALIGN,
     ModelDims,
     Selection,
     SelectionError,
     hook_dtype,
-    hook_reductions,
     parse_selection,
-    row_layout,
-    shard_of,
 )
+from dmi_connector.layout import HEADER_BYTES, ROW_ALIGN, ROW_BYTES_ALIGN, hook_reductions, row_layout, shard_of
 from dmi_connector.reduce import ReduceError
 
 DENSE = ModelDims("Dense", 8, hidden=64, heads=4, kv_heads=2, head_dim=32, intermediate=96, vocab=512)
@@ -110,7 +105,7 @@ def test_a_preset_skips_what_a_model_lacks_but_a_name_does_not() -> None:
 
 
 def test_presets_are_what_the_readme_promises() -> None:
-    assert set(PRESETS["vllm-full"]) == set(HOOKS) - {"q_rot", "k_rot"}
+    assert set(PRESETS["vllm-full"]) == set(HOOKS) - {"q_rot", "k_rot", "pattern"}
     assert PRESETS["hidden-states"] == ("resid_pre", "resid_final")
     assert PRESETS["attention"] == ("q_rot", "k_rot", "v", "z")
     readme = (ROOT / "README.md").read_text()
@@ -186,9 +181,28 @@ def test_reductions_by_pattern() -> None:
         ([("topk_ids", "topk(1)")], "topk_ids cannot be reduced"),
         ([("q", "topk(100000)")], "keeps more than the"),
         ([("k_rot", "int8")], "'k_rot' is not captured"),
+        ([("q", "attn(8)")], r"q cannot be reduced so \(attn\(8\)\); leave it out"),
     ],
 )
 def test_reductions_that_cannot_be(rules: list[tuple[str, str]], message: str) -> None:
     selection = parse_selection("vllm-full", MIXED)
     with pytest.raises(ReduceError, match=message):
         hook_reductions(rules, selection, MIXED, 1)
+
+
+def test_the_pattern_comes_in_summary_only_and_never_by_chance() -> None:
+    assert "pattern" not in chosen("*") and "pattern" not in chosen("vllm-full,*t*")
+    selection = parse_selection("pattern@1-2,q", DENSE)
+    found = hook_reductions([("*", "int8"), ("pat*", "attn(4)")], selection, DENSE, 2)
+    assert [found[name].kind for name in ("pattern", "q")] == ["attn", "int8"]
+    segment = row_layout(selection, DENSE, "bfloat16", 2, found).find("pattern", 2)
+    assert segment is not None and segment.nbytes == 2 * (4 * 4 + 4 * 4 + 4), "two heads on each of two ranks"
+    for rules, message in (
+        ([], r"pattern is captured in summary only; say how in reduce, as in \{'pattern': 'attn\(8\)'\}"),
+        ([("*", "int8")], "pattern is captured in summary only"),
+        ([("pattern", "int8")], r"pattern cannot be reduced so \(int8\); give it attn\(m\)"),
+        ([("pattern", "none")], r"pattern cannot be reduced so \(none\); give it attn\(m\)"),
+        ([("pattern", "attn(65)")], "keep 1 to 64 positions"),
+    ):
+        with pytest.raises(ReduceError, match=message):
+            hook_reductions(rules, selection, DENSE, 1)

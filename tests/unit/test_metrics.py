@@ -24,7 +24,8 @@ from dmi_connector.engine.context import CONNECTOR, CONNECTOR_MODULE, CaptureCon
 from dmi_connector.engine.export import Exporter
 from dmi_connector.engine.messages import Close, Open, Rows, StepMetadata
 from dmi_connector.engine.metrics import CaptureStats
-from dmi_connector.hooks import ModelDims, parse_selection, row_layout
+from dmi_connector.hooks import ModelDims, parse_selection
+from dmi_connector.layout import row_layout
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.client import PersistenceClient
 from dmi_connector.store.persist import PersistSettings

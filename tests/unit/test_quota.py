@@ -9,7 +9,9 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -377,3 +379,20 @@ def test_dmi_ls_stats(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "missing rows": "11",
         "state complete": "4",
     }
+
+
+def test_engines_that_start_at_once_make_their_directory_once(tmp_path: Path) -> None:
+    """Each of two data-parallel engines, started together, used to fail when the other was faster by microseconds."""
+    together = threading.Barrier(8)
+
+    def make(path: Path) -> None:
+        together.wait()
+        make_directory(str(path), "group")
+
+    with ThreadPoolExecutor(8) as pool:
+        for i in range(200):
+            list(pool.map(make, [tmp_path / f"{i}" / "stores"] * 8))
+            assert (tmp_path / f"{i}" / "stores").stat().st_mode & 0o777 == 0o750
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        make_directory(str(tmp_path / "file"), "group")

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from dmi_connector.reduce import ReduceError, from_settings, parse
 from dmi_connector.reduce.base import Reduction
+from dmi_connector.reduce.basis import METADATA, load
 from dmi_connector.reduce.fp8 import table
+from dmi_connector.reduce.pca import Pca, fit
 from dmi_connector.reduce.projection import RandomProjection, matrix
 from dmi_connector.reduce.topk import TopK
 
@@ -152,6 +158,8 @@ DIGESTS = ["54ed5565db19d1ad", "327b57020800e925"]
         ("round(99)", "1 to 23 mantissa bits"),
         ("rp(4,cauchy)", "'cauchy' in"),
         ("rp(4", "not valid"),
+        ("attn(0)", "keep 1 to 64 positions"),
+        ("attn(few)", r"attn takes a number \(m\)"),
         (7, "not valid"),
     ],
 )
@@ -169,3 +177,77 @@ def test_wider_than_the_row(spec: str) -> None:
     assert reduction is not None
     with pytest.raises(ReduceError, match="the 64 values of a row; give a smaller k"):
         reduction.check(64)
+
+
+# ---- principal components ---------------------------------------------------------------------------------------
+
+
+def structured(tokens: int, width: int, seed: int = 0) -> np.ndarray:
+    """Rows with a mean and a spectrum that falls."""
+    rng = np.random.default_rng(seed)
+    basis = np.linalg.qr(np.random.default_rng(1).normal(size=(width, width)))[0]
+    return (rng.normal(size=(tokens, width)) * 0.8 ** np.arange(width) @ basis + 3).astype(np.float32)
+
+
+@pytest.fixture
+def basis_file(tmp_path: Path) -> Path:
+    part, _ = fit([structured(300, 32)[:100], structured(300, 32)[100:]], 8)
+    names = {"mlp_out.2.mean": part.mean, "mlp_out.2.components": part.components, "mlp_out.2.std": part.std}
+    about = {"hooks": {"mlp_out": {"width": 32, "k": 8, "layers": [2]}}}
+    save_file(names, tmp_path / "b (1).safetensors", metadata={METADATA: json.dumps(about)})
+    return tmp_path / "b (1).safetensors"
+
+
+def test_a_fit_in_blocks_is_that_of_all_rows() -> None:
+    x = structured(300, 32)
+    part, variance = fit((x[i : i + 7] for i in range(0, 300, 7)), 8)
+    values, vectors = np.linalg.eigh(np.cov(x.astype(np.float64).T))
+    np.testing.assert_allclose(part.mean, x.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(part.std**2, values[::-1][:8], rtol=1e-4)
+    np.testing.assert_allclose(np.abs((part.components * vectors[:, ::-1][:, :8]).sum(0)), 1, atol=1e-4)
+    assert abs(variance / values.sum() - 1) < 1e-5
+    with pytest.raises(ValueError, match="8 rows are too few for rank 8"):
+        fit([x[:8]], 8)
+    with pytest.raises(ValueError, match="rank 33 is more than the 32 values"):
+        fit([x], 33)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_pca(basis_file: Path, shards: int) -> None:
+    reduction = parse(f"pca({basis_file})")
+    assert isinstance(reduction, Pca)
+    bound = reduction.bind("mlp_out", [2], 32 // shards, shards)
+    assert from_settings(bound.settings()) == bound and "source" not in bound.settings()
+    x, part = structured(40, 32, seed=5), load(basis_file).part("mlp_out", 2, 8)
+    parts = []
+    for shard in range(shards):
+        bound.prepare(32 // shards, torch.device("cpu"), 2, shard)
+        mine = torch.from_numpy(np.split(x, shards, 1)[shard].copy())
+        stored = bound.encode(mine, 2)
+        assert stored.shape == (40, bound.stored_width(32 // shards, "float32"))
+        parts.append(bound.decode(stored.numpy(), 32 // shards, "float32"))
+    scores = bound.merge(parts)
+    exact = (x - part.mean) @ part.components / part.std
+    assert np.abs(scores - exact).max() < 0.02 * np.abs(exact).max() * shards
+    best = (x - part.mean) @ part.components @ part.components.T + part.mean
+    assert np.abs(bound.restore(scores, part) - best).max() < 0.05 * np.abs(best).max()
+
+
+def test_bases_that_do_not_fit(basis_file: Path, tmp_path: Path) -> None:
+    reduction = parse(f"pca({basis_file}, k=5)")
+    assert isinstance(reduction, Pca) and reduction.bind("mlp_out", [2], 32, 1).k == 5
+    for hook, layers, width, spec, message in (
+        ("q", [2], 32, "", "holds no basis of q, only of mlp_out"),
+        ("mlp_out", [1, 2], 32, "", "no basis of mlp_out in layer 1"),
+        ("mlp_out", [2], 64, "", "of another model: mlp_out has 64 values, not 32"),
+        ("mlp_out", [2], 32, ", k=9", "k=9\\) of mlp_out is more than the 8 that were fitted"),
+    ):
+        with pytest.raises(ReduceError, match=message):
+            parse(f"pca({basis_file}{spec})").bind(hook, layers, width, 1)  # type: ignore[union-attr]
+    with pytest.raises(ReduceError, match=r"cannot be read .No such file"):
+        parse("pca(nowhere.safetensors)")
+    (tmp_path / "text").write_text("{}")
+    with pytest.raises(ReduceError, match="is no basis"):
+        parse(f"pca({tmp_path / 'text'})")
+    with pytest.raises(ReduceError, match=r"'rank=3' in .* is unknown"):
+        parse(f"pca({basis_file}, rank=3)")

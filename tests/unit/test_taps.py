@@ -13,7 +13,7 @@ taps = pytest.importorskip("dmi_connector.engine.taps")
 
 def test_tapped_values_are_not_outputs_of_the_graph() -> None:
     """Outputs live until the forward ends: for every layer at once that would be gigabytes."""
-    from dmi_connector.hooks import Segment
+    from dmi_connector.layout import Segment
 
     token = torch.zeros(1, dtype=torch.int32)
 

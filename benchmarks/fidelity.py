@@ -1,0 +1,114 @@
+"""What reductions keep, on a model trained for a minute and on random weights: the table of docs/REDUCTIONS.md.
+
+    python -m benchmarks.fidelity --out DIR
+
+Everything is seeded: the weights, the order of the text (English of Python's own documentation, as installed), the
+prompts. Trains on the CPU, captures through vLLM, and prints the report of `dmi fidelity`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pydoc_data.topics
+import time
+from pathlib import Path
+
+from dmi_connector.tiny import ENV, make_model, make_tokenizer
+
+WIDTH, TOKENS, BATCH, PROMPTS, HELD_OUT = 2560, 128, 8, 12, 200_000
+SIZES = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+HOOKS = "resid_pre,resid_mid,resid_final,q,k,v,z,mlp_post,mlp_out"
+
+
+def text() -> str:
+    return "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+
+
+def train(model: Path, steps: int) -> list[float]:
+    """Train the model in place on all but the end of the text. Gives the loss of each step, in nats a token."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    ids = torch.tensor(make_tokenizer()(text()[:-HELD_OUT])["input_ids"])
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimiser = torch.optim.AdamW(net.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 1e-3, total_steps=steps)
+    losses = []
+    for _ in range(steps):
+        starts = torch.randint(0, len(ids) - TOKENS, (BATCH,))
+        batch = torch.stack([ids[i : i + TOKENS] for i in starts])
+        loss = net(batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        schedule.step()
+        losses.append(round(loss.item(), 4))
+    net.save_pretrained(model)
+    return losses
+
+
+def capture(model: Path, folder: Path) -> list[Path]:
+    """Stores of prompts from the end of the text."""
+    from vllm import LLM, SamplingParams
+
+    from dmi_connector import capture_args, open_capture
+
+    ids = make_tokenizer()(text()[-HELD_OUT:])["input_ids"]
+    prompts = [ids[i : i + TOKENS] for i in range(0, PROMPTS * TOKENS * 20, TOKENS * 20)]
+    llm = LLM(str(model), dtype="bfloat16", enforce_eager=True, max_model_len=256, **capture_args(HOOKS, folder))
+    replies = llm.generate(
+        [{"prompt_token_ids": p} for p in prompts], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False
+    )
+    stores = [Path(reply.kv_transfer_params["dmi_store"]) for reply in replies]
+    for store in stores:
+        open_capture(store, timeout=60).close()
+    llm.llm_engine.engine_core.shutdown()
+    return stores
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="for models, stores and figures")
+    parser.add_argument("--steps", type=int, default=60, help="of training (default: %(default)s)")
+    options = parser.parse_args()
+    import os
+
+    for name, value in ENV.items():
+        os.environ.setdefault(name, value)
+
+    from dataclasses import asdict
+
+    from dmi_connector.fidelity import DEFAULT, fidelity, markdown
+    from dmi_connector.store.fit import fit_pca
+
+    result: dict[str, object] = {"command": f"python -m benchmarks.fidelity --steps {options.steps}"}
+    for kind in ("trained", "random"):
+        model = make_model("qwen3", options.out / kind, **SIZES)
+        if kind == "trained":
+            start = time.monotonic()
+            losses = train(model, options.steps)
+            result |= {"training_seconds": round(time.monotonic() - start, 1), "losses": [losses[0], losses[-1]]}
+            print(f"trained {options.steps} steps: loss {losses[0]} to {losses[-1]}")
+        stores = capture(model, options.out / f"{kind}-stores")
+        basis = options.out / f"{kind}-basis.safetensors"
+        basis.unlink(missing_ok=True)
+        fit_pca(stores[: PROMPTS // 2], ["resid_mid"], 256, basis)
+        found = fidelity(stores[PROMPTS // 2 :], DEFAULT)
+        found += fidelity(stores[PROMPTS // 2 :], [f"pca({basis})"], "resid_mid")
+        result[kind] = [asdict(one) for one in found]
+        print(f"\n{kind}\n\n{markdown(found)}\n")
+    (options.out / "fidelity.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

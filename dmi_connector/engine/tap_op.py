@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The custom op that taps call: it reduces values and writes them into this step's paged rows."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+
+import torch
+
+from dmi_connector.engine.kernels import write_rows
+from dmi_connector.reduce import Reduction, from_settings
+
+_LIB = torch.library.Library("dmi", "FRAGMENT")
+_LIB.define("tap(Tensor[] values, Tensor(a!) token, Tensor base, int[] offsets, str reductions, str layer) -> ()")
+_ENCODE_TOKENS = 1024
+"""Tokens that are reduced at a time: vLLM's memory profile does not see what encoders need."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a `base` tensor stands for: byte offset in a row, and number of the layer."""
+
+    start: int
+    layer: int
+
+
+_PLACES: dict[int, Place] = {}
+"""By the tensor's address."""
+
+
+def stand_for(base: torch.Tensor, start: int, layer: int) -> None:
+    """Let a tensor stand for a place: graphs of equal layers take it as an input and so are equal."""
+    _PLACES[base.data_ptr()] = Place(start, layer)
+
+
+def _tap(
+    values: list[torch.Tensor],
+    token: torch.Tensor,
+    base: torch.Tensor,
+    offsets: list[int],
+    reductions: str,
+    layer: str,
+) -> None:
+    """Write `values` ([tokens, width] each, last dimension contiguous) into this step's rows, at byte `offsets` from
+    where `base` says. reductions: "" for none, else a JSON list of one reduction's settings, or null, for each value.
+    """
+    from vllm.forward_context import get_forward_context
+
+    context = get_forward_context()
+    owner = context.no_compile_layers.get(layer)
+    slots = context.slot_mapping.get(layer) if isinstance(context.slot_mapping, dict) else None
+    if owner is None or slots is None or owner.rows is None:
+        return  # a profiling run: the cache does not exist yet
+    place = _PLACES[base.data_ptr()]
+    starts = [place.start + offset for offset in offsets]
+    if not reductions:
+        write_rows(owner.rows, slots, values, starts)
+        return
+    encoders = _encoders(reductions)
+    for first in range(0, values[0].shape[0], _ENCODE_TOKENS):
+        part = [v[first : first + _ENCODE_TOKENS] for v in values]
+        _write_reduced(owner.rows, slots[first:], part, starts, encoders, place.layer)
+
+
+def _write_reduced(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    values: list[torch.Tensor],
+    starts: list[int],
+    encoders: list[Reduction | None],
+    layer: int,
+) -> None:
+    stored = [v if r is None else r.encode(v, layer) for v, r in zip(values, encoders, strict=True)]
+    # Bytes travel as words: what a reduction stores is a multiple of 4 bytes wide.
+    stored = [v.view(torch.int32) if v.dtype == torch.uint8 else v for v in stored]
+    for dtype in dict.fromkeys(v.dtype for v in stored):
+        part = [i for i, v in enumerate(stored) if v.dtype == dtype]
+        write_rows(rows, slots, [stored[i] for i in part], [starts[i] for i in part])
+
+
+@functools.cache
+def _encoders(text: str) -> list[Reduction | None]:
+    return [None if settings is None else from_settings(settings) for settings in json.loads(text)]
+
+
+for _key in ("CPU", "CUDA"):
+    _LIB.impl("tap", _tap, _key)
+_LIB.impl("tap", lambda *_: None, "Meta")

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi fidelity`: what reductions keep of captured rows, measured by reducing full rows offline as a tap would."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.hooks import HOOKS
+from dmi_connector.layout import ITEMSIZE
+from dmi_connector.reduce import Reduction, parse
+from dmi_connector.reduce.pca import Pca
+from dmi_connector.reduce.projection import RandomProjection
+from dmi_connector.reduce.topk import TopK
+from dmi_connector.store.reader import Capture, open_capture
+
+DEFAULT = ("int8", "int8(affine)", "fp8", "round(3)", "topk(64)", "rp(512)", "rp(512,sign)")
+PAIRS = 512
+"""Tokens whose cosines with each other are compared."""
+PROBES = 16
+"""Probes: each separates one of the most frequent tokens from all others by the difference of their means."""
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What one reduction kept of one layer of a hook. measures: name -> value, as in MEASURES."""
+
+    hook: str
+    layer: int | None
+    reduction: str
+    tokens: int
+    width: int
+    size: float
+    measures: dict[str, float]
+
+
+MEASURES = {
+    "cosine_least": "least cosine between a row and what is read back",
+    "cosine_median": "median of these",
+    "error": "norm of the difference as a share of the norm, all rows together",
+    "pairs": "correlation of the cosines between rows, before and after",
+    "probes": "correlation of probe scores, before and after: the least of the probes",
+    "recall": "share of the largest values that were kept",
+    "importance": "Spearman correlation of mean |x| by neuron, before and after",
+    "variance": "share of the variance about the mean that is read back",
+}
+
+
+def fidelity(
+    stores: Sequence[str | os.PathLike[str]],
+    specs: Sequence[str] = DEFAULT,
+    hooks: str = "*",
+    layers: Sequence[int] | None = None,
+) -> list[Fidelity]:
+    """Reduce the rows of `stores` by each of `specs` and compare. A reduction wider than a hook is left out for it.
+
+    hooks: names or wildcards, separated by commas. Raises ValueError for stores that hold none of them in full.
+    """
+    captures = [open_capture(store, 0) for store in stores]
+    first = captures[0]
+    names = [h for h in first.attrs["hooks"] if any(fnmatch.fnmatch(h, p.strip()) for p in hooks.split(","))]
+    names = [h for h in names if HOOKS[h].scope != "sampled" and HOOKS[h].dtype != "int32"]
+    names = [h for h in names if first.reduction(h) is None]
+    if not names:
+        raise ValueError(
+            f"{first.path} holds no hook in full that matches {hooks!r}; it holds {', '.join(first.hooks)}"
+        )
+    found = []
+    for hook in names:
+        own: list[int | None] = [*first.layers[hook]]
+        for layer in own or [None]:
+            if layers is None or layer is None or layer in layers:
+                rows = np.concatenate([c.numpy(hook, layer) for c in captures])
+                tokens = np.concatenate([c.token_ids for c in captures])
+                dtype = _dtype(first, hook)
+                found += [one for spec in specs if (one := _measure(spec, hook, layer, rows, tokens, dtype))]
+    return found
+
+
+def _dtype(capture: Capture, hook: str) -> str:
+    return str(capture.attrs["hooks"][hook]["dtype"])
+
+
+def _measure(
+    spec: str, hook: str, layer: int | None, rows: np.ndarray, tokens: np.ndarray, dtype: str
+) -> Fidelity | None:
+    import torch
+
+    reduction, width = parse(spec), rows.shape[1]
+    if reduction is None or (isinstance(reduction, TopK | RandomProjection) and reduction.k > width):
+        return None
+    reduction = reduction.bind(hook, [layer or 0], width, 1)
+    reduction.prepare(width, torch.device("cpu"), layer or 0, 0)
+    values = torch.from_numpy(rows).to(getattr(torch, dtype))
+    stored = reduction.encode(values, layer or 0)
+    raw = stored.float().numpy() if stored.is_floating_point() else stored.numpy()
+    decoded = reduction.decode(raw, width, dtype)
+    size = stored.shape[1] * ITEMSIZE[reduction.stored_dtype(dtype)] / (width * ITEMSIZE[dtype])
+    measures = _measures(reduction, rows, decoded, tokens, layer)
+    return Fidelity(hook, layer, spec, len(rows), width, size, {k: round(float(v), 6) for k, v in measures.items()})
+
+
+def _measures(
+    reduction: Reduction, rows: np.ndarray, decoded: np.ndarray, tokens: np.ndarray, layer: int | None
+) -> dict[str, Any]:
+    if isinstance(reduction, RandomProjection):
+        return {"pairs": _pairs(rows, decoded), "probes": _probes(rows, decoded, reduction, tokens)}
+    if isinstance(reduction, TopK):
+        kept = np.argsort(-np.abs(decoded), axis=1, kind="stable")[:, : reduction.k]
+        true = np.argsort(-np.abs(rows), axis=1, kind="stable")[:, : reduction.k]
+        recall = np.mean([len(np.intersect1d(a, b)) for a, b in zip(kept, true, strict=True)]) / reduction.k
+        importance = _spearman(np.abs(rows).mean(0), np.abs(decoded).mean(0))
+        return {"recall": recall, "importance": importance, "error": _error(rows, decoded)}
+    if isinstance(reduction, Pca):
+        from dmi_connector.reduce.basis import load
+
+        decoded = reduction.restore(decoded, load(reduction.source).part(reduction.hook, layer or 0, reduction.k))
+        spread = ((rows - rows.mean(0)) ** 2).sum()
+        return {"variance": 1 - ((rows - decoded) ** 2).sum() / spread, "error": _error(rows, decoded)}
+    cosines = _row_cosines(rows, decoded)
+    return {"cosine_least": cosines.min(), "cosine_median": np.median(cosines), "error": _error(rows, decoded)}
+
+
+def _row_cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of rows that are not zero."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    there = norms > 0
+    return np.asarray((a * b).sum(1)[there] / norms[there])
+
+
+def _error(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(a))
+
+
+def _unit(rows: np.ndarray) -> np.ndarray:
+    return np.asarray(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30))
+
+
+def _pairs(rows: np.ndarray, decoded: np.ndarray) -> float:
+    chosen = np.random.default_rng(0).permutation(len(rows))[:PAIRS]
+    above = np.triu_indices(len(chosen), 1)
+    before, after = (_unit(x[chosen].astype(np.float64)) for x in (rows, decoded))
+    return float(np.corrcoef((before @ before.T)[above], (after @ after.T)[above])[0, 1])
+
+
+def _probes(rows: np.ndarray, decoded: np.ndarray, reduction: RandomProjection, tokens: np.ndarray) -> float:
+    ids, counts = np.unique(tokens, return_counts=True)
+    scores = []
+    for token in ids[np.argsort(-counts, kind="stable")][:PROBES]:
+        mine = tokens == token
+        if mine.all():
+            continue
+        probe = rows[mine].mean(0) - rows[~mine].mean(0)
+        scores.append(np.corrcoef(rows @ probe, decoded @ reduction.project(probe))[0, 1])
+    return float(min(scores, default=np.nan))
+
+
+def _spearman(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks, equal values sharing their mean rank."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return np.asarray((ends - (counts + 1) / 2)[inverse])
+
+
+def markdown(found: Sequence[Fidelity]) -> str:
+    """One table: the worst of all layers of each hook and reduction."""
+    shown = [name for name in MEASURES if any(name in f.measures for f in found)]
+    lines = ["| hook | width | reduction | size | " + " | ".join(n.replace("_", " ") for n in shown) + " |"]
+    lines.append("|---" * (4 + len(shown)) + "|")
+    for hook, width, spec in dict.fromkeys((f.hook, f.width, f.reduction) for f in found):
+        own = [f for f in found if (f.hook, f.reduction) == (hook, spec)]
+        cells = []
+        for name in shown:
+            values = [f.measures[name] for f in own if name in f.measures]
+            worst = (max if name == "error" else min)(values, default=None)
+            cells.append("" if worst is None else f"{worst:.5f}")
+        lines.append(f"| {hook} | {width} | `{spec}` | {own[0].size:.4f} | " + " | ".join(cells) + " |")
+    meaning = [f"- {name.replace('_', ' ')}: {MEASURES[name]}" for name in shown]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Each row is the worst of its layers. size: bytes in the row as a share of the raw ones.",
+            *meaning,
+        ]
+    )

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attn(m): what each head attended to most, in place of the hook `pattern`, which fused kernels never write anywhere.
+
+Row, for each head: m positions (int32) by falling weight, ties by lowest position; m weights (float32); the entropy of
+all weights in nats (float32). Where a token sees fewer than m, the rest are position -1 and weight 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from dmi_connector.reduce.base import ReduceError, Reduction, field
+
+if TYPE_CHECKING:
+    import torch
+
+LARGEST = 64
+
+
+@dataclass(frozen=True)
+class AttentionSummary(Reduction):
+    """The top m of every head. Computed beside attention itself (engine/attend.py), so `encode` has nothing to do.
+    Decoded rows hold for each head m positions, m weights, one entropy; `split` takes them apart.
+    """
+
+    m: int = 8
+    kind: ClassVar[str] = "attn"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.m <= LARGEST:
+            raise ReduceError(f"reduce: attn({self.m}) is not valid; keep 1 to {LARGEST} positions of each head")
+
+    @property
+    def words(self) -> int:
+        """Four-byte words of one head."""
+        return 2 * self.m + 1
+
+    def stored_width(self, width: int, dtype: str) -> int:
+        return 4 * self.words * width
+
+    def encode(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
+        raise ReduceError("reduce: attn(m) summarises attention as it runs; stored values cannot be reduced so")
+
+    def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
+        words = field(stored, 0, self.words * width, "<i4").reshape(*stored.shape[:-1], width, self.words)
+        values = words.view("<f4").copy()
+        values[..., : self.m] = words[..., : self.m]  # exact up to 2**24
+        return values.reshape(*stored.shape[:-1], width * self.words)
+
+    def split(self, decoded: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Decoded rows [..., heads x words] -> positions int32 [..., heads, m], weights [..., heads, m], entropy
+        [..., heads].
+        """
+        heads = decoded.reshape(*decoded.shape[:-1], -1, self.words)
+        return heads[..., : self.m].astype(np.int32), heads[..., self.m : -1], heads[..., -1]

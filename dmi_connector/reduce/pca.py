@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pca(file): scores of principal components fitted offline, each divided by its standard deviation, stored as int8
+with a row scale (see int8.py). The basis stays in its file: stores name its SHA-256, and a copy lies beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from dmi_connector.reduce.base import ReduceError, Reduction
+from dmi_connector.reduce.basis import Part, load
+from dmi_connector.reduce.int8 import Int8
+
+if TYPE_CHECKING:
+    import torch
+
+_DEVICE: dict[tuple[str, str, int, int, Any], tuple[torch.Tensor, torch.Tensor]] = {}
+"""What `encode` needs, put there by `prepare`: (-mean' components / std [k], components / std [width, k])."""
+
+
+@dataclass(frozen=True)
+class Pca(Reduction):
+    """Decoded rows are the k scores, of unit variance on the rows that the basis was fitted on; `restore` takes them
+    back to the hook's space, `project` a direction to theirs. hook: the one this instance is bound to.
+    """
+
+    k: int = 0
+    sha256: str = ""
+    hook: str = ""
+    source: str = field(default="", compare=False)
+    kind: ClassVar[str] = "pca"
+
+    @classmethod
+    def from_text(cls, inside: str) -> Pca:
+        """Of "FILE" or "FILE, k=64". Raises ReduceError."""
+        path, _, rest = inside.partition(",")
+        name, _, number = rest.replace(" ", "").partition("=")
+        if rest and not (name == "k" and number.isdecimal() and int(number) > 0):
+            raise ReduceError(f"reduce: {rest.strip()!r} in 'pca({inside})' is unknown; pca takes a file and k=NUMBER")
+        basis = load(path.strip())
+        return cls(int(number or 0), basis.sha256, "", basis.path)
+
+    def settings(self) -> dict[str, Any]:
+        values = asdict(self)
+        del values["source"]
+        return {"kind": self.kind, **values}
+
+    def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Pca:
+        info = load(self.source).hooks.get(hook)
+        if info is None:
+            raise ReduceError(
+                f"reduce: {self.source} holds no basis of {hook}, only of {', '.join(load(self.source).hooks)}; "
+                "fit one with dmi fit-pca"
+            )
+        if lacking := sorted(set(layers) - set(info["layers"])):
+            raise ReduceError(
+                f"reduce: {self.source} holds no basis of {hook} in layer {lacking[0]}; fit one there too"
+            )
+        if info["width"] != width * shards:
+            raise ReduceError(
+                f"reduce: {self.source} is of another model: {hook} has {width * shards} values, not {info['width']}"
+            )
+        if self.k > info["k"]:
+            raise ReduceError(f"reduce: pca(..., k={self.k}) of {hook} is more than the {info['k']} that were fitted")
+        return Pca(self.k or info["k"], self.sha256, hook, self.source)
+
+    def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
+        import torch
+
+        part = load(self.source).part(self.hook, layer, self.k)
+        mine = slice(shard * width, (shard + 1) * width)
+        whitened = part.components[mine] / _floor(part.std)
+        offset = -(part.mean[mine].astype(np.float64) @ whitened.astype(np.float64)).astype(np.float32)
+        _DEVICE[self.sha256, self.hook, layer, self.k, device] = (
+            torch.from_numpy(offset).to(device),
+            torch.from_numpy(whitened).to(device),
+        )
+
+    def stored_width(self, width: int, dtype: str) -> int:
+        return Int8().stored_width(self.k, dtype)
+
+    def encode(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
+        import torch
+
+        offset, basis = _DEVICE[self.sha256, self.hook, layer, self.k, values.device]
+        return Int8().encode(torch.addmm(offset, values.float(), basis))
+
+    def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
+        return Int8().decode(stored, self.k, dtype)
+
+    def merge(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Every slice of a row gives its part of each score."""
+        return np.asarray(np.sum(parts, axis=0, dtype=np.float32))
+
+    def project(self, direction: np.ndarray, part: Part) -> np.ndarray:
+        """A direction [width] as float32 [k]: decoded rows @ this approximates (rows - mean) @ direction."""
+        return np.asarray((np.asarray(direction, np.float32) @ part.components) * _floor(part.std))
+
+    def restore(self, scores: np.ndarray, part: Part) -> np.ndarray:
+        """Decoded rows [..., k] -> float32 [..., width]: mean + the kept components of each row."""
+        return np.asarray((scores * _floor(part.std)) @ part.components.T + part.mean)
+
+
+def _floor(std: np.ndarray) -> np.ndarray:
+    """Standard deviations, none so small that dividing by it would only enlarge rounding errors."""
+    return np.asarray(np.maximum(std, np.float32(1e-6) * max(float(std[0]), 1e-30)), np.float32)
+
+
+def fit(basis_rows: Any, rank: int) -> tuple[Part, float]:
+    """Principal components of float rows that come in blocks [n, width]; (basis, total variance).
+
+    Keeps the sum and the second moments in float64, so memory is 8 width² bytes however many rows there are. Raises
+    ValueError for fewer rows than `rank` + 1, or rows narrower than it.
+    """
+    count, total, moments = 0, None, None
+    for block in basis_rows:
+        rows = np.asarray(block, np.float64)
+        if total is None or moments is None:
+            if rows.shape[1] < rank:
+                raise ValueError(f"rank {rank} is more than the {rows.shape[1]} values of a row; give a smaller one")
+            total, moments = np.zeros(rows.shape[1]), np.zeros((rows.shape[1],) * 2)
+            origin = rows.mean(0)  # moments about a point near the mean keep their digits
+        rows = rows - origin
+        count += len(rows)
+        total += rows.sum(0)
+        moments += rows.T @ rows
+    if total is None or moments is None or count <= rank:
+        raise ValueError(f"{count} rows are too few for rank {rank}; capture more tokens or give a smaller rank")
+    mean = total / count
+    covariance = (moments - count * np.outer(mean, mean)) / (count - 1)
+    values, vectors = np.linalg.eigh(covariance)
+    order = np.argsort(values)[::-1][:rank]
+    components = vectors[:, order]
+    components = components * np.where(components[np.abs(components).argmax(0), np.arange(rank)] < 0, -1, 1)
+    std = np.sqrt(np.maximum(values[order], 0))
+    part = Part((origin + mean).astype(np.float32), components.astype(np.float32), std.astype(np.float32))
+    return part, float(np.maximum(values, 0).sum())
