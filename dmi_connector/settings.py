@@ -131,6 +131,7 @@ class ServerOptions:
     name a directory beneath save_path_roots. Limits, 0 for none: max_request_bytes of the raw rows of a request,
     max_total_bytes of all stores, min_free_bytes of the file system. Stores are removed, oldest first, that are older
     than retain_seconds, and while finished ones take more than retain_bytes; 0 keeps all.
+    shutdown_seconds: how long finishing what is under way may take when the engine ends.
     reduce: {hook patterns: reduction}, the first that matches a hook counts (docs/REDUCTIONS.md).
     """
 
@@ -153,6 +154,7 @@ class ServerOptions:
     min_free_bytes: int = 0
     retain_seconds: int = 0
     retain_bytes: int = 0
+    shutdown_seconds: int = 60
     reduce: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -185,6 +187,9 @@ class ServerOptions:
             file_mode=_one_of("file_mode", extra.get("file_mode", cls.file_mode), FILE_MODES),
             allow_custom_save_path=custom,
             save_path_roots=roots,
+            shutdown_seconds=_integer(
+                "shutdown_seconds", extra.get("shutdown_seconds", cls.shutdown_seconds), 1, 86400
+            ),
             reduce=_reduce(extra.get("reduce", {})),
             **{name: _integer(name, extra.get(name, 0), 0, 1 << 60) for name in numbers},
         )

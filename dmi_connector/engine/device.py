@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -327,17 +328,21 @@ class DeviceLane:
         end.synchronize()
         return nbytes / begin.elapsed_time(end) * 1e3
 
-    def finish_gathers(self) -> None:
+    def finish_gathers(self, seconds: float) -> None:
         """Wait until everything that was sent is gathered; nothing may be sent after this."""
         with self._changed:
             self._stop = True
             self._changed.notify_all()
-        self._threads[0].join(60)
+        self._threads[0].join(seconds)
 
-    def shutdown(self) -> None:
+    def shutdown(self, seconds: float) -> None:
         """After `finish_gathers`: finish the copies and deliveries, then stop the threads."""
+        deadline = time.monotonic() + seconds
         self._copies.put(None)
-        self._threads[1].join(60)
+        self._threads[1].join(seconds)
         self._deliveries.put(None)
-        self._threads[2].join(60)
+        self._threads[2].join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            logger.error("copies did not end within %g s of the shutdown: what they held is missing", seconds)
+            return  # they still use the memory
         torch.cuda.cudart().cudaHostUnregister(self.ring.data_ptr())

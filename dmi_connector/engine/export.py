@@ -333,13 +333,14 @@ class Exporter:
         return int(pending)
 
     def shutdown(self) -> None:
-        """Export what is waiting, then finish the stores and stop the writers, within a minute each."""
+        """Export what is waiting, then finish the stores and stop the writers, all within `shutdown_seconds`."""
+        deadline = time.monotonic() + self.context.options.shutdown_seconds
         if self.lane is not None:
-            self.lane.finish_gathers()
+            self.lane.finish_gathers(deadline - time.monotonic())
             self._end_held()
-            self.lane.shutdown()
+            self.lane.shutdown(max(0.0, deadline - time.monotonic()))
         if self.persistence is not None:
-            self.persistence.shutdown(timeout=60.0)
+            self.persistence.shutdown(max(1.0, deadline - time.monotonic()))
 
 
 def _cause(attrs: dict[str, Any], reasons: list[str]) -> str:

@@ -80,6 +80,7 @@ def persist_settings(options: ServerOptions, rank: int) -> PersistSettings:
         options.segment_tokens,
         options.fsync,
         file_mode=options.file_mode,
+        shutdown_seconds=options.shutdown_seconds,
         keep={} if rank else keep,
     )
 

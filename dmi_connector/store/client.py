@@ -35,6 +35,7 @@ from dmi_connector.store.wire import Message, pack_array
 
 logger = logging.getLogger(__name__)
 MODULE = "dmi_connector.store.coordinator"
+_GRACE_S = 5.0
 SHORT_LIFE_S = 10.0
 """A coordinator that died younger than this is not started again."""
 REASONS = ("dropped", "aborted", "quota", "write_error", "shutdown", "other")
@@ -83,7 +84,6 @@ class PersistenceClient:
 
     def __init__(self, ring_bytes: int, writers: int = 1, settings: PersistSettings | None = None) -> None:
         self.settings, self.writers = settings or PersistSettings(), writers
-        self.drain_seconds = 60.0
         self.ring = Ring(ring_bytes)
         self._lock = threading.Condition()
         self._plans: list[Message] = []
@@ -153,15 +153,18 @@ class PersistenceClient:
         with self._lock:
             return self._lock.wait_for(lambda: not any(c.state == "closing" for c in self._captures.values()), timeout)
 
-    def shutdown(self, timeout: float = 60.0) -> bool:
-        """Finish closed captures, then end the processes, by force after `timeout` seconds. Returns whether all was
-        committed.
+    def shutdown(self, timeout: float | None = None) -> bool:
+        """Finish closed captures and end the processes. The coordinator takes `shutdown_seconds` at most; it is ended
+        by force `timeout` seconds (None: as many) and a few more after the call. Returns whether all was committed;
+        what was not stays behind as partial stores, for a repair.
         """
+        timeout = (self.settings.shutdown_seconds if timeout is None else timeout) + _GRACE_S
         with self._lock:
             self._stopping = True
         self._child.finish()
         ended = self._child.join(timeout)
         if not ended:
+            self._note(f"writing did not end within {timeout:g} s of the shutdown: dmi repair takes what is there")
             _end_group(self._child.group)
         return ended and self._child.status == 0
 
@@ -218,7 +221,7 @@ class PersistenceClient:
         # vLLM ties the threads of a CPU worker to single cores, but not the process that started it.
         cores = os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid())
         arguments += ["--cores", ",".join(map(str, sorted(cores))), "--engine-pid", str(os.getpid())]
-        arguments += ["--drain-seconds", str(self.drain_seconds)]
+        arguments += ["--drain-seconds", str(self.settings.shutdown_seconds)]
         fds = [self.ring.fd, life]
         child = Child("the coordinator", MODULE, arguments, fds, self._on_message, self._on_death, apart=True)
         os.close(life)

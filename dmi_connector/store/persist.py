@@ -33,8 +33,8 @@ OnDone = Callable[[CaptureHandle, str | None], None]
 
 @dataclass(frozen=True)
 class PersistSettings:
-    """How captures are written unless their spec says otherwise. `rank_timeout` is in seconds. keep: arguments of the
-    coordinator's `Keeper`, {} for none.
+    """How captures are written unless their spec says otherwise. `rank_timeout` and `shutdown_seconds` are in seconds.
+    keep: arguments of the coordinator's `Keeper`, {} for none.
     """
 
     codec: str = "zstd"
@@ -42,6 +42,7 @@ class PersistSettings:
     segment_tokens: int = 1024
     fsync: bool = False
     rank_timeout: float = 60.0
+    shutdown_seconds: float = 60.0
     file_mode: str = "private"
     keep: Mapping[str, Any] = field(default_factory=dict)
 

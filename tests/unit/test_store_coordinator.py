@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from dmi_connector.store.client import PersistenceClient, RemoteCapture
 from dmi_connector.store.index import find_captures
 from dmi_connector.store.persist import PersistSettings
 from dmi_connector.store.reader import open_capture
+from dmi_connector.store.repair import repair
 from dmi_connector.store.schema import ArraySpec
 from dmi_connector.store.verify import verify_store
 from tests import storekit as kit
@@ -189,3 +191,48 @@ def test_rows_that_another_rank_gave_up_are_missing(tmp_path: Path) -> None:
     assert capture.missing == [[128, 256]] and capture.reason == "rank 1: writing fell behind (policy drop)"
     assert verify_store(tmp_path / "a.zarr") == []
     assert all([client.shutdown(20) for client in clients])
+
+
+def writers(client: PersistenceClient) -> list[psutil.Process]:
+    return [p for p in psutil.Process(coordinator(client)).children(recursive=True) if p.name() == "dmi-writer"]
+
+
+def test_shutdown_writes_everything(tmp_path: Path) -> None:
+    """At once after the last message: nothing was waited for before."""
+    client = PersistenceClient(32 << 20, 2, PersistSettings(segment_tokens=256))
+    for i in range(40):
+        capture = begin(client, tmp_path / f"{i}.zarr")
+        for first in (0, 128, 256):
+            send(client, capture, first)
+        capture.close(300, {}, IDS)
+    began = time.monotonic()
+    assert client.shutdown()
+    print(f"40 captures were finished {time.monotonic() - began:.2f} s after the end of the engine")
+    assert [info.state for info in find_captures(tmp_path)] == ["complete"] * 40
+    assert all(verify_store(path) == [] for path in tmp_path.glob("*.zarr"))
+
+
+def test_shutdown_ends_in_time_when_the_disk_does_not(tmp_path: Path) -> None:
+    client = PersistenceClient(1 << 20, 2, PersistSettings(segment_tokens=256, shutdown_seconds=1))
+    capture = begin(client, tmp_path / "a.zarr")
+    send(client, capture, 0)
+    deadline = time.monotonic() + 20
+    while client.ring.used and time.monotonic() < deadline:
+        time.sleep(0.01)
+    stuck = writers(client)
+    assert len(stuck) == 2 and not client.ring.used
+    for process in stuck:
+        process.suspend()
+    send(client, capture, 128)
+    capture.close(256, {}, IDS[:256])
+    began = time.monotonic()
+    assert not client.shutdown()
+    took = time.monotonic() - began
+    assert took < 1 + 5 + 3, f"{took:.1f} s"
+    assert not [p for p in stuck if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not (tmp_path / "a.zarr").exists()
+    [outcome] = repair(tmp_path)
+    assert (outcome.state, outcome.num_tokens) == ("salvaged", 128), outcome
+    salvaged = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    np.testing.assert_array_equal(kit.bits(salvaged.numpy("q")), VALUES[:, :128])
+    assert not salvaged.complete
