@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two kernels of a capture: `write_rows` puts values into their tokens' rows, `gather_rows` takes rows out in
-store layout. One public function each, with a Triton kernel (triton_kernels.py) and a torch twin behind it.
+"""The kernels of a capture: `write_rows` puts values into their tokens' rows, `reduce_rows` reduces them first, and
+`gather_rows` takes rows out in store layout. One public function each, with a Triton kernel (triton_kernels.py,
+triton_reduce.py) and a torch twin behind it.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+if TYPE_CHECKING:
+    from dmi_connector.reduce import Reduction
+
 MAX_VALUES = 13
 _BLOCK = 2048
 _GATHER_BLOCK = 1024
+_REDUCE_BLOCK = 1024
 _GATHER_TOKENS = 8
 # Up to this many tokens one program takes one token with 4 warps, above it two with 8 (measured on an H200).
 _DECODE_TOKENS = 512
@@ -68,6 +75,81 @@ def _write_rows_triton(rows: torch.Tensor, slots: torch.Tensor, values: list[tor
         TOKENS=tile,
         BLOCK=_BLOCK,
         num_warps=warps,
+        **_launch_options(rows.device),
+    )
+
+
+def reduce_rows(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    values: list[torch.Tensor],
+    offsets: list[int],
+    reductions: Sequence[Reduction | None],
+    layer: int,
+) -> None:
+    """Like `write_rows`, each value reduced first (None: as it is). `layer`: of all the values."""
+    if not rows.is_cuda:
+        reduce_rows_torch(rows, slots, values, offsets, reductions, layer)
+        return
+    for first in range(0, len(values), MAX_VALUES):
+        part = slice(first, first + MAX_VALUES)
+        _reduce_rows_triton(rows, slots, values[part], offsets[part], reductions[part], layer)
+
+
+def reduce_rows_torch(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    values: list[torch.Tensor],
+    offsets: list[int],
+    reductions: Sequence[Reduction | None],
+    layer: int,
+) -> None:
+    """The kernel's twin in plain torch, used on the CPU."""
+    stored = [v if r is None else r.encode(v, layer) for v, r in zip(values, reductions, strict=True)]
+    # Bytes travel as words: what a reduction stores is a multiple of 4 bytes wide.
+    stored = [v.view(torch.int32) if v.dtype == torch.uint8 else v for v in stored]
+    for dtype in dict.fromkeys(v.dtype for v in stored):
+        part = [i for i, v in enumerate(stored) if v.dtype == dtype]
+        write_rows_torch(rows, slots, [stored[i] for i in part], [offsets[i] for i in part])
+
+
+def _reduce_rows_triton(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    values: list[torch.Tensor],
+    offsets: list[int],
+    reductions: Sequence[Reduction | None],
+    layer: int,
+) -> None:
+    from dmi_connector.engine import triton_reduce
+
+    tokens = min(values[0].shape[0], slots.shape[0])
+    if tokens == 0:
+        return
+    modes, numbers, sources = [], [], []
+    for value, reduction in zip(values, reductions, strict=True):
+        assert value.stride(1) == 1, "taps take values whose last dimension is contiguous"
+        dtype = str(value.dtype).removeprefix("torch.")
+        mode, number = ("copy", 0) if reduction is None else reduction.fused(dtype)
+        modes.append(triton_reduce.MODES[mode])
+        numbers.append(number)
+        sources.append(value if reduction is None else reduction.before(value, layer))
+    widths = [s.shape[1] for s in sources]
+    widest = max((w for w, m in zip(widths, modes, strict=True) if m in triton_reduce.WHOLE), default=1)
+    pad = MAX_VALUES - len(values)
+    triton_reduce.reduce_rows_kernel[(tokens, len(values))](
+        rows,
+        slots,
+        *(sources + [sources[0]] * pad),
+        *([s.stride(0) for s in sources] + [0] * pad),
+        *(widths + [0] * pad),
+        *(modes + [0] * pad),
+        *(numbers + [0] * pad),
+        *(list(offsets) + [0] * pad),
+        rows.stride(0),
+        BLOCK=_REDUCE_BLOCK,
+        WIDE=1 << (widest - 1).bit_length(),
+        num_warps=8 if widest > 4096 else 4,
         **_launch_options(rows.device),
     )
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from dmi_connector.engine.kernels import write_rows
+from dmi_connector.engine.kernels import reduce_rows, write_rows
 from dmi_connector.reduce import Reduction, from_settings
 
 _LIB = torch.library.Library("dmi", "FRAGMENT")
 _LIB.define("tap(Tensor[] values, Tensor(a!) token, Tensor base, int[] offsets, str reductions, str layer) -> ()")
 _ENCODE_TOKENS = 1024
-"""Tokens that are reduced at a time: vLLM's memory profile does not see what encoders need."""
+"""Tokens that are reduced at a time: vLLM's memory profile does not see what projections need."""
 
 
 @dataclass(frozen=True)
@@ -58,30 +58,13 @@ def _tap(
     if not reductions:
         write_rows(owner.rows, slots, values, starts)
         return
-    encoders = _encoders(reductions)
     for first in range(0, values[0].shape[0], _ENCODE_TOKENS):
         part = [v[first : first + _ENCODE_TOKENS] for v in values]
-        _write_reduced(owner.rows, slots[first:], part, starts, encoders, place.layer)
-
-
-def _write_reduced(
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    values: list[torch.Tensor],
-    starts: list[int],
-    encoders: list[Reduction | None],
-    layer: int,
-) -> None:
-    stored = [v if r is None else r.encode(v, layer) for v, r in zip(values, encoders, strict=True)]
-    # Bytes travel as words: what a reduction stores is a multiple of 4 bytes wide.
-    stored = [v.view(torch.int32) if v.dtype == torch.uint8 else v for v in stored]
-    for dtype in dict.fromkeys(v.dtype for v in stored):
-        part = [i for i, v in enumerate(stored) if v.dtype == dtype]
-        write_rows(rows, slots, [stored[i] for i in part], [starts[i] for i in part])
+        reduce_rows(owner.rows, slots[first:], part, starts, _parsed(reductions), place.layer)
 
 
 @functools.cache
-def _encoders(text: str) -> list[Reduction | None]:
+def _parsed(text: str) -> list[Reduction | None]:
     return [None if settings is None else from_settings(settings) for settings in json.loads(text)]
 
 

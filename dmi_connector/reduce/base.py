@@ -50,6 +50,14 @@ class Reduction:
         """Rows [tokens, width] of a float dtype -> [tokens, stored width] of the stored dtype, on the same device."""
         raise NotImplementedError
 
+    def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
+        """What library operations do first where a kernel of ours does the rest: a projection."""
+        return values
+
+    def fused(self, dtype: str) -> tuple[str, int]:
+        """How that kernel (engine/triton_reduce.py) writes what `before` gives: a mode and its number."""
+        raise NotImplementedError
+
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
         """Rows [..., stored width] -> float32 [..., width] (rp and pca: [..., k])."""
         raise NotImplementedError

@@ -47,5 +47,8 @@ class Fp8(Reduction):
             bits = torch.nn.functional.pad(bits, (0, extra))
         return as_bytes(bits, scale)
 
+    def fused(self, dtype: str) -> tuple[str, int]:
+        return "fp8", 0
+
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
         return table()[stored[..., :width]] * field(stored, pad(width), 1, "<f4")

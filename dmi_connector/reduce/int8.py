@@ -32,7 +32,7 @@ class Int8(Reduction):
         x = values.float()
         if self.affine:
             low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
-            scale, offset = (high - low) / 254, (high + low) / 2
+            scale, offset = (high - low) / 254, (high + low) / 2 + 0.0  # never -0.0
         else:
             scale, offset = x.abs().amax(1, keepdim=True) / 127, None
         centred = x if offset is None else x - offset
@@ -40,6 +40,9 @@ class Int8(Reduction):
         if extra := pad(x.shape[1]) - x.shape[1]:
             quantised = torch.nn.functional.pad(quantised, (0, extra))
         return as_bytes(quantised, scale) if offset is None else as_bytes(quantised, scale, offset)
+
+    def fused(self, dtype: str) -> tuple[str, int]:
+        return ("affine" if self.affine else "int8"), 0
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
         at = pad(width)

@@ -84,10 +84,16 @@ class Pca(Reduction):
         return Int8().stored_width(self.k, dtype)
 
     def encode(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
+        return Int8().encode(self.before(values, layer))
+
+    def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
         import torch
 
         offset, basis = _DEVICE[self.sha256, self.hook, layer, self.k, values.device]
-        return Int8().encode(torch.addmm(offset, values.float(), basis))
+        return torch.addmm(offset, values.float(), basis)
+
+    def fused(self, dtype: str) -> tuple[str, int]:
+        return Int8().fused(dtype)
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
         return Int8().decode(stored, self.k, dtype)

@@ -2,7 +2,8 @@
 """rp(k): each row times a fixed random matrix [width, k], stored as int8 with a row scale (see int8.py).
 
 The matrix is made from the seed on the CPU with numpy's Philox counter generator, whose stream is fixed, in float64,
-and rounded to float32: the GPU gets a copy, so it is bit-equal everywhere. E|R'x|^2 = |x|^2.
+and rounded to bfloat16, which tensor cores multiply exactly: the GPU gets a copy, so it is bit-equal everywhere.
+E|R'x|^2 = |x|^2.
 """
 
 from __future__ import annotations
@@ -13,13 +14,19 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from dmi_connector.reduce.base import ReduceError, Reduction
+from dmi_connector.reduce.base import ReduceError, Reduction, bfloat16_to_float32
 from dmi_connector.reduce.int8 import Int8
 
 if TYPE_CHECKING:
     import torch
 
 DISTRIBUTIONS = ("gaussian", "sign")
+
+
+def _nearest_bfloat16(values: np.ndarray) -> np.ndarray:
+    """Finite float32 -> uint16 bit patterns, ties to even."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 @lru_cache(maxsize=8)
@@ -34,16 +41,18 @@ def matrix(width: int, k: int, seed: int, distribution: str) -> np.ndarray:
     else:
         second = (raw[1] >> np.uint64(11)).astype(np.float64) * 2.0**-53
         values = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second) / np.sqrt(k)
-    result = values.astype(np.float32)
+    result = bfloat16_to_float32(_nearest_bfloat16(values.astype(np.float32)))
     result.flags.writeable = False
     return result
 
 
 @cache
-def _on_device(width: int, k: int, seed: int, distribution: str, device: torch.device) -> torch.Tensor:
+def _on_device(
+    width: int, k: int, seed: int, distribution: str, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
     import torch
 
-    return torch.from_numpy(matrix(width, k, seed, distribution).copy()).to(device)
+    return torch.from_numpy(matrix(width, k, seed, distribution).copy()).to(device, dtype)
 
 
 @dataclass(frozen=True)
@@ -70,14 +79,28 @@ class RandomProjection(Reduction):
             raise ReduceError(f"reduce: rp({self.k}) is wider than the {width} values of a row; give a smaller k")
 
     def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
-        _on_device(width, self.k, self.seed, self.distribution, device)
+        import torch
+
+        for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
+            _on_device(width, self.k, self.seed, self.distribution, device, dtype)
 
     def stored_width(self, width: int, dtype: str) -> int:
         return Int8().stored_width(self.k, dtype)
 
     def encode(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
-        basis = _on_device(values.shape[1], self.k, self.seed, self.distribution, values.device)
-        return Int8().encode(values.float() @ basis)
+        return Int8().encode(self.before(values))
+
+    def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
+        import torch
+
+        if values.is_cuda and values.dtype == torch.bfloat16:
+            basis = _on_device(values.shape[1], self.k, self.seed, self.distribution, values.device, values.dtype)
+            return torch.mm(values, basis, out_dtype=torch.float32)  # exact products, summed in float32
+        basis = _on_device(values.shape[1], self.k, self.seed, self.distribution, values.device, torch.float32)
+        return values.float() @ basis
+
+    def fused(self, dtype: str) -> tuple[str, int]:
+        return Int8().fused(dtype)
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
         return Int8().decode(stored, self.k, dtype)

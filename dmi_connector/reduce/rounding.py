@@ -49,5 +49,9 @@ class Round(Reduction):
         rounded = (bits + ((1 << (drop - 1)) - 1) + odd) & ~((1 << drop) - 1)
         return torch.where(values.isfinite(), rounded.view(values.dtype), values)
 
+    def fused(self, dtype: str) -> tuple[str, int]:
+        drop = MANTISSA[dtype] - self.bits
+        return ("round", drop) if drop > 0 else ("copy", 0)
+
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
         return stored.astype(np.float32)

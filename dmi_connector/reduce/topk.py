@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """topk(k): the k values of largest magnitude of each row, with their indexes.
 
-Row: k indexes (uint16 up to a width of 65,536, else uint32) by falling |x|, ties by lowest index; zeros up to a
-multiple of 4; then k values: int8 and, at the next multiple of 4, a float32 scale, or with `exact` the model's dtype.
+Row: the k indexes (uint16 up to a width of 65,536, else uint32), ascending; of equal magnitudes the lower index is
+kept; zeros up to a multiple of 4; then k values: int8 and, at the next multiple of 4, a float32 scale, or with `exact`
+the model's dtype.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class TopK(Reduction):
         # order is total, on every device.
         magnitude = values.float().abs().view(torch.int32).to(torch.int64)
         key = (magnitude << 32) | (0x7FFFFFFF - torch.arange(width, device=values.device))
-        kept = 0x7FFFFFFF - (key.topk(self.k, dim=1).values & 0x7FFFFFFF)
+        kept = (0x7FFFFFFF - (key.topk(self.k, dim=1, sorted=False).values & 0x7FFFFFFF)).sort(dim=1).values
         narrow = torch.uint16 if self._index_bytes(width) == 2 else torch.uint32
         parts = [_padded(kept.to(narrow).contiguous().view(torch.uint8))]
         chosen = values.gather(1, kept)
@@ -67,8 +68,11 @@ class TopK(Reduction):
             parts += [_padded(quantised.view(torch.uint8)), scale]
         return as_bytes(*parts)
 
+    def fused(self, dtype: str) -> tuple[str, int]:
+        return ("exact" if self.exact else "topk"), self.k
+
     def indexes(self, stored: np.ndarray, width: int) -> np.ndarray:
-        """int64 [..., k] by falling magnitude."""
+        """int64 [..., k], ascending."""
         return field(stored, 0, self.k, f"<u{self._index_bytes(width)}").astype(np.int64)
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:

@@ -96,3 +96,70 @@ def test_kernels_equal_their_twins(case: tuple[str, list[int], int]) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [[case[0], case[2]]]
+
+
+REDUCE_CHILD = """
+import json, sys
+import torch
+from dmi_connector.engine import kernels
+from dmi_connector.reduce import parse
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.manual_seed(0)
+dtype, specs, widths, tokens = json.loads(sys.argv[1])
+dt = getattr(torch, dtype)
+reductions = [parse(spec) for spec in specs]
+offsets, at, values = [], 64, []
+for w, r in zip(widths, reductions):
+    offsets.append(at)
+    nbytes = w * dt.itemsize if r is None else r.stored_width(w, dtype) * getattr(torch, r.stored_dtype(dtype)).itemsize
+    at += -(-nbytes // 16) * 16
+    wide = torch.randn(tokens, w + 5, device=device) * torch.logspace(-3, 3, tokens, device=device)[:, None]
+    x = wide.to(dt)[:, 2 : 2 + w]
+    x[0] = x[0].round()  # ties
+    x[-1] = (x[-1].float() * torch.logspace(-6, 0, w, device=device)).to(dt)  # down to what underflows
+    if tokens > 3:
+        x[2], x[3] = 0, 2.5
+    values.append(x)
+    if r is not None:
+        r.prepare(w, device, 0, 0)
+row_bytes = -(-at // 64) * 64
+slots = torch.randperm(40, device=device)[:tokens].long() + 1
+slots[1] = -1  # padding
+twin = torch.full((41, row_bytes), 7, dtype=torch.uint8, device=device)
+mine = twin.clone()
+kernels.reduce_rows_torch(twin, slots, values, offsets, reductions, 0)
+kernels._reduce_rows_triton(mine, slots, values, offsets, reductions, 0)
+twin[0] = mine[0] = 7
+for spec, offset, end in zip(specs, offsets, [*offsets[1:], at]):
+    a, b = mine[:, offset:end], twin[:, offset:end]
+    assert torch.equal(a, b), (spec, (a != b).nonzero()[:10].tolist(), a[a != b][:10].tolist(), b[a != b][:10].tolist())
+assert torch.equal(mine, twin)
+print("equal")
+"""
+
+REDUCE_CASES = [
+    ("float32", ["int8", "int8(affine)", "fp8", "round(4)", "none"], [64, 50, 33, 100, 7], 5),
+    ("float16", ["int8", "topk(8)", "topk(5,exact)", "round(3)", "none", "rp(16)"], [1030, 200, 77, 40, 20, 128], 6),
+    ("float32", ["topk(7)", "topk(3,exact)", "topk(1)", "round(23)", "rp(9,sign)"], [100, 128, 5, 12, 64], 4),
+    ("float16", ["int8"] * 13, [32 + i for i in range(13)], 2),
+]
+
+
+@pytest.mark.parametrize("case", REDUCE_CASES, ids=lambda c: f"{c[0]}-{'-'.join(c[1][:3])}")
+def test_reducing_kernels_equal_their_twins(case: tuple[str, list[str], list[int], int]) -> None:
+    pytest.importorskip("triton")
+    env = dict(os.environ)
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        env["TRITON_INTERPRET"] = "1"
+    dtype = "bfloat16" if gpu and case[0] == "float16" else case[0]
+    done = subprocess.run(
+        [sys.executable, "-c", REDUCE_CHILD, json.dumps([dtype, *case[1:]])],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "equal\n"

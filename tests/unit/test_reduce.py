@@ -97,7 +97,7 @@ def test_topk(width: int, exact: bool) -> None:
     reduction = TopK(8, exact)
     stored = reduction.encode(x).numpy()
     magnitude = np.abs(x.float().numpy())
-    want = np.argsort(-magnitude, axis=1, kind="stable")[:, :8]
+    want = np.sort(np.argsort(-magnitude, axis=1, kind="stable")[:, :8])
     np.testing.assert_array_equal(reduction.indexes(stored, width), want)
     got = np.take_along_axis(reduction.decode(stored, width, "bfloat16"), want, 1)
     kept = np.take_along_axis(x.float().numpy(), want, 1)
@@ -143,7 +143,7 @@ def test_the_matrix_is_fixed() -> None:
     assert [digest(64, 16, 7, distribution=d) for d in ("gaussian", "sign")] == DIGESTS
 
 
-DIGESTS = ["54ed5565db19d1ad", "327b57020800e925"]
+DIGESTS = ["2961c6e7fcac72b7", "078c1c37c0023d58"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernel that reduces values on their way into rows; the encoders of `reduce/` are its twins. Imported only
+where a GPU (or Triton's interpreter) runs it.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MODES = {"copy": 0, "int8": 1, "affine": 2, "fp8": 3, "round": 4, "topk": 5, "exact": 6}
+WHOLE = (MODES["topk"], MODES["exact"])
+"""Those that hold a whole row at once; the others go through it in blocks."""
+COPY = tl.constexpr(MODES["copy"])
+INT8 = tl.constexpr(MODES["int8"])
+AFFINE = tl.constexpr(MODES["affine"])
+FP8 = tl.constexpr(MODES["fp8"])
+ROUND = tl.constexpr(MODES["round"])
+EXACT = tl.constexpr(MODES["exact"])
+_NEAREST = tl.constexpr(12582912.0)
+"""Added and taken away again, it rounds a small float32 to the nearest whole number, ties to even."""
+
+
+@triton.jit
+def _load(x, columns, width: tl.constexpr):
+    return tl.load(x + columns, mask=columns < width, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _largest(x, width: tl.constexpr, BLOCK: tl.constexpr):
+    """max|x| of a row."""
+    found = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        found = tl.maximum(found, tl.abs(_load(x, start + tl.arange(0, BLOCK), width)))
+    return tl.max(found, 0)
+
+
+@triton.jit
+def _quantise(value, scale):
+    """int8 of value / scale, 0 where the scale is 0."""
+    divided = tl.where(scale > 0, tl.div_rn(value, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(value)), 0.0)
+    nearest = (divided + _NEAREST) - _NEAREST
+    return tl.minimum(tl.maximum(nearest, -127.0), 127.0).to(tl.int8)
+
+
+@triton.jit
+def _scale_of(largest, steps: tl.constexpr):
+    return tl.div_rn(largest, largest * 0 + steps)
+
+
+@triton.jit
+def _e4m3(value):
+    """The float32 that is the nearest e4m3 number, ties to even, so that the conversion itself rounds nothing."""
+    bits = value.to(tl.int32, bitcast=True)
+    normal = ((bits + ((1 << 19) - 1) + ((bits >> 20) & 1)) & ~((1 << 20) - 1)).to(tl.float32, bitcast=True)
+    subnormal = (value + 24576.0) - 24576.0  # steps of 2**-9
+    subnormal = tl.where(subnormal == 0, value * 0.0, subnormal)  # which keeps the sign
+    return tl.where(tl.abs(value) < 0.015625, subnormal, normal)
+
+
+@triton.jit
+def _encode(
+    row, x, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """Write one row of `width` values as MODE says. NUMBER: mantissa bits dropped (ROUND), values kept (top k)."""
+    padded: tl.constexpr = (width + 3) // 4 * 4
+    if MODE == COPY:
+        out = row.to(tl.pointer_type(x.dtype.element_ty))
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            tl.store(out + columns, tl.load(x + columns, mask=columns < width), mask=columns < width)
+    elif MODE == ROUND:
+        integer: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.float32 else tl.int16
+        exponent: tl.constexpr = (
+            0x7F800000 if x.dtype.element_ty == tl.float32 else (0x7C00 if x.dtype.element_ty == tl.float16 else 0x7F80)
+        )
+        out = row.to(tl.pointer_type(integer))
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            bits = tl.load(x + columns, mask=columns < width, other=0.0).to(integer, bitcast=True)
+            odd = (bits >> NUMBER) & 1
+            rounded = (bits + ((1 << (NUMBER - 1)) - 1) + odd) & ~((1 << NUMBER) - 1)
+            tl.store(out + columns, tl.where((bits & exponent) == exponent, bits, rounded), mask=columns < width)
+    elif MODE == INT8:
+        scale = _scale_of(_largest(x, width, BLOCK), 127.0)
+        out = row.to(tl.pointer_type(tl.int8))
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            tl.store(out + columns, _quantise(_load(x, columns, width), scale), mask=columns < padded)
+        tl.store((row + padded).to(tl.pointer_type(tl.float32)), scale)
+    elif MODE == AFFINE:
+        low = tl.full([BLOCK], float("inf"), tl.float32)
+        high = tl.full([BLOCK], float("-inf"), tl.float32)
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            value = _load(x, columns, width)
+            low = tl.where(columns < width, tl.minimum(low, value), low)
+            high = tl.where(columns < width, tl.maximum(high, value), high)
+        least, most = tl.min(low, 0), tl.max(high, 0)
+        scale = _scale_of(most - least, 254.0)
+        offset = (most + least) / 2 + 0.0  # never -0.0
+        out = row.to(tl.pointer_type(tl.int8))
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            stored = _quantise(_load(x, columns, width) - offset, scale)
+            tl.store(out + columns, tl.where(columns < width, stored, 0), mask=columns < padded)
+        ends = (row + padded).to(tl.pointer_type(tl.float32))
+        tl.store(ends, scale)
+        tl.store(ends + 1, offset)
+    elif MODE == FP8:
+        scale = _scale_of(_largest(x, width, BLOCK), 448.0)
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            value = _load(x, columns, width)
+            divided = tl.where(scale > 0, tl.div_rn(value, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(value)), 0.0)
+            exact = _e4m3(tl.minimum(tl.maximum(divided, -448.0), 448.0))
+            tl.store(row + columns, exact.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=columns < padded)
+        tl.store((row + padded).to(tl.pointer_type(tl.float32)), scale)
+    else:
+        _top(row, x, width, MODE, NUMBER, WIDE)
+
+
+@triton.jit
+def _top(row, x, width: tl.constexpr, MODE: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr):
+    """The K largest magnitudes. Their least is found bit by bit: the greatest number that K magnitudes reach."""
+    columns = tl.arange(0, WIDE)
+    inside = columns < width
+    raw = tl.load(x + columns, mask=inside, other=0.0)
+    value = raw.to(tl.float32)
+    magnitude = tl.where(inside, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
+    # The low 16 bits of a bfloat16 are zero.
+    lowest: tl.constexpr = 16 if x.dtype.element_ty == tl.bfloat16 else 0
+    least = 0
+    for step in range(0, 31 - lowest):
+        higher = least | (1 << (30 - step))
+        enough = tl.sum((magnitude >= higher).to(tl.int32), 0) >= K
+        least = tl.where(enough, higher, least)
+    above = magnitude > least
+    tied = magnitude == least
+    room = K - tl.sum(above.to(tl.int32), 0)
+    chosen = above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room))
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    index_bytes: tl.constexpr = 2 if width <= 65536 else 4
+    values_at: tl.constexpr = (K * index_bytes + 3) // 4 * 4
+    if index_bytes == 2:
+        tl.store(row.to(tl.pointer_type(tl.uint16)) + place, columns.to(tl.uint16), mask=chosen)
+        if K % 2:
+            tl.store(row.to(tl.pointer_type(tl.uint16)) + K, 0)
+    else:
+        tl.store(row.to(tl.pointer_type(tl.uint32)) + place, columns.to(tl.uint32), mask=chosen)
+    out = row + values_at
+    if MODE == EXACT:
+        tl.store(out.to(tl.pointer_type(x.dtype.element_ty)) + place, raw, mask=chosen)
+        if (K % 2) and x.dtype.element_ty != tl.float32:
+            tl.store(out.to(tl.pointer_type(tl.uint16)) + K, 0)
+    else:
+        kept: tl.constexpr = (K + 3) // 4 * 4
+        scale = _scale_of(tl.max(tl.abs(value), 0), 127.0)
+        tl.store(out.to(tl.pointer_type(tl.int8)) + place, _quantise(value, scale), mask=chosen)
+        tl.store(out + K + columns, (columns * 0).to(tl.uint8), mask=columns < kept - K)
+        tl.store((out + kept).to(tl.pointer_type(tl.float32)), scale)
+
+
+@triton.jit
+def reduce_rows_kernel(
+    rows, slots,
+    x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12,
+    s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12,
+    w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr, w3: tl.constexpr, w4: tl.constexpr, w5: tl.constexpr,
+    w6: tl.constexpr, w7: tl.constexpr, w8: tl.constexpr, w9: tl.constexpr, w10: tl.constexpr, w11: tl.constexpr,
+    w12: tl.constexpr,
+    m0: tl.constexpr, m1: tl.constexpr, m2: tl.constexpr, m3: tl.constexpr, m4: tl.constexpr, m5: tl.constexpr,
+    m6: tl.constexpr, m7: tl.constexpr, m8: tl.constexpr, m9: tl.constexpr, m10: tl.constexpr, m11: tl.constexpr,
+    m12: tl.constexpr,
+    n0: tl.constexpr, n1: tl.constexpr, n2: tl.constexpr, n3: tl.constexpr, n4: tl.constexpr, n5: tl.constexpr,
+    n6: tl.constexpr, n7: tl.constexpr, n8: tl.constexpr, n9: tl.constexpr, n10: tl.constexpr, n11: tl.constexpr,
+    n12: tl.constexpr,
+    o0, o1, o2, o3, o4, o5, o6, o7, o8, o9, o10, o11, o12,
+    row_bytes, BLOCK: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, values): one program reduces one row of one value."""
+    token = tl.program_id(0).to(tl.int64)
+    value = tl.program_id(1)
+    slot = tl.load(slots + token)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if slot >= 0:
+        row = rows + slot * row_bytes
+        if value == 0:
+            _encode(row + o0, x0 + token * s0, w0, m0, n0, BLOCK, WIDE)
+        elif value == 1:
+            _encode(row + o1, x1 + token * s1, w1, m1, n1, BLOCK, WIDE)
+        elif value == 2:
+            _encode(row + o2, x2 + token * s2, w2, m2, n2, BLOCK, WIDE)
+        elif value == 3:
+            _encode(row + o3, x3 + token * s3, w3, m3, n3, BLOCK, WIDE)
+        elif value == 4:
+            _encode(row + o4, x4 + token * s4, w4, m4, n4, BLOCK, WIDE)
+        elif value == 5:
+            _encode(row + o5, x5 + token * s5, w5, m5, n5, BLOCK, WIDE)
+        elif value == 6:
+            _encode(row + o6, x6 + token * s6, w6, m6, n6, BLOCK, WIDE)
+        elif value == 7:
+            _encode(row + o7, x7 + token * s7, w7, m7, n7, BLOCK, WIDE)
+        elif value == 8:
+            _encode(row + o8, x8 + token * s8, w8, m8, n8, BLOCK, WIDE)
+        elif value == 9:
+            _encode(row + o9, x9 + token * s9, w9, m9, n9, BLOCK, WIDE)
+        elif value == 10:
+            _encode(row + o10, x10 + token * s10, w10, m10, n10, BLOCK, WIDE)
+        elif value == 11:
+            _encode(row + o11, x11 + token * s11, w11, m11, n11, BLOCK, WIDE)
+        else:
+            _encode(row + o12, x12 + token * s12, w12, m12, n12, BLOCK, WIDE)
