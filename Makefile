@@ -39,7 +39,7 @@ demo: env
 	@$(VENV)/bin/dmi demo
 
 test: env
-	@$(PY) -m pytest tests -n $(JOBS) --dist loadgroup
+	@$(PY) -m pytest tests -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 soak: env
 	@SOAK_RESULT=benchmarks/results/soak-cpu.json $(PY) -m pytest tests -m soak -s

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,8 +16,6 @@ from dmi_connector.tiny import ENV
 
 if TYPE_CHECKING:
     from dmi_connector.oracle import Oracle
-
-ROOT = Path(__file__).parent
 
 # vLLM reads these when it is first imported, so they are set before any test module is.
 for _name, _value in ENV.items():
@@ -28,12 +26,17 @@ SHARE_ENGINES = ("test_attention.py", "test_hooks_vs_transformers.py", "test_red
 """Files that ask for the same engines (`core_run`)."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several test processes (-n), a file stays in one of them, and so do files that share engines."""
-    for item in items:
-        name = "core" if item.path.name in SHARE_ENGINES else item.path.relative_to(ROOT).as_posix()
-        item.add_marker(pytest.mark.xdist_group(name))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByEngine(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::")[0]
+            return "core" if Path(path).name in SHARE_ENGINES else path
+
+    return ByEngine(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
