@@ -142,6 +142,7 @@ def fit(basis_rows: Any, rank: int) -> tuple[Part, float]:
     order = np.argsort(values)[::-1][:rank]
     components = vectors[:, order]
     components = components * np.where(components[np.abs(components).argmax(0), np.arange(rank)] < 0, -1, 1)
+    components = np.ascontiguousarray(components, np.float32)  # safetensors writes the memory as it lies
     std = np.sqrt(np.maximum(values[order], 0))
-    part = Part((origin + mean).astype(np.float32), components.astype(np.float32), std.astype(np.float32))
+    part = Part((origin + mean).astype(np.float32), components, std.astype(np.float32))
     return part, float(np.maximum(values, 0).sum())
