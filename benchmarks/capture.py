@@ -39,7 +39,7 @@ def run_engine(args: argparse.Namespace, engine: str, setups: list[Setup]) -> No
     found: dict[str, Any] = {"setups": {}}
     results["engines"][engine] = found
     try:
-        with closing(Bench(args, engine, setups[0].hooks)) as bench:
+        with closing(Bench(args, engine, setups[0])) as bench:
             found |= bench.facts
             for setup in setups:
                 numbers = found["setups"][setup.name] = {}

@@ -152,11 +152,12 @@ def check_ehs_file(path: str, rows: int, layers: int) -> dict[str, Any]:
 class Bench:
     """One engine. The options of ours are swapped in the running worker: sinks and codecs change no compiled graph."""
 
-    def __init__(self, args: argparse.Namespace, engine: str, hooks: str) -> None:
+    def __init__(self, args: argparse.Namespace, engine: str, setup: Setup) -> None:
         from vllm import LLM
 
         from dmi_connector import capture_args
 
+        hooks = setup.hooks
         self.args, self.engine, self.ours = args, engine, bool(hooks)
         self.store_dir = Path(args.store_dir).absolute() / engine
         self.clean()
@@ -164,14 +165,15 @@ class Bench:
         if engine == "ehs":
             extra = self._ehs_args()
         elif hooks:
-            extra = capture_args(hooks=hooks, store_dir=self.store_dir, owner=args.owner, **args.options)
+            options = {"reduce": dict(setup.reduce), **args.options}
+            extra = capture_args(hooks=hooks, store_dir=self.store_dir, owner=args.owner, **options)
         engine_args = {"dtype": args.dtype, "max_model_len": args.max_model_len, "seed": 0, **args.engine_args}
         begin = time.perf_counter()
         self.llm = LLM(args.model, load_format="dummy", skip_tokenizer_init=True, **{**engine_args, **extra})
         self.facts: dict[str, Any] = {"start_s": round(time.perf_counter() - begin, 1)}
         if hooks:
             self.token_bytes, self.chunk_tokens, self.chunk_bytes = self.llm.collective_rpc(worker_sizes)[0]
-            self.facts |= {"hooks": hooks, "bytes_per_token": self.token_bytes}
+            self.facts |= {"hooks": hooks, "reduce": dict(setup.reduce), "bytes_per_token": self.token_bytes}
         self.vocab = self.llm.llm_engine.model_config.get_vocab_size()
         self.replies: list[dict[str, Any]] = []  # kv_transfer_params of the last responses
         self._seed = 0

@@ -49,8 +49,8 @@ CASES = {
 class Setup:
     """One configuration to measure. engine: those with the same one share an engine process.
 
-    hooks: selection, "" for an engine without our connector. slow: one writer and a host buffer of two chunks, so that
-    the sink is by far slower than the link.
+    hooks: selection, "" for an engine without our connector. reduce: pairs of the option. slow: one writer and a host
+    buffer of two chunks, so that the sink is by far slower than the link.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Setup:
     policy: str = "block"
     slow: bool = False
     cases: tuple[str, ...] = ()
+    reduce: tuple[tuple[str, str], ...] = ()
 
     @property
     def stores(self) -> bool:
@@ -84,6 +85,10 @@ CURVES = {
     "layers": Curve("layers", ("layers-quarter", "layers-half", "full null"), _BOTH, False),
     "tokens": Curve("prompt tokens", _SINKS, ("prefill8x128", "prefill8", "prefill8x1500"), True),
     "batch": Curve("requests that decode", _SINKS, ("decode1", "decode8", "decode32", "decode128"), True),
+}
+REDUCE = {
+    "int8": (("*", "int8"),),
+    "mixed": (("resid_*", "rp(512)"), ("mlp_post", "topk(64)"), ("*", "int8")),
 }
 HOOK_STEPS = {
     "hooks-1": "resid_pre",
@@ -126,6 +131,15 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
         Setup("full disk slow block", "full", FULL, slow=True, cases=("decode32", "prefill8")),
         Setup("full disk slow drop", "full", FULL, policy="drop", slow=True, cases=("decode32", "prefill8")),
     ]
+    decode, prefill = ("decode1", "decode32", "decode128"), ("prefill32", "prefill32x4")
+    for name, rules in REDUCE.items():
+        setups += [
+            Setup(f"{name} null", name, FULL, sink="null", cases=(*decode, "prefill32"), reduce=rules),
+            Setup(f"{name} host", name, FULL, sink="host", cases=("decode32", *prefill), reduce=rules),
+            Setup(f"{name} disk none", name, FULL, codec="none", cases=("decode32", "prefill32"), reduce=rules),
+        ]
+    summaries = (("pattern", "attn(8)"),)
+    setups.append(Setup("attn null", "attn", "pattern", sink="null", cases=(*decode, "prefill32"), reduce=summaries))
     if "hooks" in curves:
         setups += [Setup(name, name, hooks, sink="null", cases=_BOTH) for name, hooks in HOOK_STEPS.items()]
     if "layers" in curves:
