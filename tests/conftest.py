@@ -20,10 +20,18 @@ if TYPE_CHECKING:
 # vLLM reads these when it is first imported, so they are set before any test module is.
 for _name, _value in ENV.items():
     os.environ.setdefault(_name, _value)
+# Inductor would try the compiler's vector instructions in every process anew, which takes eight seconds.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
-SHARE_ENGINES = ("test_attention.py", "test_hooks_vs_transformers.py", "test_reduce.py")
-"""Files that ask for the same engines (`core_run`)."""
+SHARE_ENGINES = {
+    "test_attention.py": "core_run",
+    "test_hooks_vs_transformers.py": "core_run",
+    "test_reduce.py": "core_run",
+    "test_owners.py": "server",
+    "test_serve.py": "server",
+}
+"""Files that ask for the same engines, and the fixture that starts these."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -34,15 +42,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByEngine(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.split("::")[0]
-            return "core" if Path(path).name in SHARE_ENGINES else path
+            return SHARE_ENGINES.get(Path(path).name, path)
 
     return ByEngine(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def vllm_cache_root() -> Iterator[Path]:
-    """One directory of compiled graphs for the whole session: every engine of the tests shares it."""
+def vllm_cache_root(pytestconfig: pytest.Config) -> Iterator[Path]:
+    """One directory of compiled graphs for the whole session: every engine of the tests shares it.
+
+    What vLLM notes of model classes, after ten seconds in a process of its own for each, is kept between sessions: the
+    notes carry the hash of the class's source, and are written atomically.
+    """
     root = Path(tempfile.mkdtemp(prefix="dmi-test-cache-"))
+    (root / "modelinfos").symlink_to(pytestconfig.cache.mkdir("modelinfos"))
     old = os.environ.get("VLLM_CACHE_ROOT")
     os.environ["VLLM_CACHE_ROOT"] = str(root)
     yield root

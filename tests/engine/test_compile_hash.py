@@ -26,7 +26,7 @@ def graphs(cache_root: Path) -> int:
     return len(list(found))
 
 
-@pytest.fixture(scope="module", params=["draft", "target"])
+@pytest.fixture(scope="module", params=["draft", pytest.param("target", marks=pytest.mark.soak)])
 def runs(
     request: pytest.FixtureRequest,
     tiny_model: Callable[..., Path],

@@ -73,7 +73,8 @@ def test_others_are_whole(run: Run) -> None:
     assert run.store("custom").parent == run.facts["root"] / "a" / "b"
     assert (run.store("custom").parent / "index.jsonl").exists()
     usage = read_usage(str(run.store_dir))
-    assert usage is not None and usage["bytes"] < 400_000
+    # What was let in is written to its end, and files hold more than rows.
+    assert usage is not None and usage["bytes"] < 500_000
 
 
 def test_files_are_private(run: Run) -> None:

@@ -24,7 +24,7 @@ from dmi_connector.oracle import Oracle
 from tests.engine.faults import MANY, check_rows, gone, group_of, until
 from tests.serve.conftest import MODEL, _free_port, _wait
 
-SECONDS = 15
+SECONDS = 30
 """Bound for the engine's processes. The server itself waits until its clients have gone."""
 
 

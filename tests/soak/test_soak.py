@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -100,7 +101,10 @@ def take_stores(folder: Path, soak: Soak) -> None:
 def look(soak: Soak) -> None:
     """Note what the processes hold."""
     family = group_of(psutil.Process())
-    shared = {m.path for p in family for m in p.memory_maps(grouped=True) if m.path.startswith("/dev/shm/")}
+    shared: set[str] = set()
+    for process in family:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            shared |= {m.path for m in process.memory_maps(grouped=True) if m.path.startswith("/dev/shm/")}
     figures: dict[str, Any] = {"requests": soak.requests, "shared_memory_files": len(shared)}
     figures["processes"] = len(family) - 1
     for role, kind in ROLES.items():
