@@ -33,13 +33,15 @@ def text() -> str:
 
 
 def train(model: Path, steps: int) -> list[float]:
-    """Train the model in place on all but the end of the text. Gives the loss of each step, in nats a token."""
+    """Replace the model's weights by ones trained from transformers' own initialisation on all but the end of the text.
+    Gives the loss of each step, in nats a token.
+    """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     ids = torch.tensor(make_tokenizer()(text()[:-HELD_OUT])["input_ids"])
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
     optimiser = torch.optim.AdamW(net.parameters(), lr=1e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 1e-3, total_steps=steps)
     losses = []

@@ -19,7 +19,7 @@ from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.reader import Capture, open_capture
 
-DEFAULT = ("int8", "int8(affine)", "fp8", "round(3)", "topk(64)", "rp(512)", "rp(512,sign)")
+DEFAULT = ("int8", "int8(affine)", "int8(32)", "fp8", "round(3)", "topk(64)", "rp(512)", "rp(512,sign)")
 PAIRS = 512
 """Tokens whose cosines with each other are compared."""
 PROBES = 16

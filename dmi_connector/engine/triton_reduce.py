@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MODES = {"copy": 0, "int8": 1, "affine": 2, "fp8": 3, "round": 4, "topk": 5, "exact": 6}
+MODES = {"copy": 0, "int8": 1, "affine": 2, "fp8": 3, "round": 4, "topk": 5, "exact": 6, "groups": 7}
 WHOLE = (MODES["topk"], MODES["exact"])
 """Those that hold a whole row at once; the others go through it in blocks."""
 COPY = tl.constexpr(MODES["copy"])
@@ -18,6 +18,7 @@ INT8 = tl.constexpr(MODES["int8"])
 AFFINE = tl.constexpr(MODES["affine"])
 FP8 = tl.constexpr(MODES["fp8"])
 ROUND = tl.constexpr(MODES["round"])
+GROUPS = tl.constexpr(MODES["groups"])
 EXACT = tl.constexpr(MODES["exact"])
 _NEAREST = tl.constexpr(12582912.0)
 """Added and taken away again, it rounds a small float32 to the nearest whole number, ties to even."""
@@ -64,7 +65,8 @@ def _e4m3(value):
 def _encode(
     row, x, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Write one row of `width` values as MODE says. NUMBER: mantissa bits dropped (ROUND), values kept (top k)."""
+    """Write one row of `width` values as MODE says. NUMBER: mantissa bits dropped (ROUND), values of a
+    group (GROUPS), values kept (top k)."""
     padded: tl.constexpr = (width + 3) // 4 * 4
     if MODE == COPY:
         out = row.to(tl.pointer_type(x.dtype.element_ty))
@@ -90,6 +92,22 @@ def _encode(
             columns = start + tl.arange(0, BLOCK)
             tl.store(out + columns, _quantise(_load(x, columns, width), scale), mask=columns < padded)
         tl.store((row + padded).to(tl.pointer_type(tl.float32)), scale)
+    elif MODE == GROUPS:
+        count: tl.constexpr = (width + NUMBER - 1) // NUMBER
+        out = row.to(tl.pointer_type(tl.int8))
+        scales = (row + padded).to(tl.pointer_type(tl.uint16))
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            groups = tl.reshape(_load(x, columns, width), (BLOCK // NUMBER, NUMBER))
+            bits = _scale_of(tl.max(tl.abs(groups), 1), 127.0).to(tl.int32, bitcast=True)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # the nearest bfloat16, ties to even
+            scale = (bits << 16).to(tl.float32, bitcast=True)
+            stored = _quantise(groups, (scale[:, None] + tl.zeros_like(groups)))
+            tl.store(out + columns, tl.reshape(stored, (BLOCK,)), mask=columns < padded)
+            numbers = start // NUMBER + tl.arange(0, BLOCK // NUMBER)
+            tl.store(scales + numbers, bits.to(tl.uint16), mask=numbers < count)
+        if count % 2:
+            tl.store(scales + count, 0)
     elif MODE == AFFINE:
         low = tl.full([BLOCK], float("inf"), tl.float32)
         high = tl.full([BLOCK], float("-inf"), tl.float32)

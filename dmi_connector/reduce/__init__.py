@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions of hook rows: encoded on the GPU before a row is written, decoded on reading.
 
-parse("int8"), parse("int8(affine)"), parse("fp8"), parse("round(4)"), parse("topk(64)"), parse("topk(64,exact)"),
-parse("rp(512)"), parse("rp(512,sign,seed=7)"), parse("pca(basis.safetensors)"),
+parse("int8"), parse("int8(affine)"), parse("int8(32)"), parse("fp8"), parse("round(4)"), parse("topk(64)"),
+parse("topk(64,exact)"), parse("rp(512)"), parse("rp(512,sign,seed=7)"), parse("pca(basis.safetensors)"),
 parse("attn(8)"), parse("none")
 """
 
@@ -31,7 +31,7 @@ _FLAGS: dict[str, dict[str, tuple[str, Any]]] = {
     "topk": {"exact": ("exact", True), "int8": ("exact", False)},
     "rp": {"gaussian": ("distribution", "gaussian"), "sign": ("distribution", "sign")},
 }
-_NUMBER = {"round": "bits", "topk": "k", "rp": "k", "attn": "m"}
+_NUMBER = {"int8": "group", "round": "bits", "topk": "k", "rp": "k", "attn": "m"}
 _SPEC = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 

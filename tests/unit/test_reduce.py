@@ -19,7 +19,17 @@ from dmi_connector.reduce.pca import Pca, fit
 from dmi_connector.reduce.projection import RandomProjection, matrix
 from dmi_connector.reduce.topk import TopK
 
-SPECS = ["int8", "int8(affine)", "fp8", "round(4)", "topk(8)", "topk(8,exact)", "rp(16)", "rp(16,sign,seed=7)"]
+SPECS = [
+    "int8",
+    "int8(affine)",
+    "int8(32)",
+    "fp8",
+    "round(4)",
+    "topk(8)",
+    "topk(8,exact)",
+    "rp(16)",
+    "rp(16,sign,seed=7)",
+]
 
 
 def rows(tokens: int = 9, width: int = 50, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -59,6 +69,22 @@ def test_int8(dtype: torch.dtype, width: int) -> None:
     span = (exact.max(1, keepdims=True) - exact.min(1, keepdims=True)) / 254
     error = np.abs(roundtrip(parse("int8(affine)"), x) - exact)  # type: ignore[arg-type]
     assert (error <= span * 0.51 + np.abs(exact) * 1e-6).all()
+
+
+def test_groups_keep_directions_of_any_row() -> None:
+    """One value of a thousand times the others in a row, or in each group, or growing ones."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 2050, generator=generator)
+    x[10:20, 5] *= 1000
+    x[20:30, ::32] *= 1000
+    x[30:40] *= torch.logspace(-3, 3, 2050)
+    x[40:50] = x[40:50] ** 5
+    x[50:] = torch.nn.functional.silu(x[50:] * 4) * x[50:].roll(1, 1)
+    exact, got = x.numpy(), roundtrip(parse("int8(32)"), x)  # type: ignore[arg-type]
+    cosines = (exact * got).sum(1) / np.linalg.norm(exact, axis=1) / np.linalg.norm(got, axis=1)
+    assert cosines.min() > 0.9999, cosines.min()
+    row = roundtrip(parse("int8"), x)  # type: ignore[arg-type]
+    assert ((exact * row).sum(1) / np.linalg.norm(exact, axis=1) / np.linalg.norm(row, axis=1))[50:].min() < 0.9999
 
 
 def test_int8_and_fp8_keep_directions() -> None:
@@ -153,7 +179,9 @@ DIGESTS = ["2961c6e7fcac72b7", "078c1c37c0023d58"]
         ("topk", None),
         ("topk(0)", "keep 1 value or more"),
         ("topk(k)", r"'k' in 'topk\(k\)' is unknown; topk takes exact, int8, a number"),
-        ("int8(4)", "int8 takes no number"),
+        ("int8(4)", "groups have one of"),
+        ("int8(32,affine)", "groups are symmetric"),
+        ("fp8(4)", "fp8 takes no"),
         ("fp8(big)", "fp8 takes nothing"),
         ("round(99)", "1 to 23 mantissa bits"),
         ("rp(4,cauchy)", "'cauchy' in"),
