@@ -45,7 +45,7 @@ MEASURES = {
     "error": "norm of the difference as a share of the norm, all rows together",
     "pairs": "correlation of the cosines between rows, before and after",
     "probes": "correlation of probe scores, before and after: the least of the probes",
-    "recall": "share of the largest values that were kept",
+    "recall": "share of the places of the largest values that were kept",
     "importance": "Spearman correlation of mean |x| by neuron, before and after",
     "variance": "share of the variance about the mean that is read back",
 }
@@ -101,17 +101,22 @@ def _measure(
     raw = stored.float().numpy() if stored.is_floating_point() else stored.numpy()
     decoded = reduction.decode(raw, width, dtype)
     size = stored.shape[1] * ITEMSIZE[reduction.stored_dtype(dtype)] / (width * ITEMSIZE[dtype])
-    measures = _measures(reduction, rows, decoded, tokens, layer)
+    measures = _measures(reduction, rows, raw, decoded, tokens, layer)
     return Fidelity(hook, layer, spec, len(rows), width, size, {k: round(float(v), 6) for k, v in measures.items()})
 
 
 def _measures(
-    reduction: Reduction, rows: np.ndarray, decoded: np.ndarray, tokens: np.ndarray, layer: int | None
+    reduction: Reduction,
+    rows: np.ndarray,
+    stored: np.ndarray,
+    decoded: np.ndarray,
+    tokens: np.ndarray,
+    layer: int | None,
 ) -> dict[str, Any]:
     if isinstance(reduction, RandomProjection):
         return {"pairs": _pairs(rows, decoded), "probes": _probes(rows, decoded, reduction, tokens)}
     if isinstance(reduction, TopK):
-        kept = np.argsort(-np.abs(decoded), axis=1, kind="stable")[:, : reduction.k]
+        kept = reduction.indexes(stored, rows.shape[1])
         true = np.argsort(-np.abs(rows), axis=1, kind="stable")[:, : reduction.k]
         recall = np.mean([len(np.intersect1d(a, b)) for a, b in zip(kept, true, strict=True)]) / reduction.k
         importance = _spearman(np.abs(rows).mean(0), np.abs(decoded).mean(0))

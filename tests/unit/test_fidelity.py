@@ -100,7 +100,7 @@ def test_fidelity_measures_what_is_known(stores: list[Path], basis: Path) -> Non
     assert at["int8"].measures["cosine_least"] > 0.9999 > at["fp8"].measures["cosine_least"] > 0.999
     assert at["round(23)"].measures["error"] == 0 and at["round(23)"].size == 1
     assert at["int8"].size == pytest.approx((96 + 4) / 384)
-    assert at["topk(64)"].measures["recall"] > 0.95, "but for equal int8 values"
+    assert at["topk(64)"].measures["recall"] == 1
     assert at[f"pca({basis})"].measures["variance"] > 0.99
     assert at["rp(32)"].measures["pairs"] > 0.5
     neurons = {f.reduction: f for f in fidelity(stores, ["topk(64,exact)"], "mlp_*")}["topk(64,exact)"]
