@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What reductions keep, on a model trained for a minute and on random weights: the table of docs/REDUCTIONS.md.
 
     python -m benchmarks.fidelity --out DIR
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pydoc_data.topics
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from dmi_connector.tiny import ENV, make_model, make_tokenizer
@@ -83,12 +86,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="for models, stores and figures")
     parser.add_argument("--steps", type=int, default=60, help="of training (default: %(default)s)")
     options = parser.parse_args()
-    import os
-
     for name, value in ENV.items():
         os.environ.setdefault(name, value)
-
-    from dataclasses import asdict
 
     from dmi_connector.fidelity import DEFAULT, fidelity, markdown
     from dmi_connector.store.fit import fit_pca
@@ -106,10 +105,11 @@ def main() -> None:
         basis.unlink(missing_ok=True)
         fit_pca(stores[: PROMPTS // 2], ["resid_mid"], 256, basis)
         found = fidelity(stores[PROMPTS // 2 :], DEFAULT)
-        found += fidelity(stores[PROMPTS // 2 :], [f"pca({basis})"], "resid_mid")
+        projected = fidelity(stores[PROMPTS // 2 :], [f"pca({basis})"], "resid_mid")
+        found += [replace(one, reduction="pca(256 components)") for one in projected]
         result[kind] = [asdict(one) for one in found]
         print(f"\n{kind}\n\n{markdown(found)}\n")
-    (options.out / "fidelity.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / "fidelity.json").write_text(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":
