@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def keep_copy(basis: Basis, store_dir: str, file_mode: str) -> None:
 
 def find_basis(sha256: str, store: Path, given: str | os.PathLike[str] | None = None) -> Basis:
     """The basis with this hash: `given`, or the copy beside the store. Raises FileNotFoundError or ValueError."""
+    if re.fullmatch("[0-9a-f]{64}", sha256) is None:
+        raise ValueError(f"{store} names the basis {sha256!r}, which is no SHA-256")  # nor a path to anywhere
     path = Path(given) if given is not None else store.absolute().parent / FOLDER / f"{sha256}.safetensors"
     if not path.is_file():
         raise FileNotFoundError(f"the basis of {store} is not at {path}; give basis=, the file with SHA-256 {sha256}")

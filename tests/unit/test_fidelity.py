@@ -13,6 +13,7 @@ import pytest
 from dmi_connector.cli import main
 from dmi_connector.fidelity import fidelity, markdown
 from dmi_connector.reduce.basis import load
+from dmi_connector.store.bases import find_basis, keep_copy
 from dmi_connector.store.persist import Persistence
 from dmi_connector.store.schema import ArraySpec
 from tests import storekit as kit
@@ -132,3 +133,20 @@ def test_the_command_prints_a_table(stores: list[Path], capsys: pytest.CaptureFi
     assert "holds no hook in full that matches 'q'" in capsys.readouterr().err
     assert main(["fidelity", str(stores[0]), "--reduce", "int9"]) == 2
     assert "'int9' is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "/etc/passwd", "", "A" * 64, "0" * 63])
+def test_a_store_cannot_name_any_file_as_its_basis(tmp_path: Path, basis: Path, name: str) -> None:
+    (tmp_path / "bases").mkdir()
+    with pytest.raises(ValueError, match="which is no SHA-256"):
+        find_basis(name, tmp_path / "a.zarr")
+    with pytest.raises(ValueError, match="is another basis"):
+        find_basis("0" * 64, tmp_path / "a.zarr", basis)
+
+
+def test_copies_are_private_and_made_once(tmp_path: Path, basis: Path) -> None:
+    for _ in range(2):
+        keep_copy(load(basis), str(tmp_path), "private")
+    [copy] = (tmp_path / "bases").iterdir()
+    assert copy.stat().st_mode & 0o777 == 0o600 and copy.parent.stat().st_mode & 0o777 == 0o700
+    assert find_basis(load(basis).sha256, tmp_path / "a.zarr").sha256 == load(basis).sha256
