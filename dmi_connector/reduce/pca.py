@@ -5,7 +5,7 @@ with a row scale (see int8.py). The basis stays in its file: stores name its SHA
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -116,14 +116,14 @@ def _floor(std: np.ndarray) -> np.ndarray:
     return np.asarray(np.maximum(std, np.float32(1e-6) * max(float(std[0]), 1e-30)), np.float32)
 
 
-def fit(basis_rows: Any, rank: int) -> tuple[Part, float]:
+def fit(blocks: Iterable[np.ndarray], rank: int) -> tuple[Part, float]:
     """Principal components of float rows that come in blocks [n, width]; (basis, total variance).
 
     Keeps the sum and the second moments in float64, so memory is 8 width² bytes however many rows there are. Raises
     ValueError for fewer rows than `rank` + 1, or rows narrower than it.
     """
     count, total, moments = 0, None, None
-    for block in basis_rows:
+    for block in blocks:
         rows = np.asarray(block, np.float64)
         if total is None or moments is None:
             if rows.shape[1] < rank:

@@ -9,12 +9,13 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from dmi_connector.engine.attend import _packing, summaries
+from dmi_connector.engine.attend import _packing, check, summaries
 from dmi_connector.reduce.attn import AttentionSummary
 
 BLOCK = 16
@@ -150,3 +151,37 @@ def test_packed_keys_are_found_again(dtype: torch.dtype) -> None:
     )
     order = _packing(isa, dtype, 128, size)
     assert torch.equal(packed[1].reshape(2, -1)[:, order].view(2, 128, size), keys.transpose(0, 1))
+
+
+def attention_layer(backend: str = "FLASH_ATTN", values: int = 64, **impl: object) -> SimpleNamespace:
+    """What `check` reads of vLLM's Attention."""
+    return SimpleNamespace(
+        impl=SimpleNamespace(**{"kv_cache_dtype": "auto", "sliding_window": (-1, -1), **impl}),
+        attn_backend=SimpleNamespace(get_name=lambda: backend),
+        head_size=64,
+        head_size_v=values,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"backend": "FLASHINFER"}, "attention backend FLASHINFER; choose one of CPU_ATTN, FLASH_ATTN, TRITON_ATTN"),
+        ({"sliding_window": (4095, 0)}, "pattern of layer 3 cannot be summarised: it has a sliding window"),
+        ({"sliding_window": 4096}, "a sliding window"),
+        ({"alibi_slopes": [0.5]}, "ALiBi"),
+        ({"logits_soft_cap": 30.0}, "a logits soft cap"),
+        ({"sinks": [0.0]}, "attention sinks"),
+        ({"kv_cache_dtype": "fp8"}, "a quantized KV cache"),
+        ({"values": 128}, "values of another width than its keys"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "shared keys"),
+    ],
+)
+def test_attention_that_no_summary_is_true_of_is_refused(layer: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(attention_layer(**layer), 3)  # type: ignore[arg-type]
+
+
+def test_full_attention_is_taken() -> None:
+    for plain in ({}, {"backend": "CPU_ATTN", "sliding_window": -1, "logits_soft_cap": 0}, {"backend": "TRITON_ATTN"}):
+        check(attention_layer(**plain), 0)  # type: ignore[arg-type]
