@@ -22,7 +22,8 @@ import numpy as np
 from benchmarks import common
 from benchmarks.report import machine
 from dmi_connector.store.capture import CaptureSpec
-from dmi_connector.store.persist import Persistence, PersistSettings
+from dmi_connector.store.persist import Persistence
+from dmi_connector.store.persist_settings import PersistSettings
 from dmi_connector.store.reader import open_capture
 from dmi_connector.store.schema import ArraySpec
 

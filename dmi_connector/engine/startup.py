@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.plan import Plan
 from dmi_connector.settings import OptionError, ServerOptions
-from dmi_connector.store.persist import PersistSettings
+from dmi_connector.store.persist_settings import PersistSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

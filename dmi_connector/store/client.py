@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.store.persist import PersistSettings
+from dmi_connector.store.persist_settings import PersistSettings
 from dmi_connector.store.process import Child
 from dmi_connector.store.ring import Extent, Ring
 from dmi_connector.store.schema import ArraySpec

@@ -28,7 +28,8 @@ import numpy as np
 from dmi_connector.store.capture import CaptureHandle, CaptureSpec
 from dmi_connector.store.commit import append_index, now
 from dmi_connector.store.paths import UMASKS
-from dmi_connector.store.persist import Persistence, PersistSettings
+from dmi_connector.store.persist import Persistence
+from dmi_connector.store.persist_settings import PersistSettings
 from dmi_connector.store.retention import Keeper
 from dmi_connector.store.ring import Extent, RingBase
 from dmi_connector.store.schema import ArraySpec

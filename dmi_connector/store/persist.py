@@ -16,38 +16,19 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dmi_connector.store import schema
 from dmi_connector.store.capture import SPREAD_BYTES, CaptureHandle, CaptureSpec, Group, assign
 from dmi_connector.store.commit import merge_ranges, now
+from dmi_connector.store.persist_settings import PersistSettings
 from dmi_connector.store.process import Child
 from dmi_connector.store.ring import Extent, Ring, RingBase
 from dmi_connector.store.wire import Message, pack_array
 
 logger = logging.getLogger(__name__)
 OnDone = Callable[[CaptureHandle, str | None], None]
-
-
-@dataclass(frozen=True)
-class PersistSettings:
-    """How captures are written unless their spec says otherwise. `rank_timeout` and `shutdown_seconds` are in seconds.
-    keep: arguments of the coordinator's `Keeper`, {} for none.
-    """
-
-    codec: str = "zstd"
-    chunk_tokens: int = 128
-    segment_tokens: int = 1024
-    fsync: bool = False
-    rank_timeout: float = 60.0
-    shutdown_seconds: float = 60.0
-    file_mode: str = "private"
-    keep: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        schema.check_chunking(self.chunk_tokens, self.segment_tokens, self.codec)
 
 
 class Persistence:

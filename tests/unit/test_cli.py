@@ -16,7 +16,8 @@ from dmi_connector import demo, plot, tables
 from dmi_connector.cli import main, make_serve_parser
 from dmi_connector.serve import SERVER, server_command
 from dmi_connector.settings import OptionError, ServerOptions
-from dmi_connector.store.persist import Persistence, PersistSettings
+from dmi_connector.store.persist import Persistence
+from dmi_connector.store.persist_settings import PersistSettings
 from dmi_connector.store.reader import open_capture
 from dmi_connector.store.schema import ArraySpec
 from tests import storekit

@@ -28,7 +28,7 @@ from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import row_layout
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.client import PersistenceClient
-from dmi_connector.store.persist import PersistSettings
+from dmi_connector.store.persist_settings import PersistSettings
 from tests.unit.test_store_coordinator import IDS, begin, send
 
 CHUNK, CHUNKS = 64, 8

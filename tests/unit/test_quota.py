@@ -25,7 +25,8 @@ from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store.client import PersistenceClient
 from dmi_connector.store.index import find_captures, read_index
 from dmi_connector.store.paths import make_directory
-from dmi_connector.store.persist import Persistence, PersistSettings
+from dmi_connector.store.persist import Persistence
+from dmi_connector.store.persist_settings import PersistSettings
 from dmi_connector.store.quota import Quota, RequestBytes
 from dmi_connector.store.reader import open_capture
 from dmi_connector.store.retention import (

@@ -20,7 +20,8 @@ from dmi_connector.store.client import PersistenceClient
 from dmi_connector.store.commit import append_index, write_rank_done
 from dmi_connector.store.index import find_captures
 from dmi_connector.store.paths import UMASKS, custom_directory, store_name
-from dmi_connector.store.persist import Persistence, PersistSettings
+from dmi_connector.store.persist import Persistence
+from dmi_connector.store.persist_settings import PersistSettings
 from dmi_connector.store.reader import open_capture
 from dmi_connector.store.repair import repair
 from dmi_connector.store.ring import Ring

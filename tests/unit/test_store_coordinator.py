@@ -17,7 +17,7 @@ import pytest
 
 from dmi_connector.store.client import PersistenceClient, RemoteCapture
 from dmi_connector.store.index import find_captures
-from dmi_connector.store.persist import PersistSettings
+from dmi_connector.store.persist_settings import PersistSettings
 from dmi_connector.store.reader import open_capture
 from dmi_connector.store.repair import repair
 from dmi_connector.store.schema import ArraySpec

@@ -20,7 +20,8 @@ import pytest
 
 from dmi_connector.store.capture import CaptureHandle, CaptureSpec
 from dmi_connector.store.index import find_captures
-from dmi_connector.store.persist import Persistence, PersistSettings
+from dmi_connector.store.persist import Persistence
+from dmi_connector.store.persist_settings import PersistSettings
 from dmi_connector.store.reader import CaptureIncomplete, open_capture
 from dmi_connector.store.repair import repair
 from dmi_connector.store.schema import ArraySpec

@@ -14,7 +14,8 @@ import pytest
 import tensorstore
 
 from dmi_connector.store import capture
-from dmi_connector.store.persist import Persistence, PersistSettings
+from dmi_connector.store.persist import Persistence
+from dmi_connector.store.persist_settings import PersistSettings
 from dmi_connector.store.reader import open_capture
 from dmi_connector.store.schema import ArraySpec
 from dmi_connector.store.verify import verify_dir, verify_store

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How captures are written: what the engine tells the coordinator at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dmi_connector.store import schema
+
+
+@dataclass(frozen=True)
+class PersistSettings:
+    """How captures are written unless their spec says otherwise. `rank_timeout` and `shutdown_seconds` are in seconds.
+    keep: arguments of the coordinator's `Keeper`, {} for none.
+    """
+
+    codec: str = "zstd"
+    chunk_tokens: int = 128
+    segment_tokens: int = 1024
+    fsync: bool = False
+    rank_timeout: float = 60.0
+    shutdown_seconds: float = 60.0
+    file_mode: str = "private"
+    keep: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        schema.check_chunking(self.chunk_tokens, self.segment_tokens, self.codec)
