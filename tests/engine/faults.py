@@ -221,12 +221,17 @@ def group_of(process: psutil.Process) -> list[psutil.Process]:
 
 
 def gone(found: Sequence[psutil.Process], seconds: float) -> float:
-    """Wait until all of `found` have ended; gives the seconds that took."""
+    """Wait until all of `found` have ended (a zombie has); gives the seconds that took."""
     start = time.monotonic()
-    _, alive = psutil.wait_procs(found, timeout=seconds)
-    alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert not alive, f"these still run after {seconds:g} s: {alive}"
+    until(lambda: not any(map(runs, found)), f"some of these still run: {found}", seconds)
     return time.monotonic() - start
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def descriptors(pid: int) -> int:
