@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dmi_connector.tiny import ENV
+from tests import runner
 
 if TYPE_CHECKING:
     from dmi_connector.oracle import Oracle
@@ -22,6 +23,7 @@ for _name, _value in ENV.items():
     os.environ.setdefault(_name, _value)
 # Inductor would try the compiler's vector instructions in every process anew, which takes eight seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+runner.choose()
 
 
 SHARE_ENGINES = {

@@ -2,12 +2,14 @@
 """Every life of a request, with rows owned by the draft and by the target: each gives its own rows, once and right.
 
 An engine of each owner takes the same requests: prompts in uneven pieces, prefix hits, all the ways to end, aborts at
-every moment, and 64 mixed requests, in two engines of one program by turns. Preemption is in test_preemption.py, tensor
-parallelism in test_tp2.py, HTTP and data parallelism in tests/serve.
+every moment, and a crowd of mixed requests, in two engines of one program by turns. Preemption is in
+test_preemption.py, tensor parallelism in test_tp2.py, HTTP and data parallelism in tests/serve. test_v2_runner.py has
+all this again on vLLM's V2 runner.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -36,6 +38,7 @@ from tests.engine.harness import (
     submit,
     watch_scheduler,
 )
+from tests.runner import RUNNER, V2
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -45,8 +48,8 @@ HOOKS = hooks_of("qwen3")
 BUDGET = 80
 """Tokens of a step: pieces of prompts end beside the edges of chunks (32) and blocks (128)."""
 LIMITS = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 64, "num_gpu_blocks_override": 200, "enforce_eager": True}
-PROCESSOR = "tests.engine.force_token:ForceToken"
-CROWD = 64
+PROCESSOR = f"tests.engine.force_token{'_v2' if V2 else ''}:ForceToken"
+CROWD = int(os.environ.get("TEST_CROWD", 64))
 
 
 def asked(name: str, ids: Sequence[int], include: bool = True, sampling: Any = None, **dmi: Any) -> dict[str, Ask]:
@@ -117,7 +120,7 @@ def aborts(llm: LLM, run: Run) -> None:
 
 
 def crowd() -> dict[str, Ask]:
-    """64 requests of all kinds: whole, of the prompt, without a capture, narrowed in each way, sampled."""
+    """`CROWD` requests of all kinds: whole, of the prompt, without a capture, narrowed in each way, sampled."""
     rng = np.random.default_rng(7)
     asks: dict[str, Ask] = {}
     for index in range(CROWD):
@@ -149,7 +152,7 @@ def processors(llm: LLM, run: Run) -> None:
 
 
 def refusals(llm: LLM, run: Run) -> None:
-    """The same where vLLM has a speculative config."""
+    """The same where vLLM has a speculative config. Custom processors are refused on the V1 runner only."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.sample.logits_processor import build_logitsprocs
 
@@ -165,8 +168,13 @@ def refusals(llm: LLM, run: Run) -> None:
     run.facts["refused"] = {
         "min_p": refused(min_p=0.5, temperature=1.0),
         "logit_bias": refused(logit_bias={7: 1.0}),
-        "custom": reason(lambda: build_logitsprocs(config, config.device_config.device, False, False, [PROCESSOR])),
     }
+    if V2:
+        generate(llm, run, asked("custom", prompt(70, 8), sampling={"extra_args": {"force": 99}}))
+    else:
+        run.facts["refused"]["custom"] = reason(
+            lambda: build_logitsprocs(config, config.device_config.device, False, False, [PROCESSOR])
+        )
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +185,7 @@ def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     def start(name: str, owner: str, in_process: bool = True) -> LLM:
         store_dir = runs[name].store_dir
         args: dict[str, Any] = capture_args(ALL_HOOKS, store_dir, owner, chunk_tokens=CHUNK, segment_tokens=SEGMENT)
-        if owner == "target":
+        if owner == "target" or V2:
             args["logits_processors"] = [PROCESSOR]
         return stack.enter_context(engine(tiny_model("qwen3"), in_process, **args, **LIMITS))
 
@@ -187,6 +195,8 @@ def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
             beside = [(start("beside", "target", in_process=False), runs["beside"])] if owner == "draft" else []
             llm = start(owner, owner)
             watch_scheduler(llm, run)
+            config = llm.llm_engine.vllm_config
+            run.facts["runner"] = (config.use_v2_model_runner, config.scheduler_config.async_scheduling)
             prefixes(llm, run)
             ends(llm, run)
             aborts(llm, run)
@@ -228,6 +238,10 @@ def pieces(run: Run, name: str) -> list[int]:
     """Tokens of this request in each step it was part of."""
     request = found(run, name).request_id
     return [step[request] for step in run.steps if request in step]
+
+
+def test_the_runner_is_the_one_asked_for(run: Run) -> None:
+    assert run.facts["runner"] == (V2, RUNNER == "V2-async")
 
 
 def test_prompts_go_in_uneven_pieces(run: Run, twin: Oracle) -> None:
@@ -311,7 +325,7 @@ def test_an_abort_in_decode_gives_a_whole_store(run: Run, twin: Oracle) -> None:
 
 
 @pytest.mark.parametrize("name", [*OWNERS, "beside"])
-def test_a_crowd_of_64(runs: dict[str, Run], twin: Oracle, name: str) -> None:
+def test_a_crowd(runs: dict[str, Run], twin: Oracle, name: str) -> None:
     run = runs[name]
     if name in OWNERS:
         at_once = max(len(step) for step in run.steps[run.facts["alone"] :])
@@ -335,7 +349,8 @@ def test_a_crowd_of_64(runs: dict[str, Run], twin: Oracle, name: str) -> None:
 
 def test_engines_agree(runs: dict[str, Run]) -> None:
     sampled = {"three", *(f"crowd-{index}" for index in range(6, CROWD, 8))}
-    for a, b, least in (("draft", "target", 70), ("draft", "beside", 56)):
+    crowd = sum(index % 8 != 6 for index in range(CROWD))
+    for a, b, least in (("draft", "target", crowd + 14), ("draft", "beside", crowd)):
         shared = set(runs[a].replies) & set(runs[b].replies) - sampled
         assert len(shared) >= least
         assert {n: runs[a].tokens(n) for n in shared} == {n: runs[b].tokens(n) for n in shared}
@@ -357,6 +372,9 @@ def test_logits_are_captured_before_processors_change_them(runs: dict[str, Run],
         assert run.tokens(name)[70:] == tokens
         check(run, name, twin, greedy=name == "min-p")
     check(run, "unbiased", twin)
+    if V2:
+        assert runs["draft"].tokens("custom") == run.tokens("custom")
+        check(runs["draft"], "custom", twin, greedy=False)
 
 
 def test_vllm_refuses_processors_where_the_draft_owns_the_rows(runs: dict[str, Run]) -> None:

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM plugin: asynchronous scheduling on the CPU, where vLLM switches it off (TEST_RUNNER=V2-async)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes, before it makes a configuration. Does nothing unless asked for."""
+    if os.environ.get("TEST_RUNNER") != "V2-async":
+        return
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config
+
+    def keep(vllm_config: Any) -> None:
+        update(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    if not getattr(CpuPlatform, "asynchronous", False):
+        CpuPlatform.check_and_update_config = staticmethod(keep)
+        CpuPlatform.asynchronous = True
