@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dmi_connector.tiny import ENV, make_model, make_tokenizer
 
-WIDTH, TOKENS, BATCH, PROMPTS, HELD_OUT = 2560, 128, 8, 12, 200_000
+WIDTH, TOKENS, BATCH, PROMPTS, HELD_OUT = 2560, 128, 8, 64, 200_000
 SIZES = {
     "hidden_size": WIDTH,
     "intermediate_size": 1024,
@@ -69,7 +69,7 @@ def capture(model: Path, folder: Path) -> list[Path]:
     from dmi_connector import capture_args, open_capture
 
     ids = make_tokenizer()(text()[-HELD_OUT:])["input_ids"]
-    prompts = [ids[i : i + TOKENS] for i in range(0, PROMPTS * TOKENS * 20, TOKENS * 20)]
+    prompts = [ids[i : i + TOKENS] for i in range(0, PROMPTS * TOKENS, TOKENS)]
     llm = LLM(str(model), dtype="bfloat16", enforce_eager=True, max_model_len=256, **capture_args(HOOKS, folder))
     replies = llm.generate(
         [{"prompt_token_ids": p} for p in prompts], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False

@@ -8,18 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dmi_connector.args import capture_args
+    from dmi_connector.neurons import importance
     from dmi_connector.store.index import find_captures
     from dmi_connector.store.reader import Capture, CaptureIncomplete, open_capture
 
 __version__ = "0.1.0"
 
-__all__ = ["Capture", "CaptureIncomplete", "__version__", "capture_args", "find_captures", "open_capture"]
+__all__ = [
+    "Capture",
+    "CaptureIncomplete",
+    "__version__",
+    "capture_args",
+    "find_captures",
+    "importance",
+    "open_capture",
+]
 
 _HOME = {
     "capture_args": "dmi_connector.args",
     "Capture": "dmi_connector.store.reader",
     "CaptureIncomplete": "dmi_connector.store.reader",
     "find_captures": "dmi_connector.store.index",
+    "importance": "dmi_connector.neurons",
     "open_capture": "dmi_connector.store.reader",
 }
 

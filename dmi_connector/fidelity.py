@@ -19,7 +19,17 @@ from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.reader import Capture, open_capture
 
-DEFAULT = ("int8", "int8(affine)", "int8(32)", "fp8", "round(3)", "topk(64)", "rp(512)", "rp(512,sign)")
+DEFAULT = (
+    "int8",
+    "int8(affine)",
+    "int8(32)",
+    "fp8",
+    "round(3)",
+    "topk(64)",
+    "topk(64,sample=0)",
+    "rp(512)",
+    "rp(512,sign)",
+)
 PAIRS = 512
 """Tokens whose cosines with each other are compared."""
 PROBES = 16
@@ -46,7 +56,7 @@ MEASURES = {
     "pairs": "correlation of the cosines between rows, before and after",
     "probes": "correlation of probe scores, before and after: the least of the probes",
     "recall": "share of the places of the largest values that were kept",
-    "importance": "Spearman correlation of mean |x| by neuron, before and after",
+    "importance": "Spearman correlation of mean |x| by neuron over all rows, before and after",
     "variance": "share of the variance about the mean that is read back",
 }
 
@@ -101,7 +111,7 @@ def _measure(
     raw = stored.float().numpy() if stored.is_floating_point() else stored.numpy()
     decoded = reduction.decode(raw, width, dtype)
     size = stored.shape[1] * ITEMSIZE[reduction.stored_dtype(dtype)] / (width * ITEMSIZE[dtype])
-    measures = _measures(reduction, rows, raw, decoded, tokens, layer)
+    measures = _measures(reduction, rows, raw, decoded, tokens, layer, dtype)
     return Fidelity(hook, layer, spec, len(rows), width, size, {k: round(float(v), 6) for k, v in measures.items()})
 
 
@@ -112,6 +122,7 @@ def _measures(
     decoded: np.ndarray,
     tokens: np.ndarray,
     layer: int | None,
+    dtype: str,
 ) -> dict[str, Any]:
     if isinstance(reduction, RandomProjection):
         return {"pairs": _pairs(rows, decoded), "probes": _probes(rows, decoded, reduction, tokens)}
@@ -119,7 +130,7 @@ def _measures(
         kept = reduction.indexes(stored, rows.shape[1])
         true = np.argsort(-np.abs(rows), axis=1, kind="stable")[:, : reduction.k]
         recall = np.mean([len(np.intersect1d(a, b)) for a, b in zip(kept, true, strict=True)]) / reduction.k
-        importance = _spearman(np.abs(rows).mean(0), np.abs(decoded).mean(0))
+        importance = _spearman(np.abs(rows).mean(0), reduction.tally(stored, rows.shape[1], dtype).mean())
         return {"recall": recall, "importance": importance, "error": _error(rows, decoded)}
     if isinstance(reduction, Pca):
         from dmi_connector.reduce.basis import load

@@ -66,7 +66,7 @@ def _encode(
     row, x, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """Write one row of `width` values as MODE says. NUMBER: mantissa bits dropped (ROUND), values of a
-    group (GROUPS), values kept (top k)."""
+    group (GROUPS), values kept and, times 2**20, sampled (top k)."""
     padded: tl.constexpr = (width + 3) // 4 * 4
     if MODE == COPY:
         out = row.to(tl.pointer_type(x.dtype.element_ty))
@@ -141,8 +141,12 @@ def _encode(
 
 
 @triton.jit
-def _top(row, x, width: tl.constexpr, MODE: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr):
-    """The K largest magnitudes. Their least is found bit by bit: the greatest number that K magnitudes reach."""
+def _top(row, x, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, WIDE: tl.constexpr):
+    """The K largest magnitudes, and a sample of S. The least of the K is found bit by bit: the greatest number that K
+    magnitudes reach.
+    """
+    K: tl.constexpr = NUMBER % (1 << 20)
+    S: tl.constexpr = NUMBER // (1 << 20)
     columns = tl.arange(0, WIDE)
     inside = columns < width
     raw = tl.load(x + columns, mask=inside, other=0.0)
@@ -179,6 +183,41 @@ def _top(row, x, width: tl.constexpr, MODE: tl.constexpr, K: tl.constexpr, WIDE:
         tl.store(out.to(tl.pointer_type(tl.int8)) + place, _quantise(value, scale), mask=chosen)
         tl.store(out + K + columns, (columns * 0).to(tl.uint8), mask=columns < kept - K)
         tl.store((out + kept).to(tl.pointer_type(tl.float32)), scale)
+    if S > 0:
+        item: tl.constexpr = 1 if MODE != EXACT else (4 if x.dtype.element_ty == tl.float32 else 2)
+        after: tl.constexpr = values_at + (K * item + 3) // 4 * 4 + (4 if MODE != EXACT else 0)
+        mixed = ((magnitude >> 12) * 31 + columns) & 0xFFFFF
+        total = tl.sum(tl.where(chosen, mixed, 0).to(tl.int64), 0)
+        start = (((total & 0x7FFFFFFF) * 1103515245) >> 20) % width
+        tl.store((row + after).to(tl.pointer_type(tl.uint32)), start.to(tl.uint32))
+        _sample(row + after + 4, x, start, width, MODE, S)
+
+
+@triton.jit
+def _sample(out, x, start, width: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr):
+    """S values from `start` on, width // S apart, round the end of the row."""
+    BLOCK: tl.constexpr = 64
+    stride: tl.constexpr = width // S
+    largest = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, S, BLOCK):
+        number = first + tl.arange(0, BLOCK)
+        raw = tl.load(x + (start + number * stride) % width, mask=number < S, other=0.0)
+        if MODE == EXACT:
+            tl.store(out.to(tl.pointer_type(x.dtype.element_ty)) + number, raw, mask=number < S)
+        else:
+            largest = tl.maximum(largest, tl.abs(raw.to(tl.float32)))
+    if MODE == EXACT:
+        if (S % 2) and x.dtype.element_ty != tl.float32:
+            tl.store(out.to(tl.pointer_type(tl.uint16)) + S, 0)
+    else:
+        padded: tl.constexpr = (S + 3) // 4 * 4
+        scale = _scale_of(tl.max(largest, 0), 127.0)
+        for first in range(0, padded, BLOCK):
+            number = first + tl.arange(0, BLOCK)
+            raw = tl.load(x + (start + number * stride) % width, mask=number < S, other=0.0)
+            quantised = _quantise(raw.to(tl.float32), scale)
+            tl.store(out.to(tl.pointer_type(tl.int8)) + number, quantised, mask=number < padded)
+        tl.store((out + padded).to(tl.pointer_type(tl.float32)), scale)
 
 
 @triton.jit

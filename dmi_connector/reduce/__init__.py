@@ -2,8 +2,8 @@
 """Reductions of hook rows: encoded on the GPU before a row is written, decoded on reading.
 
 parse("int8"), parse("int8(affine)"), parse("int8(32)"), parse("fp8"), parse("round(4)"), parse("topk(64)"),
-parse("topk(64,exact)"), parse("rp(512)"), parse("rp(512,sign,seed=7)"), parse("pca(basis.safetensors)"),
-parse("attn(8)"), parse("none")
+parse("topk(64,exact)"), parse("topk(64,sample=0)"), parse("rp(512)"), parse("rp(512,sign,seed=7)"),
+parse("pca(basis.safetensors)"), parse("attn(8)"), parse("none")
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _FLAGS: dict[str, dict[str, tuple[str, Any]]] = {
     "rp": {"gaussian": ("distribution", "gaussian"), "sign": ("distribution", "sign")},
 }
 _NUMBER = {"int8": "group", "round": "bits", "topk": "k", "rp": "k", "attn": "m"}
+_NAMED = {("rp", "seed"), ("topk", "sample")}
 _SPEC = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
@@ -53,7 +54,7 @@ def parse(spec: str) -> Reduction | None:
         if item in _FLAGS.get(kind, {}):
             field, value = _FLAGS[kind][item]
             settings[field] = value
-        elif number.isdecimal() and (name in ("", _NUMBER.get(kind)) or (kind, name) == ("rp", "seed")):
+        elif number.isdecimal() and (name in ("", _NUMBER.get(kind)) or (kind, name) in _NAMED):
             field = name or _NUMBER.get(kind, "")
             if not field:
                 raise ReduceError(f"reduce: {kind} takes no number, but {spec!r} gives {item!r}; leave it out")
@@ -61,6 +62,8 @@ def parse(spec: str) -> Reduction | None:
         else:
             known = [*_FLAGS.get(kind, {}), *([f"a number ({_NUMBER[kind]})"] if kind in _NUMBER else [])]
             raise ReduceError(f"reduce: {item!r} in {spec!r} is unknown; {kind} takes {', '.join(known) or 'nothing'}")
+    if kind == "topk":
+        settings.setdefault("sample", settings.get("k", TopK.k) // 4)
     return KINDS[kind](**settings)
 
 

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""topk(k): the k values of largest magnitude of each row, with their indexes.
+"""topk(k): the k values of largest magnitude of each row, with their indexes, and a sample of the others.
 
 Row: the k indexes (uint16 up to a width of 65,536, else uint32), ascending; of equal magnitudes the lower index is
 kept; zeros up to a multiple of 4; then k values: int8 and, at the next multiple of 4, a float32 scale, or with `exact`
-the model's dtype.
+the model's dtype. With a sample of s: where it starts, uint32, and s values in the same way.
+
+Without the sample nothing is known of a neuron that is never among the k. It takes every (width // s)-th value, round
+the end of the row, from a start that is a hash of what was kept, so that each value is taken with the same chance.
 """
 
 from __future__ import annotations
@@ -13,29 +16,43 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from dmi_connector.neurons import Tally
 from dmi_connector.reduce.base import ITEMSIZE, ReduceError, Reduction, as_bytes, field, floats, pad
 
 if TYPE_CHECKING:
     import torch
 
+MOST = (1 << 20) - 1
+"""Of values to keep and to sample: the kernel takes both in one number."""
+
 
 @dataclass(frozen=True)
 class TopK(Reduction):
-    """Decoded rows are zero where nothing was kept. Under tensor parallelism each rank keeps k of its slice, and the
-    k largest of all of them remain on reading.
+    """Decoded rows are zero where nothing was kept; the sample serves `dmi_connector.importance`. Under tensor
+    parallelism each rank keeps k of its slice, and the k largest of all of them remain on reading.
+
+    sample: values to sample of each slice (`parse` takes a quarter of k unless told).
     """
 
     k: int = 64
     exact: bool = False
+    sample: int = 0
     kind: ClassVar[str] = "topk"
 
     def __post_init__(self) -> None:
         if self.k < 1:
             raise ReduceError(f"reduce: topk({self.k}) is not valid; keep 1 value or more")
+        if max(self.k, self.sample) > MOST:
+            raise ReduceError(f"reduce: topk({self.k},sample={self.sample}) is not valid; {MOST} is the most of either")
 
     def check(self, width: int) -> None:
         if self.k > width:
             raise ReduceError(f"reduce: topk({self.k}) keeps more than the {width} values of a row; give a smaller k")
+        if self.sample > width:
+            raise ReduceError(
+                f"reduce: topk({self.k},sample={self.sample}) samples more than the {width} values of a row; give a "
+                "smaller sample"
+            )
 
     @staticmethod
     def _index_bytes(width: int) -> int:
@@ -44,8 +61,15 @@ class TopK(Reduction):
     def _value_at(self, width: int) -> int:
         return pad(self.k * self._index_bytes(width))
 
+    def _values_bytes(self, count: int, dtype: str) -> int:
+        return pad(count * ITEMSIZE[dtype]) if self.exact else pad(count) + 4
+
+    def _sample_at(self, width: int, dtype: str) -> int:
+        return self._value_at(width) + self._values_bytes(self.k, dtype)
+
     def stored_width(self, width: int, dtype: str) -> int:
-        return self._value_at(width) + (pad(self.k * ITEMSIZE[dtype]) if self.exact else pad(self.k) + 4)
+        sample = 4 + self._values_bytes(self.sample, dtype) if self.sample else 0
+        return self._sample_at(width, dtype) + sample
 
     def encode(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
         import torch
@@ -57,33 +81,64 @@ class TopK(Reduction):
         key = (magnitude << 32) | (0x7FFFFFFF - torch.arange(width, device=values.device))
         kept = (0x7FFFFFFF - (key.topk(self.k, dim=1, sorted=False).values & 0x7FFFFFFF)).sort(dim=1).values
         narrow = torch.uint16 if self._index_bytes(width) == 2 else torch.uint32
-        parts = [_padded(kept.to(narrow).contiguous().view(torch.uint8))]
-        chosen = values.gather(1, kept)
-        if self.exact:
-            parts.append(_padded(chosen.contiguous().view(torch.uint8)))
-        else:
-            x = chosen.float()
-            scale = x.abs().amax(1, keepdim=True) / 127
-            quantised = torch.where(scale > 0, x / scale, 0).round().to(torch.int8)
-            parts += [_padded(quantised.view(torch.uint8)), scale]
+        parts = [_padded(kept.to(narrow).contiguous().view(torch.uint8)), *self._encoded(values.gather(1, kept))]
+        if self.sample:
+            # 20 bits of each kept value and its place, added up: the same on every device, in any order.
+            mixed = ((magnitude.gather(1, kept) >> 12) * 31 + kept) & 0xFFFFF
+            start = (((mixed.sum(1, keepdim=True) & 0x7FFFFFFF) * 1103515245) >> 20) % width
+            places = (start + torch.arange(self.sample, device=values.device) * (width // self.sample)) % width
+            parts += [start.to(torch.int32), *self._encoded(values.gather(1, places))]
         return as_bytes(*parts)
 
+    def _encoded(self, chosen: torch.Tensor) -> list[torch.Tensor]:
+        """Values [tokens, count] as they are stored."""
+        import torch
+
+        if self.exact:
+            return [_padded(chosen.contiguous().view(torch.uint8))]
+        x = chosen.float()
+        scale = x.abs().amax(1, keepdim=True) / 127
+        quantised = torch.where(scale > 0, x / scale, 0).round().to(torch.int8)
+        return [_padded(quantised.view(torch.uint8)), scale]
+
     def fused(self, dtype: str) -> tuple[str, int]:
-        return ("exact" if self.exact else "topk"), self.k
+        return ("exact" if self.exact else "topk"), self.sample * (MOST + 1) + self.k
 
     def indexes(self, stored: np.ndarray, width: int) -> np.ndarray:
         """int64 [..., k], ascending."""
         return field(stored, 0, self.k, f"<u{self._index_bytes(width)}").astype(np.int64)
 
-    def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        at = self._value_at(width)
+    def sampled(self, stored: np.ndarray, width: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        """Places int64 and values float32 of the sample, each [..., sample]; kept values may be among them."""
+        at = self._sample_at(width, dtype)
+        start = field(stored, at, 1, "<u4").astype(np.int64)
+        places = (start + np.arange(self.sample) * (width // max(self.sample, 1))) % width
+        return places, self._values(stored, at + 4, self.sample, dtype)
+
+    def _values(self, stored: np.ndarray, at: int, count: int, dtype: str) -> np.ndarray:
         if self.exact:
-            values = floats(stored, at, self.k, dtype)
-        else:
-            values = field(stored, at, self.k, "i1") * field(stored, at + pad(self.k), 1, "<f4")
+            return floats(stored, at, count, dtype)
+        return np.asarray(field(stored, at, count, "i1") * field(stored, at + pad(count), 1, "<f4"))
+
+    def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
         rows = np.zeros((*stored.shape[:-1], width), np.float32)
+        values = self._values(stored, self._value_at(width), self.k, dtype)
         np.put_along_axis(rows, self.indexes(stored, width), values, axis=-1)
         return rows
+
+    def tally(self, stored: np.ndarray, width: int, dtype: str) -> Tally:
+        """What rows [rows, stored width] say of the magnitude of each of the `width` values."""
+        kept, values = self.indexes(stored, width), self._values(stored, self._value_at(width), self.k, dtype)
+        known = np.zeros((len(stored), width), bool)
+        np.put_along_axis(known, kept, True, axis=1)
+        sums = [np.bincount(kept.ravel(), np.abs(values).ravel(), width), known.sum(0, dtype=np.float64)]
+        if self.sample:
+            places, values = self.sampled(stored, width, dtype)
+            new = ~np.take_along_axis(known, places, axis=1)
+            sums += [np.bincount(places[new], np.abs(values[new]), width), np.bincount(places[new], minlength=width)]
+        else:
+            sums += [np.zeros(width), np.zeros(width)]
+        return Tally(len(stored), *(np.asarray(s, np.float64) for s in sums))
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
         rows = np.concatenate(parts, axis=-1)

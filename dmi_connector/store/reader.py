@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import zarr
 
+from dmi_connector.neurons import Tally
 from dmi_connector.reduce import Reduction, from_settings
 from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.reduce.basis import Part
 from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.projection import RandomProjection
+from dmi_connector.reduce.topk import TopK
 from dmi_connector.store import dtypes, schema
 from dmi_connector.store.attention import attention
 from dmi_connector.store.bases import find_basis
@@ -250,6 +252,26 @@ class Capture:
         found = find_basis(reduction.sha256, self.path, basis)
         return found.part(reduction.hook, source.layer or 0, reduction.k)
 
+    def tally(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> Tally:
+        """What rows of a hook say of the magnitude of its neurons; see `dmi_connector.importance`."""
+        layers, reduction = self.layers[hook], self.reduction(hook)
+        if layer is None and len(layers) > 1:
+            raise ValueError(f"the neurons of each layer of {hook!r} are others; name one layer")
+        if isinstance(reduction, RandomProjection | Pca | AttentionSummary):
+            raise ValueError(f"{hook!r} was stored as {reduction.kind}, which keeps no neurons")
+        if hook == "logits":
+            raise ValueError("logits have a row for each sampled token, and no neurons")
+        if not isinstance(reduction, TopK):
+            values = self.numpy(hook, layer, tokens)
+            if values.dtype.kind in "iu":
+                raise ValueError(f"{hook!r} holds whole numbers, which have no magnitude to average")
+            return Tally.of(values[0] if values.ndim == 3 else values)
+        source = self._table.sources(hook)[0] if layer is None else self._table.source(hook, layer)
+        rows = self._rows(source.array, [source.index], tokens)
+        rows = rows[0] if rows.ndim == 3 else rows
+        parts, width, dtype = self._slices(source.array, rows)
+        return Tally.beside([reduction.tally(part, width, dtype) for part in parts])
+
     def torch(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> torch.Tensor:
         """Like `numpy`, as a torch tensor in the stored dtype."""
         import torch  # optional, and slow to import
@@ -282,13 +304,18 @@ class Capture:
         return rows if self._array(source.array).ndim == 2 else rows[0]
 
     def _decoded(self, name: str, indexes: list[int], tokens: Tokens, decode: bool) -> np.ndarray:
-        rows, info = self._rows(name, indexes, tokens), self.attrs["hooks"][name]
+        rows = self._rows(name, indexes, tokens)
         reduction = self.reduction(name) if decode else None
         if reduction is None:
             return rows
-        width = info["reduce"]["width"] // info["shards"]
-        parts = np.split(rows, info["shards"], axis=-1)  # every tensor-parallel rank reduced its own slice
-        return reduction.merge([reduction.decode(part, width, info["reduce"]["dtype"]) for part in parts])
+        parts, width, dtype = self._slices(name, rows)
+        return reduction.merge([reduction.decode(part, width, dtype) for part in parts])
+
+    def _slices(self, name: str, rows: np.ndarray) -> tuple[list[np.ndarray], int, str]:
+        """What each tensor-parallel rank stored of reduced rows, with the width and dtype of a slice."""
+        info = self.attrs["hooks"][name]
+        width, dtype = int(info["reduce"]["width"]), str(info["reduce"]["dtype"])
+        return np.split(rows, info["shards"], axis=-1), width // info["shards"], dtype
 
     def _rows(self, name: str, indexes: list[int], tokens: Tokens) -> np.ndarray:
         array = self._array(name)

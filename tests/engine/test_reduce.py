@@ -93,6 +93,14 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> No
         unsure = step if shards > 1 else 0
         assert (np.where(kept, 0, magnitude).max(-1, keepdims=True) <= lowest[..., None] + unsure + NOISE).all(), hook
         assert (np.abs(np.where(kept, got - exact, 0)) <= 0.51 * step + NOISE).all(), hook
+        assert reduction.sample == reduction.k // 4
+        width = exact.shape[-1] // shards
+        stored = np.split(capture.array(hook)[:], shards, -1)
+        for part, values in zip(stored, np.split(exact, shards, -1), strict=True):
+            places, sampled = reduction.sampled(part, width, "float32")
+            true = np.take_along_axis(values, places, -1)
+            step = 0 if reduction.exact else np.abs(true).max(-1, keepdims=True) / 127
+            assert (np.abs(sampled - true) <= 0.51 * step + NOISE).all(), hook
         return
     if isinstance(reduction, Pca):
         for layer, (scores, values) in enumerate(zip(got, exact, strict=True)):

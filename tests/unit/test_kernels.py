@@ -140,8 +140,18 @@ print("equal")
 
 REDUCE_CASES = [
     ("float32", ["int8", "int8(affine)", "fp8", "round(4)", "none"], [64, 50, 33, 100, 7], 5),
-    ("float16", ["int8", "topk(8)", "topk(5,exact)", "round(3)", "none", "rp(16)"], [1030, 200, 77, 40, 20, 128], 6),
-    ("float32", ["topk(7)", "topk(3,exact)", "topk(1)", "round(23)", "rp(9,sign)"], [100, 128, 5, 12, 64], 4),
+    (
+        "float16",
+        ["int8", "topk(8)", "topk(5,exact,sample=9)", "round(3)", "none", "rp(16)"],
+        [1030, 200, 77, 40, 20, 128],
+        6,
+    ),
+    (
+        "float32",
+        ["topk(7)", "topk(3,exact)", "topk(1)", "round(23)", "rp(9,sign)", "topk(2,sample=66)"],
+        [100, 128, 5, 12, 64, 150],
+        4,
+    ),
     ("float32", ["int8(32)", "int8(16)", "int8(1024)", "int8(64)", "int8(128)"], [2050, 17, 1030, 64, 500], 5),
     ("float16", ["int8"] * 13, [32 + i for i in range(13)], 2),
 ]

@@ -27,6 +27,7 @@ SPECS = [
     "round(4)",
     "topk(8)",
     "topk(8,exact)",
+    "topk(8,exact,sample=0)",
     "rp(16)",
     "rp(16,sign,seed=7)",
 ]
@@ -120,8 +121,9 @@ def test_round(dtype: torch.dtype, bits: int) -> None:
 def test_topk(width: int, exact: bool) -> None:
     x = rows(6, width)
     x[3] = x[3].round()  # many ties
-    reduction = TopK(8, exact)
+    reduction = TopK(8, exact, sample=5)
     stored = reduction.encode(x).numpy()
+    assert stored.shape[1] == reduction.stored_width(width, "bfloat16")
     magnitude = np.abs(x.float().numpy())
     want = np.sort(np.argsort(-magnitude, axis=1, kind="stable")[:, :8])
     np.testing.assert_array_equal(reduction.indexes(stored, width), want)
@@ -129,6 +131,28 @@ def test_topk(width: int, exact: bool) -> None:
     kept = np.take_along_axis(x.float().numpy(), want, 1)
     allowed = np.zeros((6, 1)) if exact else magnitude.max(1, keepdims=True) / 127 * 0.5001
     assert (np.abs(got - kept) <= allowed).all()
+    places, values = reduction.sampled(stored, width, "bfloat16")
+    np.testing.assert_array_equal(np.diff(places, axis=1) % width, width // 5)
+    taken = np.take_along_axis(x.float().numpy(), places, 1)
+    assert (np.abs(values - taken) <= (0 if exact else np.abs(taken).max(1, keepdims=True) / 127 * 0.5001)).all()
+
+
+def test_the_sample_takes_each_place_as_often() -> None:
+    """Also where the same neurons are always the largest; what it says of the others is unbiased."""
+    tokens, width = 20_000, 96
+    scales = torch.linspace(0.5, 1.5, width).index_fill(0, torch.arange(8), 50)
+    x = (torch.randn(tokens, width, generator=torch.Generator().manual_seed(3)) * scales).bfloat16()
+    reduction = TopK(8, sample=4)
+    stored = reduction.encode(x).numpy()
+    places, _ = reduction.sampled(stored, width, "bfloat16")
+    counts = np.bincount(places.ravel(), minlength=width)
+    expected = tokens * 4 / width
+    assert ((counts - expected) ** 2 / expected).sum() < 2 * width, counts
+    tally = reduction.tally(stored, width, "bfloat16")
+    np.testing.assert_array_equal(tally.kept_rows[:8] > 0.9 * tokens, True)
+    np.testing.assert_allclose(tally.mean(), np.abs(x.float().numpy()).mean(0), rtol=0.12)
+    without = TopK(8).tally(TopK(8).encode(x).numpy(), width, "bfloat16")
+    assert without.mean()[8:].max() < 0.2 * tally.mean()[8:].min(), "nothing is known of these neurons"
 
 
 def test_topk_of_slices_is_topk_of_the_whole() -> None:
@@ -193,7 +217,7 @@ DIGESTS = ["2961c6e7fcac72b7", "078c1c37c0023d58"]
 )
 def test_bad_specs(spec: str, message: str | None) -> None:
     if message is None:
-        assert parse(spec) == TopK(64)
+        assert parse(spec) == TopK(64, sample=16)
         return
     with pytest.raises(ReduceError, match=message):
         parse(spec)

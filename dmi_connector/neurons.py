@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How strongly each neuron of a hook acts: mean |x| over the rows of many captures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from dmi_connector.store.reader import Capture
+
+BLOCK = 4096
+"""Rows read at once."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What `rows` rows say of each neuron's |x|. All arrays are float64 [width]: the sum where a value was kept and in
+    how many rows that was, and the same where it was not, but sampled.
+    """
+
+    rows: int
+    kept: np.ndarray
+    kept_rows: np.ndarray
+    sampled: np.ndarray
+    sampled_rows: np.ndarray
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Tally:
+        """Of rows [rows, width] with every value."""
+        none = np.zeros(values.shape[1])
+        return cls(len(values), np.abs(values).sum(0, np.float64), none + len(values), none, none)
+
+    @classmethod
+    def beside(cls, slices: Sequence[Tally]) -> Tally:
+        """Of slices of the same rows."""
+        fields = ("kept", "kept_rows", "sampled", "sampled_rows")
+        return cls(slices[0].rows, *(np.concatenate([getattr(s, f) for s in slices]) for f in fields))
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            self.rows + other.rows,
+            self.kept + other.kept,
+            self.kept_rows + other.kept_rows,
+            self.sampled + other.sampled,
+            self.sampled_rows + other.sampled_rows,
+        )
+
+    def mean(self) -> np.ndarray:
+        """Mean |x|, float64 [width]. Rows where a value was not kept count as those do where it was sampled."""
+        rest = np.divide(self.sampled, self.sampled_rows, out=np.zeros_like(self.kept), where=self.sampled_rows > 0)
+        return np.asarray((self.kept + (self.rows - self.kept_rows) * rest) / self.rows)
+
+
+def importance(captures: Capture | Iterable[Capture], hook: str, layer: int | None = None) -> np.ndarray:
+    """Mean |x| of each neuron of a hook over all rows of `captures` that are not missing, float64 [width].
+
+    layer: needed where the captures hold the hook for several. Of a hook stored by `topk`, what was not kept counts
+    through the values that were sampled beside (without a sample: as 0, so that weak neurons read as weaker). Raises
+    KeyError for a hook or layer that was not captured, ValueError for one stored as a projection or summary, for
+    logits and whole numbers, for captures of different widths, and where there is no row.
+    """
+    total: Tally | None = None
+    for capture in captures if isinstance(captures, Iterable) else [captures]:
+        gone = np.concatenate([np.arange(a, b) for a, b in capture.missing] or [np.empty(0, np.int64)])
+        there = np.setdiff1d(np.arange(len(capture.token_ids)), gone)
+        for first in range(0, len(there), BLOCK):
+            one = capture.tally(hook, layer, there[first : first + BLOCK])
+            if total is not None and len(total.kept) != len(one.kept):
+                raise ValueError(f"{capture.path} has {len(one.kept)} values of {hook} a row, others {len(total.kept)}")
+            total = one if total is None else total + one
+    if total is None:
+        raise ValueError(f"no capture has a row of {hook!r}")
+    return total.mean()
