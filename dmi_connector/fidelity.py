@@ -28,7 +28,7 @@ DEFAULT = (
     "topk(64)",
     "topk(64,sample=0)",
     "rp(512)",
-    "rp(512,sign)",
+    "rp(512,gaussian)",
 )
 PAIRS = 512
 """Tokens whose cosines with each other are compared."""

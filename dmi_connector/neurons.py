@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,7 @@ BLOCK = 4096
 @dataclass(frozen=True)
 class Tally:
     """What `rows` rows say of each neuron's |x|. All arrays are float64 [width]: the sum where a value was kept and in
-    how many rows that was, and the same where it was not, but sampled.
+    how many rows that was, and the same where it was not, but sampled, with the sum of squares there.
     """
 
     rows: int
@@ -27,39 +27,47 @@ class Tally:
     kept_rows: np.ndarray
     sampled: np.ndarray
     sampled_rows: np.ndarray
+    sampled_squares: np.ndarray
 
     @classmethod
     def of(cls, values: np.ndarray) -> Tally:
         """Of rows [rows, width] with every value."""
         none = np.zeros(values.shape[1])
-        return cls(len(values), np.abs(values).sum(0, np.float64), none + len(values), none, none)
+        return cls(len(values), np.abs(values).sum(0, np.float64), none + len(values), none, none, none)
 
     @classmethod
     def beside(cls, slices: Sequence[Tally]) -> Tally:
         """Of slices of the same rows."""
-        fields = ("kept", "kept_rows", "sampled", "sampled_rows")
-        return cls(slices[0].rows, *(np.concatenate([getattr(s, f) for s in slices]) for f in fields))
+        return cls(slices[0].rows, *(np.concatenate([getattr(s, f) for s in slices]) for f in _FIELDS))
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(
-            self.rows + other.rows,
-            self.kept + other.kept,
-            self.kept_rows + other.kept_rows,
-            self.sampled + other.sampled,
-            self.sampled_rows + other.sampled_rows,
-        )
+        return Tally(self.rows + other.rows, *(getattr(self, f) + getattr(other, f) for f in _FIELDS))
 
     def mean(self) -> np.ndarray:
-        """Mean |x|, float64 [width]. Rows where a value was not kept count as those do where it was sampled."""
-        rest = np.divide(self.sampled, self.sampled_rows, out=np.zeros_like(self.kept), where=self.sampled_rows > 0)
+        """Mean |x|, float64 [width]. Rows where a value was not kept count as those do where it was sampled: with their
+        mean, drawn towards that of all neurons as far as so many samples cannot tell them apart (empirical Bayes).
+        """
+        if not self.sampled_rows.any():
+            return self.kept / self.rows
+        count, everywhere = self.sampled_rows, self.sampled.sum() / self.sampled_rows.sum()
+        own = np.divide(self.sampled, count, out=np.full_like(count, everywhere), where=count > 0)
+        spread = np.divide(self.sampled_squares, count, out=np.full_like(count, np.inf), where=count > 1) - own**2
+        noise = np.maximum(spread, 0) / np.maximum(count - 1, 1)
+        sure = count > 1
+        signal = max(0.0, own[sure].var() - noise[sure].mean()) if sure.any() else 0.0
+        trust = np.divide(signal, signal + noise, out=np.ones_like(noise), where=noise > 0)
+        rest = everywhere + trust * (own - everywhere)
         return np.asarray((self.kept + (self.rows - self.kept_rows) * rest) / self.rows)
+
+
+_FIELDS = tuple(f.name for f in fields(Tally) if f.name != "rows")
 
 
 def importance(captures: Capture | Iterable[Capture], hook: str, layer: int | None = None) -> np.ndarray:
     """Mean |x| of each neuron of a hook over all rows of `captures` that are not missing, float64 [width].
 
     layer: needed where the captures hold the hook for several. Of a hook stored by `topk`, what was not kept counts
-    through the values that were sampled beside (without a sample: as 0, so that weak neurons read as weaker). Raises
+    through the values that were sampled beside, see `Tally.mean` (without a sample: as 0). Raises
     KeyError for a hook or layer that was not captured, ValueError for one stored as a projection or summary, for
     logits and whole numbers, for captures of different widths, and where there is no row.
     """

@@ -63,7 +63,7 @@ def _e4m3(value):
 
 @triton.jit
 def _encode(
-    row, x, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
+    row, x, slot, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """Write one row of `width` values as MODE says. NUMBER: mantissa bits dropped (ROUND), values of a
     group (GROUPS), values kept and, times 2**20, sampled (top k)."""
@@ -137,11 +137,11 @@ def _encode(
             tl.store(row + columns, exact.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=columns < padded)
         tl.store((row + padded).to(tl.pointer_type(tl.float32)), scale)
     else:
-        _top(row, x, width, MODE, NUMBER, WIDE)
+        _top(row, x, slot, width, MODE, NUMBER, WIDE)
 
 
 @triton.jit
-def _top(row, x, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, WIDE: tl.constexpr):
+def _top(row, x, slot, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, WIDE: tl.constexpr):
     """The K largest magnitudes, and a sample of S. The least of the K is found bit by bit: the greatest number that K
     magnitudes reach.
     """
@@ -187,15 +187,15 @@ def _top(row, x, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, 
         item: tl.constexpr = 1 if MODE != EXACT else (4 if x.dtype.element_ty == tl.float32 else 2)
         after: tl.constexpr = values_at + (K * item + 3) // 4 * 4 + (4 if MODE != EXACT else 0)
         mixed = ((magnitude >> 12) * 31 + columns) & 0xFFFFF
-        total = tl.sum(tl.where(chosen, mixed, 0).to(tl.int64), 0)
+        total = tl.sum(tl.where(chosen, mixed, 0).to(tl.int64), 0) + slot * 40503
         start = (((total & 0x7FFFFFFF) * 1103515245) >> 20) % width
         tl.store((row + after).to(tl.pointer_type(tl.uint32)), start.to(tl.uint32))
-        _sample(row + after + 4, x, start, width, MODE, S)
+        _sample(row + after + 4, x, start, least, width, MODE, S)
 
 
 @triton.jit
-def _sample(out, x, start, width: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr):
-    """S values from `start` on, width // S apart, round the end of the row."""
+def _sample(out, x, start, least, width: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr):
+    """S values from `start` on, width // S apart, round the end of the row, on a scale for those not above `least`."""
     BLOCK: tl.constexpr = 64
     stride: tl.constexpr = width // S
     largest = tl.zeros([BLOCK], tl.float32)
@@ -205,7 +205,9 @@ def _sample(out, x, start, width: tl.constexpr, MODE: tl.constexpr, S: tl.conste
         if MODE == EXACT:
             tl.store(out.to(tl.pointer_type(x.dtype.element_ty)) + number, raw, mask=number < S)
         else:
-            largest = tl.maximum(largest, tl.abs(raw.to(tl.float32)))
+            magnitude = tl.abs(raw.to(tl.float32))
+            known = magnitude.to(tl.int32, bitcast=True) > least
+            largest = tl.maximum(largest, tl.where(known, 0.0, magnitude))
     if MODE == EXACT:
         if (S % 2) and x.dtype.element_ty != tl.float32:
             tl.store(out.to(tl.pointer_type(tl.uint16)) + S, 0)
@@ -246,28 +248,28 @@ def reduce_rows_kernel(
     if slot >= 0:
         row = rows + slot * row_bytes
         if value == 0:
-            _encode(row + o0, x0 + token * s0, w0, m0, n0, BLOCK, WIDE)
+            _encode(row + o0, x0 + token * s0, slot, w0, m0, n0, BLOCK, WIDE)
         elif value == 1:
-            _encode(row + o1, x1 + token * s1, w1, m1, n1, BLOCK, WIDE)
+            _encode(row + o1, x1 + token * s1, slot, w1, m1, n1, BLOCK, WIDE)
         elif value == 2:
-            _encode(row + o2, x2 + token * s2, w2, m2, n2, BLOCK, WIDE)
+            _encode(row + o2, x2 + token * s2, slot, w2, m2, n2, BLOCK, WIDE)
         elif value == 3:
-            _encode(row + o3, x3 + token * s3, w3, m3, n3, BLOCK, WIDE)
+            _encode(row + o3, x3 + token * s3, slot, w3, m3, n3, BLOCK, WIDE)
         elif value == 4:
-            _encode(row + o4, x4 + token * s4, w4, m4, n4, BLOCK, WIDE)
+            _encode(row + o4, x4 + token * s4, slot, w4, m4, n4, BLOCK, WIDE)
         elif value == 5:
-            _encode(row + o5, x5 + token * s5, w5, m5, n5, BLOCK, WIDE)
+            _encode(row + o5, x5 + token * s5, slot, w5, m5, n5, BLOCK, WIDE)
         elif value == 6:
-            _encode(row + o6, x6 + token * s6, w6, m6, n6, BLOCK, WIDE)
+            _encode(row + o6, x6 + token * s6, slot, w6, m6, n6, BLOCK, WIDE)
         elif value == 7:
-            _encode(row + o7, x7 + token * s7, w7, m7, n7, BLOCK, WIDE)
+            _encode(row + o7, x7 + token * s7, slot, w7, m7, n7, BLOCK, WIDE)
         elif value == 8:
-            _encode(row + o8, x8 + token * s8, w8, m8, n8, BLOCK, WIDE)
+            _encode(row + o8, x8 + token * s8, slot, w8, m8, n8, BLOCK, WIDE)
         elif value == 9:
-            _encode(row + o9, x9 + token * s9, w9, m9, n9, BLOCK, WIDE)
+            _encode(row + o9, x9 + token * s9, slot, w9, m9, n9, BLOCK, WIDE)
         elif value == 10:
-            _encode(row + o10, x10 + token * s10, w10, m10, n10, BLOCK, WIDE)
+            _encode(row + o10, x10 + token * s10, slot, w10, m10, n10, BLOCK, WIDE)
         elif value == 11:
-            _encode(row + o11, x11 + token * s11, w11, m11, n11, BLOCK, WIDE)
+            _encode(row + o11, x11 + token * s11, slot, w11, m11, n11, BLOCK, WIDE)
         else:
-            _encode(row + o12, x12 + token * s12, w12, m12, n12, BLOCK, WIDE)
+            _encode(row + o12, x12 + token * s12, slot, w12, m12, n12, BLOCK, WIDE)

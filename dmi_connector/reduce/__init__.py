@@ -17,7 +17,7 @@ from dmi_connector.reduce.base import ReduceError, Reduction
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.pca import Pca
-from dmi_connector.reduce.projection import RandomProjection
+from dmi_connector.reduce.projection import DISTRIBUTIONS, RandomProjection
 from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.topk import TopK
 
@@ -29,7 +29,7 @@ KINDS: dict[str, type[Reduction]] = {
 _FLAGS: dict[str, dict[str, tuple[str, Any]]] = {
     "int8": {"affine": ("affine", True), "symmetric": ("affine", False)},
     "topk": {"exact": ("exact", True), "int8": ("exact", False)},
-    "rp": {"gaussian": ("distribution", "gaussian"), "sign": ("distribution", "sign")},
+    "rp": {name: ("distribution", name) for name in DISTRIBUTIONS},
 }
 _NUMBER = {"int8": "group", "round": "bits", "topk": "k", "rp": "k", "attn": "m"}
 _NAMED = {("rp", "seed"), ("topk", "sample")}

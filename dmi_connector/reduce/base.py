@@ -46,8 +46,12 @@ class Reduction:
     def stored_width(self, width: int, dtype: str) -> int:
         raise NotImplementedError
 
-    def encode(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
-        """Rows [tokens, width] of a float dtype -> [tokens, stored width] of the stored dtype, on the same device."""
+    def encode(self, values: torch.Tensor, layer: int = 0, numbers: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows [tokens, width] of a float dtype -> [tokens, stored width] of the stored dtype, on the same device.
+
+        numbers: int64 [tokens], which tell apart rows that are alike where an encoder draws (the slots they go to;
+        without them, the order of the rows).
+        """
         raise NotImplementedError
 
     def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:

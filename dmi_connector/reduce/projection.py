@@ -20,7 +20,7 @@ from dmi_connector.reduce.int8 import Int8
 if TYPE_CHECKING:
     import torch
 
-DISTRIBUTIONS = ("gaussian", "sign")
+DISTRIBUTIONS = ("orthogonal", "gaussian", "sign")
 
 
 def _nearest_bfloat16(values: np.ndarray) -> np.ndarray:
@@ -31,16 +31,29 @@ def _nearest_bfloat16(values: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def matrix(width: int, k: int, seed: int, distribution: str) -> np.ndarray:
-    """float32 [width, k]. gaussian: normal with variance 1/k. sign: sqrt(3/k) times -1, 0, 1 with probability 1/6,
-    2/3, 1/6.
+    """float32 [width, k]. orthogonal: k columns, drawn without replacement, of a cosine transform whose rows have
+    random signs, times sqrt(width/k). gaussian: normal with variance 1/k. sign: sqrt(3/k) times -1, 0, 1 with
+    probability 1/6, 2/3, 1/6.
     """
-    raw = np.random.Philox(key=[seed, (width << 32) | k]).random_raw(2 * width * k).reshape(2, width, k)
+    draw = np.random.Philox(key=[seed, (width << 32) | k]).random_raw
+    if distribution == "orthogonal":
+        signs, keys = draw(2 * width).reshape(2, width)
+        frequency = np.sort(np.argsort(keys, kind="stable")[:k])
+        angle = (2 * np.arange(width)[:, None] + 1) * frequency % (4 * width)  # in quarter turns / width
+        values = np.cos(np.pi * angle / (2 * width)) * np.sqrt(np.where(frequency == 0, 1, 2) / k)
+        return _final(np.where(signs >> np.uint64(63), -1.0, 1.0)[:, None] * values)
+    raw = draw(2 * width * k).reshape(2, width, k)
     first = ((raw[0] >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
     if distribution == "sign":
         values = np.where(first < 1 / 6, -1.0, np.where(first < 1 / 3, 1.0, 0.0)) * np.sqrt(3 / k)
     else:
         second = (raw[1] >> np.uint64(11)).astype(np.float64) * 2.0**-53
         values = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second) / np.sqrt(k)
+    return _final(values)
+
+
+def _final(values: np.ndarray) -> np.ndarray:
+    """float64 -> float32 that are bfloat16 numbers, read-only."""
     result = bfloat16_to_float32(_nearest_bfloat16(values.astype(np.float32)))
     result.flags.writeable = False
     return result
@@ -57,13 +70,14 @@ def _on_device(
 
 @dataclass(frozen=True)
 class RandomProjection(Reduction):
-    """Keeps norms, cosines and dot products approximately: error of a cosine about 1/sqrt(k). Decoded rows are the k
-    projected values; `project` turns a direction of the hook's space into theirs.
+    """Keeps norms, cosines and dot products approximately: error of a cosine about sqrt(1/k - 1/width) where columns
+    are orthogonal, else 1/sqrt(k). Decoded rows are the k projected values; `project` turns a direction of the hook's
+    space into theirs.
     """
 
     k: int = 512
     seed: int = 0
-    distribution: str = "gaussian"
+    distribution: str = "orthogonal"
     kind: ClassVar[str] = "rp"
 
     def __post_init__(self) -> None:
@@ -87,7 +101,7 @@ class RandomProjection(Reduction):
     def stored_width(self, width: int, dtype: str) -> int:
         return Int8().stored_width(self.k, dtype)
 
-    def encode(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, layer: int = 0, numbers: torch.Tensor | None = None) -> torch.Tensor:
         return Int8().encode(self.before(values))
 
     def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:

@@ -3,10 +3,12 @@
 
 Row: the k indexes (uint16 up to a width of 65,536, else uint32), ascending; of equal magnitudes the lower index is
 kept; zeros up to a multiple of 4; then k values: int8 and, at the next multiple of 4, a float32 scale, or with `exact`
-the model's dtype. With a sample of s: where it starts, uint32, and s values in the same way.
+the model's dtype. With a sample of s: where it starts, uint32, and s values in the same way, on a scale for those that
+are not among the k (the others, known already, are cut off at its end).
 
 Without the sample nothing is known of a neuron that is never among the k. It takes every (width // s)-th value, round
-the end of the row, from a start that is a hash of what was kept, so that each value is taken with the same chance.
+the end of the row, from a start that is a hash of what was kept and of the row's slot, so that each value is taken with
+the same chance.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class TopK(Reduction):
         sample = 4 + self._values_bytes(self.sample, dtype) if self.sample else 0
         return self._sample_at(width, dtype) + sample
 
-    def encode(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, layer: int = 0, numbers: torch.Tensor | None = None) -> torch.Tensor:
         import torch
 
         width = values.shape[1]
@@ -81,24 +83,28 @@ class TopK(Reduction):
         key = (magnitude << 32) | (0x7FFFFFFF - torch.arange(width, device=values.device))
         kept = (0x7FFFFFFF - (key.topk(self.k, dim=1, sorted=False).values & 0x7FFFFFFF)).sort(dim=1).values
         narrow = torch.uint16 if self._index_bytes(width) == 2 else torch.uint32
-        parts = [_padded(kept.to(narrow).contiguous().view(torch.uint8)), *self._encoded(values.gather(1, kept))]
+        chosen = values.gather(1, kept)
+        parts = [_padded(kept.to(narrow).contiguous().view(torch.uint8)), *self._encoded(chosen, chosen)]
         if self.sample:
+            numbers = torch.arange(len(values), device=values.device) if numbers is None else numbers
             # 20 bits of each kept value and its place, added up: the same on every device, in any order.
-            mixed = ((magnitude.gather(1, kept) >> 12) * 31 + kept) & 0xFFFFF
-            start = (((mixed.sum(1, keepdim=True) & 0x7FFFFFFF) * 1103515245) >> 20) % width
-            places = (start + torch.arange(self.sample, device=values.device) * (width // self.sample)) % width
-            parts += [start.to(torch.int32), *self._encoded(values.gather(1, places))]
+            mixed = (((magnitude.gather(1, kept) >> 12) * 31 + kept) & 0xFFFFF).sum(1) + numbers * 40503
+            start = (((mixed & 0x7FFFFFFF) * 1103515245) >> 20) % width
+            places = (start[:, None] + torch.arange(self.sample, device=values.device) * (width // self.sample)) % width
+            taken = values.gather(1, places)
+            least = magnitude.gather(1, kept).amin(1, keepdim=True)
+            parts += [start[:, None].to(torch.int32)]
+            parts += self._encoded(taken, torch.where(magnitude.gather(1, places) <= least, taken, 0))
         return as_bytes(*parts)
 
-    def _encoded(self, chosen: torch.Tensor) -> list[torch.Tensor]:
-        """Values [tokens, count] as they are stored."""
+    def _encoded(self, values: torch.Tensor, spanned: torch.Tensor) -> list[torch.Tensor]:
+        """Values [tokens, count] as they are stored, in 8 bits on a scale for the largest of `spanned`."""
         import torch
 
         if self.exact:
-            return [_padded(chosen.contiguous().view(torch.uint8))]
-        x = chosen.float()
-        scale = x.abs().amax(1, keepdim=True) / 127
-        quantised = torch.where(scale > 0, x / scale, 0).round().to(torch.int8)
+            return [_padded(values.contiguous().view(torch.uint8))]
+        scale = spanned.float().abs().amax(1, keepdim=True) / 127
+        quantised = torch.where(scale > 0, values.float() / scale, 0).round().clamp(-127, 127).to(torch.int8)
         return [_padded(quantised.view(torch.uint8)), scale]
 
     def fused(self, dtype: str) -> tuple[str, int]:
@@ -131,14 +137,15 @@ class TopK(Reduction):
         kept, values = self.indexes(stored, width), self._values(stored, self._value_at(width), self.k, dtype)
         known = np.zeros((len(stored), width), bool)
         np.put_along_axis(known, kept, True, axis=1)
-        sums = [np.bincount(kept.ravel(), np.abs(values).ravel(), width), known.sum(0, dtype=np.float64)]
+        found = [np.bincount(kept.ravel(), np.abs(values).ravel(), width), known.sum(0)]
         if self.sample:
             places, values = self.sampled(stored, width, dtype)
             new = ~np.take_along_axis(known, places, axis=1)
-            sums += [np.bincount(places[new], np.abs(values[new]), width), np.bincount(places[new], minlength=width)]
+            at, drawn = places[new], np.abs(values[new].astype(np.float64))
+            found += [np.bincount(at, weights, width) for weights in (drawn, np.ones_like(drawn), drawn**2)]
         else:
-            sums += [np.zeros(width), np.zeros(width)]
-        return Tally(len(stored), *(np.asarray(s, np.float64) for s in sums))
+            found += [np.zeros(width)] * 3
+        return Tally(len(stored), *(np.asarray(s, np.float64) for s in found))
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
         rows = np.concatenate(parts, axis=-1)
