@@ -42,7 +42,9 @@ test: env
 	@$(PY) -m pytest tests -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 soak: env
-	@SOAK_RESULT=benchmarks/results/soak-cpu.json $(PY) -m pytest tests -m soak -s
+	@rm -f benchmarks/results/v2-runner-cpu.jsonl
+	@SOAK_RESULT=benchmarks/results/soak-cpu.json V2_RESULT=benchmarks/results/v2-runner-cpu.jsonl \
+	  $(PY) -m pytest tests -m soak -s
 
 lint: env
 	@$(VENV)/bin/ruff check .

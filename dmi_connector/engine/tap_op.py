@@ -14,8 +14,10 @@ from dmi_connector.reduce import Reduction, from_settings
 
 _LIB = torch.library.Library("dmi", "FRAGMENT")
 _LIB.define("tap(Tensor[] values, Tensor(a!) token, Tensor base, int[] offsets, str reductions, str layer) -> ()")
-_ENCODE_TOKENS = 1024
-"""Tokens that are reduced at a time: vLLM's memory profile does not see what projections need."""
+_TOKENS = 1024
+_SCRATCH = 64 << 20
+"""Tokens that are reduced at a time where torch does it, and bytes where a kernel does: vLLM's memory profile does not
+see what encoders and projections allocate."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,20 @@ def _tap(
     if not reductions:
         write_rows(owner.rows, slots, values, starts)
         return
-    for first in range(0, values[0].shape[0], _ENCODE_TOKENS):
-        part = [v[first : first + _ENCODE_TOKENS] for v in values]
-        reduce_rows(owner.rows, slots[first:], part, starts, _parsed(reductions), place.layer)
+    chosen = _parsed(reductions)
+    tokens = tokens_at_once(values, chosen)
+    for first in range(0, values[0].shape[0], tokens):
+        part = [v[first : first + tokens] for v in values]
+        reduce_rows(owner.rows, slots[first:], part, starts, chosen, place.layer)
+
+
+def tokens_at_once(values: list[torch.Tensor], reductions: list[Reduction | None]) -> int:
+    """How many tokens one call may reduce: on a GPU all, unless projections would allocate too much."""
+    if not values[0].is_cuda:
+        return _TOKENS
+    pairs = zip(values, reductions, strict=True)
+    scratch = sum(r.scratch(v.shape[1], str(v.dtype).removeprefix("torch.")) for v, r in pairs if r is not None)
+    return max(_TOKENS, _SCRATCH // scratch) if scratch else max(1, values[0].shape[0])
 
 
 @functools.cache

@@ -58,6 +58,10 @@ class Reduction:
         """What library operations do first where a kernel of ours does the rest: a projection."""
         return values
 
+    def scratch(self, width: int, dtype: str) -> int:
+        """Bytes for each row of `width` values that `before` allocates on a GPU."""
+        return 0
+
     def fused(self, dtype: str) -> tuple[str, int]:
         """How that kernel (engine/triton_reduce.py) writes what `before` gives: a mode and its number."""
         raise NotImplementedError

@@ -92,6 +92,9 @@ class Pca(Reduction):
         offset, basis = _DEVICE[self.sha256, self.hook, layer, self.k, values.device]
         return torch.addmm(offset, values.float(), basis)
 
+    def scratch(self, width: int, dtype: str) -> int:
+        return 4 * (self.k + width)
+
     def fused(self, dtype: str) -> tuple[str, int]:
         return Int8().fused(dtype)
 

@@ -113,6 +113,9 @@ class RandomProjection(Reduction):
         basis = _on_device(values.shape[1], self.k, self.seed, self.distribution, values.device, torch.float32)
         return values.float() @ basis
 
+    def scratch(self, width: int, dtype: str) -> int:
+        return 4 * self.k + (0 if dtype == "bfloat16" else 4 * width)
+
     def fused(self, dtype: str) -> tuple[str, int]:
         return Int8().fused(dtype)
 

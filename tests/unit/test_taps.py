@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,3 +53,22 @@ def test_tapped_values_are_not_outputs_of_the_graph() -> None:
 class _NoContext:
     no_compile_layers: dict[str, Any] = {}
     slot_mapping: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("device", "specs", "dtype", "tokens"),
+    [
+        ("cuda", ["int8", "topk(64)", "none"], torch.bfloat16, 20_000),
+        ("cuda", ["rp(512)", "int8"], torch.bfloat16, (64 << 20) // (4 * 512)),
+        ("cuda", ["rp(512)", "rp(512)"], torch.float32, (64 << 20) // (2 * 4 * (512 + 2560))),
+        ("cuda", ["rp(512)"] * 40, torch.float32, 1024),
+        ("cpu", ["int8"], torch.bfloat16, 1024),
+    ],
+)
+def test_only_projections_split_a_step(device: str, specs: list[str], dtype: torch.dtype, tokens: int) -> None:
+    """A value on a GPU is stood for by what is asked of it."""
+    from dmi_connector.engine.tap_op import tokens_at_once
+    from dmi_connector.reduce import parse
+
+    value = SimpleNamespace(is_cuda=device == "cuda", shape=(20_000, 2560), dtype=dtype)
+    assert tokens_at_once([value] * len(specs), [parse(spec) for spec in specs]) == tokens
