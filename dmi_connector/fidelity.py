@@ -102,7 +102,10 @@ def _measure(
     import torch
 
     reduction, width = parse(spec), rows.shape[1]
-    if reduction is None or (isinstance(reduction, TopK | RandomProjection) and reduction.k > width):
+    most = 0  # values of a row that it needs
+    if isinstance(reduction, TopK | RandomProjection):
+        most = max(reduction.k, reduction.sample) if isinstance(reduction, TopK) else reduction.k
+    if reduction is None or most > width:
         return None
     reduction = reduction.bind(hook, [layer or 0], width, 1)
     reduction.prepare(width, torch.device("cpu"), layer or 0, 0)

@@ -45,16 +45,18 @@ class Tally:
 
     def mean(self) -> np.ndarray:
         """Mean |x|, float64 [width]. Rows where a value was not kept count as those do where it was sampled: with their
-        mean, drawn towards that of all neurons as far as so many samples cannot tell them apart (empirical Bayes).
+        mean, drawn towards that of all neurons as far as so few samples cannot tell them apart (empirical Bayes; the
+        spread about a neuron's mean is taken to be that of all neurons together).
         """
-        if not self.sampled_rows.any():
+        count = self.sampled_rows
+        several = count > 1
+        if not several.any():
             return self.kept / self.rows
-        count, everywhere = self.sampled_rows, self.sampled.sum() / self.sampled_rows.sum()
+        everywhere = self.sampled.sum() / count.sum()
         own = np.divide(self.sampled, count, out=np.full_like(count, everywhere), where=count > 0)
-        spread = np.divide(self.sampled_squares, count, out=np.full_like(count, np.inf), where=count > 1) - own**2
-        noise = np.maximum(spread, 0) / np.maximum(count - 1, 1)
-        sure = count > 1
-        signal = max(0.0, own[sure].var() - noise[sure].mean()) if sure.any() else 0.0
+        within = (self.sampled_squares - count * own**2).sum() / (count[count > 0] - 1).sum()
+        noise = np.divide(max(within, 0.0), count, out=np.full_like(count, np.inf), where=count > 0)
+        signal = max(0.0, own[several].var() - noise[several].mean())
         trust = np.divide(signal, signal + noise, out=np.ones_like(noise), where=noise > 0)
         rest = everywhere + trust * (own - everywhere)
         return np.asarray((self.kept + (self.rows - self.kept_rows) * rest) / self.rows)
@@ -73,10 +75,8 @@ def importance(captures: Capture | Iterable[Capture], hook: str, layer: int | No
     """
     total: Tally | None = None
     for capture in captures if isinstance(captures, Iterable) else [captures]:
-        gone = np.concatenate([np.arange(a, b) for a, b in capture.missing] or [np.empty(0, np.int64)])
-        there = np.setdiff1d(np.arange(len(capture.token_ids)), gone)
-        for first in range(0, len(there), BLOCK):
-            one = capture.tally(hook, layer, there[first : first + BLOCK])
+        for rows in capture.runs(BLOCK):
+            one = capture.tally(hook, layer, rows)
             if total is not None and len(total.kept) != len(one.kept):
                 raise ValueError(f"{capture.path} has {len(one.kept)} values of {hook} a row, others {len(total.kept)}")
             total = one if total is None else total + one

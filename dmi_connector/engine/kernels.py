@@ -106,6 +106,7 @@ def reduce_rows_torch(
 ) -> None:
     """The kernel's twin in plain torch, used on the CPU."""
     numbers = slots[: values[0].shape[0]]
+    values = [v[: len(numbers)] for v in values]
     stored = [v if r is None else r.encode(v, layer, numbers) for v, r in zip(values, reductions, strict=True)]
     # Bytes travel as words: what a reduction stores is a multiple of 4 bytes wide.
     stored = [v.view(torch.int32) if v.dtype == torch.uint8 else v for v in stored]

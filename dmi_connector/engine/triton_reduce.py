@@ -190,7 +190,7 @@ def _top(row, x, slot, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.const
         total = tl.sum(tl.where(chosen, mixed, 0).to(tl.int64), 0) + slot * 40503
         start = (((total & 0x7FFFFFFF) * 1103515245) >> 20) % width
         tl.store((row + after).to(tl.pointer_type(tl.uint32)), start.to(tl.uint32))
-        _sample(row + after + 4, x, start, least, width, MODE, S)
+        _sample(row + after + 4, x, start.to(tl.int32), least, width, MODE, S)
 
 
 @triton.jit

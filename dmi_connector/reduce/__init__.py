@@ -61,6 +61,7 @@ def parse(spec: str) -> Reduction | None:
             settings[field] = int(number)
         else:
             known = [*_FLAGS.get(kind, {}), *([f"a number ({_NUMBER[kind]})"] if kind in _NUMBER else [])]
+            known += [f"{name}=NUMBER" for of, name in sorted(_NAMED) if of == kind]
             raise ReduceError(f"reduce: {item!r} in {spec!r} is unknown; {kind} takes {', '.join(known) or 'nothing'}")
     if kind == "topk":
         settings.setdefault("sample", settings.get("k", TopK.k) // 4)

@@ -133,19 +133,26 @@ class TopK(Reduction):
         return rows
 
     def tally(self, stored: np.ndarray, width: int, dtype: str) -> Tally:
-        """What rows [rows, stored width] say of the magnitude of each of the `width` values."""
-        kept, values = self.indexes(stored, width), self._values(stored, self._value_at(width), self.k, dtype)
+        """What rows [rows, stored width] say of the magnitude of each of the `width` values. Rows that hold infinities
+        or NaN are left out.
+
+        Beside a massive value 8 bits leave nothing of the others that were kept. They are at least as large as what was
+        sampled and not kept, and count as that.
+        """
+        kept, values = self.indexes(stored, width), np.abs(self._values(stored, self._value_at(width), self.k, dtype))
+        finite = np.isfinite(values).all(axis=1)
+        stored, kept, values = stored[finite], kept[finite], values[finite]
         known = np.zeros((len(stored), width), bool)
         np.put_along_axis(known, kept, True, axis=1)
-        found = [np.bincount(kept.ravel(), np.abs(values).ravel(), width), known.sum(0)]
+        drawn: list[np.ndarray] = [np.zeros(width)] * 3
         if self.sample:
-            places, values = self.sampled(stored, width, dtype)
+            places, sampled = self.sampled(stored, width, dtype)
             new = ~np.take_along_axis(known, places, axis=1)
-            at, drawn = places[new], np.abs(values[new].astype(np.float64))
-            found += [np.bincount(at, weights, width) for weights in (drawn, np.ones_like(drawn), drawn**2)]
-        else:
-            found += [np.zeros(width)] * 3
-        return Tally(len(stored), *(np.asarray(s, np.float64) for s in found))
+            values = np.maximum(values, np.where(new, np.abs(sampled), 0).max(1, keepdims=True))
+            at, found = places[new], np.abs(sampled[new].astype(np.float64))
+            drawn = [np.bincount(at, weights, width) for weights in (found, np.ones_like(found), found**2)]
+        sums = [np.bincount(kept.ravel(), values.ravel(), width), known.sum(0), *drawn]
+        return Tally(len(stored), *(np.asarray(s, np.float64) for s in sums))
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
         rows = np.concatenate(parts, axis=-1)

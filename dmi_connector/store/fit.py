@@ -65,10 +65,5 @@ def fit_pca(
 def _rows(captures: Sequence[Capture], hook: str, layer: int | None) -> Iterator[np.ndarray]:
     """Blocks of the rows that are there, [n, width]."""
     for capture in captures:
-        there = np.ones(int(capture.attrs["num_tokens"]), bool)
-        for start, stop in capture.missing:
-            there[start:stop] = False
-        for first in range(0, len(there), _ROWS):
-            block = capture.numpy(hook, layer, slice(first, first + _ROWS))[there[first : first + _ROWS]]
-            if len(block):
-                yield block
+        for rows in capture.runs(_ROWS):
+            yield capture.numpy(hook, layer, rows)

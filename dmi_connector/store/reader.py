@@ -7,7 +7,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,32 +245,44 @@ class Capture:
 
     def _part(self, hook: str, reduction: Pca, layer: int | None, basis: str | os.PathLike[str] | None) -> Part:
         """The basis of one layer of a hook."""
-        layers = self.layers[hook]
-        if layer is None and len(layers) > 1:
-            raise ValueError(f"each layer of {hook!r} has a basis of its own; name one layer")
-        source = self._table.sources(hook)[0] if layer is None else self._table.source(hook, layer)
+        source = self._only(hook, layer, "a basis")
         found = find_basis(reduction.sha256, self.path, basis)
         return found.part(reduction.hook, source.layer or 0, reduction.k)
 
+    def _only(self, hook: str, layer: int | None, what: str) -> Source:
+        """Where one layer of a hook lies; it has to be named where there are several."""
+        if layer is None and len(self.layers[hook]) > 1:
+            raise ValueError(f"each layer of {hook!r} has {what} of its own; name one layer")
+        return self._table.sources(hook)[0] if layer is None else self._table.source(hook, layer)
+
     def tally(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> Tally:
         """What rows of a hook say of the magnitude of its neurons; see `dmi_connector.importance`."""
-        layers, reduction = self.layers[hook], self.reduction(hook)
-        if layer is None and len(layers) > 1:
-            raise ValueError(f"the neurons of each layer of {hook!r} are others; name one layer")
-        if isinstance(reduction, RandomProjection | Pca | AttentionSummary):
-            raise ValueError(f"{hook!r} was stored as {reduction.kind}, which keeps no neurons")
         if hook == "logits":
-            raise ValueError("logits have a row for each sampled token, and no neurons")
-        if not isinstance(reduction, TopK):
-            values = self.numpy(hook, layer, tokens)
-            if values.dtype.kind in "iu":
-                raise ValueError(f"{hook!r} holds whole numbers, which have no magnitude to average")
-            return Tally.of(values[0] if values.ndim == 3 else values)
-        source = self._table.sources(hook)[0] if layer is None else self._table.source(hook, layer)
+            raise ValueError("logits have a row for each sampled token, not for each token; average numpy('logits')")
+        source = self._only(hook, layer, "neurons")
+        reduction = self.reduction(source.array)
+        if isinstance(reduction, RandomProjection | Pca | AttentionSummary):
+            raise ValueError(
+                f"{hook!r} was stored as {reduction.kind}, which keeps no neurons; capture it in full, as int8 or topk"
+            )
         rows = self._rows(source.array, [source.index], tokens)
         rows = rows[0] if rows.ndim == 3 else rows
+        if reduction is None and rows.dtype.kind in "iu":
+            raise ValueError(f"{hook!r} holds whole numbers, which have no magnitude to average; name another hook")
+        if reduction is None:
+            return Tally.of(rows.astype(np.float32))
         parts, width, dtype = self._slices(source.array, rows)
-        return Tally.beside([reduction.tally(part, width, dtype) for part in parts])
+        if isinstance(reduction, TopK):
+            return Tally.beside([reduction.tally(part, width, dtype) for part in parts])
+        return Tally.of(reduction.merge([reduction.decode(part, width, dtype) for part in parts]))
+
+    def runs(self, most: int) -> Iterator[slice]:
+        """All rows that are not missing, in slices of at most `most`."""
+        first = 0
+        for start, stop in [*sorted(self.missing), [len(self.token_ids)] * 2]:
+            for begin in range(first, start, most):
+                yield slice(begin, min(begin + most, start))
+            first = max(first, stop)
 
     def torch(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> torch.Tensor:
         """Like `numpy`, as a torch tensor in the stored dtype."""

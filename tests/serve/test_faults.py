@@ -3,7 +3,8 @@
 
 By default (`--shutdown-timeout 0`) vLLM kills its engines on SIGTERM, with every process below them. The coordinator is
 not below them, and finishes. An engine that has the time answers its requests first (finish reason "abort"); one that
-has not leaves its clients waiting. Both happen, and the stores tell which.
+has not leaves its clients waiting. Both happen. An answer does not promise a complete store: the worker may be killed
+before it hears of the end. What a store says of itself is checked.
 """
 
 from __future__ import annotations

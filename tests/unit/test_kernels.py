@@ -125,8 +125,9 @@ for w, r in zip(widths, reductions):
         r.prepare(w, device, 0, 0)
 row_bytes = -(-at // 64) * 64
 slots = torch.randperm(40, device=device)[:tokens].long() + 1
+slots[0] = 60_000  # beyond 32 bits where it is multiplied
 slots[1] = -1  # padding
-twin = torch.full((41, row_bytes), 7, dtype=torch.uint8, device=device)
+twin = torch.full((60_001, row_bytes), 7, dtype=torch.uint8, device=device)
 mine = twin.clone()
 kernels.reduce_rows_torch(twin, slots, values, offsets, reductions, 0)
 kernels._reduce_rows_triton(mine, slots, values, offsets, reductions, 0)
@@ -148,7 +149,7 @@ REDUCE_CASES = [
     ),
     (
         "float32",
-        ["topk(7)", "topk(3,exact)", "topk(1)", "round(23)", "rp(9,sign)", "topk(2,sample=66)"],
+        ["topk(7)", "topk(3,exact,sample=5)", "topk(1)", "round(23)", "rp(9,sign)", "topk(2,sample=66)"],
         [100, 128, 5, 12, 64, 150],
         4,
     ),

@@ -11,6 +11,7 @@ import torch
 
 from dmi_connector import importance, open_capture
 from dmi_connector.reduce import parse
+from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.persist import Persistence
 from dmi_connector.store.schema import ArraySpec
 from tests import storekit as kit
@@ -75,6 +76,68 @@ def test_missing_rows_do_not_count(stores: list[Path]) -> None:
     capture.missing = [[0, 300]]
     with pytest.raises(ValueError, match="no capture has a row of 'q'"):
         importance([capture], "q", 0)
+
+
+def test_massive_values_leave_the_others_their_rank() -> None:
+    """In 8 bits beside one value a thousand times as large, the other kept values are 0."""
+    rng = np.random.default_rng(1)
+    rows = (rng.normal(size=(2000, 256)) * np.linspace(0.5, 1.5, 256)).astype(np.float32)
+    rows[:, 77] = 1000
+    true, others = np.abs(rows).mean(0), np.arange(256) != 77
+    for spec, least in (("topk(32)", 0.9), ("topk(32,exact)", 0.9)):
+        reduction = TopK(32, exact="exact" in spec, sample=8)
+        stored = reduction.encode(torch.from_numpy(rows)).numpy()
+        found = reduction.tally(stored, 256, "float32").mean()
+        assert np.corrcoef(found[others], true[others])[0, 1] > least
+        assert np.abs(found / true - 1).max() < 0.6
+
+
+def test_few_samples_are_not_biased() -> None:
+    """Rectified values: most are 0, and the spread of few samples goes with their mean."""
+    rng = np.random.default_rng(2)
+    rows = np.maximum(rng.normal(size=(300, 512)) * np.linspace(0.2, 1.2, 512), 0).astype(np.float32)
+    reduction = TopK(32, exact=True, sample=8)
+    stored = reduction.encode(torch.from_numpy(rows)).numpy()
+    found = reduction.tally(stored, 512, "float32").mean()
+    assert abs(found.sum() / rows.mean(0).sum() - 1) < 0.08 and found.min() > 0
+
+
+def test_slices_of_ranks_stay_beside_each_other(stores: list[Path], tmp_path: Path) -> None:
+    """Two ranks' slices, and the output of the last layer, which is stored under another name and in another way."""
+    rows = [values(0, layer) for layer in (0, 1)]
+    halves = TopK(4, sample=2)
+    stored = [np.concatenate([halves.encode(torch.from_numpy(h)).numpy() for h in np.split(r, 2, 1)], 1) for r in rows]
+    final = TopK(8, exact=True).encode(torch.from_numpy(rows[1])).numpy()
+    of_values = {"dtype": "float32", "width": WIDTH}
+    arrays = [
+        ArraySpec("mlp_post", "uint8", (0, 1), stored[0].shape[1], 2, reduce={**halves.settings(), **of_values}),
+        ArraySpec("resid_pre", "float32", (0, 1), WIDTH),
+        ArraySpec("resid_final", "uint8", (0,), final.shape[1], reduce={**TopK(8, True).settings(), **of_values}),
+    ]
+    held = {"mlp_post": np.stack(stored), "resid_pre": np.stack(rows).view("u4"), "resid_final": final[None]}
+    ranks = [Persistence(4 << 20) for _ in range(2)]
+    for rank, own in enumerate(ranks):
+        specs = kit.shard_specs(arrays, 2, rank)
+        kit.store(own, tmp_path / "tp.zarr", specs, TOKENS, values=held, wait=rank == 1, rank=rank, ranks=2)
+    assert [own.shutdown(30) for own in ranks] == [True, True]
+    capture = open_capture(tmp_path / "tp.zarr", 0)
+    found = importance(capture, "mlp_post", 1)
+    assert np.corrcoef(found, np.abs(rows[1]).mean(0))[0, 1] > 0.8
+    np.testing.assert_allclose(importance(capture, "resid_post", 0), np.abs(rows[1]).mean(0), rtol=1e-6)
+    kept = np.abs(rows[1]) >= np.sort(np.abs(rows[1]), axis=1)[:, -8:-7]
+    true = np.where(kept, np.abs(rows[1]), 0).mean(0)
+    np.testing.assert_allclose(importance(capture, "resid_post", 1), true, rtol=1e-5)
+
+
+def test_captures_that_do_not_go_together(stores: list[Path], tmp_path: Path) -> None:
+    persistence = Persistence(4 << 20)
+    kit.store(persistence, tmp_path / "other.zarr", [ArraySpec("q", "float32", (0, 1), 32)], 100)
+    assert persistence.shutdown(30)
+    captures = [open_capture(path, 0) for path in (stores[0], tmp_path / "other.zarr")]
+    with pytest.raises(ValueError, match="has 32 values of q a row, others 64"):
+        importance(captures, "q", 0)
+    with pytest.raises(ValueError, match="no capture has a row of 'q'"):
+        importance([], "q", 0)
 
 
 def test_what_has_no_neurons_is_refused(stores: list[Path]) -> None:
