@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOAK = pytest.mark.soak
 CASES = [
-    pytest.param("test_lives", "V2-async", 16, id="lives, async"),
+    pytest.param("test_lives", "V2-async", 8, id="lives, async"),
     pytest.param("test_lives", "V2-async", 64, id="lives of 64, async", marks=SOAK),
     pytest.param("test_lives", "V2", 64, id="lives of 64", marks=SOAK),
     *(
