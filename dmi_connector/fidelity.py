@@ -13,7 +13,7 @@ import numpy as np
 
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import ITEMSIZE
-from dmi_connector.reduce import Reduction, parse
+from dmi_connector.reduce import ReduceError, Reduction, parse
 from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.topk import TopK
@@ -102,11 +102,13 @@ def _measure(
     import torch
 
     reduction, width = parse(spec), rows.shape[1]
-    most = 0  # values of a row that it needs
-    if isinstance(reduction, TopK | RandomProjection):
-        most = max(reduction.k, reduction.sample) if isinstance(reduction, TopK) else reduction.k
-    if reduction is None or most > width:
+    if reduction is None:
         return None
+    if isinstance(reduction, TopK | RandomProjection):
+        try:
+            reduction.check(width)
+        except ReduceError:  # it wants more values than this hook has; others may have enough
+            return None
     reduction = reduction.bind(hook, [layer or 0], width, 1)
     reduction.prepare(width, torch.device("cpu"), layer or 0, 0)
     values = torch.from_numpy(rows).to(getattr(torch, dtype))

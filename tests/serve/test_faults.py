@@ -65,6 +65,7 @@ def test_sigterm(
         print(f"the engine and its processes ended {gone(below, SECONDS):.1f} s after SIGTERM")
         time.sleep(1)  # for the answers that are on their way
         server.kill()
+        process.wait(10)
         answers = [future.result(60) for future in futures if not future.exception(60)]
     finally:
         if process.poll() is None:

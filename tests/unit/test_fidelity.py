@@ -93,7 +93,7 @@ def test_a_basis_is_not_overwritten(stores: list[Path], basis: Path, capsys: pyt
 
 
 def test_fidelity_measures_what_is_known(stores: list[Path], basis: Path) -> None:
-    specs = ["int8", "fp8", "round(23)", "topk(64)", "rp(32)", f"pca({basis})", "rp(512)", "none"]
+    specs = ["int8", "fp8", "round(23)", "topk(64)", "topk(8,sample=512)", "rp(32)", f"pca({basis})", "rp(512)", "none"]
     found = {(f.hook, f.layer, f.reduction): f for f in fidelity(stores[2:], specs, "resid_mid")}
     assert {layer for _, layer, _ in found} == {0, 1}
     assert not any("512" in spec or spec == "none" for _, _, spec in found), "wider than the row, or nothing to do"

@@ -102,7 +102,7 @@ def test_few_samples_are_not_biased() -> None:
     assert abs(found.sum() / rows.mean(0).sum() - 1) < 0.08 and found.min() > 0
 
 
-def test_slices_of_ranks_stay_beside_each_other(stores: list[Path], tmp_path: Path) -> None:
+def test_slices_of_ranks_stay_beside_each_other(tmp_path: Path) -> None:
     """Two ranks' slices, and the output of the last layer, which is stored under another name and in another way."""
     rows = [values(0, layer) for layer in (0, 1)]
     halves = TopK(4, sample=2)
