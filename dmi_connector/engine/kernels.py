@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of a capture: `write_rows` puts values into their tokens' rows, `reduce_rows` reduces them first, and
-`gather_rows` takes rows out in store layout. One public function each, with a Triton kernel (triton_kernels.py,
-triton_reduce.py) and a torch twin behind it.
+"""The kernels of a capture: `write_rows` puts values into their tokens' rows, `reduce_rows` and `reduce_layers` reduce
+them first, and `gather_rows` takes rows out in store layout. One public function each, with a Triton kernel
+(triton_kernels.py, triton_reduce.py) and a torch twin behind it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 MAX_VALUES = 13
 _BLOCK = 2048
 _GATHER_BLOCK = 1024
-_REDUCE_BLOCK = 1024
 _GATHER_TOKENS = 8
 # Up to this many tokens one program takes one token with 4 warps, above it two with 8 (measured on an H200).
 _DECODE_TOKENS = 512
@@ -149,11 +148,79 @@ def _reduce_rows_triton(
         *(numbers + [0] * pad),
         *(list(offsets) + [0] * pad),
         rows.stride(0),
-        BLOCK=_REDUCE_BLOCK,
         WIDE=1 << (widest - 1).bit_length(),
-        num_warps=8 if widest > 4096 else 4,
+        num_warps=_warps(max(widths)),
         **_launch_options(rows.device),
     )
+
+
+def reduce_layers(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    reduction: Reduction,
+    layers: Sequence[int],
+) -> None:
+    """Reduce one hook of many layers and write it to rows.
+
+    values: [tokens, layers, width], last dimension contiguous. offsets: int64 [layers] on the same device, bytes.
+    """
+    if rows.is_cuda:
+        _reduce_layers_triton(rows, slots, values, offsets, reduction, layers)
+    else:
+        reduce_layers_torch(rows, slots, values, offsets, reduction, layers)
+
+
+def reduce_layers_torch(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    reduction: Reduction,
+    layers: Sequence[int],
+) -> None:
+    """The kernel's twin in plain torch, used on the CPU."""
+    for index, (layer, offset) in enumerate(zip(layers, offsets.tolist(), strict=True)):
+        reduce_rows_torch(rows, slots, [values[:, index]], [offset], [reduction], layer)
+
+
+def _reduce_layers_triton(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    reduction: Reduction,
+    layers: Sequence[int],
+) -> None:
+    from dmi_connector.engine import triton_reduce
+
+    tokens = min(values.shape[0], slots.shape[0])
+    if tokens == 0:
+        return
+    mode, number = reduction.fused(str(values.dtype).removeprefix("torch."))
+    source = reduction.before_layers(values, layers)
+    width = source.shape[2]
+    triton_reduce.reduce_layers_kernel[(tokens, len(layers))](
+        rows,
+        slots,
+        source,
+        offsets,
+        source.stride(0),
+        source.stride(1),
+        rows.stride(0),
+        width,
+        triton_reduce.MODES[mode],
+        number,
+        WIDE=1 << (width - 1).bit_length(),
+        num_warps=_warps(width),
+        **_launch_options(rows.device),
+    )
+
+
+def _warps(width: int) -> int:
+    """Warps of a program that holds a row of so many values."""
+    return 8 if width > 4096 else 4
 
 
 @functools.cache

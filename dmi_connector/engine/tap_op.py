@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The custom op that taps call: it reduces values and writes them into this step's paged rows."""
+"""The custom ops that taps call: `dmi::tap` writes values into this step's paged rows, reduced where that is wanted,
+and `dmi::tap_end` what the taps of a step have put aside (at_end.py).
+"""
 
 from __future__ import annotations
 
 import functools
 import json
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 
+from dmi_connector.engine.at_end import AtEnd
 from dmi_connector.engine.kernels import reduce_rows, write_rows
 from dmi_connector.reduce import Reduction, from_settings
 
 _LIB = torch.library.Library("dmi", "FRAGMENT")
 _LIB.define("tap(Tensor[] values, Tensor(a!) token, Tensor base, int[] offsets, str reductions, str layer) -> ()")
+_LIB.define("tap_end(Tensor like, Tensor(a!) token, Tensor base, str layer) -> ()")
 _TOKENS = 1024
 _SCRATCH = 64 << 20
 """Tokens that are reduced at a time where torch does it, and bytes where a kernel does: vLLM's memory profile does not
@@ -22,19 +27,32 @@ see what encoders and projections allocate."""
 
 @dataclass(frozen=True)
 class Place:
-    """What a `base` tensor stands for: byte offset in a row, and number of the layer."""
+    """What a `base` tensor stands for: byte offset in a row, number of the layer, and what its model puts aside."""
 
     start: int
     layer: int
+    at_end: AtEnd
 
 
 _PLACES: dict[int, Place] = {}
 """By the tensor's address."""
 
 
-def stand_for(base: torch.Tensor, start: int, layer: int) -> None:
+def stand_for(base: torch.Tensor, place: Place) -> None:
     """Let a tensor stand for a place: graphs of equal layers take it as an input and so are equal."""
-    _PLACES[base.data_ptr()] = Place(start, layer)
+    _PLACES[base.data_ptr()] = place
+
+
+def _rows_and_slots(layer: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The paged rows and where this step's tokens go; None in a profiling run, when the cache does not exist yet."""
+    from vllm.forward_context import get_forward_context
+
+    context = get_forward_context()
+    owner = context.no_compile_layers.get(layer)
+    slots = context.slot_mapping.get(layer) if isinstance(context.slot_mapping, dict) else None
+    if owner is None or slots is None or owner.rows is None:
+        return None
+    return owner.rows, slots
 
 
 def _tap(
@@ -48,23 +66,34 @@ def _tap(
     """Write `values` ([tokens, width] each, last dimension contiguous) into this step's rows, at byte `offsets` from
     where `base` says. reductions: "" for none, else a JSON list of one reduction's settings, or null, for each value.
     """
-    from vllm.forward_context import get_forward_context
-
-    context = get_forward_context()
-    owner = context.no_compile_layers.get(layer)
-    slots = context.slot_mapping.get(layer) if isinstance(context.slot_mapping, dict) else None
-    if owner is None or slots is None or owner.rows is None:
-        return  # a profiling run: the cache does not exist yet
+    found = _rows_and_slots(layer)
+    if found is None:
+        return
+    rows, slots = found
     place = _PLACES[base.data_ptr()]
     starts = [place.start + offset for offset in offsets]
     if not reductions:
-        write_rows(owner.rows, slots, values, starts)
+        write_rows(rows, slots, values, starts)
         return
     chosen = _parsed(reductions)
-    tokens = tokens_at_once(values, chosen)
-    for first in range(0, values[0].shape[0], tokens):
-        part = [v[first : first + tokens] for v in values]
-        reduce_rows(owner.rows, slots[first:], part, starts, chosen, place.layer)
+    tokens = values[0].shape[0]
+    aside = [place.at_end.takes(start, tokens) for start in starts]
+    if any(aside):
+        place.at_end.keep(list(compress(values, aside)), list(compress(starts, aside)))
+        now = [not later for later in aside]
+        values, starts, chosen = list(compress(values, now)), list(compress(starts, now)), list(compress(chosen, now))
+    if not values:
+        return
+    step = tokens_at_once(values, chosen)
+    for first in range(0, tokens, step):
+        part = [v[first : first + step] for v in values]
+        reduce_rows(rows, slots[first:], part, starts, chosen, place.layer)
+
+
+def _tap_end(like: torch.Tensor, token: torch.Tensor, base: torch.Tensor, layer: str) -> None:
+    """The last tap of a step is done. like: a tensor with one entry for each token."""
+    if found := _rows_and_slots(layer):
+        _PLACES[base.data_ptr()].at_end.reduce(*found, like.shape[0])
 
 
 def tokens_at_once(values: list[torch.Tensor], reductions: list[Reduction | None]) -> int:
@@ -81,6 +110,7 @@ def _parsed(text: str) -> list[Reduction | None]:
     return [None if settings is None else from_settings(settings) for settings in json.loads(text)]
 
 
-for _key in ("CPU", "CUDA"):
-    _LIB.impl("tap", _tap, _key)
-_LIB.impl("tap", lambda *_: None, "Meta")
+for _name, _op in (("tap", _tap), ("tap_end", _tap_end)):
+    for _key in ("CPU", "CUDA"):
+        _LIB.impl(_name, _op, _key)
+    _LIB.impl(_name, lambda *_: None, "Meta")

@@ -27,6 +27,7 @@ from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank
 
 from dmi_connector.engine import attend, tap_op
+from dmi_connector.engine.at_end import AtEnd
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import Segment, shard_of
@@ -63,7 +64,7 @@ class Group:
 class Tapper:
     """Writes groups of values of one layer, or of what exists once in a model (layer None)."""
 
-    def __init__(self, model: nn.Module, context: CaptureContext, layer: int | None) -> None:
+    def __init__(self, model: nn.Module, context: CaptureContext, layer: int | None, at_end: AtEnd) -> None:
         self.layer_name = context.layer_name
         self.token = model.get_buffer("dmi_token")
         mine = [s.offset for s in context.layout.segments if layer is not None and s.layer == layer]
@@ -71,7 +72,7 @@ class Tapper:
         name = f"dmi_base_{'once' if layer is None else layer}"
         model.register_buffer(name, torch.zeros(1, dtype=torch.int32), persistent=False)
         self.base = model.get_buffer(name)
-        tap_op.stand_for(self.base, self.start, layer or 0)
+        tap_op.stand_for(self.base, tap_op.Place(self.start, layer or 0, at_end))
         self.settings: dict[str, str] = {}
         rank = get_tensor_model_parallel_rank() if context.tp > 1 else 0
         for segment in context.layout.segments:
@@ -125,22 +126,26 @@ def _after(module: nn.Module, hook: Callable[[tuple[Any, ...], Any], None]) -> N
 def install(model: nn.Module, context: CaptureContext) -> None:
     """Register the hooks of the selection on a freshly built model (before its first forward)."""
     model.register_buffer("dmi_token", torch.zeros(1, dtype=torch.int32), persistent=False)
-    tapper = Tapper(model, context, None)
+    at_end = AtEnd(context.layout.segments, model.get_buffer("dmi_token").device)
+    tapper = Tapper(model, context, None, at_end)
     arch = context.arch
     layers: Any = model.get_submodule(arch.layers)
     _install_inputs(model, context, tapper)
     for index in range(context.dims.layers):
         if any(s.layer == index for s in context.layout.segments):
-            _install_layer(layers[index], index, context, Tapper(model, context, index))
+            _install_layer(layers[index], index, context, Tapper(model, context, index, at_end))
     final, normed = context.layout.find("resid_final", 0), context.layout.find("final_ln", 0)
-    if final or normed:
+    if final or normed or at_end.tokens:
 
         def at_final_norm(args: tuple[Any, ...], output: Any) -> None:
             group = Group(tapper)
             values = _norm_outputs(args, output)
-            group.add(final, _copied(values[1]))
+            if final:
+                group.add(final, _copied(values[1]))
             group.add(normed, values[0])
             group.flush()
+            if at_end.tokens:
+                torch.ops.dmi.tap_end(values[0], tapper.token, tapper.base, tapper.layer_name)
 
         _after(model.get_submodule(arch.final_norm), at_final_norm)
 

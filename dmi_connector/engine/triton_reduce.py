@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernel that reduces values on their way into rows; the encoders of `reduce/` are its twins. Imported only
-where a GPU (or Triton's interpreter) runs it.
+"""The Triton kernels that reduce values on their way into rows; the encoders of `reduce/` are their twins. Imported
+only where a GPU (or Triton's interpreter) runs them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,7 +12,7 @@ import triton.language as tl
 
 MODES = {"copy": 0, "int8": 1, "affine": 2, "fp8": 3, "round": 4, "topk": 5, "exact": 6, "groups": 7}
 WHOLE = (MODES["topk"], MODES["exact"])
-"""Those that hold a whole row at once; the others go through it in blocks."""
+"""Those that hold a whole row at once however wide it is; the others hold 16,384 values at most."""
 COPY = tl.constexpr(MODES["copy"])
 INT8 = tl.constexpr(MODES["int8"])
 AFFINE = tl.constexpr(MODES["affine"])
@@ -63,11 +63,14 @@ def _e4m3(value):
 
 @triton.jit
 def _encode(
-    row, x, slot, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
+    row, x, slot, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """Write one row of `width` values as MODE says. NUMBER: mantissa bits dropped (ROUND), values of a
     group (GROUPS), values kept and, times 2**20, sampled (top k)."""
     padded: tl.constexpr = (width + 3) // 4 * 4
+    # In one piece where that can be: in a decode step each round of a loop would wait for memory again.
+    half: tl.constexpr = 1024 if width <= 1024 else (2048 if width <= 2048 else 4096)
+    BLOCK: tl.constexpr = half if width <= 4096 else (8192 if width <= 8192 else 16384)
     if MODE == COPY:
         out = row.to(tl.pointer_type(x.dtype.element_ty))
         for start in range(0, width, BLOCK):
@@ -237,7 +240,7 @@ def reduce_rows_kernel(
     n6: tl.constexpr, n7: tl.constexpr, n8: tl.constexpr, n9: tl.constexpr, n10: tl.constexpr, n11: tl.constexpr,
     n12: tl.constexpr,
     o0, o1, o2, o3, o4, o5, o6, o7, o8, o9, o10, o11, o12,
-    row_bytes, BLOCK: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    row_bytes, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, values): one program reduces one row of one value."""
     token = tl.program_id(0).to(tl.int64)
@@ -248,28 +251,44 @@ def reduce_rows_kernel(
     if slot >= 0:
         row = rows + slot * row_bytes
         if value == 0:
-            _encode(row + o0, x0 + token * s0, slot, w0, m0, n0, BLOCK, WIDE)
+            _encode(row + o0, x0 + token * s0, slot, w0, m0, n0, WIDE)
         elif value == 1:
-            _encode(row + o1, x1 + token * s1, slot, w1, m1, n1, BLOCK, WIDE)
+            _encode(row + o1, x1 + token * s1, slot, w1, m1, n1, WIDE)
         elif value == 2:
-            _encode(row + o2, x2 + token * s2, slot, w2, m2, n2, BLOCK, WIDE)
+            _encode(row + o2, x2 + token * s2, slot, w2, m2, n2, WIDE)
         elif value == 3:
-            _encode(row + o3, x3 + token * s3, slot, w3, m3, n3, BLOCK, WIDE)
+            _encode(row + o3, x3 + token * s3, slot, w3, m3, n3, WIDE)
         elif value == 4:
-            _encode(row + o4, x4 + token * s4, slot, w4, m4, n4, BLOCK, WIDE)
+            _encode(row + o4, x4 + token * s4, slot, w4, m4, n4, WIDE)
         elif value == 5:
-            _encode(row + o5, x5 + token * s5, slot, w5, m5, n5, BLOCK, WIDE)
+            _encode(row + o5, x5 + token * s5, slot, w5, m5, n5, WIDE)
         elif value == 6:
-            _encode(row + o6, x6 + token * s6, slot, w6, m6, n6, BLOCK, WIDE)
+            _encode(row + o6, x6 + token * s6, slot, w6, m6, n6, WIDE)
         elif value == 7:
-            _encode(row + o7, x7 + token * s7, slot, w7, m7, n7, BLOCK, WIDE)
+            _encode(row + o7, x7 + token * s7, slot, w7, m7, n7, WIDE)
         elif value == 8:
-            _encode(row + o8, x8 + token * s8, slot, w8, m8, n8, BLOCK, WIDE)
+            _encode(row + o8, x8 + token * s8, slot, w8, m8, n8, WIDE)
         elif value == 9:
-            _encode(row + o9, x9 + token * s9, slot, w9, m9, n9, BLOCK, WIDE)
+            _encode(row + o9, x9 + token * s9, slot, w9, m9, n9, WIDE)
         elif value == 10:
-            _encode(row + o10, x10 + token * s10, slot, w10, m10, n10, BLOCK, WIDE)
+            _encode(row + o10, x10 + token * s10, slot, w10, m10, n10, WIDE)
         elif value == 11:
-            _encode(row + o11, x11 + token * s11, slot, w11, m11, n11, BLOCK, WIDE)
+            _encode(row + o11, x11 + token * s11, slot, w11, m11, n11, WIDE)
         else:
-            _encode(row + o12, x12 + token * s12, slot, w12, m12, n12, BLOCK, WIDE)
+            _encode(row + o12, x12 + token * s12, slot, w12, m12, n12, WIDE)
+
+
+@triton.jit
+def reduce_layers_kernel(
+    rows, slots, x, offsets, token_stride, layer_stride, row_bytes,
+    width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, layers): one program reduces one row of one layer of a hook."""
+    token = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + token)
+    row = rows + slot * row_bytes + tl.load(offsets + layer)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if slot >= 0:
+        _encode(row, x + token * token_stride + layer * layer_stride, slot, width, MODE, NUMBER, WIDE)

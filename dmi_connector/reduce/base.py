@@ -28,6 +28,8 @@ class Reduction:
     """
 
     kind: ClassVar[str] = "none"
+    at_end: ClassVar[bool] = False
+    """Whether it takes so long for a few tokens that all layers are better done at once, at the end of a step."""
 
     def check(self, width: int) -> None:
         """Raises ReduceError when `width` values cannot be reduced so."""
@@ -56,6 +58,10 @@ class Reduction:
 
     def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
         """What library operations do first where a kernel of ours does the rest: a projection."""
+        return values
+
+    def before_layers(self, values: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+        """The same for values [tokens, layers, width] of all of `layers`."""
         return values
 
     def scratch(self, width: int, dtype: str) -> int:

@@ -33,6 +33,7 @@ class Pca(Reduction):
     hook: str = ""
     source: str = field(default="", compare=False)
     kind: ClassVar[str] = "pca"
+    at_end: ClassVar[bool] = True
 
     @classmethod
     def from_text(cls, inside: str) -> Pca:
@@ -91,6 +92,11 @@ class Pca(Reduction):
 
         offset, basis = _DEVICE[self.sha256, self.hook, layer, self.k, values.device]
         return torch.addmm(offset, values.float(), basis)
+
+    def before_layers(self, values: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+        import torch
+
+        return torch.stack([self.before(values[:, i], layer) for i, layer in enumerate(layers)], 1)
 
     def scratch(self, width: int, dtype: str) -> int:
         return 4 * (self.k + width)

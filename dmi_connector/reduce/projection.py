@@ -8,6 +8,7 @@ E|R'x|^2 = |x|^2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, ClassVar
@@ -79,6 +80,7 @@ class RandomProjection(Reduction):
     seed: int = 0
     distribution: str = "orthogonal"
     kind: ClassVar[str] = "rp"
+    at_end: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -112,6 +114,16 @@ class RandomProjection(Reduction):
             return torch.mm(values, basis, out_dtype=torch.float32)  # exact products, summed in float32
         basis = _on_device(values.shape[1], self.k, self.seed, self.distribution, values.device, torch.float32)
         return values.float() @ basis
+
+    def before_layers(self, values: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+        import torch
+
+        tokens, count, width = values.shape
+        if not values.is_cuda or values.dtype != torch.bfloat16:
+            return self.before(values.reshape(-1, width)).view(tokens, count, self.k)
+        basis = _on_device(width, self.k, self.seed, self.distribution, values.device, values.dtype)
+        products = torch.bmm(values.transpose(0, 1), basis.expand(count, -1, -1), out_dtype=torch.float32)
+        return products.transpose(0, 1)
 
     def scratch(self, width: int, dtype: str) -> int:
         return 4 * self.k + (0 if dtype == "bfloat16" else 4 * width)

@@ -40,6 +40,7 @@ class TopK(Reduction):
     exact: bool = False
     sample: int = 0
     kind: ClassVar[str] = "topk"
+    at_end: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.k < 1:

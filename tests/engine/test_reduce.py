@@ -40,7 +40,7 @@ REDUCE = {
 PCA = ("ln2", "k_rot")  # whole and, with two ranks, in slices
 TOP = 8
 KEPT = ("embed", "logits")
-LENGTHS = (1, 33, 150)
+LENGTHS = (1, 33, 300)  # in steps of more tokens than are put aside for their end, and of fewer
 NOISE = 1e-5
 """Rounding differences of two float32 programs."""
 
@@ -76,7 +76,7 @@ def run(
             args |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enforce_eager": True}
         with engine(tiny_model("qwen3"), in_process=tp == 1, **args) as llm:
             generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
-            generate(llm, run, {"again": Ask(prompt(150))})  # its first block comes from the prefix cache
+            generate(llm, run, {"again": Ask(prompt(300))})  # its first blocks comes from the prefix cache
     return run
 
 
@@ -155,7 +155,7 @@ def test_every_row_decodes_to_what_was_there(run: Run, oracle: Callable[..., Ora
 
 
 def test_rows_shrink_as_the_reductions_say(run: Run) -> None:
-    capture = open_capture(run.store("len150"), timeout=30)
+    capture = open_capture(run.store("len300"), timeout=30)
     for hook, info in capture.attrs["hooks"].items():
         reduction = capture.reduction(hook)
         if reduction is not None:
@@ -165,7 +165,7 @@ def test_rows_shrink_as_the_reductions_say(run: Run) -> None:
 
 
 def test_directions_can_be_projected(run: Run, oracle: Callable[..., Oracle]) -> None:
-    capture, tokens = open_capture(run.store("len150"), timeout=30), run.tokens("len150")
+    capture, tokens = open_capture(run.store("len300"), timeout=30), run.tokens("len300")
     exact = reference(oracle("qwen3"), tuple(tokens))["resid_mid"][1, : len(tokens) - 1]
     direction = exact[3]
     projected = capture.project("resid_mid", direction)
@@ -181,7 +181,7 @@ def test_directions_can_be_projected(run: Run, oracle: Callable[..., Oracle]) ->
 
 def test_principal_components_go_back_to_rows(run: Run, oracle: Callable[..., Oracle], tmp_path: Path) -> None:
     """Twelve of 64 components of a model without structure keep little, so compare with what they can keep."""
-    capture, tokens = open_capture(run.store("len150"), timeout=30), run.tokens("len150")
+    capture, tokens = open_capture(run.store("len300"), timeout=30), run.tokens("len300")
     exact = reference(oracle("qwen3"), tuple(tokens))["ln2"][1, : len(tokens) - 1]
     reduction = capture.reduction("ln2")
     assert isinstance(reduction, Pca) and reduction.k == 12

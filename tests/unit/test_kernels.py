@@ -175,3 +175,51 @@ def test_reducing_kernels_equal_their_twins(case: tuple[str, list[str], list[int
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "equal\n"
+
+
+LAYERS_CHILD = """
+import json, sys
+import torch
+from dmi_connector.engine import kernels
+from dmi_connector.reduce import parse
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.manual_seed(0)
+dtype, spec, width, count, tokens = json.loads(sys.argv[1])
+reduction = parse(spec)
+wide = torch.randn(tokens, 3 + (count + 1) * width, device=device).to(getattr(torch, dtype))
+values = wide[:, 2 : 2 + count * width].unflatten(1, (count, width))
+layers = [2 * i + 1 for i in range(count)]
+for layer in layers:
+    reduction.prepare(width, device, layer, 0)
+step = -(-reduction.stored_width(width, dtype) // 16) * 16
+offsets = 64 + step * torch.randperm(count, device=device)
+slots = torch.randperm(40, device=device)[:tokens].long() + 1
+slots[0] = -1
+twin = torch.full((41, 64 + step * count), 7, dtype=torch.uint8, device=device)
+mine = twin.clone()
+kernels.reduce_layers_torch(twin, slots, values, offsets, reduction, layers)
+kernels._reduce_layers_triton(mine, slots, values, offsets, reduction, layers)
+twin[0] = mine[0] = 7
+if spec.startswith("rp"):  # many layers may be summed in another order than one
+    assert (mine != twin).float().mean() < 0.01, (mine != twin).float().mean()
+else:
+    assert torch.equal(mine, twin), (mine != twin).nonzero()[:10].tolist()
+assert len({row.tobytes() for row in mine.cpu().numpy()}) == tokens  # padding has none; the rest is alike
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("spec", ["topk(8)", "topk(5,exact,sample=9)", "rp(16)", "int8"])
+def test_the_kernel_of_many_layers_equals_its_twin(spec: str) -> None:
+    pytest.importorskip("triton")
+    env = dict(os.environ)
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        env["TRITON_INTERPRET"] = "1"
+    case = ["bfloat16" if gpu else "float32", spec, 200, 4, 5]
+    done = subprocess.run(
+        [sys.executable, "-c", LAYERS_CHILD, json.dumps(case)], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "equal\n"

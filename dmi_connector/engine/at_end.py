@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that small steps reduce at their end, for all layers at once (`Reduction.at_end`).
+
+In a decode step a projection or a search for the largest values waits far longer than it computes: for one layer after
+the other that would cost more than the model's own kernels do. So taps put such values aside, and one operation a hook
+reduces them when the last layer is done. Steps of many tokens fill the GPU with each layer; they reduce at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dmi_connector.engine.kernels import reduce_layers, write_rows
+from dmi_connector.layout import ITEMSIZE, ROW_ALIGN, Segment
+from dmi_connector.reduce import Reduction
+
+MOST_TOKENS = 256
+MOST_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class _Hook:
+    """One hook in the buffer: `layers` rows of `width` values side by side, from byte `start` of a token's row on.
+
+    offsets: int64 [layers], where they go in a token's row of the cache, in bytes.
+    """
+
+    reduction: Reduction
+    layers: tuple[int, ...]
+    dtype: torch.dtype
+    width: int
+    start: int
+    offsets: torch.Tensor
+
+
+class AtEnd:
+    """The buffer of one model, and what becomes of its content.
+
+    tokens: steps of more do without it, MOST_TOKENS unless the buffer would take more than MOST_BYTES; 0 where no
+    hook is reduced so. Made before vLLM measures how much memory is left for the cache.
+    """
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        self._places: dict[int, int] = {}  # byte offset in the cache's rows -> in the buffer's
+        self._hooks: list[_Hook] = []
+        end = 0
+        mine = [s for s in segments if s.reduction is not None and s.reduction.at_end]
+        for name in dict.fromkeys(s.hook for s in mine):
+            of_hook = [s for s in mine if s.hook == name]
+            first, start = of_hook[0], -(-end // ROW_ALIGN) * ROW_ALIGN
+            step = first.width * ITEMSIZE[first.dtype]
+            self._places |= {s.offset: start + i * step for i, s in enumerate(of_hook)}
+            offsets = torch.tensor([s.offset for s in of_hook], dtype=torch.int64, device=device)
+            layers = tuple(s.layer for s in of_hook)
+            assert first.reduction is not None
+            self._hooks.append(_Hook(first.reduction, layers, getattr(torch, first.dtype), first.width, start, offsets))
+            end = start + step * len(of_hook)
+        row_bytes = -(-end // ROW_ALIGN) * ROW_ALIGN
+        self.tokens = min(MOST_TOKENS, MOST_BYTES // row_bytes) if row_bytes else 0
+        self._buffer = torch.empty(self.tokens, row_bytes, dtype=torch.uint8, device=device)
+        self._numbers = torch.arange(self.tokens, device=device)
+
+    def takes(self, offset: int, tokens: int) -> bool:
+        """Whether what goes to byte `offset` of a row is put aside in a step of `tokens`."""
+        return tokens <= self.tokens and offset in self._places
+
+    def keep(self, values: list[torch.Tensor], offsets: list[int]) -> None:
+        """Put values aside ([tokens, width] each, of one dtype) that belong at byte `offsets` of their tokens' rows."""
+        write_rows(self._buffer, self._numbers, values, [self._places[offset] for offset in offsets])
+
+    def reduce(self, rows: torch.Tensor, slots: torch.Tensor, tokens: int) -> None:
+        """Reduce what the taps of this step put aside, and write it to the rows `slots`."""
+        if tokens > self.tokens:
+            return
+        for hook in self._hooks:
+            first = hook.start // hook.dtype.itemsize
+            values = self._buffer.view(hook.dtype)[:tokens, first : first + len(hook.layers) * hook.width]
+            values = values.unflatten(1, (len(hook.layers), hook.width))
+            reduce_layers(rows, slots, values, hook.offsets, hook.reduction, hook.layers)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values put aside until the end of a step land as if they had been reduced at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dmi_connector.engine import at_end
+from dmi_connector.engine.at_end import AtEnd
+from dmi_connector.engine.kernels import reduce_rows
+from dmi_connector.layout import Segment
+from dmi_connector.reduce import parse
+
+TOPK, RP, INT8 = parse("topk(3)"), parse("rp(4)"), parse("int8")
+SEGMENTS = [
+    Segment("mlp_post", 1, "float32", 10, 64, TOPK),
+    Segment("q", 1, "float32", 8, 128, INT8),
+    Segment("resid_pre", 1, "bfloat16", 6, 160, RP),
+    Segment("mlp_post", 4, "float32", 10, 192, TOPK),
+    Segment("resid_pre", 4, "bfloat16", 6, 256, RP),
+    Segment("resid_pre", 5, "bfloat16", 6, 320, RP),
+    Segment("ln1", 5, "float32", 8, 384, None),
+]
+LATER = [s for s in SEGMENTS if s.reduction in (TOPK, RP)]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("tokens", [1, 5, at_end.MOST_TOKENS])
+def test_rows_are_those_of_reducing_at_once(tokens: int) -> None:
+    torch.manual_seed(tokens)
+    aside = AtEnd(SEGMENTS, CPU)
+    slots = torch.randperm(400)[:tokens] + 1
+    mine = torch.full((401, 512), 7, dtype=torch.uint8)
+    want = mine.clone()
+    for step in range(2):  # the second step's values take the place of the first's
+        for segment in LATER:
+            assert aside.takes(segment.offset, tokens)
+            values = torch.randn(tokens, segment.width).to(getattr(torch, segment.dtype)) * (step + 1)
+            segment.reduction.prepare(segment.width, CPU, segment.layer, 0)
+            aside.keep([values], [segment.offset])
+            reduce_rows(want, slots, [values], [segment.offset], [segment.reduction], segment.layer)
+        aside.reduce(mine, slots, tokens)
+    assert torch.equal(mine, want)
+    assert (mine[slots] != 7).any()
+
+
+def test_large_steps_and_other_reductions_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    aside = AtEnd(SEGMENTS, CPU)
+    assert not aside.takes(64, at_end.MOST_TOKENS + 1)
+    assert not aside.takes(128, 1) and not aside.takes(384, 1)
+    rows = torch.full((3, 512), 7, dtype=torch.uint8)
+    aside.reduce(rows, torch.zeros(600, dtype=torch.int64), at_end.MOST_TOKENS + 1)
+    assert (rows == 7).all()
+    assert AtEnd([s for s in SEGMENTS if s.reduction is INT8], CPU).tokens == 0
+    row_bytes = 2 * 10 * 4 + 3 * 6 * 2 + 12  # filled up to a multiple of 16
+    monkeypatch.setattr(at_end, "MOST_BYTES", 9 * row_bytes + 1)
+    assert AtEnd(SEGMENTS, CPU).tokens == 9
