@@ -6,7 +6,9 @@
 A small random Qwen3 answers prompts of many lengths, greedily and with seeds, with and without prefix-cache hits. It
 records: whether tokens equal those of an engine without our connector, how many tokens the scheduler had computed
 against how many were needed (one a step once the prompt is in, no drafts), rows missing, and for each hook the least
-cosine of a row and the largest error relative to the row's largest value against transformers in float32.
+cosine of a row and the largest error relative to the row's largest value against transformers in float32. Of reduced
+hooks (engine "reduced") it compares what a store gives with what the reduction keeps of transformers' values; attention
+summaries, with the patterns that the same store's q_rot and k_rot give.
 Exit status 1: tokens differ, more was computed than needed, rows are missing or a store has problems.
 
 On a CPU add `--engine-args '{"max_num_batched_tokens": 2048}'`: there vLLM cannot split a seeded prompt over steps.
@@ -29,8 +31,21 @@ from benchmarks.report import machine
 MODULE = "benchmarks.check_gpu"
 LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400)
 SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 4}
-ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.5}
-"""Prompts of more than 256 tokens are prefilled in several steps."""
+ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320, "gpu_memory_utilization": 0.5}
+"""Some prompts are prefilled in several steps, and steps have more and fewer tokens than at_end.MOST_TOKENS."""
+REDUCE = {
+    "resid_*": "rp(64)",
+    "mlp_post": "topk(64)",
+    "q,k": "int8",
+    "v": "int8(affine)",
+    "z": "fp8",
+    "ln1": "int8(32)",
+    "ln2": "round(5)",
+    "mlp_out": "topk(9,exact)",
+    "q_rot,k_rot": "none",
+    "pattern": "attn(8)",
+    "*": "int8",
+}
 
 
 def _prompts() -> list[dict[str, list[int]]]:
@@ -80,7 +95,12 @@ def child(args: argparse.Namespace) -> None:
     from dmi_connector import capture_args, open_capture
 
     ours = not args.child.startswith("stock")
-    extra = capture_args(hooks=args.hooks, store_dir=args.store_dir, owner=args.child, chunk_tokens=64) if ours else {}
+    extra: dict[str, Any] = {}
+    if ours:
+        reduced = args.child == "reduced"
+        hooks, owner = (f"{args.hooks},pattern", "draft") if reduced else (args.hooks, args.child)
+        reduce = REDUCE if reduced else {}
+        extra = capture_args(hooks=hooks, store_dir=args.store_dir, owner=owner, chunk_tokens=64, reduce=reduce)
     llm = LLM(args.model, **{**ENGINE, "enforce_eager": args.eager, **args.engine_args, **extra})
     counts = _count_tokens(llm)
     outputs = _generate(llm)
@@ -109,6 +129,37 @@ def child(args: argparse.Namespace) -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
+def _kept(reduction: Any, values: np.ndarray) -> np.ndarray:
+    """What decoded rows of `reduction` are of float32 values [..., width], but for rounding."""
+    from dmi_connector.reduce.projection import RandomProjection, matrix
+    from dmi_connector.reduce.topk import TopK
+
+    if isinstance(reduction, RandomProjection):
+        projected: np.ndarray = values @ matrix(values.shape[-1], reduction.k, reduction.seed, reduction.distribution)
+        return projected
+    if isinstance(reduction, TopK):
+        least = np.sort(np.abs(values), axis=-1)[..., -reduction.k, None]
+        return np.where(np.abs(values) >= least, values, 0)
+    return values
+
+
+def _attention_error(capture: Any) -> float:
+    """Largest difference of a stored attention weight from that at its place in the pattern of stored q_rot and k_rot,
+    and of the least weight kept from the largest left out.
+    """
+    worst = 0.0
+    reduction = capture.reduction("pattern")
+    for layer in range(capture.attrs["num_layers"]):
+        positions, weights, _ = reduction.split(capture.numpy("pattern", layer))  # [rows, heads, m]
+        pattern = capture.attention(layer).transpose(1, 0, 2)
+        there = np.where(positions >= 0, np.take_along_axis(pattern, np.maximum(positions, 0), -1), 0)
+        worst = max(worst, float(np.abs(weights - there).max()))
+        rest = pattern.copy()
+        np.put_along_axis(rest, np.maximum(positions, 0), 0, -1)
+        worst = max(worst, float((rest.max(-1) - weights[..., -1]).max()))
+    return worst
+
+
 def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     """Every row of every store against transformers in float32."""
     import torch
@@ -119,7 +170,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     oracle = Oracle(args.model, torch.float32)
     cosine: dict[str, float] = {}
     error: dict[str, float] = {}
-    missing, rows, problems = 0, 0, []
+    missing, rows, problems, attention = 0, 0, [], 0.0
     for store, prompt, tokens in zip(found["stores"], found["prompts"], found["tokens"], strict=True):
         ids = prompt + tokens
         capture, name = open_capture(store, timeout=10, allow_incomplete=True), Path(store).name
@@ -131,6 +182,8 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
         missing += expected - len(capture.token_ids)
         if list(capture.token_ids) != ids[:expected]:
             problems.append(f"{name}: token ids differ")
+        if "pattern" in capture.hooks:
+            attention = max(attention, _attention_error(capture))
         reference = oracle.run(ids)
         for hook in reference:
             if hook not in capture.hooks or hook in ("token_ids", "positions"):
@@ -139,7 +192,8 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             if hook == "logits":
                 got, want = capture.numpy("logits"), want[len(prompt) - 1 : expected]
             else:
-                got, want = np.asarray(capture.array(hook)[:]).astype(np.float32), want[:, :expected]
+                got, want = capture.numpy(hook), _kept(capture.reduction(hook), want[:, :expected])
+                got = got[None] if got.ndim == 2 else got
             if got.shape != want.shape:
                 problems.append(f"{name}: {hook} has shape {got.shape}, not {want.shape}")
                 continue
@@ -149,13 +203,14 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             cosine[hook] = min(cosine.get(hook, 1.0), least)
             error[hook] = max(error.get(hook, 0.0), worst)
     return {"requests": len(found["stores"]), "rows": rows, "rows_missing": missing, "problems": problems[:10],
-            "least_cosine": cosine, "largest_relative_error": error}  # fmt: skip
+            "least_cosine": cosine, "largest_relative_error": error,
+            **({"attention_error": attention} if attention else {})}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
     p = common.parser(MODULE, __doc__, "benchmarks/results/check_gpu.json", "/dev/shm/dmi-check")
     p.add_argument("--model", default="/tmp/dmi-check-model", help="where the small model is made")
-    p.add_argument("--owners", default="draft,target", help="also stock2: the plain engine a second time")
+    p.add_argument("--owners", default="draft,target", help="also stock2: the plain engine again; reduced: REDUCE")
     p.add_argument("--hooks", default="vllm-full,q_rot,k_rot")
     p.add_argument("--eager", action="store_true")
     return p
