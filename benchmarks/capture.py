@@ -10,6 +10,9 @@ compiled graph, so the benchmark swaps them in the running worker. Numbers with 
 verify and account for every row; both are checked here and recorded beside the number. The result file is rewritten
 after every measurement, so that a run that was cut off leaves what it had. Exit status 1: an engine failed, or
 something did not verify.
+
+With --together all engines are up at once and are measured in turn, each case on one right after the other, so that
+what is compared was measured within seconds. They share one GPU, so give each its part of the memory: --kv-gigabytes.
 """
 
 from __future__ import annotations
@@ -17,39 +20,136 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import common
 from benchmarks.report import machine, report
-from benchmarks.setups import CASES, CURVES, Setup, choose
+from benchmarks.setups import CASES, CURVES, Setup, Turn, choose, in_phases, in_sequence
+
+if TYPE_CHECKING:
+    from benchmarks.engine import Bench
 
 MODULE = "benchmarks.capture"
 
 
-def run_engine(args: argparse.Namespace, engine: str, setups: list[Setup]) -> None:
-    """Child process: measure every setup of one engine and add it to the result file."""
-    from benchmarks.engine import Bench
+_BEGIN = time.monotonic()
 
-    results = json.loads(Path(args.out).read_text())
-    found: dict[str, Any] = {"setups": {}}
-    results["engines"][engine] = found
-    try:
-        with closing(Bench(args, engine, setups[0])) as bench:
-            found |= bench.facts
-            for setup in setups:
-                numbers = found["setups"][setup.name] = {}
-                for case, numbers[case] in bench.measure_all(setup):
-                    print(f"  {setup.name:22s} {case:16s} {json.dumps(numbers[case])}", file=sys.stderr, flush=True)
-                    common.save(args.out, results)
-    except Exception as error:
-        found["failed"] = common.without_directories(f"{type(error).__name__}: {error}")
-        common.save(args.out, results)
-        raise
+
+def serve(fd: int, make: Callable[[], Bench], setups: list[Setup]) -> None:
+    """Child process: one engine, which does what the parent asks at the socket `fd` until there is no more."""
+    named = {setup.name: setup for setup in setups}
+    with socket.socket(fileno=fd) as parent, parent.makefile() as requests:
+
+        def answer(found: dict[str, Any]) -> None:
+            parent.sendall((json.dumps(found) + "\n").encode())
+
+        try:
+            with closing(make()) as bench:
+                answer({"ready": bench.facts})
+                for line in requests:
+                    match json.loads(line):
+                        case {"setup": name, "case": case}:
+                            answer(bench.measure(named[name], case))
+                        case {"profile": name}:
+                            answer(bench.profile(named[name]))
+        except Exception as error:
+            answer({"failed": common.without_directories(f"{type(error).__name__}: {error}")})
+            raise
+
+
+class Run:
+    """Parent process: the engines that are up, and the results so far, which are saved after every answer."""
+
+    def __init__(self, start: Callable[[str], common.Child], results: dict[str, Any], out: str) -> None:
+        self._start, self._results, self._out = start, results, out
+        self._engines: dict[str, dict[str, Any]] = results["engines"]
+        self._children: dict[str, common.Child] = {}
+        self._stock: dict[tuple[int, str], float] = {}
+
+    def measure(self, turns: list[Turn], together: bool) -> None:
+        """Take the turns. together: all engines start at once and wait, else each when it is first needed."""
+        last = {turn.engine: turn for turn in turns}
+        if together:
+            self._up(list(last))
+        for turn in turns:
+            if turn.engine not in self._engines:
+                self._up([turn.engine])
+            if turn.engine in self._children:
+                self._take(turn)
+            if turn is last[turn.engine]:
+                self._down(turn.engine)
+
+    def close(self) -> None:
+        for engine in list(self._children):
+            self._down(engine)
+
+    def _up(self, engines: list[str]) -> None:
+        for engine in engines:
+            self._engines[engine] = {"setups": {}}
+            self._children[engine] = self._start(engine)
+        for engine in engines:
+            answer = self._answer(engine)
+            if answer is not None:
+                self._engines[engine] = answer["ready"] | self._engines[engine]
+                note(f"{engine} is ready: {json.dumps(answer['ready'])}")
+
+    def _take(self, turn: Turn) -> None:
+        numbers = self._answer(turn.engine, turn.request)
+        if numbers is not None:
+            note(f"{turn.setup.name:24s} {turn.case:16s} {json.dumps(numbers)}")
+            add(self._results, turn, numbers, self._stock)
+            common.save(self._out, self._results)
+
+    def _answer(self, engine: str, request: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """What the engine answers; None if it failed, which ends it."""
+        answer = self._children[engine].answer(request)
+        if "failed" not in answer:
+            return answer
+        self._failed(engine, answer["failed"])
+        self._down(engine)
+        return None
+
+    def _down(self, engine: str) -> None:
+        """End an engine that is up."""
+        child = self._children.pop(engine, None)
+        if child is not None and (status := child.close()):
+            self._failed(engine, f"exit status {status}")
+
+    def _failed(self, engine: str, why: str) -> None:
+        if "failed" not in self._engines[engine]:  # the first reason says most
+            self._engines[engine]["failed"] = why
+            note(f"{engine} failed: {why}")
+            common.save(self._out, self._results)
+
+
+def note(text: str) -> None:
+    """A line of progress."""
+    print(f"{time.monotonic() - _BEGIN:6.1f} {text}", file=sys.stderr, flush=True)
+
+
+def add(results: dict[str, Any], turn: Turn, numbers: dict[str, Any], stock: dict[tuple[int, str], float]) -> None:
+    """Put the numbers of a turn among the results. stock: (phase, case) -> stock's median then, which is kept up.
+
+    Stock's runs of all phases count together; others have beside their own numbers stock's of the same phase.
+    """
+    cases = results["engines"][turn.engine]["setups"].setdefault(turn.setup.name, {})
+    key = turn.phase, turn.case
+    if turn.engine == "stock":
+        stock[key] = numbers["tok_per_s"]
+        if turn.case in cases:
+            runs = cases[turn.case]["runs"] + numbers["runs"]
+            numbers = {**numbers, "runs": runs, "tok_per_s": statistics.median(runs)}
+    elif key in stock and "tok_per_s" in numbers:
+        numbers = {**numbers, "stock_tok_per_s": stock[key]}
+    cases[turn.case] = numbers
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,35 +167,49 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--default-codec", default="zstd")
     p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options of ours")
     p.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
-    p.add_argument("--limit-seconds", type=float, default=1.0)
+    p.add_argument("--limit-seconds", type=float, default=1.0, help="for each limit of the machine; 0: measure none")
+    p.add_argument("--limits-from", type=Path, help="former result file of this machine: its limits are copied")
+    p.add_argument("--together", action="store_true", help="start all engines at once and measure them in turn")
+    p.add_argument(
+        "--kv-gigabytes",
+        type=json.loads,
+        default={},
+        help='JSON: GB of KV cache of each engine, as in {"stock": 8, "*": 14}; vLLM decides for those not named, from '
+        "free memory, which other engines change. vLLM refuses to start with less free memory than "
+        "gpu_memory_utilization of the whole, although it then reserves just these GB: with --together also pass "
+        """--engine-args '{"gpu_memory_utilization": 0.05}'""",
+    )
+    p.add_argument("--fd", type=int, default=-1, help=argparse.SUPPRESS)
     return p
 
 
 def _limits(args: argparse.Namespace) -> dict[str, float]:
     from benchmarks import limits
 
+    copied: dict[str, float] = json.loads(args.limits_from.read_text())["limits"] if args.limits_from else {}
+    if not args.limit_seconds:
+        return copied
     child = "import json; from benchmarks import limits; print(json.dumps(limits.gpu_limits()))"
     found: dict[str, float] = json.loads(subprocess.check_output([sys.executable, "-c", child]).splitlines()[-1])
-    return found | limits.cpu_limits(args.store_dir, args.processes, args.limit_seconds)
+    return copied | found | limits.cpu_limits(args.store_dir, args.processes, args.limit_seconds)
 
 
-def _run_all(args: argparse.Namespace, argv: list[str], engines: list[str]) -> dict[str, Any]:
-    """Parent process: the limits of the machine, then one engine after the other."""
+def _run_all(args: argparse.Namespace, argv: list[str], setups: list[Setup]) -> dict[str, Any]:
+    """Parent process: the limits of the machine, then the engines."""
     results: dict[str, Any] = {"command": common.command_line(MODULE, argv), "machine": machine()}
     results |= {"limits": _limits(args), "engines": {}}
-    print(json.dumps(results["limits"], indent=1), file=sys.stderr, flush=True)
-    for engine in engines:
-        if engine == "ehs" and results["machine"]["gpu"] is None:
-            reason = "vLLM's own connector copies over a CUDA stream into pinned memory, and there is no GPU"
-            results["engines"][engine] = {"setups": {}, "not_run": reason}
-            continue
-        common.save(args.out, results)
-        begin = time.perf_counter()
-        status = common.run_child(MODULE, argv, engine, VLLM_ALLOW_INSECURE_SERIALIZATION="1")  # functions travel
-        results = json.loads(Path(args.out).read_text())
-        if status:
-            results["engines"].setdefault(engine, {"setups": {}}).setdefault("failed", f"exit status {status}")
-        print(f"{engine}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+    note(json.dumps(results["limits"]))
+    if results["machine"]["gpu"] is None and any(s.engine == "ehs" for s in setups):
+        reason = "vLLM's own connector copies over a CUDA stream into pinned memory, and there is no GPU"
+        results["engines"]["ehs"] = {"setups": {}, "not_run": reason}
+        setups = [s for s in setups if s.engine != "ehs"]
+
+    def start(engine: str) -> common.Child:
+        env = common.child_env(VLLM_ALLOW_INSECURE_SERIALIZATION="1")  # functions travel to the worker
+        return common.Child(common.child_command(MODULE, argv, engine), env)
+
+    with closing(Run(start, results, args.out)) as run:
+        run.measure((in_phases if args.together else in_sequence)(setups), args.together)
     common.save(args.out, results)
     return results
 
@@ -120,9 +234,12 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser().error(str(error))
     if args.child:
-        run_engine(args, args.child, [s for s in setups if s.engine == args.child])
+        from benchmarks.engine import Bench
+
+        setups = [s for s in setups if s.engine == args.child]
+        serve(args.fd, lambda: Bench(args, args.child, setups[0]), setups)
         return 0
-    results = _run_all(args, child_argv, list(dict.fromkeys(s.engine for s in setups)))
+    results = _run_all(args, child_argv, setups)
     print(report({Path(args.out).stem: results}))
     return 0 if _sound(results) else 1
 

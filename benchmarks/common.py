@@ -7,11 +7,18 @@ import argparse
 import json
 import os
 import re
+import select
 import shlex
+import signal
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+CLOSE_S = 60
+"""Seconds that a child has to end by itself."""
 
 
 def parser(module: str, doc: str | None, out: str, store_dir: str) -> argparse.ArgumentParser:
@@ -24,15 +31,61 @@ def parser(module: str, doc: str | None, out: str, store_dir: str) -> argparse.A
     return p
 
 
-def run_child(module: str, argv: list[str], name: str, **env: str) -> int:
-    """Run the part `name` of a program in a process of its own; returns its exit status.
+def child_command(module: str, argv: list[str], name: str) -> list[str]:
+    """The command of the part `name` of a program."""
+    return [sys.executable, "-m", module, *argv, "--child", name]
 
-    env: beside the environment, and the defaults for offline runs and small machines beneath it.
-    """
+
+def child_env(**env: str) -> dict[str, str]:
+    """`env`, beneath it the environment, and beneath that the defaults for offline runs and small machines."""
     from dmi_connector.tiny import ENV
 
-    command = [sys.executable, "-m", module, *argv, "--child", name]
-    return subprocess.run(command, check=False, env={**ENV, **os.environ, **env}).returncode
+    return {**ENV, **os.environ, **env}
+
+
+def run_child(module: str, argv: list[str], name: str, **env: str) -> int:
+    """Run the part `name` of a program in a process of its own; returns its exit status."""
+    return subprocess.run(child_command(module, argv, name), check=False, env=child_env(**env)).returncode
+
+
+class Child:
+    """A process that answers lines of JSON with lines of JSON, over a socket that it is told of with `--fd`."""
+
+    def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
+        self._socket, end = socket.socketpair()
+        with end:
+            fd = end.fileno()
+            self._process = subprocess.Popen(
+                [*command, "--fd", str(fd)], env=env, pass_fds=[fd], start_new_session=True
+            )
+        self._lines = self._socket.makefile()
+        # Processes that the child forked hold the socket open, so end of file alone does not tell its death.
+        self._pidfd = os.pidfd_open(self._process.pid)
+
+    def answer(self, request: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The next answer, after sending `request` if there is one; {"failed": why} if the process ended instead."""
+        with suppress(ConnectionError):  # it ended
+            if request is not None:
+                self._socket.sendall((json.dumps(request) + "\n").encode())
+            fd = self._socket.fileno()
+            readable, _, _ = select.select([fd, self._pidfd], [], [])
+            if fd in readable and (line := self._lines.readline()):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        return {"failed": f"exit status {self.close()}"}
+
+    def close(self) -> int:
+        """Tell it to end, which is an end of file to it, and kill what is left of it. Returns its exit status."""
+        if self._process.returncode is None:
+            self._lines.close()
+            self._socket.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_S)
+            with suppress(ProcessLookupError):  # nothing is left
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            os.close(self._pidfd)
+        return self._process.returncode
 
 
 def without_directories(text: str) -> str:

@@ -9,7 +9,6 @@ import json
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from multiprocessing import get_context
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import store_problems
-from benchmarks.setups import CASES, Case, Setup
+from benchmarks.setups import CASES, PROFILED, Case, Setup
 
 DRAIN_S = 300
 """Seconds after which captures that have not reached their sink count as stuck."""
@@ -157,7 +156,7 @@ class Bench:
 
         from dmi_connector import capture_args
 
-        hooks = setup.hooks
+        hooks, owner = setup.hooks, setup.owner or args.owner
         self.args, self.engine, self.ours = args, engine, bool(hooks)
         self.store_dir = Path(args.store_dir).absolute() / engine
         self.clean()
@@ -166,16 +165,22 @@ class Bench:
             extra = self._ehs_args()
         elif hooks:
             options = {"reduce": dict(setup.reduce), **args.options}
-            extra = capture_args(hooks=hooks, store_dir=self.store_dir, owner=args.owner, **options)
+            extra = capture_args(hooks=hooks, store_dir=self.store_dir, owner=owner, **options)
         engine_args = {"dtype": args.dtype, "max_model_len": args.max_model_len, "seed": 0, **args.engine_args}
+        if gigabytes := args.kv_gigabytes.get(engine, args.kv_gigabytes.get("*")):
+            engine_args["kv_cache_memory_bytes"] = int(gigabytes * 1e9)
         begin = time.perf_counter()
         self.llm = LLM(args.model, load_format="dummy", skip_tokenizer_init=True, **{**engine_args, **extra})
         self.facts: dict[str, Any] = {"start_s": round(time.perf_counter() - begin, 1)}
         if hooks:
             self.token_bytes, self.chunk_tokens, self.chunk_bytes = self.llm.collective_rpc(worker_sizes)[0]
             self.facts |= {"hooks": hooks, "reduce": dict(setup.reduce), "bytes_per_token": self.token_bytes}
+            self.facts["owner"] = owner
         self.vocab = self.llm.llm_engine.model_config.get_vocab_size()
         self.replies: list[dict[str, Any]] = []  # kv_transfer_params of the last responses
+        self._current: Setup | None = None
+        if self.ours and args.together:  # until its turn comes it holds no host memory
+            self.llm.collective_rpc(worker_switch, args=({"sink": "null"},))
         self._seed = 0
 
     def _ehs_args(self) -> dict[str, Any]:
@@ -195,8 +200,10 @@ class Bench:
             },
         }
 
-    def switch(self, setup: Setup) -> None:
-        """Give a running engine of ours the options of `setup`."""
+    def _switch(self, setup: Setup) -> None:
+        """Give a running engine of ours the options of `setup`, unless it has them."""
+        if not self.ours or setup == self._current:
+            return
         base = self.args.options
         changes: dict[str, Any] = {"sink": setup.sink, "codec": setup.codec, "policy": setup.policy}
         if setup.slow:
@@ -204,6 +211,7 @@ class Bench:
         else:
             changes |= {k: base.get(k, 0) for k in ("writers", "host_buffer_bytes")}
         self.llm.collective_rpc(worker_switch, args=(changes,))
+        self._current = setup
 
     def clean(self) -> None:
         shutil.rmtree(self.store_dir, ignore_errors=True)
@@ -225,7 +233,8 @@ class Bench:
 
         self._seed += 1
         ids = np.random.default_rng(self._seed).integers(10, self.vocab - 10, (case.requests, case.prompt_tokens))
-        transfer = {"kv_transfer_params": {"include_output_tokens": True}}
+        # Without a connector vLLM would log a warning for each request.
+        transfer = {} if self.engine == "stock" else {"kv_transfer_params": {"include_output_tokens": True}}
         params = SamplingParams(
             temperature=0.0, max_tokens=case.output_tokens, ignore_eos=True, detokenize=False, extra_args=transfer
         )
@@ -257,28 +266,19 @@ class Bench:
         self.drain()
         return seconds, time.perf_counter() - begin
 
-    def measure_all(self, setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(case, numbers) one after the other, then a profile of decode unless the sink makes that slow."""
-        if self.ours:
-            self.switch(setup)
-        for name in setup.cases:
-            yield name, self.measure(setup, name)
-        if self.ours and "decode32" in setup.cases and not setup.slow:
-            yield "profile decode32", self.profile("decode32")
-
     def measure(self, setup: Setup, name: str) -> dict[str, Any]:
         """Median of several rounds of one case, after one that does not count.
 
         A slow sink has at most two rounds, after a short one. GB/s count what was exported until it had reached its
         sink; rows missing are those of the last round.
         """
+        self._switch(setup)
         case = CASES[name].shrunk(self.args.shrink)
         result: dict[str, Any] = case._asdict()
-        if setup.stores:
-            self.clean()
-            if lack := self._lacks_space(case):
-                return {**result, "not_run": lack}
-        self.round(setup, CASES["decode1"].shrunk(self.args.shrink) if setup.slow else case)
+        if setup.stores and (lack := self._lacks_space(case)):
+            return {**result, "not_run": lack}
+        for _ in range(2 if self.args.together else 1):  # it was idle while others were measured
+            self.round(setup, CASES["decode1"].shrunk(self.args.shrink) if setup.slow else case)
         repeat = min(2, self.args.repeat) if setup.slow else self.args.repeat
         seconds, finished = zip(*(self.round(setup, case) for _ in range(repeat)), strict=True)
         rates = [case.tokens / s for s in seconds]
@@ -293,6 +293,8 @@ class Bench:
             gigabytes = rows * self.token_bytes / 1e9 if self.ours else found["stored_GB"]
             duration = finished[-1] if found.get("missing_rows") else statistics.median(finished)
             result |= {"exported_GB": gigabytes, "finished_s": duration, "GB_per_s": gigabytes / duration}
+        if found:
+            self.clean()  # the space is for whoever comes next
         return result | found
 
     def _lacks_space(self, case: Case) -> str:
@@ -316,12 +318,14 @@ class Bench:
         paths = [reply["hidden_states_path"] for reply in self.replies]
         return _summary([check_ehs_file(path, case.rows, self.ehs_layers) for path in paths], [])
 
-    def profile(self, name: str) -> dict[str, Any]:
-        """Microseconds a step that our code takes of the engine's thread."""
+    def profile(self, setup: Setup) -> dict[str, Any]:
+        """Microseconds a step of decode that our code takes of the engine's thread."""
+        self._switch(setup)
         self.llm.collective_rpc(worker_profile, args=(True,))
-        self.generate(CASES[name].shrunk(self.args.shrink))
+        self.generate(CASES[PROFILED].shrunk(self.args.shrink))
         result: dict[str, Any] = self.llm.collective_rpc(worker_profile, args=(False,))[0]
         self.drain()
+        self.clean()
         return result
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the capture benchmark measures: cases, setups and growth curves."""
+"""What the capture benchmark measures: cases, setups and growth curves, and in which order."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FULL = "vllm-full,-logits"
+HIDDEN = "hidden-states"
 
 
 class Case(NamedTuple):
@@ -43,6 +44,8 @@ CASES = {
     "prefill32": Case(32, 512, 1),
     "prefill32x4": Case(128, 512, 1),
 }
+PROFILED = "decode32"
+PROFILE = f"profile {PROFILED}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Setup:
     """One configuration to measure. engine: those with the same one share an engine process.
 
     hooks: selection, "" for an engine without our connector. reduce: pairs of the option. slow: one writer and a host
-    buffer of two chunks, so that the sink is by far slower than the link.
+    buffer of two chunks, so that the sink is by far slower than the link. owner: of the rows, "" is that of the run.
     """
 
     name: str
@@ -62,10 +65,39 @@ class Setup:
     slow: bool = False
     cases: tuple[str, ...] = ()
     reduce: tuple[tuple[str, str], ...] = ()
+    owner: str = ""
 
     @property
     def stores(self) -> bool:
         return bool(self.hooks) and self.sink == "disk"
+
+    @property
+    def profiled(self) -> bool:
+        """Whether a profile of decode is taken too. A slow sink would make that slow."""
+        return bool(self.hooks) and PROFILED in self.cases and not self.slow
+
+    @property
+    def phase(self) -> tuple[object, ...]:
+        """Setups that have this in common are compared with each other."""
+        return self.sink, self.codec, self.policy, self.slow
+
+
+class Turn(NamedTuple):
+    """One measurement. case: one of CASES or PROFILE. phase: number of the phase that it belongs to."""
+
+    setup: Setup
+    case: str
+    phase: int = 0
+
+    @property
+    def engine(self) -> str:
+        return self.setup.engine
+
+    @property
+    def request(self) -> dict[str, str]:
+        """What the engine's process is asked."""
+        name = self.setup.name
+        return {"profile": name} if self.case == PROFILE else {"setup": name, "case": self.case}
 
 
 @dataclass(frozen=True)
@@ -122,10 +154,15 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
     setups = [
         Setup("stock", "stock", cases=null),
         Setup("ehs", "ehs", cases=everything),
-        Setup("hidden-states disk", "hidden", "hidden-states", codec=default_codec, cases=everything),
+        Setup("hidden-states null", "hidden", HIDDEN, sink="null", cases=everything),
+        Setup("hidden-states disk", "hidden", HIDDEN, codec=default_codec, cases=everything),
+        Setup("hidden target disk", "hidden-target", HIDDEN, codec=default_codec, cases=everything, owner="target"),
         Setup("full null", "full", FULL, sink="null", cases=null),
-        Setup("full host", "full", FULL, sink="host", cases=(*everything, "prefill32x4")),
         Setup("full disk none", "full", FULL, codec="none", cases=none),
+        Setup("full host", "full", FULL, sink="host", cases=(*everything, "prefill32x4")),
+        Setup("full target null", "full-target", FULL, sink="null", cases=everything, owner="target"),
+        Setup("full target host", "full-target", FULL, sink="host", cases=("decode32", "prefill32x4"), owner="target"),
+        Setup("full target disk none", "full-target", FULL, codec="none", cases=none, owner="target"),
         Setup("full disk lz4", "full", FULL, codec="lz4", cases=("prefill32",)),
         Setup("full disk zstd", "full", FULL, codec="zstd", cases=("prefill32",)),
         Setup("full disk slow block", "full", FULL, slow=True, cases=("decode32", "prefill8")),
@@ -165,6 +202,27 @@ def choose(args: argparse.Namespace) -> list[Setup]:
         in_order = tuple(case for case in CASES if case in others)
         chosen = [replace(s, cases=in_order) if s.engine == "stock" else s for s in chosen]
     return [s for s in chosen if s.cases]
+
+
+def in_sequence(setups: list[Setup]) -> list[Turn]:
+    """One engine after the other, and one setup of it after the other."""
+    engines = dict.fromkeys(s.engine for s in setups)
+    ordered = [s for engine in engines for s in setups if s.engine == engine]
+    return [Turn(s, case) for s in ordered for case in (*s.cases, *([PROFILE] if s.profiled else []))]
+
+
+def in_phases(setups: list[Setup]) -> list[Turn]:
+    """One phase after the other: each case on stock, which is in every phase, then on all others that have it."""
+    stock = [s for s in setups if s.engine == "stock"]
+    others = [s for s in setups if s.engine != "stock"] or stock
+    turns = []
+    for number, phase in enumerate(dict.fromkeys(s.phase for s in others)):
+        members = [s for s in others if s.phase == phase]
+        for case in CASES:
+            having = [s for s in members if case in s.cases]
+            turns += [Turn(s, case, number) for s in (dict.fromkeys([*stock, *having]) if having else ())]
+        turns += [Turn(s, PROFILE, number) for s in members if s.profiled]
+    return turns
 
 
 def _names(option: str, text: str, known: list[str]) -> list[str]:

@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import capture, report
+from benchmarks import capture, common, report
 from benchmarks.engine import account
-from benchmarks.setups import CASES, FULL, first_layers
+from benchmarks.setups import CASES, FULL, PROFILE, Setup, Turn, all_setups, first_layers, in_phases, in_sequence
 from dmi_connector.engine.architectures import ARCHITECTURES
 from dmi_connector.hooks import parse_selection
 
@@ -43,8 +45,9 @@ def run(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
     out = tmp_path_factory.mktemp("bench") / "tiny.json"
     paths = {"--model": tiny_model("qwen3"), "--out": out, "--store-dir": out.parent / "stores"}
     argv = [str(word) for option in {**paths, **OPTIONS}.items() for word in option]
-    command = [sys.executable, "-m", "benchmarks.capture", *argv]
+    command = [sys.executable, "-m", "benchmarks.capture", "--together", *argv]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    sys.stderr.write(done.stderr)
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]
     assert not list((out.parent / "stores").glob("*/*.zarr")), "stores were left behind"
     return json.loads(out.read_text()), done.stdout
@@ -54,19 +57,21 @@ def test_the_result_names_machine_and_limits_but_no_paths(run: tuple[dict[str, A
     results, _ = run
     assert results["machine"]["gpu"] is None and results["machine"]["vllm"] and results["machine"]["cpu_cores"] > 0
     assert {"memcpy_GBps_1", "zstd_GBps_1", "lz4_ratio", "file_GBps_1"} <= set(results["limits"])
+    assert {"file_first_GBps_1"} <= set(results["limits"])
     assert all(value > 0 for value in results["limits"].values())
     assert "--out tiny.json" in results["command"] and "/" not in results["command"]
 
 
 def test_rates_are_medians_of_the_runs(run: tuple[dict[str, Any], str]) -> None:
     results, _ = run
-    assert list(results["engines"]) == ["stock", "ehs", "full"]
+    assert set(results["engines"]) == {"stock", "ehs", "full"}
+    phases = {"prefill8x128": 2, "decode32": 4, "prefill8": 4}  # those that have the case
     for setup in ("stock", "full null", "full disk none"):
         measured = report.measured(results, setup)
-        assert set(measured) - {"profile decode32"} == set(CASE_NAMES)
+        assert set(measured) - {PROFILE} == set(CASE_NAMES)
         for case in CASE_NAMES:
             got = measured[case]
-            assert len(got["runs"]) == 2 and min(got["runs"]) > 0
+            assert len(got["runs"]) == 2 * (phases[case] if setup == "stock" else 1) and min(got["runs"]) > 0
             assert got["tok_per_s"] == pytest.approx(statistics.median(got["runs"]), rel=0.01)
     profile = report.measured(results, "full null")["profile decode32"]
     assert profile["before_forward"]["calls"] >= 128, "one call a step"
@@ -92,22 +97,189 @@ def test_dropped_rows_are_accounted_for(run: tuple[dict[str, Any], str]) -> None
 
 def test_the_printed_tables_hold_the_ratios(run: tuple[dict[str, Any], str]) -> None:
     results, printed = run
-    rate = {name: report.measured(results, name)["prefill8"]["tok_per_s"] for name in SETUPS if name != "ehs"}
+    got = {name: report.measured(results, name)["prefill8"] for name in SETUPS if name != "ehs"}
+    rate = {name: numbers["tok_per_s"] for name, numbers in got.items()}
     lines = {line.split("|")[1].strip(): line for line in printed.splitlines() if line.startswith("|")}
     for setup in ("full null", "full disk none", "full disk slow drop"):
-        assert f"{rate[setup]:,.0f} ({rate[setup] / rate['stock']:.3f})" in lines[setup]
+        stock = got[setup]["stock_tok_per_s"]
+        assert stock in [pytest.approx(statistics.median(p), rel=0.01) for p in _pairs(got["stock"]["runs"])]
+        assert f"{rate[setup]:,.0f} ({rate[setup] / stock:.3f})" in lines[setup]
     assert f"{rate['full disk slow drop'] / rate['full null']:.3f} of full null" in lines["full disk slow drop"]
     assert f"{rate['stock']:,.0f} | {rate['full null']:,.0f} (" in lines["128"], "the tokens curve, 512 / 4 tokens"
     assert "ehs: not run: " in printed and "no GPU" in printed
+
+
+def _pairs(runs: list[float]) -> list[tuple[float, float]]:
+    return list(zip(runs[::2], runs[1::2], strict=True))
 
 
 def test_several_files_each_with_their_own_stock(run: tuple[dict[str, Any], str]) -> None:
     other = json.loads((ROOT / "benchmarks/results/h200-b.json").read_text())
     lines = report.table({"tiny": run[0], "h200": other}).splitlines()
     for name, results in (("tiny", run[0]), ("h200", other)):
-        stock, null = (report.measured(results, s)["decode32"]["tok_per_s"] for s in ("stock", "full null"))
+        stock, null = (report.measured(results, s)["decode32"] for s in ("stock", "full null"))
+        then = null.get("stock_tok_per_s", stock["tok_per_s"])
         [line] = [line for line in lines if line.startswith(f"| {name} | full null |")]
-        assert f"{null:,.0f} ({null / stock:.3f})" in line
+        assert f"{null['tok_per_s']:,.0f} ({null['tok_per_s'] / then:.3f})" in line
+    assert "stock_tok_per_s" not in null, "an older file"
+
+
+ORDERED = [
+    Setup("stock", "stock", cases=("decode1", "decode32", "prefill8")),
+    Setup("ehs", "ehs", cases=("decode32",)),
+    Setup("a null", "a", FULL, sink="null", cases=("prefill8", "decode32")),
+    Setup("b null", "b", FULL, sink="null", cases=("decode1", "decode32")),
+    Setup("a disk", "a", FULL, cases=("decode32",)),
+    Setup("a slow", "a", FULL, slow=True, cases=("decode32",)),
+]
+
+
+def _order(turns: list[Turn]) -> list[tuple[int, str, str]]:
+    return [(turn.phase, turn.setup.name, turn.case) for turn in turns]
+
+
+def test_engines_together_take_turns_on_each_case_of_a_phase() -> None:
+    assert _order(in_phases(ORDERED)) == [
+        (0, "stock", "decode32"),
+        (0, "ehs", "decode32"),
+        (0, "a disk", "decode32"),
+        (0, "a disk", PROFILE),
+        (1, "stock", "decode1"),
+        (1, "b null", "decode1"),
+        (1, "stock", "decode32"),
+        (1, "a null", "decode32"),
+        (1, "b null", "decode32"),
+        (1, "stock", "prefill8"),
+        (1, "a null", "prefill8"),
+        (1, "a null", PROFILE),
+        (1, "b null", PROFILE),
+        (2, "stock", "decode32"),
+        (2, "a slow", "decode32"),
+    ]
+    assert _order(in_phases(ORDERED[:1])) == [(0, "stock", case) for case in ORDERED[0].cases]
+
+
+def test_engines_in_sequence_are_each_done_in_one_go() -> None:
+    turns = in_sequence(ORDERED)
+    assert sorted(_order(turns)) == sorted({(0, name, case) for _, name, case in _order(in_phases(ORDERED))})
+    engines = [turn.engine for turn in turns]
+    assert engines == ["stock"] * 3 + ["ehs"] + ["a"] * 6 + ["b"] * 3
+    assert _order(turns)[4:7] == [(0, "a null", "prefill8"), (0, "a null", "decode32"), (0, "a null", PROFILE)]
+
+
+def test_setups_of_an_engine_differ_only_in_what_can_be_switched() -> None:
+    setups = all_setups(["hooks"], "zstd", "")
+    assert len({s.name for s in setups}) == len(setups)
+    for setup in setups:
+        assert len({(s.hooks, s.reduce, s.owner) for s in setups if s.engine == setup.engine}) == 1
+    assert {s.owner for s in setups if "target" in s.name} == {"target"}
+
+
+def test_stock_counts_all_its_runs_and_others_its_runs_of_their_phase() -> None:
+    stock, null, disk = (Setup(name, name) for name in ("stock", "null", "disk"))
+    results: dict[str, Any] = {"limits": {}, "engines": {name: {"setups": {}} for name in ("stock", "null", "disk")}}
+    medians: dict[tuple[int, str], float] = {}
+    for phase, setup, runs in (
+        (0, stock, [100, 110, 90]),
+        (0, null, [50]),
+        (1, stock, [200, 210, 220]),
+        (1, disk, [70]),
+    ):
+        numbers = {"tok_per_s": float(statistics.median(runs)), "runs": runs}
+        capture.add(results, Turn(setup, "decode1", phase), numbers, medians)
+    capture.add(results, Turn(null, PROFILE, 1), {"before_forward": {}}, medians)
+    capture.add(results, Turn(disk, "decode8", 1), {"tok_per_s": 1.0, "runs": [1]}, medians)
+    got = {name: report.measured(results, name) for name in ("stock", "null", "disk")}
+    assert got["stock"]["decode1"] == {"tok_per_s": 155, "runs": [100, 110, 90, 200, 210, 220]}
+    assert (got["null"]["decode1"]["stock_tok_per_s"], got["disk"]["decode1"]["stock_tok_per_s"]) == (100, 210)
+    assert got["null"][PROFILE] == {"before_forward": {}} and "stock_tok_per_s" not in got["disk"]["decode8"]
+    assert report.cell(results, "null", "decode1") == "50 (0.500)"
+    assert report.cell(results, "disk", "decode1") == "70 (0.333)"
+    del got["null"]["decode1"]["stock_tok_per_s"]
+    assert report.cell(results, "null", "decode1") == f"50 ({50 / 155:.3f})", "a file without phases"
+
+
+CHILD = """
+import os, sys, time
+from benchmarks.capture import serve
+from benchmarks.setups import Setup
+
+name, fd = sys.argv[1], int(sys.argv[-1])
+
+class Bench:
+    facts = {"start_s": 0.0}
+
+    def __init__(self):
+        self.asked = 0
+        if name == "no start":
+            raise ValueError("/some/where/model is not a model")
+
+    def measure(self, setup, case):
+        self.asked += 1
+        if self.asked == 2 and name == "fails":
+            raise RuntimeError("/some/where/store is full")
+        if self.asked == 2 and name == "dies":
+            if os.fork() == 0:
+                time.sleep(1000)  # what it started holds the socket
+            os.kill(os.getpid(), 9)
+        return {"tok_per_s": float(self.asked), "runs": [self.asked], "setup": setup.name}
+
+    def profile(self, setup):
+        return {"before_forward": {"calls": self.asked}}
+
+    def close(self):
+        if name == "ends badly":
+            os._exit(3)
+
+serve(fd, Bench, [Setup(f"{name} {what}", name) for what in ("null", "disk")])
+"""
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_engine_that_fails_or_dies_leaves_the_others_alone(together: bool, tmp_path: Path) -> None:
+    names = ("stock", "no start", "fails", "dies", "ends badly", "good")
+    cases = ("decode1", "decode32")
+    setups = [Setup(f"{n} null", n, "" if n == "stock" else FULL, sink="null", cases=cases) for n in names]
+    results: dict[str, Any] = {"engines": {}}
+    out = tmp_path / "out.json"
+
+    def start(name: str) -> common.Child:
+        return common.Child([sys.executable, "-c", CHILD, name], {**os.environ, "PYTHONPATH": str(ROOT)})
+
+    begin = time.monotonic()
+    run = capture.Run(start, results, str(out))
+    run.measure((in_phases if together else in_sequence)(setups), together)
+    assert time.monotonic() - begin < common.CLOSE_S, "no child was waited for in vain"
+    assert json.loads(out.read_text()) == results
+    found = results["engines"]
+    assert list(found) == list(names)
+    assert {name: engine["failed"] for name, engine in found.items() if "failed" in engine} == {
+        "no start": "ValueError: model is not a model",
+        "fails": "RuntimeError: store is full",
+        "dies": "exit status -9",
+        "ends badly": "exit status 3",
+    }
+    done = {name: list(engine["setups"].get(f"{name} null", {})) for name, engine in found.items()}
+    whole = [*cases, PROFILE]
+    assert done == {
+        "stock": list(cases),
+        "no start": [],
+        "fails": ["decode1"],
+        "dies": ["decode1"],
+        "ends badly": whole,
+        "good": whole,
+    }
+    assert (
+        found["good"]["start_s"] == 0 and found["good"]["setups"]["good null"][PROFILE]["before_forward"]["calls"] == 2
+    )
+    assert not capture._sound(results)
+
+
+def test_limits_of_a_former_run_are_copied() -> None:
+    former = ROOT / "benchmarks/results/h200-b.json"
+    args = capture.parser().parse_args(["--limit-seconds", "0", "--limits-from", str(former)])
+    assert capture._limits(args) == json.loads(former.read_text())["limits"] != {}
+    assert capture._limits(capture.parser().parse_args(["--limit-seconds", "0"])) == {}
 
 
 @pytest.mark.parametrize(
