@@ -8,8 +8,8 @@ the lane's own thread, which gathers on a side stream as staging drains: the row
 engine goes on.
 
 The copy engine works through a stream's queue in order, and every step's sampled tokens need it too. So copies are cut
-and go to two streams in turn, each waiting for the one before: at every cut the engine is free for others, and nobody
-has to stand by to pace them.
+and go to two streams in turn, each waiting for the one before (copies.py): at every cut the engine is free for others,
+and nobody has to stand by to pace them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
+from dmi_connector.engine.copies import PieceCopier
 from dmi_connector.engine.kernels import gather_index, gather_rows
 
 logger = init_logger("vllm.dmi_connector")
@@ -72,13 +73,16 @@ class Piece:
 
 @dataclass
 class Copy:
-    """Bytes to copy into the ring at `offset` after `ready`; `source` None carries only the delivery."""
+    """Bytes to copy into the ring at `offset` after `ready`; `source` None carries only the delivery. copied: the event
+    that follows the copy, once it is issued.
+    """
 
     source: torch.Tensor | None
     offset: int
     ready: torch.cuda.Event | None
     deliver: Callable[[], None]
     staged: Staged | None = None
+    copied: torch.cuda.Event | None = None
 
 
 class Staging:
@@ -136,15 +140,13 @@ class DeviceLane:
             )
         self.rows, self.device = rows, rows.device
         self.staging = Staging(staging_bytes, rows.device)
-        self.copy_streams = [torch.cuda.Stream(rows.device) for _ in range(2)]
         self.gather_stream = torch.cuda.Stream(rows.device, priority=-1)
         self.waiting: deque[Piece] = deque()
         self._tables: dict[int, torch.Tensor] = {}
         self._changed = threading.Condition()
         self._stop = False
         self._copies: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
-        self._deliveries: queue.SimpleQueue[tuple[torch.cuda.Event | None, Callable[[], None]] | None]
-        self._deliveries = queue.SimpleQueue()
+        self._deliveries: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in (
@@ -278,39 +280,24 @@ class DeviceLane:
 
     def _copy(self) -> None:
         torch.cuda.set_device(self.device)
-        events, turn, chained = [torch.cuda.Event(), torch.cuda.Event()], 0, False
+        copier, base = PieceCopier(_COPY_BYTES), self.ring.data_ptr()
         while (copy := self._copies.get()) is not None:
-            if copy.source is None or copy.ready is None:
-                self._deliveries.put((None, copy.deliver))
-                continue
-            self.copy_streams[turn].wait_event(copy.ready)
-            nbytes = copy.source.numel()
-            for at in range(0, nbytes, _COPY_BYTES):
-                stream, end = self.copy_streams[turn], min(at + _COPY_BYTES, nbytes)
-                torch.cuda.set_stream(stream)
-                if chained:
-                    stream.wait_event(events[1 - turn])
-                self.ring[copy.offset + at : copy.offset + end].copy_(copy.source[at:end], non_blocking=True)
-                events[turn].record(stream)
-                turn, chained = 1 - turn, True
-            copied = torch.cuda.Event(blocking=True)
-            copied.record(stream)
-            if copy.staged is not None:
-                copy.staged.copied = copied
-            else:
-                copy.source.record_stream(stream)
-            self._deliveries.put((copied, copy.deliver))
+            if copy.source is not None and copy.ready is not None:
+                copy.copied = copier.copy(copy.source, base + copy.offset, copy.ready)
+                if copy.staged is not None:
+                    copy.staged.copied = copy.copied
+            self._deliveries.put(copy)
+        self._deliveries.put(None)
 
     def _deliver(self) -> None:
         torch.cuda.set_device(self.device)
-        while (item := self._deliveries.get()) is not None:
-            event, work = item
-            if event is not None:
-                event.synchronize()
+        while (copy := self._deliveries.get()) is not None:
+            if copy.copied is not None:
+                copy.copied.synchronize()
                 with self._changed:
                     self._changed.notify_all()
             try:
-                work()
+                copy.deliver()
             except Exception:  # the capture it belongs to never completes; later ones must still be delivered
                 logger.exception("a delivery failed")
 
@@ -320,7 +307,7 @@ class DeviceLane:
         """Speed of copies into the ring, measured once over 64 MiB."""
         nbytes = min(64 << 20, self.staging.nbytes, self.ring.numel())
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self.copy_streams[0]):
+        with torch.cuda.stream(self.gather_stream):
             for _ in range(2):
                 begin.record()
                 self.ring[:nbytes].copy_(self.staging.buffer[:nbytes], non_blocking=True)
@@ -340,7 +327,6 @@ class DeviceLane:
         deadline = time.monotonic() + seconds
         self._copies.put(None)
         self._threads[1].join(seconds)
-        self._deliveries.put(None)
         self._threads[2].join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             logger.error("copies did not end within %g s of the shutdown: what they held is missing", seconds)
