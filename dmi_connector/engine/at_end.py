@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from dmi_connector.engine.kernels import reduce_layers, write_rows
-from dmi_connector.layout import ITEMSIZE, ROW_ALIGN, Segment
+from dmi_connector.layout import ITEMSIZE, ROW_ALIGN, ROW_BYTES_ALIGN, Segment
 from dmi_connector.reduce import Reduction
 
 MOST_TOKENS = 256
@@ -58,7 +58,7 @@ class AtEnd:
             assert first.reduction is not None
             self._hooks.append(_Hook(first.reduction, layers, getattr(torch, first.dtype), first.width, start, offsets))
             end = start + step * len(of_hook)
-        row_bytes = -(-end // ROW_ALIGN) * ROW_ALIGN
+        row_bytes = -(-end // ROW_BYTES_ALIGN) * ROW_BYTES_ALIGN
         self.tokens = min(MOST_TOKENS, MOST_BYTES // row_bytes) if row_bytes else 0
         self._buffer = torch.empty(self.tokens, row_bytes, dtype=torch.uint8, device=device)
         self._numbers = torch.arange(self.tokens, device=device)

@@ -87,12 +87,10 @@ def reduce_rows(
     layer: int,
 ) -> None:
     """Like `write_rows`, each value reduced first (None: as it is). `layer`: of all the values."""
-    if not rows.is_cuda:
+    if rows.is_cuda:
+        _reduce_rows_triton(rows, slots, values, offsets, reductions, layer)
+    else:
         reduce_rows_torch(rows, slots, values, offsets, reductions, layer)
-        return
-    for first in range(0, len(values), MAX_VALUES):
-        part = slice(first, first + MAX_VALUES)
-        _reduce_rows_triton(rows, slots, values[part], offsets[part], reductions[part], layer)
 
 
 def reduce_rows_torch(
@@ -122,34 +120,44 @@ def _reduce_rows_triton(
     reductions: Sequence[Reduction | None],
     layer: int,
 ) -> None:
+    """One launch for up to MAX_VALUES values, and one for each that takes a kernel of its own (`Reduction.at_end`)."""
+    alike: list[tuple[torch.Tensor, int, Reduction | None]] = []
+    for value, offset, reduction in zip(values, offsets, reductions, strict=True):
+        assert value.stride(1) == 1, "taps take values whose last dimension is contiguous"
+        if reduction is not None and reduction.at_end:
+            none = _no_offset(rows.device)
+            _reduce_layers_triton(rows, slots, value[:, None], none, reduction, [layer], offset)
+        else:
+            alike.append((value, offset, reduction))
+    for first in range(0, len(alike), MAX_VALUES):
+        _reduce_alike(rows, slots, alike[first : first + MAX_VALUES])
+
+
+def _reduce_alike(
+    rows: torch.Tensor, slots: torch.Tensor, parts: Sequence[tuple[torch.Tensor, int, Reduction | None]]
+) -> None:
     from dmi_connector.engine import triton_reduce
 
+    values = [value for value, _, _ in parts]
     tokens = min(values[0].shape[0], slots.shape[0])
     if tokens == 0:
         return
-    modes, numbers, sources = [], [], []
-    for value, reduction in zip(values, reductions, strict=True):
-        assert value.stride(1) == 1, "taps take values whose last dimension is contiguous"
-        dtype = str(value.dtype).removeprefix("torch.")
-        mode, number = ("copy", 0) if reduction is None else reduction.fused(dtype)
-        modes.append(triton_reduce.MODES[mode])
-        numbers.append(number)
-        sources.append(value if reduction is None else reduction.before(value, layer))
-    widths = [s.shape[1] for s in sources]
-    widest = max((w for w, m in zip(widths, modes, strict=True) if m in triton_reduce.WHOLE), default=1)
-    pad = MAX_VALUES - len(values)
-    triton_reduce.reduce_rows_kernel[(tokens, len(values))](
+    dtype = str(values[0].dtype).removeprefix("torch.")
+    how = [("copy", 0) if reduction is None else reduction.fused(dtype) for _, _, reduction in parts]
+    widths = [value.shape[1] for value in values]
+    pad = MAX_VALUES - len(parts)
+    triton_reduce.reduce_rows_kernel[(tokens, len(parts))](
         rows,
         slots,
-        *(sources + [sources[0]] * pad),
-        *([s.stride(0) for s in sources] + [0] * pad),
+        *(values + [values[0]] * pad),
+        *([value.stride(0) for value in values] + [0] * pad),
         *(widths + [0] * pad),
-        *(modes + [0] * pad),
-        *(numbers + [0] * pad),
-        *(list(offsets) + [0] * pad),
+        *([triton_reduce.MODES[mode] for mode, _ in how] + [0] * pad),
+        *([number for _, number in how] + [0] * pad),
+        *([offset for _, offset, _ in parts] + [0] * pad),
         rows.stride(0),
-        WIDE=1 << (widest - 1).bit_length(),
         num_warps=_warps(max(widths)),
+        enable_fp_fusion=False,  # products are rounded before they are added to, as in the twin
         **_launch_options(rows.device),
     )
 
@@ -192,7 +200,9 @@ def _reduce_layers_triton(
     offsets: torch.Tensor,
     reduction: Reduction,
     layers: Sequence[int],
+    base: int = 0,
 ) -> None:
+    """base: added to all offsets."""
     from dmi_connector.engine import triton_reduce
 
     tokens = min(values.shape[0], slots.shape[0])
@@ -206,6 +216,7 @@ def _reduce_layers_triton(
         slots,
         source,
         offsets,
+        base,
         source.stride(0),
         source.stride(1),
         rows.stride(0),
@@ -214,13 +225,22 @@ def _reduce_layers_triton(
         number,
         WIDE=1 << (width - 1).bit_length(),
         num_warps=_warps(width),
+        enable_fp_fusion=False,
         **_launch_options(rows.device),
     )
 
 
 def _warps(width: int) -> int:
-    """Warps of a program that holds a row of so many values."""
-    return 8 if width > 4096 else 4
+    """Warps of a program that holds a row of so many values: at most 16 values a thread, up to 16,384.
+
+    A step of decode runs a program once: code unrolled for many values would be fetched longer than it runs.
+    """
+    return min(32, max(4, 1 << (-(-width // 512) - 1).bit_length()))
+
+
+@functools.cache
+def _no_offset(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 @functools.cache

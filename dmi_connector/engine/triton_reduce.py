@@ -11,17 +11,18 @@ import triton
 import triton.language as tl
 
 MODES = {"copy": 0, "int8": 1, "affine": 2, "fp8": 3, "round": 4, "topk": 5, "exact": 6, "groups": 7}
-WHOLE = (MODES["topk"], MODES["exact"])
-"""Those that hold a whole row at once however wide it is; the others hold 16,384 values at most."""
 COPY = tl.constexpr(MODES["copy"])
 INT8 = tl.constexpr(MODES["int8"])
 AFFINE = tl.constexpr(MODES["affine"])
 FP8 = tl.constexpr(MODES["fp8"])
 ROUND = tl.constexpr(MODES["round"])
 GROUPS = tl.constexpr(MODES["groups"])
+TOPK = tl.constexpr(MODES["topk"])
 EXACT = tl.constexpr(MODES["exact"])
 _NEAREST = tl.constexpr(12582912.0)
 """Added and taken away again, it rounds a small float32 to the nearest whole number, ties to even."""
+_LEAST = tl.constexpr(2.0**-100)
+"""Rows (or groups) that reach no further are zeros: nothing divided by their largest value may overflow."""
 
 
 @triton.jit
@@ -39,16 +40,24 @@ def _largest(x, width: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _quantise(value, scale):
-    """int8 of value / scale, 0 where the scale is 0."""
-    divided = tl.where(scale > 0, tl.div_rn(value, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(value)), 0.0)
-    nearest = (divided + _NEAREST) - _NEAREST
+def _quantise(value, inverse):
+    """int8 of value * inverse."""
+    scaled = value * inverse
+    nearest = (scaled + _NEAREST) - _NEAREST
     return tl.minimum(tl.maximum(nearest, -127.0), 127.0).to(tl.int8)
 
 
 @triton.jit
-def _scale_of(largest, steps: tl.constexpr):
-    return tl.div_rn(largest, largest * 0 + steps)
+def _scale_of(span, steps: tl.constexpr):
+    """span / steps."""
+    return tl.div_rn(span, span * 0 + steps)
+
+
+@triton.jit
+def _steps_over(steps: tl.constexpr, span):
+    """steps / span, 0 where the span is next to nothing."""
+    large = span >= _LEAST
+    return tl.where(large, tl.div_rn(span * 0 + steps, tl.where(large, span, 1.0)), 0.0)
 
 
 @triton.jit
@@ -63,10 +72,11 @@ def _e4m3(value):
 
 @triton.jit
 def _encode(
-    row, x, slot, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, WIDE: tl.constexpr
+    row, x, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr
 ):  # fmt: skip
     """Write one row of `width` values as MODE says. NUMBER: mantissa bits dropped (ROUND), values of a
-    group (GROUPS), values kept and, times 2**20, sampled (top k)."""
+    group (GROUPS).
+    """
     padded: tl.constexpr = (width + 3) // 4 * 4
     # In one piece where that can be: in a decode step each round of a loop would wait for memory again.
     half: tl.constexpr = 1024 if width <= 1024 else (2048 if width <= 2048 else 4096)
@@ -89,12 +99,13 @@ def _encode(
             rounded = (bits + ((1 << (NUMBER - 1)) - 1) + odd) & ~((1 << NUMBER) - 1)
             tl.store(out + columns, tl.where((bits & exponent) == exponent, bits, rounded), mask=columns < width)
     elif MODE == INT8:
-        scale = _scale_of(_largest(x, width, BLOCK), 127.0)
+        largest = _largest(x, width, BLOCK)
+        inverse = _steps_over(127.0, largest)
         out = row.to(tl.pointer_type(tl.int8))
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            tl.store(out + columns, _quantise(_load(x, columns, width), scale), mask=columns < padded)
-        tl.store((row + padded).to(tl.pointer_type(tl.float32)), scale)
+            tl.store(out + columns, _quantise(_load(x, columns, width), inverse), mask=columns < padded)
+        tl.store((row + padded).to(tl.pointer_type(tl.float32)), _scale_of(largest, 127.0))
     elif MODE == GROUPS:
         count: tl.constexpr = (width + NUMBER - 1) // NUMBER
         out = row.to(tl.pointer_type(tl.int8))
@@ -105,7 +116,7 @@ def _encode(
             bits = _scale_of(tl.max(tl.abs(groups), 1), 127.0).to(tl.int32, bitcast=True)
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # the nearest bfloat16, ties to even
             scale = (bits << 16).to(tl.float32, bitcast=True)
-            stored = _quantise(groups, (scale[:, None] + tl.zeros_like(groups)))
+            stored = _quantise(groups, _steps_over(1.0, scale)[:, None])
             tl.store(out + columns, tl.reshape(stored, (BLOCK,)), mask=columns < padded)
             numbers = start // NUMBER + tl.arange(0, BLOCK // NUMBER)
             tl.store(scales + numbers, bits.to(tl.uint16), mask=numbers < count)
@@ -120,33 +131,32 @@ def _encode(
             low = tl.where(columns < width, tl.minimum(low, value), low)
             high = tl.where(columns < width, tl.maximum(high, value), high)
         least, most = tl.min(low, 0), tl.max(high, 0)
-        scale = _scale_of(most - least, 254.0)
+        inverse = _steps_over(254.0, most - least)
         offset = (most + least) / 2 + 0.0  # never -0.0
         out = row.to(tl.pointer_type(tl.int8))
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            stored = _quantise(_load(x, columns, width) - offset, scale)
+            stored = _quantise(_load(x, columns, width) - offset, inverse)
             tl.store(out + columns, tl.where(columns < width, stored, 0), mask=columns < padded)
         ends = (row + padded).to(tl.pointer_type(tl.float32))
-        tl.store(ends, scale)
+        tl.store(ends, _scale_of(most - least, 254.0))
         tl.store(ends + 1, offset)
-    elif MODE == FP8:
-        scale = _scale_of(_largest(x, width, BLOCK), 448.0)
+    else:
+        tl.static_assert(MODE == FP8)
+        largest = _largest(x, width, BLOCK)
+        inverse = _steps_over(448.0, largest)
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            value = _load(x, columns, width)
-            divided = tl.where(scale > 0, tl.div_rn(value, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(value)), 0.0)
-            exact = _e4m3(tl.minimum(tl.maximum(divided, -448.0), 448.0))
+            scaled = _load(x, columns, width) * inverse
+            exact = _e4m3(tl.minimum(tl.maximum(scaled, -448.0), 448.0))
             tl.store(row + columns, exact.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=columns < padded)
-        tl.store((row + padded).to(tl.pointer_type(tl.float32)), scale)
-    else:
-        _top(row, x, slot, width, MODE, NUMBER, WIDE)
+        tl.store((row + padded).to(tl.pointer_type(tl.float32)), _scale_of(largest, 448.0))
 
 
 @triton.jit
 def _top(row, x, slot, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, WIDE: tl.constexpr):
-    """The K largest magnitudes, and a sample of S. The least of the K is found bit by bit: the greatest number that K
-    magnitudes reach.
+    """The K largest magnitudes, and a sample of S; NUMBER = S * 2**20 + K. The least of the K is found bit by bit: the
+    greatest number that K magnitudes reach.
     """
     K: tl.constexpr = NUMBER % (1 << 20)
     S: tl.constexpr = NUMBER // (1 << 20)
@@ -165,8 +175,13 @@ def _top(row, x, slot, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.const
     above = magnitude > least
     tied = magnitude == least
     room = K - tl.sum(above.to(tl.int32), 0)
-    chosen = above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room))
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    # One scan counts both, side by side in one number.
+    counter: tl.constexpr = tl.int32 if width < 32768 else tl.int64
+    half: tl.constexpr = 16 if width < 32768 else 32
+    counts = tl.cumsum(above.to(counter) + (tied.to(counter) << half), 0)
+    ties = (counts >> half).to(tl.int32)
+    chosen = above | (tied & (ties <= room))
+    place = (counts & ((1 << half) - 1)).to(tl.int32) + tl.minimum(ties, room) - 1
     index_bytes: tl.constexpr = 2 if width <= 65536 else 4
     values_at: tl.constexpr = (K * index_bytes + 3) // 4 * 4
     if index_bytes == 2:
@@ -182,10 +197,11 @@ def _top(row, x, slot, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.const
             tl.store(out.to(tl.pointer_type(tl.uint16)) + K, 0)
     else:
         kept: tl.constexpr = (K + 3) // 4 * 4
-        scale = _scale_of(tl.max(tl.abs(value), 0), 127.0)
-        tl.store(out.to(tl.pointer_type(tl.int8)) + place, _quantise(value, scale), mask=chosen)
-        tl.store(out + K + columns, (columns * 0).to(tl.uint8), mask=columns < kept - K)
-        tl.store((out + kept).to(tl.pointer_type(tl.float32)), scale)
+        largest = tl.max(tl.abs(value), 0)
+        tl.store(out.to(tl.pointer_type(tl.int8)) + place, _quantise(value, _steps_over(127.0, largest)), mask=chosen)
+        rest = K + tl.arange(0, 4)
+        tl.store(out + rest, (rest * 0).to(tl.uint8), mask=rest < kept)
+        tl.store((out + kept).to(tl.pointer_type(tl.float32)), _scale_of(largest, 127.0))
     if S > 0:
         item: tl.constexpr = 1 if MODE != EXACT else (4 if x.dtype.element_ty == tl.float32 else 2)
         after: tl.constexpr = values_at + (K * item + 3) // 4 * 4 + (4 if MODE != EXACT else 0)
@@ -216,13 +232,14 @@ def _sample(out, x, start, least, width: tl.constexpr, MODE: tl.constexpr, S: tl
             tl.store(out.to(tl.pointer_type(tl.uint16)) + S, 0)
     else:
         padded: tl.constexpr = (S + 3) // 4 * 4
-        scale = _scale_of(tl.max(largest, 0), 127.0)
+        most = tl.max(largest, 0)
+        inverse = _steps_over(127.0, most)
         for first in range(0, padded, BLOCK):
             number = first + tl.arange(0, BLOCK)
             raw = tl.load(x + (start + number * stride) % width, mask=number < S, other=0.0)
-            quantised = _quantise(raw.to(tl.float32), scale)
+            quantised = _quantise(raw.to(tl.float32), inverse)
             tl.store(out.to(tl.pointer_type(tl.int8)) + number, quantised, mask=number < padded)
-        tl.store((out + padded).to(tl.pointer_type(tl.float32)), scale)
+        tl.store((out + padded).to(tl.pointer_type(tl.float32)), _scale_of(most, 127.0))
 
 
 @triton.jit
@@ -240,7 +257,7 @@ def reduce_rows_kernel(
     n6: tl.constexpr, n7: tl.constexpr, n8: tl.constexpr, n9: tl.constexpr, n10: tl.constexpr, n11: tl.constexpr,
     n12: tl.constexpr,
     o0, o1, o2, o3, o4, o5, o6, o7, o8, o9, o10, o11, o12,
-    row_bytes, WIDE: tl.constexpr, PDL: tl.constexpr,
+    row_bytes, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, values): one program reduces one row of one value."""
     token = tl.program_id(0).to(tl.int64)
@@ -251,44 +268,51 @@ def reduce_rows_kernel(
     if slot >= 0:
         row = rows + slot * row_bytes
         if value == 0:
-            _encode(row + o0, x0 + token * s0, slot, w0, m0, n0, WIDE)
+            _encode(row + o0, x0 + token * s0, w0, m0, n0)
         elif value == 1:
-            _encode(row + o1, x1 + token * s1, slot, w1, m1, n1, WIDE)
+            _encode(row + o1, x1 + token * s1, w1, m1, n1)
         elif value == 2:
-            _encode(row + o2, x2 + token * s2, slot, w2, m2, n2, WIDE)
+            _encode(row + o2, x2 + token * s2, w2, m2, n2)
         elif value == 3:
-            _encode(row + o3, x3 + token * s3, slot, w3, m3, n3, WIDE)
+            _encode(row + o3, x3 + token * s3, w3, m3, n3)
         elif value == 4:
-            _encode(row + o4, x4 + token * s4, slot, w4, m4, n4, WIDE)
+            _encode(row + o4, x4 + token * s4, w4, m4, n4)
         elif value == 5:
-            _encode(row + o5, x5 + token * s5, slot, w5, m5, n5, WIDE)
+            _encode(row + o5, x5 + token * s5, w5, m5, n5)
         elif value == 6:
-            _encode(row + o6, x6 + token * s6, slot, w6, m6, n6, WIDE)
+            _encode(row + o6, x6 + token * s6, w6, m6, n6)
         elif value == 7:
-            _encode(row + o7, x7 + token * s7, slot, w7, m7, n7, WIDE)
+            _encode(row + o7, x7 + token * s7, w7, m7, n7)
         elif value == 8:
-            _encode(row + o8, x8 + token * s8, slot, w8, m8, n8, WIDE)
+            _encode(row + o8, x8 + token * s8, w8, m8, n8)
         elif value == 9:
-            _encode(row + o9, x9 + token * s9, slot, w9, m9, n9, WIDE)
+            _encode(row + o9, x9 + token * s9, w9, m9, n9)
         elif value == 10:
-            _encode(row + o10, x10 + token * s10, slot, w10, m10, n10, WIDE)
+            _encode(row + o10, x10 + token * s10, w10, m10, n10)
         elif value == 11:
-            _encode(row + o11, x11 + token * s11, slot, w11, m11, n11, WIDE)
+            _encode(row + o11, x11 + token * s11, w11, m11, n11)
         else:
-            _encode(row + o12, x12 + token * s12, slot, w12, m12, n12, WIDE)
+            _encode(row + o12, x12 + token * s12, w12, m12, n12)
 
 
-@triton.jit
+# Wide loads would lay a row out so that the scattered stores of top k shuffle it through 128 KB of shared memory.
+@triton.jit(do_not_specialize=["token_stride", "layer_stride"])
 def reduce_layers_kernel(
-    rows, slots, x, offsets, token_stride, layer_stride, row_bytes,
+    rows, slots, x, offsets, base, token_stride, layer_stride, row_bytes,
     width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, layers): one program reduces one row of one layer of a hook."""
+    """Grid (tokens, layers): one program reduces one row of one layer of a hook, to byte base + offsets[layer], a
+    multiple of 16, of its token's row. NUMBER: see `_encode` and `_top`. WIDE: a power of two not below `width`.
+    """
     token = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token)
-    row = rows + slot * row_bytes + tl.load(offsets + layer)
+    row = rows + slot * row_bytes + base + tl.multiple_of(tl.load(offsets + layer), 16)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if slot >= 0:
-        _encode(row, x + token * token_stride + layer * layer_stride, slot, width, MODE, NUMBER, WIDE)
+        source = x + token * token_stride + layer * layer_stride
+        if MODE == TOPK or MODE == EXACT:  # noqa: SIM109 (kernels know no tuples)
+            _top(row, source, slot, width, MODE, NUMBER, WIDE)
+        else:
+            _encode(row, source, width, MODE, NUMBER)

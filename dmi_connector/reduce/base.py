@@ -85,6 +85,24 @@ class Reduction:
         return {"kind": self.kind, **asdict(self)}
 
 
+LEAST_SPAN = 2.0**-100
+"""What reaches no further is stored as zeros: nothing divided by it may overflow."""
+
+
+def over(span: torch.Tensor, steps: float) -> torch.Tensor:
+    """span / steps. Two tensors are divided as IEEE says on every device; for a number torch takes its reciprocal."""
+    import torch
+
+    return span / torch.full_like(span, steps)
+
+
+def steps_over(steps: float, span: torch.Tensor) -> torch.Tensor:
+    """steps / span, 0 where the span is next to nothing."""
+    import torch
+
+    return torch.where(span >= LEAST_SPAN, torch.full_like(span, steps) / span, 0)
+
+
 def as_bytes(*parts: torch.Tensor) -> torch.Tensor:
     """Parts [tokens, n] of any dtype -> their bytes side by side, uint8 [tokens, sum]."""
     import torch

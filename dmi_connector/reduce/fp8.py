@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from dmi_connector.reduce.base import Reduction, as_bytes, field, pad
+from dmi_connector.reduce.base import Reduction, as_bytes, field, over, pad, steps_over
 
 if TYPE_CHECKING:
     import torch
@@ -40,12 +40,12 @@ class Fp8(Reduction):
         import torch
 
         x = values.float()
-        scale = x.abs().amax(1, keepdim=True) / LARGEST
-        scaled = torch.where(scale > 0, x / scale, 0).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        largest = x.abs().amax(1, keepdim=True)
+        scaled = (x * steps_over(LARGEST, largest)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
         bits = scaled.view(torch.uint8)
         if extra := pad(x.shape[1]) - x.shape[1]:
             bits = torch.nn.functional.pad(bits, (0, extra))
-        return as_bytes(bits, scale)
+        return as_bytes(bits, over(largest, LARGEST))
 
     def fused(self, dtype: str) -> tuple[str, int]:
         return "fp8", 0

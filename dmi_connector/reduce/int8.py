@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from dmi_connector.reduce.base import ReduceError, Reduction, as_bytes, bfloat16_to_float32, field, pad
+from dmi_connector.reduce.base import (
+    ReduceError,
+    Reduction,
+    as_bytes,
+    bfloat16_to_float32,
+    field,
+    over,
+    pad,
+    steps_over,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +31,7 @@ GROUPS = (16, 32, 64, 128, 256, 512, 1024)
 @dataclass(frozen=True)
 class Int8(Reduction):
     """value = int8 * scale (+ offset with `affine`). Symmetric: scale = max|x| / 127, of the row or of each group.
-    Affine: the row's range on -127 to 127. Zeros have scale 0; NaN and infinities are not kept.
+    Affine: the row's range on -127 to 127. Zeros have scale 0; NaN, infinities and what is below 2**-100 are not kept.
 
     With groups of 32 a row's cosine is above 0.9999 whatever its values, outliers among them.
     """
@@ -53,18 +62,18 @@ class Int8(Reduction):
         if self.group:
             groups = torch.nn.functional.pad(x, (0, self._groups(width) * self.group - width))
             groups = groups.view(x.shape[0], -1, self.group)
-            stored = (groups.abs().amax(2, keepdim=True) / 127).bfloat16()
-            scale, centred, ends = stored.float(), groups, [stored[..., 0]]
+            stored = over(groups.abs().amax(2, keepdim=True), 127).bfloat16()
+            inverse, centred, ends = steps_over(1, stored.float()), groups, [stored[..., 0]]
             if stored.shape[1] % 2:
                 ends.append(torch.zeros_like(stored[:, :1, 0]))
         elif self.affine:
             low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
-            scale, offset = (high - low) / 254, (high + low) / 2 + 0.0  # never -0.0
-            centred, ends = x - offset, [scale, offset]
+            inverse, offset = steps_over(254, high - low), (high + low) / 2 + 0.0  # never -0.0
+            centred, ends = x - offset, [over(high - low, 254), offset]
         else:
-            scale = x.abs().amax(1, keepdim=True) / 127
-            centred, ends = x, [scale]
-        quantised = torch.where(scale > 0, centred / scale, 0).round().clamp(-127, 127).to(torch.int8)
+            largest = x.abs().amax(1, keepdim=True)
+            inverse, centred, ends = steps_over(127, largest), x, [over(largest, 127)]
+        quantised = (centred * inverse).round().clamp(-127, 127).to(torch.int8)
         quantised = quantised.reshape(x.shape[0], -1)[:, :width]
         if extra := pad(width) - width:
             quantised = torch.nn.functional.pad(quantised, (0, extra))

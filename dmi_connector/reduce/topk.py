@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from dmi_connector.neurons import Tally
-from dmi_connector.reduce.base import ITEMSIZE, ReduceError, Reduction, as_bytes, field, floats, pad
+from dmi_connector.reduce.base import (
+    ITEMSIZE,
+    ReduceError,
+    Reduction,
+    as_bytes,
+    field,
+    floats,
+    over,
+    pad,
+    steps_over,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -104,9 +114,9 @@ class TopK(Reduction):
 
         if self.exact:
             return [_padded(values.contiguous().view(torch.uint8))]
-        scale = spanned.float().abs().amax(1, keepdim=True) / 127
-        quantised = torch.where(scale > 0, values.float() / scale, 0).round().clamp(-127, 127).to(torch.int8)
-        return [_padded(quantised.view(torch.uint8)), scale]
+        largest = spanned.float().abs().amax(1, keepdim=True)
+        quantised = (values.float() * steps_over(127, largest)).round().clamp(-127, 127).to(torch.int8)
+        return [_padded(quantised.view(torch.uint8)), over(largest, 127)]
 
     def fused(self, dtype: str) -> tuple[str, int]:
         return ("exact" if self.exact else "topk"), self.sample * (MOST + 1) + self.k
