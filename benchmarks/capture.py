@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import common
 from benchmarks.report import machine, report
-from benchmarks.setups import CASES, CURVES, Setup, Turn, choose, in_phases, in_sequence
+from benchmarks.setups import CASES, CURVES, PROFILE, Setup, Turn, choose, in_phases, in_sequence
 
 if TYPE_CHECKING:
     from benchmarks.engine import Bench
@@ -142,7 +142,7 @@ def add(results: dict[str, Any], turn: Turn, numbers: dict[str, Any], stock: dic
     """
     cases = results["engines"][turn.engine]["setups"].setdefault(turn.setup.name, {})
     key = turn.phase, turn.case
-    if turn.engine == "stock":
+    if turn.engine == "stock" and turn.case != PROFILE:
         stock[key] = numbers["tok_per_s"]
         if turn.case in cases:
             runs = cases[turn.case]["runs"] + numbers["runs"]

@@ -9,6 +9,7 @@ import json
 import shutil
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from multiprocessing import get_context
@@ -20,6 +21,7 @@ import numpy as np
 
 from benchmarks.common import store_problems
 from benchmarks.setups import CASES, PROFILED, Case, Setup
+from benchmarks.timeline import worker_timeline
 
 DRAIN_S = 300
 """Seconds after which captures that have not reached their sink count as stuck."""
@@ -319,13 +321,24 @@ class Bench:
         return _summary([check_ehs_file(path, case.rows, self.ehs_layers) for path in paths], [])
 
     def profile(self, setup: Setup) -> dict[str, Any]:
-        """Microseconds a step of decode that our code takes of the engine's thread."""
+        """Two rounds of decode: microseconds a step that our code takes of the engine's thread, then, on a GPU, what
+        the GPU did.
+        """
         self._switch(setup)
-        self.llm.collective_rpc(worker_profile, args=(True,))
-        self.generate(CASES[PROFILED].shrunk(self.args.shrink))
-        result: dict[str, Any] = self.llm.collective_rpc(worker_profile, args=(False,))[0]
-        self.drain()
+        result: dict[str, Any] = {}
+        if self.ours:
+            result = self._recorded(worker_profile)
+        if timeline := self._recorded(worker_timeline):
+            result["gpu"] = timeline
         self.clean()
+        return result
+
+    def _recorded(self, record: Callable[[Any, bool], dict[str, Any]]) -> dict[str, Any]:
+        """What `record` says of a round of decode: it runs in the worker before and after."""
+        self.llm.collective_rpc(record, args=(True,))
+        self.generate(CASES[PROFILED].shrunk(self.args.shrink))
+        result: dict[str, Any] = self.llm.collective_rpc(record, args=(False,))[0]
+        self.drain()
         return result
 
 

@@ -74,7 +74,7 @@ class Setup:
     @property
     def profiled(self) -> bool:
         """Whether a profile of decode is taken too. A slow sink would make that slow."""
-        return bool(self.hooks) and PROFILED in self.cases and not self.slow
+        return PROFILED in self.cases and not self.slow
 
     @property
     def phase(self) -> tuple[object, ...]:
@@ -221,7 +221,8 @@ def in_phases(setups: list[Setup]) -> list[Turn]:
         for case in CASES:
             having = [s for s in members if case in s.cases]
             turns += [Turn(s, case, number) for s in (dict.fromkeys([*stock, *having]) if having else ())]
-        turns += [Turn(s, PROFILE, number) for s in members if s.profiled]
+        first = stock if number == 0 else []
+        turns += [Turn(s, PROFILE, number) for s in dict.fromkeys([*first, *members]) if s.profiled]
     return turns
 
 

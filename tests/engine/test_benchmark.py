@@ -143,6 +143,8 @@ def test_engines_together_take_turns_on_each_case_of_a_phase() -> None:
         (0, "stock", "decode32"),
         (0, "ehs", "decode32"),
         (0, "a disk", "decode32"),
+        (0, "stock", PROFILE),
+        (0, "ehs", PROFILE),
         (0, "a disk", PROFILE),
         (1, "stock", "decode1"),
         (1, "b null", "decode1"),
@@ -156,15 +158,15 @@ def test_engines_together_take_turns_on_each_case_of_a_phase() -> None:
         (2, "stock", "decode32"),
         (2, "a slow", "decode32"),
     ]
-    assert _order(in_phases(ORDERED[:1])) == [(0, "stock", case) for case in ORDERED[0].cases]
+    assert _order(in_phases(ORDERED[:1])) == [(0, "stock", case) for case in (*ORDERED[0].cases, PROFILE)]
 
 
 def test_engines_in_sequence_are_each_done_in_one_go() -> None:
     turns = in_sequence(ORDERED)
     assert sorted(_order(turns)) == sorted({(0, name, case) for _, name, case in _order(in_phases(ORDERED))})
     engines = [turn.engine for turn in turns]
-    assert engines == ["stock"] * 3 + ["ehs"] + ["a"] * 6 + ["b"] * 3
-    assert _order(turns)[4:7] == [(0, "a null", "prefill8"), (0, "a null", "decode32"), (0, "a null", PROFILE)]
+    assert engines == ["stock"] * 4 + ["ehs"] * 2 + ["a"] * 6 + ["b"] * 3
+    assert _order(turns)[6:9] == [(0, "a null", "prefill8"), (0, "a null", "decode32"), (0, "a null", PROFILE)]
 
 
 def test_setups_of_an_engine_differ_only_in_what_can_be_switched() -> None:
@@ -262,7 +264,7 @@ def test_an_engine_that_fails_or_dies_leaves_the_others_alone(together: bool, tm
     done = {name: list(engine["setups"].get(f"{name} null", {})) for name, engine in found.items()}
     whole = [*cases, PROFILE]
     assert done == {
-        "stock": list(cases),
+        "stock": whole,
         "no start": [],
         "fails": ["decode1"],
         "dies": ["decode1"],
