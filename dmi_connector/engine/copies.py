@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies off the GPU in pieces, issued through the CUDA driver itself.
 
-Every piece is three calls. Made through torch they hold the interpreter's lock for most of the time that the copy
-takes, and the engine's thread waits for that lock (docs/PERFORMANCE.md).
+Every piece is three calls. The engine's thread waits while another holds the interpreter's lock, and through torch the
+same takes several times as long with it (docs/PERFORMANCE.md).
 """
 
 from __future__ import annotations
