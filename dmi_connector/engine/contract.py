@@ -110,6 +110,10 @@ def check(vllm_config: VllmConfig) -> None:
         )
     if getattr(parallel, "enable_dbo", False):
         raise ValueError("enable_dbo: True splits a batch in two, which capture does not support; remove --enable-dbo")
+    if (parts := getattr(parallel, "ubatch_size", 0)) > 1:
+        raise ValueError(
+            f"ubatch_size: {parts} splits a batch into so many, which capture does not support; remove --ubatch-size"
+        )
     if model.use_mla:
         raise ValueError(
             f"model: {model.model!r} uses multi-head latent attention, whose hooks are not defined yet; "

@@ -113,6 +113,26 @@ def test_pipeline_parallelism_is_refused(model: Path, tmp_path: Path, owner: str
         capture_context(config)
 
 
+@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("enable_dbo", True, r"enable_dbo: True .*remove --enable-dbo"),
+        ("ubatch_size", 3, r"ubatch_size: 3 .*remove --ubatch-size"),
+        ("decode_context_parallel_size", 2, r"context parallelism .*set it to 1"),
+        ("prefill_context_parallel_size", 2, r"context parallelism .*set it to 1"),
+    ],
+)
+def test_what_splits_a_batch_is_refused(
+    model: Path, tmp_path: Path, owner: str, option: str, value: object, reason: str
+) -> None:
+    config = vllm_config(model, tmp_path, owner=owner)  # as arguments they need several GPUs
+    assert getattr(config.parallel_config, option) != value
+    setattr(config.parallel_config, option, value)
+    with pytest.raises(ValueError, match=reason):
+        capture_context(config)
+
+
 def test_a_second_engine_in_one_process_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
