@@ -9,7 +9,8 @@ against how many were needed (one a step once the prompt is in, no drafts), rows
 cosine of a row and the largest error relative to the row's largest value against transformers in float32. Of reduced
 hooks (engine "reduced") it compares what a store gives with what the reduction keeps of transformers' values; attention
 summaries, with the patterns that the same store's q_rot and k_rot give.
-Exit status 1: tokens differ, more was computed than needed, rows are missing or a store has problems.
+Exit status 1: tokens differ, more was computed than needed, rows are missing, a store has problems or values are off:
+a row's cosine below LEAST_COSINE, a larger value left out by top k than rounding explains, an attention weight.
 
 On a CPU add `--engine-args '{"max_num_batched_tokens": 2048}'`: there vLLM cannot split a seeded prompt over steps.
 """
@@ -33,6 +34,11 @@ LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400)
 SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 4}
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320, "gpu_memory_utilization": 0.5}
 """Some prompts are prefilled in several steps, and steps have more and fewer tokens than at_end.MOST_TOKENS."""
+LEAST_COSINE = 0.998
+"""Of a row with transformers' in float32; bfloat16 alone gives 0.9994 or more."""
+MOST_GAP = 0.1
+"""By which a value that top k left out may exceed one it kept, in parts of the row's largest (bfloat16 rounds)."""
+MOST_ATTENTION_ERROR = 1e-4
 REDUCE = {
     "resid_*": "rp(64)",
     "mlp_post": "topk(64)",
@@ -129,18 +135,20 @@ def child(args: argparse.Namespace) -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def _kept(reduction: Any, values: np.ndarray) -> np.ndarray:
-    """What decoded rows of `reduction` are of float32 values [..., width], but for rounding."""
+def _kept(reduction: Any, values: np.ndarray, got: np.ndarray) -> tuple[np.ndarray, float]:
+    """What decoded rows `got` of a reduction are of float32 values [..., width], but for rounding, and the gap (see
+    MOST_GAP) of top k, else 0.
+    """
     from dmi_connector.reduce.projection import RandomProjection, matrix
     from dmi_connector.reduce.topk import TopK
 
     if isinstance(reduction, RandomProjection):
-        projected: np.ndarray = values @ matrix(values.shape[-1], reduction.k, reduction.seed, reduction.distribution)
-        return projected
+        return values @ matrix(values.shape[-1], reduction.k, reduction.seed, reduction.distribution), 0.0
     if isinstance(reduction, TopK):
-        least = np.sort(np.abs(values), axis=-1)[..., -reduction.k, None]
-        return np.where(np.abs(values) >= least, values, 0)
-    return values
+        kept, magnitude = got != 0, np.abs(values)
+        left_out = np.where(kept, 0, magnitude).max(-1) - np.where(kept, magnitude, np.inf).min(-1)
+        return np.where(kept, values, 0), float((left_out / magnitude.max(-1)).max())
+    return values, 0.0
 
 
 def _attention_error(capture: Any) -> float:
@@ -170,7 +178,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     oracle = Oracle(args.model, torch.float32)
     cosine: dict[str, float] = {}
     error: dict[str, float] = {}
-    missing, rows, problems, attention = 0, 0, [], 0.0
+    missing, rows, problems, attention, gap = 0, 0, [], None, 0.0
     for store, prompt, tokens in zip(found["stores"], found["prompts"], found["tokens"], strict=True):
         ids = prompt + tokens
         capture, name = open_capture(store, timeout=10, allow_incomplete=True), Path(store).name
@@ -183,7 +191,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
         if list(capture.token_ids) != ids[:expected]:
             problems.append(f"{name}: token ids differ")
         if "pattern" in capture.hooks:
-            attention = max(attention, _attention_error(capture))
+            attention = max(attention or 0.0, _attention_error(capture))
         reference = oracle.run(ids)
         for hook in reference:
             if hook not in capture.hooks or hook in ("token_ids", "positions"):
@@ -192,8 +200,11 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             if hook == "logits":
                 got, want = capture.numpy("logits"), want[len(prompt) - 1 : expected]
             else:
-                got, want = capture.numpy(hook), _kept(capture.reduction(hook), want[:, :expected])
+                got, want = capture.numpy(hook), want[:, :expected]
                 got = got[None] if got.ndim == 2 else got
+                if got.shape[:-1] == want.shape[:-1]:
+                    want, this = _kept(capture.reduction(hook), want, got)
+                    gap = max(gap, this)
             if got.shape != want.shape:
                 problems.append(f"{name}: {hook} has shape {got.shape}, not {want.shape}")
                 continue
@@ -203,8 +214,8 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             cosine[hook] = min(cosine.get(hook, 1.0), least)
             error[hook] = max(error.get(hook, 0.0), worst)
     return {"requests": len(found["stores"]), "rows": rows, "rows_missing": missing, "problems": problems[:10],
-            "least_cosine": cosine, "largest_relative_error": error,
-            **({"attention_error": attention} if attention else {})}  # fmt: skip
+            "least_cosine": cosine, "largest_relative_error": error, "top_k_gap": gap,
+            "attention_error": attention}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -224,6 +235,11 @@ def _failures(found: dict[str, Any]) -> list[str]:
         wrong.append(f"steps: {steps}")
     if steps["draft_tokens"]:
         wrong.append(f"{steps['draft_tokens']} draft tokens were computed")
+    wrong += [f"{hook}: cosine {c}" for hook, c in found.get("least_cosine", {}).items() if not c >= LEAST_COSINE]
+    if found.get("top_k_gap", 0.0) > MOST_GAP:
+        wrong.append(f"top k left out values {found['top_k_gap']} of the row's largest above what it kept")
+    if (found.get("attention_error") or 0.0) > MOST_ATTENTION_ERROR:
+        wrong.append(f"attention weights are off by {found['attention_error']}")
     if found.get("rows_missing"):
         wrong.append(f"{found['rows_missing']} rows are missing")
     same, total = found.get("same_tokens_as_stock", "0 of 0").split(" of ")

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from dmi_connector.engine.kernels import reduce_layers, write_rows
+from dmi_connector.engine.kernels import no_offset, reduce_layers, write_rows
 from dmi_connector.layout import ITEMSIZE, ROW_ALIGN, ROW_BYTES_ALIGN, Segment
 from dmi_connector.reduce import Reduction
 
 MOST_TOKENS = 256
 MOST_BYTES = 512 << 20
+SCRATCH = 64 << 20
+"""Bytes that projections may allocate at a time: vLLM's memory profile does not see them."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,11 @@ class AtEnd:
         self.tokens = min(MOST_TOKENS, MOST_BYTES // row_bytes) if row_bytes else 0
         self._buffer = torch.empty(self.tokens, row_bytes, dtype=torch.uint8, device=device)
         self._numbers = torch.arange(self.tokens, device=device)
+        no_offset(device)  # made now: a CUDA graph that made it would not have filled it yet
 
     def takes(self, offset: int, tokens: int) -> bool:
         """Whether what goes to byte `offset` of a row is put aside in a step of `tokens`."""
-        return tokens <= self.tokens and offset in self._places
+        return 0 < tokens <= self.tokens and offset in self._places
 
     def keep(self, values: list[torch.Tensor], offsets: list[int]) -> None:
         """Put values aside ([tokens, width] each, of one dtype) that belong at byte `offsets` of their tokens' rows."""
@@ -73,10 +76,14 @@ class AtEnd:
 
     def reduce(self, rows: torch.Tensor, slots: torch.Tensor, tokens: int) -> None:
         """Reduce what the taps of this step put aside, and write it to the rows `slots`."""
-        if tokens > self.tokens:
+        if not 0 < tokens <= self.tokens:
             return
         for hook in self._hooks:
-            first = hook.start // hook.dtype.itemsize
-            values = self._buffer.view(hook.dtype)[:tokens, first : first + len(hook.layers) * hook.width]
-            values = values.unflatten(1, (len(hook.layers), hook.width))
-            reduce_layers(rows, slots, values, hook.offsets, hook.reduction, hook.layers)
+            count, first = len(hook.layers), hook.start // hook.dtype.itemsize
+            values = self._buffer.view(hook.dtype)[:tokens, first : first + count * hook.width]
+            values = values.unflatten(1, (count, hook.width))
+            scratch = tokens * hook.reduction.scratch(hook.width, str(hook.dtype).removeprefix("torch."))
+            at_once = max(1, SCRATCH // scratch) if scratch else count
+            for start in range(0, count, at_once):
+                part = slice(start, start + at_once)
+                reduce_layers(rows, slots, values[:, part], hook.offsets[part], hook.reduction, hook.layers[part])

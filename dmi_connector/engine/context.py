@@ -79,6 +79,8 @@ def capture_context(vllm_config: VllmConfig) -> CaptureContext:
     owner = "draft" if _is_ehs(vllm_config) else "target"
     _check_store_dir(options)
     reductions = hook_reductions(options.reduce, selection, dims, tp)
+    if reductions:
+        contract.check_reductions(vllm_config)
     if options.sink == "disk":
         _keep_bases(options, reductions)
     layout = row_layout(selection, dims, dtype, tp, reductions)

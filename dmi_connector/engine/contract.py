@@ -152,6 +152,15 @@ def check_logits(vllm_config: VllmConfig) -> None:
         )
 
 
+def check_reductions(vllm_config: VllmConfig) -> None:
+    """Refuse configurations in which rows could not be reduced, each with its fix."""
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise ValueError(
+            "enable_sleep_mode: True gives up GPU memory in which reductions keep their matrices and places; remove "
+            "--enable-sleep-mode, or the option reduce"
+        )
+
+
 def check_one_engine() -> None:
     """Refuse an engine whose worker lives in a process that serves another: vLLM keeps one connector a process, which
     would take the rows of both for its own.

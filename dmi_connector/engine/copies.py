@@ -17,15 +17,14 @@ _POINTER = ctypes.c_void_p
 
 class PieceCopier:
     """Copies on two streams in turn, each piece waiting for the one before: between two of them the copy engine is free
-    for others. Made and used by one thread, which has set the device.
+    for others. Used by one thread, which has set the device and called `start`.
     """
 
-    def __init__(self, piece_bytes: int) -> None:
+    def __init__(self, piece_bytes: int, device: torch.device) -> None:
         self._piece_bytes = piece_bytes
-        self._streams = [torch.cuda.Stream() for _ in range(2)]
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)]
         self._events = [torch.cuda.Event() for _ in range(2)]
-        for event, stream in zip(self._events, self._streams, strict=True):
-            event.record(stream)  # creates it, and makes the device's context the current one of this thread
+        self.start()  # creates the events
         self._handles = [
             (stream.cuda_stream, event.cuda_event) for stream, event in zip(self._streams, self._events, strict=True)
         ]
@@ -34,6 +33,11 @@ class PieceCopier:
         self._copy = _function(driver, "cuMemcpyDtoHAsync_v2", _POINTER, ctypes.c_uint64, ctypes.c_size_t, _POINTER)
         self._wait = _function(driver, "cuStreamWaitEvent", _POINTER, _POINTER, ctypes.c_uint)
         self._record = _function(driver, "cuEventRecord", _POINTER, _POINTER)
+
+    def start(self) -> None:
+        """Make the device's context the current one of the calling thread."""
+        for event, stream in zip(self._events, self._streams, strict=True):
+            event.record(stream)
 
     def copy(self, source: torch.Tensor, target: int, ready: torch.cuda.Event) -> torch.cuda.Event:
         """Copy `source` (uint8, contiguous, on the GPU) to the pinned memory at address `target`, after `ready`.

@@ -140,6 +140,7 @@ class DeviceLane:
             )
         self.rows, self.device = rows, rows.device
         self.staging = Staging(staging_bytes, rows.device)
+        self.copier = PieceCopier(_COPY_BYTES, rows.device)
         self.gather_stream = torch.cuda.Stream(rows.device, priority=-1)
         self.waiting: deque[Piece] = deque()
         self._tables: dict[int, torch.Tensor] = {}
@@ -280,13 +281,15 @@ class DeviceLane:
 
     def _copy(self) -> None:
         torch.cuda.set_device(self.device)
-        copier, base = PieceCopier(_COPY_BYTES), self.ring.data_ptr()
+        base = self.ring.data_ptr()
+        self.copier.start()
         while (copy := self._copies.get()) is not None:
             if copy.source is not None and copy.ready is not None:
-                copy.copied = copier.copy(copy.source, base + copy.offset, copy.ready)
+                copy.copied = self.copier.copy(copy.source, base + copy.offset, copy.ready)
                 if copy.staged is not None:
                     copy.staged.copied = copy.copied
             self._deliveries.put(copy)
+            del copy  # what it copies is freed once it is delivered
         self._deliveries.put(None)
 
     def _deliver(self) -> None:
@@ -294,6 +297,7 @@ class DeviceLane:
         while (copy := self._deliveries.get()) is not None:
             if copy.copied is not None:
                 copy.copied.synchronize()
+                copy.source = None
                 with self._changed:
                     self._changed.notify_all()
             try:

@@ -29,7 +29,7 @@ def write_rows(rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tenso
 
     rows: uint8 [slots, row_bytes], contiguous. slots: int64 [>= tokens]; a negative slot marks padding, which is
     skipped (Triton) or sent to row 0, the null block nobody reads (torch). values: [tokens, width] each, one dtype,
-    last dimension contiguous, any row stride. offsets: multiples of 4.
+    last dimension contiguous, any row stride. offsets: multiples of the size of an element.
     """
     if rows.is_cuda:
         for first in range(0, len(values), MAX_VALUES):
@@ -125,7 +125,7 @@ def _reduce_rows_triton(
     for value, offset, reduction in zip(values, offsets, reductions, strict=True):
         assert value.stride(1) == 1, "taps take values whose last dimension is contiguous"
         if reduction is not None and reduction.at_end:
-            none = _no_offset(rows.device)
+            none = no_offset(rows.device)
             _reduce_layers_triton(rows, slots, value[:, None], none, reduction, [layer], offset)
         else:
             alike.append((value, offset, reduction))
@@ -239,7 +239,8 @@ def _warps(width: int) -> int:
 
 
 @functools.cache
-def _no_offset(device: torch.device) -> torch.Tensor:
+def no_offset(device: torch.device) -> torch.Tensor:
+    """int64 [1]: zero. Made once a device, and not first while a CUDA graph is captured."""
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import json
+import weakref
 from dataclasses import dataclass
 from itertools import compress
 
 import torch
 
-from dmi_connector.engine.at_end import AtEnd
+from dmi_connector.engine.at_end import SCRATCH, AtEnd
 from dmi_connector.engine.kernels import reduce_rows, write_rows
 from dmi_connector.reduce import Reduction, from_settings
 
@@ -20,18 +21,18 @@ _LIB = torch.library.Library("dmi", "FRAGMENT")
 _LIB.define("tap(Tensor[] values, Tensor(a!) token, Tensor base, int[] offsets, str reductions, str layer) -> ()")
 _LIB.define("tap_end(Tensor like, Tensor(a!) token, Tensor base, str layer) -> ()")
 _TOKENS = 1024
-_SCRATCH = 64 << 20
-"""Tokens that are reduced at a time where torch does it, and bytes where a kernel does: vLLM's memory profile does not
-see what encoders and projections allocate."""
+"""Tokens that are reduced at a time where torch does it: vLLM's memory profile does not see what encoders allocate."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a `base` tensor stands for: byte offset in a row, number of the layer, and what its model puts aside."""
+    """What a `base` tensor stands for: byte offset in a row, number of the layer, and what its model puts aside (the
+    model's taps own that, so that its memory goes with the model).
+    """
 
     start: int
     layer: int
-    at_end: AtEnd
+    at_end: weakref.ref[AtEnd]
 
 
 _PLACES: dict[int, Place] = {}
@@ -77,9 +78,10 @@ def _tap(
         return
     chosen = _parsed(reductions)
     tokens = values[0].shape[0]
-    aside = [place.at_end.takes(start, tokens) for start in starts]
+    at_end = _at_end(place)
+    aside = [at_end.takes(start, tokens) for start in starts]
     if any(aside):
-        place.at_end.keep(list(compress(values, aside)), list(compress(starts, aside)))
+        at_end.keep(list(compress(values, aside)), list(compress(starts, aside)))
         now = [not later for later in aside]
         values, starts, chosen = list(compress(values, now)), list(compress(starts, now)), list(compress(chosen, now))
     if not values:
@@ -93,7 +95,13 @@ def _tap(
 def _tap_end(like: torch.Tensor, token: torch.Tensor, base: torch.Tensor, layer: str) -> None:
     """The last tap of a step is done. like: a tensor with one entry for each token."""
     if found := _rows_and_slots(layer):
-        _PLACES[base.data_ptr()].at_end.reduce(*found, like.shape[0])
+        _at_end(_PLACES[base.data_ptr()]).reduce(*found, like.shape[0])
+
+
+def _at_end(place: Place) -> AtEnd:
+    at_end = place.at_end()
+    assert at_end is not None, "the model runs, so its taps are there"
+    return at_end
 
 
 def tokens_at_once(values: list[torch.Tensor], reductions: list[Reduction | None]) -> int:
@@ -102,7 +110,7 @@ def tokens_at_once(values: list[torch.Tensor], reductions: list[Reduction | None
         return _TOKENS
     pairs = zip(values, reductions, strict=True)
     scratch = sum(r.scratch(v.shape[1], str(v.dtype).removeprefix("torch.")) for v, r in pairs if r is not None)
-    return max(_TOKENS, _SCRATCH // scratch) if scratch else max(1, values[0].shape[0])
+    return max(_TOKENS, SCRATCH // scratch) if scratch else max(1, values[0].shape[0])
 
 
 @functools.cache

@@ -19,6 +19,7 @@ are equal, and vLLM compiles one of them.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -72,7 +73,8 @@ class Tapper:
         name = f"dmi_base_{'once' if layer is None else layer}"
         model.register_buffer(name, torch.zeros(1, dtype=torch.int32), persistent=False)
         self.base = model.get_buffer(name)
-        tap_op.stand_for(self.base, tap_op.Place(self.start, layer or 0, at_end))
+        tap_op.stand_for(self.base, tap_op.Place(self.start, layer or 0, weakref.ref(at_end)))
+        self.at_end = at_end
         self.settings: dict[str, str] = {}
         rank = get_tensor_model_parallel_rank() if context.tp > 1 else 0
         for segment in context.layout.segments:

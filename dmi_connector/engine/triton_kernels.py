@@ -15,7 +15,7 @@ def _copy(
 ):  # fmt: skip
     columns = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = columns < width
-    # The load does not wait for the slots: only the store needs them. Rows are not read again soon (.cs).
+    # The load does not wait for the slots: only the store needs them. Most rows are not read again soon (.cs).
     value = tl.load(x + token * stride + columns, mask=inside & real)
     tl.store(row + start + columns, value, mask=inside & keep, cache_modifier=".cs")
 

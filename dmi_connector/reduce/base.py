@@ -86,7 +86,8 @@ class Reduction:
 
 
 LEAST_SPAN = 2.0**-100
-"""What reaches no further is stored as zeros: nothing divided by it may overflow."""
+"""Spans below it are taken for none (a row, or a group with its scale, of next to nothing): nothing divided by one may
+overflow."""
 
 
 def over(span: torch.Tensor, steps: float) -> torch.Tensor:

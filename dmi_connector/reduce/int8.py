@@ -31,7 +31,8 @@ GROUPS = (16, 32, 64, 128, 256, 512, 1024)
 @dataclass(frozen=True)
 class Int8(Reduction):
     """value = int8 * scale (+ offset with `affine`). Symmetric: scale = max|x| / 127, of the row or of each group.
-    Affine: the row's range on -127 to 127. Zeros have scale 0; NaN, infinities and what is below 2**-100 are not kept.
+    Affine: the row's range on -127 to 127. Zeros have scale 0. NaN and infinities are not kept, nor are rows that span
+    less than 2**-100 (groups: whose scale is less).
 
     With groups of 32 a row's cosine is above 0.9999 whatever its values, outliers among them.
     """

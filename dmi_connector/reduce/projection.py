@@ -126,7 +126,9 @@ class RandomProjection(Reduction):
         return products.transpose(0, 1)
 
     def scratch(self, width: int, dtype: str) -> int:
-        return 4 * self.k + (0 if dtype == "bfloat16" else 4 * width)
+        if dtype == "bfloat16":
+            return 4 * self.k
+        return 4 * self.k + 4 * width + (2 * width if dtype == "float16" else 4 * width)  # one copy to join layers
 
     def fused(self, dtype: str) -> tuple[str, int]:
         return Int8().fused(dtype)

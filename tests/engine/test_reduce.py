@@ -40,7 +40,9 @@ REDUCE = {
 PCA = ("ln2", "k_rot")  # whole and, with two ranks, in slices
 TOP = 8
 KEPT = ("embed", "logits")
-LENGTHS = (1, 33, 300)  # in steps of more tokens than are put aside for their end, and of fewer
+LENGTHS = (1, 33, 300)
+STEP = 512
+"""Tokens of the first step: more than at_end.MOST_TOKENS; the steps that follow have fewer."""
 NOISE = 1e-5
 """Rounding differences of two float32 programs."""
 
@@ -70,13 +72,14 @@ def run(
     args = capture_args(
         f"{ALL_HOOKS},pattern", run.store_dir, chunk_tokens=CHUNK, segment_tokens=SEGMENT, reduce=reduce
     )
+    args["max_num_batched_tokens"] = STEP
     with pytest.MonkeyPatch.context() as patch:
         if tp > 1:
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
             args |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enforce_eager": True}
         with engine(tiny_model("qwen3"), in_process=tp == 1, **args) as llm:
             generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
-            generate(llm, run, {"again": Ask(prompt(300))})  # its first blocks comes from the prefix cache
+            generate(llm, run, {"again": Ask(prompt(300))})  # its first blocks come from the prefix cache
     return run
 
 

@@ -133,6 +133,16 @@ def test_what_splits_a_batch_is_refused(
         capture_context(config)
 
 
+@pytest.mark.parametrize("owner", OWNERS)
+def test_sleep_mode_is_refused_with_reductions(model: Path, tmp_path: Path, owner: str) -> None:
+    configs = [vllm_config(model, tmp_path, extra, owner=owner) for extra in ({"reduce": {"*": "int8"}}, {})]
+    for config in configs:  # as an argument it needs a GPU
+        config.model_config.enable_sleep_mode = True
+    with pytest.raises(ValueError, match=r"enable_sleep_mode: True .*remove --enable-sleep-mode, or the option reduce"):
+        capture_context(configs[0])
+    assert capture_context(configs[1]).owner == owner
+
+
 def test_a_second_engine_in_one_process_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

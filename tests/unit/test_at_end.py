@@ -48,11 +48,22 @@ def test_rows_are_those_of_reducing_at_once(tokens: int) -> None:
 def test_large_steps_and_other_reductions_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
     aside = AtEnd(SEGMENTS, CPU)
     assert not aside.takes(64, at_end.MOST_TOKENS + 1)
-    assert not aside.takes(128, 1) and not aside.takes(384, 1)
+    assert not aside.takes(128, 1) and not aside.takes(384, 1) and not aside.takes(64, 0)
     rows = torch.full((3, 512), 7, dtype=torch.uint8)
-    aside.reduce(rows, torch.zeros(600, dtype=torch.int64), at_end.MOST_TOKENS + 1)
+    for tokens in (0, at_end.MOST_TOKENS + 1):
+        aside.reduce(rows, torch.zeros(600, dtype=torch.int64), tokens)
     assert (rows == 7).all()
     assert AtEnd([s for s in SEGMENTS if s.reduction is INT8], CPU).tokens == 0
     row_bytes = 128  # 2 * 10 * 4 + 3 * 6 * 2, filled up to a multiple of 64
     monkeypatch.setattr(at_end, "MOST_BYTES", 9 * row_bytes + 1)
     assert AtEnd(SEGMENTS, CPU).tokens == 9
+
+
+def test_projections_of_many_layers_are_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(at_end, "reduce_layers", lambda *args: calls.append((args[4], args[5], args[2].shape)))
+    aside = AtEnd(SEGMENTS, CPU)
+    scratch = RP.scratch(6, "bfloat16")
+    monkeypatch.setattr(at_end, "SCRATCH", 2 * 5 * scratch)
+    aside.reduce(torch.zeros(3, 512, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64), 5)
+    assert calls == [(TOPK, (1, 4), (5, 2, 10)), (RP, (1, 4), (5, 2, 6)), (RP, (5,), (5, 1, 6))]

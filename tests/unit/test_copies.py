@@ -17,7 +17,7 @@ from dmi_connector.engine import copies
 class Stream:
     numbers = itertools.count(100)
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.cuda_stream, self.waited = next(Stream.numbers), []
 
     def wait_event(self, event: Any) -> None:
@@ -53,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_pieces_cover_every_byte_once_on_two_streams_in_turn(calls: list[tuple[Any, ...]]) -> None:
-    copier = copies.PieceCopier(100)
+    copier = copies.PieceCopier(100, torch.device("cuda"))
     streams, events = copier._streams, copier._events
     last = None
     for nbytes, target in ((250, 5000), (100, 9000), (1, 9500), (400, 10_000)):
