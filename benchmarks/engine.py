@@ -279,8 +279,7 @@ class Bench:
         result: dict[str, Any] = case._asdict()
         if setup.stores and (lack := self._lacks_space(case)):
             return {**result, "not_run": lack}
-        for _ in range(2 if self.args.together else 1):  # it was idle while others were measured
-            self.round(setup, CASES["decode1"].shrunk(self.args.shrink) if setup.slow else case)
+        self.round(setup, CASES["decode1"].shrunk(self.args.shrink) if setup.slow else case)
         repeat = min(2, self.args.repeat) if setup.slow else self.args.repeat
         seconds, finished = zip(*(self.round(setup, case) for _ in range(repeat)), strict=True)
         rates = [case.tokens / s for s in seconds]

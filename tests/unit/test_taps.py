@@ -60,7 +60,7 @@ class _NoContext:
     [
         ("cuda", ["int8", "topk(64)", "none"], torch.bfloat16, 20_000),
         ("cuda", ["rp(512)", "int8"], torch.bfloat16, (64 << 20) // (4 * 512)),
-        ("cuda", ["rp(512)", "rp(512)"], torch.float32, (64 << 20) // (2 * 4 * (512 + 2560))),
+        ("cuda", ["rp(512)", "rp(512)"], torch.float32, (64 << 20) // (2 * 4 * (512 + 2 * 2560))),
         ("cuda", ["rp(512)"] * 40, torch.float32, 1024),
         ("cpu", ["int8"], torch.bfloat16, 1024),
     ],
