@@ -27,7 +27,7 @@ SETUPS = ("stock", "ehs", "full null", "full disk none", "full disk slow block",
 CASE_NAMES = ("decode32", "prefill8x128", "prefill8")
 OPTIONS = {
     "--shrink": SHRINK,
-    "--repeat": 2,
+    "--repeat": 1,
     "--dtype": "float32",
     "--engine-args": '{"enforce_eager": true}',
     "--options": json.dumps({"chunk_tokens": CHUNK}),  # 8 requests reach a chunk's end at once; a slow sink holds 3
@@ -71,7 +71,7 @@ def test_rates_are_medians_of_the_runs(run: tuple[dict[str, Any], str]) -> None:
         assert set(measured) - {PROFILE} == set(CASE_NAMES)
         for case in CASE_NAMES:
             got = measured[case]
-            assert len(got["runs"]) == 2 * (phases[case] if setup == "stock" else 1) and min(got["runs"]) > 0
+            assert len(got["runs"]) == (phases[case] if setup == "stock" else 1) and min(got["runs"]) > 0
             assert got["tok_per_s"] == pytest.approx(statistics.median(got["runs"]), rel=0.01)
     profile = report.measured(results, "full null")["profile decode32"]
     assert profile["before_forward"]["calls"] >= 128, "one call a step"
@@ -102,15 +102,11 @@ def test_the_printed_tables_hold_the_ratios(run: tuple[dict[str, Any], str]) -> 
     lines = {line.split("|")[1].strip(): line for line in printed.splitlines() if line.startswith("|")}
     for setup in ("full null", "full disk none", "full disk slow drop"):
         stock = got[setup]["stock_tok_per_s"]
-        assert stock in [pytest.approx(statistics.median(p), rel=0.01) for p in _pairs(got["stock"]["runs"])]
+        assert stock in [pytest.approx(of_a_phase, rel=0.01) for of_a_phase in got["stock"]["runs"]]
         assert f"{rate[setup]:,.0f} ({rate[setup] / stock:.3f})" in lines[setup]
     assert f"{rate['full disk slow drop'] / rate['full null']:.3f} of full null" in lines["full disk slow drop"]
     assert f"{rate['stock']:,.0f} | {rate['full null']:,.0f} (" in lines["128"], "the tokens curve, 512 / 4 tokens"
     assert "ehs: not run: " in printed and "no GPU" in printed
-
-
-def _pairs(runs: list[float]) -> list[tuple[float, float]]:
-    return list(zip(runs[::2], runs[1::2], strict=True))
 
 
 def test_several_files_each_with_their_own_stock(run: tuple[dict[str, Any], str]) -> None:
