@@ -11,8 +11,8 @@ verify and account for every row; both are checked here and recorded beside the 
 after every measurement, so that a run that was cut off leaves what it had. Exit status 1: an engine failed, or
 something did not verify.
 
-With --together all engines are up at once and are measured in turn, each case on one right after the other, so that
-what is compared was measured within seconds. They share one GPU, so give each its part of the memory: --kv-gigabytes.
+With --together all engines are up at once and take the rounds of a case in turn, so that what is compared was measured
+within seconds. They share one GPU, so give each its part of the memory: --kv-gigabytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import common
 from benchmarks.report import machine, report
-from benchmarks.setups import CASES, CURVES, PROFILE, Setup, Turn, choose, in_phases, in_sequence
+from benchmarks.setups import CASES, CURVES, PROFILE, Setup, Turn, choose, in_groups, in_phases, in_sequence
 
 if TYPE_CHECKING:
     from benchmarks.engine import Bench
@@ -56,8 +56,10 @@ def serve(fd: int, make: Callable[[], Bench], setups: list[Setup]) -> None:
                 answer({"ready": bench.facts})
                 for line in requests:
                     match json.loads(line):
-                        case {"setup": name, "case": case}:
-                            answer(bench.measure(named[name], case))
+                        case {"begin": name, "case": case}:
+                            answer(bench.begin(named[name], case))
+                        case {"again": name}:
+                            answer(bench.again(named[name]))
                         case {"profile": name}:
                             answer(bench.profile(named[name]))
         except Exception as error:
@@ -79,13 +81,14 @@ class Run:
         last = {turn.engine: turn for turn in turns}
         if together:
             self._up(list(last))
-        for turn in turns:
-            if turn.engine not in self._engines:
-                self._up([turn.engine])
-            if turn.engine in self._children:
-                self._take(turn)
-            if turn is last[turn.engine]:
-                self._down(turn.engine)
+        for group in in_groups(turns, together):
+            for turn in group:
+                if turn.engine not in self._engines:
+                    self._up([turn.engine])
+            self._take([turn for turn in group if turn.engine in self._children])
+            for turn in group:
+                if turn is last[turn.engine]:
+                    self._down(turn.engine)
 
     def close(self) -> None:
         for engine in list(self._children):
@@ -101,9 +104,24 @@ class Run:
                 self._engines[engine] = answer["ready"] | self._engines[engine]
                 note(f"{engine} is ready: {json.dumps(answer['ready'])}")
 
-    def _take(self, turn: Turn) -> None:
-        numbers = self._answer(turn.engine, turn.request)
-        if numbers is not None:
+    def _take(self, group: list[Turn]) -> None:
+        """Take the turns of a group: a round of each at a time."""
+        left: dict[Turn, int] = {}
+        for turn in group:
+            if turn.case == PROFILE:
+                self._add(turn, self._answer(turn.engine, {"profile": turn.setup.name}))
+                continue
+            answer = self._answer(turn.engine, {"begin": turn.setup.name, "case": turn.case})
+            left[turn] = answer.pop("rounds") if answer else 0
+            self._add(turn, answer)
+        while any(left.values()):
+            for turn in [turn for turn in left if left[turn]]:
+                answer = self._answer(turn.engine, {"again": turn.setup.name})
+                left[turn] = left[turn] - 1 if answer is not None else 0
+                self._add(turn, answer)
+
+    def _add(self, turn: Turn, numbers: dict[str, Any] | None) -> None:
+        if numbers:
             note(f"{turn.setup.name:24s} {turn.case:16s} {json.dumps(numbers)}")
             add(self._results, turn, numbers, self._stock)
             common.save(self._out, self._results)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.pool import Pool
 from pathlib import Path
@@ -61,24 +62,42 @@ def worker_sizes(worker: Any) -> tuple[int, int, int]:
     return plan.header_base, chunk, plan.token_bytes * chunk
 
 
-def worker_profile(worker: Any, start: bool) -> dict[str, Any]:
-    """Count the engine thread's time in our code: wraps the methods on start, gives microseconds a call on stop."""
+def _profiled(worker: Any) -> dict[str, tuple[type, str]]:
+    """What of the engine's thread is timed: vLLM's parts of a step, and our part in them."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+
     from dmi_connector.engine import export, tracker
 
-    targets = {
-        "before_forward": (export.Exporter, "before_forward"),
-        "after_forward": (export.Exporter, "after_forward"),
-        "build_meta": (tracker.Tracker, "step"),
+    runner = type(worker.model_runner)
+    return {
+        "schedule": (Scheduler, "schedule"),
+        "execute_model": (runner, "execute_model"),
+        "sample_tokens": (runner, "sample_tokens"),
+        "wait_for_tokens": (AsyncOutput, "get_output"),
+        "update_from_output": (Scheduler, "update_from_output"),
+        "ours: before_forward": (export.Exporter, "before_forward"),
+        "ours: after_forward": (export.Exporter, "after_forward"),
+        "ours: build_meta": (tracker.Tracker, "step"),
     }
+
+
+def worker_profile(worker: Any, start: bool) -> dict[str, Any]:
+    """Time the engine's thread: wraps methods on start, gives microseconds a call on stop, and from one call of
+    `execute_model` to the next (step). Methods that were not called are left out.
+    """
+    targets = _profiled(worker)
     if start:
         for owner, method in targets.values():
             original = getattr(owner, method)
-            samples: list[float] = []
+            samples: list[tuple[float, float]] = []
 
-            def timed(*args: Any, _original: Any = original, _samples: list[float] = samples) -> Any:
+            def timed(
+                *args: Any, _original: Any = original, _samples: list[tuple[float, float]] = samples, **named: Any
+            ) -> Any:
                 begin = time.perf_counter()
-                result = _original(*args)
-                _samples.append((time.perf_counter() - begin) * 1e6)
+                result = _original(*args, **named)
+                _samples.append((begin, time.perf_counter()))
                 return result
 
             vars(timed).update(original=original, samples=samples)
@@ -88,15 +107,23 @@ def worker_profile(worker: Any, start: bool) -> dict[str, Any]:
     for name, (owner, method) in targets.items():
         wrapper = getattr(owner, method)
         setattr(owner, method, wrapper.original)
-        values = sorted(wrapper.samples) or [0.0]
-        result[name] = {
-            "calls": len(wrapper.samples),
-            "mean_us": sum(values) / len(values),
-            "median_us": values[len(values) // 2],
-            "p99_us": values[int(len(values) * 0.99)],
-            "max_us": values[-1],
-        }
+        if wrapper.samples:
+            result[name] = _statistics([end - begin for begin, end in wrapper.samples])
+            begins = [begin for begin, _ in wrapper.samples]
+            if name == "execute_model" and len(begins) > 1:
+                result["step"] = _statistics([after - before for before, after in pairwise(begins)])
     return result
+
+
+def _statistics(seconds: list[float]) -> dict[str, float]:
+    values = sorted(s * 1e6 for s in seconds)
+    return {
+        "calls": len(values),
+        "mean_us": round(sum(values) / len(values), 1),
+        "median_us": round(values[len(values) // 2], 1),
+        "p99_us": round(values[int(len(values) * 0.99)], 1),
+        "max_us": round(values[-1], 1),
+    }
 
 
 # ---- checks -----------------------------------------------------------------------------------------------------
@@ -181,6 +208,8 @@ class Bench:
         self.vocab = self.llm.llm_engine.model_config.get_vocab_size()
         self.replies: list[dict[str, Any]] = []  # kv_transfer_params of the last responses
         self._current: Setup | None = None
+        self._case = CASES["decode1"]
+        self._rounds: list[tuple[float, float]] = []
         if self.ours and args.together:  # until its turn comes it holds no host memory
             self.llm.collective_rpc(worker_switch, args=({"sink": "null"},))
         self._seed = 0
@@ -268,21 +297,38 @@ class Bench:
         self.drain()
         return seconds, time.perf_counter() - begin
 
-    def measure(self, setup: Setup, name: str) -> dict[str, Any]:
-        """Median of several rounds of one case, after one that does not count.
+    def begin(self, setup: Setup, name: str) -> dict[str, Any]:
+        """Get ready for a case, with one round that does not count (a short one where the sink is slow).
 
-        A slow sink has at most two rounds, after a short one. GB/s count what was exported until it had reached its
-        sink; rows missing are those of the last round.
+        rounds: how often `again` is to be called, or 0 and `not_run`.
         """
         self._switch(setup)
-        case = CASES[name].shrunk(self.args.shrink)
-        result: dict[str, Any] = case._asdict()
-        if setup.stores and (lack := self._lacks_space(case)):
-            return {**result, "not_run": lack}
-        self.round(setup, CASES["decode1"].shrunk(self.args.shrink) if setup.slow else case)
-        repeat = min(2, self.args.repeat) if setup.slow else self.args.repeat
-        seconds, finished = zip(*(self.round(setup, case) for _ in range(repeat)), strict=True)
+        self._case = CASES[name].shrunk(self.args.shrink)
+        self._rounds = []
+        if setup.stores and (lack := self._lacks_space(self._case)):
+            return {**self._case._asdict(), "not_run": lack, "rounds": 0}
+        self.round(setup, CASES["decode1"].shrunk(self.args.shrink) if setup.slow else self._case)
+        return {"rounds": self._repeat(setup)}
+
+    def _repeat(self, setup: Setup) -> int:
+        repeat: int = self.args.repeat
+        return min(2, repeat) if setup.slow else repeat
+
+    def again(self, setup: Setup) -> dict[str, Any]:
+        """One round of the case that was begun; {} or, after the last, what was measured.
+
+        GB/s count what was exported until it had reached its sink; stores are checked after the last round, and rows
+        missing are its own.
+        """
+        case = self._case
+        self._rounds.append(self.round(setup, case))
+        if len(self._rounds) < self._repeat(setup):
+            if setup.stores:
+                self.clean()  # the space is for whoever comes next
+            return {}
+        seconds, finished = zip(*self._rounds, strict=True)
         rates = [case.tokens / s for s in seconds]
+        result: dict[str, Any] = case._asdict()
         result |= {"tok_per_s": statistics.median(rates), "runs": [round(r, 1) for r in rates]}
         found: dict[str, Any] = {}
         if setup.stores:
@@ -295,7 +341,7 @@ class Bench:
             duration = finished[-1] if found.get("missing_rows") else statistics.median(finished)
             result |= {"exported_GB": gigabytes, "finished_s": duration, "GB_per_s": gigabytes / duration}
         if found:
-            self.clean()  # the space is for whoever comes next
+            self.clean()
         return result | found
 
     def _lacks_space(self, case: Case) -> str:
@@ -320,13 +366,9 @@ class Bench:
         return _summary([check_ehs_file(path, case.rows, self.ehs_layers) for path in paths], [])
 
     def profile(self, setup: Setup) -> dict[str, Any]:
-        """Two rounds of decode: microseconds a step that our code takes of the engine's thread, then, on a GPU, what
-        the GPU did.
-        """
+        """Two rounds of decode: what the engine's thread spends its time on, then, on a GPU, what the GPU did."""
         self._switch(setup)
-        result: dict[str, Any] = {}
-        if self.ours:
-            result = self._recorded(worker_profile)
+        result = self._recorded(worker_profile)
         if timeline := self._recorded(worker_timeline):
             result["gpu"] = timeline
         self.clean()

@@ -93,12 +93,6 @@ class Turn(NamedTuple):
     def engine(self) -> str:
         return self.setup.engine
 
-    @property
-    def request(self) -> dict[str, str]:
-        """What the engine's process is asked."""
-        name = self.setup.name
-        return {"profile": name} if self.case == PROFILE else {"setup": name, "case": self.case}
-
 
 @dataclass(frozen=True)
 class Curve:
@@ -224,6 +218,25 @@ def in_phases(setups: list[Setup]) -> list[Turn]:
         first = stock if number == 0 else []
         turns += [Turn(s, PROFILE, number) for s in dict.fromkeys([*first, *members]) if s.profiled]
     return turns
+
+
+def in_groups(turns: list[Turn], together: bool) -> list[list[Turn]]:
+    """Turns that take their rounds alternately, as a machine may be slower for seconds: those of one case and phase on
+    different engines, if the engines are up together.
+    """
+    groups: list[list[Turn]] = []
+    for turn in turns:
+        before = groups[-1] if groups else []
+        alike = (
+            together
+            and turn.case != PROFILE
+            and all((t.phase, t.case) == (turn.phase, turn.case) and t.engine != turn.engine for t in before)
+        )
+        if before and alike:
+            before.append(turn)
+        else:
+            groups.append([turn])
+    return groups
 
 
 def _names(option: str, text: str, known: list[str]) -> list[str]:

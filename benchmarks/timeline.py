@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 OURS = ("write_rows_kernel", "reduce_rows_kernel", "reduce_layers_kernel", "gather_rows_kernel", "summary_kernel")
-_TOP = 12
+_TOP = 30
+_NAME_LENGTH = 80
+GAPS = {"under 2 us": 2.0, "2 to 10 us": 10.0, "10 to 50 us": 50.0, "50 to 200 us": 200.0, "longer": float("inf")}
 
 
 class Event(NamedTuple):
@@ -20,8 +22,11 @@ class Event(NamedTuple):
 
 
 def summarise(events: Iterable[Event]) -> dict[str, Any]:
-    """Milliseconds from the first kernel's start to the last one's end (window), with a kernel running (busy), of each
-    kernel of ours and of the longest others, and of copies. Copies run beside kernels and do not count as busy.
+    """What ran between the first kernel's start and the last one's end, times in ms.
+
+    window: how long that was. busy: with a kernel running. copies: beside kernels, they do not count as busy. gaps:
+    [number, ms] of the times without a kernel, by length. ours, others: [number, ms] of each kernel of ours and of
+    those of others that took longest.
     """
     copies, kernels = 0.0, []
     for event in sorted(events, key=lambda e: e.start):
@@ -30,19 +35,34 @@ def summarise(events: Iterable[Event]) -> dict[str, Any]:
         else:
             kernels.append(event)
     busy, end = 0.0, kernels[0].start if kernels else 0.0
-    times: defaultdict[str, float] = defaultdict(float)
+    ours: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    others, gaps = ours.copy(), ours.copy()
     for name, start, duration in kernels:
-        times[name] += duration
+        _count(ours if name in OURS else others, name[:_NAME_LENGTH], duration)
+        if start > end:
+            _count(gaps, next(length for length, most in GAPS.items() if start - end < most), start - end)
         busy += max(0.0, start + duration - max(start, end))
         end = max(end, start + duration)
-    ours = {name: times.pop(name) for name in OURS if name in times}
-    top = dict(sorted(times.items(), key=lambda item: -item[1])[:_TOP])
+    longest = sorted(others, key=lambda name: -others[name][1])[:_TOP]
     window = end - kernels[0].start if kernels else 0.0
-    parts: dict[str, Any] = {"window": window, "busy": busy, "copies": copies, "ours": ours, "others": top}
-    return {"kernels": len(kernels)} | {
-        f"{name}_ms": {k: round(v / 1e3, 3) for k, v in value.items()} if isinstance(value, dict) else value / 1e3
-        for name, value in parts.items()
+    return {
+        "kernels": len(kernels),
+        "window_ms": _ms(window),
+        "busy_ms": _ms(busy),
+        "copies_ms": _ms(copies),
+        "gaps": {length: [gaps[length][0], _ms(gaps[length][1])] for length in GAPS if length in gaps},
+        "ours": {name: [count, _ms(us)] for name, (count, us) in ours.items()},
+        "others": {name: [others[name][0], _ms(others[name][1])] for name in longest},
     }
+
+
+def _count(into: dict[str, list[float]], name: str, us: float) -> None:
+    into[name][0] += 1
+    into[name][1] += us
+
+
+def _ms(us: float) -> float:
+    return round(us / 1e3, 3)
 
 
 def worker_timeline(worker: Any, start: bool) -> dict[str, Any]:

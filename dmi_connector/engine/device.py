@@ -307,6 +307,11 @@ class DeviceLane:
 
     # ---- other ----------------------------------------------------------------------------------------------------
 
+    def warm_up(self, table: np.ndarray) -> None:
+        """Compile the gather kernel now, and not under the first request that it serves."""
+        index = torch.from_numpy(gather_index(np.zeros(1, np.int64), 0)).to(self.device)
+        gather_rows(self.rows, index, self._on_gpu(table), self.staging.buffer)
+
     def link_bytes_per_second(self) -> float:
         """Speed of copies into the ring, measured once over 64 MiB."""
         nbytes = min(64 << 20, self.staging.nbytes, self.ring.numel())

@@ -88,6 +88,7 @@ class Exporter:
         self.lane: DeviceLane | None = None
         if self.rows.is_cuda and options.sink != "null":
             self.lane = DeviceLane(self.ring.memory, sizes.staging, self.rows)
+            self.lane.warm_up(full.pieces)
         startup.announce(context, full, self.rows, sizes, self.lane, writers)
 
     def _plan(self, hooks: dict[str, tuple[int, ...]]) -> Plan:

@@ -146,6 +146,7 @@ def _reduce_alike(
     how = [("copy", 0) if reduction is None else reduction.fused(dtype) for _, _, reduction in parts]
     widths = [value.shape[1] for value in values]
     pad = MAX_VALUES - len(parts)
+    tile, warps = _tile(tokens)
     triton_reduce.reduce_rows_kernel[(tokens, len(parts))](
         rows,
         slots,
@@ -156,7 +157,8 @@ def _reduce_alike(
         *([number for _, number in how] + [0] * pad),
         *([offset for _, offset, _ in parts] + [0] * pad),
         rows.stride(0),
-        num_warps=_warps(max(widths)),
+        TILE=tile,
+        num_warps=warps,
         enable_fp_fusion=False,  # products are rounded before they are added to, as in the twin
         **_launch_options(rows.device),
     )
@@ -211,6 +213,8 @@ def _reduce_layers_triton(
     mode, number = reduction.fused(str(values.dtype).removeprefix("torch."))
     source = reduction.before_layers(values, layers)
     width = source.shape[2]
+    tile, warps = _tile(tokens)
+    searches = mode in ("topk", "exact")
     triton_reduce.reduce_layers_kernel[(tokens, len(layers))](
         rows,
         slots,
@@ -224,18 +228,24 @@ def _reduce_layers_triton(
         triton_reduce.MODES[mode],
         number,
         WIDE=1 << (width - 1).bit_length(),
-        num_warps=_warps(width),
+        TILE=tile,
+        num_warps=_top_warps(width, tokens) if searches else warps,
         enable_fp_fusion=False,
         **_launch_options(rows.device),
     )
 
 
-def _warps(width: int) -> int:
-    """Warps of a program that holds a row of so many values: at most 16 values a thread, up to 16,384.
-
-    A step of decode runs a program once: code unrolled for many values would be fetched longer than it runs.
+def _tile(tokens: int) -> tuple[int, int]:
+    """(values that a program takes at a time, its warps), measured on an H200 (docs/PERFORMANCE.md): few tokens wait
+    for memory, many for room on the GPU.
     """
-    return min(32, max(4, 1 << (-(-width // 512) - 1).bit_length()))
+    return (4096, 8) if tokens <= _DECODE_TOKENS else (2048, 4)
+
+
+def _top_warps(width: int, tokens: int) -> int:
+    """Warps of a search in a row: at most 64 values a thread where programs are few, else 128."""
+    values = 64 if tokens <= 16 else 128
+    return min(32, max(4, 1 << (-(-width // (32 * values)) - 1).bit_length()))
 
 
 @functools.cache

@@ -34,7 +34,7 @@ def _load(x, columns, width: tl.constexpr):
 def _largest(x, width: tl.constexpr, BLOCK: tl.constexpr):
     """max|x| of a row."""
     found = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
+    for start in tl.static_range(0, width, BLOCK):
         found = tl.maximum(found, tl.abs(_load(x, start + tl.arange(0, BLOCK), width)))
     return tl.max(found, 0)
 
@@ -72,18 +72,18 @@ def _e4m3(value):
 
 @triton.jit
 def _encode(
-    row, x, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr
+    row, x, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Write one row of `width` values as MODE says. NUMBER: mantissa bits dropped (ROUND), values of a
-    group (GROUPS).
+    """Write one row of `width` values as MODE says, TILE values at a time. NUMBER: mantissa bits dropped (ROUND),
+    values of a group (GROUPS).
     """
     padded: tl.constexpr = (width + 3) // 4 * 4
-    # In one piece where that can be: in a decode step each round of a loop would wait for memory again.
-    half: tl.constexpr = 1024 if width <= 1024 else (2048 if width <= 2048 else 4096)
-    BLOCK: tl.constexpr = half if width <= 4096 else (8192 if width <= 8192 else 16384)
+    half: tl.constexpr = TILE // 2 if width <= TILE // 2 else TILE
+    least: tl.constexpr = TILE // 4 if width <= TILE // 4 else half
+    BLOCK: tl.constexpr = NUMBER if MODE == GROUPS and least < NUMBER else least
     if MODE == COPY:
         out = row.to(tl.pointer_type(x.dtype.element_ty))
-        for start in range(0, width, BLOCK):
+        for start in tl.static_range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             tl.store(out + columns, tl.load(x + columns, mask=columns < width), mask=columns < width)
     elif MODE == ROUND:
@@ -92,7 +92,7 @@ def _encode(
             0x7F800000 if x.dtype.element_ty == tl.float32 else (0x7C00 if x.dtype.element_ty == tl.float16 else 0x7F80)
         )
         out = row.to(tl.pointer_type(integer))
-        for start in range(0, width, BLOCK):
+        for start in tl.static_range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             bits = tl.load(x + columns, mask=columns < width, other=0.0).to(integer, bitcast=True)
             odd = (bits >> NUMBER) & 1
@@ -102,7 +102,7 @@ def _encode(
         largest = _largest(x, width, BLOCK)
         inverse = _steps_over(127.0, largest)
         out = row.to(tl.pointer_type(tl.int8))
-        for start in range(0, width, BLOCK):
+        for start in tl.static_range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             tl.store(out + columns, _quantise(_load(x, columns, width), inverse), mask=columns < padded)
         tl.store((row + padded).to(tl.pointer_type(tl.float32)), _scale_of(largest, 127.0))
@@ -110,7 +110,7 @@ def _encode(
         count: tl.constexpr = (width + NUMBER - 1) // NUMBER
         out = row.to(tl.pointer_type(tl.int8))
         scales = (row + padded).to(tl.pointer_type(tl.uint16))
-        for start in range(0, width, BLOCK):
+        for start in tl.static_range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             groups = tl.reshape(_load(x, columns, width), (BLOCK // NUMBER, NUMBER))
             bits = _scale_of(tl.max(tl.abs(groups), 1), 127.0).to(tl.int32, bitcast=True)
@@ -125,7 +125,7 @@ def _encode(
     elif MODE == AFFINE:
         low = tl.full([BLOCK], float("inf"), tl.float32)
         high = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in range(0, width, BLOCK):
+        for start in tl.static_range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             value = _load(x, columns, width)
             low = tl.where(columns < width, tl.minimum(low, value), low)
@@ -134,7 +134,7 @@ def _encode(
         inverse = _steps_over(254.0, most - least)
         offset = (most + least) / 2 + 0.0  # never -0.0
         out = row.to(tl.pointer_type(tl.int8))
-        for start in range(0, width, BLOCK):
+        for start in tl.static_range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             stored = _quantise(_load(x, columns, width) - offset, inverse)
             tl.store(out + columns, tl.where(columns < width, stored, 0), mask=columns < padded)
@@ -145,7 +145,7 @@ def _encode(
         tl.static_assert(MODE == FP8)
         largest = _largest(x, width, BLOCK)
         inverse = _steps_over(448.0, largest)
-        for start in range(0, width, BLOCK):
+        for start in tl.static_range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             scaled = _load(x, columns, width) * inverse
             exact = _e4m3(tl.minimum(tl.maximum(scaled, -448.0), 448.0))
@@ -257,7 +257,7 @@ def reduce_rows_kernel(
     n6: tl.constexpr, n7: tl.constexpr, n8: tl.constexpr, n9: tl.constexpr, n10: tl.constexpr, n11: tl.constexpr,
     n12: tl.constexpr,
     o0, o1, o2, o3, o4, o5, o6, o7, o8, o9, o10, o11, o12,
-    row_bytes, PDL: tl.constexpr,
+    row_bytes, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, values): one program reduces one row of one value."""
     token = tl.program_id(0).to(tl.int64)
@@ -268,38 +268,39 @@ def reduce_rows_kernel(
     if slot >= 0:
         row = rows + slot * row_bytes
         if value == 0:
-            _encode(row + o0, x0 + token * s0, w0, m0, n0)
+            _encode(row + o0, x0 + token * s0, w0, m0, n0, TILE)
         elif value == 1:
-            _encode(row + o1, x1 + token * s1, w1, m1, n1)
+            _encode(row + o1, x1 + token * s1, w1, m1, n1, TILE)
         elif value == 2:
-            _encode(row + o2, x2 + token * s2, w2, m2, n2)
+            _encode(row + o2, x2 + token * s2, w2, m2, n2, TILE)
         elif value == 3:
-            _encode(row + o3, x3 + token * s3, w3, m3, n3)
+            _encode(row + o3, x3 + token * s3, w3, m3, n3, TILE)
         elif value == 4:
-            _encode(row + o4, x4 + token * s4, w4, m4, n4)
+            _encode(row + o4, x4 + token * s4, w4, m4, n4, TILE)
         elif value == 5:
-            _encode(row + o5, x5 + token * s5, w5, m5, n5)
+            _encode(row + o5, x5 + token * s5, w5, m5, n5, TILE)
         elif value == 6:
-            _encode(row + o6, x6 + token * s6, w6, m6, n6)
+            _encode(row + o6, x6 + token * s6, w6, m6, n6, TILE)
         elif value == 7:
-            _encode(row + o7, x7 + token * s7, w7, m7, n7)
+            _encode(row + o7, x7 + token * s7, w7, m7, n7, TILE)
         elif value == 8:
-            _encode(row + o8, x8 + token * s8, w8, m8, n8)
+            _encode(row + o8, x8 + token * s8, w8, m8, n8, TILE)
         elif value == 9:
-            _encode(row + o9, x9 + token * s9, w9, m9, n9)
+            _encode(row + o9, x9 + token * s9, w9, m9, n9, TILE)
         elif value == 10:
-            _encode(row + o10, x10 + token * s10, w10, m10, n10)
+            _encode(row + o10, x10 + token * s10, w10, m10, n10, TILE)
         elif value == 11:
-            _encode(row + o11, x11 + token * s11, w11, m11, n11)
+            _encode(row + o11, x11 + token * s11, w11, m11, n11, TILE)
         else:
-            _encode(row + o12, x12 + token * s12, w12, m12, n12)
+            _encode(row + o12, x12 + token * s12, w12, m12, n12, TILE)
 
 
 # Wide loads would lay a row out so that the scattered stores of top k shuffle it through 128 KB of shared memory.
 @triton.jit(do_not_specialize=["token_stride", "layer_stride"])
 def reduce_layers_kernel(
     rows, slots, x, offsets, base, token_stride, layer_stride, row_bytes,
-    width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, WIDE: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, layers): one program reduces one row of one layer of a hook, to byte base + offsets[layer], a
     multiple of 16, of its token's row. NUMBER: see `_encode` and `_top`. WIDE: a power of two not below `width`.
@@ -315,4 +316,4 @@ def reduce_layers_kernel(
         if MODE == TOPK or MODE == EXACT:  # noqa: SIM109 (kernels know no tuples)
             _top(row, source, slot, width, MODE, NUMBER, WIDE)
         else:
-            _encode(row, source, width, MODE, NUMBER)
+            _encode(row, source, width, MODE, NUMBER, TILE)

@@ -25,6 +25,20 @@ REFRESH_S = 1.0
 _TOKEN_ARRAYS = sum(schema.ITEMSIZE[dtype] for dtype in schema.TOKEN_ARRAYS.values())
 
 
+def row_bytes(context: CaptureContext, selection: Selection) -> tuple[int, int]:
+    """(bytes of a token's row, of a row of logits) of `selection`, as they are stored: reduced where hooks are."""
+    row, sample = _TOKEN_ARRAYS, 0
+    for name, layers in selection.hooks.items():
+        hook = HOOKS[name]
+        if hook.scope == "sampled":
+            sample += context.dims.width(hook) * ITEMSIZE[hook_dtype(hook, context.dtype)]
+            continue
+        shards = shard_of(hook, context.dims, context.tp, 0).shards
+        segments = [context.layout.find(name, layer) for layer in layers]
+        row += shards * sum(segment.nbytes for segment in segments if segment is not None)
+    return row, sample
+
+
 @dataclass(frozen=True)
 class RequestBytes:
     """Raw bytes, before compression, of the rows of one request over all ranks.
@@ -39,18 +53,9 @@ class RequestBytes:
     sample: int
 
     @classmethod
-    def of(cls, context: CaptureContext, selection: Selection, start: int, prompt_len: int) -> RequestBytes:
-        """Those of `selection` from position `start` on, as they are stored: reduced where hooks are."""
-        row, sample = _TOKEN_ARRAYS, 0
-        for name, layers in selection.hooks.items():
-            hook = HOOKS[name]
-            if hook.scope == "sampled":
-                sample += context.dims.width(hook) * ITEMSIZE[hook_dtype(hook, context.dtype)]
-                continue
-            shards = shard_of(hook, context.dims, context.tp, 0).shards
-            segments = [context.layout.find(name, layer) for layer in layers]
-            row += shards * sum(segment.nbytes for segment in segments if segment is not None)
-        return cls(start, max(prompt_len - 1, start), row, sample)
+    def of(cls, bytes_of_rows: tuple[int, int], start: int, prompt_len: int) -> RequestBytes:
+        """Those from position `start` on. bytes_of_rows: see `row_bytes`."""
+        return cls(start, max(prompt_len - 1, start), *bytes_of_rows)
 
     def until(self, end: int) -> int:
         """Bytes of the rows of all positions below `end`."""

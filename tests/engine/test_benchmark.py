@@ -17,7 +17,18 @@ import pytest
 
 from benchmarks import capture, common, report
 from benchmarks.engine import account
-from benchmarks.setups import CASES, FULL, PROFILE, Setup, Turn, all_setups, first_layers, in_phases, in_sequence
+from benchmarks.setups import (
+    CASES,
+    FULL,
+    PROFILE,
+    Setup,
+    Turn,
+    all_setups,
+    first_layers,
+    in_groups,
+    in_phases,
+    in_sequence,
+)
 from dmi_connector.engine.architectures import ARCHITECTURES
 from dmi_connector.hooks import parse_selection
 
@@ -74,7 +85,8 @@ def test_rates_are_medians_of_the_runs(run: tuple[dict[str, Any], str]) -> None:
             assert len(got["runs"]) == (phases[case] if setup == "stock" else 1) and min(got["runs"]) > 0
             assert got["tok_per_s"] == pytest.approx(statistics.median(got["runs"]), rel=0.01)
     profile = report.measured(results, "full null")["profile decode32"]
-    assert profile["before_forward"]["calls"] >= 128, "one call a step"
+    assert profile["ours: before_forward"]["calls"] >= 128, "one call a step"
+    assert profile["step"]["mean_us"] > profile["execute_model"]["mean_us"] > 0
 
 
 @pytest.mark.parametrize("setup", ["full disk none", "full disk slow block"])
@@ -212,15 +224,22 @@ class Bench:
         if name == "no start":
             raise ValueError("/some/where/model is not a model")
 
-    def measure(self, setup, case):
+    def begin(self, setup, case):
         self.asked += 1
+        self.rounds = []
+        return {"rounds": 3}
+
+    def again(self, setup):
         if self.asked == 2 and name == "fails":
             raise RuntimeError("/some/where/store is full")
         if self.asked == 2 and name == "dies":
             if os.fork() == 0:
                 time.sleep(1000)  # what it started holds the socket
             os.kill(os.getpid(), 9)
-        return {"tok_per_s": float(self.asked), "runs": [self.asked], "setup": setup.name}
+        self.rounds.append(time.monotonic())
+        if len(self.rounds) < 3:
+            return {}
+        return {"tok_per_s": float(self.asked), "runs": [self.asked], "times": self.rounds}
 
     def profile(self, setup):
         return {"before_forward": {"calls": self.asked}}
@@ -270,7 +289,18 @@ def test_an_engine_that_fails_or_dies_leaves_the_others_alone(together: bool, tm
     assert (
         found["good"]["start_s"] == 0 and found["good"]["setups"]["good null"][PROFILE]["before_forward"]["calls"] == 2
     )
+    times = {name: found[name]["setups"][f"{name} null"]["decode1"]["times"] for name in ("stock", "good")}
+    first, second = times["stock"], times["good"]
+    assert len(first) == 3 and max(first) < min(second) if not together else first[1] < second[1] < first[2]
     assert not capture._sound(results)
+
+
+def test_engines_that_are_up_together_take_rounds_alternately() -> None:
+    a, b, disk = Setup("a null", "a"), Setup("b null", "b"), Setup("a disk", "a")
+    turns = [Turn(a, "decode1"), Turn(b, "decode1"), Turn(disk, "decode1"), Turn(b, "decode32"), Turn(b, PROFILE)]
+    names = [[turn.setup.name for turn in group] for group in in_groups(turns, together=True)]
+    assert names == [["a null", "b null"], ["a disk"], ["b null"], ["b null"]], "no engine twice in a group"
+    assert in_groups(turns, together=False) == [[turn] for turn in turns]
 
 
 def test_limits_of_a_former_run_are_copied() -> None:

@@ -20,9 +20,16 @@ def test_kernels_that_overlap_count_once_and_copies_apart() -> None:
         "window_ms": 4.0,
         "busy_ms": 3.0,
         "copies_ms": 5.0,
-        "ours_ms": {"write_rows_kernel": 1.7},
-        "others_ms": {"gemm": 1.0, "norm": 0.5, "inside": 0.1},
+        "gaps": {"longer": [2, 1.0]},
+        "ours": {"write_rows_kernel": [2, 1.7]},
+        "others": {"gemm": [1, 1.0], "norm": [1, 0.5], "inside": [1, 0.1]},
     }
+
+
+def test_gaps_count_by_length() -> None:
+    found = summarise([Event("a" * 100, 0, 1), Event("b", 2.5, 1), Event("b", 5.5, 4.5), Event("c", 14, 1)])
+    assert found["gaps"] == {"under 2 us": [1, 0.002], "2 to 10 us": [2, 0.006]}
+    assert list(found["others"]) == ["b", "a" * 80, "c"], "the longest first, names cut"
 
 
 def test_nothing_is_recorded_where_nothing_ran() -> None:
