@@ -10,11 +10,11 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from multiprocessing import get_context
-from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -250,13 +250,13 @@ class Bench:
 
     def close(self) -> None:
         if "pool" in self.__dict__:
-            self.pool.terminate()
+            self.pool.shutdown(cancel_futures=True)
         shutil.rmtree(self.store_dir)
 
     @cached_property
-    def pool(self) -> Pool:
-        """Processes that check stores."""
-        return get_context("spawn").Pool(self.args.processes)
+    def pool(self) -> ProcessPoolExecutor:
+        """Processes that check stores. Should one be killed, an error says so."""
+        return ProcessPoolExecutor(self.args.processes, get_context("spawn"))
 
     def generate(self, case: Case) -> float:
         """Seconds for one round of `case` with fresh random prompts, so that nothing is a prefix-cache hit."""
@@ -355,8 +355,8 @@ class Bench:
         replies = {reply.get("dmi_store"): reply.get("dmi_missing") for reply in self.replies}
         paths = sorted(str(p) for p in self.store_dir.glob("*.zarr"))
         problems = [] if set(paths) == set(replies) else [f"{len(paths)} stores for {len(replies)} responses"]
-        jobs = [(path, case.rows, replies.get(path), drop) for path in paths]
-        result = _summary(self.pool.starmap(check_store, jobs), problems)
+        jobs = [self.pool.submit(check_store, path, case.rows, replies.get(path), drop) for path in paths]
+        result = _summary([job.result() for job in jobs], problems)
         claimed = sum(stop - start for ranges in replies.values() for start, stop in ranges or ())
         return result | {"rows": case.requests * case.rows, "claimed_rows": claimed}
 

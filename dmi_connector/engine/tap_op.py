@@ -51,9 +51,8 @@ def _rows_and_slots(layer: str) -> tuple[torch.Tensor, torch.Tensor] | None:
     context = get_forward_context()
     owner = context.no_compile_layers.get(layer)
     slots = context.slot_mapping.get(layer) if isinstance(context.slot_mapping, dict) else None
-    if owner is None or slots is None or owner.rows is None:
-        return None
-    return owner.rows, slots
+    rows = None if owner is None else owner.rows
+    return None if rows is None or slots is None else (rows, slots)
 
 
 def _tap(
