@@ -82,7 +82,7 @@ class Exporter:
             self.persistence = PersistenceClient(
                 ring_bytes=sizes.host,
                 writers=writers,
-                settings=startup.persist_settings(options, rank),
+                settings=startup.persist_settings(options, rank, self.rows.is_cuda),
             )
         self.ring = self.persistence.ring if self.persistence else Ring(sizes.host)
         self.lane: DeviceLane | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -62,16 +62,19 @@ def _write_rows_triton(rows: torch.Tensor, slots: torch.Tensor, values: list[tor
         assert value.stride(1) == 1, "taps take values whose last dimension is contiguous"
     pad = MAX_VALUES - len(values)
     tile, warps = (1, 4) if tokens <= _DECODE_TOKENS else (2, 8)
-    options = _launch_options(rows.device)
-    _launch(
-        write_rows_kernel,
-        (-(-tokens // tile), blocks),
-        [typed, slots, *values, *[values[0]] * pad],
-        [*[v.stride(0) for v in values], *[0] * pad, *widths, *[0] * pad, *starts, *[0] * pad],
-        [tokens],
-        [typed.stride(0), tile, _BLOCK, "launch_pdl" in options],
+    write_rows_kernel[(-(-tokens // tile), blocks)](
+        typed,
+        slots,
+        *(values + [values[0]] * pad),
+        *([v.stride(0) for v in values] + [0] * pad),
+        *(widths + [0] * pad),
+        *(starts + [0] * pad),
+        tokens,
+        typed.stride(0),
+        TOKENS=tile,
+        BLOCK=_BLOCK,
         num_warps=warps,
-        **options,
+        **_launch_options(rows.device),
     )
 
 
@@ -144,21 +147,20 @@ def _reduce_alike(
     widths = [value.shape[1] for value in values]
     pad = MAX_VALUES - len(parts)
     tile, warps = _tile(tokens)
-    options = _launch_options(rows.device)
-    modes = [triton_reduce.MODES[mode] for mode, _ in how]
-    numbers = [number for _, number in how]
-    offsets = [offset for _, offset, _ in parts]
-    scalars = [[value.stride(0) for value in values], widths, modes, numbers, offsets]
-    _launch(
-        triton_reduce.reduce_rows_kernel,
-        (tokens, len(parts)),
-        [rows, slots, *values, *[values[0]] * pad],
-        [number for numbers in scalars for number in [*numbers, *[0] * pad]],
-        [],
-        [rows.stride(0), tile, "launch_pdl" in options],
+    triton_reduce.reduce_rows_kernel[(tokens, len(parts))](
+        rows,
+        slots,
+        *(values + [values[0]] * pad),
+        *([value.stride(0) for value in values] + [0] * pad),
+        *(widths + [0] * pad),
+        *([triton_reduce.MODES[mode] for mode, _ in how] + [0] * pad),
+        *([number for _, number in how] + [0] * pad),
+        *([offset for _, offset, _ in parts] + [0] * pad),
+        rows.stride(0),
+        TILE=tile,
         num_warps=warps,
         enable_fp_fusion=False,  # products are rounded before they are added to, as in the twin
-        **options,
+        **_launch_options(rows.device),
     )
 
 
@@ -213,48 +215,24 @@ def _reduce_layers_triton(
     width = source.shape[2]
     tile, warps = _tile(tokens)
     searches = mode in ("topk", "exact")
-    options = _launch_options(rows.device)
-    strides = [source.stride(0), source.stride(1), rows.stride(0)]
-    constants = [width, triton_reduce.MODES[mode], number, 1 << (width - 1).bit_length(), tile, "launch_pdl" in options]
-    _launch(
-        triton_reduce.reduce_layers_kernel,
-        (tokens, len(layers)),
-        [rows, slots, source, offsets],
-        [base, *strides, *constants],
-        [],
-        [],
+    triton_reduce.reduce_layers_kernel[(tokens, len(layers))](
+        rows,
+        slots,
+        source,
+        offsets,
+        base,
+        source.stride(0),
+        source.stride(1),
+        rows.stride(0),
+        width,
+        triton_reduce.MODES[mode],
+        number,
+        WIDE=1 << (width - 1).bit_length(),
+        TILE=tile,
         num_warps=_top_warps(width, tokens) if searches else warps,
         enable_fp_fusion=False,
-        **options,
+        **_launch_options(rows.device),
     )
-
-
-_COMPILED: dict[tuple[Any, ...], Any] = {}
-"""Compiled kernels by all that Triton compiles for: types and alignment of pointers, integers, options."""
-
-
-def _launch(
-    kernel: Any,
-    grid: tuple[int, int],
-    pointers: list[torch.Tensor],
-    integers: list[int],
-    free: list[int],
-    more: list[int],
-    **options: Any,
-) -> None:
-    """Launch `kernel` with pointers, integers, free and more as its arguments, in this order. free: integers that it is
-    not compiled for (`do_not_specialize`).
-
-    Triton works out anew at each launch what it has compiled for 80 arguments. A step without a CUDA graph launches
-    for each layer, and the GPU would wait for it.
-    """
-    aligned = [(p.data_ptr() & 15, p.dtype) for p in pointers]
-    key = (kernel, pointers[0].device, *aligned, *integers, *more, *options.items())
-    compiled = _COMPILED.get(key)
-    if compiled is None:
-        _COMPILED[key] = kernel[grid](*pointers, *integers, *free, *more, **options)  # None where it is interpreted
-    else:
-        compiled[*grid, 1](*pointers, *integers, *free, *more)
 
 
 def _tile(tokens: int) -> tuple[int, int]:
@@ -280,7 +258,7 @@ def no_offset(device: torch.device) -> torch.Tensor:
 def _launch_options(device: torch.device) -> dict[str, bool]:
     """Programmatic dependent launch where the GPU has it (compute capability 9)."""
     early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    return {"launch_pdl": True} if early else {}
+    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
 
 
 def gather_index(slots: np.ndarray, block: int) -> np.ndarray:

@@ -65,8 +65,12 @@ def hold_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:
     return buffer_sizes(context.options, context.layout.row_bytes, gpu).staging // context.layout.row_bytes // 2
 
 
-def persist_settings(options: ServerOptions, rank: int) -> PersistSettings:
-    """What the coordinator of a rank needs to know; that of rank 0 also looks after the directory."""
+def persist_settings(options: ServerOptions, rank: int, gpu: bool) -> PersistSettings:
+    """What the coordinator of a rank needs to know; that of rank 0 also looks after the directory.
+
+    Beside a GPU writers give way at once to the engine's thread, which needs a core only now and then. Beside a model
+    that keeps all cores busy they would never come to their turn.
+    """
     keep = {
         "directory": options.store_dir,
         "roots": options.save_path_roots,
@@ -81,6 +85,7 @@ def persist_settings(options: ServerOptions, rank: int) -> PersistSettings:
         options.fsync,
         file_mode=options.file_mode,
         shutdown_seconds=options.shutdown_seconds,
+        nice=19 if gpu else 5,
         keep={} if rank else keep,
     )
 

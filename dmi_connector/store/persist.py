@@ -354,7 +354,7 @@ class Persistence:
     def _spawn(self) -> Child:
         fds = [self.ring.fd, *self._pass_fds]
         arguments = ["--ring-fd", str(self.ring.fd), "--ring-bytes", str(self.ring.nbytes)]
-        arguments += ["--file-mode", self.settings.file_mode]
+        arguments += ["--file-mode", self.settings.file_mode, "--nice", str(self.settings.nice)]
         name = f"writer process {self._next('writer')}"
         process = Child(name, "dmi_connector.store.writer", arguments, fds, self._on_message, self._on_death)
         self._pending[process] = {}

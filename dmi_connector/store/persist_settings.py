@@ -13,7 +13,7 @@ from dmi_connector.store import schema
 @dataclass(frozen=True)
 class PersistSettings:
     """How captures are written unless their spec says otherwise. `rank_timeout` and `shutdown_seconds` are in seconds.
-    keep: arguments of the coordinator's `Keeper`, {} for none.
+    keep: arguments of the coordinator's `Keeper`, {} for none. nice: of the writer processes, 0 to 19.
     """
 
     codec: str = "zstd"
@@ -23,6 +23,7 @@ class PersistSettings:
     rank_timeout: float = 60.0
     shutdown_seconds: float = 60.0
     file_mode: str = "private"
+    nice: int = 5
     keep: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -213,6 +213,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ring-fd", type=int, required=True, help="descriptor of the shared memory")
     parser.add_argument("--ring-bytes", type=int, required=True, help="its size")
     parser.add_argument("--file-mode", choices=UMASKS, default="private", help="who may read the stores")
+    parser.add_argument("--nice", type=int, default=5, help="how far the engine goes first where cores are short")
     args = parser.parse_args(argv)
     os.umask(UMASKS[args.file_mode])
     # Ctrl-C reaches the whole process group; what is in the ring must still be written. The pipe ends the
@@ -228,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     # Only answers may reach the pipe: whatever else prints goes to standard error.
     answers = os.dup(1)
     os.dup2(2, 1)
-    os.nice(5)  # the engine goes first where cores are short
+    os.nice(args.nice)
     memory = mmap.mmap(args.ring_fd, args.ring_bytes)
     _map_pages(memory)
     ring = np.frombuffer(memory, np.uint8)

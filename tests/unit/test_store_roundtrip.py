@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorstore
 
+from dmi_connector.settings import ServerOptions
 from dmi_connector.store import capture
 from dmi_connector.store.persist import Persistence
 from dmi_connector.store.persist_settings import PersistSettings
@@ -72,6 +73,20 @@ def test_short_store_is_not_padded(persistence: Persistence, tmp_path: Path) -> 
     assert cap.attrs["chunk_tokens"] == cap.attrs["segment_tokens"] == 50
     size = (tmp_path / "a.zarr/q/c/0/0/0").stat().st_size
     assert size == 3 * (50 * 24 * 2 + 4) + 3 * 16 + 4
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_writers_give_way_to_the_engine_as_far_as_told(gpu: bool, tmp_path: Path) -> None:
+    from dmi_connector.engine.startup import persist_settings
+
+    settings = persist_settings(ServerOptions.parse({"store_dir": str(tmp_path)}), 0, gpu)
+    p = Persistence(1 << 20, settings=settings)
+    try:
+        (writer,) = p._writers
+        assert writer.ready.wait(30)
+        assert os.getpriority(os.PRIO_PROCESS, writer.pid) == min(19, os.nice(0) + (19 if gpu else 5))
+    finally:
+        p.shutdown()
 
 
 def test_fsync_changes_nothing_else(tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a thread that computes and waits in turn, as an engine's does, loses to processes that write files on all cores.
+
+    python -m benchmarks.niceness --out results.json [--directory /dev/shm] [--seconds 4] [--repeat 3]
+
+Needs neither a GPU nor vLLM. A step is 2.4 ms of Python in three parts, with a short wait after each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+
+PIECE = 23 << 20
+"""Bytes of a write: a chunk of one hook of 36 layers."""
+WAYS = ("none", "nice 5", "nice 19", "idle class", "nice 5, a core free")
+
+
+def write(path: str, way: str, stop: Any, written: Any) -> None:
+    """Child process: write files until told to stop."""
+    if way == "idle class":
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.nice(int(way.split(",")[0].removeprefix("nice ")))
+    piece = os.urandom(1 << 20) * (PIECE >> 20)
+    while not stop.is_set():
+        with open(path, "wb", 0) as file:
+            for _ in range(4):
+                written.value += file.write(piece)
+    os.unlink(path)
+
+
+def steps(seconds: float) -> list[float]:
+    """Seconds of each step."""
+    found, end = [], time.perf_counter() + seconds
+    while (begin := time.perf_counter()) < end:
+        for _ in range(3):
+            computed = time.process_time() + 0.0008
+            while time.process_time() < computed:
+                pass
+            time.sleep(0.0003)
+        found.append(time.perf_counter() - begin)
+    return found
+
+
+def measure(directory: Path, way: str, seconds: float) -> dict[str, float]:
+    """Steps a second, the longest of a hundred steps, and GB/s of the writers."""
+    context = get_context("spawn")
+    stop, written = context.Event(), []
+    cores = len(os.sched_getaffinity(0))
+    writers = []
+    for number in range(0 if way == "none" else cores - way.endswith("free")):
+        written.append(context.Value("q", 0, lock=False))
+        args = (str(directory / f"niceness-{os.getpid()}-{number}"), way, stop, written[-1])
+        writers.append(context.Process(target=write, args=args))
+        writers[-1].start()
+    while any(count.value == 0 for count in written):
+        time.sleep(0.05)
+    before, begin = sum(count.value for count in written), time.perf_counter()
+    found = sorted(steps(seconds))
+    rate = (sum(count.value for count in written) - before) / (time.perf_counter() - begin) / 1e9
+    stop.set()
+    for writer in writers:
+        writer.join()
+    return {"steps_per_s": len(found) / sum(found), "p99_ms": found[int(len(found) * 0.99)] * 1e3, "writers_GBps": rate}
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    p = argparse.ArgumentParser(prog="python -m benchmarks.niceness", description=(__doc__ or "").splitlines()[0])
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--directory", type=Path, default=Path("/dev/shm"))
+    p.add_argument("--seconds", type=float, default=4.0)
+    p.add_argument("--repeat", type=int, default=3)
+    args = p.parse_args(argv)
+    runs = [{way: measure(args.directory, way, args.seconds) for way in WAYS} for _ in range(args.repeat)]
+    results: dict[str, Any] = {"command": common.command_line("benchmarks.niceness", argv)}
+    results |= {"cpu_cores": len(os.sched_getaffinity(0)), "kernel": os.uname().release.split("-")[0], "ways": {}}
+    for way in WAYS:
+        medians = {key: statistics.median(run[way][key] for run in runs) for key in runs[0][way]}
+        results["ways"][way] = {key: round(value, 2) for key, value in medians.items()}
+        print(f"{way:20s} {results['ways'][way]}")
+    common.save(str(args.out), results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
