@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the taps of a step take: all 11 wide hooks of every layer of a model of Qwen3-4B's widths, or some, reduced.
+
+    python -m benchmarks.kernels --out results.json [--tokens 1,32,128,2048] [--layers 36] [--repeat 25]
+
+On a GPU the kernels run in a CUDA graph, as in a decode step; on a CPU their torch twins, which says nothing of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import common
+from dmi_connector.engine.at_end import AtEnd
+from dmi_connector.engine.kernels import reduce_rows
+from dmi_connector.layout import HEADER_BYTES, ROW_ALIGN, ROW_BYTES_ALIGN, Segment
+from dmi_connector.reduce import parse
+
+WIDTHS = {
+    **{"resid_pre": 2560, "ln1": 2560, "q": 4096, "k": 1024, "v": 1024, "z": 4096, "attn_out": 2560},
+    **{"resid_mid": 2560, "ln2": 2560, "mlp_post": 9728, "mlp_out": 2560},
+}
+RULES = {
+    "none": dict.fromkeys(WIDTHS, "none"),
+    "int8": dict.fromkeys(WIDTHS, "int8"),
+    "int8(32)": dict.fromkeys(WIDTHS, "int8(32)"),
+    "fp8": dict.fromkeys(WIDTHS, "fp8"),
+    "topk(64) of mlp_post": {"mlp_post": "topk(64)"},
+    "rp(512) of resid_*": {"resid_pre": "rp(512)", "resid_mid": "rp(512)"},
+}
+
+
+def timed(work: Callable[[], None], repeat: int) -> float:
+    """Median us of `work`, in a CUDA graph where there is a GPU."""
+    work()
+    if not torch.cuda.is_available():
+        times = []
+        for _ in range(repeat):
+            begin = time.perf_counter()
+            work()
+            times.append((time.perf_counter() - begin) * 1e6)
+        return statistics.median(times)
+    torch.cuda.synchronize()
+    graph, begin_event, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for _ in range(repeat + 3):
+        begin_event.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin_event.elapsed_time(end) * 1e3)
+    return statistics.median(times[3:])
+
+
+def segments_of(rule: dict[str, str], layers: int, device: torch.device) -> tuple[list[Segment], int]:
+    """Where the hooks of a rule lie in a row, and how many bytes it has."""
+    found, at = [], HEADER_BYTES
+    for layer in range(layers):
+        for hook, spec in rule.items():
+            reduction = parse(spec)
+            segment = Segment(hook, layer, "bfloat16", WIDTHS[hook], at, reduction)
+            if reduction is not None:
+                reduction.prepare(WIDTHS[hook], device, layer, 0)
+            found.append(segment)
+            at += -(-segment.nbytes // ROW_ALIGN) * ROW_ALIGN
+    return found, -(-at // ROW_BYTES_ALIGN) * ROW_BYTES_ALIGN
+
+
+def measure(rule: dict[str, str], tokens: int, layers: int, repeat: int) -> dict[str, float]:
+    """us of a step's taps: each layer reduced at once, and, where a step of so many tokens does that, at its end."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    values = {h: torch.randn(tokens, WIDTHS[h], device=device).bfloat16() for h in rule}
+    segments, row_bytes = segments_of(rule, layers, device)
+    rows = torch.empty(tokens + 5, row_bytes, dtype=torch.uint8, device=device)
+    slots = torch.randperm(tokens + 5, device=device)[:tokens]
+    of_layers = [[s for s in segments if s.layer == layer] for layer in range(layers)]
+
+    def at_once() -> None:
+        for layer, own in enumerate(of_layers):
+            offsets, reductions = [s.offset for s in own], [s.reduction for s in own]
+            reduce_rows(rows, slots, [values[s.hook] for s in own], offsets, reductions, layer)
+
+    result = {"at_once_us": timed(at_once, repeat)}
+    at_end = AtEnd(segments, device)
+    if tokens <= at_end.tokens:
+
+        def later() -> None:
+            for own in of_layers:
+                at_end.keep([values[s.hook] for s in own], [s.offset for s in own])
+            at_end.reduce(rows, slots, tokens)
+
+        result["at_end_us"] = timed(later, repeat)
+    return {name: round(us, 1) for name, us in result.items()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    p = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--tokens", default="1,32,128,2048")
+    p.add_argument("--layers", type=int, default=36)
+    p.add_argument("--repeat", type=int, default=25)
+    args = p.parse_args(argv)
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    results: dict[str, Any] = {"command": common.command_line("benchmarks.kernels", argv), "gpu": gpu, "rules": {}}
+    for tokens in map(int, args.tokens.split(",")):
+        for name, rule in RULES.items():
+            found = measure(rule, tokens, args.layers, args.repeat)
+            results["rules"].setdefault(name, {})[str(tokens)] = found
+            print(f"{tokens:6d} {name:24s} {found}", flush=True)
+            common.save(str(args.out), results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

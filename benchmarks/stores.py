@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GB/s into finished stores out of a ring that is always full, without an engine, and what CPU time that takes.
+
+    python -m benchmarks.stores --out results.json [--directory /dev/shm/dmi-stores] [--writers 15] [--codec none]
+
+Captures hold 36 layers of a model of Qwen3-4B's widths, 2.56 MB a token. Beside it stands what as many processes reach
+that do nothing but write such chunks into files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import common
+from benchmarks.kernels import WIDTHS
+from dmi_connector.store.client import PersistenceClient
+from dmi_connector.store.persist_settings import PersistSettings
+from dmi_connector.store.schema import ArraySpec
+
+CHUNK, HEADER = 128, 8
+FILE_CHUNKS = 4
+
+
+def cpu_seconds(name: str) -> tuple[float, float]:
+    """(user, system) seconds so far of all processes of a name."""
+    user = system = 0.0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except OSError:
+            continue  # it has ended
+        if text[text.index("(") + 1 : text.rindex(")")] == name:
+            fields = text[text.rindex(")") + 2 :].split()
+            user, system = user + int(fields[11]), system + int(fields[12])
+    ticks = os.sysconf("SC_CLK_TCK")
+    return user / ticks, system / ticks
+
+
+def write_files(directory: str, number: int, layers: int, nbytes: int, barrier: Any) -> None:
+    """Child process: files of whole chunks of one hook, as a writer lays them down, and nothing else."""
+    piece = memoryview(np.random.default_rng(number).bytes(CHUNK * 2560 * 2))
+    barrier.wait()
+    for at in range(0, nbytes, FILE_CHUNKS * layers * len(piece)):
+        fd = os.open(f"{directory}/files-{number}-{at}", os.O_RDWR | os.O_CREAT, 0o600)
+        for chunk in range(FILE_CHUNKS):
+            os.pwritev(fd, [piece] * layers, chunk * layers * len(piece))
+        os.close(fd)
+
+
+def files_alone(directory: str, processes: int, layers: int, nbytes: int) -> float:
+    """GB/s of `processes` that write `nbytes` together."""
+    context = get_context("spawn")
+    barrier = context.Barrier(processes + 1)
+    own = nbytes // processes
+    children = [
+        context.Process(target=write_files, args=(directory, i, layers, own, barrier)) for i in range(processes)
+    ]
+    for child in children:
+        child.start()
+    barrier.wait()
+    begin = time.perf_counter()
+    for child in children:
+        child.join()
+    seconds = time.perf_counter() - begin
+    written = sum(file.stat().st_size for file in Path(directory).iterdir())
+    return written / seconds / 1e9
+
+
+def feed(client: PersistenceClient, plan: int, directory: str, args: argparse.Namespace, turn: int) -> float:
+    """Send captures as fast as the ring takes them; gives seconds until all stores are finished."""
+    token_bytes = args.layers * sum(WIDTHS.values()) * 2 + HEADER
+    begin = time.perf_counter()
+    names = [f"{directory}/{turn}-{i}.zarr" for i in range(args.captures)]
+    captures = [client.open_capture(plan, name, {"prompt_len": args.length}) for name in names]
+    for first in range(0, args.length, CHUNK):
+        count = min(CHUNK, args.length - first)
+        for capture in captures:
+            extent = client.ring.alloc(token_bytes * count, None)
+            assert extent is not None
+            header = client.ring.view(extent)[(token_bytes - HEADER) * count :].view("<i4").reshape(count, 2)
+            header[:, 0], header[:, 1] = 7, np.arange(first, first + count)
+            capture.chunk(extent, first, count)
+    for capture in captures:
+        capture.close(args.length, token_ids=np.full(args.length, 7))
+    assert client.flush(300)
+    return time.perf_counter() - begin
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    p = argparse.ArgumentParser(prog="python -m benchmarks.stores", description=(__doc__ or "").splitlines()[0])
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--directory", default="/dev/shm/dmi-stores")
+    p.add_argument("--writers", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
+    p.add_argument("--codec", default="none")
+    p.add_argument("--ring-bytes", type=int, default=8 << 30)
+    p.add_argument("--captures", type=int, default=32)
+    p.add_argument("--length", type=int, default=256, help="tokens of a capture")
+    p.add_argument("--layers", type=int, default=36)
+    p.add_argument("--repeat", type=int, default=3)
+    args = p.parse_args(argv)
+    arrays = [ArraySpec(name, "bfloat16", tuple(range(args.layers)), width) for name, width in WIDTHS.items()]
+    token_bytes = sum(a.token_bytes for a in arrays)
+    nbytes = token_bytes * args.length * args.captures
+    os.makedirs(args.directory)
+    try:
+        files = files_alone(args.directory, args.writers + 1, args.layers, nbytes)
+        client = PersistenceClient(args.ring_bytes, args.writers, PersistSettings(codec=args.codec))
+        memory = client.ring.memory
+        memory[:] = np.resize(np.random.default_rng(0).integers(0, 255, 16 << 20, dtype=np.uint8), memory.shape)
+        plan, rates, cpu = client.register(arrays, token_bytes), [], []
+        for turn in range(args.repeat + 1):  # the first does not count: processes start, memory is used the first time
+            shutil.rmtree(args.directory)
+            os.makedirs(args.directory)
+            before = cpu_seconds("dmi-writer")
+            rates.append(nbytes / feed(client, plan, args.directory, args, turn) / 1e9)
+            cpu.append([after - b for after, b in zip(cpu_seconds("dmi-writer"), before, strict=True)])
+        assert client.stats()["complete"] == args.captures * (args.repeat + 1)
+        client.shutdown()
+    finally:
+        shutil.rmtree(args.directory)
+    results: dict[str, Any] = {
+        "command": common.command_line("benchmarks.stores", argv),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "GB": round(nbytes / 1e9, 3),
+        "files_alone_GBps": round(files, 2),
+        "GBps": round(statistics.median(rates[1:]), 2),
+        "runs": [round(rate, 2) for rate in rates[1:]],
+        "writers_user_s": round(statistics.median(user for user, _ in cpu[1:]), 2),
+        "writers_system_s": round(statistics.median(system for _, system in cpu[1:]), 2),
+    }
+    print(results)
+    common.save(str(args.out), results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks that need no engine run on a CPU and write what they measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import kernels, niceness, stores
+
+
+def test_kernels(tmp_path: Path) -> None:
+    out = tmp_path / "kernels.json"
+    assert kernels.main(["--out", str(out), "--tokens", "1,3", "--layers", "2", "--repeat", "1"]) == 0
+    results = json.loads(out.read_text())
+    assert set(results["rules"]) == set(kernels.RULES) and "/" not in results["command"]
+    for name, found in results["rules"].items():
+        at_end = {"at_end_us"} if "topk" in name or "rp(" in name else set()
+        assert all(set(us) == {"at_once_us"} | at_end and min(us.values()) > 0 for us in found.values())
+
+
+@pytest.mark.parametrize("codec", ["none", "lz4"])
+def test_stores(codec: str, tmp_path: Path) -> None:
+    out, directory = tmp_path / "stores.json", tmp_path / "stores"
+    small = {"--ring-bytes": 32 << 20, "--captures": 2, "--length": 130, "--layers": 1, "--repeat": 1, "--writers": 1}
+    argv = [str(word) for option in small.items() for word in option]
+    assert stores.main(["--out", str(out), "--directory", str(directory), "--codec", codec, *argv]) == 0
+    results = json.loads(out.read_text())
+    assert results["GBps"] == results["runs"][0] > 0 and results["files_alone_GBps"] > 0
+    assert results["GB"] == pytest.approx(2 * 130 * 2 * sum(kernels.WIDTHS.values()) / 1e9, abs=1e-3)
+    assert not directory.exists()
+
+
+def test_niceness(tmp_path: Path) -> None:
+    out = tmp_path / "niceness.json"
+    assert niceness.main(["--out", str(out), "--directory", str(tmp_path), "--seconds", "0.2", "--repeat", "1"]) == 0
+    ways = json.loads(out.read_text())["ways"]
+    assert set(ways) == set(niceness.WAYS) and all(found["steps_per_s"] > 0 for found in ways.values())
+    assert ways["none"]["writers_GBps"] == 0 < ways["nice 19"]["writers_GBps"]
+    assert list(tmp_path.iterdir()) == [out], "no file is left"
