@@ -70,6 +70,18 @@ def closed_by_the_coordinator(folder: Path, tag: str, oracle: Oracle) -> None:
     assert sum(info.num_tokens or 0 for info in found) > MANY * CHUNK / 2
 
 
+def at_rest() -> bool:
+    """Whether coordinator and writers have used no CPU time for two seconds: what requests left with them is done."""
+
+    def used() -> list[float]:
+        times = [process.cpu_times() for kind in ("dmi-coordinator", "dmi-writer") for process in processes(kind)]
+        return [spent.user + spent.system for spent in times]
+
+    before = used()
+    time.sleep(2)
+    return used() == before
+
+
 class TestOneEngineLivesOn:
     """policy "block": nothing is lost but what the fault itself destroys."""
 
@@ -183,6 +195,7 @@ class TestOneEngineLivesOn:
             read_only(disk, True)
             try:
                 live.ask(asks)
+                until(at_rest, "writers are still at work")
             finally:
                 read_only(disk, False)
             assert all(len(live.run.tokens(name)) == len(asks[name].prompt) + TOKENS for name in asks)

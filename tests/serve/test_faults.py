@@ -57,8 +57,10 @@ def test_sigterm(
         for i in range(1, 3):
             ask(i, 40)
         futures = [pool.submit(ask, i, 1500) for i in range(3, MANY + 1)]
-        until(lambda: len(list(folder.glob("*.partial/.journal-*"))) >= len(futures), "captures have not begun")
-        time.sleep(1)
+        first_chunk = "*.partial/resid_pre/c/0/0/0"
+        until(
+            lambda: len(list(folder.glob(first_chunk))) >= len(futures), "captures have not come to their first chunk"
+        )
         server, *below = group_of(psutil.Process(process.pid))
         below = [p for p in below if runs(p) and not any("resource_tracker" in word for word in p.cmdline())]
         process.send_signal(signal.SIGTERM)
