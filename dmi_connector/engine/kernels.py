@@ -236,7 +236,7 @@ def _reduce_layers_triton(
 
 
 def _tile(tokens: int) -> tuple[int, int]:
-    """(values that a program takes at a time, its warps), measured on an H200 (docs/PERFORMANCE.md): few tokens wait
+    """(values that a program takes at a time, its warps), measured on an H200 (docs/REDUCTIONS.md): few tokens wait
     for memory, many for room on the GPU.
     """
     return (4096, 8) if tokens <= _DECODE_TOKENS else (2048, 4)

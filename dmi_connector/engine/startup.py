@@ -85,7 +85,7 @@ def persist_settings(options: ServerOptions, rank: int, gpu: bool) -> PersistSet
         options.fsync,
         file_mode=options.file_mode,
         shutdown_seconds=options.shutdown_seconds,
-        nice=19 if gpu else 5,
+        nice=19 if gpu else PersistSettings.nice,
         keep={} if rank else keep,
     )
 

@@ -32,6 +32,7 @@ from dmi_connector.store.commit import Commit, append_index, give_up, remove_par
 from dmi_connector.store.group import GroupWriter
 from dmi_connector.store.journal import Hold
 from dmi_connector.store.paths import UMASKS
+from dmi_connector.store.persist_settings import PersistSettings
 from dmi_connector.store.repair import rebuild
 from dmi_connector.store.schema import ArraySpec
 from dmi_connector.store.shard import FileCache
@@ -213,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ring-fd", type=int, required=True, help="descriptor of the shared memory")
     parser.add_argument("--ring-bytes", type=int, required=True, help="its size")
     parser.add_argument("--file-mode", choices=UMASKS, default="private", help="who may read the stores")
-    parser.add_argument("--nice", type=int, default=5, help="how far the engine goes first where cores are short")
+    parser.add_argument("--nice", type=int, default=PersistSettings.nice, help="nice level: the engine goes first")
     args = parser.parse_args(argv)
     os.umask(UMASKS[args.file_mode])
     # Ctrl-C reaches the whole process group; what is in the ring must still be written. The pipe ends the
