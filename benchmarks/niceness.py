@@ -52,7 +52,7 @@ def steps(seconds: float) -> list[float]:
 
 
 def measure(directory: Path, way: str, seconds: float) -> dict[str, float]:
-    """Steps a second, the longest of a hundred steps, and GB/s of the writers."""
+    """Steps a second, the longest of a hundred steps, GB/s of the writers meanwhile, and all the GB they wrote."""
     context = get_context("spawn")
     stop, written = context.Event(), []
     cores = len(os.sched_getaffinity(0))
@@ -63,6 +63,8 @@ def measure(directory: Path, way: str, seconds: float) -> dict[str, float]:
         writers.append(context.Process(target=write, args=args))
         writers[-1].start()
     while any(count.value == 0 for count in written):
+        if any(writer.exitcode is not None for writer in writers):
+            raise RuntimeError(f"a writer ({way}) ended before it had written anything")
         time.sleep(0.05)
     before, begin = sum(count.value for count in written), time.perf_counter()
     found = sorted(steps(seconds))
@@ -70,7 +72,10 @@ def measure(directory: Path, way: str, seconds: float) -> dict[str, float]:
     stop.set()
     for writer in writers:
         writer.join()
-    return {"steps_per_s": len(found) / sum(found), "p99_ms": found[int(len(found) * 0.99)] * 1e3, "writers_GBps": rate}
+        if writer.exitcode:
+            raise RuntimeError(f"a writer ({way}) ended with exit code {writer.exitcode}")
+    longest, total = found[int(len(found) * 0.99)] * 1e3, sum(count.value for count in written) / 1e9
+    return {"steps_per_s": len(found) / sum(found), "p99_ms": longest, "writers_GBps": rate, "written_GB": total}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -37,5 +37,6 @@ def test_niceness(tmp_path: Path) -> None:
     assert niceness.main(["--out", str(out), "--directory", str(tmp_path), "--seconds", "0.2", "--repeat", "1"]) == 0
     ways = json.loads(out.read_text())["ways"]
     assert set(ways) == set(niceness.WAYS) and all(found["steps_per_s"] > 0 for found in ways.values())
-    assert ways["none"]["writers_GBps"] == 0 < ways["nice 19"]["writers_GBps"]
+    # On a busy machine a writer may get no turn within the measured 0.2 s: the whole of its life counts.
+    assert {way for way, found in ways.items() if found["written_GB"] > 0} == set(niceness.WAYS) - {"none"}
     assert list(tmp_path.iterdir()) == [out], "no file is left"
