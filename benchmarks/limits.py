@@ -63,7 +63,7 @@ def _codec_worker(codec: str, seconds: float) -> tuple[float, float]:
     chunk = _activations(128 * 2560 * 2).view(np.uint16).reshape(128, 2560)
     done, stored, begin = 0, 0, time.perf_counter()
     while time.perf_counter() - begin < seconds:
-        stored += sum(len(part) for part in shard.encode(chunk, codec))
+        stored += shard.encode(chunk, codec).nbytes
         done += chunk.nbytes
     return done / (time.perf_counter() - begin) / 1e9, done / stored
 

@@ -116,15 +116,12 @@ class GroupWriter:
     def _append(self, spec: ArraySpec, data: np.ndarray, first: int, count: int) -> bytes:
         """Append the chunk of one array to its shard; gives its places for the journal."""
         block = data.view(f"u{spec.itemsize}").reshape(spec.n_layers, count, spec.local_width)
-        if count < self._chunk and first > 0:
-            padded = np.zeros((spec.n_layers, self._chunk, spec.local_width), block.dtype)
-            padded[:, :count] = block
-            block = padded
+        rows = self._chunk if first else count  # a first chunk that is short is the only one, and the grid narrows
         segment, within = divmod(first, self._segment)
         shard = self._shard(spec, segment, (spec.n_layers, self._segment // self._chunk))
         slot = within // self._chunk
         slots = [(layer, slot) for layer in range(spec.n_layers)]
-        stored = shard.append(slots, (encode(layer, self._codec) for layer in block))
+        stored = shard.append(slots, (encode(layer, self._codec, rows) for layer in block))
         self.stats.bytes_raw += data.nbytes
         self.stats.bytes_stored += stored
         places: bytes = shard.index[:, slot].tobytes()

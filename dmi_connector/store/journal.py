@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ _CHUNK = struct.Struct("<cQI")  # kind, first row, rows
 _ROWS = struct.Struct("<cIQI")  # kind, number of the array in the header, first sample, samples
 _HEADER, _CLOSE = b"H", b"E"  # kinds of the records that are JSON
 _KIND_CHUNK, _KIND_ROWS = b"C", b"R"
+_LOCKED_WITHIN_S = 10.0
 Places = np.ndarray  # uint64 [n, 2]: offset and length of n inner chunks of one shard file
 
 
@@ -106,8 +108,12 @@ def claim(partial: str | os.PathLike[str]) -> Iterator[bool]:
 
 
 def is_abandoned(partial: str | os.PathLike[str]) -> bool:
-    """Whether a partial directory is there that no process holds. False where that cannot be told."""
+    """Whether a partial directory is there that no process holds. False where that cannot be told: so of a directory
+    that a writer made just now and has yet to lock, before anything is in it.
+    """
     try:
+        if not os.listdir(partial) and time.time() - os.stat(partial).st_mtime < _LOCKED_WITHIN_S:
+            return False
         with claim(partial) as alone:
             return alone
     except OSError:

@@ -12,6 +12,7 @@ import functools
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -66,19 +67,44 @@ def crc32c_join(first: int, second: int, nbytes: int) -> int:
     return _multiply(first, _shift(nbytes)) ^ second
 
 
-def encode(chunk: np.ndarray, codec: str) -> tuple[Buffer, bytes]:
+@functools.lru_cache(maxsize=256)
+def _crc_of_zeros(nbytes: int) -> int:
+    return crc32c(bytes(nbytes))
+
+
+# Fewer zeros are written: a hole costs a call of its own, and a file system keeps whole pages.
+_HOLE_BYTES = 1 << 16
+
+
+class Encoded(NamedTuple):
+    """An inner chunk as its file holds it: the bytes of `body`, `zeros` zero bytes, the crc32c of both."""
+
+    body: Buffer
+    zeros: int
+    crc: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes in its file."""
+        return len(self.body) + self.zeros + 4
+
+
+def encode(chunk: np.ndarray, codec: str, rows: int | None = None) -> Encoded:
     """Encode one inner chunk, a C-contiguous array of unsigned integers as wide as the dtype.
 
-    Returns the encoded bytes and their 4-byte crc32c, which follow each other in the file. With codec
-    "none" the first is a view of `chunk`, so that bytes go from the ring to the file without a copy.
+    rows: of the whole chunk, where `chunk` has fewer (default: as many); zeros follow. With codec "none" the body is
+    a view of `chunk`, so that bytes go from the ring to the file without a copy.
     """
-    body: Buffer
+    zeros = 0 if rows is None else (rows - len(chunk)) * chunk[0].nbytes
     if codec == "none":
         body = chunk.reshape(-1).view(np.uint8)
-    else:
-        cname, clevel, shuffle = blosc_settings(codec, chunk.itemsize)
-        body = blosc.compress(chunk, cname.encode(), clevel, _SHUFFLES[shuffle], chunk.nbytes)
-    return body, crc32c(body).to_bytes(4, "little")
+        crc = crc32c(body)
+        return Encoded(body, zeros, crc32c_join(crc, _crc_of_zeros(zeros), zeros) if zeros else crc)
+    if zeros:
+        chunk = np.pad(chunk, ((0, zeros // chunk[0].nbytes), (0, 0)))
+    cname, clevel, shuffle = blosc_settings(codec, chunk.itemsize)
+    packed = blosc.compress(chunk, cname.encode(), clevel, _SHUFFLES[shuffle], chunk.nbytes)
+    return Encoded(packed, 0, crc32c(packed))
 
 
 class FileCache:
@@ -109,7 +135,7 @@ class ShardWriter:
     """Appends encoded inner chunks to one shard file and writes the index at `close`.
 
     `slots` is the shape of the shard in inner chunks: (layers, chunks) or (rows,). A failed append leaves
-    no trace in the index, and the next one writes over its bytes.
+    no trace in the index, and the next one cuts its bytes off.
     """
 
     def __init__(self, path: str, slots: tuple[int, ...], files: FileCache) -> None:
@@ -118,26 +144,30 @@ class ShardWriter:
         self._index = np.full((*slots, 2), EMPTY, dtype="<u8")
         self._end = 0
         self._crc = 0
+        self._torn = True  # there may be bytes past the end
 
     @property
     def full(self) -> bool:
         """Whether every inner chunk is there, so that nothing can follow but the index."""
         return not bool((self._index[..., 0] == EMPTY).any())
 
-    def append(self, slots: Sequence[tuple[int, ...]], chunks: Iterable[tuple[Buffer, bytes]]) -> int:
-        """Write encoded chunks (see `encode`) for the given slots; gives the bytes added. Raises OSError."""
-        buffers: list[Buffer] = []
+    def append(self, slots: Sequence[tuple[int, ...]], chunks: Iterable[Encoded]) -> int:
+        """Write encoded chunks for the given slots; gives the bytes added, holes included. Raises OSError."""
+        pieces: list[Buffer | int] = []
         entries, end, file_crc = [], self._end, self._crc
-        for body, crc in chunks:
-            if isinstance(body, np.ndarray) and body.nbytes >= _JOIN_BYTES:
-                file_crc = crc32c_join(file_crc, int.from_bytes(crc, "little"), body.nbytes)
+        for chunk in chunks:
+            size = chunk.nbytes - 4
+            if chunk.zeros or (isinstance(chunk.body, np.ndarray) and size >= _JOIN_BYTES):
+                file_crc = crc32c_join(file_crc, chunk.crc, size)
             else:
-                file_crc = crc32c(body, file_crc)  # it is still in cache
+                file_crc = crc32c(chunk.body, file_crc)  # it is still in cache
+            crc = chunk.crc.to_bytes(4, "little")
             file_crc = crc32c(crc, file_crc)
-            entries.append((end, len(body) + len(crc)))
-            end += len(body) + len(crc)
-            buffers += [body, crc]
-        self._write(buffers)
+            entries.append((end, chunk.nbytes))
+            end += chunk.nbytes
+            zeros: Buffer | int = chunk.zeros if chunk.zeros >= _HOLE_BYTES else bytes(chunk.zeros)
+            pieces += [chunk.body, zeros, crc]
+        self._write(pieces)
         for slot, entry in zip(slots, entries, strict=True):
             self._index[slot] = entry
         added, self._end, self._crc = end - self._end, end, file_crc
@@ -157,9 +187,7 @@ class ShardWriter:
             index = index[keep]
         body = np.ascontiguousarray(index).tobytes()
         tail = body + crc32c(body).to_bytes(4, "little")
-        # A failed append may have left bytes past the end, and the index must be the last thing in the file.
-        os.ftruncate(self._files.get(self.path), self._end)
-        self._write([tail])
+        self._write([tail])  # the last thing in the file: a failed append before it is cut off
         self._files.close(self.path)
         return self._end + len(tail), crc32c(tail, self._crc)
 
@@ -167,17 +195,36 @@ class ShardWriter:
         """Close the file without an index."""
         self._files.close(self.path)
 
-    def _write(self, buffers: Sequence[Buffer]) -> None:
+    def _write(self, pieces: Iterable[Buffer | int]) -> None:
+        """Write `pieces` at the end, where a number stands for a hole of so many bytes (which read as zeros)."""
         fd, at = self._files.get(self.path), self._end
-        for i in range(0, len(buffers), _IOV_MAX):
-            views = [memoryview(b) for b in buffers[i : i + _IOV_MAX]]  # type: ignore[arg-type]
-            while views:
-                wrote = os.pwritev(fd, views, at)
-                at += wrote
-                while views and wrote >= len(views[0]):
-                    wrote -= len(views.pop(0))
-                if views and wrote:
-                    views[0] = views[0][wrote:]
+        if self._torn:
+            os.ftruncate(fd, self._end)  # else its bytes would show through a hole
+        self._torn = True
+        buffers: list[Buffer] = []
+        for piece in pieces:
+            if isinstance(piece, int) or len(buffers) == _IOV_MAX:
+                at = self._put(fd, buffers, at)
+                buffers = []
+            if isinstance(piece, int):
+                at += piece
+            else:
+                buffers.append(piece)
+        self._put(fd, buffers, at)
+        self._torn = False
+
+    @staticmethod
+    def _put(fd: int, buffers: Sequence[Buffer], at: int) -> int:
+        """Write all of `buffers` from byte `at` on; gives the byte after them."""
+        views = [memoryview(b) for b in buffers if len(b)]  # type: ignore[arg-type]
+        while views:
+            wrote = os.pwritev(fd, views, at)
+            at += wrote
+            while views and wrote >= len(views[0]):
+                wrote -= len(views.pop(0))
+            if views and wrote:
+                views[0] = views[0][wrote:]
+        return at
 
     @property
     def index(self) -> np.ndarray:

@@ -369,6 +369,16 @@ def test_timeouts_say_what_was_seen(persistence: Persistence, tmp_path: Path) ->
         open_capture(tmp_path / "other.zarr")
 
 
+def test_a_directory_made_just_now_is_not_taken_for_an_abandoned_one(tmp_path: Path) -> None:
+    partial = tmp_path / "a.zarr.partial"
+    partial.mkdir()  # a writer that has yet to lock it
+    with pytest.raises(TimeoutError, match="still being written"):
+        open_capture(tmp_path / "a.zarr", timeout=0)
+    os.utime(partial, (time.time() - 60, time.time() - 60))
+    with pytest.raises(TimeoutError, match="its writers ended"):
+        open_capture(tmp_path / "a.zarr", timeout=0)
+
+
 def test_engine_dies(tmp_path: Path) -> None:
     """The writer ends with its engine and leaves the partial directory, even if a fork holds the pipe."""
     script = (

@@ -215,6 +215,42 @@ def test_two_captures_share_an_extent_and_chunks_come_out_of_order(persistence: 
     assert verify_dir(tmp_path) == []
 
 
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_rows_a_last_chunk_lacks_take_no_room(persistence: Persistence, tmp_path: Path, codec: str) -> None:
+    wide, path = ArraySpec("mlp_post", "bfloat16", (0, 1), 1024), tmp_path / "a.zarr"
+    values = kit.store(persistence, path, (wide,), 130, 0, codec=codec)
+    assert verify_store(path) == []
+    np.testing.assert_array_equal(kit.bits(open_capture(path, timeout=0).array("mlp_post")[:]), values["mlp_post"])
+    found = os.stat(path / "mlp_post/c/0/0/0")
+    stored = 130 * wide.token_bytes
+    if codec == "none":
+        assert found.st_size > 256 * wide.token_bytes
+    assert found.st_blocks * 512 < stored + (16 << 10), "two layers of one hole each, and pages around them"
+
+
+def test_holes_are_zeros_after_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dmi_connector.store.shard import FileCache, ShardWriter, crc32c, encode
+
+    write, rows = os.pwritev, np.arange(1, 1 + 2 * 40000, dtype="u2").reshape(2, 40000)
+    writer = ShardWriter(str(tmp_path / "shard"), (1, 2), FileCache(4))
+
+    def full_disk(fd: int, views: list[memoryview], at: int) -> int:
+        write(fd, [b"rubbish!" * 40000], at)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            writer.append([(0, 0)], [encode(rows, "none")])
+    encoded = encode(rows[:1], "none", 2)
+    assert encoded.zeros == 80000 and writer.append([(0, 1)], [encoded]) == encoded.nbytes
+    size, crc = writer.close()
+    data = (tmp_path / "shard").read_bytes()
+    whole = np.concatenate([rows[:1], np.zeros_like(rows[:1])]).tobytes()
+    assert data[: len(whole) + 4] == whole + crc32c(whole).to_bytes(4, "little")
+    assert (len(data), crc32c(data)) == (size, crc)
+
+
 @pytest.mark.parametrize("sizes", [(0, 0), (0, 5), (5, 0), (1, 1), (1000, 77777), (3, 1 << 20)])
 def test_checksums_join(sizes: tuple[int, int]) -> None:
     from dmi_connector.store.shard import crc32c, crc32c_join
