@@ -36,7 +36,7 @@ ALL = (
 
 @pytest.fixture(scope="module")
 def persistence() -> Iterator[Persistence]:
-    p = Persistence(8 << 20, writers=2, settings=PersistSettings(rank_timeout=2.0))
+    p = Persistence(8 << 20, writers=2, settings=PersistSettings())
     yield p
     assert p.shutdown(20)
     assert p.ring.used == 0
@@ -171,8 +171,10 @@ def test_two_ranks_merge(persistence: Persistence, tmp_path: Path, length: int) 
     assert not list((tmp_path / "a.zarr").glob(".rank*"))
 
 
-def test_a_rank_that_never_finishes(persistence: Persistence, tmp_path: Path) -> None:
-    kit.store(persistence, tmp_path / "a.zarr", kit.shard_specs(TP, 2, 0), 200, ranks=2)
+def test_a_rank_that_never_finishes(tmp_path: Path) -> None:
+    alone = Persistence(1 << 20, settings=PersistSettings(rank_timeout=0.5))
+    kit.store(alone, tmp_path / "a.zarr", kit.shard_specs(TP, 2, 0), 200, ranks=2)
+    assert alone.shutdown(10)
     cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
     assert not cap.complete and "ranks [1] did not finish" in str(cap.reason) and cap.missing == [[0, 200]]
     assert verify_store(tmp_path / "a.zarr") == []
