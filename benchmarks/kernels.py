@@ -35,6 +35,7 @@ RULES = {
     "fp8": dict.fromkeys(WIDTHS, "fp8"),
     "topk(64) of mlp_post": {"mlp_post": "topk(64)"},
     "rp(512) of resid_*": {"resid_pre": "rp(512)", "resid_mid": "rp(512)"},
+    "mixed": {**dict.fromkeys(WIDTHS, "int8"), "resid_pre": "rp(512)", "resid_mid": "rp(512)", "mlp_post": "topk(64)"},
 }
 
 
@@ -42,12 +43,7 @@ def timed(work: Callable[[], None], repeat: int) -> float:
     """Median us of `work`, in a CUDA graph where there is a GPU."""
     work()
     if not torch.cuda.is_available():
-        times = []
-        for _ in range(repeat):
-            begin = time.perf_counter()
-            work()
-            times.append((time.perf_counter() - begin) * 1e6)
-        return statistics.median(times)
+        return thread_time(work, repeat)
     torch.cuda.synchronize()
     graph, begin_event, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.graph(graph):
@@ -77,7 +73,9 @@ def segments_of(rule: dict[str, str], layers: int, device: torch.device) -> tupl
 
 
 def measure(rule: dict[str, str], tokens: int, layers: int, repeat: int) -> dict[str, float]:
-    """us of a step's taps: each layer reduced at once, and, where a step of so many tokens does that, at its end."""
+    """us of a step's taps: each layer reduced at once, what the thread needs to launch that, and, where a step of so
+    many tokens does it, with what is reduced at the step's end.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     values = {h: torch.randn(tokens, WIDTHS[h], device=device).bfloat16() for h in rule}
     segments, row_bytes = segments_of(rule, layers, device)
@@ -85,22 +83,33 @@ def measure(rule: dict[str, str], tokens: int, layers: int, repeat: int) -> dict
     slots = torch.randperm(tokens + 5, device=device)[:tokens]
     of_layers = [[s for s in segments if s.layer == layer] for layer in range(layers)]
 
-    def at_once() -> None:
+    at_end = AtEnd(segments, device)
+
+    def taps(later: bool) -> None:
         for layer, own in enumerate(of_layers):
             offsets, reductions = [s.offset for s in own], [s.reduction for s in own]
-            reduce_rows(rows, slots, [values[s.hook] for s in own], offsets, reductions, layer)
-
-    result = {"at_once_us": timed(at_once, repeat)}
-    at_end = AtEnd(segments, device)
-    if tokens <= at_end.tokens:
-
-        def later() -> None:
-            for own in of_layers:
-                at_end.keep([values[s.hook] for s in own], [s.offset for s in own])
+            places = at_end.places(offsets, tokens) if later else ()
+            part = [values[s.hook] for s in own]
+            reduce_rows(rows, slots, part, offsets, reductions, layer, at_end.buffer, places)
+        if later:
             at_end.reduce(rows, slots, tokens)
 
-        result["at_end_us"] = timed(later, repeat)
+    result = {"at_once_us": timed(lambda: taps(False), repeat), "thread_us": thread_time(lambda: taps(False), repeat)}
+    if tokens <= at_end.tokens:
+        result["at_end_us"] = timed(lambda: taps(True), repeat)
     return {name: round(us, 1) for name, us in result.items()}
+
+
+def thread_time(work: Callable[[], None], repeat: int) -> float:
+    """Median us that the thread needs to launch `work` without a CUDA graph, as for a prompt's tokens."""
+    times = []
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - begin) * 1e6)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return statistics.median(times)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from filelock import FileLock
 
 from dmi_connector.tiny import ENV
 from tests import runner
@@ -53,8 +56,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def vllm_cache_root(pytestconfig: pytest.Config) -> Iterator[Path]:
     """One directory of compiled graphs for the whole session: every engine of the tests shares it.
 
-    What vLLM notes of model classes, after ten seconds in a process of its own for each, is kept between sessions: the
-    notes carry the hash of the class's source, and are written atomically.
+    What vLLM notes of model classes is kept between sessions: the notes carry the hash of the class's source, and are
+    written atomically.
     """
     root = Path(tempfile.mkdtemp(prefix="dmi-test-cache-"))
     (root / "modelinfos").symlink_to(pytestconfig.cache.mkdir("modelinfos"))
@@ -69,7 +72,17 @@ def vllm_cache_root(pytestconfig: pytest.Config) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def known_models(vllm_cache_root: Path, pytestconfig: pytest.Config) -> None:
+    """vLLM's notes of model classes are there (see modelinfos.py): the first test process makes them, others wait."""
+    done = pytestconfig.cache.mkdir("modelinfos") / "done"
+    with FileLock(done.with_suffix(".lock")):
+        if not done.exists():
+            subprocess.run([sys.executable, "-m", "tests.modelinfos"], cwd=Path(__file__).parents[1], check=True)
+            done.touch()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, known_models: None) -> Callable[..., Path]:
     """tiny_model(arch, dtype="float32"): directory of a tiny model, made once a session."""
     from dmi_connector.tiny import make_model
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dmi_connector.engine.kernels import no_offset, reduce_layers, write_rows
+from dmi_connector.engine.kernels import no_offset, reduce_layers
 from dmi_connector.layout import ITEMSIZE, ROW_ALIGN, ROW_BYTES_ALIGN, Segment
 from dmi_connector.reduce import Reduction
 
@@ -42,7 +42,7 @@ class AtEnd:
     """The buffer of one model, and what becomes of its content.
 
     tokens: steps of more do without it, MOST_TOKENS unless the buffer would take more than MOST_BYTES; 0 where no
-    hook is reduced so. Made before vLLM measures how much memory is left for the cache.
+    hook is reduced so. buffer: uint8 [tokens, bytes]. Made before vLLM measures how much memory is left for the cache.
     """
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
@@ -62,17 +62,15 @@ class AtEnd:
             end = start + step * len(of_hook)
         row_bytes = -(-end // ROW_BYTES_ALIGN) * ROW_BYTES_ALIGN
         self.tokens = min(MOST_TOKENS, MOST_BYTES // row_bytes) if row_bytes else 0
-        self._buffer = torch.empty(self.tokens, row_bytes, dtype=torch.uint8, device=device)
-        self._numbers = torch.arange(self.tokens, device=device)
+        self.buffer = torch.empty(self.tokens, row_bytes, dtype=torch.uint8, device=device)
         no_offset(device)  # made now: a CUDA graph that made it would not have filled it yet
 
-    def takes(self, offset: int, tokens: int) -> bool:
-        """Whether what goes to byte `offset` of a row is put aside in a step of `tokens`."""
-        return 0 < tokens <= self.tokens and offset in self._places
-
-    def keep(self, values: list[torch.Tensor], offsets: list[int]) -> None:
-        """Put values aside ([tokens, width] each, of one dtype) that belong at byte `offsets` of their tokens' rows."""
-        write_rows(self._buffer, self._numbers, values, [self._places[offset] for offset in offsets])
+    def places(self, offsets: Sequence[int], tokens: int) -> list[int | None]:
+        """Where in a row of `buffer` values are put aside, in a step of `tokens`, that go to byte `offsets` of a row of
+        the cache; None for those that are not.
+        """
+        here = 0 < tokens <= self.tokens
+        return [self._places.get(offset) if here else None for offset in offsets]
 
     def reduce(self, rows: torch.Tensor, slots: torch.Tensor, tokens: int) -> None:
         """Reduce what the taps of this step put aside, and write it to the rows `slots`."""
@@ -80,7 +78,7 @@ class AtEnd:
             return
         for hook in self._hooks:
             count, first = len(hook.layers), hook.start // hook.dtype.itemsize
-            values = self._buffer.view(hook.dtype)[:tokens, first : first + count * hook.width]
+            values = self.buffer.view(hook.dtype)[:tokens, first : first + count * hook.width]
             values = values.unflatten(1, (count, hook.width))
             scratch = tokens * hook.reduction.scratch(hook.width, str(hook.dtype).removeprefix("torch."))
             at_once = max(1, SCRATCH // scratch) if scratch else count

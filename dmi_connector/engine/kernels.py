@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import repeat
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -85,12 +86,15 @@ def reduce_rows(
     offsets: list[int],
     reductions: Sequence[Reduction | None],
     layer: int,
+    buffer: torch.Tensor | None = None,
+    places: Sequence[int | None] = (),
 ) -> None:
-    """Like `write_rows`, each value reduced first (None: as it is). `layer`: of all the values."""
-    if rows.is_cuda:
-        _reduce_rows_triton(rows, slots, values, offsets, reductions, layer)
-    else:
-        reduce_rows_torch(rows, slots, values, offsets, reductions, layer)
+    """Like `write_rows`, each value reduced first (None: as it is). `layer`: of all the values.
+
+    buffer: uint8 [>= tokens, bytes]; a value with a place goes as it is to that byte of row t of it instead.
+    """
+    write = _reduce_rows_triton if rows.is_cuda else reduce_rows_torch
+    write(rows, slots, values, offsets, reductions, layer, buffer, places)
 
 
 def reduce_rows_torch(
@@ -100,16 +104,34 @@ def reduce_rows_torch(
     offsets: list[int],
     reductions: Sequence[Reduction | None],
     layer: int,
+    buffer: torch.Tensor | None = None,
+    places: Sequence[int | None] = (),
 ) -> None:
     """The kernel's twin in plain torch, used on the CPU."""
     numbers = slots[: values[0].shape[0]]
     values = [v[: len(numbers)] for v in values]
-    stored = [v if r is None else r.encode(v, layer, numbers) for v, r in zip(values, reductions, strict=True)]
-    # Bytes travel as words: what a reduction stores is a multiple of 4 bytes wide.
-    stored = [v.view(torch.int32) if v.dtype == torch.uint8 else v for v in stored]
+    stored, starts = [], []
+    for value, offset, reduction, place in zip(values, offsets, reductions, places or repeat(None), strict=False):
+        if place is not None:
+            assert buffer is not None
+            write_rows_torch(buffer, torch.arange(len(numbers), device=rows.device), [value], [place])
+        else:
+            encoded = value if reduction is None else reduction.encode(value, layer, numbers)
+            # Bytes travel as words: what a reduction stores is a multiple of 4 bytes wide.
+            stored.append(encoded.view(torch.int32) if encoded.dtype == torch.uint8 else encoded)
+            starts.append(offset)
     for dtype in dict.fromkeys(v.dtype for v in stored):
         part = [i for i, v in enumerate(stored) if v.dtype == dtype]
-        write_rows_torch(rows, slots, [stored[i] for i in part], [offsets[i] for i in part])
+        write_rows_torch(rows, slots, [stored[i] for i in part], [starts[i] for i in part])
+
+
+class _Part(NamedTuple):
+    """A value of a launch: where it goes, in which mode of the kernel, with which number."""
+
+    value: torch.Tensor
+    offset: int
+    mode: str
+    number: int
 
 
 def _reduce_rows_triton(
@@ -119,44 +141,48 @@ def _reduce_rows_triton(
     offsets: list[int],
     reductions: Sequence[Reduction | None],
     layer: int,
+    buffer: torch.Tensor | None = None,
+    places: Sequence[int | None] = (),
 ) -> None:
     """One launch for up to MAX_VALUES values, and one for each that takes a kernel of its own (`Reduction.at_end`)."""
-    alike: list[tuple[torch.Tensor, int, Reduction | None]] = []
-    for value, offset, reduction in zip(values, offsets, reductions, strict=True):
+    dtype = str(values[0].dtype).removeprefix("torch.")
+    parts: list[_Part] = []
+    for value, offset, reduction, place in zip(values, offsets, reductions, places or repeat(None), strict=False):
         assert value.stride(1) == 1, "taps take values whose last dimension is contiguous"
-        if reduction is not None and reduction.at_end:
+        if place is not None:
+            parts.append(_Part(value, place, "aside", 0))
+        elif reduction is None:
+            parts.append(_Part(value, offset, "copy", 0))
+        elif reduction.at_end:
             none = no_offset(rows.device)
             _reduce_layers_triton(rows, slots, value[:, None], none, reduction, [layer], offset)
         else:
-            alike.append((value, offset, reduction))
-    for first in range(0, len(alike), MAX_VALUES):
-        _reduce_alike(rows, slots, alike[first : first + MAX_VALUES])
+            parts.append(_Part(value, offset, *reduction.fused(dtype)))
+    for first in range(0, len(parts), MAX_VALUES):
+        _reduce_parts(rows, slots, parts[first : first + MAX_VALUES], rows if buffer is None else buffer)
 
 
-def _reduce_alike(
-    rows: torch.Tensor, slots: torch.Tensor, parts: Sequence[tuple[torch.Tensor, int, Reduction | None]]
-) -> None:
+def _reduce_parts(rows: torch.Tensor, slots: torch.Tensor, parts: Sequence[_Part], buffer: torch.Tensor) -> None:
     from dmi_connector.engine import triton_reduce
 
-    values = [value for value, _, _ in parts]
+    values = [part.value for part in parts]
     tokens = min(values[0].shape[0], slots.shape[0])
     if tokens == 0:
         return
-    dtype = str(values[0].dtype).removeprefix("torch.")
-    how = [("copy", 0) if reduction is None else reduction.fused(dtype) for _, _, reduction in parts]
-    widths = [value.shape[1] for value in values]
     pad = MAX_VALUES - len(parts)
     tile, warps = _tile(tokens)
     triton_reduce.reduce_rows_kernel[(tokens, len(parts))](
         rows,
         slots,
+        buffer,
         *(values + [values[0]] * pad),
         *([value.stride(0) for value in values] + [0] * pad),
-        *(widths + [0] * pad),
-        *([triton_reduce.MODES[mode] for mode, _ in how] + [0] * pad),
-        *([number for _, number in how] + [0] * pad),
-        *([offset for _, offset, _ in parts] + [0] * pad),
+        *([value.shape[1] for value in values] + [0] * pad),
+        *([triton_reduce.MODES[part.mode] for part in parts] + [0] * pad),
+        *([part.number for part in parts] + [0] * pad),
+        *([part.offset for part in parts] + [0] * pad),
         rows.stride(0),
+        buffer.stride(0),
         TILE=tile,
         num_warps=warps,
         enable_fp_fusion=False,  # products are rounded before they are added to, as in the twin
@@ -228,6 +254,7 @@ def _reduce_layers_triton(
         triton_reduce.MODES[mode],
         number,
         WIDE=1 << (width - 1).bit_length(),
+        PLACES=1 << (number % (1 << 20) - 1).bit_length() if searches else 0,
         TILE=tile,
         num_warps=_top_warps(width, tokens) if searches else warps,
         enable_fp_fusion=False,

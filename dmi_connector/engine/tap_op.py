@@ -9,7 +9,6 @@ import functools
 import json
 import weakref
 from dataclasses import dataclass
-from itertools import compress
 
 import torch
 
@@ -78,17 +77,11 @@ def _tap(
     chosen = _parsed(reductions)
     tokens = values[0].shape[0]
     at_end = _at_end(place)
-    aside = [at_end.takes(start, tokens) for start in starts]
-    if any(aside):
-        at_end.keep(list(compress(values, aside)), list(compress(starts, aside)))
-        now = [not later for later in aside]
-        values, starts, chosen = list(compress(values, now)), list(compress(starts, now)), list(compress(chosen, now))
-    if not values:
-        return
+    places = at_end.places(starts, tokens)
     step = tokens_at_once(values, chosen)
     for first in range(0, tokens, step):
         part = [v[first : first + step] for v in values]
-        reduce_rows(rows, slots[first:], part, starts, chosen, place.layer)
+        reduce_rows(rows, slots[first:], part, starts, chosen, place.layer, at_end.buffer[first:], places)
 
 
 def _tap_end(like: torch.Tensor, token: torch.Tensor, base: torch.Tensor, layer: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MODES = {"copy": 0, "int8": 1, "affine": 2, "fp8": 3, "round": 4, "topk": 5, "exact": 6, "groups": 7}
+MODES = {"copy": 0, "int8": 1, "affine": 2, "fp8": 3, "round": 4, "topk": 5, "exact": 6, "groups": 7, "aside": 8}
 COPY = tl.constexpr(MODES["copy"])
 INT8 = tl.constexpr(MODES["int8"])
 AFFINE = tl.constexpr(MODES["affine"])
@@ -19,6 +19,7 @@ ROUND = tl.constexpr(MODES["round"])
 GROUPS = tl.constexpr(MODES["groups"])
 TOPK = tl.constexpr(MODES["topk"])
 EXACT = tl.constexpr(MODES["exact"])
+ASIDE = tl.constexpr(MODES["aside"])
 _NEAREST = tl.constexpr(12582912.0)
 """Added and taken away again, it rounds a small float32 to the nearest whole number, ties to even."""
 _LEAST = tl.constexpr(2.0**-100)
@@ -154,34 +155,85 @@ def _encode(
 
 
 @triton.jit
-def _top(row, x, slot, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, WIDE: tl.constexpr):
-    """The K largest magnitudes, and a sample of S; NUMBER = S * 2**20 + K. The least of the K is found bit by bit: the
-    greatest number that K magnitudes reach.
-    """
-    K: tl.constexpr = NUMBER % (1 << 20)
-    S: tl.constexpr = NUMBER // (1 << 20)
-    columns = tl.arange(0, WIDE)
-    inside = columns < width
-    raw = tl.load(x + columns, mask=inside, other=0.0)
-    value = raw.to(tl.float32)
-    magnitude = tl.where(inside, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
-    # The low 16 bits of a bfloat16 are zero.
-    lowest: tl.constexpr = 16 if x.dtype.element_ty == tl.bfloat16 else 0
+def _reached(magnitude, K: tl.constexpr, LOWEST: tl.constexpr):
+    """The greatest number that K of the magnitudes reach, found bit by bit; bits below LOWEST are zero."""
     least = 0
-    for step in range(0, 31 - lowest):
+    for step in range(0, 31 - LOWEST):
         higher = least | (1 << (30 - step))
         enough = tl.sum((magnitude >= higher).to(tl.int32), 0) >= K
         least = tl.where(enough, higher, least)
+    return least
+
+
+@triton.jit
+def _pick(magnitude, least, K: tl.constexpr):
+    """Which K of the magnitudes are the largest, and their places in order. least: see `_reached`; of those that are
+    equal to it the first.
+    """
     above = magnitude > least
     tied = magnitude == least
     room = K - tl.sum(above.to(tl.int32), 0)
     # One scan counts both, side by side in one number.
-    counter: tl.constexpr = tl.int32 if width < 32768 else tl.int64
-    half: tl.constexpr = 16 if width < 32768 else 32
+    few: tl.constexpr = magnitude.shape[0] < 32768
+    counter: tl.constexpr = tl.int32 if few else tl.int64
+    half: tl.constexpr = 16 if few else 32
     counts = tl.cumsum(above.to(counter) + (tied.to(counter) << half), 0)
     ties = (counts >> half).to(tl.int32)
     chosen = above | (tied & (ties <= room))
-    place = (counts & ((1 << half) - 1)).to(tl.int32) + tl.minimum(ties, room) - 1
+    return chosen, (counts & ((1 << half) - 1)).to(tl.int32) + tl.minimum(ties, room) - 1
+
+
+@triton.jit
+def _magnitude(raw, inside):
+    """|value| as an integer of the same order, -1 outside."""
+    return tl.where(inside, raw.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
+
+
+@triton.jit
+def _candidates(
+    row, x, K: tl.constexpr, width: tl.constexpr, WIDE: tl.constexpr, PLACES: tl.constexpr, LOWEST: tl.constexpr
+):  # fmt: skip
+    """Columns, ascending, among which the K largest of a row are, and which of them count.
+
+    Those of the K groups of 8 whose largest values are largest: a value that belongs to the K largest has no K groups
+    that reach beyond its own. Of groups that tie the first K hold enough. Their numbers lie in `row` for a moment: so
+    only a few values, not a whole row, are laid out anew.
+    """
+    if width < 16 * PLACES or width < 1024 or width > 8 * 65535:
+        columns = tl.arange(0, WIDE)
+        inside = columns < width
+    else:
+        every = tl.arange(0, WIDE)
+        magnitude = _magnitude(tl.load(x + every, mask=every < width, other=0.0), every < width)
+        best = tl.max(tl.reshape(magnitude, (WIDE // 8, 8)), 1)
+        chosen, place = _pick(best, _reached(best, K, LOWEST), K)
+        numbers = row.to(tl.pointer_type(tl.uint16))
+        tl.store(numbers + place, tl.arange(0, WIDE // 8).to(tl.uint16), mask=chosen)
+        tl.debug_barrier()
+        places = tl.arange(0, PLACES)
+        group = tl.load(numbers + places, mask=places < K, other=WIDE // 8).to(tl.int32)
+        tl.debug_barrier()
+        columns = tl.reshape(group[:, None] * 8 + tl.arange(0, 8)[None, :], (PLACES * 8,))
+        inside = columns < width
+    return columns, inside
+
+
+@triton.jit
+def _top(
+    row, x, slot, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, WIDE: tl.constexpr,
+    PLACES: tl.constexpr,
+):  # fmt: skip
+    """The K largest magnitudes, and a sample of S; NUMBER = S * 2**20 + K. PLACES: a power of two not below K."""
+    K: tl.constexpr = NUMBER % (1 << 20)
+    S: tl.constexpr = NUMBER // (1 << 20)
+    # The low 16 bits of a bfloat16 are zero.
+    lowest: tl.constexpr = 16 if x.dtype.element_ty == tl.bfloat16 else 0
+    columns, inside = _candidates(row, x, K, width, WIDE, PLACES, lowest)
+    raw = tl.load(x + columns, mask=inside, other=0.0)
+    value = raw.to(tl.float32)
+    magnitude = _magnitude(raw, inside)
+    least = _reached(magnitude, K, lowest)
+    chosen, place = _pick(magnitude, least, K)
     index_bytes: tl.constexpr = 2 if width <= 65536 else 4
     values_at: tl.constexpr = (K * index_bytes + 3) // 4 * 4
     if index_bytes == 2:
@@ -243,8 +295,16 @@ def _sample(out, x, start, least, width: tl.constexpr, MODE: tl.constexpr, S: tl
 
 
 @triton.jit
+def _put(row, aside, offset, x, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
+    if MODE == ASIDE:
+        _encode(aside + offset, x, width, COPY, 0, TILE)
+    else:
+        _encode(row + offset, x, width, MODE, NUMBER, TILE)
+
+
+@triton.jit
 def reduce_rows_kernel(
-    rows, slots,
+    rows, slots, buffer,
     x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12,
     s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12,
     w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr, w3: tl.constexpr, w4: tl.constexpr, w5: tl.constexpr,
@@ -257,9 +317,9 @@ def reduce_rows_kernel(
     n6: tl.constexpr, n7: tl.constexpr, n8: tl.constexpr, n9: tl.constexpr, n10: tl.constexpr, n11: tl.constexpr,
     n12: tl.constexpr,
     o0, o1, o2, o3, o4, o5, o6, o7, o8, o9, o10, o11, o12,
-    row_bytes, TILE: tl.constexpr, PDL: tl.constexpr,
+    row_bytes, buffer_bytes, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, values): one program reduces one row of one value."""
+    """Grid (tokens, values): one program reduces one row of one value. buffer: where values of mode "aside" go."""
     token = tl.program_id(0).to(tl.int64)
     value = tl.program_id(1)
     slot = tl.load(slots + token)
@@ -267,43 +327,44 @@ def reduce_rows_kernel(
         tl.extra.cuda.gdc_wait()
     if slot >= 0:
         row = rows + slot * row_bytes
+        aside = buffer + token * buffer_bytes
         if value == 0:
-            _encode(row + o0, x0 + token * s0, w0, m0, n0, TILE)
+            _put(row, aside, o0, x0 + token * s0, w0, m0, n0, TILE)
         elif value == 1:
-            _encode(row + o1, x1 + token * s1, w1, m1, n1, TILE)
+            _put(row, aside, o1, x1 + token * s1, w1, m1, n1, TILE)
         elif value == 2:
-            _encode(row + o2, x2 + token * s2, w2, m2, n2, TILE)
+            _put(row, aside, o2, x2 + token * s2, w2, m2, n2, TILE)
         elif value == 3:
-            _encode(row + o3, x3 + token * s3, w3, m3, n3, TILE)
+            _put(row, aside, o3, x3 + token * s3, w3, m3, n3, TILE)
         elif value == 4:
-            _encode(row + o4, x4 + token * s4, w4, m4, n4, TILE)
+            _put(row, aside, o4, x4 + token * s4, w4, m4, n4, TILE)
         elif value == 5:
-            _encode(row + o5, x5 + token * s5, w5, m5, n5, TILE)
+            _put(row, aside, o5, x5 + token * s5, w5, m5, n5, TILE)
         elif value == 6:
-            _encode(row + o6, x6 + token * s6, w6, m6, n6, TILE)
+            _put(row, aside, o6, x6 + token * s6, w6, m6, n6, TILE)
         elif value == 7:
-            _encode(row + o7, x7 + token * s7, w7, m7, n7, TILE)
+            _put(row, aside, o7, x7 + token * s7, w7, m7, n7, TILE)
         elif value == 8:
-            _encode(row + o8, x8 + token * s8, w8, m8, n8, TILE)
+            _put(row, aside, o8, x8 + token * s8, w8, m8, n8, TILE)
         elif value == 9:
-            _encode(row + o9, x9 + token * s9, w9, m9, n9, TILE)
+            _put(row, aside, o9, x9 + token * s9, w9, m9, n9, TILE)
         elif value == 10:
-            _encode(row + o10, x10 + token * s10, w10, m10, n10, TILE)
+            _put(row, aside, o10, x10 + token * s10, w10, m10, n10, TILE)
         elif value == 11:
-            _encode(row + o11, x11 + token * s11, w11, m11, n11, TILE)
+            _put(row, aside, o11, x11 + token * s11, w11, m11, n11, TILE)
         else:
-            _encode(row + o12, x12 + token * s12, w12, m12, n12, TILE)
+            _put(row, aside, o12, x12 + token * s12, w12, m12, n12, TILE)
 
 
-# Wide loads would lay a row out so that the scattered stores of top k shuffle it through 128 KB of shared memory.
-@triton.jit(do_not_specialize=["token_stride", "layer_stride"])
+@triton.jit
 def reduce_layers_kernel(
     rows, slots, x, offsets, base, token_stride, layer_stride, row_bytes,
-    width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, WIDE: tl.constexpr,
+    width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, WIDE: tl.constexpr, PLACES: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, layers): one program reduces one row of one layer of a hook, to byte base + offsets[layer], a
-    multiple of 16, of its token's row. NUMBER: see `_encode` and `_top`. WIDE: a power of two not below `width`.
+    multiple of 16, of its token's row. NUMBER, PLACES: see `_encode` and `_top`. WIDE: a power of two, at least
+    `width`.
     """
     token = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
@@ -314,6 +375,6 @@ def reduce_layers_kernel(
     if slot >= 0:
         source = x + token * token_stride + layer * layer_stride
         if MODE == TOPK or MODE == EXACT:  # noqa: SIM109 (kernels know no tuples)
-            _top(row, source, slot, width, MODE, NUMBER, WIDE)
+            _top(row, source, slot, width, MODE, NUMBER, WIDE, PLACES)
         else:
             _encode(row, source, width, MODE, NUMBER, TILE)

@@ -17,8 +17,8 @@ def test_kernels(tmp_path: Path) -> None:
     results = json.loads(out.read_text())
     assert set(results["rules"]) == set(kernels.RULES) and "/" not in results["command"]
     for name, found in results["rules"].items():
-        at_end = {"at_end_us"} if "topk" in name or "rp(" in name else set()
-        assert all(set(us) == {"at_once_us"} | at_end and min(us.values()) > 0 for us in found.values())
+        at_end = {"at_end_us"} if "topk" in name or "rp(" in name or name == "mixed" else set()
+        assert all(set(us) == {"at_once_us", "thread_us"} | at_end and min(us.values()) > 0 for us in found.values())
 
 
 def test_stores(tmp_path: Path) -> None:

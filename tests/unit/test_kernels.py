@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -11,17 +12,30 @@ import sys
 import pytest
 import torch
 
-CHILD = """
-import json, sys
+HEAD = """
+import json, sys, traceback
 import numpy
 import torch
 from dmi_connector.engine import kernels
+from dmi_connector.reduce import parse
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-torch.manual_seed(0)
-kernels._DECODE_TOKENS = 4  # so that these sizes run both the one-token and the two-token programs
-checked = []
-for dtype, widths, tokens in json.loads(sys.argv[1]):
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""
+
+TAIL = """
+for case in json.loads(sys.argv[1]):
+    torch.manual_seed(0)
+    try:
+        check(*case)
+        found = "equal"
+    except Exception:
+        found = traceback.format_exc()
+    print(json.dumps(found), flush=True)
+"""
+
+WRITE = """
+def check(dtype, widths, tokens):
+    kernels._DECODE_TOKENS = 4  # so that these sizes run both the one-token and the two-token programs
     dt = getattr(torch, dtype)
     size = dt.itemsize
     offsets, at = [], 64
@@ -68,8 +82,6 @@ for dtype, widths, tokens in json.loads(sys.argv[1]):
     for source, nbytes, base in pieces:
         block = want[second + base * len(rows) :][: nbytes * len(rows)].view(len(rows), nbytes)
         assert torch.equal(block, rows[:, source : source + nbytes])
-    checked.append([dtype, tokens])
-print(json.dumps(checked))
 """
 
 CASES = [
@@ -81,62 +93,72 @@ CASES = [
 ]
 
 
+@functools.cache
+def checked(script: str, cases: str) -> list[str]:
+    """What a process of its own found for each case: "equal" or an error. Importing torch and Triton takes seconds."""
+    pytest.importorskip("triton")
+    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", HEAD + script + TAIL, cases]
+    done = subprocess.run(command, env={**os.environ, **interpreted}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{len(c[1])}x{c[2]}")
 def test_kernels_equal_their_twins(case: tuple[str, list[int], int]) -> None:
-    pytest.importorskip("triton")
-    env = dict(os.environ)
-    if not torch.cuda.is_available():
-        env["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, json.dumps([case])],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [[case[0], case[2]]]
+    found = checked(WRITE, json.dumps(CASES))
+    assert found[CASES.index(case)] == "equal", found[CASES.index(case)]
 
 
-REDUCE_CHILD = """
-import json, sys
-import torch
-from dmi_connector.engine import kernels
-from dmi_connector.reduce import parse
-
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-torch.manual_seed(0)
-dtype, specs, widths, tokens = json.loads(sys.argv[1])
-dt = getattr(torch, dtype)
-reductions = [parse(spec) for spec in specs]
-offsets, at, values = [], 64, []
-for w, r in zip(widths, reductions):
-    offsets.append(at)
-    nbytes = w * dt.itemsize if r is None else r.stored_width(w, dtype) * getattr(torch, r.stored_dtype(dtype)).itemsize
-    at += -(-nbytes // 16) * 16
-    wide = torch.randn(tokens, w + 5, device=device) * torch.logspace(-3, 3, tokens, device=device)[:, None]
-    x = wide.to(dt)[:, 2 : 2 + w]
-    x[0] = x[0].round()  # ties
-    x[-1] = (x[-1].float() * torch.logspace(-6, 0, w, device=device)).to(dt)  # down to what underflows
-    if tokens > 3:
-        x[2], x[3] = 0, 2.5
-    values.append(x)
-    if r is not None:
-        r.prepare(w, device, 0, 0)
-row_bytes = -(-at // 64) * 64
-slots = torch.randperm(40, device=device)[:tokens].long() + 1
-slots[0] = 60_000  # beyond 32 bits where it is multiplied
-slots[1] = -1  # padding
-twin = torch.full((60_001, row_bytes), 7, dtype=torch.uint8, device=device)
-mine = twin.clone()
-kernels.reduce_rows_torch(twin, slots, values, offsets, reductions, 0)
-kernels._reduce_rows_triton(mine, slots, values, offsets, reductions, 0)
-twin[0] = mine[0] = 7
-for spec, offset, end in zip(specs, offsets, [*offsets[1:], at]):
-    a, b = mine[:, offset:end], twin[:, offset:end]
-    assert torch.equal(a, b), (spec, (a != b).nonzero()[:10].tolist(), a[a != b][:10].tolist(), b[a != b][:10].tolist())
-assert torch.equal(mine, twin)
-print("equal")
+REDUCE = """
+def check(dtype, specs, widths, tokens):
+    if device.type == "cuda" and dtype == "float16":
+        dtype = "bfloat16"
+    dt = getattr(torch, dtype)
+    reductions = [parse(spec) for spec in specs]
+    offsets, at, values = [], 64, []
+    for w, r in zip(widths, reductions):
+        offsets.append(at)
+        stored = (w, dtype) if r is None else (r.stored_width(w, dtype), r.stored_dtype(dtype))
+        nbytes = stored[0] * getattr(torch, stored[1]).itemsize
+        at += -(-nbytes // 16) * 16
+        wide = torch.randn(tokens, w + 5, device=device) * torch.logspace(-3, 3, tokens, device=device)[:, None]
+        x = wide.to(dt)[:, 2 : 2 + w]
+        x[0] = x[0].round()  # ties
+        x[-1] = (x[-1].float() * torch.logspace(-6, 0, w, device=device)).to(dt)  # down to what underflows
+        if tokens > 3:
+            x[2], x[3] = 0, 2.5
+        values.append(x)
+        if r is not None:
+            r.prepare(w, device, 0, 0)
+    row_bytes = -(-at // 64) * 64
+    slots = torch.randperm(40, device=device)[:tokens].long() + 1
+    slots[0] = 60_000  # beyond 32 bits where it is multiplied
+    slots[1] = -1  # padding
+    twin = torch.full((60_001, row_bytes), 7, dtype=torch.uint8, device=device)
+    mine = twin.clone()
+    places, end = [None] * len(specs), 0  # every third goes to the buffer
+    for i in range(1, len(specs), 3):
+        places[i], end = end, end + -(-widths[i] * dt.itemsize // 16) * 16
+    buffers = torch.full((2, tokens, end + 64), 5, dtype=torch.uint8, device=device)
+    for buffer, kept in ((None, ()), (buffers, places)):
+        into = (None, None) if buffer is None else buffer
+        twin.fill_(7)
+        mine.fill_(7)
+        kernels.reduce_rows_torch(twin, slots, values, offsets, reductions, 0, into[0], kept)
+        kernels._reduce_rows_triton(mine, slots, values, offsets, reductions, 0, into[1], kept)
+        twin[0] = mine[0] = 7
+        for spec, offset, stop in zip(specs, offsets, [*offsets[1:], at]):
+            a, b = mine[:, offset:stop], twin[:, offset:stop]
+            off = a != b
+            assert torch.equal(a, b), (spec, off.nonzero()[:9].tolist(), a[off][:9].tolist(), b[off][:9].tolist())
+        assert torch.equal(mine, twin)
+        for i, place in enumerate(kept):
+            if place is not None:
+                put = buffers[:, :, place : place + widths[i] * dt.itemsize].contiguous().view(dt)
+                wanted = torch.where(slots[:, None] < 0, 0, values[i])  # padding may be there or not
+                assert torch.equal(torch.where(slots[:, None] < 0, 0, put[0]), wanted)
+                assert torch.equal(torch.where(slots[:, None] < 0, 0, put[1]), wanted)
 """
 
 REDUCE_CASES = [
@@ -161,66 +183,44 @@ REDUCE_CASES = [
 
 @pytest.mark.parametrize("case", REDUCE_CASES, ids=lambda c: f"{c[0]}-{'-'.join(c[1][:3])}")
 def test_reducing_kernels_equal_their_twins(case: tuple[str, list[str], list[int], int]) -> None:
-    pytest.importorskip("triton")
-    env = dict(os.environ)
-    gpu = torch.cuda.is_available()
-    if not gpu:
-        env["TRITON_INTERPRET"] = "1"
-    dtype = "bfloat16" if gpu and case[0] == "float16" else case[0]
-    done = subprocess.run(
-        [sys.executable, "-c", REDUCE_CHILD, json.dumps([dtype, *case[1:]])],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "equal\n"
+    found = checked(REDUCE, json.dumps(REDUCE_CASES))
+    assert found[REDUCE_CASES.index(case)] == "equal", found[REDUCE_CASES.index(case)]
 
 
-LAYERS_CHILD = """
-import json, sys
-import torch
-from dmi_connector.engine import kernels
-from dmi_connector.reduce import parse
-
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-torch.manual_seed(0)
-dtype, spec, width, count, tokens = json.loads(sys.argv[1])
-reduction = parse(spec)
-wide = torch.randn(tokens, 3 + (count + 1) * width, device=device).to(getattr(torch, dtype))
-values = wide[:, 2 : 2 + count * width].unflatten(1, (count, width))
-layers = [2 * i + 1 for i in range(count)]
-for layer in layers:
-    reduction.prepare(width, device, layer, 0)
-step = -(-reduction.stored_width(width, dtype) // 16) * 16
-offsets = 64 + step * torch.randperm(count, device=device)
-slots = torch.randperm(40, device=device)[:tokens].long() + 1
-slots[0] = -1
-twin = torch.full((41, 64 + step * count), 7, dtype=torch.uint8, device=device)
-mine = twin.clone()
-kernels.reduce_layers_torch(twin, slots, values, offsets, reduction, layers)
-kernels._reduce_layers_triton(mine, slots, values, offsets, reduction, layers)
-twin[0] = mine[0] = 7
-if spec.startswith("rp"):  # many layers may be summed in another order than one
-    assert (mine != twin).float().mean() < 0.01, (mine != twin).float().mean()
-else:
-    assert torch.equal(mine, twin), (mine != twin).nonzero()[:10].tolist()
-assert len({row.tobytes() for row in mine.cpu().numpy()}) == tokens  # padding has none; the rest is alike
-print("equal")
+LAYERS = """
+def check(spec, width, count, tokens):
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    reduction = parse(spec)
+    wide = torch.randn(tokens, 3 + (count + 1) * width, device=device).to(getattr(torch, dtype))
+    wide[1] = wide[1].round()  # ties
+    wide[2] = 0
+    values = wide[:, 2 : 2 + count * width].unflatten(1, (count, width))
+    layers = [2 * i + 1 for i in range(count)]
+    for layer in layers:
+        reduction.prepare(width, device, layer, 0)
+    step = -(-reduction.stored_width(width, dtype) // 16) * 16
+    offsets = 64 + step * torch.randperm(count, device=device)
+    slots = torch.randperm(40, device=device)[:tokens].long() + 1
+    slots[0] = -1
+    twin = torch.full((41, 64 + step * count), 7, dtype=torch.uint8, device=device)
+    mine = twin.clone()
+    kernels.reduce_layers_torch(twin, slots, values, offsets, reduction, layers)
+    kernels._reduce_layers_triton(mine, slots, values, offsets, reduction, layers)
+    twin[0] = mine[0] = 7
+    if spec.startswith("rp"):  # many layers may be summed in another order than one
+        assert (mine != twin).float().mean() < 0.01, (mine != twin).float().mean()
+    else:
+        assert torch.equal(mine, twin), (mine != twin).nonzero()[:10].tolist()
+    assert len({row.tobytes() for row in mine.cpu().numpy()}) == tokens  # padding has none; untouched rows are alike
 """
 
+LAYERS_CASES = [
+    *((spec, 200, 4, 5) for spec in ("topk(8)", "topk(5,exact,sample=9)", "rp(16)", "int8")),
+    *((spec, 2050, 2, 4) for spec in ("topk(64)", "topk(7,exact,sample=9)", "topk(128)", "topk(129)")),
+]
 
-@pytest.mark.parametrize("spec", ["topk(8)", "topk(5,exact,sample=9)", "rp(16)", "int8"])
-def test_the_kernel_of_many_layers_equals_its_twin(spec: str) -> None:
-    pytest.importorskip("triton")
-    env = dict(os.environ)
-    gpu = torch.cuda.is_available()
-    if not gpu:
-        env["TRITON_INTERPRET"] = "1"
-    case = ["bfloat16" if gpu else "float32", spec, 200, 4, 5]
-    done = subprocess.run(
-        [sys.executable, "-c", LAYERS_CHILD, json.dumps(case)], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "equal\n"
+
+@pytest.mark.parametrize("case", LAYERS_CASES, ids=lambda c: f"{c[0]}-{c[1]}")
+def test_the_kernel_of_many_layers_equals_its_twin(case: tuple[str, int, int, int]) -> None:
+    found = checked(LAYERS, json.dumps(LAYERS_CASES))
+    assert found[LAYERS_CASES.index(case)] == "equal", found[LAYERS_CASES.index(case)]
