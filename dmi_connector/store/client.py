@@ -136,6 +136,11 @@ class PersistenceClient:
         items = [[c.number, *rest] for c, *rest in rows]
         self._post_extent(extent, [c for c, *_ in rows], {"type": "rows", "rows": items})
 
+    @property
+    def group(self) -> int:
+        """Process group of the coordinator and the writers."""
+        return self._child.group
+
     def stats(self) -> dict[str, Any]:
         """Counts of captures by state, bytes raw and stored, bytes waiting in the ring, the latest errors."""
         with self._lock:

@@ -28,6 +28,7 @@ def test_stores(tmp_path: Path) -> None:
     assert stores.main(["--out", str(out), "--directory", str(directory), "--codec", "lz4", *argv]) == 0
     results = json.loads(out.read_text())
     assert results["GBps"] == results["runs"][0] > 0 and results["files_alone_GBps"] > 0
+    assert min(results["writers_user_s"], results["writers_system_s"]) >= 0
     assert results["GB"] == pytest.approx(2 * 130 * 2 * sum(kernels.WIDTHS.values()) / 1e9, abs=1e-3)
     assert not directory.exists()
 
