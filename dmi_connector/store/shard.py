@@ -72,6 +72,24 @@ def _crc_of_zeros(nbytes: int) -> int:
     return crc32c(bytes(nbytes))
 
 
+class _Scratch:
+    """Memory for short chunks that are filled up with zeros. New memory for each would cost as many page faults."""
+
+    def __init__(self, rows: int, columns: int, dtype: str) -> None:
+        self._array = np.zeros((rows, columns), dtype)
+        self._used = 0
+
+    def filled(self, chunk: np.ndarray) -> np.ndarray:
+        """`chunk` and zeros; good until the next call."""
+        self._array[: len(chunk)] = chunk
+        self._array[len(chunk) : self._used] = 0
+        self._used = len(chunk)
+        return self._array
+
+
+_scratch = functools.lru_cache(maxsize=16)(_Scratch)
+
+
 # Fewer zeros are written: a hole costs a call of its own, and a file system keeps whole pages.
 _HOLE_BYTES = 1 << 16
 
@@ -101,7 +119,8 @@ def encode(chunk: np.ndarray, codec: str, rows: int | None = None) -> Encoded:
         crc = crc32c(body)
         return Encoded(body, zeros, crc32c_join(crc, _crc_of_zeros(zeros), zeros) if zeros else crc)
     if zeros:
-        chunk = np.pad(chunk, ((0, zeros // chunk[0].nbytes), (0, 0)))
+        assert rows is not None
+        chunk = _scratch(rows, chunk.shape[1], chunk.dtype.str).filled(chunk)
     cname, clevel, shuffle = blosc_settings(codec, chunk.itemsize)
     packed = blosc.compress(chunk, cname.encode(), clevel, _SHUFFLES[shuffle], chunk.nbytes)
     return Encoded(packed, 0, crc32c(packed))

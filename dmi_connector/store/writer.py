@@ -16,6 +16,7 @@ its groups may carry `token_ids` (int32, see wire.pack_array).
 from __future__ import annotations
 
 import argparse
+import ctypes
 import mmap
 import os
 import resource
@@ -51,6 +52,19 @@ def _map_pages(memory: mmap.mmap) -> None:
         memory.madvise(_MADV_POPULATE_READ)
     except OSError:
         return  # an older kernel: pages are mapped when first read
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+
+
+def _keep_memory() -> None:
+    """Let the allocator keep what is freed: else each encoded chunk is new pages of the system, and that takes a third
+    of a writer's time (docs/PERFORMANCE.md).
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # other C libraries have their own ways
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
 
 
 class Writer:
@@ -231,6 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     answers = os.dup(1)
     os.dup2(2, 1)
     os.nice(args.nice)
+    _keep_memory()
     memory = mmap.mmap(args.ring_fd, args.ring_bytes)
     _map_pages(memory)
     ring = np.frombuffer(memory, np.uint8)

@@ -217,6 +217,18 @@ def test_two_captures_share_an_extent_and_chunks_come_out_of_order(persistence: 
     assert verify_dir(tmp_path) == []
 
 
+def test_what_a_short_chunk_is_filled_up_with_is_zeros() -> None:
+    from numcodecs import blosc
+
+    from dmi_connector.store.shard import encode
+
+    rng = np.random.default_rng(0)
+    for count in (3, 7, 1, 5, 5):  # one after the other through the same memory
+        chunk = rng.integers(1, 9, (count, 6), dtype="u2")
+        whole = np.frombuffer(blosc.decompress(encode(chunk, "lz4", 8).body), "u2").reshape(8, 6)
+        np.testing.assert_array_equal(whole, np.concatenate([chunk, np.zeros((8 - count, 6), "u2")]))
+
+
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_rows_a_last_chunk_lacks_take_no_room(persistence: Persistence, tmp_path: Path, codec: str) -> None:
     wide, path = ArraySpec("mlp_post", "bfloat16", (0, 1), 1024), tmp_path / "a.zarr"
