@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import common
 from dmi_connector.engine.at_end import AtEnd
-from dmi_connector.engine.kernels import reduce_rows
+from dmi_connector.engine.kernels import RowWriter
 from dmi_connector.layout import HEADER_BYTES, ROW_ALIGN, ROW_BYTES_ALIGN, Segment
 from dmi_connector.reduce import parse
 
@@ -85,18 +85,30 @@ def measure(rule: dict[str, str], tokens: int, layers: int, repeat: int) -> dict
 
     at_end = AtEnd(segments, device)
 
-    def taps(later: bool) -> None:
+    def writers(later: bool) -> list[tuple[RowWriter, list[torch.Tensor]]]:
+        found = []
         for layer, own in enumerate(of_layers):
-            offsets, reductions = [s.offset for s in own], [s.reduction for s in own]
-            places = at_end.places(offsets, tokens) if later else ()
-            part = [values[s.hook] for s in own]
-            reduce_rows(rows, slots, part, offsets, reductions, layer, at_end.buffer, places)
-        if later:
-            at_end.reduce(rows, slots, tokens)
+            offsets = [s.offset for s in own]
+            places = at_end.places(offsets) if later else ()
+            reductions = [s.reduction for s in own]
+            writer = RowWriter([s.width for s in own], torch.bfloat16, offsets, reductions, layer, places)
+            found.append((writer, [values[s.hook] for s in own]))
+        return found
 
-    result = {"at_once_us": timed(lambda: taps(False), repeat), "thread_us": thread_time(lambda: taps(False), repeat)}
-    if tokens <= at_end.tokens:
-        result["at_end_us"] = timed(lambda: taps(True), repeat)
+    now, later = writers(False), writers(True)
+
+    def taps_now() -> None:
+        for write, own in now:
+            write(rows, slots, own)
+
+    def taps_later() -> None:
+        for write, own in later:
+            write(rows, slots, own, at_end.buffer)
+        at_end.reduce(rows, slots, tokens)
+
+    result = {"at_once_us": timed(taps_now, repeat), "thread_us": thread_time(taps_now, repeat)}
+    if at_end.takes(tokens):
+        result["at_end_us"] = timed(taps_later, repeat)
     return {name: round(us, 1) for name, us in result.items()}
 
 

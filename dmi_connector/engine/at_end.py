@@ -65,16 +65,19 @@ class AtEnd:
         self.buffer = torch.empty(self.tokens, row_bytes, dtype=torch.uint8, device=device)
         no_offset(device)  # made now: a CUDA graph that made it would not have filled it yet
 
-    def places(self, offsets: Sequence[int], tokens: int) -> list[int | None]:
-        """Where in a row of `buffer` values are put aside, in a step of `tokens`, that go to byte `offsets` of a row of
-        the cache; None for those that are not.
+    def takes(self, tokens: int) -> bool:
+        """Whether a step of `tokens` puts values aside."""
+        return 0 < tokens <= self.tokens
+
+    def places(self, offsets: Sequence[int]) -> list[int | None]:
+        """Where in a row of `buffer` values are put aside that go to byte `offsets` of a row of the cache; None for
+        those that are not.
         """
-        here = 0 < tokens <= self.tokens
-        return [self._places.get(offset) if here else None for offset in offsets]
+        return [self._places.get(offset) for offset in offsets]
 
     def reduce(self, rows: torch.Tensor, slots: torch.Tensor, tokens: int) -> None:
         """Reduce what the taps of this step put aside, and write it to the rows `slots`."""
-        if not 0 < tokens <= self.tokens:
+        if not self.takes(tokens):
             return
         for hook in self._hooks:
             count, first = len(hook.layers), hook.start // hook.dtype.itemsize

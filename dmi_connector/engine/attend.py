@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmi_connector.engine.kernels import write_rows_torch
+from dmi_connector.engine.kernels import copy_rows
 from dmi_connector.layout import Segment
 from dmi_connector.reduce.attn import AttentionSummary
 
@@ -90,7 +90,7 @@ def _summarise(
         return
     keys_of = _cpu_keys(attn, kv_cache)
     words = summaries(query, keys_of, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, m, scale)
-    write_rows_torch(owner.rows, slots, [words], [offset])
+    copy_rows(owner.rows, slots[: len(words)], [words], [offset])
 
 
 def summaries(

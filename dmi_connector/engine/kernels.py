@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of a capture: `write_rows` puts values into their tokens' rows, `reduce_rows` and `reduce_layers` reduce
-them first, and `gather_rows` takes rows out in store layout. One public function each, with a Triton kernel
-(triton_kernels.py, triton_reduce.py) and a torch twin behind it.
+"""The kernels of a capture: a `RowWriter` puts the values of a tap into their tokens' rows, reduced where that is
+wanted, `reduce_layers` does so for one hook of many layers, and `gather_rows` takes rows out in store layout. Behind
+each is a Triton kernel (triton_kernels.py, triton_reduce.py) and a torch twin.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from itertools import repeat
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,176 +17,219 @@ if TYPE_CHECKING:
     from dmi_connector.reduce import Reduction
 
 MAX_VALUES = 13
+_SEARCHES = ("topk", "exact")
 _BLOCK = 2048
 _GATHER_BLOCK = 1024
 _GATHER_TOKENS = 8
-# Up to this many tokens one program takes one token with 4 warps, above it two with 8 (measured on an H200).
+# Measured on an H200. Up to so many tokens one program copies one token with 4 warps, above it two with 8.
 _DECODE_TOKENS = 512
+_TILES = {True: (4096, 8), False: (2048, 4)}
+"""(values that a reducing program takes at a time, its warps), for few tokens and for many (docs/REDUCTIONS.md): few
+wait for memory, many for room on the GPU.
+"""
 
 
-def write_rows(rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], offsets: list[int]) -> None:
-    """Write ``values[i][t]`` at byte ``offsets[i]`` of row ``slots[t]``.
+class RowWriter:
+    """Writes the values of one tap into their tokens' rows. What stays the same from step to step is worked out once.
 
-    rows: uint8 [slots, row_bytes], contiguous. slots: int64 [>= tokens]; a negative slot marks padding, which is
-    skipped (Triton) or sent to row 0, the null block nobody reads (torch). values: [tokens, width] each, one dtype,
-    last dimension contiguous, any row stride. offsets: multiples of the size of an element.
+    widths, dtype: of the values. offsets: byte of a row where each goes, multiples of the size of an element.
+    reductions: how each is reduced first (None: not at all), layer: of all the values, for them. places: where a value
+    is to go, as it is, into a row of a buffer instead (None: it is not).
     """
-    if rows.is_cuda:
-        for first in range(0, len(values), MAX_VALUES):
-            _write_rows_triton(rows, slots, values[first : first + MAX_VALUES], offsets[first : first + MAX_VALUES])
-    else:
-        write_rows_torch(rows, slots, values, offsets)
 
+    def __init__(
+        self,
+        widths: Sequence[int],
+        dtype: torch.dtype,
+        offsets: Sequence[int],
+        reductions: Sequence[Reduction | None] = (),
+        layer: int = 0,
+        places: Sequence[int | None] = (),
+    ) -> None:
+        count = len(widths)
+        self._offsets, self._layer = list(offsets), layer
+        self._reductions, self._places = list(reductions) or [None] * count, list(places) or [None] * count
+        self._alone: list[int] = []  # those that take a kernel of their own (`Reduction.at_end`)
+        name, parts = str(dtype).removeprefix("torch."), []
+        for i, (offset, reduction, place) in enumerate(zip(offsets, self._reductions, self._places, strict=True)):
+            if place is not None:
+                parts.append(_Part(i, widths[i], place, "aside", 0))
+            elif reduction is None:
+                parts.append(_Part(i, widths[i], offset, "copy", 0))
+            elif reduction.at_end:
+                self._alone.append(i)
+            else:
+                parts.append(_Part(i, widths[i], offset, *reduction.fused(name)))
+        plain = all(part.mode == "copy" for part in parts)
+        groups = [parts[first : first + MAX_VALUES] for first in range(0, len(parts), MAX_VALUES)]
+        self._launches = [_Copies(group, dtype) if plain else _Reductions(group) for group in groups]
 
-def write_rows_torch(rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], offsets: list[int]) -> None:
-    """The kernel's twin in plain torch, used on the CPU."""
-    size = values[0].element_size()
-    typed = rows.view(values[0].dtype)
-    index = slots[: values[0].shape[0]].clamp_min(0)
-    for value, offset in zip(values, offsets, strict=True):
-        start = offset // size
-        typed[:, start : start + value.shape[1]].index_copy_(0, index, value[: index.shape[0]])
+    def __call__(
+        self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], buffer: torch.Tensor | None = None
+    ) -> None:
+        """Write ``values[i][t]`` to row ``slots[t]``.
 
+        rows: uint8 [slots, row_bytes], contiguous. slots: int64 [>= tokens]; a negative slot marks padding, which is
+        skipped (Triton) or sent to row 0, the null block nobody reads (torch). values: [tokens, width] each, last
+        dimension contiguous, any row stride. buffer: uint8 [>= tokens, bytes], of whose row t `places` speak.
+        """
+        (self.in_triton if rows.is_cuda else self.in_torch)(rows, slots, values, buffer)
 
-def _write_rows_triton(rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], offsets: list[int]) -> None:
-    from dmi_connector.engine.triton_kernels import write_rows_kernel
-
-    size = values[0].element_size()
-    tokens = min(values[0].shape[0], slots.shape[0])
-    if tokens == 0:
-        return
-    typed = rows.view(values[0].dtype)
-    widths, starts = [v.shape[1] for v in values], [o // size for o in offsets]
-    blocks = sum(-(-w // _BLOCK) for w in widths)
-    for value in values:
-        assert value.stride(1) == 1, "taps take values whose last dimension is contiguous"
-    pad = MAX_VALUES - len(values)
-    tile, warps = (1, 4) if tokens <= _DECODE_TOKENS else (2, 8)
-    write_rows_kernel[(-(-tokens // tile), blocks)](
-        typed,
-        slots,
-        *(values + [values[0]] * pad),
-        *([v.stride(0) for v in values] + [0] * pad),
-        *(widths + [0] * pad),
-        *(starts + [0] * pad),
-        tokens,
-        typed.stride(0),
-        TOKENS=tile,
-        BLOCK=_BLOCK,
-        num_warps=warps,
-        **_launch_options(rows.device),
-    )
-
-
-def reduce_rows(
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    values: list[torch.Tensor],
-    offsets: list[int],
-    reductions: Sequence[Reduction | None],
-    layer: int,
-    buffer: torch.Tensor | None = None,
-    places: Sequence[int | None] = (),
-) -> None:
-    """Like `write_rows`, each value reduced first (None: as it is). `layer`: of all the values.
-
-    buffer: uint8 [>= tokens, bytes]; a value with a place goes as it is to that byte of row t of it instead.
-    """
-    write = _reduce_rows_triton if rows.is_cuda else reduce_rows_torch
-    write(rows, slots, values, offsets, reductions, layer, buffer, places)
-
-
-def reduce_rows_torch(
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    values: list[torch.Tensor],
-    offsets: list[int],
-    reductions: Sequence[Reduction | None],
-    layer: int,
-    buffer: torch.Tensor | None = None,
-    places: Sequence[int | None] = (),
-) -> None:
-    """The kernel's twin in plain torch, used on the CPU."""
-    numbers = slots[: values[0].shape[0]]
-    values = [v[: len(numbers)] for v in values]
-    stored, starts = [], []
-    for value, offset, reduction, place in zip(values, offsets, reductions, places or repeat(None), strict=False):
-        if place is not None:
-            assert buffer is not None
-            write_rows_torch(buffer, torch.arange(len(numbers), device=rows.device), [value], [place])
-        else:
-            encoded = value if reduction is None else reduction.encode(value, layer, numbers)
+    def in_torch(
+        self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], buffer: torch.Tensor | None = None
+    ) -> None:
+        """The kernels' twin in plain torch, used on the CPU."""
+        numbers = slots[: values[0].shape[0]]
+        stored, offsets = [], []
+        for value, offset, reduction, place in zip(values, self._offsets, self._reductions, self._places, strict=True):
+            whole = value[: len(numbers)]
+            if place is not None:
+                assert buffer is not None
+                copy_rows(buffer, torch.arange(len(numbers), device=rows.device), [whole], [place])
+                continue
+            encoded = whole if reduction is None else reduction.encode(whole, self._layer, numbers)
             # Bytes travel as words: what a reduction stores is a multiple of 4 bytes wide.
             stored.append(encoded.view(torch.int32) if encoded.dtype == torch.uint8 else encoded)
-            starts.append(offset)
-    for dtype in dict.fromkeys(v.dtype for v in stored):
-        part = [i for i, v in enumerate(stored) if v.dtype == dtype]
-        write_rows_torch(rows, slots, [stored[i] for i in part], [starts[i] for i in part])
+            offsets.append(offset)
+        for dtype in dict.fromkeys(v.dtype for v in stored):
+            part = [i for i, v in enumerate(stored) if v.dtype == dtype]
+            copy_rows(rows, numbers, [stored[i] for i in part], [offsets[i] for i in part])
+
+    def in_triton(
+        self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], buffer: torch.Tensor | None = None
+    ) -> None:
+        """One launch for up to MAX_VALUES values, and one for each that takes a kernel of its own."""
+        for value in values:
+            assert value.stride(1) == 1, "taps take values whose last dimension is contiguous"
+        tokens = min(values[0].shape[0], slots.shape[0])
+        if tokens == 0:
+            return
+        for i in self._alone:
+            reduction, none = self._reductions[i], no_offset(rows.device)
+            assert reduction is not None
+            _reduce_layers_triton(rows, slots, values[i][:, None], none, reduction, [self._layer], self._offsets[i])
+        for launch in self._launches:
+            launch(rows, slots, values, tokens, rows if buffer is None else buffer)
+
+
+def copy_rows(rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], offsets: list[int]) -> None:
+    """Write values of one dtype to rows `slots` [tokens], as they are, with plain torch."""
+    size = values[0].element_size()
+    typed = rows.view(values[0].dtype)
+    index = slots.clamp_min(0)
+    for value, offset in zip(values, offsets, strict=True):
+        start = offset // size
+        typed[:, start : start + value.shape[1]].index_copy_(0, index, value)
 
 
 class _Part(NamedTuple):
-    """A value of a launch: where it goes, in which mode of the kernel, with which number."""
+    """A value of a launch: which of the tap's it is, its width, where it goes, in which mode, with which number."""
 
-    value: torch.Tensor
+    source: int
+    width: int
     offset: int
     mode: str
     number: int
 
 
-def _reduce_rows_triton(
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    values: list[torch.Tensor],
-    offsets: list[int],
-    reductions: Sequence[Reduction | None],
-    layer: int,
-    buffer: torch.Tensor | None = None,
-    places: Sequence[int | None] = (),
-) -> None:
-    """One launch for up to MAX_VALUES values, and one for each that takes a kernel of its own (`Reduction.at_end`)."""
-    dtype = str(values[0].dtype).removeprefix("torch.")
-    parts: list[_Part] = []
-    for value, offset, reduction, place in zip(values, offsets, reductions, places or repeat(None), strict=False):
-        assert value.stride(1) == 1, "taps take values whose last dimension is contiguous"
-        if place is not None:
-            parts.append(_Part(value, place, "aside", 0))
-        elif reduction is None:
-            parts.append(_Part(value, offset, "copy", 0))
-        elif reduction.at_end:
-            none = no_offset(rows.device)
-            _reduce_layers_triton(rows, slots, value[:, None], none, reduction, [layer], offset)
+class _Launch:
+    """A kernel and those of its arguments that stay the same, `constants`, which are its last.
+
+    Of some 80 arguments Triton looks at each anew at every launch, to find what it has compiled for them. In steps
+    without a CUDA graph, those with many prompt tokens, the GPU waits for that. Here the alignment of the pointers and
+    a few integers tell.
+    """
+
+    def __init__(self, kernel: Any, constants: Sequence[int], early: bool, **options: Any) -> None:
+        self._kernel, self._constants = kernel, (*constants, early)
+        self._options = {**options, "launch_pdl": True} if early else options
+        self._compiled: dict[tuple[int, ...], Any] = {}
+
+    def __call__(
+        self, grid: tuple[int, int, int], pointers: list[torch.Tensor], free: tuple[int, ...], integers: list[int]
+    ) -> None:
+        """Launch with `pointers`, `free`, `integers` and the constants as arguments, in this order. free: integers that
+        nothing is compiled for (`do_not_specialize`).
+        """
+        key = (*[pointer.data_ptr() & 15 for pointer in pointers], *integers)
+        compiled = self._compiled.get(key)
+        if compiled is None:  # and always so under Triton's interpreter
+            self._compiled[key] = self._kernel[grid](*pointers, *free, *integers, *self._constants, **self._options)
         else:
-            parts.append(_Part(value, offset, *reduction.fused(dtype)))
-    for first in range(0, len(parts), MAX_VALUES):
-        _reduce_parts(rows, slots, parts[first : first + MAX_VALUES], rows if buffer is None else buffer)
+            compiled[grid](*pointers, *free, *integers, *self._constants)
 
 
-def _reduce_parts(rows: torch.Tensor, slots: torch.Tensor, parts: Sequence[_Part], buffer: torch.Tensor) -> None:
-    from dmi_connector.engine import triton_reduce
+class _Parts:
+    """Up to MAX_VALUES values that one launch writes, for few tokens in one way, for many in another."""
 
-    values = [part.value for part in parts]
-    tokens = min(values[0].shape[0], slots.shape[0])
-    if tokens == 0:
-        return
-    pad = MAX_VALUES - len(parts)
-    tile, warps = _tile(tokens)
-    triton_reduce.reduce_rows_kernel[(tokens, len(parts))](
-        rows,
-        slots,
-        buffer,
-        *(values + [values[0]] * pad),
-        *([value.stride(0) for value in values] + [0] * pad),
-        *([value.shape[1] for value in values] + [0] * pad),
-        *([triton_reduce.MODES[part.mode] for part in parts] + [0] * pad),
-        *([part.number for part in parts] + [0] * pad),
-        *([part.offset for part in parts] + [0] * pad),
-        rows.stride(0),
-        buffer.stride(0),
-        TILE=tile,
-        num_warps=warps,
-        enable_fp_fusion=False,  # products are rounded before they are added to, as in the twin
-        **_launch_options(rows.device),
-    )
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self._parts, self._pad = parts, [0] * (MAX_VALUES - len(parts))
+        self._launches: dict[tuple[torch.device, bool], _Launch] = {}
+
+    def _launch(self, device: torch.device, few: bool) -> _Launch:
+        launch = self._launches.get((device, few))
+        if launch is None:
+            launch = self._launches[device, few] = self._made(few, _early(device))
+        return launch
+
+    def _made(self, few: bool, early: bool) -> _Launch:
+        raise NotImplementedError
+
+    def _padded(self, numbers: Iterable[int]) -> list[int]:
+        return [*numbers, *self._pad]
+
+    def _mine(self, values: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
+        """(values of the launch, their strides), padded."""
+        mine = [values[part.source] for part in self._parts]
+        return [*mine, *[mine[0]] * len(self._pad)], [*[value.stride(0) for value in mine], *self._pad]
+
+
+class _Copies(_Parts):
+    """Values that are written as they are."""
+
+    def __init__(self, parts: Sequence[_Part], dtype: torch.dtype) -> None:
+        super().__init__(parts)
+        self._dtype = dtype
+        self._blocks = sum(-(-part.width // _BLOCK) for part in parts)
+
+    def _made(self, few: bool, early: bool) -> _Launch:
+        from dmi_connector.engine.triton_kernels import write_rows_kernel
+
+        constants = self._padded(part.width for part in self._parts)
+        constants += self._padded(part.offset // self._dtype.itemsize for part in self._parts)
+        tile, warps = (1, 4) if few else (2, 8)
+        return _Launch(write_rows_kernel, [*constants, tile, _BLOCK], early, num_warps=warps)
+
+    def __call__(
+        self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], tokens: int, _buffer: torch.Tensor
+    ) -> None:
+        typed, few = rows.view(self._dtype), tokens <= _DECODE_TOKENS
+        pointers, strides = self._mine(values)
+        grid = (tokens if few else -(-tokens // 2), self._blocks, 1)
+        launch = self._launch(rows.device, few)
+        launch(grid, [typed, slots, *pointers], (tokens,), [typed.stride(0), *strides])
+
+
+class _Reductions(_Parts):
+    """Values of which some at least are reduced, or go to a buffer."""
+
+    def _made(self, few: bool, early: bool) -> _Launch:
+        from dmi_connector.engine.triton_reduce import MODES, reduce_rows_kernel
+
+        parts = self._parts
+        constants = [*self._padded(p.width for p in parts), *self._padded(MODES[p.mode] for p in parts)]
+        constants += [*self._padded(p.number for p in parts), *self._padded(p.offset for p in parts)]
+        # Products are rounded before they are added to, as in the twin.
+        tile, warps = _TILES[few]
+        return _Launch(reduce_rows_kernel, [*constants, tile], early, num_warps=warps, enable_fp_fusion=False)
+
+    def __call__(
+        self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], tokens: int, buffer: torch.Tensor
+    ) -> None:
+        pointers, strides = self._mine(values)
+        launch = self._launch(rows.device, tokens <= _DECODE_TOKENS)
+        integers = [rows.stride(0), buffer.stride(0), *strides]
+        launch((tokens, len(self._parts), 1), [rows, slots, buffer, *pointers], (), integers)
 
 
 def reduce_layers(
@@ -218,7 +260,8 @@ def reduce_layers_torch(
 ) -> None:
     """The kernel's twin in plain torch, used on the CPU."""
     for index, (layer, offset) in enumerate(zip(layers, offsets.tolist(), strict=True)):
-        reduce_rows_torch(rows, slots, [values[:, index]], [offset], [reduction], layer)
+        writer = RowWriter([values.shape[2]], values.dtype, [offset], [reduction], layer)
+        writer.in_torch(rows, slots, [values[:, index]])
 
 
 def _reduce_layers_triton(
@@ -231,42 +274,30 @@ def _reduce_layers_triton(
     base: int = 0,
 ) -> None:
     """base: added to all offsets."""
-    from dmi_connector.engine import triton_reduce
-
     tokens = min(values.shape[0], slots.shape[0])
     if tokens == 0:
         return
     mode, number = reduction.fused(str(values.dtype).removeprefix("torch."))
     source = reduction.before_layers(values, layers)
-    width = source.shape[2]
-    tile, warps = _tile(tokens)
-    searches = mode in ("topk", "exact")
-    triton_reduce.reduce_layers_kernel[(tokens, len(layers))](
-        rows,
-        slots,
-        source,
-        offsets,
-        base,
-        source.stride(0),
-        source.stride(1),
-        rows.stride(0),
-        width,
-        triton_reduce.MODES[mode],
-        number,
-        WIDE=1 << (width - 1).bit_length(),
-        PLACES=1 << (number % (1 << 20) - 1).bit_length() if searches else 0,
-        TILE=tile,
-        num_warps=_top_warps(width, tokens) if searches else warps,
-        enable_fp_fusion=False,
-        **_launch_options(rows.device),
-    )
+    launch = _layers_launch(mode, number, source.shape[2], _layers_how(mode, source.shape[2], tokens), rows.device)
+    integers = [base, source.stride(0), source.stride(1), rows.stride(0)]
+    launch((tokens, len(layers), 1), [rows, slots, source, offsets], (), integers)
 
 
-def _tile(tokens: int) -> tuple[int, int]:
-    """(values that a program takes at a time, its warps), measured on an H200 (docs/REDUCTIONS.md): few tokens wait
-    for memory, many for room on the GPU.
-    """
-    return (4096, 8) if tokens <= _DECODE_TOKENS else (2048, 4)
+def _layers_how(mode: str, width: int, tokens: int) -> tuple[int, int]:
+    """(values that a program takes at a time, its warps)."""
+    tile, warps = _TILES[tokens <= _DECODE_TOKENS]
+    return tile, _top_warps(width, tokens) if mode in _SEARCHES else warps
+
+
+@functools.cache
+def _layers_launch(mode: str, number: int, width: int, how: tuple[int, int], device: torch.device) -> _Launch:
+    from dmi_connector.engine.triton_reduce import MODES, reduce_layers_kernel
+
+    tile, warps = how
+    places = 1 << (number % (1 << 20) - 1).bit_length() if mode in _SEARCHES else 0
+    constants = [width, MODES[mode], number, 1 << (width - 1).bit_length(), places, tile]
+    return _Launch(reduce_layers_kernel, constants, _early(device), num_warps=warps, enable_fp_fusion=False)
 
 
 def _top_warps(width: int, tokens: int) -> int:
@@ -282,10 +313,9 @@ def no_offset(device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def _launch_options(device: torch.device) -> dict[str, bool]:
-    """Programmatic dependent launch where the GPU has it (compute capability 9)."""
-    early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
+def _early(device: torch.device) -> bool:
+    """Whether the GPU has programmatic dependent launch (compute capability 9)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def gather_index(slots: np.ndarray, block: int) -> np.ndarray:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from dmi_connector.engine.at_end import SCRATCH, AtEnd
-from dmi_connector.engine.kernels import reduce_rows, write_rows
+from dmi_connector.engine.kernels import RowWriter
 from dmi_connector.reduce import Reduction, from_settings
 
 _LIB = torch.library.Library("dmi", "FRAGMENT")
@@ -23,15 +25,23 @@ _TOKENS = 1024
 """Tokens that are reduced at a time where torch does it: vLLM's memory profile does not see what encoders allocate."""
 
 
+class Tap(NamedTuple):
+    """What one tap does. at_once: tokens it may write at a time."""
+
+    write: RowWriter
+    at_once: int
+
+
 @dataclass(frozen=True)
 class Place:
     """What a `base` tensor stands for: byte offset in a row, number of the layer, and what its model puts aside (the
-    model's taps own that, so that its memory goes with the model).
+    model's taps own that, so that its memory goes with the model). taps: those that have run.
     """
 
     start: int
     layer: int
     at_end: weakref.ref[AtEnd]
+    taps: dict[tuple[object, ...], Tap] = field(default_factory=dict)
 
 
 _PLACES: dict[int, Place] = {}
@@ -70,18 +80,23 @@ def _tap(
         return
     rows, slots = found
     place = _PLACES[base.data_ptr()]
-    starts = [place.start + offset for offset in offsets]
-    if not reductions:
-        write_rows(rows, slots, values, starts)
-        return
-    chosen = _parsed(reductions)
     tokens = values[0].shape[0]
-    at_end = _at_end(place)
-    places = at_end.places(starts, tokens)
-    step = tokens_at_once(values, chosen)
-    for first in range(0, tokens, step):
-        part = [v[first : first + step] for v in values]
-        reduce_rows(rows, slots[first:], part, starts, chosen, place.layer, at_end.buffer[first:], places)
+    at_end = _at_end(place) if reductions else None
+    aside = at_end is not None and at_end.takes(tokens)
+    key = (reductions, aside, *offsets)
+    tap = place.taps.get(key)
+    if tap is None:
+        starts, chosen = [place.start + offset for offset in offsets], _parsed(reductions)
+        places = at_end.places(starts) if at_end is not None and aside else ()
+        widths = [value.shape[1] for value in values]
+        writer = RowWriter(widths, values[0].dtype, starts, chosen, place.layer, places)
+        tap = place.taps[key] = Tap(writer, tokens_at_once(values, chosen))
+    buffer = at_end.buffer if at_end is not None and aside else None
+    if tokens <= tap.at_once:
+        tap.write(rows, slots, values, buffer)
+        return
+    for first in range(0, tokens, tap.at_once):
+        tap.write(rows, slots[first:], [v[first : first + tap.at_once] for v in values], buffer)
 
 
 def _tap_end(like: torch.Tensor, token: torch.Tensor, base: torch.Tensor, layer: str) -> None:
@@ -97,17 +112,19 @@ def _at_end(place: Place) -> AtEnd:
 
 
 def tokens_at_once(values: list[torch.Tensor], reductions: list[Reduction | None]) -> int:
-    """How many tokens one call may reduce: on a GPU all, unless projections would allocate too much."""
+    """How many tokens one call may write: on a GPU any number, unless projections would allocate too much."""
+    if not any(reductions):
+        return sys.maxsize
     if not values[0].is_cuda:
         return _TOKENS
     pairs = zip(values, reductions, strict=True)
     scratch = sum(r.scratch(v.shape[1], str(v.dtype).removeprefix("torch.")) for v, r in pairs if r is not None)
-    return max(_TOKENS, SCRATCH // scratch) if scratch else max(1, values[0].shape[0])
+    return max(_TOKENS, SCRATCH // scratch) if scratch else sys.maxsize
 
 
 @functools.cache
 def _parsed(text: str) -> list[Reduction | None]:
-    return [None if settings is None else from_settings(settings) for settings in json.loads(text)]
+    return [None if settings is None else from_settings(settings) for settings in json.loads(text or "[]")]
 
 
 for _name, _op in (("tap", _tap), ("tap_end", _tap_end)):

@@ -24,12 +24,13 @@ def _copy(
 def write_rows_kernel(
     rows, slots,
     x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12,
+    count, row_stride,
     s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12,
     w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr, w3: tl.constexpr, w4: tl.constexpr, w5: tl.constexpr,
     w6: tl.constexpr, w7: tl.constexpr, w8: tl.constexpr, w9: tl.constexpr, w10: tl.constexpr, w11: tl.constexpr,
     w12: tl.constexpr,
     o0, o1, o2, o3, o4, o5, o6, o7, o8, o9, o10, o11, o12,
-    count, row_stride, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (token tiles, blocks of all values): block b copies TOKENS x BLOCK elements of the value it falls into.
 

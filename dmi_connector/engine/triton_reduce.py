@@ -306,6 +306,7 @@ def _put(row, aside, offset, x, width: tl.constexpr, MODE: tl.constexpr, NUMBER:
 def reduce_rows_kernel(
     rows, slots, buffer,
     x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12,
+    row_bytes, buffer_bytes,
     s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12,
     w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr, w3: tl.constexpr, w4: tl.constexpr, w5: tl.constexpr,
     w6: tl.constexpr, w7: tl.constexpr, w8: tl.constexpr, w9: tl.constexpr, w10: tl.constexpr, w11: tl.constexpr,
@@ -317,7 +318,7 @@ def reduce_rows_kernel(
     n6: tl.constexpr, n7: tl.constexpr, n8: tl.constexpr, n9: tl.constexpr, n10: tl.constexpr, n11: tl.constexpr,
     n12: tl.constexpr,
     o0, o1, o2, o3, o4, o5, o6, o7, o8, o9, o10, o11, o12,
-    row_bytes, buffer_bytes, TILE: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, values): one program reduces one row of one value. buffer: where values of mode "aside" go."""
     token = tl.program_id(0).to(tl.int64)

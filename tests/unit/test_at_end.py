@@ -8,7 +8,7 @@ import torch
 
 from dmi_connector.engine import at_end
 from dmi_connector.engine.at_end import AtEnd
-from dmi_connector.engine.kernels import reduce_rows
+from dmi_connector.engine.kernels import RowWriter
 from dmi_connector.layout import Segment
 from dmi_connector.reduce import parse
 
@@ -35,12 +35,12 @@ def test_rows_are_those_of_reducing_at_once(tokens: int) -> None:
     want = mine.clone()
     for step in range(2):  # the second step's values take the place of the first's
         for segment in LATER:
-            places = aside.places([segment.offset], tokens)
+            places = aside.places([segment.offset])
             values = torch.randn(tokens, segment.width).to(getattr(torch, segment.dtype)) * (step + 1)
             segment.reduction.prepare(segment.width, CPU, segment.layer, 0)
-            one = ([values], [segment.offset], [segment.reduction], segment.layer)
-            reduce_rows(mine, slots, *one, aside.buffer, places)
-            reduce_rows(want, slots, *one)
+            one = ([segment.width], values.dtype, [segment.offset], [segment.reduction], segment.layer)
+            RowWriter(*one, places)(mine, slots, [values], aside.buffer)
+            RowWriter(*one)(want, slots, [values])
         assert step or (mine == 7).all(), "not before the end"
         aside.reduce(mine, slots, tokens)
     assert torch.equal(mine, want)
@@ -49,8 +49,8 @@ def test_rows_are_those_of_reducing_at_once(tokens: int) -> None:
 
 def test_large_steps_and_other_reductions_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
     aside = AtEnd(SEGMENTS, CPU)
-    assert aside.places([64], at_end.MOST_TOKENS + 1) == [None] == aside.places([64], 0)
-    assert aside.places([64, 128, 384, 192], 1) == [0, None, None, 40]
+    assert not aside.takes(at_end.MOST_TOKENS + 1) and not aside.takes(0) and aside.takes(at_end.MOST_TOKENS)
+    assert aside.places([64, 128, 384, 192]) == [0, None, None, 40]
     rows = torch.full((3, 512), 7, dtype=torch.uint8)
     for tokens in (0, at_end.MOST_TOKENS + 1):
         aside.reduce(rows, torch.zeros(600, dtype=torch.int64), tokens)

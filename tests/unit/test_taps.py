@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,11 +59,12 @@ class _NoContext:
 @pytest.mark.parametrize(
     ("device", "specs", "dtype", "tokens"),
     [
-        ("cuda", ["int8", "topk(64)", "none"], torch.bfloat16, 20_000),
+        ("cuda", ["int8", "topk(64)", "none"], torch.bfloat16, sys.maxsize),
         ("cuda", ["rp(512)", "int8"], torch.bfloat16, (64 << 20) // (4 * 512)),
         ("cuda", ["rp(512)", "rp(512)"], torch.float32, (64 << 20) // (2 * 4 * (512 + 2 * 2560))),
         ("cuda", ["rp(512)"] * 40, torch.float32, 1024),
         ("cpu", ["int8"], torch.bfloat16, 1024),
+        ("cpu", ["none"], torch.bfloat16, sys.maxsize),
     ],
 )
 def test_only_projections_split_a_step(device: str, specs: list[str], dtype: torch.dtype, tokens: int) -> None:
