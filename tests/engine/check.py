@@ -13,9 +13,7 @@ from dmi_connector import Capture, open_capture
 from dmi_connector.hooks import HOOKS
 from dmi_connector.oracle import Oracle
 from dmi_connector.store.verify import verify_store
-
-ATOL = 1e-5
-"""Absolute, in float32: two programs differ by rounding only."""
+from tests.runner import ATOL
 
 
 def hooks_of(arch: str) -> list[str]:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests import runner
+
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
@@ -77,7 +79,7 @@ def engine(model: Path, in_process: bool = True, **kwargs: Any) -> Iterator[LLM]
     old = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     try:
-        llm = LLM(str(model), **{**ENGINE, **kwargs})
+        llm = LLM(str(model), **{**ENGINE, **kwargs, **runner.ENGINE})
     finally:
         if old is None:
             del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]

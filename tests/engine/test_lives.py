@@ -38,7 +38,7 @@ from tests.engine.harness import (
     submit,
     watch_scheduler,
 )
-from tests.runner import RUNNER, V2
+from tests.runner import ASYNC, V2
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -241,7 +241,7 @@ def pieces(run: Run, name: str) -> list[int]:
 
 
 def test_the_runner_is_the_one_asked_for(run: Run) -> None:
-    assert run.facts["runner"] == (V2, RUNNER == "V2-async")
+    assert run.facts["runner"] == (V2, ASYNC)
 
 
 def test_prompts_go_in_uneven_pieces(run: Run, twin: Oracle) -> None:
