@@ -6,8 +6,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PY := $(VENV)/bin/python
 LOCKS := requirements/cpu.txt requirements/test.txt
-# On two cores: engines that start wait as often as they compute.
-JOBS ?= 4
+# On two cores: engines that start leave some of them idle.
+JOBS ?= 3
 STAMP := $(VENV)/.stamp-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
 .PHONY: help env demo test soak lint bench

@@ -27,7 +27,7 @@ LENGTHS = (5, 33, 130, 300)
 EXACT = ("embed", "resid_pre", "ln1", "q", "k", "v")  # in layer 0
 
 
-@pytest.fixture(scope="module", params=["eager", "compiled"])
+@pytest.fixture(scope="module", params=[pytest.param("eager", marks=pytest.mark.soak), "compiled"])
 def run(
     request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:

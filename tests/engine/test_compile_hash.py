@@ -7,13 +7,13 @@ shows only in the number of graphs; where it can be loaded, in the values as wel
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dmi_connector import capture_args
 from dmi_connector.oracle import Oracle
+from dmi_connector.tiny import make_model
 from tests.engine.check import check_store
 from tests.engine.harness import Ask, Run, engine, generate, prompt
 
@@ -29,27 +29,29 @@ def graphs(cache_root: Path) -> int:
 @pytest.fixture(scope="module", params=["draft", pytest.param("target", marks=pytest.mark.soak)])
 def runs(
     request: pytest.FixtureRequest,
-    tiny_model: Callable[..., Path],
+    known_models: None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[Run]:
     """The selections one after the other over one new cache directory."""
     done = []
     cache_root = tmp_path_factory.mktemp("cache")
+    model = make_model("qwen3", tmp_path_factory.mktemp("one-layer"), num_hidden_layers=1)  # three are compiled
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CACHE_ROOT", str(cache_root))
         for index, hooks in enumerate(SELECTIONS):
             run = Run(tmp_path_factory.mktemp(f"selection-{index}"))
-            with engine(tiny_model("qwen3"), **capture_args(hooks, run.store_dir, request.param)) as llm:
+            with engine(model, **capture_args(hooks, run.store_dir, request.param)) as llm:
                 generate(llm, run, {"short": Ask(prompt(12)), "long": Ask(prompt(140))})
-            run.facts["graphs"] = graphs(cache_root)
+            run.facts |= {"graphs": graphs(cache_root), "model": model}
             done.append(run)
     return done
 
 
-def test_each_selection_has_right_values(runs: list[Run], oracle: Callable[..., Oracle]) -> None:
+def test_each_selection_has_right_values(runs: list[Run]) -> None:
+    twin = Oracle(runs[0].facts["model"])
     for run, hooks in zip(runs, SELECTIONS, strict=True):
         for name, length in (("short", 12), ("long", 140)):
-            check_store(run.store(name), oracle("qwen3"), run.tokens(name), length, hooks)
+            check_store(run.store(name), twin, run.tokens(name), length, hooks)
 
 
 def test_a_selection_has_a_graph_of_its_own_and_finds_it_again(runs: list[Run]) -> None:

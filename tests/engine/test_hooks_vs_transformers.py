@@ -13,13 +13,13 @@ import pytest
 from dmi_connector import find_captures
 from dmi_connector.oracle import Oracle
 from dmi_connector.tiny import ARCHS
-from tests.engine.check import ATOL, check_store, hooks_of
+from tests.engine.check import check_store, hooks_of
 from tests.engine.conftest import LENGTHS
 from tests.engine.harness import BLOCK, Run, prompt
 
-# Every architecture compiled (two that are built like others in the long part); eager where its code path differs:
-# a fused add-and-norm (qwen3), experts behind an opaque op (qwen3_moe), plain norms (gpt2). Rows owned by the draft
-# and by the target.
+# Every architecture compiled (two that are built like others, and experts, in the long part); eager where its code
+# path differs: a fused add-and-norm (qwen3), experts behind an opaque op (qwen3_moe), plain norms (gpt2). Rows owned by
+# the draft and by the target.
 CONFIGURATIONS: list[Any] = [
     ("qwen3", "compiled", "draft"),
     ("qwen3", "eager", "draft"),
@@ -29,7 +29,7 @@ CONFIGURATIONS: list[Any] = [
     ("llama", "compiled", "draft"),
     ("mistral", "eager", "draft"),
     pytest.param(("mistral", "compiled", "draft"), marks=pytest.mark.soak),
-    ("qwen3_moe", "compiled", "draft"),
+    pytest.param(("qwen3_moe", "compiled", "draft"), marks=pytest.mark.soak),
     ("qwen3_moe", "eager", "draft"),
     ("gpt2", "compiled", "draft"),
     ("gpt2", "eager", "target"),
@@ -75,7 +75,7 @@ def test_no_two_hooks_or_layers_could_be_mistaken(name: str, oracle: Callable[..
     for (a, x), (b, y) in combinations(rows.items(), 2):
         if x.shape == y.shape:
             # Rotary leaves position 0 as it is.
-            assert np.abs(x - y)[1:].max(-1).min() > 1000 * ATOL, f"{a} is too near {b}"
+            assert np.abs(x - y)[1:].max(-1).min() > 0.01, f"{a} is too near {b}"
 
 
 def test_prompts_on_and_around_chunk_and_block_edges(run: Run, twin: Oracle, arch: str) -> None:

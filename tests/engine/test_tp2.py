@@ -26,7 +26,14 @@ SELECTIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=["all", "all, target", pytest.param("unsharded", marks=pytest.mark.soak)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("all", marks=pytest.mark.soak),
+        "all, target",
+        pytest.param("unsharded", marks=pytest.mark.soak),
+    ],
+)
 def run(
     request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
