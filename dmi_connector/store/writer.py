@@ -58,8 +58,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 def _keep_memory() -> None:
-    """Let the allocator keep what is freed: else each encoded chunk is new pages of the system, and that takes a third
-    of a writer's time (docs/PERFORMANCE.md).
+    """Let the allocator keep what is freed: else each encoded chunk is new pages of the system, a quarter of
+    a writer's time (docs/PERFORMANCE.md).
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # other C libraries have their own ways
