@@ -48,6 +48,11 @@ def run_child(module: str, argv: list[str], name: str, **env: str) -> int:
     return subprocess.run(child_command(module, argv, name), check=False, env=child_env(**env)).returncode
 
 
+def three_digits(number: float) -> float:
+    """Rounded to three significant digits: also a very slow disk has a rate above 0."""
+    return float(f"{number:.3g}")
+
+
 class Child:
     """A process that answers lines of JSON with lines of JSON, over a socket that it is told of with `--fd`."""
 

@@ -19,18 +19,16 @@ from typing import Any
 
 from benchmarks import common
 
-PIECE = 23 << 20
-"""Bytes of a write: a chunk of one hook of 36 layers."""
 WAYS = ("none", "nice 5", "nice 19", "idle class", "nice 5, a core free")
 
 
-def write(path: str, way: str, stop: Any, written: Any) -> None:
+def write(path: str, way: str, megabytes: int, stop: Any, written: Any) -> None:
     """Child process: write files until told to stop."""
     if way == "idle class":
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
         os.nice(int(way.split(",")[0].removeprefix("nice ")))
-    piece = os.urandom(1 << 20) * (PIECE >> 20)
+    piece = os.urandom(1 << 20) * megabytes
     while not stop.is_set():
         with open(path, "wb", 0) as file:
             for _ in range(4):
@@ -51,7 +49,7 @@ def steps(seconds: float) -> list[float]:
     return found
 
 
-def measure(directory: Path, way: str, seconds: float) -> dict[str, float]:
+def measure(directory: Path, way: str, seconds: float, megabytes: int) -> dict[str, float]:
     """Steps a second, the longest of a hundred steps, GB/s of the writers meanwhile, and all the GB they wrote."""
     context = get_context("spawn")
     stop, written = context.Event(), []
@@ -59,7 +57,7 @@ def measure(directory: Path, way: str, seconds: float) -> dict[str, float]:
     writers = []
     for number in range(0 if way == "none" else cores - way.endswith("free")):
         written.append(context.Value("q", 0, lock=False))
-        args = (str(directory / f"niceness-{os.getpid()}-{number}"), way, stop, written[-1])
+        args = (str(directory / f"niceness-{os.getpid()}-{number}"), way, megabytes, stop, written[-1])
         writers.append(context.Process(target=write, args=args))
         writers[-1].start()
     while any(count.value == 0 for count in written):
@@ -85,13 +83,16 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--directory", type=Path, default=Path("/dev/shm"))
     p.add_argument("--seconds", type=float, default=4.0)
     p.add_argument("--repeat", type=int, default=3)
+    p.add_argument("--megabytes", type=int, default=23, help="of a write: a chunk of one hook of 36 layers has 23")
+    p.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     args = p.parse_args(argv)
-    runs = [{way: measure(args.directory, way, args.seconds) for way in WAYS} for _ in range(args.repeat)]
+    ways = [(way, args.seconds, args.megabytes) for way in args.ways]
+    runs = [{way[0]: measure(args.directory, *way) for way in ways} for _ in range(args.repeat)]
     results: dict[str, Any] = {"command": common.command_line("benchmarks.niceness", argv)}
     results |= {"cpu_cores": len(os.sched_getaffinity(0)), "kernel": os.uname().release.split("-")[0], "ways": {}}
-    for way in WAYS:
+    for way in args.ways:
         medians = {key: statistics.median(run[way][key] for run in runs) for key in runs[0][way]}
-        results["ways"][way] = {key: round(value, 2) for key, value in medians.items()}
+        results["ways"][way] = {key: common.three_digits(value) for key, value in medians.items()}
         print(f"{way:20s} {results['ways'][way]}")
     common.save(str(args.out), results)
     return 0

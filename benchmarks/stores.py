@@ -96,11 +96,6 @@ def feed(client: PersistenceClient, plan: int, directory: str, args: argparse.Na
     return time.perf_counter() - begin
 
 
-def three_digits(number: float) -> float:
-    """Rounded to three significant digits: also a very slow disk has a rate above 0."""
-    return float(f"{number:.3g}")
-
-
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     p = argparse.ArgumentParser(prog="python -m benchmarks.stores", description=(__doc__ or "").splitlines()[0])
@@ -138,9 +133,9 @@ def main(argv: list[str] | None = None) -> int:
         "command": common.command_line("benchmarks.stores", argv),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "GB": round(nbytes / 1e9, 3),
-        "files_alone_GBps": three_digits(files),
-        "GBps": three_digits(statistics.median(rates[1:])),
-        "runs": [three_digits(rate) for rate in rates[1:]],
+        "files_alone_GBps": common.three_digits(files),
+        "GBps": common.three_digits(statistics.median(rates[1:])),
+        "runs": [common.three_digits(rate) for rate in rates[1:]],
         "writers_user_s": round(statistics.median(user for user, _ in cpu[1:]), 2),
         "writers_system_s": round(statistics.median(system for _, system in cpu[1:]), 2),
     }

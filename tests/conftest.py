@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
 
 from dmi_connector.tiny import ENV
 from tests import runner
@@ -27,6 +28,9 @@ for _name, _value in ENV.items():
 # Inductor would try the compiler's vector instructions in every process anew, which takes eight seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 runner.choose()
+# The same examples in each run, and as long as a busy machine takes for them: a failure is one of the code.
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 SHARE_ENGINES = {

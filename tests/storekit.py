@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,15 @@ from dmi_connector.store.persist import Persistence
 from dmi_connector.store.schema import FLOATS, ArraySpec
 
 Values = dict[str, np.ndarray]
+PATIENCE = 120
+"""Seconds that tests wait for processes: these may have to start, on a machine whose cores have other work."""
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not happen within {PATIENCE} s"
+        time.sleep(0.01)
 
 
 def random_bits(spec: ArraySpec, count: int, seed: int = 0) -> np.ndarray:
@@ -65,7 +75,7 @@ def feed(
 
 def put(persistence: Persistence, payload: np.ndarray, handle: CaptureHandle, first: int, count: int) -> None:
     """Send one chunk payload."""
-    extent = persistence.alloc(payload.nbytes, timeout=10)
+    extent = persistence.alloc(payload.nbytes, timeout=PATIENCE)
     assert extent is not None, "the ring did not drain"
     persistence.ring.view(extent)[:] = payload
     handle.chunk(extent, first, count)
@@ -73,7 +83,7 @@ def put(persistence: Persistence, payload: np.ndarray, handle: CaptureHandle, fi
 
 def put_rows(persistence: Persistence, handle: CaptureHandle, name: str, rows: np.ndarray, first: int, at: int) -> None:
     """Send per-sample rows whose first token position is `at`."""
-    extent = persistence.alloc(rows.nbytes, timeout=10)
+    extent = persistence.alloc(rows.nbytes, timeout=PATIENCE)
     assert extent is not None, "the ring did not drain"
     persistence.ring.view(extent)[:] = np.ascontiguousarray(rows).view("u1").ravel()
     handle.rows(name, extent, first, len(rows), range(at, at + len(rows)))
@@ -112,7 +122,7 @@ def store(
             put_rows(persistence, handle, name, values[name][i : i + 1], i, length // 2 + i)
     handle.close(length, counts, token_ids=np.arange(length) % 97)
     if wait:
-        assert persistence.flush(30), "the capture was not committed"
+        assert persistence.flush(PATIENCE), "the capture was not committed"
     return values
 
 

@@ -58,12 +58,13 @@ class Persistence:
         self._pending: dict[Child, dict[int, Extent]] = {}
         self._captures: dict[int, CaptureHandle] = {}
         self._done: deque[CaptureHandle] = deque()
+        self._calling = 0  # threads that are in on_done
         self._numbers = {"capture": 0, "seq": 0, "writer": 0}
         self._stats: dict[str, Any] = dict.fromkeys(
             ("complete", "incomplete", "failed", "aborted", "writers_died", "bytes_raw", "bytes_stored"), 0
         )
         self._errors: deque[str] = deque(maxlen=20)
-        self._stopping = False
+        self._stopping = self._over = False  # over: no process is started any more
         self._loads = [0] * writers  # bytes a token of what each writer has open
         self._writers = [self._spawn() for _ in range(writers)]
 
@@ -115,11 +116,15 @@ class Persistence:
             return {**counts, **self._stats, "backlog_bytes": self.ring.used, "errors": list(self._errors)}
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until every closed capture is committed. Returns False when `timeout` seconds were not
-        enough.
+        """Wait until every closed capture is committed and on_done has returned. Returns False when `timeout`
+        seconds were not enough.
         """
+
+        def idle() -> bool:
+            return not (self._done or self._calling or any(h.state == "closing" for h in self._captures.values()))
+
         with self._lock:
-            return self._lock.wait_for(lambda: not any(h.state == "closing" for h in self._captures.values()), timeout)
+            return self._lock.wait_for(idle, timeout)
 
     def abandon(self, reason: str) -> None:
         """Close every capture that is still open with the rows that came (see `CaptureHandle.abandon`)."""
@@ -135,6 +140,8 @@ class Persistence:
         with self._lock:
             self._stopping = True
         flushed = self.flush(timeout)
+        with self._lock:
+            self._over = True
         for process in self._writers:
             process.finish()
         ended = [process.join(max(0.5, deadline - time.monotonic())) for process in self._writers]
@@ -296,7 +303,7 @@ class Persistence:
             if not self._stopping or extents:
                 self._stats["writers_died"] += 1
                 self._note(reason)
-            for handle in list(self._captures.values()):
+            for handle in [] if self._over else list(self._captures.values()):  # else they wait for a repair
                 mine = [g for g in handle.groups if g.process is process and g.open]
                 if mine:
                     handle.errors.append(reason)
@@ -341,12 +348,16 @@ class Persistence:
                 if not self._done:
                     return
                 handle = self._done.popleft()
+                self._calling += 1
             if self._on_done is not None:
                 error = None if handle.state in ("complete", "aborted") else "; ".join(handle.errors)
                 try:
                     self._on_done(handle, error)
                 except Exception:  # the caller's fault must not stop the answers of the writers
                     logger.exception("dmi: on_done failed for %s", handle.path)
+            with self._lock:
+                self._calling -= 1
+                self._lock.notify_all()
 
     # ---- processes
     # ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +42,18 @@ def processes(kind: str, root: int | None = None) -> list[psutil.Process]:
     """
     found = []
     for process in group_of(psutil.Process(root))[1:]:
-        try:
+        with suppress(psutil.Error, FileNotFoundError, ProcessLookupError):  # it has just ended
             names = [Path(f"/proc/{process.pid}/comm").read_text(), *process.cmdline()[:1]]
-        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-            continue
-        if process.status() != psutil.STATUS_ZOMBIE and any(kind in name for name in names):
-            found.append(process)
+            if process.status() != psutil.STATUS_ZOMBIE and any(kind in name for name in names):
+                found.append(process)
     return found
 
 
 def kill(found: Sequence[psutil.Process], number: int = signal.SIGKILL) -> None:
     assert found, "there is no such process"
     for process in found:
-        process.send_signal(number)
+        with suppress(psutil.NoSuchProcess):  # with the death of one before it, others end by themselves
+            process.send_signal(number)
 
 
 @contextmanager
@@ -141,6 +140,8 @@ class Live:
         future = self._submit(asks)
         tag = next(iter(asks)).rsplit("-", 1)[0]
         until(lambda: len(list(self.run.store_dir.glob(f"{tag}-*.partial"))) == len(asks), "captures have not begun")
+        folder = self.run.store_dir
+        until(lambda: asks.keys() <= {c.key for c in find_captures(folder)}, "captures are not in the index")
         until(lambda: sum(self._written(path) for path in self.partials(tag)) > len(asks), "no chunks were written")
         assert not future.done()
         return future
@@ -211,12 +212,10 @@ def group_of(process: psutil.Process) -> list[psutil.Process]:
     family = [process, *process.children(recursive=True)]
     engines = {p.pid for p in family}
     for other in psutil.process_iter():
-        try:
+        with suppress(psutil.Error):  # it has just ended
             line = other.cmdline()
-        except psutil.Error:
-            continue
-        if "--engine-pid" in line and int(line[line.index("--engine-pid") + 1]) in engines:
-            family += [p for p in (other, *other.children(recursive=True)) if p not in family]
+            if "--engine-pid" in line and int(line[line.index("--engine-pid") + 1]) in engines:
+                family += [p for p in (other, *other.children(recursive=True)) if p not in family]
     return family
 
 
@@ -232,6 +231,12 @@ def runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def memory(pid: int) -> int:
+    """Bytes of memory of a process that are no file's: those come and go as the system likes."""
+    fields = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 
 
 def descriptors(pid: int) -> int:

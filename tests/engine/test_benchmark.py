@@ -57,7 +57,7 @@ def run(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
     paths = {"--model": tiny_model("qwen3"), "--out": out, "--store-dir": out.parent / "stores"}
     argv = [str(word) for option in {**paths, **OPTIONS}.items() for word in option]
     command = [sys.executable, "-m", "benchmarks.capture", "--together", *argv]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False)
     sys.stderr.write(done.stderr)
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]
     assert not list((out.parent / "stores").glob("*/*.zarr")), "stores were left behind"

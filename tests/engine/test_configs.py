@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 
 from dmi_connector.hooks import PRESETS
+from tests.ports import free_port
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXPECTED = {
@@ -81,27 +81,29 @@ def homemade(tiny_model: Callable[..., Path], tmp_path: Path) -> tuple[Path, Pat
 @contextmanager
 def server(argv: list[str], cwd: Path, env: dict[str, str]) -> Iterator[str]:
     """A vLLM server process, from when it answers; gives its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port), *argv]
     log = cwd / "server.log"
     with open(log, "wb") as file:
         process = subprocess.Popen(command, cwd=cwd, env={**os.environ, **env}, stdout=file, stderr=file)
     address = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 900
         while True:
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-6000:]
             try:
                 urllib.request.urlopen(f"{address}/health", timeout=5).close()
                 break
-            except (urllib.error.URLError, ConnectionError):
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
                 time.sleep(0.5)
         yield address
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(60)
 
 
 def test_a_server_with_a_config_and_a_plugin_captures(homemade: tuple[Path, Path], tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class Result:
 def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
     directory = tmp_path_factory.mktemp("demo") / "demo"
     command = [sys.executable, "-m", "dmi_connector.cli", "demo", "--dir", str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     log = (directory / "engine.log").read_text() if (directory / "engine.log").exists() else "no log"
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{log[-5000:]}"
     return Result(directory, done.stdout)
@@ -83,7 +83,7 @@ def test_a_wrong_value_would_be_seen(result: Result, monkeypatch: pytest.MonkeyP
 
 def test_bad_hooks_are_refused_before_an_engine_starts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dmi_connector.cli", "demo", "--dir", "d", "--hooks", "mlp_pots"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert done.returncode == 2 and "did you mean 'mlp_post'" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "d/captures").exists()
 
@@ -93,7 +93,7 @@ def test_the_notebook_runs_on_a_store(result: Result, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     notebook = nbformat.read(ROOT / "examples/first_look.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "it is stored without outputs"
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     pictures = [o for o in outputs if "image/png" in o.get("data", {})]
     text = "".join(o.get("text", "") for o in outputs)

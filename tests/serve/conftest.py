@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,8 +20,10 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+from tests.ports import free_port
+
 MODEL = "tiny"
-START_SECONDS = 300
+START_SECONDS = 900
 ROOT = Path(__file__).parents[2]
 OWNERS = {
     "draft": [],
@@ -37,12 +38,6 @@ class Server:
     client: OpenAI
     store_dir: Path
     owner: str
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -74,7 +69,7 @@ def server(
     vllm_cache_root: Path,
 ) -> Iterator[Server]:
     owner, root = request.param, tmp_path_factory.mktemp("serve")
-    port, log = _free_port(), root / "server.log"
+    port, log = free_port(), root / "server.log"
     command = [sys.executable, "-m", "dmi_connector.cli", "serve", str(tiny_model("qwen3"))]
     command += ["--hooks", "vllm-full,attention", "--store-dir", str(root / "captures")]
     command += ["--chunk-tokens", "32", "--segment-tokens", "64"]

@@ -25,16 +25,19 @@ from openai.types import Completion
 from dmi_connector import find_captures, open_capture
 from dmi_connector.oracle import Oracle
 from tests.engine.faults import MANY, check_rows, gone, group_of, runs, until
-from tests.serve.conftest import MODEL, _free_port, _wait
+from tests.ports import free_port
+from tests.serve.conftest import MODEL, _wait
 
-SECONDS = 15
-"""Bound for the engine's processes. The server, and multiprocessing's tracker, wait until the clients have gone."""
+SECONDS = 90
+"""Bound for the engine's processes, beyond the default of `shutdown_seconds`. The server and multiprocessing's tracker
+wait until the clients have gone.
+"""
 
 
 def test_sigterm(
     tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path, vllm_cache_root: Path
 ) -> None:
-    port, log, folder = _free_port(), tmp_path / "server.log", tmp_path / "captures"
+    port, log, folder = free_port(), tmp_path / "server.log", tmp_path / "captures"
     command = [sys.executable, "-m", "dmi_connector.cli", "serve", str(tiny_model("qwen3"))]
     command += ["--hooks", "hidden-states,q,logits", "--store-dir", str(folder), "--chunk-tokens", "32"]
     command += ["--segment-tokens", "64", "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]

@@ -53,7 +53,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 attrs=ATTRS, key=key, request_id=f"0_{name}-ab12",
             )  # fmt: skip
     finally:
-        persistence.shutdown(30)
+        persistence.shutdown(storekit.PATIENCE)
     return root
 
 

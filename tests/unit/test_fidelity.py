@@ -44,7 +44,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for i, path in enumerate(paths):
         values = {spec.name: kit.random_bits(spec, TOKENS, seed=i) for spec in (NEURONS, INT8)}
         kit.store(persistence, path, [RESID, NEURONS, INT8], TOKENS, values={"resid_mid": rows(i, 2), **values})
-    assert persistence.shutdown(30)
+    assert persistence.shutdown(kit.PATIENCE)
     return paths
 
 

@@ -48,7 +48,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             TOKENS,
             values={"q": np.stack(rows).view("u4"), "topk_ids": kit.random_bits(IDS, TOKENS), **stored},
         )
-    assert persistence.shutdown(30)
+    assert persistence.shutdown(kit.PATIENCE)
     return [folder / f"{i}.zarr" for i in range(STORES)]
 
 
@@ -119,7 +119,7 @@ def test_slices_of_ranks_stay_beside_each_other(tmp_path: Path) -> None:
     for rank, own in enumerate(ranks):
         specs = kit.shard_specs(arrays, 2, rank)
         kit.store(own, tmp_path / "tp.zarr", specs, TOKENS, values=held, wait=rank == 1, rank=rank, ranks=2)
-    assert [own.shutdown(30) for own in ranks] == [True, True]
+    assert [own.shutdown(kit.PATIENCE) for own in ranks] == [True, True]
     capture = open_capture(tmp_path / "tp.zarr", 0)
     found = importance(capture, "mlp_post", 1)
     assert np.corrcoef(found, np.abs(rows[1]).mean(0))[0, 1] > 0.8
@@ -132,7 +132,7 @@ def test_slices_of_ranks_stay_beside_each_other(tmp_path: Path) -> None:
 def test_captures_that_do_not_go_together(stores: list[Path], tmp_path: Path) -> None:
     persistence = Persistence(4 << 20)
     kit.store(persistence, tmp_path / "other.zarr", [ArraySpec("q", "float32", (0, 1), 32)], 100)
-    assert persistence.shutdown(30)
+    assert persistence.shutdown(kit.PATIENCE)
     captures = [open_capture(path, 0) for path in (stores[0], tmp_path / "other.zarr")]
     with pytest.raises(ValueError, match="has 32 values of q a row, others 64"):
         importance(captures, "q", 0)

@@ -44,7 +44,7 @@ def file_bytes(folder: Path, plan: Plan) -> int:
     arrays = [type(a)(**{**vars(a), "layers": a.layers[:2]}) for a in plan.arrays]
     persistence = Persistence(64 << 20)
     kit.store(persistence, folder / "a.zarr", arrays, TOKENS, codec="none")
-    assert persistence.shutdown(30)
+    assert persistence.shutdown(kit.PATIENCE)
     files = [p for a in arrays for p in (folder / "a.zarr" / a.name / "c").rglob("*") if p.is_file()]
     return sum(p.stat().st_size for p in files)
 

@@ -60,7 +60,7 @@ def test_hostile_keys_are_refused(key: str) -> None:
 def client() -> Any:
     c = PersistenceClient(1 << 20, 1, PersistSettings(codec="none"))
     yield c
-    c.shutdown(20)
+    c.shutdown(kit.PATIENCE)
 
 
 def capture(client: PersistenceClient, path: Path, rows: int = 20) -> Any:
@@ -74,7 +74,7 @@ def capture(client: PersistenceClient, path: Path, rows: int = 20) -> Any:
     client.ring.view(extent)[:] = payload
     capture.chunk(extent, 0, rows)
     capture.close(rows, token_ids=np.arange(rows))
-    assert client.flush(30)
+    assert client.flush(kit.PATIENCE)
     return capture
 
 
@@ -186,10 +186,10 @@ def test_modes_of_every_file_and_directory(tmp_path: Path, mode: str, umask: int
         persistence = Persistence(1 << 20, 2, PersistSettings(file_mode=mode))
         kit.store(persistence, stores / "a.zarr", arrays, 300, 3)
         kit.store(persistence, stores / "b.zarr", arrays, 300, 3, wait=False)
-        assert persistence.flush(30)
+        assert persistence.flush(kit.PATIENCE)
         handle = persistence.open_capture(kit.CaptureSpec(str(stores / "c.zarr"), (Q,), {"prompt_len": 300}))
         kit.feed(persistence, handle, {"q": kit.random_bits(Q, 256)}, 256, 128)
-        assert persistence.shutdown(20)  # c.zarr is never closed: it stays partial
+        assert persistence.shutdown(kit.PATIENCE)  # c.zarr is never closed: it stays partial
         present = modes(stores)
         assert [o.state for o in repair(stores)] == ["salvaged"]
     finally:
@@ -214,7 +214,7 @@ def test_the_ring_has_no_file() -> None:
 def sound(tmp_path: Path) -> Path:
     persistence = Persistence(1 << 20)
     kit.store(persistence, tmp_path / "a.zarr", [Q, ArraySpec("logits", "float32", (), 8)], 20, 2)
-    assert persistence.shutdown(20)
+    assert persistence.shutdown(kit.PATIENCE)
     return tmp_path / "a.zarr"
 
 

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from dmi_connector.store.repair import repair
 from dmi_connector.store.schema import ArraySpec
 from dmi_connector.store.verify import verify_store
 from tests import storekit as kit
+from tests.storekit import PATIENCE, until
 
 SPEC = ArraySpec("q", "float32", (0, 1), 64)
 CHUNK_BYTES = SPEC.token_bytes * 128
@@ -48,7 +50,7 @@ def persistence(done: list[tuple[str, str | None]]) -> Iterator[Persistence]:
 
     p = Persistence(1 << 20, settings=PersistSettings(segment_tokens=256), on_done=on_done)
     yield p
-    p.shutdown(20)
+    p.shutdown(PATIENCE)
     assert p.ring.used == 0
 
 
@@ -56,16 +58,12 @@ def writer_pid(handle: CaptureHandle) -> int:
     return handle.groups[0].process.process.pid
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen within 10 s"
-        time.sleep(0.01)
-
-
 def held(pid: int, folder: Path) -> list[str]:
     """What a process has open below `folder`."""
-    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    links = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was just closed
+            links.append(os.readlink(path))
     return [link for link in links if link.startswith(str(folder))]
 
 
@@ -78,7 +76,7 @@ def test_full_disk(persistence: Persistence, tmp_path: Path, done: list[tuple[st
     values = {"q": kit.random_bits(SPEC, 300)}
     kit.feed(persistence, handle, values, 300, 128)
     handle.close(300, token_ids=range(300))
-    assert persistence.flush(20)
+    assert persistence.flush(PATIENCE)
     assert done == [("incomplete", handle.error)] and "File too large" in str(handle.error)
     with pytest.raises(CaptureIncomplete, match="File too large") as caught:
         open_capture(tmp_path / "a.zarr", timeout=0)
@@ -161,7 +159,7 @@ def test_files_that_somebody_removed(persistence: Persistence, tmp_path: Path, w
     until(lambda: persistence.ring.used == 0)
     shutil.rmtree(tmp_path / "dir/a.zarr.partial" / what)
     handle.close(300, token_ids=range(300))
-    assert persistence.flush(20) and handle.state == "incomplete"
+    assert persistence.flush(PATIENCE) and handle.state == "incomplete"
     with pytest.raises(CaptureIncomplete, match="gone from the partial store") as caught:
         open_capture(tmp_path / "dir/a.zarr", timeout=0)
     assert caught.value.missing == [[0, 300]] and verify_store(tmp_path / "dir/a.zarr") == []
@@ -194,7 +192,7 @@ def test_writer_killed(persistence: Persistence, tmp_path: Path, done: list[tupl
     assert persistence.stats()["backlog_bytes"] > 0
     os.kill(pid, signal.SIGKILL)
     handle.close(300, token_ids=range(300))
-    assert persistence.flush(20)
+    assert persistence.flush(PATIENCE)
     assert done[0][0] == "incomplete" and "writer process 1 died (signal 9)" in str(done[0][1])
     with pytest.raises(CaptureIncomplete, match=r"writer process 1 died \(signal 9\)"):
         open_capture(tmp_path / "a.zarr", timeout=0)
@@ -219,7 +217,7 @@ def test_writer_killed_after_some_chunks(
     kit.feed(persistence, handle, values, 300, 128, skip=[0, 128])
     os.kill(writer_pid(handle), signal.SIGKILL)
     handle.close(300, {"logits": 3}, token_ids=range(300))
-    assert persistence.flush(20) and handle.state == "incomplete" and verify_store(tmp_path / "a.zarr") == []
+    assert persistence.flush(PATIENCE) and handle.state == "incomplete" and verify_store(tmp_path / "a.zarr") == []
     cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
     assert (cap.hooks, cap.missing) == (["q", "logits"], [[256, 300]])
     assert "died (signal 9)" in cap.reason and "1 of 3 samples are lost" in cap.reason
@@ -241,7 +239,7 @@ def test_writer_of_another_rank_killed(persistence: Persistence, tmp_path: Path)
     os.kill(writer_pid(handles[1]), signal.SIGKILL)
     for handle in handles:
         handle.close(300, token_ids=range(300))
-    assert other.shutdown(20) and persistence.flush(20)
+    assert other.shutdown(PATIENCE) and persistence.flush(PATIENCE)
     with pytest.raises(CaptureIncomplete, match=r"rank 1: writer process 1 died \(signal 9\)") as caught:
         open_capture(tmp_path / "a.zarr", timeout=0)
     assert caught.value.missing == [[0, 300]] and verify_store(tmp_path / "a.zarr") == []
@@ -254,7 +252,7 @@ def test_a_sample_that_never_came(persistence: Persistence, tmp_path: Path) -> N
     for i in (0, 2):
         kit.put_rows(persistence, handle, "logits", rows[i : i + 1], i, 9 + i)
     handle.close(0, {"logits": 3}, token_ids=[], attrs={"missing": [], "reason": "dropped"})
-    assert persistence.flush(20) and handle.state == "incomplete" and verify_store(tmp_path / "a.zarr") == []
+    assert persistence.flush(PATIENCE) and handle.state == "incomplete" and verify_store(tmp_path / "a.zarr") == []
     cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
     assert cap.reason == "dropped; logits: 1 of 3 samples are lost, their position is -1"
     rows[1] = 0
@@ -268,7 +266,7 @@ def test_writer_killed_before_the_commit(persistence: Persistence, tmp_path: Pat
     os.kill(writer_pid(handle), signal.SIGSTOP)
     handle.close(0, token_ids=[])
     os.kill(writer_pid(handle), signal.SIGKILL)
-    assert persistence.flush(20) and handle.state == "incomplete"
+    assert persistence.flush(PATIENCE) and handle.state == "incomplete"
 
 
 def test_writer_killed_in_the_commit(
@@ -278,13 +276,11 @@ def test_writer_killed_in_the_commit(
     handle = persistence.open_capture(CaptureSpec(str(tmp_path / "a.zarr"), (SPEC,), {"prompt_len": 1}, ranks=2))
     kit.feed(persistence, handle, {"q": kit.random_bits(SPEC, 40)}, 40, 128)
     handle.close(40, token_ids=range(40))  # and now it waits for rank 1
-    deadline = time.monotonic() + 10
-    while handle.final_process is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: handle.final_process is not None)
     os.kill(writer_pid(handle), signal.SIGKILL)
     other = Persistence(1 << 20)
     other.open_capture(CaptureSpec(str(tmp_path / "a.zarr"), (), rank=1, ranks=2)).close(40)
-    assert other.shutdown(20) and persistence.flush(20)
+    assert other.shutdown(PATIENCE) and persistence.flush(PATIENCE)
     assert done == [("complete", None)] and verify_store(tmp_path / "a.zarr") == []
 
 
@@ -294,7 +290,7 @@ def test_interrupt_is_ignored(persistence: Persistence, tmp_path: Path, done: li
     os.kill(writer_pid(handle), signal.SIGINT)
     kit.feed(persistence, handle, {"q": kit.random_bits(SPEC, 300)}, 300, 128)
     handle.close(300, token_ids=range(300))
-    assert persistence.flush(20) and done == [("complete", None)] * 2
+    assert persistence.flush(PATIENCE) and done == [("complete", None)] * 2
     assert Path(f"/proc/{writer_pid(handle)}/comm").read_text() == "dmi-writer\n"
 
 
@@ -302,7 +298,7 @@ def test_abort(persistence: Persistence, tmp_path: Path) -> None:
     handle = persistence.open_capture(spec_at(tmp_path / "a.zarr"))
     kit.feed(persistence, handle, {"q": kit.random_bits(SPEC, 256)}, 256, 128)
     handle.abort()
-    assert persistence.flush(20) and handle.state == "aborted"
+    assert persistence.flush(PATIENCE) and handle.state == "aborted"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["index.jsonl"]
     assert find_captures(tmp_path) == []
     with pytest.raises(RuntimeError, match="aborted"):
@@ -314,7 +310,7 @@ def test_rows_the_caller_knows_are_missing(persistence: Persistence, tmp_path: P
     values = {"q": kit.random_bits(SPEC, 300)}
     kit.feed(persistence, handle, values, 300, 128, skip=[128])
     handle.close(300, token_ids=range(300), attrs={"missing": [[128, 256]], "reason": "dropped: the ring was full"})
-    assert persistence.flush(20)
+    assert persistence.flush(PATIENCE)
     with pytest.raises(CaptureIncomplete, match="the ring was full"):
         open_capture(tmp_path / "a.zarr", timeout=0)
     assert verify_store(tmp_path / "a.zarr") == []
@@ -324,7 +320,7 @@ def test_a_hole_that_nobody_owned_up_to(persistence: Persistence, tmp_path: Path
     handle = persistence.open_capture(spec_at(tmp_path / "a.zarr"))
     kit.feed(persistence, handle, {"q": kit.random_bits(SPEC, 300)}, 300, 128, skip=[128])
     handle.close(300, token_ids=range(300))
-    assert persistence.flush(20)
+    assert persistence.flush(PATIENCE)
     assert "tokens 128 to 255" in " ".join(p.where for p in verify_store(tmp_path / "a.zarr"))
 
 
@@ -333,7 +329,7 @@ def test_rows_off_the_grid(persistence: Persistence, tmp_path: Path, first: int,
     handle = persistence.open_capture(spec_at(tmp_path / "a.zarr"))
     kit.put(persistence, np.zeros(count * SPEC.token_bytes, "u1"), handle, first, count)
     handle.close(128, token_ids=range(128))  # shorter than the last chunk says
-    assert persistence.flush(20) and handle.state == "incomplete"
+    assert persistence.flush(PATIENCE) and handle.state == "incomplete"
 
 
 def test_wrong_arguments(persistence: Persistence, tmp_path: Path) -> None:
@@ -355,14 +351,12 @@ def test_timeouts_say_what_was_seen(persistence: Persistence, tmp_path: Path) ->
     with pytest.raises(TimeoutError, match="nothing of it exists"):
         open_capture(tmp_path / "a.zarr", timeout=0.05)
     handle = persistence.open_capture(spec_at(tmp_path / "a.zarr"))
-    deadline = time.monotonic() + 10
-    while not (tmp_path / "a.zarr.partial").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until((tmp_path / "a.zarr.partial").exists)
     with pytest.raises(TimeoutError, match="still being written"):
         open_capture(tmp_path / "a.zarr", timeout=0)
     timer = threading.Timer(0.2, lambda: handle.close(0, token_ids=[]))
     timer.start()
-    assert open_capture(tmp_path / "a.zarr", timeout=10).numpy("q").shape == (2, 0, 64)
+    assert open_capture(tmp_path / "a.zarr", timeout=PATIENCE).numpy("q").shape == (2, 0, 64)
     timer.join()
     (tmp_path / "other.zarr").mkdir()
     with pytest.raises(ValueError, match="is not a capture"):
@@ -390,18 +384,20 @@ def test_engine_dies(tmp_path: Path) -> None:
         "h = p.open_capture(t.spec_at(Path(sys.argv[1])))\n"
         "kit.feed(p, h, {'q': kit.random_bits(t.SPEC, 128)}, 128, 128)\n"
         "while p.ring.used: time.sleep(0.01)\n"
-        "print(t.writer_pid(h), flush=True)\n"
-        "if os.fork() == 0: os.close(1); time.sleep(20); os._exit(0)\n"
+        "fork = os.fork()\n"
+        "if fork == 0: os.close(1); time.sleep(10 * kit.PATIENCE); os._exit(0)\n"
+        "print(t.writer_pid(h), fork, flush=True)\n"
         "os._exit(1)\n"
     )
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-c", script, str(tmp_path / "a.zarr")]
     env = {**os.environ, "PYTHONPATH": str(root)}
-    out = subprocess.run(command, env=env, stdout=subprocess.PIPE, timeout=60).stdout
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{int(out)}/cmdline").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{int(out)}/cmdline").exists(), "the writer outlived its engine"
+    out = subprocess.run(command, env=env, stdout=subprocess.PIPE, timeout=PATIENCE).stdout
+    pid, fork = map(int, out.split())
+    try:
+        until(lambda: not Path(f"/proc/{pid}/cmdline").exists())
+    finally:
+        os.kill(fork, signal.SIGKILL)
     assert (tmp_path / "a.zarr.partial/q/c/0/0/0").stat().st_size >= CHUNK_BYTES
     with pytest.raises(TimeoutError, match="dmi repair makes a store"):
         open_capture(tmp_path / "a.zarr", timeout=0)

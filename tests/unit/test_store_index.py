@@ -44,7 +44,7 @@ def test_states_of_real_captures(tmp_path: Path) -> None:
     persistence = Persistence(1 << 20)
     kit.store(persistence, tmp_path / "a.zarr", [SPEC], 10, key="mine", request_id="r1")
     kit.store(persistence, tmp_path / "b.zarr", [SPEC], 10, attrs={"complete": False, "reason": "aborted"})
-    assert persistence.shutdown(20)
+    assert persistence.shutdown(kit.PATIENCE)
     a, b = find_captures(tmp_path)
     assert (a.key, a.request_id, a.state, a.num_tokens) == ("mine", "r1", "complete", 10)
     listed = sum(p.stat().st_size for p in a.store.rglob("*") if p.is_file() and p != a.store / "zarr.json")

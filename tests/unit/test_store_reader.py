@@ -31,7 +31,7 @@ LENGTH = 300
 def persistence() -> Iterator[Persistence]:
     p = Persistence(4 << 20)
     yield p
-    assert p.shutdown(20)
+    assert p.shutdown(kit.PATIENCE)
 
 
 @pytest.fixture(scope="module")

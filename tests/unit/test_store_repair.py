@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,9 +171,7 @@ def test_nothing_to_salvage(writer: Writing, tmp_path: Path) -> None:
     final = tmp_path / "a.zarr"
     commit.append_index(str(tmp_path), {"event": "start", "store": "a.zarr", "state": "started", "created": ""})
     writer.open(final, SPECS, "zstd", facts(SPECS))
-    deadline = time.monotonic() + 10
-    while not list(tmp_path.glob("a.zarr.partial/.journal-0-q")) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    kit.until(lambda: list(tmp_path.glob("a.zarr.partial/.journal-0-q")))
     writer.kill()
     assert only(repair.repair(tmp_path)).state == "empty" and (tmp_path / "a.zarr.partial").exists()
     outcome = only(repair.repair(tmp_path / "a.zarr.partial", remove_empty=True))
@@ -476,7 +475,10 @@ def test_locks_end_with_the_capture(writer: Writing, tmp_path: Path) -> None:
     """A writer keeps no descriptor of a capture that has its final name or was aborted."""
 
     def held() -> list[str]:
-        links = [os.readlink(p) for p in Path(f"/proc/{writer.process.pid}/fd").iterdir()]
+        links = []
+        for path in Path(f"/proc/{writer.process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it was just closed
+                links.append(os.readlink(path))
         return [link for link in links if link.startswith(str(tmp_path))]
 
     for name, end in (("a", "rename"), ("b", "abort")):
@@ -488,10 +490,7 @@ def test_locks_end_with_the_capture(writer: Writing, tmp_path: Path) -> None:
             (tmp_path / "a.zarr.partial").rename(tmp_path / "a.zarr")
         else:
             writer.ask("abort", partial=str(tmp_path / "b.zarr.partial"), remove=True)
-        deadline = time.monotonic() + 10
-        while held() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert held() == []
+        kit.until(lambda: not held())
 
 
 def test_a_name_that_is_taken(writer: Writing, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ ALL = (
 def persistence() -> Iterator[Persistence]:
     p = Persistence(8 << 20, writers=2, settings=PersistSettings())
     yield p
-    assert p.shutdown(20)
+    assert p.shutdown(kit.PATIENCE)
     assert p.ring.used == 0
 
 
@@ -92,7 +92,7 @@ def test_writers_give_way_to_the_engine_as_far_as_told(gpu: bool, tmp_path: Path
 def test_fsync_changes_nothing_else(tmp_path: Path) -> None:
     p = Persistence(1 << 20, settings=PersistSettings(fsync=True))
     kit.store(p, tmp_path / "a.zarr", ALL, 300, 3)
-    assert p.shutdown(30) and verify_store(tmp_path / "a.zarr") == []
+    assert p.shutdown(kit.PATIENCE) and verify_store(tmp_path / "a.zarr") == []
 
 
 def test_torch_in_the_stored_dtype(persistence: Persistence, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_two_ranks_merge(persistence: Persistence, tmp_path: Path, length: int) 
         wait=False,
     )
     kit.store(other, tmp_path / "a.zarr", kit.shard_specs(TP, 2, 1), length, values=values, ranks=2, rank=1)
-    assert persistence.flush(20) and other.shutdown(10)
+    assert persistence.flush(kit.PATIENCE) and other.shutdown(kit.PATIENCE)
     assert verify_dir(tmp_path) == []
     cap = open_capture(tmp_path / "a.zarr", timeout=0)
     for spec in TP:
@@ -174,7 +174,7 @@ def test_two_ranks_merge(persistence: Persistence, tmp_path: Path, length: int) 
 def test_a_rank_that_never_finishes(tmp_path: Path) -> None:
     alone = Persistence(1 << 20, settings=PersistSettings(rank_timeout=0.5))
     kit.store(alone, tmp_path / "a.zarr", kit.shard_specs(TP, 2, 0), 200, ranks=2)
-    assert alone.shutdown(10)
+    assert alone.shutdown(kit.PATIENCE)
     cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
     assert not cap.complete and "ranks [1] did not finish" in str(cap.reason) and cap.missing == [[0, 200]]
     assert verify_store(tmp_path / "a.zarr") == []
@@ -186,7 +186,7 @@ def test_arrays_spread_over_writers(persistence: Persistence, tmp_path: Path, mo
     handle = persistence.open_capture(spec)
     assert len({g.process for g in handle.groups}) == 2
     handle.abort()
-    assert persistence.flush(10) and not (tmp_path / "b.zarr.partial").exists()
+    assert persistence.flush(kit.PATIENCE) and not (tmp_path / "b.zarr.partial").exists()
     values = kit.store(persistence, tmp_path / "a.zarr", ALL, 300, 5)
     assert verify_store(tmp_path / "a.zarr") == []
     cap = open_capture(tmp_path / "a.zarr", timeout=0)
@@ -211,7 +211,7 @@ def test_two_captures_share_an_extent_and_chunks_come_out_of_order(persistence: 
         handle.chunk(extent, 0, 128, keep=True)
         handle.close(256, token_ids=range(256))
     persistence.ring.release(extent)
-    assert persistence.flush(10)
+    assert persistence.flush(kit.PATIENCE)
     for i in range(2):
         np.testing.assert_array_equal(kit.bits(open_capture(tmp_path / f"{i}.zarr").numpy("q")), values)
     assert verify_dir(tmp_path) == []

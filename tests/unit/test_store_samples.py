@@ -29,7 +29,7 @@ def test_a_surplus_sample_is_left_out(tmp_path: Path, samples: int) -> None:
     for i in range(samples + 1):
         kit.put_rows(persistence, handle, "logits", values["logits"][i : i + 1], i, 3 + i)
     handle.close(8, {"logits": samples}, token_ids=np.arange(8))
-    assert persistence.shutdown(30)
+    assert persistence.shutdown(kit.PATIENCE)
     assert verify_store(path) == []
     capture = open_capture(path, timeout=0)
     assert capture.complete, capture.reason
@@ -45,6 +45,6 @@ def test_a_lacking_sample_is_told(tmp_path: Path) -> None:
     kit.feed(persistence, handle, values, 8, 128)
     kit.put_rows(persistence, handle, "logits", values["logits"], 0, 3)
     handle.close(8, {"logits": 2}, token_ids=np.arange(8))
-    assert persistence.shutdown(30)
+    assert persistence.shutdown(kit.PATIENCE)
     capture = open_capture(path, timeout=0, allow_incomplete=True)
     assert not capture.complete and "logits" in str(capture.reason)

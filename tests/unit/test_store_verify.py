@@ -32,7 +32,7 @@ ARRAYS = (
 def persistence() -> Iterator[Persistence]:
     p = Persistence(4 << 20)
     yield p
-    assert p.shutdown(20)
+    assert p.shutdown(kit.PATIENCE)
 
 
 @pytest.fixture(scope="module", params=["none", "zstd"])
