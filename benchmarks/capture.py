@@ -86,13 +86,10 @@ class Run:
                 if turn.engine not in self._engines:
                     self._up([turn.engine])
             self._take([turn for turn in group if turn.engine in self._children])
-            for turn in group:
-                if turn is last[turn.engine]:
-                    self._down(turn.engine)
+            self._down([turn.engine for turn in group if turn is last[turn.engine]])
 
     def close(self) -> None:
-        for engine in list(self._children):
-            self._down(engine)
+        self._down(list(self._children))
 
     def _up(self, engines: list[str]) -> None:
         for engine in engines:
@@ -132,14 +129,17 @@ class Run:
         if "failed" not in answer:
             return answer
         self._failed(engine, answer["failed"])
-        self._down(engine)
+        self._down([engine])
         return None
 
-    def _down(self, engine: str) -> None:
-        """End an engine that is up."""
-        child = self._children.pop(engine, None)
-        if child is not None and (status := child.close()):
-            self._failed(engine, f"exit status {status}")
+    def _down(self, engines: list[str]) -> None:
+        """End engines, those of them that are up, all at once: each takes seconds."""
+        children = {engine: self._children.pop(engine) for engine in engines if engine in self._children}
+        for child in children.values():
+            child.end()
+        for engine, child in children.items():
+            if status := child.close():
+                self._failed(engine, f"exit status {status}")
 
     def _failed(self, engine: str, why: str) -> None:
         if "failed" not in self._engines[engine]:  # the first reason says most
@@ -178,7 +178,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--cases", default="", help=f"comma-separated: {', '.join(CASES)}")
     p.add_argument("--curves", default="", help=f"comma-separated growth curves, beside the cases: {', '.join(CURVES)}")
     p.add_argument("--repeat", type=int, default=5)
-    p.add_argument("--shrink", type=int, default=1, help="divide request counts and prompt lengths, for small machines")
+    p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of all cases, for small machines")
     p.add_argument("--owner", default="draft", choices=["draft", "target"])
     p.add_argument("--dtype", default="bfloat16")
     p.add_argument("--max-model-len", type=int, default=2048)

@@ -79,11 +79,15 @@ class Child:
                 return answer
         return {"failed": f"exit status {self.close()}"}
 
+    def end(self) -> None:
+        """Tell it to end, which is an end of file to it."""
+        self._lines.close()
+        self._socket.close()
+
     def close(self) -> int:
-        """Tell it to end, which is an end of file to it, and kill what is left of it. Returns its exit status."""
+        """Let it end, and kill what is left of it. Returns its exit status."""
         if self._process.returncode is None:
-            self._lines.close()
-            self._socket.close()
+            self.end()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(CLOSE_S)
             with suppress(ProcessLookupError):  # nothing is left

@@ -20,7 +20,8 @@ class Case(NamedTuple):
     output_tokens: int
 
     def shrunk(self, by: int) -> Case:
-        return Case(max(1, self.requests // by), max(1, self.prompt_tokens // by), self.output_tokens)
+        generated = self.output_tokens if self.output_tokens == 1 else max(2, self.output_tokens // by)
+        return Case(max(1, self.requests // by), max(1, self.prompt_tokens // by), generated)
 
     @property
     def tokens(self) -> int:

@@ -195,7 +195,7 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from dmi_connector.store.reader import read_attrs
+    from dmi_connector.store.metadata import read_attrs
     from dmi_connector.store.verify import verify_store
 
     path = _directory(options.path, "a store (*.zarr) or a directory of stores")

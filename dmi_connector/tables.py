@@ -13,7 +13,8 @@ from typing import Any
 import zarr
 
 from dmi_connector.store.index import CaptureInfo
-from dmi_connector.store.reader import Capture, read_attrs
+from dmi_connector.store.metadata import read_attrs
+from dmi_connector.store.reader import Capture
 
 ATTRIBUTES = (
     "model",

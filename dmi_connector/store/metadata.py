@@ -6,6 +6,7 @@ object dtype or code of some plugin gets as far as zarr-python.
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,25 @@ from dmi_connector.store import schema
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KEYS = {*schema.array_document("uint8", [], [], [], [])}
 _CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
+
+
+def read_attrs(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The root attribute of a store. Raises ValueError when it is not a store of a format version known
+    here.
+    """
+    root = Path(path) / "zarr.json"
+    try:
+        attrs = json.loads(root.read_bytes())["attributes"][schema.ATTR_KEY]
+        version = str(attrs["format_version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a capture: {root.name} has no {schema.ATTR_KEY!r} attribute ({error!r})"
+        ) from error
+    if version.split(".")[0] != schema.FORMAT_VERSION.split(".")[0]:
+        raise ValueError(
+            f"{path} has format version {version}, this package reads {schema.FORMAT_VERSION}: install a matching one"
+        )
+    return dict(attrs)
 
 
 def check_arrays(store: Path, attrs: dict[str, Any]) -> None:

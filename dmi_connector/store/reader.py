@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import weakref
@@ -25,7 +24,7 @@ from dmi_connector.store import dtypes, schema
 from dmi_connector.store.attention import attention
 from dmi_connector.store.bases import find_basis
 from dmi_connector.store.journal import is_abandoned, share
-from dmi_connector.store.metadata import check_arrays
+from dmi_connector.store.metadata import check_arrays, read_attrs
 from dmi_connector.store.names import HookTable, Source, parse_name
 
 if TYPE_CHECKING:
@@ -79,25 +78,6 @@ def _seen(final: Path) -> str:
     if is_abandoned(partial):
         return f"its writers ended and left {partial.name}; dmi repair makes a store of what they wrote"
     return f"it is still being written as {partial.name}"
-
-
-def read_attrs(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The root attribute of a store. Raises ValueError when it is not a store of a format version known
-    here.
-    """
-    root = Path(path) / "zarr.json"
-    try:
-        attrs = json.loads(root.read_bytes())["attributes"][schema.ATTR_KEY]
-        version = str(attrs["format_version"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not a capture: {root.name} has no {schema.ATTR_KEY!r} attribute ({error!r})"
-        ) from error
-    if version.split(".")[0] != schema.FORMAT_VERSION.split(".")[0]:
-        raise ValueError(
-            f"{path} has format version {version}, this package reads {schema.FORMAT_VERSION}: install a matching one"
-        )
-    return dict(attrs)
 
 
 class Capture:

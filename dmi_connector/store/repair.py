@@ -24,8 +24,8 @@ from dmi_connector.store.journal import (
     read_journal,
     remove_journals,
 )
+from dmi_connector.store.metadata import read_attrs
 from dmi_connector.store.paths import umask_of
-from dmi_connector.store.reader import read_attrs
 from dmi_connector.store.schema import ArraySpec
 from dmi_connector.store.shard import EMPTY, crc32c
 from dmi_connector.store.shardfile import ShardReader, StoredArray, numpy_dtype, read_file

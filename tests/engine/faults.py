@@ -235,7 +235,7 @@ def runs(process: psutil.Process) -> bool:
 
 def memory(pid: int) -> int:
     """Bytes of memory of a process that are no file's: those come and go as the system likes."""
-    fields = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 
 

@@ -35,7 +35,7 @@ def test_stores(tmp_path: Path) -> None:
 
 def test_niceness(tmp_path: Path) -> None:
     out = tmp_path / "niceness.json"
-    names = [way for way in niceness.WAYS if way != "idle class"]  # which never ends where other tests take all cores
+    names = ["none", "nice 19", "nice 5, a core free"]
     small = ["--seconds", "0.2", "--repeat", "1", "--megabytes", "1", "--ways", *names]
     assert niceness.main(["--out", str(out), "--directory", str(tmp_path), *small]) == 0
     ways = json.loads(out.read_text())["ways"]
