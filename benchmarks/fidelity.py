@@ -28,6 +28,8 @@ SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
+MORE = ("rp(1024)", "rp(1280)")
+"""Beside what `dmi fidelity` measures by itself: how much a wider projection keeps."""
 HOOKS = "resid_pre,resid_mid,resid_final,q,k,v,z,mlp_post,mlp_out"
 
 
@@ -104,7 +106,7 @@ def main() -> None:
         basis = options.out / f"{kind}-basis.safetensors"
         basis.unlink(missing_ok=True)
         fit_pca(stores[: PROMPTS // 2], ["resid_mid"], 256, basis)
-        found = fidelity(stores[PROMPTS // 2 :], DEFAULT)
+        found = fidelity(stores[PROMPTS // 2 :], [*DEFAULT, *MORE])
         projected = fidelity(stores[PROMPTS // 2 :], [f"pca({basis})"], "resid_mid")
         found += [replace(one, reduction="pca(256 components)") for one in projected]
         result[kind] = [asdict(one) for one in found]
