@@ -61,6 +61,12 @@ def send(client: PersistenceClient, capture: RemoteCapture, first: int, start: i
     capture.chunk(extent, first, count)
 
 
+def test_processes_start_without_what_they_do_not_need() -> None:
+    modules = "dmi_connector.store.coordinator, dmi_connector.store.writer"
+    code = f"import sys, {modules}; print(sorted({{'torch', 'vllm', 'zarr'}} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-P", "-c", code], text=True) == "[]\n"
+
+
 def test_a_whole_capture(client: PersistenceClient, tmp_path: Path) -> None:
     capture = begin(client, tmp_path / "a.zarr", (Q, LOGITS))
     for first in (0, 128, 256):
