@@ -77,15 +77,19 @@ def test_sigterm(
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
         pool.shutdown()
-    assert [answer.choices[0].finish_reason for answer in answers] == ["abort"] * len(answers)
+    reasons = [answer.choices[0].finish_reason for answer in answers]
+    assert set(reasons) <= {"abort", "length"}, "on a busy machine some had come to their end before"
     found = find_captures(folder)
     assert len(found) == MANY and not list(folder.glob("*.partial"))
     captures = [open_capture(info.store, timeout=0, allow_incomplete=True) for info in found]
     assert [capture.complete for capture in captures[:2]] == [True] * 2
+    ended = 0
     for capture in captures[2:]:
-        if capture.complete:
-            assert capture.attrs["finish_reason"] == "abort"
-        else:
+        if not capture.complete:
             assert capture.reason == "the engine ended before the request did"
+        elif capture.attrs["finish_reason"] != "abort":
+            assert capture.attrs["finish_reason"] == "length" and len(capture.token_ids) >= 1500
+            ended += 1
+    assert ended < MANY / 2, "no request was interrupted"
     rows = [check_rows(capture, oracle("qwen3")) for capture in captures]
     assert sum(rows) > 32 * MANY / 2
