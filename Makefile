@@ -46,6 +46,7 @@ soak: env
 	@rm -f benchmarks/results/v2-runner-cpu.jsonl
 	@SOAK_RESULT=benchmarks/results/soak-cpu.json V2_RESULT=benchmarks/results/v2-runner-cpu.jsonl \
 	  $(PY) -m pytest tests -m soak -s
+	@$(PY) -m pytest tests/unit -m hypothesis --hypothesis-profile=random
 
 lint: env
 	@$(VENV)/bin/ruff check .

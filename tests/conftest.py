@@ -28,8 +28,10 @@ for _name, _value in ENV.items():
 # Inductor would try the compiler's vector instructions in every process anew, which takes eight seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 runner.choose()
-# The same examples in each run, and as long as a busy machine takes for them: a failure is one of the code.
-settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+# As long as a busy machine takes for examples, and the same ones in each run; in `make soak` others each time.
+_patient: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("random", **_patient)
+settings.register_profile("suite", **_patient, derandomize=True)
 settings.load_profile("suite")
 
 

@@ -81,22 +81,24 @@ def _tap(
     rows, slots = found
     place = _PLACES[base.data_ptr()]
     tokens = values[0].shape[0]
-    at_end = _at_end(place) if reductions else None
-    aside = at_end is not None and at_end.takes(tokens)
-    key = (reductions, aside, *offsets)
+    aside = _at_end(place) if reductions else None
+    if aside is not None and not aside.takes(tokens):
+        aside = None
+    key = (reductions, aside is not None, *offsets)
     tap = place.taps.get(key)
     if tap is None:
         starts, chosen = [place.start + offset for offset in offsets], _parsed(reductions)
-        places = at_end.places(starts) if at_end is not None and aside else ()
-        widths = [value.shape[1] for value in values]
+        widths, places = [value.shape[1] for value in values], aside.places(starts) if aside is not None else ()
         writer = RowWriter(widths, values[0].dtype, starts, chosen, place.layer, places)
         tap = place.taps[key] = Tap(writer, tokens_at_once(values, chosen))
-    buffer = at_end.buffer if at_end is not None and aside else None
+    if aside is not None:  # in one piece: a row of its buffer belongs to a token of the step
+        tap.write(rows, slots, values, aside.buffer)
+        return
     if tokens <= tap.at_once:
-        tap.write(rows, slots, values, buffer)
+        tap.write(rows, slots, values)
         return
     for first in range(0, tokens, tap.at_once):
-        tap.write(rows, slots[first:], [v[first : first + tap.at_once] for v in values], buffer)
+        tap.write(rows, slots[first:], [v[first : first + tap.at_once] for v in values])
 
 
 def _tap_end(like: torch.Tensor, token: torch.Tensor, base: torch.Tensor, layer: str) -> None:

@@ -151,7 +151,6 @@ class Persistence:
         return flushed and all(ended)
 
     # ---- messages out, called by CaptureHandle
-    # -------------------------------------------------------------------
 
     def _post_chunk(
         self,
@@ -251,7 +250,6 @@ class Persistence:
         process.post({**message, **facts, **commit, "fsync": s.fsync, "rank_timeout": s.rank_timeout})
 
     # ---- answers in, called on the reader threads
-    # ------------------------------------------------------------------
 
     def _on_message(self, process: Child, m: Message) -> None:
         with self._lock:
@@ -360,7 +358,6 @@ class Persistence:
                 self._lock.notify_all()
 
     # ---- processes
-    # ---------------------------------------------------------------------------------------------------
 
     def _spawn(self) -> Child:
         fds = [self.ring.fd, *self._pass_fds]

@@ -233,10 +233,10 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
-def memory(pid: int) -> int:
-    """Bytes of memory of a process that are no file's: those come and go as the system likes."""
+def memory(pid: int, *kinds: str) -> int:
+    """Bytes of memory of a process: of `kinds`, "RssAnon" and "RssShmem". A file's come and go as the system likes."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+    return sum(int(fields[name].split()[0]) << 10 for name in kinds)
 
 
 def descriptors(pid: int) -> int:

@@ -136,11 +136,11 @@ class TestOneEngineLivesOn:
         asks = many("slow")
         future = live.begin(asks)
         [worker] = processes("Worker")
-        before = faults.memory(worker.pid)
+        before = faults.memory(worker.pid, "RssAnon", "RssShmem")
         with stopped(processes("dmi-writer")):
             time.sleep(3)
             assert not future.done(), "the engine waits for room"
-            assert faults.memory(worker.pid) - before < BUFFER + (16 << 20)
+            assert faults.memory(worker.pid, "RssAnon", "RssShmem") - before < BUFFER + (16 << 20)
         live.answered(asks, future)
         assert [info.state for info in finished(live.run.store_dir, "slow")] == ["complete"] * MANY
         for name in list(asks)[::7]:
