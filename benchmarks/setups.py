@@ -160,8 +160,8 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
         Setup("full target disk none", "full-target", FULL, codec="none", cases=none, owner="target"),
         Setup("full disk lz4", "full", FULL, codec="lz4", cases=("prefill32",)),
         Setup("full disk zstd", "full", FULL, codec="zstd", cases=("prefill32",)),
-        Setup("full disk slow block", "full", FULL, slow=True, cases=("decode32", "prefill8")),
-        Setup("full disk slow drop", "full", FULL, policy="drop", slow=True, cases=("decode32", "prefill8")),
+        Setup("full disk slow block", "full", FULL, codec="none", slow=True, cases=_BOTH),
+        Setup("full disk slow drop", "full", FULL, codec="none", policy="drop", slow=True, cases=_BOTH),
     ]
     decode, prefill = ("decode1", "decode32", "decode128"), ("prefill32", "prefill32x4")
     for name, rules in REDUCE.items():
