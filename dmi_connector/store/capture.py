@@ -150,6 +150,11 @@ class CaptureHandle:
         """The first thing that went wrong, if any."""
         return self.errors[0] if self.errors else None
 
+    def generated(self, stop: int) -> bool:
+        """Whether there are rows of generated tokens before row `stop`."""
+        attrs = self.spec.attrs
+        return int(attrs.get("start", 0)) + stop > int(attrs.get("prompt_len", 0))
+
     def chunk(self, extent: Extent, first: int, count: int, offset: int = 0, keep: bool = False) -> None:
         """Write token rows [first, first + count), counted from the start of the store.
 

@@ -80,22 +80,24 @@ class RemoteRing(RingBase):
         super().__init__(fd, nbytes)
         self._outbox = outbox
         self._out: dict[Extent, int] = {}
+        self._used = 0
 
     @property
     def used(self) -> int:
         """Bytes whose writers have not answered yet."""
-        with self._changed:
-            return sum(e.nbytes for e in self._out)
+        return self._used
 
     def take(self, number: int, offset: int, nbytes: int) -> Extent:
         """The extent that the engine calls `number`, with one user."""
         extent = Extent(offset, nbytes, 0)
         with self._changed:
             self._out[extent] = number
+            self._used += nbytes
         return extent
 
     def _free(self, extent: Extent) -> None:
         self._outbox.put(self._out.pop(extent))
+        self._used -= extent.nbytes
 
 
 class Coordinator:

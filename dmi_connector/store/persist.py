@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The captures under way and the writer processes they go through; runs in the coordinator (coordinator.py).
+"""The captures under way, from the first row to the store; runs in the coordinator (coordinator.py).
 
 persistence = Persistence(ring_bytes=1 << 30, writers=4)
 handle = persistence.open_capture(CaptureSpec(...))
@@ -20,9 +20,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dmi_connector.store import schema
-from dmi_connector.store.capture import SPREAD_BYTES, CaptureHandle, CaptureSpec, Group, assign
+from dmi_connector.store.capture import SPREAD_BYTES, CaptureHandle, CaptureSpec, assign
 from dmi_connector.store.commit import merge_ranges, now
 from dmi_connector.store.persist_settings import PersistSettings
+from dmi_connector.store.pool import WriterPool
 from dmi_connector.store.process import Child
 from dmi_connector.store.ring import Extent, Ring, RingBase
 from dmi_connector.store.wire import Message, pack_array
@@ -32,7 +33,7 @@ OnDone = Callable[[CaptureHandle, str | None], None]
 
 
 class Persistence:
-    """Owns the ring and the writer processes. All methods may be called from any thread.
+    """Owns the ring and the writer processes (`pool`). All methods may be called from any thread.
 
     ring: given when another process allocates; else one of `ring_bytes` is made. pass_fds: descriptors that
     writers keep open for as long as they live. on_done(handle, error) is called from a reader thread once a
@@ -52,21 +53,20 @@ class Persistence:
             raise ValueError(f"writers {writers} is too few: use 1 or more")
         self.settings = settings or PersistSettings()
         self.ring = ring or Ring(ring_bytes)
-        self._pass_fds = pass_fds
         self._on_done = on_done
         self._lock = threading.Condition(threading.RLock())
-        self._pending: dict[Child, dict[int, Extent]] = {}
         self._captures: dict[int, CaptureHandle] = {}
         self._done: deque[CaptureHandle] = deque()
         self._calling = 0  # threads that are in on_done
-        self._numbers = {"capture": 0, "seq": 0, "writer": 0}
+        self._opened = 0  # captures since the start
+        self._open = 0  # of these, captures that more rows may come for
         self._stats: dict[str, Any] = dict.fromkeys(
             ("complete", "incomplete", "failed", "aborted", "writers_died", "bytes_raw", "bytes_stored"), 0
         )
         self._errors: deque[str] = deque(maxlen=20)
         self._stopping = self._over = False  # over: no process is started any more
-        self._loads = [0] * writers  # bytes a token of what each writer has open
-        self._writers = [self._spawn() for _ in range(writers)]
+        with self._lock:
+            self.pool = WriterPool(writers, self.ring, self.settings, pass_fds, self._on_message, self._on_death)
 
     def alloc(self, nbytes: int, timeout: float | None = None) -> Extent | None:
         """Ring space for a payload; see `Ring.alloc`."""
@@ -83,9 +83,11 @@ class Persistence:
         with self._lock:
             if self._stopping:
                 raise RuntimeError("persistence is shut down: no capture can be opened")
-            number = self._next("capture")
-            parts = assign(spec.arrays, self._loads, spread=spec.token_bytes * chunk >= SPREAD_BYTES)
-            groups = [self._group(spec, writer, part) for writer, part in parts.items()]
+            self._opened += 1
+            self._open += 1
+            number = self._opened
+            parts = assign(spec.arrays, self.pool.loads, spread=spec.token_bytes * chunk >= SPREAD_BYTES)
+            groups = [self.pool.group(spec.arrays, part, writer) for writer, part in parts.items()]
             handle = CaptureHandle(self, number, spec, groups, now())
             self._captures[number] = handle
             for group in groups:
@@ -142,13 +144,11 @@ class Persistence:
         flushed = self.flush(timeout)
         with self._lock:
             self._over = True
-        for process in self._writers:
-            process.finish()
-        ended = [process.join(max(0.5, deadline - time.monotonic())) for process in self._writers]
+        ended = self.pool.end(lambda: max(0.5, deadline - time.monotonic()))
         if self.ring.fd >= 0:
             os.close(self.ring.fd)
             self.ring.fd = -1
-        return flushed and all(ended)
+        return flushed and ended
 
     # ---- messages out, called by CaptureHandle
 
@@ -165,6 +165,8 @@ class Persistence:
             if handle.state != "open":
                 raise RuntimeError(f"capture {handle.path} is {handle.state}: no rows can be added")
             ids: Message = {}
+            if rows is None:  # those of prompts come while the GPU works through whole prompts: they slow nobody
+                message = {**message, "paced": handle.generated(message["first"] + message["count"])}
             if rows is None and handle.spec.header_base is not None:
                 payload = self.ring.view(extent)[offset:]
                 ids = {"token_ids": pack_array(handle.check_positions(payload, message["first"], message["count"]))}
@@ -173,12 +175,10 @@ class Persistence:
                 wants = group.takes_chunks if rows is None else rows in group.takes_rows
                 if not wants or not group.open:
                     continue
-                seq = self._next("seq")
-                self.ring.hold(extent)
-                self._pending[group.process][seq] = extent
                 kind = "chunk" if rows is None else "rows"
-                where = {"type": kind, "id": handle.id, "seq": seq, "offset": extent.offset + offset}
-                group.process.post(where | message | (ids if group is first else {}))
+                where = {"type": kind, "id": handle.id, "offset": extent.offset + offset}
+                self.pool.send(group.process, extent, where | message | (ids if group is first else {}))
+            self.pool.set_pace(hurry=not self._open)
         if not keep:
             self.ring.release(extent)
 
@@ -186,7 +186,8 @@ class Persistence:
         with self._lock:
             if handle.state != "open":
                 raise RuntimeError(f"capture {handle.path} is {handle.state}: it cannot be closed")
-            handle.state, handle.final_message = "closing", {**message, **final}
+            handle.final_message = {**message, **final}
+            self._closing(handle)
             for group in handle.groups:
                 if group.open:
                     group.process.post({"type": "close", "id": handle.id, **message})
@@ -196,12 +197,17 @@ class Persistence:
         with self._lock:
             if handle.state != "open":
                 raise RuntimeError(f"capture {handle.path} is {handle.state}: it cannot be aborted")
-            handle.state = "closing"
             handle.final_message = {"type": "abort"}
+            self._closing(handle)
             for group in handle.groups:
                 if group.open:
                     group.process.post({"type": "abort", "id": handle.id, "partial": "", "remove": False})
             self._finish_if_closed(handle)
+
+    def _closing(self, handle: CaptureHandle) -> None:
+        handle.state = "closing"
+        self._open -= 1
+        self.pool.set_pace(hurry=not self._open)
 
     def _post_line(self, handle: CaptureHandle, event: str, state: str) -> None:
         spec, process = handle.spec, self._first_process(handle)
@@ -254,7 +260,8 @@ class Persistence:
     def _on_message(self, process: Child, m: Message) -> None:
         with self._lock:
             if "ack" in m:
-                self.ring.release(self._pending[process].pop(m["ack"]))
+                self.pool.read(process, m["ack"])
+                self.pool.set_pace(hurry=not self._open)
                 return
             number = next((m[k] for k in ("closed", "committed", "rankdone", "aborted") if k in m), None)
             handle = None if number is None else self._captures.get(number)
@@ -271,7 +278,7 @@ class Persistence:
     def _on_closed(self, handle: CaptureHandle, process: Child, m: Message) -> None:
         for group in handle.groups:
             if group.process is process and group.open:
-                self._close_group(group)
+                self.pool.leave(group)
         handle.files.update(m.get("files", {}))
         handle.failed += m.get("failed", [])
         handle.errors += [e for e in m.get("errors", []) if e not in handle.errors]
@@ -295,10 +302,8 @@ class Persistence:
 
     def _on_death(self, process: Child, reason: str) -> None:
         with self._lock:
-            extents = self._pending.pop(process, {})
-            for extent in extents.values():
-                self.ring.release(extent)
-            if not self._stopping or extents:
+            unread = self.pool.bury(process)
+            if not self._stopping or unread:
                 self._stats["writers_died"] += 1
                 self._note(reason)
             for handle in [] if self._over else list(self._captures.values()):  # else they wait for a repair
@@ -308,7 +313,7 @@ class Persistence:
                     if handle.spec.rank:  # rank 0 writes the metadata: these columns would pass for zeros
                         handle.failed.append([0, 1 << 60])
                     for group in mine:
-                        self._close_group(group)
+                        self.pool.leave(group)
                     self._finish_if_closed(handle)
                 elif handle.final_process is process:
                     self._refinish(handle, reason)
@@ -357,41 +362,9 @@ class Persistence:
                 self._calling -= 1
                 self._lock.notify_all()
 
-    # ---- processes
-
-    def _spawn(self) -> Child:
-        fds = [self.ring.fd, *self._pass_fds]
-        arguments = ["--ring-fd", str(self.ring.fd), "--ring-bytes", str(self.ring.nbytes)]
-        arguments += ["--file-mode", self.settings.file_mode, "--nice", str(self.settings.nice)]
-        name = f"writer process {self._next('writer')}"
-        process = Child(name, "dmi_connector.store.writer", arguments, fds, self._on_message, self._on_death)
-        self._pending[process] = {}
-        return process
-
-    def _live(self, i: int) -> Child:
-        i %= len(self._writers)
-        # `_pending` loses a process the moment its death is known here.
-        if self._writers[i] not in self._pending:
-            self._writers[i] = self._spawn()
-        return self._writers[i]
-
     def _first_process(self, handle: CaptureHandle) -> Child:
         process = handle.groups[0].process
-        return process if process in self._pending else self._live(handle.id)
-
-    def _group(self, spec: CaptureSpec, writer: int, part: list[int]) -> Group:
-        arrays = [spec.arrays[i] for i in part]
-        rows = frozenset(a.name for a in arrays if a.per_sample)
-        load = sum(a.token_bytes for a in arrays)
-        return Group(self._live(writer), part, any(not a.per_sample for a in arrays), rows, writer, load)
-
-    def _close_group(self, group: Group) -> None:
-        group.open = False
-        self._loads[group.writer] -= group.load
-
-    def _next(self, what: str) -> int:
-        self._numbers[what] += 1
-        return self._numbers[what]
+        return process if self.pool.alive(process) else self.pool.process(handle.id)
 
     def _note(self, text: str) -> None:
         self._errors.append(text)

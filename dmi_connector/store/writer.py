@@ -32,6 +32,7 @@ from numcodecs import blosc
 from dmi_connector.store.commit import Commit, append_index, give_up, remove_partial, write_rank_done
 from dmi_connector.store.group import GroupWriter
 from dmi_connector.store.journal import Hold
+from dmi_connector.store.pace import Pace
 from dmi_connector.store.paths import UMASKS
 from dmi_connector.store.persist_settings import PersistSettings
 from dmi_connector.store.repair import rebuild
@@ -70,8 +71,8 @@ def _keep_memory() -> None:
 class Writer:
     """Handles messages one after another, in the order they came."""
 
-    def __init__(self, ring: np.ndarray, reply: Callable[[Message], None], cache: FileCache) -> None:
-        self._ring, self._reply, self._cache = ring, reply, cache
+    def __init__(self, ring: np.ndarray, reply: Callable[[Message], None], cache: FileCache, pace: Pace) -> None:
+        self._ring, self._reply, self._cache, self._pace = ring, reply, cache, pace
         self._groups: dict[int, GroupWriter] = {}
         self._broken: dict[int, str] = {}  # captures whose open failed
         self._holds: dict[int, Hold] = {}
@@ -115,7 +116,10 @@ class Writer:
         def write(group: GroupWriter, data: np.ndarray) -> None:
             group.chunk(data, m["first"], m["count"], unpack_array(m.get("token_ids", "")))
 
+        began = time.process_time()
         self._data(m, write)
+        if m["paced"]:
+            self._pace.rest(time.process_time() - began)
 
     def _rows(self, m: Message) -> None:
         self._data(m, lambda group, data: group.rows(data, m["name"], m["first"], m["count"], m["positions"]))
@@ -227,6 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dmi-writer", description="Writes captures; started by the engine.")
     parser.add_argument("--ring-fd", type=int, required=True, help="descriptor of the shared memory")
     parser.add_argument("--ring-bytes", type=int, required=True, help="its size")
+    parser.add_argument("--pace-fd", type=int, required=True, help="descriptor of what says how fast to work")
     parser.add_argument("--file-mode", choices=UMASKS, default="private", help="who may read the stores")
     parser.add_argument("--nice", type=int, default=PersistSettings.nice, help="nice level: the engine goes first")
     args = parser.parse_args(argv)
@@ -253,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     def reply(message: Message) -> None:
         write_all(answers, pack(message))
 
-    writer = Writer(ring, reply, FileCache(limit=max(16, soft // 2)))
+    writer = Writer(ring, reply, FileCache(limit=max(16, soft // 2)), Pace(args.pace_fd))
     reply({"ready": os.getpid()})
     try:
         serve(writer, 0)

@@ -106,7 +106,7 @@ def test_disk_without_a_byte_left(
 ) -> None:
     """Not even the metadata fits: what holds rows waits for a repair, what holds none goes, later captures work."""
     kit.store(persistence, small_disk / "before.zarr", [SPEC], 10)
-    pid = persistence._writers[0].process.pid
+    pid = persistence.pool.processes[0].process.pid
     handle = persistence.open_capture(spec_at(small_disk / "rows.zarr"))
     values = {"q": kit.random_bits(SPEC, 300)}
     kit.feed(persistence, handle, values, 300, 128, skip=[256])
@@ -135,7 +135,7 @@ def test_no_descriptor_left(
 ) -> None:
     """With two left there is one for the lock and one for the journal; and the failure can be noted."""
     kit.store(persistence, tmp_path / "warm.zarr", [SPEC], 1)
-    pid = persistence._writers[0].process.pid
+    pid = persistence.pool.processes[0].process.pid
     until(lambda: not held(pid, tmp_path))
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     free = [number for number in range(1000) if not os.path.lexists(f"/proc/{pid}/fd/{number}")]

@@ -25,6 +25,7 @@ from dmi_connector.store import commit, repair
 from dmi_connector.store.group import GroupWriter
 from dmi_connector.store.index import find_captures
 from dmi_connector.store.journal import read_journal
+from dmi_connector.store.pace import Pace
 from dmi_connector.store.reader import CaptureIncomplete, open_capture
 from dmi_connector.store.repair import REASON, Outcome
 from dmi_connector.store.schema import ArraySpec
@@ -48,10 +49,11 @@ class Writing:
         self.fd = os.memfd_create("ring")
         os.ftruncate(self.fd, 1 << 20)
         self.ring = np.frombuffer(mmap.mmap(self.fd, 1 << 20), np.uint8)
+        self.pace = Pace()
         command = [sys.executable, "-m", "dmi_connector.store.writer", "--ring-fd", str(self.fd)]
-        self.process = subprocess.Popen(
-            [*command, "--ring-bytes", str(1 << 20)], stdin=-1, stdout=-1, bufsize=0, pass_fds=[self.fd]
-        )
+        command += ["--ring-bytes", str(1 << 20), "--pace-fd", str(self.pace.fd)]
+        fds = [self.fd, self.pace.fd]
+        self.process = subprocess.Popen(command, stdin=-1, stdout=-1, bufsize=0, pass_fds=fds)
         self._answers = self._read()
         assert next(self._answers) == {"ready": self.process.pid}
 
@@ -81,6 +83,7 @@ class Writing:
         payload = np.concatenate([p.view("u1").ravel() for p in parts])
         self.ring[: len(payload)] = payload
         extra = {"token_ids": pack_array(IDS[first : first + count])} if ids else {}
+        extra |= {"paced": False}
         assert self.ask("chunk", seq=first, offset=0, first=first, count=count, **extra) == {"ack": first}
 
     def rows(self, spec: ArraySpec, values: kit.Values, first: int, count: int) -> None:
@@ -92,6 +95,7 @@ class Writing:
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
+        self.pace.close()
 
 
 @pytest.fixture

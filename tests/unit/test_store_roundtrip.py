@@ -82,11 +82,22 @@ def test_writers_give_way_to_the_engine_as_far_as_told(gpu: bool, tmp_path: Path
     settings = persist_settings(ServerOptions.parse({"store_dir": str(tmp_path)}), 0, gpu)
     p = Persistence(1 << 20, settings=settings)
     try:
-        (writer,) = p._writers
+        (writer,) = p.pool.processes
         assert writer.ready.wait(30)
         assert os.getpriority(os.PRIO_PROCESS, writer.pid) == min(19, os.nice(0) + (19 if gpu else 5))
     finally:
         p.shutdown()
+
+
+def test_writers_work_at_leisure_beside_a_gpu_that_may_wait_for_them() -> None:
+    from dmi_connector.engine.startup import persist_settings
+
+    def share(gpu: bool, policy: str) -> float:
+        options = ServerOptions.parse({"store_dir": "/x", "policy": policy})
+        return persist_settings(options, 0, gpu).least_share
+
+    assert share(True, "block") == 0.25
+    assert {share(True, "drop"), share(False, "block"), share(False, "drop")} == {1.0}
 
 
 def test_fsync_changes_nothing_else(tmp_path: Path) -> None:
