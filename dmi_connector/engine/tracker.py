@@ -109,10 +109,10 @@ class Tracker:
         if params.save_path is not None:
             roots = options.save_path_roots if options.allow_custom_save_path else ()
             directory = custom_directory(params.save_path, roots, options.file_mode)
-        if options.sink == "disk":
-            self.quota.admit(directory, size.until(prompt if params.stop is None else min(prompt, params.stop)))
-        self._captures += 1
         path = os.path.join(directory, store_name(params.key, request.request_id))
+        if options.sink == "disk":
+            self.quota.admit(path, size.until(prompt if params.stop is None else min(prompt, params.stop)))
+        self._captures += 1
         due = 0 if "logits" in selection.hooks else params.start + options.chunk_tokens
         return Tracked(request, params, self._captures, path, selection, quota, params.start, due)
 
@@ -238,6 +238,7 @@ class Tracker:
         tracked = self.tracked.pop(request_id, None)
         if tracked is None:
             return False, None
+        self.quota.ended(tracked.path)
         if not tracked.opened:
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
         close = self._close(tracked, blocks)

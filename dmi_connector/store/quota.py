@@ -15,13 +15,15 @@ from dmi_connector.layout import ITEMSIZE, shard_of
 from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store import schema
 from dmi_connector.store.paths import make_directory
-from dmi_connector.store.retention import read_usage, total_bytes
+from dmi_connector.store.retention import Usage, measure, read_usage
 
 if TYPE_CHECKING:
     from dmi_connector.engine.context import CaptureContext
 
 UNLIMITED = 1 << 60
 REFRESH_S = 1.0
+_CLOCK_S = 0.1
+"""By which a file's time may lie behind the clock."""
 _TOKEN_ARRAYS = sum(schema.ITEMSIZE[dtype] for dtype in schema.TOKEN_ARRAYS.values())
 
 
@@ -69,19 +71,34 @@ class RequestBytes:
         return self.first_sample + (limit - before) // (self.row + self.sample)
 
 
+@dataclass
+class _LetIn:
+    """A capture that was let in. nbytes: raw bytes of its prompt's rows. ended: when its request ended, seconds since
+    the epoch.
+    """
+
+    nbytes: int
+    ended: float | None = None
+
+
 class Quota:
-    """Decides on new captures for one scheduler. Measures the stores there are when it is made."""
+    """Decides on new captures for one scheduler. Measures the stores there are when it is made.
+
+    What the stores take is what was measured last, and of captures let in since, or not finished then, what of their
+    prompts was not there yet.
+    """
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
-        self._used = total_bytes(options.store_dir, options.save_path_roots) if options.max_total_bytes else 0
-        self._measured: str | None = None
+        self._usage = measure(options.store_dir, options.save_path_roots) if options.max_total_bytes else None
         self._read_at = 0.0
-        self._admitted = 0  # bytes of prompts let in since the last measurement
+        self._let_in: dict[str, _LetIn] = {}  # by path of the store
 
-    def admit(self, directory: str, nbytes: int) -> None:
-        """Take in a capture whose prompt has `nbytes` raw bytes. Raises OptionError where a limit forbids that."""
-        options = self.options
+    def admit(self, path: str, nbytes: int) -> None:
+        """Let in a capture with its store at `path`, whose prompt has `nbytes` raw bytes. Raises OptionError where a
+        limit forbids that.
+        """
+        options, directory = self.options, os.path.dirname(path)
         if options.max_request_bytes and nbytes > options.max_request_bytes:
             raise OptionError(
                 f"max_request_bytes: the prompt's rows take {nbytes} bytes, this server allows "
@@ -94,15 +111,25 @@ class Quota:
                     f"min_free_bytes: {free} bytes are free in {directory}, {nbytes} are needed and "
                     f"{options.min_free_bytes} have to stay free; remove stores (dmi prune)"
                 )
-        if options.max_total_bytes:
+        if self._usage is not None:
             self._refresh()
-            used = self._used + self._admitted
+            used = self._used()
             if used + nbytes > options.max_total_bytes:
                 raise OptionError(
                     f"max_total_bytes: stores take {used} bytes, {nbytes} more are needed, this server allows "
                     f"{options.max_total_bytes}; remove stores (dmi prune)"
                 )
-            self._admitted += nbytes
+            self._let_in[_real(path)] = _LetIn(nbytes)
+
+    def ended(self, path: str) -> None:
+        """The request of a capture that was let in is over."""
+        if self._usage is not None and (let_in := self._let_in.get(_real(path))):
+            let_in.ended = time.time()
+
+    def _used(self) -> int:
+        assert self._usage is not None
+        there = self._usage.unfinished
+        return self._usage.nbytes + sum(max(0, c.nbytes - there.get(path, 0)) for path, c in self._let_in.items())
 
     def _free(self, directory: str) -> int:
         try:
@@ -116,6 +143,26 @@ class Quota:
         if time.monotonic() - self._read_at < REFRESH_S:
             return
         self._read_at = time.monotonic()
-        usage = read_usage(self.options.store_dir)
-        if usage is not None and usage["measured"] != self._measured:
-            self._used, self._measured, self._admitted = usage["bytes"], usage["measured"], 0
+        usage, before = read_usage(self.options.store_dir), self._usage
+        assert before is not None
+        if usage is not None and usage.began > before.began:
+            self._usage = usage
+            waits = {path: c for path, c in self._let_in.items() if not _measured(path, c, usage, before.began)}
+            self._let_in = waits
+
+
+def _real(path: str) -> str:
+    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+
+
+def _measured(path: str, capture: _LetIn, usage: Usage, before: float) -> bool:
+    """Whether all that there will be of a capture was there when `usage` was measured. before: when the measurement
+    before it began.
+    """
+    if path in usage.unfinished:
+        return False
+    try:
+        written = os.stat(os.path.join(path, "zarr.json")).st_mtime
+    except OSError:  # not begun yet; or gone, if its request ended long before
+        return capture.ended is not None and capture.ended < before
+    return written < usage.began - _CLOCK_S

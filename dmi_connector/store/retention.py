@@ -17,18 +17,28 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from dmi_connector.store.commit import append_index, now
 from dmi_connector.store.journal import claim
 from dmi_connector.store.paths import no_follow
-from dmi_connector.store.schema import INDEX_NAME
+from dmi_connector.store.schema import INDEX_NAME, PARTIAL_SUFFIX
 
 logger = logging.getLogger(__name__)
 
 REMOVING_SUFFIX = ".removing"
 USAGE_NAME = ".usage.json"
-"""Written by the keeper, read by quota.py: {"bytes": of all stores, "measured": ISO 8601}."""
+"""Written by the keeper, read by quota.py: a `Usage` ("bytes", "unfinished", "began") and "measured", ISO 8601."""
+
+
+class Usage(NamedTuple):
+    """What stores took. nbytes: of all, those being written included. unfinished: of each that was being written, by
+    its path once it is finished. began: when measuring began, in seconds since the epoch.
+    """
+
+    nbytes: int
+    unfinished: dict[str, int]
+    began: float
 
 
 @dataclass(frozen=True)
@@ -82,12 +92,14 @@ def _stores(directory: str | os.PathLike[str], deep: bool = False) -> Iterator[o
             yield from _stores(entry.path, True)
 
 
-def total_bytes(directory: str, roots: Sequence[str] = (), sizes: StoreSizes | None = None) -> int:
-    """Bytes of every store in `directory` and anywhere below `roots`, those being written included."""
-    sizes = sizes or StoreSizes()
+def measure(directory: str, roots: Sequence[str] = (), sizes: StoreSizes | None = None) -> Usage:
+    """What every store in `directory` and anywhere below `roots` takes."""
+    sizes, began = sizes or StoreSizes(), time.time()
     entries = [*_stores(os.path.realpath(directory))]
     entries += [entry for root in roots for entry in _stores(os.path.realpath(root), True)]
-    return sum(sizes.of(entry) for entry in {entry.path: entry for entry in entries}.values())
+    found = {entry.path: sizes.of(entry) for entry in entries}
+    unfinished = {p.removesuffix(PARTIAL_SUFFIX): n for p, n in found.items() if p.endswith(PARTIAL_SUFFIX)}
+    return Usage(sum(found.values()), unfinished, began)
 
 
 def finished_stores(directory: str | os.PathLike[str], sizes: StoreSizes | None = None) -> list[StoredCapture]:
@@ -193,7 +205,7 @@ class Keeper:
                 prune(self.directory, self.retain_seconds or None, self.retain_bytes or None, self.sizes)
         finally:
             if self.measure:
-                write_usage(self.directory, total_bytes(self.directory, self.roots, self.sizes))
+                write_usage(self.directory, measure(self.directory, self.roots, self.sizes))
 
     def _run(self) -> None:
         while True:
@@ -205,19 +217,21 @@ class Keeper:
             time.sleep(max(self.interval_s, 10 * (time.monotonic() - began)))  # never more than a tenth of a core
 
 
-def write_usage(directory: str, nbytes: int) -> None:
+def write_usage(directory: str, usage: Usage) -> None:
     """Replace USAGE_NAME atomically. Raises OSError."""
     path = os.path.join(directory, USAGE_NAME)
     own = f"{path}.{os.getpid()}"
     with open(own, "w", opener=no_follow) as f:
-        json.dump({"bytes": nbytes, "measured": now()}, f)
+        found = {"bytes": usage.nbytes, "unfinished": usage.unfinished, "began": usage.began, "measured": now()}
+        json.dump(found, f)
     os.rename(own, path)
 
 
-def read_usage(directory: str) -> dict[str, Any] | None:
+def read_usage(directory: str) -> Usage | None:
     """What the keeper measured last, or None. Raises OSError."""
     try:
         with open(os.path.join(directory, USAGE_NAME), opener=no_follow) as f:
-            return dict(json.load(f))
+            found = json.load(f)
+            return Usage(found["bytes"], found.get("unfinished", {}), found.get("began", 0.0))
     except FileNotFoundError:
         return None

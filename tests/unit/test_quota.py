@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -34,11 +35,12 @@ from dmi_connector.store.retention import (
     REMOVING_SUFFIX,
     USAGE_NAME,
     Keeper,
+    Usage,
     finished_stores,
+    measure,
     prune,
     read_usage,
     remove_store,
-    total_bytes,
     write_usage,
 )
 from dmi_connector.store.schema import ArraySpec
@@ -114,17 +116,60 @@ def test_max_total_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "root" / "deep" / "c.zarr" / "data").write_bytes(b"x" * 1000)
     options = {"store_dir": str(stores), "max_total_bytes": 12_000, "save_path_roots": [str(tmp_path / "root")]}
     quota = Quota(ServerOptions.parse(options))
-    quota.admit(str(stores), 2000)
+    quota.admit(str(stores / "1.zarr"), 2000)
     with pytest.raises(OptionError, match=r"^max_total_bytes: stores take 11000 bytes, 1001 more .* 12000; remove"):
-        quota.admit(str(stores), 1001)
-    quota.admit(str(stores), 1000)
-    write_usage(str(stores), 4000)
+        quota.admit(str(stores / "2.zarr"), 1001)
+    quota.admit(str(stores / "2.zarr"), 1000)
+    for name in ("1.zarr", "2.zarr"):
+        quota.ended(str(stores / name))
+    write_usage(str(stores), Usage(4000, {}, time.time()))
     with pytest.raises(OptionError):
-        quota.admit(str(stores), 1)  # the file is read at an interval
+        quota.admit(str(stores / "3.zarr"), 1)  # the file is read at an interval
     quota._read_at -= 3601
-    quota.admit(str(stores), 8000)
+    with pytest.raises(OptionError, match="stores take 7000 bytes, 5001 more"):
+        quota.admit(str(stores / "3.zarr"), 5001)  # those that ended have perhaps not begun to be written
+    write_usage(str(stores), Usage(4000, {}, time.time()))
+    quota._read_at -= 3601
+    quota.admit(str(stores / "3.zarr"), 8000)
     with pytest.raises(OptionError, match="12000 bytes, 1 more"):
-        quota.admit(str(stores), 1)
+        quota.admit(str(stores / "4.zarr"), 1)
+
+
+def test_what_is_being_written_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture counts with its prompt or with what there is of it, until it was finished when stores were measured."""
+    monkeypatch.setattr("dmi_connector.store.quota.REFRESH_S", 0)
+    options = ServerOptions.parse({"store_dir": str(tmp_path), "max_total_bytes": 10_000})
+    quota, store = Quota(options), tmp_path / "a.zarr"
+    partial = tmp_path / "a.zarr.partial"
+
+    def room() -> int:
+        """Bytes that could still be let in, after the coordinator has measured."""
+        time.sleep(0.002)
+        Keeper(str(tmp_path), measure=True).round()
+        with pytest.raises(OptionError) as refused:
+            quota.admit(str(tmp_path / "big.zarr"), 10_001)
+        return 10_000 - int(re.search(r"take (\d+) bytes", str(refused.value))[1])  # type: ignore[index]
+
+    assert room() == 10_000
+    quota.admit(str(store), 4000)
+    assert [room(), room()] == [6000, 6000], "nothing of it is there yet"
+    partial.mkdir()
+    (partial / "data").write_bytes(b"x" * 1000)
+    assert room() == 6000
+    (partial / "data").write_bytes(b"x" * 5000)
+    assert room() == 5000
+    quota.ended(str(store))
+    assert [room(), room()] == [5000, 5000], "it is still being written"
+    (partial / "zarr.json").write_bytes(b"x" * 100)
+    partial.rename(store)
+    for moment, expected in ((time.time() + 60, 900), (time.time() - 60, 4900)):
+        os.utime(store / "zarr.json", (moment, moment))
+        assert room() == expected, "finished after or before stores were measured"
+    shutil.rmtree(store)
+    assert room() == 10_000
+    quota.admit(str(tmp_path / "never.zarr"), 3000)
+    quota.ended(str(tmp_path / "never.zarr"))
+    assert [room(), room(), room()][-1] == 10_000, "it ended before anything of it was computed"
 
 
 def test_min_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,12 +197,12 @@ def test_a_limit_is_cheap_to_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Stores are walked when an engine starts, and never when a request arrives."""
     options = {"store_dir": str(tmp_path), "max_total_bytes": 1 << 50, "min_free_bytes": 1, "max_request_bytes": 1000}
     quota = Quota(ServerOptions.parse(options))
-    write_usage(str(tmp_path), 5)
-    for module, name in ((os, "scandir"), (os, "listdir"), (os, "walk"), (quota_module, "total_bytes")):
+    write_usage(str(tmp_path), Usage(5, {}, time.time()))
+    for module, name in ((os, "scandir"), (os, "listdir"), (os, "walk"), (quota_module, "measure")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("stores were walked"))
     quota._read_at = -1e9
-    quota.admit(str(tmp_path), 10)
-    quota.admit(str(tmp_path), 10)
+    quota.admit(str(tmp_path / "a.zarr"), 10)
+    quota.admit(str(tmp_path / "b.zarr"), 10)
 
 
 # ---- removal ----------------------------------------------------------------------------------------------------
@@ -290,7 +335,7 @@ def test_one_that_cannot_be_removed_stops_nothing_else(stores: Path, monkeypatch
         with pytest.raises(OSError, match=r"1 stores cannot be removed: s0\.zarr.*no removal"):
             keeper.round()
         assert names(stores) == ["s0.zarr.removing", "s2.zarr", "s3.zarr", "s4.zarr"]
-        assert read_usage(str(stores))["bytes"] == total_bytes(str(stores))  # type: ignore[index]
+        assert read_usage(str(stores)).nbytes == measure(str(stores)).nbytes  # type: ignore[union-attr]
 
 
 def test_the_keeper_measures_and_removes(stores: Path) -> None:
@@ -299,10 +344,10 @@ def test_the_keeper_measures_and_removes(stores: Path) -> None:
     keeper.round()
     assert names(stores) == ["s3.zarr", "s4.zarr"]
     usage = read_usage(str(stores))
-    assert usage is not None and usage["bytes"] == sizes[3] + sizes[4] == total_bytes(str(stores))
+    assert usage is not None and usage.nbytes == sizes[3] + sizes[4] == measure(str(stores)).nbytes
     shutil.rmtree(stores / "s3.zarr")
     keeper.round()
-    assert read_usage(str(stores))["bytes"] == sizes[4]  # type: ignore[index]
+    assert read_usage(str(stores)).nbytes == sizes[4]  # type: ignore[union-attr]
 
 
 def test_the_coordinator_keeps_the_directory(stores: Path) -> None:
