@@ -41,6 +41,8 @@ MODULE = "benchmarks.capture"
 
 
 _BEGIN = time.monotonic()
+Stock = dict[tuple[int, str], list[float]]
+"""(phase, case) -> stock's runs, tok/s."""
 
 
 def serve(fd: int, make: Callable[[], Bench], setups: list[Setup]) -> None:
@@ -74,7 +76,7 @@ class Run:
         self._start, self._results, self._out = start, results, out
         self._engines: dict[str, dict[str, Any]] = results["engines"]
         self._children: dict[str, common.Child] = {}
-        self._stock: dict[tuple[int, str], float] = {}
+        self._stock: Stock = {}
 
     def measure(self, turns: list[Turn], together: bool) -> None:
         """Take the turns. together: all engines start at once and wait, else each when it is first needed."""
@@ -104,23 +106,24 @@ class Run:
     def _take(self, group: list[Turn]) -> None:
         """Take the turns of a group: a round of each at a time."""
         left: dict[Turn, int] = {}
+        alternate = len(group) > 1
         for turn in group:
             if turn.case == PROFILE:
-                self._add(turn, self._answer(turn.engine, {"profile": turn.setup.name}))
+                self._add(turn, self._answer(turn.engine, {"profile": turn.setup.name}), False)
                 continue
             answer = self._answer(turn.engine, {"begin": turn.setup.name, "case": turn.case})
             left[turn] = answer.pop("rounds") if answer else 0
-            self._add(turn, answer)
+            self._add(turn, answer, alternate)
         while any(left.values()):
             for turn in [turn for turn in left if left[turn]]:
                 answer = self._answer(turn.engine, {"again": turn.setup.name})
                 left[turn] = left[turn] - 1 if answer is not None else 0
-                self._add(turn, answer)
+                self._add(turn, answer, alternate)
 
-    def _add(self, turn: Turn, numbers: dict[str, Any] | None) -> None:
+    def _add(self, turn: Turn, numbers: dict[str, Any] | None, alternate: bool) -> None:
         if numbers:
             note(f"{turn.setup.name:24s} {turn.case:16s} {json.dumps(numbers)}")
-            add(self._results, turn, numbers, self._stock)
+            add(self._results, turn, numbers, self._stock, alternate)
             common.save(self._out, self._results)
 
     def _answer(self, engine: str, request: dict[str, Any] | None = None) -> dict[str, Any] | None:
@@ -153,20 +156,24 @@ def note(text: str) -> None:
     print(f"{time.monotonic() - _BEGIN:6.1f} {text}", file=sys.stderr, flush=True)
 
 
-def add(results: dict[str, Any], turn: Turn, numbers: dict[str, Any], stock: dict[tuple[int, str], float]) -> None:
-    """Put the numbers of a turn among the results. stock: (phase, case) -> stock's median then, which is kept up.
+def add(results: dict[str, Any], turn: Turn, numbers: dict[str, Any], stock: Stock, alternate: bool) -> None:
+    """Put the numbers of a turn among the results, keep `stock` up. alternate: rounds were taken by turns with stock's.
 
-    Stock's runs of all phases count together; others have beside their own numbers stock's of the same phase.
+    Stock's runs of all phases count together; others have beside their own numbers stock's median of the same phase,
+    and the median of the ratios of each run to stock's just before it where there are such.
     """
     cases = results["engines"][turn.engine]["setups"].setdefault(turn.setup.name, {})
     key = turn.phase, turn.case
     if turn.engine == "stock" and turn.case != PROFILE:
-        stock[key] = numbers["tok_per_s"]
+        stock[key] = numbers["runs"]
         if turn.case in cases:
             runs = cases[turn.case]["runs"] + numbers["runs"]
             numbers = {**numbers, "runs": runs, "tok_per_s": statistics.median(runs)}
     elif key in stock and "tok_per_s" in numbers:
-        numbers = {**numbers, "stock_tok_per_s": stock[key]}
+        runs, then = numbers["runs"], stock[key]
+        numbers = {**numbers, "stock_tok_per_s": statistics.median(then)}
+        if alternate and len(runs) == len(then):
+            numbers["ratio"] = statistics.median(mine / before for mine, before in zip(runs, then, strict=True))
     cases[turn.case] = numbers
 
 

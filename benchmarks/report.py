@@ -3,8 +3,8 @@
 
     python -m benchmarks.report A.json [B.json ...]
 
-Several files are parts of one measurement. Every ratio is to stock vLLM in the same file, where engines ran together to
-its runs of the same phase.
+Several files are parts of one measurement. Every ratio is to stock vLLM in the same file. Where engines ran together it
+is to the runs of the same phase, and where both took rounds by turns the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def cell(results: Results, setup: str, case: str) -> str:
     parts = [f"{got['tok_per_s']:,.0f}"]
     stock = measured(results, "stock").get(case)
     if stock and setup != "stock":
-        parts.append(f"({got['tok_per_s'] / got.get('stock_tok_per_s', stock['tok_per_s']):.3f})")
+        ratio = got.get("ratio", got["tok_per_s"] / got.get("stock_tok_per_s", stock["tok_per_s"]))
+        parts.append(f"({ratio:.3f})")
     base = measured(results, SLOW_BASE).get(case)
     if base and " slow " in setup:
         parts.append(f"{got['tok_per_s'] / base['tok_per_s']:.3f} of {SLOW_BASE}")
