@@ -191,16 +191,36 @@ def test_reducing_kernels_equal_their_twins(case: tuple[str, list[str], list[int
 
 
 LAYERS = """
+def fitted(k, width, layers):
+    import tempfile
+    from safetensors.numpy import save_file
+    from dmi_connector.reduce.basis import METADATA
+    rng, tensors = numpy.random.default_rng(0), {}
+    for layer in layers:
+        part = {"mean": rng.normal(size=width), "std": numpy.geomspace(2, 0.1, k), "variance": numpy.array([9.0])}
+        part["components"] = numpy.linalg.qr(rng.normal(size=(width, k)))[0]
+        tensors |= {f"mlp_out.{layer}.{name}": numpy.ascontiguousarray(a, "f4") for name, a in part.items()}
+    about = {"mlp_out": {"width": width, "k": k, "layers": layers}}
+    directory = tempfile.TemporaryDirectory()
+    path = directory.name + "/basis.safetensors"
+    save_file(tensors, path, metadata={METADATA: json.dumps({"hooks": about, "stores": 1})})
+    reduction = parse(f"pca({path})").bind("mlp_out", layers, width, 1)
+    for layer in layers:
+        reduction.prepare(width, device, layer, 0)
+    directory.cleanup()
+    return reduction
+
 def check(spec, width, count, tokens):
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    reduction = parse(spec)
+    layers = [2 * i + 1 for i in range(count)]
+    reduction = fitted(int(spec[4:-1]), width, layers) if spec.startswith("pca") else parse(spec)
     wide = torch.randn(tokens, 3 + (count + 1) * width, device=device).to(getattr(torch, dtype))
     wide[1] = wide[1].round()  # ties
     wide[2] = 0
     values = wide[:, 2 : 2 + count * width].unflatten(1, (count, width))
-    layers = [2 * i + 1 for i in range(count)]
-    for layer in layers:
-        reduction.prepare(width, device, layer, 0)
+    if not spec.startswith("pca"):
+        for layer in layers:
+            reduction.prepare(width, device, layer, 0)
     step = -(-reduction.stored_width(width, dtype) // 16) * 16
     offsets = 64 + step * torch.randperm(count, device=device)
     slots = torch.randperm(40, device=device)[:tokens].long() + 1
@@ -218,7 +238,7 @@ def check(spec, width, count, tokens):
 """
 
 LAYERS_CASES = [
-    *((spec, 200, 4, 5) for spec in ("topk(8)", "topk(5,exact,sample=9)", "rp(16)", "int8")),
+    *((spec, 200, 4, 5) for spec in ("topk(8)", "topk(5,exact,sample=9)", "rp(16)", "int8", "pca(8)")),
     *((spec, 2050, 2, 4) for spec in ("topk(64)", "topk(7,exact,sample=9)", "topk(128)", "topk(129)")),
 ]
 
