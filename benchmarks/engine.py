@@ -36,8 +36,13 @@ def _connector() -> Any:
     return get_kv_transfer_group()
 
 
-def worker_switch(worker: Any, changes: dict[str, Any]) -> None:
-    """Replace the exporter by one with other options. Nothing may be under way."""
+def worker_switch(worker: Any, changes: dict[str, Any], least_share: float | None = None) -> None:
+    """Replace the exporter by one with other options. Nothing may be under way. least_share: of the writers' time that
+    they work while this engine decodes, None for the package's own.
+    """
+    from unittest import mock
+
+    from dmi_connector.engine import startup
     from dmi_connector.engine.export import Exporter
 
     connector = _connector()
@@ -46,7 +51,8 @@ def worker_switch(worker: Any, changes: dict[str, Any]) -> None:
     gathered = connector.build_connector_worker_meta().gathered  # the scheduler goes on counting
     connector.exporter = None  # frees its buffers before the next ones are made
     connector.context = replace(connector.context, options=replace(connector.context.options, **changes))
-    connector.exporter = Exporter(connector.context, layer, rank, connector._vllm_config)
+    with mock.patch.object(startup, "LEAST_SHARE", least_share or startup.LEAST_SHARE):
+        connector.exporter = Exporter(connector.context, layer, rank, connector._vllm_config)
     connector.exporter.gathered = gathered
 
 
@@ -241,7 +247,7 @@ class Bench:
             changes |= {"writers": 1, "host_buffer_bytes": 2 * self.chunk_bytes + (1 << 20)}
         else:
             changes |= {k: base.get(k, 0) for k in ("writers", "host_buffer_bytes")}
-        self.llm.collective_rpc(worker_switch, args=(changes,))
+        self.llm.collective_rpc(worker_switch, args=(changes, None if setup.paced else 1.0))
         self._current = setup
 
     def clean(self) -> None:

@@ -54,7 +54,8 @@ class Setup:
     """One configuration to measure. engine: those with the same one share an engine process.
 
     hooks: selection, "" for an engine without our connector. reduce: pairs of the option. slow: one writer and a host
-    buffer of two chunks, so that the sink is by far slower than the link. owner: of the rows, "" is that of the run.
+    buffer of two chunks, so that the sink is by far slower than the link. paced: writers rest while an engine decodes.
+    owner: of the rows, "" is that of the run.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Setup:
     codec: str = "zstd"
     policy: str = "block"
     slow: bool = False
+    paced: bool = True
     cases: tuple[str, ...] = ()
     reduce: tuple[tuple[str, str], ...] = ()
     owner: str = ""
@@ -80,7 +82,7 @@ class Setup:
     @property
     def phase(self) -> tuple[object, ...]:
         """Setups that have this in common are compared with each other."""
-        return self.sink, self.codec, self.policy, self.slow
+        return self.sink, self.codec, self.policy, self.slow, self.paced
 
 
 class Turn(NamedTuple):
@@ -106,7 +108,7 @@ class Curve:
 
 
 _SINKS = ("full null", "full disk none")
-_BOTH = ("decode32", "prefill8")
+_BOTH, _ONE = ("decode32", "prefill8"), ("decode32",)
 CURVES = {
     "hooks": Curve("hooks a layer", ("hooks-1", "hooks-2", "hooks-3", "full null"), _BOTH, False),
     "layers": Curve("layers", ("layers-quarter", "layers-half", "full null"), _BOTH, False),
@@ -151,6 +153,7 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
         Setup("ehs", "ehs", cases=everything),
         Setup("hidden-states null", "hidden", HIDDEN, sink="null", cases=everything),
         Setup("hidden-states disk", "hidden", HIDDEN, codec=default_codec, cases=everything),
+        Setup("hidden-states disk none", "hidden", HIDDEN, codec="none", cases=everything),
         Setup("hidden target disk", "hidden-target", HIDDEN, codec=default_codec, cases=everything, owner="target"),
         Setup("full null", "full", FULL, sink="null", cases=null),
         Setup("full disk none", "full", FULL, codec="none", cases=none),
@@ -164,11 +167,16 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
         Setup("full disk slow drop", "full", FULL, codec="none", policy="drop", slow=True, cases=_BOTH),
     ]
     decode, prefill = ("decode1", "decode32", "decode128"), ("prefill32", "prefill32x4")
+    setups += [
+        Setup("hidden-states disk unpaced", "hidden", HIDDEN, codec=default_codec, paced=False, cases=decode[1:]),
+        Setup("full disk none unpaced", "full", FULL, codec="none", paced=False, cases=_ONE),
+    ]
     for name, rules in REDUCE.items():
         setups += [
             Setup(f"{name} null", name, FULL, sink="null", cases=(*decode, "prefill32"), reduce=rules),
             Setup(f"{name} host", name, FULL, sink="host", cases=("decode32", *prefill), reduce=rules),
             Setup(f"{name} disk none", name, FULL, codec="none", cases=("decode32", "prefill32"), reduce=rules),
+            Setup(f"{name} disk none unpaced", name, FULL, codec="none", paced=False, cases=_ONE, reduce=rules),
         ]
     summaries = (("pattern", "attn(8)"),)
     setups.append(Setup("attn null", "attn", "pattern", sink="null", cases=(*decode, "prefill32"), reduce=summaries))

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.dmi_connector")
 
+LEAST_SHARE = 0.25
+"""Of their time that writers beside a GPU work while an engine decodes and there is room (store/pace.py)."""
+
 WRITER_GB_PER_S = {"none": 1.6, "lz4": 0.7, "zstd": 0.4}
 """Raw GB/s of one writer process by codec on bf16 activations, for the estimate at start (benchmarks/)."""
 
@@ -87,7 +90,7 @@ def persist_settings(options: ServerOptions, rank: int, gpu: bool) -> PersistSet
         shutdown_seconds=options.shutdown_seconds,
         nice=19 if gpu else PersistSettings.nice,
         # Under policy drop room in the ring is worth more than an engine that is not slowed.
-        least_share=0.25 if gpu and options.policy == "block" else PersistSettings.least_share,
+        least_share=LEAST_SHARE if gpu and options.policy == "block" else PersistSettings.least_share,
         keep={} if rank else keep,
     )
 

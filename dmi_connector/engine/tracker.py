@@ -238,7 +238,7 @@ class Tracker:
         tracked = self.tracked.pop(request_id, None)
         if tracked is None:
             return False, None
-        self.quota.ended(tracked.path)
+        self.quota.ended(tracked.path, nothing=not tracked.opened)
         if not tracked.opened:
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
         close = self._close(tracked, blocks)

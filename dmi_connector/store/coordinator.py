@@ -79,25 +79,26 @@ class RemoteRing(RingBase):
     def __init__(self, fd: int, nbytes: int, outbox: Outbox) -> None:
         super().__init__(fd, nbytes)
         self._outbox = outbox
-        self._out: dict[Extent, int] = {}
-        self._used = 0
+        self._out: dict[Extent, int] = {}  # in the order they came
+        self._taken = 0  # bytes of all that came
 
     @property
     def used(self) -> int:
-        """Bytes whose writers have not answered yet."""
-        return self._used
+        """Bytes from the oldest extent that is not free to the latest: the engine takes space back in order."""
+        with self._changed:
+            oldest = next(iter(self._out), None)
+            return 0 if oldest is None else self._taken - oldest.end + oldest.nbytes
 
     def take(self, number: int, offset: int, nbytes: int) -> Extent:
         """The extent that the engine calls `number`, with one user."""
-        extent = Extent(offset, nbytes, 0)
         with self._changed:
+            self._taken += nbytes
+            extent = Extent(offset, nbytes, self._taken)
             self._out[extent] = number
-            self._used += nbytes
         return extent
 
     def _free(self, extent: Extent) -> None:
         self._outbox.put(self._out.pop(extent))
-        self._used -= extent.nbytes
 
 
 class Coordinator:
@@ -152,8 +153,13 @@ class Coordinator:
         if reason is not None:
             self.outbox.put({"done": id, "state": "failed", "errors": [reason], "bytes_raw": 0, "bytes_stored": 0})
             return
-        ids = np.frombuffer(unpack_array(token_ids), "<i4")
-        self.handles.pop(id).close(length, samples, token_ids=ids, attrs=attrs)
+        ids, handle = np.frombuffer(unpack_array(token_ids), "<i4"), self.handles.pop(id)
+        try:
+            handle.close(length, samples, token_ids=ids, attrs=attrs)
+        except ValueError as error:  # no capture stays open for ever
+            if not handle.abandon(str(error)):
+                handle.abort()
+            raise
 
     def _lost(self, final: str, request_id: str | None, key: str | None, reason: str) -> None:
         """A capture of a coordinator that died: say so in the index."""

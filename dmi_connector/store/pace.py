@@ -13,7 +13,9 @@ import time
 
 EASY, FULL = 0.5, 0.75
 """Parts of the ring in use up to which writers work least, and from which on all the time."""
-_SLICE_S = 0.002
+ROOM_BYTES = 8 << 30
+"""Of a larger ring, what these are parts of: what waits delays stores, and has to be written when the engine ends."""
+_SLICE_S = 0.01
 
 
 class Pace:

@@ -84,12 +84,12 @@ class Persistence:
             if self._stopping:
                 raise RuntimeError("persistence is shut down: no capture can be opened")
             self._opened += 1
-            self._open += 1
             number = self._opened
             parts = assign(spec.arrays, self.pool.loads, spread=spec.token_bytes * chunk >= SPREAD_BYTES)
             groups = [self.pool.group(spec.arrays, part, writer) for writer, part in parts.items()]
             handle = CaptureHandle(self, number, spec, groups, now())
             self._captures[number] = handle
+            self._open += 1
             for group in groups:
                 message: Message = {
                     "type": "open",
@@ -141,6 +141,7 @@ class Persistence:
         deadline = time.monotonic() + timeout
         with self._lock:
             self._stopping = True
+            self._set_pace()
         flushed = self.flush(timeout)
         with self._lock:
             self._over = True
@@ -165,8 +166,8 @@ class Persistence:
             if handle.state != "open":
                 raise RuntimeError(f"capture {handle.path} is {handle.state}: no rows can be added")
             ids: Message = {}
-            if rows is None:  # those of prompts come while the GPU works through whole prompts: they slow nobody
-                message = {**message, "paced": handle.generated(message["first"] + message["count"])}
+            # Rows of prompts come while the GPU works through whole prompts: writing them slows nobody.
+            paced = rows is not None or handle.generated(message["first"] + message["count"])
             if rows is None and handle.spec.header_base is not None:
                 payload = self.ring.view(extent)[offset:]
                 ids = {"token_ids": pack_array(handle.check_positions(payload, message["first"], message["count"]))}
@@ -176,9 +177,9 @@ class Persistence:
                 if not wants or not group.open:
                     continue
                 kind = "chunk" if rows is None else "rows"
-                where = {"type": kind, "id": handle.id, "offset": extent.offset + offset}
+                where = {"type": kind, "id": handle.id, "offset": extent.offset + offset, "paced": paced}
                 self.pool.send(group.process, extent, where | message | (ids if group is first else {}))
-            self.pool.set_pace(hurry=not self._open)
+            self._set_pace()
         if not keep:
             self.ring.release(extent)
 
@@ -207,7 +208,10 @@ class Persistence:
     def _closing(self, handle: CaptureHandle) -> None:
         handle.state = "closing"
         self._open -= 1
-        self.pool.set_pace(hurry=not self._open)
+        self._set_pace()
+
+    def _set_pace(self) -> None:
+        self.pool.set_pace(hurry=self._stopping or not self._open)
 
     def _post_line(self, handle: CaptureHandle, event: str, state: str) -> None:
         spec, process = handle.spec, self._first_process(handle)
@@ -261,7 +265,7 @@ class Persistence:
         with self._lock:
             if "ack" in m:
                 self.pool.read(process, m["ack"])
-                self.pool.set_pace(hurry=not self._open)
+                self._set_pace()
                 return
             number = next((m[k] for k in ("closed", "committed", "rankdone", "aborted") if k in m), None)
             handle = None if number is None else self._captures.get(number)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dmi_connector.store.capture import Group
-from dmi_connector.store.pace import Pace, share_for
+from dmi_connector.store.pace import ROOM_BYTES, Pace, share_for
 from dmi_connector.store.persist_settings import PersistSettings
 from dmi_connector.store.process import Child
 from dmi_connector.store.ring import Extent, RingBase
@@ -92,7 +92,7 @@ class WriterPool:
 
     def set_pace(self, hurry: bool) -> None:
         """Say how fast writers work from now on, by how much waits for them. hurry: nobody is slowed by them."""
-        in_use = self._ring.used / self._ring.nbytes
+        in_use = self._ring.used / min(self._ring.nbytes, ROOM_BYTES)
         self._pace.share = 1.0 if hurry else share_for(self._settings.least_share, in_use)
 
     def end(self, timeouts: Callable[[], float]) -> bool:

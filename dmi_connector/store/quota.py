@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits on what requests may write. The scheduler asks when a request arrives: arithmetic, one statvfs, and at most
-once a second a small file in which the coordinator says what all stores take (retention.py).
+once a second a file in which the coordinator says what all stores take (retention.py).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from dataclasses import dataclass
@@ -15,15 +16,17 @@ from dmi_connector.layout import ITEMSIZE, shard_of
 from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store import schema
 from dmi_connector.store.paths import make_directory
-from dmi_connector.store.retention import Usage, measure, read_usage
+from dmi_connector.store.retention import measure, read_usage
 
 if TYPE_CHECKING:
     from dmi_connector.engine.context import CaptureContext
 
 UNLIMITED = 1 << 60
 REFRESH_S = 1.0
-_CLOCK_S = 0.1
-"""By which a file's time may lie behind the clock."""
+FORGET_S = 600.0
+"""After a request's end: when a capture of which there is nothing counts no longer, or that was finished long ago while
+nobody asked.
+"""
 _TOKEN_ARRAYS = sum(schema.ITEMSIZE[dtype] for dtype in schema.TOKEN_ARRAYS.values())
 
 
@@ -93,6 +96,8 @@ class Quota:
         self._usage = measure(options.store_dir, options.save_path_roots) if options.max_total_bytes else None
         self._read_at = 0.0
         self._let_in: dict[str, _LetIn] = {}  # by path of the store
+        self._realpath = functools.lru_cache(256)(os.path.realpath)  # of directories: it asks for each part of a path
+        self._lacking = 0  # bytes of captures let in that were not there when stores were measured
 
     def admit(self, path: str, nbytes: int) -> None:
         """Let in a capture with its store at `path`, whose prompt has `nbytes` raw bytes. Raises OptionError where a
@@ -113,23 +118,28 @@ class Quota:
                 )
         if self._usage is not None:
             self._refresh()
-            used = self._used()
+            used = self._usage.nbytes + self._lacking
             if used + nbytes > options.max_total_bytes:
                 raise OptionError(
                     f"max_total_bytes: stores take {used} bytes, {nbytes} more are needed, this server allows "
                     f"{options.max_total_bytes}; remove stores (dmi prune)"
                 )
-            self._let_in[_real(path)] = _LetIn(nbytes)
+            self._let_in[self._real(path)] = _LetIn(nbytes)
+            self._lacking += nbytes
 
-    def ended(self, path: str) -> None:
-        """The request of a capture that was let in is over."""
-        if self._usage is not None and (let_in := self._let_in.get(_real(path))):
+    def ended(self, path: str, nothing: bool) -> None:
+        """The request of a capture that was let in is over. nothing: before anything was captured."""
+        if self._usage is None or (let_in := self._let_in.get(self._real(path))) is None:
+            return
+        if nothing:
+            del self._let_in[self._real(path)]
+            self._lacking -= let_in.nbytes
+        else:
             let_in.ended = time.time()
 
-    def _used(self) -> int:
-        assert self._usage is not None
-        there = self._usage.unfinished
-        return self._usage.nbytes + sum(max(0, c.nbytes - there.get(path, 0)) for path, c in self._let_in.items())
+    def _real(self, path: str) -> str:
+        directory, name = os.path.split(path)
+        return os.path.join(self._realpath(directory), name)
 
     def _free(self, directory: str) -> int:
         try:
@@ -146,23 +156,11 @@ class Quota:
         usage, before = read_usage(self.options.store_dir), self._usage
         assert before is not None
         if usage is not None and usage.began > before.began:
-            self._usage = usage
-            waits = {path: c for path, c in self._let_in.items() if not _measured(path, c, usage, before.began)}
-            self._let_in = waits
-
-
-def _real(path: str) -> str:
-    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
-
-
-def _measured(path: str, capture: _LetIn, usage: Usage, before: float) -> bool:
-    """Whether all that there will be of a capture was there when `usage` was measured. before: when the measurement
-    before it began.
-    """
-    if path in usage.unfinished:
-        return False
-    try:
-        written = os.stat(os.path.join(path, "zarr.json")).st_mtime
-    except OSError:  # not begun yet; or gone, if its request ended long before
-        return capture.ended is not None and capture.ended < before
-    return written < usage.began - _CLOCK_S
+            self._usage, over, there = usage, set(usage.over), usage.unfinished
+            old = usage.began - FORGET_S
+            self._let_in = {
+                path: capture
+                for path, capture in self._let_in.items()
+                if path not in over and (path in there or capture.ended is None or capture.ended > old)
+            }
+            self._lacking = sum(max(0, c.nbytes - there.get(path, 0)) for path, c in self._let_in.items())

@@ -20,24 +20,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dmi_connector.store.commit import append_index, now
-from dmi_connector.store.journal import claim
+from dmi_connector.store.journal import claim, is_abandoned
 from dmi_connector.store.paths import no_follow
 from dmi_connector.store.schema import INDEX_NAME, PARTIAL_SUFFIX
 
 logger = logging.getLogger(__name__)
 
 REMOVING_SUFFIX = ".removing"
+RECENT_S = 60.0
 USAGE_NAME = ".usage.json"
-"""Written by the keeper, read by quota.py: a `Usage` ("bytes", "unfinished", "began") and "measured", ISO 8601."""
+"""Written by the keeper, read by quota.py: a `Usage` and "measured", ISO 8601."""
 
 
 class Usage(NamedTuple):
-    """What stores took. nbytes: of all, those being written included. unfinished: of each that was being written, by
-    its path once it is finished. began: when measuring began, in seconds since the epoch.
+    """What stores took. nbytes: of all, those being written and those given up included. unfinished: of each that was
+    being written, by its path once it is finished. over: such paths of those finished in the last RECENT_S seconds or
+    given up. began: when measuring began, in seconds since the epoch.
     """
 
     nbytes: int
     unfinished: dict[str, int]
+    over: list[str]
     began: float
 
 
@@ -54,16 +57,20 @@ class StoreSizes:
     """Bytes of directories of stores. A finished store never changes, so it is measured once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], int] = {}
+        self._known: dict[tuple[str, int], tuple[int, float]] = {}  # bytes, and when it was first seen
 
     def of(self, entry: os.DirEntry[str]) -> int:
         """Bytes of the files of a store, finished or not."""
+        return self.look(entry)[0]
+
+    def look(self, entry: os.DirEntry[str]) -> tuple[int, float]:
+        """(bytes, when it was first seen finished, in seconds since the epoch: now if it is not)."""
         key = (entry.path, entry.inode())
         if key not in self._known:
-            nbytes = _tree_bytes(entry.path)
+            found = _tree_bytes(entry.path), time.time()
             if not entry.name.endswith(".zarr"):
-                return nbytes
-            self._known[key] = nbytes
+                return found
+            self._known[key] = found
         return self._known[key]
 
 
@@ -97,9 +104,17 @@ def measure(directory: str, roots: Sequence[str] = (), sizes: StoreSizes | None 
     sizes, began = sizes or StoreSizes(), time.time()
     entries = [*_stores(os.path.realpath(directory))]
     entries += [entry for root in roots for entry in _stores(os.path.realpath(root), True)]
-    found = {entry.path: sizes.of(entry) for entry in entries}
-    unfinished = {p.removesuffix(PARTIAL_SUFFIX): n for p, n in found.items() if p.endswith(PARTIAL_SUFFIX)}
-    return Usage(sum(found.values()), unfinished, began)
+    found = {entry.path: sizes.look(entry) for entry in entries}
+    unfinished: dict[str, int] = {}
+    over = [path for path, (_, seen) in found.items() if path.endswith(".zarr") and seen > began - RECENT_S]
+    for path, (nbytes, _) in found.items():
+        if path.endswith(PARTIAL_SUFFIX):
+            final = path.removesuffix(PARTIAL_SUFFIX)
+            if is_abandoned(path):
+                over.append(final)
+            else:
+                unfinished[final] = nbytes
+    return Usage(sum(nbytes for nbytes, _ in found.values()), unfinished, over, began)
 
 
 def finished_stores(directory: str | os.PathLike[str], sizes: StoreSizes | None = None) -> list[StoredCapture]:
@@ -222,8 +237,7 @@ def write_usage(directory: str, usage: Usage) -> None:
     path = os.path.join(directory, USAGE_NAME)
     own = f"{path}.{os.getpid()}"
     with open(own, "w", opener=no_follow) as f:
-        found = {"bytes": usage.nbytes, "unfinished": usage.unfinished, "began": usage.began, "measured": now()}
-        json.dump(found, f)
+        json.dump({**usage._asdict(), "measured": now()}, f)
     os.rename(own, path)
 
 
@@ -232,6 +246,7 @@ def read_usage(directory: str) -> Usage | None:
     try:
         with open(os.path.join(directory, USAGE_NAME), opener=no_follow) as f:
             found = json.load(f)
-            return Usage(found["bytes"], found.get("unfinished", {}), found.get("began", 0.0))
+            known = set(Usage._fields) <= found.keys()  # else it is another version's, which the keeper will replace
+            return Usage(*(found[name] for name in Usage._fields)) if known else None
     except FileNotFoundError:
         return None

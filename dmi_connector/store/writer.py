@@ -102,6 +102,7 @@ class Writer:
 
     def _data(self, m: Message, write: Callable[[GroupWriter, np.ndarray], None]) -> None:
         answer: Message = {"ack": m["seq"]}
+        began = time.process_time()
         group = self._groups.get(m["id"])
         if group is None:
             answer["error"] = self._broken.get(m["id"], "the capture is not open")
@@ -111,15 +112,14 @@ class Writer:
             except Exception as error:
                 answer["error"] = group.stats.note(error)
         self._reply(answer)
+        if m["paced"]:
+            self._pace.rest(time.process_time() - began)
 
     def _chunk(self, m: Message) -> None:
         def write(group: GroupWriter, data: np.ndarray) -> None:
             group.chunk(data, m["first"], m["count"], unpack_array(m.get("token_ids", "")))
 
-        began = time.process_time()
         self._data(m, write)
-        if m["paced"]:
-            self._pace.rest(time.process_time() - began)
 
     def _rows(self, m: Message) -> None:
         self._data(m, lambda group, data: group.rows(data, m["name"], m["first"], m["count"], m["positions"]))

@@ -26,10 +26,11 @@ from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store import quota as quota_module
 from dmi_connector.store.client import PersistenceClient
 from dmi_connector.store.index import find_captures, read_index
+from dmi_connector.store.journal import Hold
 from dmi_connector.store.paths import make_directory
 from dmi_connector.store.persist import Persistence
 from dmi_connector.store.persist_settings import PersistSettings
-from dmi_connector.store.quota import Quota, RequestBytes
+from dmi_connector.store.quota import FORGET_S, Quota, RequestBytes
 from dmi_connector.store.reader import open_capture
 from dmi_connector.store.retention import (
     REMOVING_SUFFIX,
@@ -120,17 +121,13 @@ def test_max_total_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(OptionError, match=r"^max_total_bytes: stores take 11000 bytes, 1001 more .* 12000; remove"):
         quota.admit(str(stores / "2.zarr"), 1001)
     quota.admit(str(stores / "2.zarr"), 1000)
-    for name in ("1.zarr", "2.zarr"):
-        quota.ended(str(stores / name))
-    write_usage(str(stores), Usage(4000, {}, time.time()))
+    write_usage(str(stores), Usage(4000, {}, [str(stores / "1.zarr")], time.time()))
     with pytest.raises(OptionError):
         quota.admit(str(stores / "3.zarr"), 1)  # the file is read at an interval
     quota._read_at -= 3601
-    with pytest.raises(OptionError, match="stores take 7000 bytes, 5001 more"):
-        quota.admit(str(stores / "3.zarr"), 5001)  # those that ended have perhaps not begun to be written
-    write_usage(str(stores), Usage(4000, {}, time.time()))
-    quota._read_at -= 3601
-    quota.admit(str(stores / "3.zarr"), 8000)
+    with pytest.raises(OptionError, match="stores take 5000 bytes, 7001 more"):
+        quota.admit(str(stores / "3.zarr"), 7001)
+    quota.admit(str(stores / "3.zarr"), 7000)
     with pytest.raises(OptionError, match="12000 bytes, 1 more"):
         quota.admit(str(stores / "4.zarr"), 1)
 
@@ -138,38 +135,55 @@ def test_max_total_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_being_written_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture counts with its prompt or with what there is of it, until it was finished when stores were measured."""
     monkeypatch.setattr("dmi_connector.store.quota.REFRESH_S", 0)
-    options = ServerOptions.parse({"store_dir": str(tmp_path), "max_total_bytes": 10_000})
-    quota, store = Quota(options), tmp_path / "a.zarr"
-    partial = tmp_path / "a.zarr.partial"
+    real = tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "link").symlink_to(real)
+    directory = tmp_path / "link"
+    options = ServerOptions.parse({"store_dir": str(directory), "max_total_bytes": 10_000})
+    quota, store, partial = Quota(options), directory / "a.zarr", directory / "a.zarr.partial"
+    keeper, clock = Keeper(str(directory), measure=True), {"ahead": 0.0}
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + clock["ahead"])
 
     def room() -> int:
         """Bytes that could still be let in, after the coordinator has measured."""
         time.sleep(0.002)
-        Keeper(str(tmp_path), measure=True).round()
+        keeper.round()
         with pytest.raises(OptionError) as refused:
-            quota.admit(str(tmp_path / "big.zarr"), 10_001)
+            quota.admit(str(directory / "big.zarr"), 10_001)
         return 10_000 - int(re.search(r"take (\d+) bytes", str(refused.value))[1])  # type: ignore[index]
 
     assert room() == 10_000
     quota.admit(str(store), 4000)
     assert [room(), room()] == [6000, 6000], "nothing of it is there yet"
-    partial.mkdir()
-    (partial / "data").write_bytes(b"x" * 1000)
-    assert room() == 6000
-    (partial / "data").write_bytes(b"x" * 5000)
-    assert room() == 5000
-    quota.ended(str(store))
-    assert [room(), room()] == [5000, 5000], "it is still being written"
-    (partial / "zarr.json").write_bytes(b"x" * 100)
-    partial.rename(store)
-    for moment, expected in ((time.time() + 60, 900), (time.time() - 60, 4900)):
-        os.utime(store / "zarr.json", (moment, moment))
-        assert room() == expected, "finished after or before stores were measured"
+    hold = Hold(str(partial))
+    try:
+        (partial / "data").write_bytes(b"x" * 1000)
+        assert room() == 6000
+        (partial / "data").write_bytes(b"x" * 5000)
+        assert room() == 5000
+        quota.ended(str(store), nothing=False)
+        assert [room(), room()] == [5000, 5000], "it is still being written"
+        partial.rename(store)
+    finally:
+        hold.release()
+    assert room() == 5000, "finished"
     shutil.rmtree(store)
     assert room() == 10_000
-    quota.admit(str(tmp_path / "never.zarr"), 3000)
-    quota.ended(str(tmp_path / "never.zarr"))
-    assert [room(), room(), room()][-1] == 10_000, "it ended before anything of it was computed"
+    for name in ("never", "late", "given-up"):
+        quota.admit(str(directory / f"{name}.zarr"), 2000)
+    quota.ended(str(directory / "never.zarr"), nothing=True)
+    assert room() == 6000, "one ended before anything of it was computed"
+    (directory / "given-up.zarr.partial").mkdir()
+    (directory / "given-up.zarr.partial" / "data").write_bytes(b"x" * 100)
+    assert room() == 7900, "nobody writes one any more: what there is of it counts"
+    quota.ended(str(directory / "late.zarr"), nothing=False)
+    clock["ahead"] = 0.9 * FORGET_S
+    assert room() == 7900, "its rows may wait for a slow disk"
+    clock["ahead"] = 1.1 * FORGET_S
+    assert room() == 9900
+    (directory / USAGE_NAME).write_text('{"bytes": 1, "measured": "2026"}')
+    assert read_usage(str(directory)) is None, "of another version"
 
 
 def test_min_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,12 +211,22 @@ def test_a_limit_is_cheap_to_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Stores are walked when an engine starts, and never when a request arrives."""
     options = {"store_dir": str(tmp_path), "max_total_bytes": 1 << 50, "min_free_bytes": 1, "max_request_bytes": 1000}
     quota = Quota(ServerOptions.parse(options))
-    write_usage(str(tmp_path), Usage(5, {}, time.time()))
-    for module, name in ((os, "scandir"), (os, "listdir"), (os, "walk"), (quota_module, "measure")):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("stores were walked"))
-    quota._read_at = -1e9
-    quota.admit(str(tmp_path / "a.zarr"), 10)
-    quota.admit(str(tmp_path / "b.zarr"), 10)
+    write_usage(str(tmp_path), Usage(5, {}, [], time.time()))
+    asked = [(os, name) for name in ("scandir", "listdir", "walk")]
+    stat = os.stat
+
+    def of_a_directory(path: str, *args: Any, **named: Any) -> os.stat_result:
+        assert ".zarr" not in os.fspath(path), "a store was looked at"
+        return stat(path, *args, **named)
+
+    for number in range(3):
+        quota._read_at = -1e9
+        with monkeypatch.context() as patch:
+            for module, name in (*asked, (quota_module, "measure")):
+                patch.setattr(module, name, lambda *_: pytest.fail("stores were walked"))
+            patch.setattr(os, "stat", of_a_directory)
+            quota.admit(str(tmp_path / f"{number}.zarr"), 10)
+            quota.ended(str(tmp_path / f"{number}.zarr"), nothing=False)
 
 
 # ---- removal ----------------------------------------------------------------------------------------------------

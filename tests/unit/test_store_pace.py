@@ -17,14 +17,17 @@ from dmi_connector.store.capture import CaptureHandle, CaptureSpec
 from dmi_connector.store.pace import Pace, share_for
 from dmi_connector.store.persist import Persistence
 from dmi_connector.store.persist_settings import PersistSettings
+from dmi_connector.store.process import Child
 from dmi_connector.store.schema import ArraySpec
 from dmi_connector.store.shard import FileCache
 from dmi_connector.store.verify import verify_store
+from dmi_connector.store.wire import Message
 from dmi_connector.store.writer import Writer
 from tests import storekit as kit
 
 CHUNK, PROMPT = 128, 128
 WIDE = ArraySpec("mlp_post", "bfloat16", tuple(range(8)), 512)
+LOGITS = ArraySpec("logits", "float32", (), 33, per_sample=True)
 RING = 16 << 20
 LEAST = 0.25
 
@@ -43,7 +46,11 @@ def begin(persistence: Persistence, path: Path) -> CaptureHandle:
 
 def share(persistence: Persistence) -> float:
     """As a writer reads it."""
-    return Pace(os.dup(persistence.pool._pace.fd)).share
+    pace = Pace(os.dup(persistence.pool._pace.fd))
+    try:
+        return pace.share
+    finally:
+        pace.close()
 
 
 def cpu_seconds(pid: int) -> float:
@@ -103,6 +110,64 @@ def test_writers_hurry_when_much_waits_and_when_nobody_decodes(paced: Persistenc
     second.abort()
     assert share(paced) == 1.0
     assert paced.flush(kit.PATIENCE) and verify_store(tmp_path / "a.zarr") == []
+
+
+def test_a_large_ring_is_no_reason_to_wait_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("dmi_connector.store.pool.ROOM_BYTES", 2 << 20)
+    persistence = Persistence(RING, settings=PersistSettings(least_share=LEAST))
+    handle, rows = begin(persistence, tmp_path / "a.zarr"), kit.random_bits(WIDE, CHUNK).view("u1").ravel()
+    writer = persistence.pool.processes[0]
+    assert writer.ready.wait(kit.PATIENCE)
+    os.kill(writer.pid, signal.SIGSTOP)
+    for first, expected in ((0, LEAST), (CHUNK, 1.0)):
+        kit.put(persistence, rows, handle, first, CHUNK)
+        assert share(persistence) == pytest.approx(expected, abs=0.01)
+    os.kill(writer.pid, signal.SIGCONT)
+    handle.abort()
+    assert persistence.shutdown(kit.PATIENCE)
+
+
+def test_writers_hurry_at_the_end_whatever_is_open(tmp_path: Path) -> None:
+    """A capture of several ranks stays open when its engine dies."""
+    persistence = Persistence(RING, settings=PersistSettings(least_share=LEAST))
+    spec = CaptureSpec(str(tmp_path / "a.zarr"), (WIDE,), {"prompt_len": 1, "model": "m"}, ranks=2)
+    handle = persistence.open_capture(spec)
+    kit.put(persistence, kit.random_bits(WIDE, CHUNK).view("u1").ravel(), handle, 0, CHUNK)
+    assert share(persistence) == pytest.approx(LEAST, abs=0.01)
+    persistence.abandon("the engine ended")
+    assert handle.state == "open"
+    seen: list[float] = []
+    flush = persistence.flush
+    persistence.flush = lambda timeout=None: (seen.append(share(persistence)), flush(timeout))[1]  # type: ignore
+    assert persistence.shutdown(kit.PATIENCE) and seen == [1.0]
+
+
+def test_a_capture_that_cannot_begin_is_not_waited_for(paced: Persistence, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no process"):
+        patch.setattr(paced.pool, "group", lambda *_: (_ for _ in ()).throw(OSError("no process")))
+        begin(paced, tmp_path / "a.zarr")
+    handle = begin(paced, tmp_path / "b.zarr")
+    assert share(paced) == 1.0
+    kit.put(paced, kit.random_bits(WIDE, CHUNK).view("u1").ravel(), handle, 0, CHUNK)
+    assert share(paced) < 1.0
+    handle.abort()
+    assert share(paced) == 1.0
+
+
+def test_which_rows_are_of_generated_tokens(
+    paced: Persistence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks up to the last row of the prompt, counted from where the capture begins, are none."""
+    attrs = {"prompt_len": 3 * CHUNK, "start": CHUNK, "model": "m"}
+    handle = paced.open_capture(CaptureSpec(str(tmp_path / "a.zarr"), (WIDE, LOGITS), attrs))
+    sent: list[Message] = []
+    post = Child.post
+    monkeypatch.setattr(Child, "post", lambda child, message: (sent.append(message), post(child, message))[1])
+    for first in range(0, 4 * CHUNK, CHUNK):
+        kit.put(paced, kit.random_bits(WIDE, CHUNK).view("u1").ravel(), handle, first, CHUNK)
+    kit.put_rows(paced, handle, "logits", kit.random_bits(LOGITS, 1), 0, 400)
+    assert [m["paced"] for m in sent] == [False, False, True, True, True]
+    handle.abort()
 
 
 def test_generated_rows_are_written_at_leisure(paced: Persistence, tmp_path: Path) -> None:

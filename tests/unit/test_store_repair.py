@@ -90,7 +90,8 @@ class Writing:
         payload = values[spec.name][first : first + count].view("u1").ravel()
         self.ring[: len(payload)] = payload
         positions = list(range(START + 20 + first, START + 20 + first + count))
-        self.ask("rows", seq=0, offset=0, name=spec.name, first=first, count=count, positions=positions)
+        where = {"seq": 0, "offset": 0, "first": first, "count": count, "positions": positions}
+        self.ask("rows", name=spec.name, paced=False, **where)
 
     def kill(self) -> None:
         self.process.kill()
