@@ -158,6 +158,7 @@ class Coordinator:
             handle.close(length, samples, token_ids=ids, attrs=attrs)
         except ValueError as error:  # no capture stays open for ever
             if not handle.abandon(str(error)):
+                handle.errors.append(str(error))
                 handle.abort()
             raise
 
@@ -169,7 +170,8 @@ class Coordinator:
     def _on_done(self, handle: CaptureHandle, error: str | None) -> None:
         facts = {"bytes_raw": handle.bytes_raw, "bytes_stored": handle.bytes_stored}
         number = self._numbers.pop(handle)
-        self.outbox.put({"done": number, "state": handle.state, "errors": list(handle.errors), **facts})
+        state = "failed" if handle.state == "aborted" else handle.state  # it could not even be closed
+        self.outbox.put({"done": number, "state": state, "errors": list(handle.errors), **facts})
 
 
 def serve(coordinator: Coordinator, stdin: int, engine: int) -> None:

@@ -110,6 +110,28 @@ def test_what_cannot_be_opened_fails_alone(client: PersistenceClient, tmp_path: 
     assert good.state == "complete" and client.ring.used == 0
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_capture_that_cannot_be_closed_is_over_all_the_same(
+    client: PersistenceClient, tmp_path: Path, ranks: int
+) -> None:
+    """With the rows that came; of several ranks none can say what the others have, so it is given up."""
+    plan = client.register((Q,), Q.token_bytes)
+    attrs = {"prompt_len": 250, "model": "tiny"}
+    capture = client.open_capture(plan, str(tmp_path / "a.zarr"), attrs, "r", "k", 0, ranks)
+    send(client, capture, 0)
+    capture.close(300, {}, IDS[:299])
+    assert client.flush(PATIENCE) and client.ring.used == 0
+    assert capture.state == ("incomplete" if ranks == 1 else "failed") and "299 token_ids" in capture.errors[0]
+    if ranks == 1:
+        found = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+        assert "299 token_ids" in str(found.reason)
+        np.testing.assert_array_equal(kit.bits(found.numpy("q")), VALUES.view("f4")[:, :128].view("u4"))
+    again = begin(client, tmp_path / "b.zarr")
+    send(client, again, 0)
+    again.close(128, {}, IDS[:128])
+    assert client.flush(PATIENCE) and again.state == "complete"
+
+
 def test_coordinator_killed(client: PersistenceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmi_connector.store.client.SHORT_LIFE_S", 0.0)
     lost = begin(client, tmp_path / "lost.zarr")
