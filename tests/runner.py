@@ -26,7 +26,7 @@ if GPU:
     ENGINE |= {"block_size": 128, "attention_backend": "TRITON_ATTN"}
     # Given, not found by measuring, which other processes on the GPU would disturb.
     ENGINE |= {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1_500_000_000}
-    ATOL = 2e-2  # attention multiplies in TF32, should it not heed what `choose` asks for: 7e-3 was seen then
+    ATOL = 5e-3  # of attention; in TF32, from which `choose` keeps it, it was 7e-3
     if os.environ.get("TEST_GRAPHS"):
         ENGINE["enforce_eager"] = False
 INTERPRETED = str(Path(__file__).parent / "interpreted")

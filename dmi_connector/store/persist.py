@@ -145,7 +145,7 @@ class Persistence:
         flushed = self.flush(timeout)
         with self._lock:
             self._over = True
-        ended = self.pool.end(lambda: max(0.5, deadline - time.monotonic()))
+        ended = self.pool.end(deadline)
         if self.ring.fd >= 0:
             os.close(self.ring.fd)
             self.ring.fd = -1

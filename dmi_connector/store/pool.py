@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from dmi_connector.store.capture import Group
@@ -95,12 +96,12 @@ class WriterPool:
         in_use = self._ring.used / min(self._ring.nbytes, ROOM_BYTES)
         self._pace.share = 1.0 if hurry else share_for(self._settings.least_share, in_use)
 
-    def end(self, timeouts: Callable[[], float]) -> bool:
-        """Let all processes stop after what was sent to them, by force after `timeouts()` seconds each. Returns whether
-        all stopped by themselves. Without the lock.
+    def end(self, deadline: float) -> bool:
+        """Let all processes stop after what was sent to them, by force from `deadline` (of time.monotonic) on. Returns
+        whether all stopped by themselves. Without the lock.
         """
         for process in self.processes:
             process.finish()
-        ended = [process.join(timeouts()) for process in self.processes]
+        ended = [process.join(max(0.5, deadline - time.monotonic())) for process in self.processes]
         self._pace.close()
         return all(ended)

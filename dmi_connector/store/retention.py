@@ -57,21 +57,29 @@ class StoreSizes:
     """Bytes of directories of stores. A finished store never changes, so it is measured once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], tuple[int, float]] = {}  # bytes, and when it was first seen
+        self._known: dict[tuple[str, int], tuple[int, float]] = {}
 
     def of(self, entry: os.DirEntry[str]) -> int:
         """Bytes of the files of a store, finished or not."""
         return self.look(entry)[0]
 
     def look(self, entry: os.DirEntry[str]) -> tuple[int, float]:
-        """(bytes, when it was first seen finished, in seconds since the epoch: now if it is not)."""
+        """(bytes, when its root document was written, in seconds since the epoch: 0 if it has none)."""
         key = (entry.path, entry.inode())
         if key not in self._known:
-            found = _tree_bytes(entry.path), time.time()
+            found = _tree_bytes(entry.path), _finished(entry.path) or 0.0
             if not entry.name.endswith(".zarr"):
                 return found
             self._known[key] = found
         return self._known[key]
+
+
+def _finished(store: str) -> float | None:
+    """When the root document of a store was written, in seconds since the epoch; None without one."""
+    try:
+        return os.lstat(os.path.join(store, "zarr.json")).st_mtime
+    except FileNotFoundError:
+        return None
 
 
 def _tree_bytes(path: str) -> int:
@@ -106,7 +114,7 @@ def measure(directory: str, roots: Sequence[str] = (), sizes: StoreSizes | None 
     entries += [entry for root in roots for entry in _stores(os.path.realpath(root), True)]
     found = {entry.path: sizes.look(entry) for entry in entries}
     unfinished: dict[str, int] = {}
-    over = [path for path, (_, seen) in found.items() if path.endswith(".zarr") and seen > began - RECENT_S]
+    over = [path for path, (_, when) in found.items() if path.endswith(".zarr") and when > began - RECENT_S]
     for path, (nbytes, _) in found.items():
         if path.endswith(PARTIAL_SUFFIX):
             final = path.removesuffix(PARTIAL_SUFFIX)
@@ -123,11 +131,9 @@ def finished_stores(directory: str | os.PathLike[str], sizes: StoreSizes | None 
     found = []
     for entry in _stores(directory):
         if entry.name.endswith(".zarr"):
-            try:
-                finished = os.lstat(os.path.join(entry.path, "zarr.json")).st_mtime
-            except FileNotFoundError:
-                continue  # no store, or removed just now
-            found.append(StoredCapture(Path(entry.path), finished, sizes.of(entry)))
+            finished = _finished(entry.path)
+            if finished is not None:  # else it is no store, or was removed just now
+                found.append(StoredCapture(Path(entry.path), finished, sizes.of(entry)))
     return sorted(found, key=lambda store: store.finished)
 
 

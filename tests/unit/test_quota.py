@@ -164,6 +164,7 @@ def test_what_is_being_written_counts_once(tmp_path: Path, monkeypatch: pytest.M
         assert room() == 5000
         quota.ended(str(store), nothing=False)
         assert [room(), room()] == [5000, 5000], "it is still being written"
+        (partial / "zarr.json").touch()
         partial.rename(store)
     finally:
         hold.release()
@@ -372,6 +373,15 @@ def test_the_keeper_measures_and_removes(stores: Path) -> None:
     shutil.rmtree(stores / "s3.zarr")
     keeper.round()
     assert read_usage(str(stores)).nbytes == sizes[4]  # type: ignore[union-attr]
+
+
+def test_only_what_was_finished_lately_is_named(stores: Path) -> None:
+    """Also by a keeper that has just started: the scheduler reads the names."""
+    moment = time.time() - 59
+    os.utime(stores / "s4.zarr" / "zarr.json", (moment, moment))
+    Keeper(str(stores), measure=True).round()
+    usage = read_usage(str(stores))
+    assert usage is not None and usage.over == [os.path.realpath(stores / "s4.zarr")]
 
 
 def test_the_coordinator_keeps_the_directory(stores: Path) -> None:
