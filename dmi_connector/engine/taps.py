@@ -9,7 +9,8 @@ Values of a layer come in three groups, each intact until its end:
 
 Eagerly each group is written by one op at its end. Under torch.compile one op writes the whole layer at its end: what
 would be taken over until then is read from a copy, which Inductor fuses into the kernel that reads or makes the value.
-Launches are what taps cost in decode (docs/PERFORMANCE.md).
+Where little more than the residual stream is selected, one op writes several layers (`Held`). Launches are what taps
+cost in decode (docs/PERFORMANCE.md).
 
 The op mutates a one-element token buffer: that keeps it alive and in order under torch.compile, and costs nothing.
 Offsets are counted from the first of the layer, and a tensor stands for where that is: so the graphs of equal layers
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +31,14 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from dmi_connector.engine import attend, tap_op
 from dmi_connector.engine.at_end import AtEnd
 from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.kernels import MAX_VALUES
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import Segment, shard_of
+
+_COPIED = frozenset(("resid_pre", "resid_mid", "q", "k"))
+"""Hooks whose values are copies of their own under torch.compile, which nothing takes over later."""
+_HELD_BYTES = 64 << 10
+"""Bytes of a token that `Held` keeps: a step of many tokens needs so much more memory for each."""
 
 
 class Group:
@@ -62,10 +69,49 @@ class Group:
             self.tapper.write(segments, values)
 
 
+class Held:
+    """Values of layers in a row that one op writes, when the last of them is done: only under torch.compile, and only
+    of layers of which nothing but narrow copies is selected. So many graphs of layers stay equal, those that hold.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._last: dict[int, int] = {}  # layer whose values are held -> the one after which they are written
+        run: list[int] = []
+        values = nbytes = 0
+        for layer in sorted({s.layer for s in segments}):
+            mine = [s for s in segments if s.layer == layer and HOOKS[s.hook].scope != "once"]
+            if not mine or any(s.hook not in _COPIED or s.reduction is not None for s in mine):
+                continue
+            more = sum(s.nbytes for s in mine)
+            if values + len(mine) > MAX_VALUES or nbytes + more > _HELD_BYTES:
+                run, values, nbytes = [], 0, 0
+            run, values, nbytes = [*run, layer], values + len(mine), nbytes + more
+            self._last |= dict.fromkeys(run, layer)
+        self._tappers: list[Tapper] = []
+        self._segments: list[Segment] = []
+        self._values: list[torch.Tensor] = []
+
+    def takes(self, layer: int | None) -> bool:
+        return layer in self._last
+
+    def add(self, tapper: Tapper, layer: int, segments: list[Segment], values: list[torch.Tensor]) -> None:
+        self._tappers.append(tapper)
+        self._segments.extend(segments)
+        self._values.extend(values)
+        if self._last[layer] == layer:
+            first, segments, values = self._tappers[0], list(self._segments), list(self._values)
+            for held in (self._tappers, self._segments, self._values):  # emptied, not replaced: see `Group.flush`
+                held.clear()
+            first.write_now(segments, values)
+
+
 class Tapper:
     """Writes groups of values of one layer, or of what exists once in a model (layer None)."""
 
-    def __init__(self, model: nn.Module, context: CaptureContext, layer: int | None, at_end: AtEnd) -> None:
+    def __init__(
+        self, model: nn.Module, context: CaptureContext, layer: int | None, at_end: AtEnd, held: Held | None = None
+    ) -> None:
+        self.layer, self.held = layer, held if held is not None and held.takes(layer) else None
         self.layer_name = context.layer_name
         self.token = model.get_buffer("dmi_token")
         mine = [s.offset for s in context.layout.segments if layer is not None and s.layer == layer]
@@ -85,7 +131,14 @@ class Tapper:
                 self.settings[segment.hook] = json.dumps(segment.reduction.settings())
 
     def write(self, segments: list[Segment], values: list[torch.Tensor]) -> None:
-        """One op for each dtype among `segments` (nearly always one)."""
+        """Write a group, now or with those of other layers."""
+        if self.held is not None and self.layer is not None and torch.compiler.is_compiling():
+            self.held.add(self, self.layer, segments, values)
+        else:
+            self.write_now(segments, values)
+
+    def write_now(self, segments: list[Segment], values: list[torch.Tensor]) -> None:
+        """One op for each dtype among `segments` (nearly always one), of this layer or of later ones."""
         for dtype in dict.fromkeys(s.dtype for s in segments):
             rows = []
             offsets = []
@@ -132,10 +185,11 @@ def install(model: nn.Module, context: CaptureContext) -> None:
     tapper = Tapper(model, context, None, at_end)
     arch = context.arch
     layers: Any = model.get_submodule(arch.layers)
+    held = Held(context.layout.segments)
     _install_inputs(model, context, tapper)
     for index in range(context.dims.layers):
         if any(s.layer == index for s in context.layout.segments):
-            _install_layer(layers[index], index, context, Tapper(model, context, index, at_end))
+            _install_layer(layers[index], index, context, Tapper(model, context, index, at_end, held))
     final, normed = context.layout.find("resid_final", 0), context.layout.find("final_ln", 0)
     if final or normed or at_end.tokens:
 

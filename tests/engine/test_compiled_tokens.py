@@ -2,7 +2,8 @@
 """Under torch.compile in bf16, capturing every hook changes neither a token nor the last bit of a probability.
 
 Inductor keeps fused intermediates in float32. A tap that made it round one of them would change what follows, so this
-compares the log-probabilities of all generated tokens with plain vLLM's, exactly.
+compares the log-probabilities of all generated tokens with plain vLLM's, exactly. Nor does capturing the residual
+stream alone, whose layers one op then writes together; its rows are those of the capture of everything.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from dmi_connector import capture_args
+from dmi_connector import capture_args, open_capture
 from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt
 
+STREAM = "resid_pre,resid_mid,q@0-1"
 SAMPLING = {"max_tokens": 32, "logprobs": 1}
 ASKS = {f"{n} tokens": Ask(prompt(n), sampling=SAMPLING) for n in (6, 33, 100, 150)} | {
     "seeded": Ask(prompt(9), sampling={**SAMPLING, "temperature": 0.8, "seed": 3})
@@ -30,16 +33,31 @@ def plain(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def captured(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = Run(tmp_path_factory.mktemp("captured-compiled"))
-    args = capture_args(ALL_HOOKS, run.store_dir)
-    with engine(tiny_model("qwen3", "bfloat16"), dtype="bfloat16", enforce_eager=False, **args) as llm:
-        generate(llm, run, ASKS)
-    return run
+def captured(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    runs = {}
+    for selection, owner in ((ALL_HOOKS, "draft"), (STREAM, "target")):
+        runs[selection] = run = Run(tmp_path_factory.mktemp("captured-compiled"))
+        args = capture_args(selection, run.store_dir, owner=owner)
+        with engine(tiny_model("qwen3", "bfloat16"), dtype="bfloat16", enforce_eager=False, **args) as llm:
+            generate(llm, run, ASKS)
+    return runs
+
+
+@pytest.mark.parametrize("selection", [ALL_HOOKS, STREAM], ids=["everything", "stream"])
+@pytest.mark.parametrize("name", ASKS)
+def test_tokens_and_probabilities_are_those_of_plain_vllm(
+    plain: Run, captured: dict[str, Run], name: str, selection: str
+) -> None:
+    run = captured[selection]
+    assert run.tokens(name) == plain.tokens(name)
+    mine, theirs = (r.replies[name].outputs[0].cumulative_logprob for r in (run, plain))
+    assert mine is not None and mine == theirs, f"{name}: cumulative log-probability {mine}, plain vLLM {theirs}"
 
 
 @pytest.mark.parametrize("name", ASKS)
-def test_tokens_and_probabilities_are_those_of_plain_vllm(plain: Run, captured: Run, name: str) -> None:
-    assert captured.tokens(name) == plain.tokens(name)
-    mine, theirs = (r.replies[name].outputs[0].cumulative_logprob for r in (captured, plain))
-    assert mine is not None and mine == theirs, f"{name}: cumulative log-probability {mine}, plain vLLM {theirs}"
+def test_layers_written_together_have_the_rows_they_have_apart(captured: dict[str, Run], name: str) -> None:
+    apart, together = (open_capture(run.replies[name].kv_transfer_params["dmi_store"]) for run in captured.values())
+    for hook, layers in (("resid_pre", 3), ("resid_mid", 3), ("q", 2)):
+        for layer in range(layers):
+            one, other = (capture.numpy(hook, layer=layer) for capture in (apart, together))
+            assert one.any(axis=1).all() and np.array_equal(one, other), f"{hook} of layer {layer}"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +50,64 @@ def test_tapped_values_are_not_outputs_of_the_graph() -> None:
         patch.setattr("vllm.forward_context.get_forward_context", lambda: _NoContext())
         torch.testing.assert_close(compiled(x), x * 4 + 1)
     assert seen == [(1, 1)] and group.values == [] and group.segments == []
+
+
+def stream(*layers: int, width: int = 2560, hooks: tuple[str, ...] = ("resid_pre",)) -> list[Any]:
+    """Segments of narrow hooks of these layers, in bf16, one after the other."""
+    from dmi_connector.layout import Segment
+
+    names = [(hook, layer) for layer in layers for hook in hooks]
+    return [Segment(hook, layer, "bfloat16", width, 2 * width * i) for i, (hook, layer) in enumerate(names)]
+
+
+def test_narrow_copies_of_layers_in_a_row_are_written_together() -> None:
+    """Up to 13 values and 64 KiB of a token; layers of which more is selected write their own."""
+    from dmi_connector.layout import Segment
+    from dmi_connector.reduce import parse
+
+    def ends(segments: list[Any]) -> dict[int, int]:
+        return taps.Held(segments)._last
+
+    hidden = ends(stream(*range(36)))
+    assert list(hidden) == list(range(36)) and [hidden[layer] for layer in (0, 11, 12, 35)] == [11, 11, 23, 35]
+    assert set(ends(stream(*range(20), width=64)).values()) == {12, 19}, "13 values, then the rest"
+    assert ends(stream(4, 9, 10, hooks=("resid_pre", "resid_mid"))) == {4: 10, 9: 10, 10: 10}
+    wide = [*stream(0, 1, 2), Segment("mlp_out", 1, "bfloat16", 64, 1 << 20)]
+    assert ends(wide) == {0: 2, 2: 2}, "what the next layer takes over is not held"
+    assert ends([replace(s, reduction=parse("int8")) if s.layer else s for s in stream(0, 1)]) == {0: 0}
+
+
+def test_what_is_held_is_no_output_of_the_graph() -> None:
+    seen: list[tuple[int, list[int]]] = []
+    written: list[list[int]] = []
+
+    class Tapper:
+        def write_now(self, segments: list[Any], values: list[torch.Tensor]) -> None:
+            token = torch.zeros(1, dtype=torch.int32)
+            written.append([s.layer for s in segments])
+            torch.ops.dmi.tap(values, token, token.clone(), [s.offset for s in segments], "", "rows.0")
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
+        seen.append((len(outputs), [len(n.args[0]) for n in graph.graph.nodes if n.target is torch.ops.dmi.tap]))
+        return graph.forward
+
+    segments = stream(*range(15), width=4)
+    held, tapper = taps.Held(segments), Tapper()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for segment in segments:
+            x = x * 2
+            held.add(tapper, segment.layer, [segment], [x])
+        return x + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.forward_context.get_forward_context", lambda: _NoContext())
+        torch.testing.assert_close(compiled(torch.ones(3, 4)), torch.full((3, 4), 2.0**15 + 1))
+    assert seen == [(1, [13, 2])]
+    assert (held._values, held._segments, held._tappers) == ([], [], [])
 
 
 class _NoContext:
