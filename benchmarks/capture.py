@@ -167,8 +167,9 @@ def add(results: dict[str, Any], turn: Turn, numbers: dict[str, Any], stock: Sto
     if turn.engine == "stock" and turn.case != PROFILE:
         stock[key] = numbers["runs"]
         if turn.case in cases:
-            runs = cases[turn.case]["runs"] + numbers["runs"]
-            numbers = {**numbers, "runs": runs, "tok_per_s": statistics.median(runs)}
+            former = cases[turn.case]
+            both = {key: former[key] + numbers[key] for key in ("runs", "python_us") if key in numbers}
+            numbers = {**numbers, **both, "tok_per_s": statistics.median(both["runs"])}
     elif key in stock and "tok_per_s" in numbers:
         runs, then = numbers["runs"], stock[key]
         numbers = {**numbers, "stock_tok_per_s": statistics.median(then)}

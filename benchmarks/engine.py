@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import os
 import shutil
 import statistics
 import time
@@ -21,7 +22,14 @@ import numpy as np
 from benchmarks.common import store_problems
 from benchmarks.setups import CASES, PROFILED, Case, Setup
 from benchmarks.timeline import worker_timeline
-from benchmarks.worker import worker_pending, worker_profile, worker_sizes, worker_switch
+from benchmarks.worker import (
+    worker_confine,
+    worker_pending,
+    worker_profile,
+    worker_python_us,
+    worker_sizes,
+    worker_switch,
+)
 
 DRAIN_S = 300
 """Seconds after which captures that have not reached their sink count as stuck."""
@@ -110,6 +118,7 @@ class Bench:
         self._current: Setup | None = None
         self._case = CASES["decode1"]
         self._rounds: list[tuple[float, float]] = []
+        self._python_us: list[float] = []
         if self.ours and args.together:  # until its turn comes it holds no host memory
             self.llm.collective_rpc(worker_switch, args=({"sink": "null"},))
         self._seed = 0
@@ -204,10 +213,13 @@ class Bench:
         """
         self._switch(setup)
         self._case = CASES[name].shrunk(self.args.shrink)
-        self._rounds = []
+        self._rounds, self._python_us = [], []
         if setup.stores and (lack := self._lacks_space(self._case)):
             return {**self._case._asdict(), "not_run": lack, "rounds": 0}
         self.round(setup, CASES["decode1"].shrunk(self.args.shrink) if setup.slow else self._case)
+        if setup.confined:
+            cores = sorted(os.sched_getaffinity(0))
+            self.llm.collective_rpc(worker_confine, args=(cores[len(cores) // 2 :],))
         return {"rounds": self._repeat(setup)}
 
     def _repeat(self, setup: Setup) -> int:
@@ -222,6 +234,7 @@ class Bench:
         """
         case = self._case
         self._rounds.append(self.round(setup, case))
+        self._python_us += self.llm.collective_rpc(worker_python_us)[:1]
         if len(self._rounds) < self._repeat(setup):
             if setup.stores:
                 self.clean()  # the space is for whoever comes next
@@ -230,6 +243,7 @@ class Bench:
         rates = [case.tokens / s for s in seconds]
         result: dict[str, Any] = case._asdict()
         result |= {"tok_per_s": statistics.median(rates), "runs": [round(r, 1) for r in rates]}
+        result["python_us"] = self._python_us
         found: dict[str, Any] = {}
         if setup.stores:
             found = self.check(case, setup.policy == "drop")

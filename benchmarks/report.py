@@ -99,7 +99,17 @@ def table(files: dict[str, Results]) -> str:
         for word in ("not_run", "failed")
         if word in found
     ]
-    return "\n\n".join([_rows(lines), *notes])
+    return "\n\n".join([_rows(lines), *notes, *filter(None, map(_steadiness, files, files.values()))])
+
+
+def _steadiness(file: str, results: Results) -> str:
+    """How much the speed of the engines' cores varied between rounds, "" where it was not measured."""
+    cases = [case for engine in results["engines"].values() for s in engine["setups"].values() for case in s.values()]
+    times = sorted(us for case in cases for us in case.get("python_us", ()))
+    if not times:
+        return ""
+    tenths = f"{times[len(times) // 10]:.0f}, {times[len(times) // 2]:.0f} and {times[len(times) * 9 // 10]:.0f} us"
+    return f"{file}: a fixed piece of Python took {tenths} after rounds (first tenth, median, last tenth)"
 
 
 def _latest(files: dict[str, Results], setup: str, case: str) -> Results | None:

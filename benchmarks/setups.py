@@ -55,7 +55,7 @@ class Setup:
 
     hooks: selection, "" for an engine without our connector. reduce: pairs of the option. slow: one writer and a host
     buffer of two chunks, so that the sink is by far slower than the link. paced: writers rest while an engine decodes.
-    owner: of the rows, "" is that of the run.
+    confined: they run on half of the cores. owner: of the rows, "" is that of the run.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Setup:
     policy: str = "block"
     slow: bool = False
     paced: bool = True
+    confined: bool = False
     cases: tuple[str, ...] = ()
     reduce: tuple[tuple[str, str], ...] = ()
     owner: str = ""
@@ -82,7 +83,7 @@ class Setup:
     @property
     def phase(self) -> tuple[object, ...]:
         """Setups that have this in common are compared with each other."""
-        return self.sink, self.codec, self.policy, self.slow, self.paced
+        return self.sink, self.codec, self.policy, self.slow, self.paced, self.confined
 
 
 class Turn(NamedTuple):
@@ -167,10 +168,12 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
         Setup("full disk slow drop", "full", FULL, codec="none", policy="drop", slow=True, cases=_BOTH),
     ]
     decode, prefill = ("decode1", "decode32", "decode128"), ("prefill32", "prefill32x4")
-    setups += [
-        Setup("hidden-states disk unpaced", "hidden", HIDDEN, codec=default_codec, paced=False, cases=decode[1:]),
-        Setup("full disk none unpaced", "full", FULL, codec="none", paced=False, cases=_ONE),
-    ]
+    for how, confined in (("unpaced", False), ("confined", True)):
+        other = {"paced": False, "confined": confined}
+        setups += [
+            Setup(f"hidden-states disk {how}", "hidden", HIDDEN, codec=default_codec, cases=decode[1:], **other),
+            Setup(f"full disk none {how}", "full", FULL, codec="none", cases=_ONE, **other),
+        ]
     for name, rules in REDUCE.items():
         setups += [
             Setup(f"{name} null", name, FULL, sink="null", cases=(*decode, "prefill32"), reduce=rules),

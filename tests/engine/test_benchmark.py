@@ -42,7 +42,7 @@ OPTIONS = {
     "--dtype": "float32",
     "--engine-args": '{"enforce_eager": true}',
     "--options": json.dumps({"chunk_tokens": CHUNK}),  # 8 requests reach a chunk's end at once; a slow sink holds 3
-    "--only": ",".join((*SETUPS, "full disk none unpaced")),
+    "--only": ",".join((*SETUPS, "full disk none unpaced", "full disk none confined")),
     "--cases": ",".join(CASE_NAMES),
     "--curves": "tokens",
     "--limit-seconds": 0.02,
@@ -76,7 +76,7 @@ def test_the_result_names_machine_and_limits_but_no_paths(run: tuple[dict[str, A
 def test_rates_are_medians_of_the_runs(run: tuple[dict[str, Any], str]) -> None:
     results, _ = run
     assert set(results["engines"]) == {"stock", "ehs", "full"}
-    phases = {"prefill8x128": 2, "decode32": 5, "prefill8": 4}  # those that have the case
+    phases = {"prefill8x128": 2, "decode32": 6, "prefill8": 4}  # those that have the case
     for setup in ("stock", "full null", "full disk none"):
         measured = report.measured(results, setup)
         assert set(measured) - {PROFILE} == set(CASE_NAMES)
@@ -84,6 +84,7 @@ def test_rates_are_medians_of_the_runs(run: tuple[dict[str, Any], str]) -> None:
             got = measured[case]
             assert len(got["runs"]) == (phases[case] if setup == "stock" else 1) and min(got["runs"]) > 0
             assert got["tok_per_s"] == pytest.approx(statistics.median(got["runs"]), rel=0.01)
+            assert len(got["python_us"]) == len(got["runs"]) and min(got["python_us"]) > 0
     profile = report.measured(results, "full null")["profile decode32"]
     assert profile["ours: before_forward"]["calls"] >= 128 / SHRINK, "one call a step"
     assert profile["step"]["mean_us"] > profile["execute_model"]["mean_us"] > 0
@@ -95,6 +96,7 @@ def test_rates_are_medians_of_the_runs(run: tuple[dict[str, Any], str]) -> None:
         *(("full disk none", case) for case in ("decode32", "prefill8")),
         *(("full disk slow block", case) for case in ("decode32", "prefill8")),
         ("full disk none unpaced", "decode32"),
+        ("full disk none confined", "decode32"),
     ],
 )
 def test_stores_are_verified_and_whole(run: tuple[dict[str, Any], str], setup: str, case: str) -> None:
@@ -125,6 +127,7 @@ def test_the_printed_tables_hold_the_ratios(run: tuple[dict[str, Any], str]) -> 
     assert f"{rate['full disk slow drop'] / rate['full null']:.3f} of full null" in lines["full disk slow drop"]
     assert f"{rate['stock']:,.0f} | {rate['full null']:,.0f} (" in lines["128"], "the tokens curve, 512 / 4 tokens"
     assert "ehs: not run: " in printed and "no GPU" in printed
+    assert "tiny: a fixed piece of Python took " in printed
 
 
 def test_several_files_each_with_their_own_stock(run: tuple[dict[str, Any], str]) -> None:

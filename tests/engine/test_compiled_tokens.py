@@ -60,4 +60,5 @@ def test_layers_written_together_have_the_rows_they_have_apart(captured: dict[st
     for hook, layers in (("resid_pre", 3), ("resid_mid", 3), ("q", 2)):
         for layer in range(layers):
             one, other = (capture.numpy(hook, layer=layer) for capture in (apart, together))
-            assert one.any(axis=1).all() and np.array_equal(one, other), f"{hook} of layer {layer}"
+            assert one.any(axis=1).all(), f"{hook} of layer {layer} has rows of zeros"
+            assert np.array_equal(one, other), f"{hook} of layer {layer}: {np.abs(one - other).max():.3g} apart"
