@@ -3,8 +3,8 @@
 
     python -m benchmarks.stores --out results.json [--directory /dev/shm/dmi-stores] [--writers 15] [--codec none]
 
-Captures hold 36 layers of a model of Qwen3-4B's widths, 2.56 MB a token. Beside it stands what as many processes reach
-that do nothing but write such chunks into files.
+Captures hold normal bf16 values of 36 layers of a model of Qwen3-4B's widths, 2.56 MB a token. Beside it stands what as
+many processes reach that do nothing but write such chunks into files.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def main(argv: list[str] | None = None) -> int:
         files = files_alone(args.directory, args.writers + 1, args.layers, nbytes)
         client = PersistenceClient(args.ring_bytes, args.writers, PersistSettings(codec=args.codec))
         memory = client.ring.memory
-        memory[:] = np.resize(np.random.default_rng(0).integers(0, 255, 16 << 20, dtype=np.uint8), memory.shape)
+        values = np.random.default_rng(0).standard_normal(4 << 20, dtype=np.float32)
+        bf16 = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        memory[:] = np.resize(bf16, memory.shape)
         plan, rates, cpu = client.register(arrays, token_bytes), [], []
         for turn in range(args.repeat + 1):  # the first does not count: processes start, memory is used the first time
             shutil.rmtree(args.directory)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import google_crc32c
@@ -23,6 +23,8 @@ from dmi_connector.store.schema import blosc_settings
 
 EMPTY = np.uint64(2**64 - 1)
 _SHUFFLES = {"noshuffle": blosc.NOSHUFFLE, "shuffle": blosc.SHUFFLE, "bitshuffle": blosc.BITSHUFFLE}
+# Written at a time: what the checksum has just read is then still in a core's own cache.
+_WRITE_BYTES = 1 << 19
 # Linux takes at most this many buffers in one pwritev.
 _IOV_MAX = 1024
 Buffer = bytes | np.ndarray
@@ -171,22 +173,29 @@ class ShardWriter:
         return not bool((self._index[..., 0] == EMPTY).any())
 
     def append(self, slots: Sequence[tuple[int, ...]], chunks: Iterable[Encoded]) -> int:
-        """Write encoded chunks for the given slots; gives the bytes added, holes included. Raises OSError."""
-        pieces: list[Buffer | int] = []
+        """Write encoded chunks for the given slots; gives the bytes added, holes included. Raises OSError.
+
+        chunks: may be made one by one, and each is written while it is in the cache.
+        """
         entries, end, file_crc = [], self._end, self._crc
-        for chunk in chunks:
-            size = chunk.nbytes - 4
-            if chunk.zeros or (isinstance(chunk.body, np.ndarray) and size >= _JOIN_BYTES):
-                file_crc = crc32c_join(file_crc, chunk.crc, size)
-            else:
-                file_crc = crc32c(chunk.body, file_crc)  # it is still in cache
-            crc = chunk.crc.to_bytes(4, "little")
-            file_crc = crc32c(crc, file_crc)
-            entries.append((end, chunk.nbytes))
-            end += chunk.nbytes
-            zeros: Buffer | int = chunk.zeros if chunk.zeros >= _HOLE_BYTES else bytes(chunk.zeros)
-            pieces += [chunk.body, zeros, crc]
-        self._write(pieces)
+
+        def pieces() -> Iterator[Buffer | int]:
+            nonlocal end, file_crc
+            for chunk in chunks:
+                size = chunk.nbytes - 4
+                if chunk.zeros or (isinstance(chunk.body, np.ndarray) and size >= _JOIN_BYTES):
+                    file_crc = crc32c_join(file_crc, chunk.crc, size)
+                else:
+                    file_crc = crc32c(chunk.body, file_crc)  # it is still in cache
+                crc = chunk.crc.to_bytes(4, "little")
+                file_crc = crc32c(crc, file_crc)
+                entries.append((end, chunk.nbytes))
+                end += chunk.nbytes
+                yield chunk.body
+                yield chunk.zeros if chunk.zeros >= _HOLE_BYTES else bytes(chunk.zeros)
+                yield crc
+
+        self._write(pieces())
         for slot, entry in zip(slots, entries, strict=True):
             self._index[slot] = entry
         added, self._end, self._crc = end - self._end, end, file_crc
@@ -221,14 +230,16 @@ class ShardWriter:
             os.ftruncate(fd, self._end)  # else its bytes would show through a hole
         self._torn = True
         buffers: list[Buffer] = []
+        nbytes = 0
         for piece in pieces:
-            if isinstance(piece, int) or len(buffers) == _IOV_MAX:
+            if isinstance(piece, int) or nbytes >= _WRITE_BYTES or len(buffers) == _IOV_MAX:
                 at = self._put(fd, buffers, at)
-                buffers = []
+                buffers, nbytes = [], 0
             if isinstance(piece, int):
                 at += piece
             else:
                 buffers.append(piece)
+                nbytes += len(piece)
         self._put(fd, buffers, at)
         self._torn = False
 
