@@ -219,7 +219,8 @@ class Bench:
         self.round(setup, CASES["decode1"].shrunk(self.args.shrink) if setup.slow else self._case)
         if setup.confined:
             cores = sorted(os.sched_getaffinity(0))
-            self.llm.collective_rpc(worker_confine, args=(cores[len(cores) // 2 :],))
+            [confined] = self.llm.collective_rpc(worker_confine, args=(cores[len(cores) // 2 :],))
+            assert confined > 0, "the writers were not found"
         return {"rounds": self._repeat(setup)}
 
     def _repeat(self, setup: Setup) -> int:

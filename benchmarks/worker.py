@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -44,10 +45,12 @@ def worker_pending(worker: Any) -> int:
 
 def worker_confine(worker: Any, cores: list[int]) -> int:
     """Let the writers run on these cores only. Returns how many there are."""
-    group = _connector().exporter.persistence.group
-    numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-    commands = {n: Path(f"/proc/{n}/cmdline").read_bytes() for n in numbers if os.getpgid(n) == group}
-    writers = [number for number, command in commands.items() if b"dmi_connector.store.writer" in command]
+    group, writers = _connector().exporter.persistence.group, []
+    for entry in Path("/proc").iterdir():
+        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
+            mine = entry.name.isdecimal() and os.getpgid(int(entry.name)) == group
+            if mine and b"dmi_connector.store.writer" in (entry / "cmdline").read_bytes():
+                writers.append(int(entry.name))
     for writer in writers:
         os.sched_setaffinity(writer, cores)
     return len(writers)

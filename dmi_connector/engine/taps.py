@@ -71,7 +71,8 @@ class Group:
 
 class Held:
     """Values of layers in a row that one op writes, when the last of them is done: only under torch.compile, and only
-    of layers of which nothing but narrow copies is selected. So many graphs of layers stay equal, those that hold.
+    of layers of which nothing but narrow copies is selected. Graphs of layers that only hold are equal, and so are
+    those that write.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:

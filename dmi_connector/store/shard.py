@@ -175,7 +175,7 @@ class ShardWriter:
     def append(self, slots: Sequence[tuple[int, ...]], chunks: Iterable[Encoded]) -> int:
         """Write encoded chunks for the given slots; gives the bytes added, holes included. Raises OSError.
 
-        chunks: may be made one by one, and each is written while it is in the cache.
+        chunks: may be made one by one; they are written in pieces of _WRITE_BYTES or more, while they are in the cache.
         """
         entries, end, file_crc = [], self._end, self._crc
 

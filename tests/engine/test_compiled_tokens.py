@@ -8,7 +8,6 @@ stream alone, whose layers one op then writes together; its rows are those of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,30 +16,51 @@ import pytest
 from dmi_connector import capture_args, open_capture
 from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt
 
-STREAM = "resid_pre,resid_mid,q@0-1"
+STREAM = "resid_pre,resid_mid,q,k"
+LAYERS = 8
 SAMPLING = {"max_tokens": 32, "logprobs": 1}
 ASKS = {f"{n} tokens": Ask(prompt(n), sampling=SAMPLING) for n in (6, 33, 100, 150)} | {
     "seeded": Ask(prompt(9), sampling={**SAMPLING, "temperature": 0.8, "seed": 3})
 }
 
 
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("llama", marks=pytest.mark.soak)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, known_models: None) -> Path:
+    """Qwen3 norms q and k, Llama's are slices of one tensor."""
+    from dmi_connector.tiny import make_model
+
+    return make_model(request.param, tmp_path_factory.mktemp("compiled"), "bfloat16", num_hidden_layers=LAYERS)
+
+
 @pytest.fixture(scope="module")
-def plain(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = Run(tmp_path_factory.mktemp("plain-compiled"))
-    with engine(tiny_model("qwen3", "bfloat16"), dtype="bfloat16", enforce_eager=False) as llm:
+    with engine(model, dtype="bfloat16", enforce_eager=False) as llm:
         generate(llm, run, ASKS)
     return run
 
 
 @pytest.fixture(scope="module")
-def captured(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def captured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """selection -> run, with the layers after which something was written among its facts."""
+    from dmi_connector.engine import tap_op
+
     runs = {}
     for selection, owner in ((ALL_HOOKS, "draft"), (STREAM, "target")):
         runs[selection] = run = Run(tmp_path_factory.mktemp("captured-compiled"))
+        before = list(tap_op._PLACES.values())
         args = capture_args(selection, run.store_dir, owner=owner)
-        with engine(tiny_model("qwen3", "bfloat16"), dtype="bfloat16", enforce_eager=False, **args) as llm:
+        with engine(model, dtype="bfloat16", enforce_eager=False, **args) as llm:
             generate(llm, run, ASKS)
+            places = [p for p in tap_op._PLACES.values() if not any(p is b for b in before)]
+            run.facts["first layers"] = sorted({p.layer for p in places if p.taps})
     return runs
+
+
+def test_several_layers_are_written_together(captured: dict[str, Run]) -> None:
+    """12 of 13 values at a time: what is written counts from the first of three layers on."""
+    assert captured[ALL_HOOKS].facts["first layers"] == list(range(LAYERS))
+    assert captured[STREAM].facts["first layers"] == [0, 3, 6]
 
 
 @pytest.mark.parametrize("selection", [ALL_HOOKS, STREAM], ids=["everything", "stream"])
@@ -57,8 +77,8 @@ def test_tokens_and_probabilities_are_those_of_plain_vllm(
 @pytest.mark.parametrize("name", ASKS)
 def test_layers_written_together_have_the_rows_they_have_apart(captured: dict[str, Run], name: str) -> None:
     apart, together = (open_capture(run.replies[name].kv_transfer_params["dmi_store"]) for run in captured.values())
-    for hook, layers in (("resid_pre", 3), ("resid_mid", 3), ("q", 2)):
-        for layer in range(layers):
+    for hook in STREAM.split(","):
+        for layer in range(LAYERS):
             one, other = (capture.numpy(hook, layer=layer) for capture in (apart, together))
             assert one.any(axis=1).all(), f"{hook} of layer {layer} has rows of zeros"
             assert np.array_equal(one, other), f"{hook} of layer {layer}: {np.abs(one - other).max():.3g} apart"

@@ -189,6 +189,9 @@ class TestOneEngineLivesOn:
 
     @pytest.mark.parametrize("fault", ["removed", "read-only"])
     def test_directory(self, live: Live, disk: Disk, fault: str) -> None:
+        """Removed amid captures; read-only before they begin, as no file system becomes that while files are open."""
+        if fault == "read-only" and not disk.mounted and os.geteuid() == 0:
+            pytest.skip("root writes wherever it cannot mount, and nothing is mounted here")
         asks = many(fault)
         if fault == "removed":
             for path in disk.path.iterdir():  # of earlier tests: so the captures have to race with few removals only
@@ -269,6 +272,32 @@ class TestTheNextEngine:
         kill(processes("EngineCore"))
         engine_ended()
         closed_by_the_coordinator(disk.path, "core", live.oracle)
+
+
+class TestTheOneAfterThat:
+    """In the directory that an engine left whose core was killed."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def live(cls, disk: Disk, tiny_model: Callable[..., Path], oracle: Callable[..., Oracle]) -> Iterator[Live]:
+        yield from alive(disk, tiny_model("qwen3"), oracle("qwen3"))
+
+    def test_it_works(self, live: Live) -> None:
+        live.works("third")
+
+    def test_worker_killed(
+        self, live: Live, disk: Disk, tiny_model: Callable[..., Path], oracle: Callable[..., Oracle]
+    ) -> None:
+        future = live.begin(many("worker"))
+        kill(processes("Worker"))
+        with pytest.raises(Exception, match="EngineCore"):
+            future.result(60)
+        engine_ended()
+        closed_by_the_coordinator(disk.path, "worker", live.oracle)
+        assert not live.partials("worker") and repair(disk.path, remove_empty=True) == []
+        for last in alive(disk, tiny_model("qwen3"), oracle("qwen3")):
+            last.works("fourth")
+        assert verify_all(disk.path) > 0
 
 
 @pytest.mark.soak  # two ranks take long to start; the rest of this file has one

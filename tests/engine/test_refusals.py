@@ -133,6 +133,31 @@ def test_what_splits_a_batch_is_refused(
         capture_context(config)
 
 
+def test_hybrid_models_and_an_odd_additional_config_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vllm_config(model, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(config.model_config), "is_hybrid", True)
+        with pytest.raises(ValueError, match=r"hybrid layers.*use a model with full attention in every layer"):
+            capture_context(config)
+    config.additional_config = ["hooks"]
+    with pytest.raises(ValueError, match=r"additional_config: must be a JSON object"):
+        capture_context(config)
+
+
+@pytest.mark.parametrize("schedule", [None, [[1, 65536, 1]]])
+def test_drafts_left_on_under_the_v2_runner_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: list[list[int]] | None
+) -> None:
+    config = vllm_config(model, tmp_path, owner="draft")
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    assert capture_context(config).owner == "draft"
+    config.speculative_config.num_speculative_tokens_per_batch_size = schedule
+    with pytest.raises(ValueError, match=r"per_batch_size is .*set it to \[\[1, 65536, 0\]\].*owner='target'"):
+        capture_context(config)
+
+
 @pytest.mark.parametrize("owner", OWNERS)
 def test_sleep_mode_is_refused_with_reductions(model: Path, tmp_path: Path, owner: str) -> None:
     configs = [vllm_config(model, tmp_path, extra, owner=owner) for extra in ({"reduce": {"*": "int8"}}, {})]

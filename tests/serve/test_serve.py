@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from dmi_connector import find_captures, open_capture
 from dmi_connector.oracle import Oracle
@@ -169,11 +170,16 @@ def test_a_bad_option_is_answered_and_the_server_goes_on(server: Server, twin: O
     test_chat(server, twin)
 
 
-def counters(server: Server) -> dict[str, float]:
-    """What GET /metrics says of captures, without labels."""
+def metrics(server: Server) -> list[Sample]:
+    """What GET /metrics says of captures."""
     with urllib.request.urlopen(str(server.client.base_url.copy_with(path="/metrics"))) as reply:
         families = list(text_string_to_metric_families(reply.read().decode()))
-    samples = [s for f in families for s in f.samples if s.name.startswith("vllm:dmi_") and s.name.endswith("_total")]
+    return [sample for family in families for sample in family.samples if sample.name.startswith("vllm:dmi_")]
+
+
+def counters(server: Server) -> dict[str, float]:
+    """The counters, without labels."""
+    samples = metrics(server)
     return {n: sum(s.value for s in samples if s.name == f"vllm:dmi_{n}_total") for n in COUNTED}
 
 
@@ -201,3 +207,5 @@ def test_metrics_count_captures(server: Server) -> None:
     capture = open_capture(found.store)
     raw = sum(capture.array(hook).nbytes for hook in HOOKS)
     assert grown["raw_bytes"] == raw <= grown["exported_bytes"] and 0 < grown["stored_bytes"] < raw
+    backlog = [sample for sample in metrics(server) if sample.name == "vllm:dmi_backlog_bytes"]
+    assert backlog and all(sample.value >= 0 and sample.labels["rank"] == "0" for sample in backlog)

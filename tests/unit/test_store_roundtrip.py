@@ -276,6 +276,44 @@ def test_holes_are_zeros_after_a_failed_write(tmp_path: Path, monkeypatch: pytes
     assert (len(data), crc32c(data)) == (size, crc)
 
 
+@pytest.mark.parametrize("fault", ["the disk is full at the second write", "the third chunk cannot be encoded"])
+def test_an_append_that_fails_halfway_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    from dmi_connector.store.shard import Encoded, FileCache, ShardWriter, crc32c, encode, read_index
+
+    rows = np.arange(3 * 300_000, dtype="u2").reshape(3, 1, 300_000)  # each chunk is written by itself
+    writer = ShardWriter(str(tmp_path / "shard"), (1, 2, 3), FileCache(4))
+    assert writer.append([(0, 0, 0)], [encode(rows[2], "none")]) == 600_004
+    slots, write, writes = [(0, 1, i) for i in range(3)], os.pwritev, []
+
+    def full_disk(fd: int, views: list[memoryview], at: int) -> int:
+        writes.append(at)
+        if len(writes) == 2:
+            raise OSError(28, "No space left on device")
+        return write(fd, views, at)
+
+    def chunks(broken: bool) -> Iterator[Encoded]:
+        for i, chunk in enumerate(rows):
+            if broken and i == 2:
+                raise ValueError("encoder")
+            yield encode(chunk, "none")
+
+    with monkeypatch.context() as patch:
+        if "disk" in fault:
+            patch.setattr(os, "pwritev", full_disk)
+        with pytest.raises((OSError, ValueError), match=r"No space left|encoder"):
+            writer.append(slots, chunks("encoded" in fault))
+    assert (tmp_path / "shard").stat().st_size > 600_004, "bytes went out before it failed"
+    assert writer.append(slots[:1], [encode(rows[0], "none")]) == 600_004
+    size, crc = writer.close()
+    data = (tmp_path / "shard").read_bytes()
+    assert (len(data), crc32c(data)) == (size, crc)
+    index = read_index(data[-100:], (1, 2, 3)).astype("i8")
+    assert index[..., 0].tolist() == [[[0, -1, -1], [600_004, -1, -1]]]
+    assert data[:600_000] == rows[2].tobytes() and data[600_004:1_200_004] == rows[0].tobytes()
+
+
 @pytest.mark.parametrize("sizes", [(0, 0), (0, 5), (5, 0), (1, 1), (1000, 77777), (3, 1 << 20)])
 def test_checksums_join(sizes: tuple[int, int]) -> None:
     from dmi_connector.store.shard import crc32c, crc32c_join
