@@ -143,8 +143,10 @@ def run_soak(model: Path, folder: Path, total: int, parts: int, touch: bool = Fa
     return soak
 
 
-def check(soak: Soak, warm: int, mib: float) -> None:
-    """Nothing grows between figure `warm` and the last one. mib: what memory that is no file's may grow by."""
+def check(soak: Soak, warm: int, mib: float, worker_mib: float) -> None:
+    """Nothing grows between figure `warm` and the last one. mib: what memory that is no file's may grow by; worker_mib:
+    that of vLLM's worker.
+    """
     first, last = soak.figures[warm], soak.figures[-1]
     assert set(soak.stores) <= {"complete", "incomplete"}, soak.stores
     assert soak.stores["complete"] > soak.requests * 0.8 and soak.aborted and soak.refused and soak.off
@@ -154,12 +156,14 @@ def check(soak: Soak, warm: int, mib: float) -> None:
         assert (a["count"], a["threads"]) == (b["count"], b["threads"]), f"{role}: {a} became {b}"
         # A store that was just finished may still be locked for a second.
         assert b["descriptors"] <= a["descriptors"] + 4, f"{role}: {a} became {b}"
-        assert b["anonymous_mib"] <= a["anonymous_mib"] + mib, f"{role}: {a} became {b}"
+        more = worker_mib if role == "worker" else mib
+        assert b["anonymous_mib"] <= a["anonymous_mib"] + more, f"{role}: {a} became {b}"
 
 
 def test_a_short_while(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     soak = run_soak(tiny_model("qwen3"), tmp_path / "captures", total=90, parts=3)
-    check(soak, warm=1, mib=40)  # so early allocators still grow: this finds only what leaks hundreds of kB a request
+    # So early allocators still grow: this finds only what leaks hundreds of kB a request.
+    check(soak, warm=1, mib=40, worker_mib=40)
 
 
 @pytest.mark.soak
@@ -177,6 +181,6 @@ def test_a_long_while(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     }
     if "SOAK_RESULT" in os.environ:
         Path(os.environ["SOAK_RESULT"]).write_text(json.dumps(result, indent=1) + "\n")
-    # vLLM's worker takes ever less for some 3,000 requests, without a connector too (1,519 to 1,678 MiB over the first
-    # 2,000 of these requests); what leaks 8 kB a request is found in the 1,000 after.
-    check(soak, warm=14, mib=8)
+    # vLLM's worker takes ever less, without a connector too: there 1,474 MiB became 1,633 over the first 3,000 of these
+    # requests and 1,655 over the next 1,000. With one it takes 6 to 11 MiB over those.
+    check(soak, warm=14, mib=4, worker_mib=24)
