@@ -42,7 +42,7 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def captured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """selection -> run, with the layers after which something was written among its facts."""
+    """selection -> run; among its facts the layers from whose place in the rows on something was written."""
     from dmi_connector.engine import tap_op
 
     runs = {}

@@ -45,6 +45,12 @@ def alive(disk: Disk, model: Path, oracle: Oracle, **options: object) -> Iterato
         yield Live(llm, Run(disk.path), oracle)
 
 
+@pytest.fixture(scope="class")
+def live(disk: Disk, tiny_model: Callable[..., Path], oracle: Callable[..., Oracle]) -> Iterator[Live]:
+    """The engine of a class of tests, unless that has its own."""
+    yield from alive(disk, tiny_model("qwen3"), oracle("qwen3"))
+
+
 def removed(path: Path) -> bool:
     """Remove a file or directory; False if a writer put something into it meanwhile."""
     try:
@@ -87,11 +93,6 @@ def at_rest() -> bool:
 
 class TestOneEngineLivesOn:
     """policy "block": nothing is lost but what the fault itself destroys."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def live(cls, disk: Disk, tiny_model: Callable[..., Path], oracle: Callable[..., Oracle]) -> Iterator[Live]:
-        yield from alive(disk, tiny_model("qwen3"), oracle("qwen3"))
 
     def test_writer_killed(self, live: Live) -> None:
         asks = many("writer")
@@ -276,11 +277,6 @@ class TestTheNextEngine:
 
 class TestTheOneAfterThat:
     """In the directory that an engine left whose core was killed."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def live(cls, disk: Disk, tiny_model: Callable[..., Path], oracle: Callable[..., Oracle]) -> Iterator[Live]:
-        yield from alive(disk, tiny_model("qwen3"), oracle("qwen3"))
 
     def test_it_works(self, live: Live) -> None:
         live.works("third")

@@ -79,12 +79,10 @@ def test_narrow_copies_of_layers_in_a_row_are_written_together() -> None:
 
 def test_what_is_held_is_no_output_of_the_graph() -> None:
     seen: list[tuple[int, list[int]]] = []
-    written: list[list[int]] = []
 
     class Tapper:
         def write_now(self, segments: list[Any], values: list[torch.Tensor]) -> None:
             token = torch.zeros(1, dtype=torch.int32)
-            written.append([s.layer for s in segments])
             torch.ops.dmi.tap(values, token, token.clone(), [s.offset for s in segments], "", "rows.0")
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
