@@ -25,7 +25,7 @@ logger = init_logger("vllm.dmi_connector")
 LEAST_SHARE = 0.25
 """Of their time that writers beside a GPU work while an engine decodes and there is room (store/pace.py)."""
 
-WRITER_GB_PER_S = {"none": 1.6, "lz4": 0.7, "zstd": 0.4}
+WRITER_GB_PER_S = {"none": 1.6, "lz4": 0.7, "zstd": 0.75}
 """Raw GB/s of one writer process by codec on bf16 activations, for the estimate at start (benchmarks/)."""
 
 

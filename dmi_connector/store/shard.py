@@ -18,6 +18,7 @@ import google_crc32c
 import numpy as np
 from numcodecs import blosc
 
+from dmi_connector.store.frame import zstd_frame
 from dmi_connector.store.paths import no_follow
 from dmi_connector.store.schema import blosc_settings
 
@@ -123,8 +124,11 @@ def encode(chunk: np.ndarray, codec: str, rows: int | None = None) -> Encoded:
     if zeros:
         assert rows is not None
         chunk = _scratch(rows, chunk.shape[1], chunk.dtype.str).filled(chunk)
-    cname, clevel, shuffle = blosc_settings(codec, chunk.itemsize)
-    packed = blosc.compress(chunk, cname.encode(), clevel, _SHUFFLES[shuffle], chunk.nbytes)
+    if codec == "zstd":
+        packed = zstd_frame(chunk)
+    else:
+        cname, clevel, shuffle = blosc_settings(codec, chunk.itemsize)
+        packed = blosc.compress(chunk, cname.encode(), clevel, _SHUFFLES[shuffle], chunk.nbytes)
     return Encoded(packed, 0, crc32c(packed))
 
 

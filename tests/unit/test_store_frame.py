@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames of compressed planes: Blosc's own decoder reads them, they are no longer than a copy and shorter than its."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numcodecs import blosc
+
+from dmi_connector.store.frame import zstd_frame
+
+HEADER_BYTES = 16
+
+
+def decoded(frame: bytes, dtype: str) -> np.ndarray:
+    return np.frombuffer(blosc.decompress(frame), dtype)
+
+
+@given(
+    dtype=st.sampled_from(["u1", "u2", "u4", "u8"]),
+    count=st.integers(1, 3000),
+    spread=st.sampled_from([0, 1, 40, 2**63]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_blosc_decodes_every_frame(dtype: str, count: int, spread: int, seed: int) -> None:
+    most = min(spread, int(np.iinfo(dtype).max))
+    chunk = np.random.default_rng(seed).integers(0, most, count, dtype=dtype, endpoint=True)
+    frame = zstd_frame(chunk)
+    assert len(frame) <= chunk.nbytes + HEADER_BYTES
+    np.testing.assert_array_equal(decoded(frame, dtype), chunk)
+
+
+@pytest.mark.parametrize("count", [127, 128, 65536, 65537, 200_000])
+def test_planes_at_their_limits(count: int) -> None:
+    chunk = np.arange(count, dtype="u2") * 7
+    np.testing.assert_array_equal(decoded(zstd_frame(chunk), "u2"), chunk)
+
+
+def test_frames_of_other_sizes_do_not_meet_in_memory() -> None:
+    rng = np.random.default_rng(1)
+    chunks = [rng.integers(0, 99, count, dtype="u2") for count in (5000, 70_000, 300, 70_000)]
+    frames = [zstd_frame(chunk) for chunk in chunks]
+    for chunk, frame in zip(chunks, frames, strict=True):
+        np.testing.assert_array_equal(decoded(frame, "u2"), chunk)
+
+
+def test_it_shrinks_more_than_bloscs_own() -> None:
+    values = np.random.default_rng(2).standard_normal((128, 2560), np.float32)
+    bits = (values.view("u4") >> 16).astype("u2")
+    own = blosc.compress(bits, b"zstd", 1, blosc.SHUFFLE, bits.nbytes)
+    assert bits.nbytes / len(zstd_frame(bits)) > 1.48 > bits.nbytes / len(own)
+    assert len(zstd_frame(np.zeros_like(bits))) < 200
