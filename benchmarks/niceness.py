@@ -20,18 +20,22 @@ from typing import Any
 from benchmarks import common
 from dmi_connector.store.pace import Pace
 
-WAYS = ("none", "nice 5", "nice 19", "idle class", "nice 5, a core free", "nice 19, a quarter of the time")
+_SHARES = {"a quarter of the time": 0.25, "a tenth of the time": 0.1}
+WAYS = ("none", "nice 5", "nice 19", "idle class", "nice 5, a core free") + tuple(
+    f"{priority}, {share}" for priority in ("nice 19", "idle class") for share in _SHARES
+)
 
 
 def write(path: str, way: str, megabytes: int, stop: Any, written: Any) -> None:
     """Child process: write files until told to stop."""
-    if way == "idle class":
+    priority, _, rest = way.partition(", ")
+    if priority == "idle class":
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
-        os.nice(int(way.split(",")[0].removeprefix("nice ")))
+        os.nice(int(priority.removeprefix("nice ")))
     piece = os.urandom(1 << 20) * megabytes
     pace = Pace()
-    pace.share = 0.25 if way.endswith("quarter of the time") else 1.0
+    pace.share = _SHARES.get(rest, 1.0)
     while not stop.is_set():
         began = time.process_time()
         with open(path, "wb", 0) as file:

@@ -89,6 +89,7 @@ def persist_settings(options: ServerOptions, rank: int, gpu: bool) -> PersistSet
         file_mode=options.file_mode,
         shutdown_seconds=options.shutdown_seconds,
         nice=19 if gpu else PersistSettings.nice,
+        idle=gpu,
         # Under policy drop room in the ring is worth more than an engine that is not slowed.
         least_share=LEAST_SHARE if gpu and options.policy == "block" else PersistSettings.least_share,
         keep={} if rank else keep,

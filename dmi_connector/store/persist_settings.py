@@ -13,8 +13,9 @@ from dmi_connector.store import schema
 @dataclass(frozen=True)
 class PersistSettings:
     """How captures are written unless their spec says otherwise. `rank_timeout` and `shutdown_seconds` are in seconds.
-    keep: arguments of the coordinator's `Keeper`, {} for none. nice: of the writer processes, 0 to 19. least_share: of
-    their time that they work while rows of generated tokens come and the ring has room (pace.py).
+    keep: arguments of the coordinator's `Keeper`, {} for none. nice: of the writer processes, 0 to 19. idle: whether
+    they are in the scheduling class for idle time: whatever else wakes up has their core at once. least_share: of their
+    time that they work while rows of generated tokens come and the ring has room (pace.py).
     """
 
     codec: str = "zstd"
@@ -25,6 +26,7 @@ class PersistSettings:
     shutdown_seconds: float = 60.0
     file_mode: str = "private"
     nice: int = 5
+    idle: bool = False
     least_share: float = 1.0
     keep: Mapping[str, Any] = field(default_factory=dict)
 

@@ -43,7 +43,7 @@ class WriterPool:
         s, ring = self._settings, self._ring
         self._started += 1
         arguments = ["--ring-fd", str(ring.fd), "--ring-bytes", str(ring.nbytes), "--pace-fd", str(self._pace.fd)]
-        arguments += ["--file-mode", s.file_mode, "--nice", str(s.nice)]
+        arguments += ["--file-mode", s.file_mode, "--nice", str(s.nice), *(["--idle"] if s.idle else [])]
         fds = [ring.fd, self._pace.fd, *self._pass_fds]
         name = f"writer process {self._started}"
         process = Child(name, "dmi_connector.store.writer", arguments, fds, self._on_message, self._on_death)

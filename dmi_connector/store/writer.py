@@ -226,6 +226,16 @@ def serve(writer: Writer, stdin: int) -> None:
         writer.poll()
 
 
+def _only_idle_time() -> None:
+    """A nice level decides who has more of a core, not who is first: a thread that wakes up may wait out a slice of
+    some milliseconds. For this class nobody waits.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except OSError as error:  # a sandbox may forbid it; the nice level stays
+        print(f"dmi-writer: not in the scheduling class for idle time: {error}", file=sys.stderr, flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the process."""
     parser = argparse.ArgumentParser(prog="dmi-writer", description="Writes captures; started by the engine.")
@@ -234,6 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pace-fd", type=int, required=True, help="descriptor of what says how fast to work")
     parser.add_argument("--file-mode", choices=UMASKS, default="private", help="who may read the stores")
     parser.add_argument("--nice", type=int, default=PersistSettings.nice, help="nice level: the engine goes first")
+    parser.add_argument("--idle", action="store_true", help="only run where nothing else wants to")
     args = parser.parse_args(argv)
     os.umask(UMASKS[args.file_mode])
     # Ctrl-C reaches the whole process group; what is in the ring must still be written. The pipe ends the
@@ -250,6 +261,8 @@ def main(argv: list[str] | None = None) -> int:
     answers = os.dup(1)
     os.dup2(2, 1)
     os.nice(args.nice)
+    if args.idle:
+        _only_idle_time()
     _keep_memory()
     memory = mmap.mmap(args.ring_fd, args.ring_bytes)
     _map_pages(memory)

@@ -85,8 +85,22 @@ def test_writers_give_way_to_the_engine_as_far_as_told(gpu: bool, tmp_path: Path
         (writer,) = p.pool.processes
         assert writer.ready.wait(30)
         assert os.getpriority(os.PRIO_PROCESS, writer.pid) == min(19, os.nice(0) + (19 if gpu else 5))
+        assert os.sched_getscheduler(writer.pid) == (os.SCHED_IDLE if gpu else os.sched_getscheduler(0))
     finally:
         p.shutdown()
+
+
+def test_a_sandbox_may_forbid_the_class_for_idle_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dmi_connector.store import writer
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    writer._only_idle_time()
+    assert "not in the scheduling class for idle time: [Errno 1]" in capsys.readouterr().err
 
 
 def test_writers_work_at_leisure_beside_a_gpu_that_may_wait_for_them() -> None:
