@@ -41,6 +41,8 @@ MODULE = "benchmarks.capture"
 
 
 _BEGIN = time.monotonic()
+_PINNED = 3
+"""More than one, as other threads take their turns of a core too."""
 Stock = dict[tuple[int, str], list[float]]
 """(phase, case) -> stock's runs, tok/s."""
 
@@ -60,8 +62,8 @@ def serve(fd: int, make: Callable[[], Bench], setups: list[Setup]) -> None:
                     match json.loads(line):
                         case {"begin": name, "case": case}:
                             answer(bench.begin(named[name], case))
-                        case {"again": name}:
-                            answer(bench.again(named[name]))
+                        case {"again": name, "cores": cores}:
+                            answer(bench.again(named[name], cores))
                         case {"profile": name}:
                             answer(bench.profile(named[name]))
         except Exception as error:
@@ -72,8 +74,8 @@ def serve(fd: int, make: Callable[[], Bench], setups: list[Setup]) -> None:
 class Run:
     """Parent process: the engines that are up, and the results so far, which are saved after every answer."""
 
-    def __init__(self, start: Callable[[str], common.Child], results: dict[str, Any], out: str) -> None:
-        self._start, self._results, self._out = start, results, out
+    def __init__(self, start: Callable[[str], common.Child], results: dict[str, Any], out: str, pin: bool) -> None:
+        self._start, self._results, self._out, self._pin = start, results, out, pin
         self._engines: dict[str, dict[str, Any]] = results["engines"]
         self._children: dict[str, common.Child] = {}
         self._stock: Stock = {}
@@ -116,7 +118,8 @@ class Run:
             self._add(turn, answer, alternate)
         while any(left.values()):
             for turn in [turn for turn in left if left[turn]]:
-                answer = self._answer(turn.engine, {"again": turn.setup.name})
+                cores = common.quickest_cores(_PINNED) if self._pin else None
+                answer = self._answer(turn.engine, {"again": turn.setup.name, "cores": cores})
                 left[turn] = left[turn] - 1 if answer is not None else 0
                 self._add(turn, answer, alternate)
 
@@ -184,6 +187,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--engines", default="", help="comma-separated; default: all that setups and curves need")
     p.add_argument("--only", default="", help="comma-separated setup names")
     p.add_argument("--cases", default="", help=f"comma-separated: {', '.join(CASES)}")
+    p.add_argument("--profile", help="comma-separated setup names whose decode is profiled; default: all")
     p.add_argument("--curves", default="", help=f"comma-separated growth curves, beside the cases: {', '.join(CURVES)}")
     p.add_argument("--repeat", type=int, default=5)
     p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of all cases, for small machines")
@@ -196,6 +200,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--limit-seconds", type=float, default=1.0, help="for each limit of the machine; 0: measure none")
     p.add_argument("--limits-from", type=Path, help="former result file of this machine: its limits are copied")
     p.add_argument("--together", action="store_true", help="start all engines at once and measure them in turn")
+    p.add_argument(
+        "--pin",
+        action="store_true",
+        help=f"before each round let the engine's thread run on the {_PINNED} cores that are quickest just then, in "
+        "every engine alike: other guests of a machine may halve the speed of a core",
+    )
     p.add_argument(
         "--kv-gigabytes",
         type=json.loads,
@@ -234,7 +244,7 @@ def _run_all(args: argparse.Namespace, argv: list[str], setups: list[Setup]) -> 
         env = common.child_env(VLLM_ALLOW_INSECURE_SERIALIZATION="1")  # functions travel to the worker
         return common.Child(common.child_command(MODULE, argv, engine), env)
 
-    with closing(Run(start, results, args.out)) as run:
+    with closing(Run(start, results, args.out, args.pin)) as run:
         run.measure((in_phases if args.together else in_sequence)(setups), args.together)
     common.save(args.out, results)
     return results

@@ -25,6 +25,7 @@ from benchmarks.timeline import worker_timeline
 from benchmarks.worker import (
     worker_confine,
     worker_pending,
+    worker_pin,
     worker_profile,
     worker_python_us,
     worker_sizes,
@@ -150,7 +151,7 @@ class Bench:
             changes |= {"writers": 1, "host_buffer_bytes": 2 * self.chunk_bytes + (1 << 20)}
         else:
             changes |= {k: base.get(k, 0) for k in ("writers", "host_buffer_bytes")}
-        self.llm.collective_rpc(worker_switch, args=(changes, None if setup.paced else 1.0))
+        self.llm.collective_rpc(worker_switch, args=(changes, setup.share))
         self._current = setup
 
     def clean(self) -> None:
@@ -227,15 +228,21 @@ class Bench:
         repeat: int = self.args.repeat
         return min(2, repeat) if setup.slow else repeat
 
-    def again(self, setup: Setup) -> dict[str, Any]:
+    def again(self, setup: Setup, cores: list[int] | None = None) -> dict[str, Any]:
         """One round of the case that was begun; {} or, after the last, what was measured.
+
+        cores: those on which the engine's thread runs meanwhile, by default all.
 
         GB/s count what was exported until it had reached its sink; stores are checked after the last round, and rows
         missing are its own.
         """
         case = self._case
+        if cores:
+            self.llm.collective_rpc(worker_pin, args=(cores,))
         self._rounds.append(self.round(setup, case))
         self._python_us += self.llm.collective_rpc(worker_python_us)[:1]
+        if cores:  # what the engine starts between rounds is not to inherit it
+            self.llm.collective_rpc(worker_pin, args=(sorted(os.sched_getaffinity(0)),))
         if len(self._rounds) < self._repeat(setup):
             if setup.stores:
                 self.clean()  # the space is for whoever comes next

@@ -54,8 +54,9 @@ class Setup:
     """One configuration to measure. engine: those with the same one share an engine process.
 
     hooks: selection, "" for an engine without our connector. reduce: pairs of the option. slow: one writer and a host
-    buffer of two chunks, so that the sink is by far slower than the link. paced: writers rest while an engine decodes.
-    confined: they run on half of the cores. owner: of the rows, "" is that of the run.
+    buffer of two chunks, so that the sink is by far slower than the link. share: of their time that writers work while
+    an engine decodes, 0 for the package's own. confined: they run on half of the cores. owner: of the rows, "" is that
+    of the run. profile: whether decode is profiled too, where it is among the cases.
     """
 
     name: str
@@ -65,11 +66,12 @@ class Setup:
     codec: str = "zstd"
     policy: str = "block"
     slow: bool = False
-    paced: bool = True
+    share: float = 0.0
     confined: bool = False
     cases: tuple[str, ...] = ()
     reduce: tuple[tuple[str, str], ...] = ()
     owner: str = ""
+    profile: bool = True
 
     @property
     def stores(self) -> bool:
@@ -78,12 +80,12 @@ class Setup:
     @property
     def profiled(self) -> bool:
         """Whether a profile of decode is taken too. A slow sink would make that slow."""
-        return PROFILED in self.cases and not self.slow
+        return self.profile and PROFILED in self.cases and not self.slow
 
     @property
     def phase(self) -> tuple[object, ...]:
         """Setups that have this in common are compared with each other."""
-        return self.sink, self.codec, self.policy, self.slow, self.paced, self.confined
+        return self.sink, self.codec, self.policy, self.slow, self.share, self.confined
 
 
 class Turn(NamedTuple):
@@ -168,8 +170,8 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
         Setup("full disk slow drop", "full", FULL, codec="none", policy="drop", slow=True, cases=_BOTH),
     ]
     decode, prefill = ("decode1", "decode32", "decode128"), ("prefill32", "prefill32x4")
-    for how, confined in (("unpaced", False), ("confined", True)):
-        other = {"paced": False, "confined": confined}
+    for how, share, confined in (("unpaced", 1.0, False), ("gentle", 0.05, False), ("confined", 1.0, True)):
+        other = {"share": share, "confined": confined}
         setups += [
             Setup(f"hidden-states disk {how}", "hidden", HIDDEN, codec=default_codec, cases=decode[1:], **other),
             Setup(f"full disk none {how}", "full", FULL, codec="none", cases=_ONE, **other),
@@ -179,7 +181,7 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
             Setup(f"{name} null", name, FULL, sink="null", cases=(*decode, "prefill32"), reduce=rules),
             Setup(f"{name} host", name, FULL, sink="host", cases=("decode32", *prefill), reduce=rules),
             Setup(f"{name} disk none", name, FULL, codec="none", cases=("decode32", "prefill32"), reduce=rules),
-            Setup(f"{name} disk none unpaced", name, FULL, codec="none", paced=False, cases=_ONE, reduce=rules),
+            Setup(f"{name} disk none unpaced", name, FULL, codec="none", share=1.0, cases=_ONE, reduce=rules),
         ]
     summaries = (("pattern", "attn(8)"),)
     setups.append(Setup("attn null", "attn", "pattern", sink="null", cases=(*decode, "prefill32"), reduce=summaries))
@@ -201,6 +203,9 @@ def choose(args: argparse.Namespace) -> list[Setup]:
     engines = _names("--engines", args.engines, [s.engine for s in setups])
     only = _names("--only", args.only, [s.name for s in setups])
     cases = _names("--cases", args.cases, list(CASES))
+    if args.profile is not None:
+        profiled = _names("--profile", args.profile, [s.name for s in setups])
+        setups = [replace(s, profile=s.name in profiled) for s in setups]
     chosen = [s for s in setups if (not engines or s.engine in engines) and (not only or s.name in only)]
     chosen = [replace(s, cases=tuple(c for c in s.cases if not cases or c in cases)) for s in chosen]
     others = {case for s in chosen if s.engine != "stock" for case in s.cases}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from contextlib import suppress
@@ -11,6 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import python_us
+
 
 def _connector() -> Any:
     from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
@@ -18,9 +21,9 @@ def _connector() -> Any:
     return get_kv_transfer_group()
 
 
-def worker_switch(worker: Any, changes: dict[str, Any], least_share: float | None = None) -> None:
+def worker_switch(worker: Any, changes: dict[str, Any], least_share: float = 0.0) -> None:
     """Replace the exporter by one with other options. Nothing may be under way. least_share: of the writers' time that
-    they work while this engine decodes, None for the package's own.
+    they work while this engine decodes, 0 for the package's own.
     """
     from unittest import mock
 
@@ -31,7 +34,10 @@ def worker_switch(worker: Any, changes: dict[str, Any], least_share: float | Non
     layer, rank = connector.exporter.layer, connector.exporter.rank
     connector.exporter.shutdown()
     gathered = connector.build_connector_worker_meta().gathered  # the scheduler goes on counting
-    connector.exporter = None  # frees its buffers before the next ones are made
+    connector.exporter = None
+    gc.unfreeze()  # vLLM froze what was there at start
+    gc.collect()  # frees the old buffers before the next ones are made
+    gc.freeze()
     connector.context = replace(connector.context, options=replace(connector.context.options, **changes))
     with mock.patch.object(startup, "LEAST_SHARE", least_share or startup.LEAST_SHARE):
         connector.exporter = Exporter(connector.context, layer, rank, connector._vllm_config)
@@ -57,21 +63,13 @@ def worker_confine(worker: Any, cores: list[int]) -> int:
 
 
 def worker_python_us(worker: Any) -> float:
-    """How quick the core of the engine's thread is just now: microseconds of 1,500 calls of a function, best of five.
+    """`python_us` of the engine's thread."""
+    return python_us()
 
-    What is next to a virtual machine may double it from one second to the next, and with it each step of an engine.
-    """
 
-    def call(a: int, b: int = 2) -> int:
-        return a + b
-
-    samples = []
-    for _ in range(5):
-        total, begin = 0, time.perf_counter()
-        for _ in range(1500):
-            total = call(total)
-        samples.append(time.perf_counter() - begin)
-    return round(min(samples) * 1e6, 1)
+def worker_pin(worker: Any, cores: list[int]) -> None:
+    """Let the engine's thread run on these cores only. Threads and processes that it starts inherit that."""
+    os.sched_setaffinity(0, cores)
 
 
 def worker_sizes(worker: Any) -> tuple[int, int, int]:
