@@ -140,9 +140,8 @@ class _Launch:
     a few integers tell.
     """
 
-    def __init__(self, kernel: Any, constants: Sequence[int], early: bool, **options: Any) -> None:
-        self._kernel, self._constants = kernel, (*constants, early)
-        self._options = {**options, "launch_pdl": True} if early else options
+    def __init__(self, kernel: Any, constants: Sequence[int], **options: Any) -> None:
+        self._kernel, self._constants, self._options = kernel, tuple(constants), options
         self._compiled: dict[tuple[int, ...], Any] = {}
 
     def __call__(
@@ -169,10 +168,10 @@ class _Parts:
     def _launch(self, device: torch.device, few: bool) -> _Launch:
         launch = self._launches.get((device, few))
         if launch is None:
-            launch = self._launches[device, few] = self._made(few, _early(device))
+            launch = self._launches[device, few] = self._made(few)
         return launch
 
-    def _made(self, few: bool, early: bool) -> _Launch:
+    def _made(self, few: bool) -> _Launch:
         raise NotImplementedError
 
     def _padded(self, numbers: Iterable[int]) -> list[int]:
@@ -192,13 +191,13 @@ class _Copies(_Parts):
         self._dtype = dtype
         self._blocks = sum(-(-part.width // _BLOCK) for part in parts)
 
-    def _made(self, few: bool, early: bool) -> _Launch:
+    def _made(self, few: bool) -> _Launch:
         from dmi_connector.engine.triton_kernels import write_rows_kernel
 
         constants = self._padded(part.width for part in self._parts)
         constants += self._padded(part.offset // self._dtype.itemsize for part in self._parts)
         tile, warps = (1, 4) if few else (2, 8)
-        return _Launch(write_rows_kernel, [*constants, tile, _BLOCK], early, num_warps=warps)
+        return _Launch(write_rows_kernel, [*constants, tile, _BLOCK], num_warps=warps)
 
     def __call__(
         self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], tokens: int, _buffer: torch.Tensor
@@ -213,7 +212,7 @@ class _Copies(_Parts):
 class _Reductions(_Parts):
     """Values of which some at least are reduced, or go to a buffer."""
 
-    def _made(self, few: bool, early: bool) -> _Launch:
+    def _made(self, few: bool) -> _Launch:
         from dmi_connector.engine.triton_reduce import MODES, reduce_rows_kernel
 
         parts = self._parts
@@ -221,7 +220,7 @@ class _Reductions(_Parts):
         constants += [*self._padded(p.number for p in parts), *self._padded(p.offset for p in parts)]
         # Products are rounded before they are added to, as in the twin.
         tile, warps = _TILES[few]
-        return _Launch(reduce_rows_kernel, [*constants, tile], early, num_warps=warps, enable_fp_fusion=False)
+        return _Launch(reduce_rows_kernel, [*constants, tile], num_warps=warps, enable_fp_fusion=False)
 
     def __call__(
         self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], tokens: int, buffer: torch.Tensor
@@ -279,7 +278,7 @@ def _reduce_layers_triton(
         return
     mode, number = reduction.fused(str(values.dtype).removeprefix("torch."))
     source = reduction.before_layers(values, layers)
-    launch = _layers_launch(mode, number, source.shape[2], _layers_how(mode, source.shape[2], tokens), rows.device)
+    launch = _layers_launch(mode, number, source.shape[2], _layers_how(mode, source.shape[2], tokens))
     integers = [base, source.stride(0), source.stride(1), rows.stride(0)]
     launch((tokens, len(layers), 1), [rows, slots, source, offsets], (), integers)
 
@@ -291,13 +290,13 @@ def _layers_how(mode: str, width: int, tokens: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _layers_launch(mode: str, number: int, width: int, how: tuple[int, int], device: torch.device) -> _Launch:
+def _layers_launch(mode: str, number: int, width: int, how: tuple[int, int]) -> _Launch:
     from dmi_connector.engine.triton_reduce import MODES, reduce_layers_kernel
 
     tile, warps = how
     places = 1 << (number % (1 << 20) - 1).bit_length() if mode in _SEARCHES else 0
     constants = [width, MODES[mode], number, 1 << (width - 1).bit_length(), places, tile]
-    return _Launch(reduce_layers_kernel, constants, _early(device), num_warps=warps, enable_fp_fusion=False)
+    return _Launch(reduce_layers_kernel, constants, num_warps=warps, enable_fp_fusion=False)
 
 
 def _top_warps(width: int, tokens: int) -> int:
@@ -310,12 +309,6 @@ def _top_warps(width: int, tokens: int) -> int:
 def no_offset(device: torch.device) -> torch.Tensor:
     """int64 [1]: zero. Made once a device, and not first while a CUDA graph is captured."""
     return torch.zeros(1, dtype=torch.int64, device=device)
-
-
-@functools.cache
-def _early(device: torch.device) -> bool:
-    """Whether the GPU has programmatic dependent launch (compute capability 9)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def gather_index(slots: np.ndarray, block: int) -> np.ndarray:

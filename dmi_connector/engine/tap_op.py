@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The custom ops that taps call: `dmi::tap` writes values into this step's paged rows, reduced where that is wanted,
 and `dmi::tap_end` what the taps of a step have put aside (at_end.py).
+
+While vLLM captures a whole step in one CUDA graph, taps of a compiled model write on a branch beside the model's
+kernels (`Branch`): most of what they take is waiting, for the kernel before them and for memory. Nothing may reuse the
+memory of the values meanwhile: so each op names those of the op before as `kept`, and lets the model's stream wait for
+that op's branch before it returns. To the compiler they are in use until then.
 """
 
 from __future__ import annotations
@@ -9,6 +14,8 @@ import functools
 import json
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,8 +26,14 @@ from dmi_connector.engine.kernels import RowWriter
 from dmi_connector.reduce import Reduction, from_settings
 
 _LIB = torch.library.Library("dmi", "FRAGMENT")
-_LIB.define("tap(Tensor[] values, Tensor(a!) token, Tensor base, int[] offsets, str reductions, str layer) -> ()")
-_LIB.define("tap_end(Tensor like, Tensor(a!) token, Tensor base, str layer) -> ()")
+# Else Inductor gives each op a copy of its own of what it has not written anywhere yet, and `kept` would keep another.
+_TAGS = (torch.Tag.flexible_layout,)
+_LIB.define(
+    "tap(Tensor[] values, Tensor[] kept, Tensor(a!) token, Tensor base, int[] offsets, str reductions, "
+    "bool compiled, str layer) -> ()",
+    tags=_TAGS,
+)
+_LIB.define("tap_end(Tensor like, Tensor[] kept, Tensor(a!) token, Tensor base, str layer) -> ()", tags=_TAGS)
 _TOKENS = 1024
 """Tokens that are reduced at a time where torch does it: vLLM's memory profile does not see what encoders allocate."""
 
@@ -53,6 +66,46 @@ def stand_for(base: torch.Tensor, place: Place) -> None:
     _PLACES[base.data_ptr()] = place
 
 
+class Branch:
+    """A branch of the CUDA graph that is being captured: one tap after the other, beside the model's kernels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._written: torch.cuda.Event | None = None
+
+    @contextmanager
+    def beside(self, first: bool) -> Iterator[None]:
+        """What is launched inside comes after all the model has launched, and what the model launches then need not
+        wait for it. The branch so far is waited for. first: there is none, but for that of a capture that failed.
+        """
+        if first:
+            self._written = None
+        self.join()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        self._written = self._stream.record_event()
+
+    def join(self) -> None:
+        """Let the model wait for what was launched on the branch."""
+        if self._written is not None:
+            torch.cuda.current_stream().wait_event(self._written)
+            self._written = None
+
+
+_branch = functools.cache(Branch)
+
+
+def _whole_step_is_captured() -> bool:
+    """Whether a CUDA graph of a whole step is captured just now. One of a piece of a model ends before the next tap."""
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return False
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import get_forward_context
+
+    return bool(get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.PIECEWISE)
+
+
 def _rows_and_slots(layer: str) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The paged rows and where this step's tokens go; None in a profiling run, when the cache does not exist yet."""
     from vllm.forward_context import get_forward_context
@@ -66,14 +119,17 @@ def _rows_and_slots(layer: str) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 def _tap(
     values: list[torch.Tensor],
+    kept: list[torch.Tensor],
     token: torch.Tensor,
     base: torch.Tensor,
     offsets: list[int],
     reductions: str,
+    compiled: bool,
     layer: str,
 ) -> None:
     """Write `values` ([tokens, width] each, last dimension contiguous) into this step's rows, at byte `offsets` from
-    where `base` says. reductions: "" for none, else a JSON list of one reduction's settings, or null, for each value.
+    where `base` says. kept: values of the op before, none for the first of a forward. reductions: "" for none, else a
+    JSON list of one reduction's settings, or null, for each value. compiled: whether `kept` can be relied on.
     """
     found = _rows_and_slots(layer)
     if found is None:
@@ -91,19 +147,22 @@ def _tap(
         widths, places = [value.shape[1] for value in values], aside.places(starts) if aside is not None else ()
         writer = RowWriter(widths, values[0].dtype, starts, chosen, place.layer, places)
         tap = place.taps[key] = Tap(writer, tokens_at_once(values, chosen))
-    if aside is not None:  # in one piece: a row of its buffer belongs to a token of the step
-        tap.write(rows, slots, values, aside.buffer)
-        return
-    if tokens <= tap.at_once:
-        tap.write(rows, slots, values)
-        return
-    for first in range(0, tokens, tap.at_once):
-        tap.write(rows, slots[first:], [v[first : first + tap.at_once] for v in values])
+    beside = compiled and rows.is_cuda and _whole_step_is_captured()
+    with _branch(rows.device).beside(first=not kept) if beside else nullcontext():
+        if aside is not None:  # in one piece: a row of its buffer belongs to a token of the step
+            tap.write(rows, slots, values, aside.buffer)
+        elif tokens <= tap.at_once:
+            tap.write(rows, slots, values)
+        else:
+            for first in range(0, tokens, tap.at_once):
+                tap.write(rows, slots[first:], [v[first : first + tap.at_once] for v in values])
 
 
-def _tap_end(like: torch.Tensor, token: torch.Tensor, base: torch.Tensor, layer: str) -> None:
-    """The last tap of a step is done. like: a tensor with one entry for each token."""
+def _tap_end(like: torch.Tensor, kept: list[torch.Tensor], token: torch.Tensor, base: torch.Tensor, layer: str) -> None:
+    """The last tap of a step is done. like: a tensor with one entry for each token. kept: values of the last tap."""
     if found := _rows_and_slots(layer):
+        if _whole_step_is_captured():
+            _branch(like.device).join()
         _at_end(_PLACES[base.data_ptr()]).reduce(*found, like.shape[0])
 
 

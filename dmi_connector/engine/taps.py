@@ -9,8 +9,8 @@ Values of a layer come in three groups, each intact until its end:
 
 Eagerly each group is written by one op at its end. Under torch.compile one op writes the whole layer at its end: what
 would be taken over until then is read from a copy, which Inductor fuses into the kernel that reads or makes the value.
-Where little more than the residual stream is selected, one op writes several layers (`Held`). Launches are what taps
-cost in decode (docs/PERFORMANCE.md).
+Where little more than the residual stream is selected, one op writes several layers (`Held`). While a CUDA graph of a
+whole step is captured, ops write beside the model's kernels; for that their values stay until the next op (tap_op.py).
 
 The op mutates a one-element token buffer: that keeps it alive and in order under torch.compile, and costs nothing.
 Offsets are counted from the first of the layer, and a tensor stands for where that is: so the graphs of equal layers
@@ -106,12 +106,34 @@ class Held:
             first.write_now(segments, values)
 
 
+class Kept:
+    """Values of the last op of a compiled forward, which the next op names: until then their memory is not reused."""
+
+    def __init__(self) -> None:
+        self._values: list[torch.Tensor] = []
+
+    def exchange(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the op before; `values` are those of the next. Eagerly nothing is kept."""
+        kept = list(self._values)
+        self._values.clear()  # emptied, not replaced: see `Group.flush`
+        if torch.compiler.is_compiling():
+            self._values.extend(values)
+        return kept
+
+
 class Tapper:
     """Writes groups of values of one layer, or of what exists once in a model (layer None)."""
 
     def __init__(
-        self, model: nn.Module, context: CaptureContext, layer: int | None, at_end: AtEnd, held: Held | None = None
+        self,
+        model: nn.Module,
+        context: CaptureContext,
+        layer: int | None,
+        at_end: AtEnd,
+        kept: Kept,
+        held: Held | None = None,
     ) -> None:
+        self.kept = kept
         self.layer, self.held = layer, held if held is not None and held.takes(layer) else None
         self.layer_name = context.layer_name
         self.token = model.get_buffer("dmi_token")
@@ -150,7 +172,13 @@ class Tapper:
                     offsets.append(segment.offset - self.start)
                     how.append("null" if segment.reduction is None else self.settings[segment.hook])
             reductions = "[" + ",".join(how) + "]" if any(h != "null" for h in how) else ""
-            torch.ops.dmi.tap(rows, self.token, self.base, offsets, reductions, self.layer_name)
+            kept, compiled = self.kept.exchange(rows), torch.compiler.is_compiling()
+            torch.ops.dmi.tap(rows, kept, self.token, self.base, offsets, reductions, compiled, self.layer_name)
+
+    def end(self, like: torch.Tensor) -> None:
+        """Nothing more is written in this forward. like: a tensor with one entry for each token."""
+        if self.at_end.tokens or torch.compiler.is_compiling():
+            torch.ops.dmi.tap_end(like, self.kept.exchange(()), self.token, self.base, self.layer_name)
 
 
 def _norm_outputs(args: tuple[Any, ...], output: Any) -> tuple[Any, Any]:
@@ -183,28 +211,27 @@ def install(model: nn.Module, context: CaptureContext) -> None:
     """Register the hooks of the selection on a freshly built model (before its first forward)."""
     model.register_buffer("dmi_token", torch.zeros(1, dtype=torch.int32), persistent=False)
     at_end = AtEnd(context.layout.segments, model.get_buffer("dmi_token").device)
-    tapper = Tapper(model, context, None, at_end)
+    kept = Kept()
+    tapper = Tapper(model, context, None, at_end, kept)
     arch = context.arch
     layers: Any = model.get_submodule(arch.layers)
     held = Held(context.layout.segments)
     _install_inputs(model, context, tapper)
     for index in range(context.dims.layers):
         if any(s.layer == index for s in context.layout.segments):
-            _install_layer(layers[index], index, context, Tapper(model, context, index, at_end, held))
+            _install_layer(layers[index], index, context, Tapper(model, context, index, at_end, kept, held))
     final, normed = context.layout.find("resid_final", 0), context.layout.find("final_ln", 0)
-    if final or normed or at_end.tokens:
 
-        def at_final_norm(args: tuple[Any, ...], output: Any) -> None:
-            group = Group(tapper)
-            values = _norm_outputs(args, output)
-            if final:
-                group.add(final, _copied(values[1]))
-            group.add(normed, values[0])
-            group.flush()
-            if at_end.tokens:
-                torch.ops.dmi.tap_end(values[0], tapper.token, tapper.base, tapper.layer_name)
+    def at_final_norm(args: tuple[Any, ...], output: Any) -> None:
+        group = Group(tapper)
+        values = _norm_outputs(args, output)
+        if final:
+            group.add(final, _copied(values[1]))
+        group.add(normed, values[0])
+        group.flush()
+        tapper.end(values[0])
 
-        _after(model.get_submodule(arch.final_norm), at_final_norm)
+    _after(model.get_submodule(arch.final_norm), at_final_norm)
 
 
 def _install_inputs(model: nn.Module, context: CaptureContext, tapper: Tapper) -> None:

@@ -30,20 +30,15 @@ def write_rows_kernel(
     w6: tl.constexpr, w7: tl.constexpr, w8: tl.constexpr, w9: tl.constexpr, w10: tl.constexpr, w11: tl.constexpr,
     w12: tl.constexpr,
     o0, o1, o2, o3, o4, o5, o6, o7, o8, o9, o10, o11, o12,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token tiles, blocks of all values): block b copies TOKENS x BLOCK elements of the value it falls into.
-
-    PDL: launched while the kernel before it ends. The slots were there before the step began; values need the wait.
-    """
+    """Grid (token tiles, blocks of all values): block b copies TOKENS x BLOCK elements of the value it falls into."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     block = tl.program_id(1)
     real = token < count
     slot = tl.load(slots + token, mask=real, other=-1)
     keep = slot >= 0
     row = rows + slot * row_stride
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     b1: tl.constexpr = (w0 + BLOCK - 1) // BLOCK
     b2: tl.constexpr = b1 + (w1 + BLOCK - 1) // BLOCK
     b3: tl.constexpr = b2 + (w2 + BLOCK - 1) // BLOCK

@@ -318,14 +318,12 @@ def reduce_rows_kernel(
     n6: tl.constexpr, n7: tl.constexpr, n8: tl.constexpr, n9: tl.constexpr, n10: tl.constexpr, n11: tl.constexpr,
     n12: tl.constexpr,
     o0, o1, o2, o3, o4, o5, o6, o7, o8, o9, o10, o11, o12,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, values): one program reduces one row of one value. buffer: where values of mode "aside" go."""
     token = tl.program_id(0).to(tl.int64)
     value = tl.program_id(1)
     slot = tl.load(slots + token)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     if slot >= 0:
         row = rows + slot * row_bytes
         aside = buffer + token * buffer_bytes
@@ -361,7 +359,7 @@ def reduce_rows_kernel(
 def reduce_layers_kernel(
     rows, slots, x, offsets, base, token_stride, layer_stride, row_bytes,
     width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, WIDE: tl.constexpr, PLACES: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, layers): one program reduces one row of one layer of a hook, to byte base + offsets[layer], a
     multiple of 16, of its token's row. NUMBER, PLACES: see `_encode` and `_top`. WIDE: a power of two, at least
@@ -371,8 +369,6 @@ def reduce_layers_kernel(
     layer = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token)
     row = rows + slot * row_bytes + base + tl.multiple_of(tl.load(offsets + layer), 16)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     if slot >= 0:
         source = x + token * token_stride + layer * layer_stride
         if MODE == TOPK or MODE == EXACT:  # noqa: SIM109 (kernels know no tuples)

@@ -4,16 +4,23 @@
 Inductor keeps fused intermediates in float32. A tap that made it round one of them would change what follows, so this
 compares the log-probabilities of all generated tokens with plain vLLM's, exactly. Nor does capturing the residual
 stream alone, whose layers one op then writes together; its rows are those of the capture of everything.
+
+On a GPU an op may still be reading its values when the next one begins (tap_op.py). Here nothing is so late; so one run
+writes as late as that on purpose, from where the values were.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 
-from dmi_connector import capture_args, open_capture
+from dmi_connector import Capture, capture_args, open_capture
 from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt
 
 STREAM = "resid_pre,resid_mid,q,k"
@@ -22,6 +29,38 @@ SAMPLING = {"max_tokens": 32, "logprobs": 1}
 ASKS = {f"{n} tokens": Ask(prompt(n), sampling=SAMPLING) for n in (6, 33, 100, 150)} | {
     "seeded": Ask(prompt(9), sampling={**SAMPLING, "temperature": 0.8, "seed": 3})
 }
+
+
+class Late:
+    """A RowWriter that writes when the next op begins, or the last of the forward. It holds no reference to its values,
+    only where they were.
+    """
+
+    waiting: ClassVar[list[Callable[[], None]]] = []
+    written: ClassVar[int] = 0
+
+    def __init__(self, *args: Any) -> None:
+        from dmi_connector.engine.kernels import RowWriter
+
+        self._write = RowWriter(*args)
+
+    def __call__(self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor]) -> None:
+        self.flush()
+        where = [(v.data_ptr(), v.shape, v.stride(), v.dtype) for v in values]
+        self.waiting.append(lambda: self._write(rows, slots, [in_memory(*w) for w in where]))
+
+    @classmethod
+    def flush(cls, *_: Any) -> None:
+        while cls.waiting:
+            cls.waiting.pop()()
+            cls.written += 1
+
+
+def in_memory(address: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What is in memory there now, as a tensor."""
+    size = ((shape[0] - 1) * stride[0] + shape[1]) * dtype.itemsize
+    content = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+    return torch.from_numpy(content).view(dtype).as_strided(shape, stride)
 
 
 @pytest.fixture(scope="module", params=["qwen3", pytest.param("llama", marks=pytest.mark.soak)])
@@ -42,18 +81,29 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def captured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """selection -> run; among its facts the layers from whose place in the rows on something was written."""
+    """selection -> run, "late" that of `Late`; its facts: the layers from whose place in the rows on something was
+    written, and how often it was written late.
+    """
     from dmi_connector.engine import tap_op
+    from dmi_connector.engine.at_end import AtEnd
 
     runs = {}
-    for selection, owner in ((ALL_HOOKS, "draft"), (STREAM, "target")):
-        runs[selection] = run = Run(tmp_path_factory.mktemp("captured-compiled"))
+    for name, selection, owner in (
+        (ALL_HOOKS, ALL_HOOKS, "draft"),
+        (STREAM, STREAM, "target"),
+        ("late", ALL_HOOKS, "draft"),
+    ):
+        runs[name] = run = Run(tmp_path_factory.mktemp("captured-compiled"))
         before = list(tap_op._PLACES.values())
         args = capture_args(selection, run.store_dir, owner=owner)
-        with engine(model, dtype="bfloat16", enforce_eager=False, **args) as llm:
-            generate(llm, run, ASKS)
-            places = [p for p in tap_op._PLACES.values() if not any(p is b for b in before)]
-            run.facts["first layers"] = sorted({p.layer for p in places if p.taps})
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "late":
+                patch.setattr(tap_op, "RowWriter", Late)
+                patch.setattr(AtEnd, "reduce", Late.flush)
+            with engine(model, dtype="bfloat16", enforce_eager=False, **args) as llm:
+                generate(llm, run, ASKS)
+                places = [p for p in tap_op._PLACES.values() if not any(p is b for b in before)]
+                run.facts |= {"first layers": sorted({p.layer for p in places if p.taps}), "late": Late.written}
     return runs
 
 
@@ -75,8 +125,21 @@ def test_tokens_and_probabilities_are_those_of_plain_vllm(
 
 
 @pytest.mark.parametrize("name", ASKS)
+def test_values_last_until_the_next_op_begins(captured: dict[str, Run], name: str) -> None:
+    steps = sum(ask.sampling["max_tokens"] for ask in ASKS.values()) // len(ASKS)
+    assert captured[ALL_HOOKS].facts["late"] == 0 and captured["late"].facts["late"] > steps * LAYERS
+    soon, late = (stored(captured[run], name) for run in (ALL_HOOKS, "late"))
+    for hook in soon.hooks:
+        np.testing.assert_array_equal(late.numpy(hook), soon.numpy(hook), err_msg=hook)
+
+
+def stored(run: Run, name: str) -> Capture:
+    return open_capture(run.replies[name].kv_transfer_params["dmi_store"])
+
+
+@pytest.mark.parametrize("name", ASKS)
 def test_layers_written_together_have_the_rows_they_have_apart(captured: dict[str, Run], name: str) -> None:
-    apart, together = (open_capture(run.replies[name].kv_transfer_params["dmi_store"]) for run in captured.values())
+    apart, together = (stored(captured[run], name) for run in (ALL_HOOKS, STREAM))
     for hook in STREAM.split(","):
         for layer in range(LAYERS):
             one, other = (capture.numpy(hook, layer=layer) for capture in (apart, together))

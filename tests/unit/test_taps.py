@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ def test_tapped_values_are_not_outputs_of_the_graph() -> None:
 
     class Tapper:
         def write(self, segments: list[Segment], values: list[torch.Tensor]) -> None:
-            torch.ops.dmi.tap(values, token, token.clone(), [s.offset for s in segments], "", "rows.0")
+            torch.ops.dmi.tap(values, [], token, token.clone(), [s.offset for s in segments], "", True, "rows.0")
 
     group = taps.Group(Tapper())
     seen: list[tuple[int, int]] = []
@@ -83,7 +85,7 @@ def test_what_is_held_is_no_output_of_the_graph() -> None:
     class Tapper:
         def write_now(self, segments: list[Any], values: list[torch.Tensor]) -> None:
             token = torch.zeros(1, dtype=torch.int32)
-            torch.ops.dmi.tap(values, token, token.clone(), [s.offset for s in segments], "", "rows.0")
+            torch.ops.dmi.tap(values, [], token, token.clone(), [s.offset for s in segments], "", True, "rows.0")
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
@@ -106,6 +108,94 @@ def test_what_is_held_is_no_output_of_the_graph() -> None:
         torch.testing.assert_close(compiled(torch.ones(3, 4)), torch.full((3, 4), 2.0**15 + 1))
     assert seen == [(1, [13, 2])]
     assert (held._values, held._segments, held._tappers) == ([], [], [])
+
+
+def test_each_op_names_the_values_of_the_one_before() -> None:
+    """A branch of a CUDA graph may read them until the next op has waited: their memory must not be reused sooner."""
+    chains: list[list[tuple[list[Any], list[Any]]]] = []
+    token, kept = torch.zeros(1, dtype=torch.int32), taps.Kept()
+    tapper = object.__new__(taps.Tapper)
+    vars(tapper).update(kept=kept, start=0, token=token, base=token.clone(), layer_name="rows.0", settings={})
+    tapper.at_end = SimpleNamespace(tokens=0)
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        ops = [n for n in graph.graph.nodes if n.target in (torch.ops.dmi.tap, torch.ops.dmi.tap_end)]
+        chains.append([(n.args[0], n.args[1]) for n in ops])
+        (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
+        assert len(outputs) == 1
+        return graph.forward
+
+    segments = stream(0, 1, 2, width=4)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for segment in segments:
+            x = x * 2
+            tapper.write_now([segment], [x])
+        tapper.end(x)
+        return x + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.forward_context.get_forward_context", lambda: _NoContext())
+        for _ in range(2):
+            torch.testing.assert_close(compiled(torch.ones(3, 4)), torch.full((3, 4), 9.0))
+        torch.testing.assert_close(model(torch.ones(3, 4)), torch.full((3, 4), 9.0))
+    ((first, second, third, end),) = chains
+    assert first[1] == [] and second[1] == first[0] and third[1] == second[0] and end[1] == third[0]
+    assert kept._values == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("spec", ["none", "int8", "topk(16)"])
+def test_taps_of_a_captured_step_write_beside_the_model(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are overwritten as soon as the next op has waited, as their memory may be: rows still hold them."""
+    from vllm.config import CUDAGraphMode
+
+    from dmi_connector.engine import tap_op
+    from dmi_connector.engine.at_end import AtEnd
+    from dmi_connector.layout import Segment
+    from dmi_connector.reduce import parse
+
+    width, tokens, device = 4096, 64, torch.device("cuda")
+    row_bytes = 2 * width
+    segments = [Segment("mlp_out", i, "bfloat16", width, row_bytes * i, parse(spec)) for i in range(6)]
+    rows = torch.zeros(tokens, 6 * row_bytes, dtype=torch.uint8, device=device)
+    slots = torch.randperm(tokens, device=device)
+    context = SimpleNamespace(
+        no_compile_layers={"rows": SimpleNamespace(rows=rows)},
+        slot_mapping={"rows": slots},
+        cudagraph_runtime_mode=CUDAGraphMode.NONE,
+    )
+    monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
+    at_end, bases = AtEnd(segments, device), []
+    for segment in segments:
+        bases.append(torch.zeros(1, dtype=torch.int32, device=device))
+        tap_op.stand_for(bases[-1], tap_op.Place(segment.offset, segment.layer, weakref.ref(at_end)))
+    how = "" if parse(spec) is None else json.dumps([parse(spec).settings()])
+    token, inputs = torch.zeros(1, dtype=torch.int32, device=device), torch.randn(6, tokens, width, device=device)
+
+    def step() -> None:
+        kept: list[torch.Tensor] = []
+        for i, base in enumerate(bases):
+            value = inputs[i].bfloat16()
+            torch.ops.dmi.tap([value], kept, token, base, [0], how, True, "rows")
+            for old in kept:
+                old.fill_(-1)
+            kept = [value]
+        torch.ops.dmi.tap_end(value, kept, token, bases[0], "rows")
+
+    step()
+    torch.cuda.synchronize()
+    want = rows.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(20):
+        rows.zero_()
+        graph.replay()
+        assert torch.equal(rows, want)
+    assert int(want.count_nonzero()) > 1000
 
 
 class _NoContext:
