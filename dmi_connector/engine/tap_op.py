@@ -4,8 +4,8 @@ and `dmi::tap_end` what the taps of a step have put aside (at_end.py).
 
 While vLLM captures a whole step in one CUDA graph, taps of a compiled model write on a branch beside the model's
 kernels (`Branch`): most of what they take is waiting, for the kernel before them and for memory. Nothing may reuse the
-memory of the values meanwhile: so each op names those of the op before as `kept`, and lets the model's stream wait for
-that op's branch before it returns. To the compiler they are in use until then.
+memory of the values meanwhile: so each op names those of the op before as `kept`, and first lets the model's stream
+wait for that op's branch. To the compiler they are in use until then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LIB = torch.library.Library("dmi", "FRAGMENT")
 _TAGS = (torch.Tag.flexible_layout,)
 _LIB.define(
     "tap(Tensor[] values, Tensor[] kept, Tensor(a!) token, Tensor base, int[] offsets, str reductions, "
-    "bool compiled, str layer) -> ()",
+    "bool beside, str layer) -> ()",
     tags=_TAGS,
 )
 _LIB.define("tap_end(Tensor like, Tensor[] kept, Tensor(a!) token, Tensor base, str layer) -> ()", tags=_TAGS)
@@ -74,23 +74,22 @@ class Branch:
         self._written: torch.cuda.Event | None = None
 
     @contextmanager
-    def beside(self, first: bool) -> Iterator[None]:
+    def beside(self) -> Iterator[None]:
         """What is launched inside comes after all the model has launched, and what the model launches then need not
-        wait for it. The branch so far is waited for. first: there is none, but for that of a capture that failed.
+        wait for it.
         """
-        if first:
-            self._written = None
-        self.join()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
         self._written = self._stream.record_event()
 
-    def join(self) -> None:
-        """Let the model wait for what was launched on the branch."""
-        if self._written is not None:
+    def join(self, first: bool = False) -> None:
+        """Let the model wait for what was launched on the branch. first: nothing was in this forward; what an earlier
+        one left, whose capture failed, is forgotten.
+        """
+        if self._written is not None and not first:
             torch.cuda.current_stream().wait_event(self._written)
-            self._written = None
+        self._written = None
 
 
 _branch = functools.cache(Branch)
@@ -124,12 +123,13 @@ def _tap(
     base: torch.Tensor,
     offsets: list[int],
     reductions: str,
-    compiled: bool,
+    beside: bool,
     layer: str,
 ) -> None:
     """Write `values` ([tokens, width] each, last dimension contiguous) into this step's rows, at byte `offsets` from
-    where `base` says. kept: values of the op before, none for the first of a forward. reductions: "" for none, else a
-    JSON list of one reduction's settings, or null, for each value. compiled: whether `kept` can be relied on.
+    where `base` says. kept: values of the op before if that may be writing yet. reductions: "" for none, else a JSON
+    list of one reduction's settings, or null, for each value. beside: whether the next op keeps the values of this one,
+    and nothing that the compiler does not know of changes them, so that they may be written on a branch.
     """
     found = _rows_and_slots(layer)
     if found is None:
@@ -147,8 +147,10 @@ def _tap(
         widths, places = [value.shape[1] for value in values], aside.places(starts) if aside is not None else ()
         writer = RowWriter(widths, values[0].dtype, starts, chosen, place.layer, places)
         tap = place.taps[key] = Tap(writer, tokens_at_once(values, chosen))
-    beside = compiled and rows.is_cuda and _whole_step_is_captured()
-    with _branch(rows.device).beside(first=not kept) if beside else nullcontext():
+    branch = _branch(rows.device) if (beside or kept) and rows.is_cuda and _whole_step_is_captured() else None
+    if branch is not None:
+        branch.join(first=not kept)
+    with branch.beside() if branch is not None and beside else nullcontext():
         if aside is not None:  # in one piece: a row of its buffer belongs to a token of the step
             tap.write(rows, slots, values, aside.buffer)
         elif tokens <= tap.at_once:

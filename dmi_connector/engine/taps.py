@@ -59,14 +59,15 @@ class Group:
         if not (more and torch.compiler.is_compiling()):
             self.flush()
 
-    def flush(self) -> None:
+    def flush(self, beside: bool = True) -> None:
+        """Write now. beside: whether nothing changes the values unknown to the compiler before the next op."""
         segments, values = list(self.segments), list(self.values)
         # Emptied, not replaced: Dynamo carries out what happens to the lists themselves, and tensors left in one would
         # be outputs of the compiled graph, alive until the forward ends.
         self.segments.clear()
         self.values.clear()
         if segments:
-            self.tapper.write(segments, values)
+            self.tapper.write(segments, values, beside)
 
 
 class Held:
@@ -113,11 +114,10 @@ class Kept:
         self._values: list[torch.Tensor] = []
 
     def exchange(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of the op before; `values` are those of the next. Eagerly nothing is kept."""
+        """Those of the op before; `values` are to be kept for the next."""
         kept = list(self._values)
         self._values.clear()  # emptied, not replaced: see `Group.flush`
-        if torch.compiler.is_compiling():
-            self._values.extend(values)
+        self._values.extend(values)
         return kept
 
 
@@ -153,14 +153,14 @@ class Tapper:
                 segment.reduction.prepare(segment.width, self.base.device, segment.layer, shard)
                 self.settings[segment.hook] = json.dumps(segment.reduction.settings())
 
-    def write(self, segments: list[Segment], values: list[torch.Tensor]) -> None:
-        """Write a group, now or with those of other layers."""
+    def write(self, segments: list[Segment], values: list[torch.Tensor], beside: bool = True) -> None:
+        """Write a group, now or with those of other layers. beside: see `Group.flush`."""
         if self.held is not None and self.layer is not None and torch.compiler.is_compiling():
             self.held.add(self, self.layer, segments, values)
         else:
-            self.write_now(segments, values)
+            self.write_now(segments, values, beside)
 
-    def write_now(self, segments: list[Segment], values: list[torch.Tensor]) -> None:
+    def write_now(self, segments: list[Segment], values: list[torch.Tensor], beside: bool = True) -> None:
         """One op for each dtype among `segments` (nearly always one), of this layer or of later ones."""
         for dtype in dict.fromkeys(s.dtype for s in segments):
             rows = []
@@ -172,8 +172,9 @@ class Tapper:
                     offsets.append(segment.offset - self.start)
                     how.append("null" if segment.reduction is None else self.settings[segment.hook])
             reductions = "[" + ",".join(how) + "]" if any(h != "null" for h in how) else ""
-            kept, compiled = self.kept.exchange(rows), torch.compiler.is_compiling()
-            torch.ops.dmi.tap(rows, kept, self.token, self.base, offsets, reductions, compiled, self.layer_name)
+            later = beside and torch.compiler.is_compiling()
+            kept = self.kept.exchange(rows if later else ())
+            torch.ops.dmi.tap(rows, kept, self.token, self.base, offsets, reductions, later, self.layer_name)
 
     def end(self, like: torch.Tensor) -> None:
         """Nothing more is written in this forward. like: a tensor with one entry for each token."""
@@ -338,7 +339,7 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
             group.add(resid_mid, _copied(residual))
             group.add(ln2, normed)
             if is_moe or not (mlp_post or mlp_out):
-                group.flush()  # expert kernels may work in place on their input
+                group.flush(beside=not is_moe)  # expert kernels may work in place on their input
 
         _after(module(arch.ln2), at_ln2)
     if mlp_post:
@@ -364,7 +365,7 @@ def _install_router(layer: nn.Module, index: int, context: CaptureContext, tappe
     if scores:
         _after(
             layer.get_submodule(context.arch.moe_gate),
-            lambda _args, output: tapper.write([scores], [_first(output)]),
+            lambda _args, output: tapper.write([scores], [_first(output)], beside=False),
         )
     if ids or weights:
         router: Any = layer.get_submodule(context.arch.moe_experts).router

@@ -23,7 +23,7 @@ def test_tapped_values_are_not_outputs_of_the_graph() -> None:
     token = torch.zeros(1, dtype=torch.int32)
 
     class Tapper:
-        def write(self, segments: list[Segment], values: list[torch.Tensor]) -> None:
+        def write(self, segments: list[Segment], values: list[torch.Tensor], beside: bool) -> None:
             torch.ops.dmi.tap(values, [], token, token.clone(), [s.offset for s in segments], "", True, "rows.0")
 
     group = taps.Group(Tapper())
