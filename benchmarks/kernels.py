@@ -3,7 +3,8 @@
 
     python -m benchmarks.kernels --out results.json [--tokens 1,32,128,2048] [--layers 36] [--repeat 25]
 
-On a GPU the kernels run in a CUDA graph, as in a decode step; on a CPU their torch twins, which says nothing of a GPU.
+On a GPU the kernels run in a CUDA graph, as in a decode step, alone and among the matrix products and norms of such a
+model; on a CPU their torch twins, which says nothing of a GPU.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from benchmarks import common
 from dmi_connector.engine.at_end import AtEnd
 from dmi_connector.engine.kernels import RowWriter
+from dmi_connector.engine.tap_op import Branch
 from dmi_connector.layout import HEADER_BYTES, ROW_ALIGN, ROW_BYTES_ALIGN, Segment
 from dmi_connector.reduce import parse
 
@@ -112,6 +115,86 @@ def measure(rule: dict[str, str], tokens: int, layers: int, repeat: int) -> dict
     return {name: round(us, 1) for name, us in result.items()}
 
 
+GROUPS = (5, 7, 11)
+"""Hooks of a layer, in the order of WIDTHS, that are there after its first part, its second and its last."""
+
+
+def layer_of(x: torch.Tensor, weights: list[torch.Tensor], done: Callable[[list[torch.Tensor]], None]) -> torch.Tensor:
+    """A layer without attention: its output. done: called after each of its parts with all values so far."""
+    qkv, o, gate_up, down = weights
+    ln1 = F.rms_norm(x, x.shape[1:])
+    q, k, v = F.linear(ln1, qkv).split([4096, 1024, 1024], dim=1)
+    values = [x, ln1, q, k, v]
+    done(values)
+    values += [q.contiguous()]
+    values += [F.linear(values[-1], o)]
+    done(values)
+    mid = x + values[-1]
+    ln2 = F.rms_norm(mid, mid.shape[1:])
+    gate, up = F.linear(ln2, gate_up).chunk(2, dim=1)
+    values += [mid, ln2, F.silu(gate) * up]
+    values += [F.linear(values[-1], down)]
+    done(values)
+    return mid + values[-1]
+
+
+def measure_in_model(tokens: int, layers: int, repeat: int) -> dict[str, float]:
+    """us of a model's layers, and how many more they take with taps: in line after each layer, beside it (on a GPU),
+    and beside it after each of its parts.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shapes = ((6144, 2560), (2560, 4096), (2 * 9728, 2560), (2560, 9728))
+    make = torch.randn if device.type == "cuda" else torch.zeros
+    weights = [[make(s, dtype=torch.bfloat16, device=device) * 0.02 for s in shapes] for _ in range(layers)]
+    segments, row_bytes = segments_of(RULES["none"], layers, device)
+    rows = torch.empty(tokens + 5, row_bytes, dtype=torch.uint8, device=device)
+    slots = torch.randperm(tokens + 5, device=device)[:tokens]
+    start = torch.randn(tokens, WIDTHS["resid_pre"], device=device).bfloat16()
+    of_layers = [[s for s in segments if s.layer == layer] for layer in range(layers)]
+    branch = Branch(device) if device.type == "cuda" else None
+
+    def writers(own: list[Segment], ends: tuple[int, ...]) -> dict[int, tuple[int, RowWriter]]:
+        found = {}
+        for first, end in zip((0, *ends), ends, strict=False):
+            part = own[first:end]
+            found[end] = (first, RowWriter([s.width for s in part], torch.bfloat16, [s.offset for s in part]))
+        return found
+
+    def model(ends: tuple[int, ...], beside: Branch | None = None) -> Callable[[], None]:
+        of = [writers(own, ends) for own in of_layers]
+
+        def work() -> None:
+            x = start
+            kept: list[torch.Tensor] = []  # what a branch may be reading
+            for layer in range(layers):
+
+                def done(values: list[torch.Tensor], layer: int = layer) -> None:
+                    first, write = of[layer].get(len(values), (0, None))
+                    if write is None:
+                        return
+                    if beside is None:
+                        write(rows, slots, values[first:])
+                        return
+                    beside.join()
+                    kept[:] = values
+                    with beside.beside():
+                        write(rows, slots, values[first:])
+
+                x = layer_of(x, weights[layer], done)
+            if beside is not None:
+                beside.join()
+
+        return work
+
+    last = GROUPS[-1:]
+    found = {"model_us": timed(model(()), repeat), "in_line_us": timed(model(last), repeat)}
+    if branch is not None:
+        with torch.cuda.stream(torch.cuda.Stream()):  # compiled before it is captured
+            model(GROUPS)()
+        found |= {"beside_us": timed(model(last, branch), repeat), "parts_us": timed(model(GROUPS, branch), repeat)}
+    return {n: round(us - (found["model_us"] if n != "model_us" else 0), 1) for n, us in found.items()}
+
+
 def thread_time(work: Callable[[], None], repeat: int) -> float:
     """Median us that the thread needs to launch `work` without a CUDA graph, as for a prompt's tokens."""
     times = []
@@ -133,8 +216,11 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--repeat", type=int, default=25)
     args = p.parse_args(argv)
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    results: dict[str, Any] = {"command": common.command_line("benchmarks.kernels", argv), "gpu": gpu, "rules": {}}
+    results: dict[str, Any] = {"command": common.command_line("benchmarks.kernels", argv), "gpu": gpu}
+    results |= {"model": {}, "rules": {}}
     for tokens in map(int, args.tokens.split(",")):
+        results["model"][str(tokens)] = found = measure_in_model(tokens, args.layers, args.repeat)
+        print(f"{tokens:6d} {'in a model':24s} {found}", flush=True)
         for name, rule in RULES.items():
             found = measure(rule, tokens, args.layers, args.repeat)
             results["rules"].setdefault(name, {})[str(tokens)] = found
