@@ -99,8 +99,8 @@ class RowWriter:
         self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], buffer: torch.Tensor | None = None
     ) -> None:
         """One launch for up to MAX_VALUES values, and one for each that takes a kernel of its own."""
-        for value in values:
-            assert value.stride(1) == 1, "taps take values whose last dimension is contiguous"
+        # The compiler may lay values out as it likes (tap_op.py), although it has no reason to.
+        values = [value if value.stride(1) == 1 else value.contiguous() for value in values]
         tokens = min(values[0].shape[0], slots.shape[0])
         if tokens == 0:
             return

@@ -30,8 +30,10 @@ class GroupStats:
     errors: list[str] = field(default_factory=list)
 
     def note(self, error: Exception) -> str:
-        """Keep an error (once) and give its text."""
+        """Keep an error (once) and give its text. A full disk fails for each file alike, so files are not named."""
         text = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{type(error).__name__}: [Errno {error.errno}] {error.strerror}"
         if text not in self.errors:
             self.errors.append(text)
         return text

@@ -13,8 +13,10 @@ import time
 
 EASY, FULL = 0.5, 0.75
 """Parts of the ring in use up to which writers work least, and from which on all the time."""
-ROOM_BYTES = 8 << 30
-"""Of a larger ring, what these are parts of: what waits delays stores, and has to be written when the engine ends."""
+ROOM_BYTES = 16 << 30
+"""Of a larger ring, what these are parts of: what waits delays stores, and has to be written when the engine ends. With
+zstd 16 writers take some 3 s for it.
+"""
 _SLICE_S = 0.01
 
 

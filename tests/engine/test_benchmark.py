@@ -250,7 +250,7 @@ class Bench:
         self.rounds = []
         return {"rounds": 3}
 
-    def again(self, setup):
+    def again(self, setup, cores):
         if self.asked == 2 and name == "fails":
             raise RuntimeError("/some/where/store is full")
         if self.asked == 2 and name == "dies":
@@ -260,7 +260,7 @@ class Bench:
         self.rounds.append(time.monotonic())
         if len(self.rounds) < 3:
             return {}
-        return {"tok_per_s": float(self.asked), "runs": [self.asked], "times": self.rounds}
+        return {"tok_per_s": float(self.asked), "runs": [self.asked], "times": self.rounds, "cores": cores}
 
     def profile(self, setup):
         return {"before_forward": {"calls": self.asked}}
@@ -285,7 +285,7 @@ def test_an_engine_that_fails_or_dies_leaves_the_others_alone(together: bool, tm
         return common.Child([sys.executable, "-c", CHILD, name], {**os.environ, "PYTHONPATH": str(ROOT)})
 
     begin = time.monotonic()
-    run = capture.Run(start, results, str(out))
+    run = capture.Run(start, results, str(out), pin=together)
     run.measure((in_phases if together else in_sequence)(setups), together)
     assert time.monotonic() - begin < common.CLOSE_S, "no child was waited for in vain"
     assert json.loads(out.read_text()) == results
@@ -310,6 +310,8 @@ def test_an_engine_that_fails_or_dies_leaves_the_others_alone(together: bool, tm
     assert (
         found["good"]["start_s"] == 0 and found["good"]["setups"]["good null"][PROFILE]["before_forward"]["calls"] == 2
     )
+    cores = found["good"]["setups"]["good null"]["decode1"]["cores"]
+    assert set(cores) <= os.sched_getaffinity(0) and cores if together else cores is None
     times = {name: found[name]["setups"][f"{name} null"]["decode1"]["times"] for name in ("stock", "good")}
     first, second = times["stock"], times["good"]
     assert len(first) == 3 and max(first) < min(second) if not together else first[1] < second[1] < first[2]

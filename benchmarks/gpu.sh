@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# gpu.sh MODEL OUT PHASE...: the runs of docs/PERFORMANCE.md, for Qwen3-4B's shapes on one GPU of 139 GiB beside 126 GiB of memory.
+#
+# Phases, each a result file OUT/PHASE.json and a log beside it, in the order given:
+#   kernels  taps in CUDA graphs, without vLLM (half a minute)
+#   check    tokens and values with CUDA graphs: full surface, values of several layers, reduced hooks (4 minutes)
+#   main     stock, hidden-states and the full surface, with stores (8 minutes)
+#   reduced  int8 and mixed (6 minutes)
+#   curves   hooks and layers, seven engines at once (5 minutes)
+#   slow     policies block and drop with a slow sink (4 minutes)
+#   pace     writers of hidden-states and the full surface, paced in other ways (6 minutes)
+#   ehs      vLLM's own extraction (4 minutes)
+set -euo pipefail
+model=${1:?usage: gpu.sh MODEL OUT PHASE...} out=${2:?usage: gpu.sh MODEL OUT PHASE...}
+shift 2
+mkdir -p "$out"
+sizes='"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]'
+engine="{\"gpu_memory_utilization\": 0.03, \"max_num_seqs\": 256, \"compilation_config\": {$sizes}}"
+small='{"max_num_batched_tokens": 320, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 8000000000}'
+decode=decode1,decode32,decode128
+
+capture() {  # NAME GB-OF-CACHES SETUPS CASES MORE...
+  local name=$1 caches=$2 setups=$3 cases=$4
+  shift 4
+  timeout "${SECONDS_EACH:-600}" python3 -m benchmarks.capture --model "$model" --out "$out/$name.json" \
+    --store-dir "/dev/shm/dmi-$name" --together --pin --owner target --repeat "${REPEAT:-5}" --limit-seconds 0 \
+    --options '{"host_buffer_bytes": 17179869184}' --engine-args "$engine" --kv-gigabytes "$caches" --only "$setups" \
+    --cases "$cases" "$@" >"$out/$name.log" 2>&1 || echo "$name ended with status $?"
+  rm -rf "/dev/shm/dmi-$name"
+}
+
+check() {  # NAME OWNERS MORE...
+  local name=$1 owners=$2
+  shift 2
+  python3 -m benchmarks.check_gpu --out "$out/$name.json" --store-dir "/dev/shm/dmi-$name" --model "/tmp/dmi-$name" \
+    --owners "$owners" --engine-args "$small" "$@" >"$out/$name.log" 2>&1 || echo "$name ended with status $?"
+  rm -rf "/dev/shm/dmi-$name"
+}
+
+for phase in "$@"; do
+  case $phase in
+    kernels)
+      python3 -m benchmarks.kernels --out "$out/kernels.json" >"$out/kernels.log" 2>&1 || echo "kernels ended with status $?" ;;
+    check)
+      check check target
+      check check-held target --hooks resid_pre,resid_mid,q,k
+      check check-reduced reduced ;;
+    main)
+      capture main '{"stock": 5, "full": 72, "hidden": 9}' \
+        'stock,hidden-states null,full null,hidden-states disk,full disk none,full disk zstd,full disk lz4' \
+        "$decode,prefill32" --limit-seconds 0.2 --profile 'stock,hidden-states null,full null' ;;
+    reduced)
+      capture reduced '{"stock": 5, "int8": 36, "mixed": 28}' 'stock,int8 null,mixed null,int8 disk none,mixed disk none' \
+        decode32,decode128,prefill32 --profile 'int8 null,mixed null' ;;
+    curves)
+      capture curves '{"stock": 3, "hooks-1": 4, "hooks-2": 6, "hooks-3": 11, "layers-quarter": 7, "layers-half": 11, "full": 19}' \
+        'stock,full null,hooks-1,hooks-2,hooks-3,layers-quarter,layers-half' decode32,prefill8 --curves hooks,layers --profile '' ;;
+    slow)
+      capture slow '{"stock": 5, "full": 48}' 'stock,full disk slow block,full disk slow drop' decode32,prefill8 --profile '' ;;
+    pace)
+      capture pace '{"stock": 5, "full": 48, "hidden": 9}' \
+        'stock,hidden-states disk,hidden-states disk gentle,hidden-states disk unpaced,full disk none,full disk none gentle,full disk none unpaced' \
+        decode32,decode128 --profile '' ;;
+    ehs)
+      capture ehs '{"stock": 5, "ehs": 20, "hidden": 9}' 'stock,ehs,hidden-states disk' "$decode,prefill32" --profile '' ;;
+    *)
+      echo "gpu.sh: no phase $phase" >&2
+      exit 2 ;;
+  esac
+done
