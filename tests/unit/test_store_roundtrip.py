@@ -294,8 +294,10 @@ def test_holes_are_zeros_after_a_failed_write(tmp_path: Path, monkeypatch: pytes
 def test_an_append_that_fails_halfway_leaves_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
+    from dmi_connector.store import shard
     from dmi_connector.store.shard import Encoded, FileCache, ShardWriter, crc32c, encode, read_index
 
+    monkeypatch.setattr(shard, "_WRITE_BYTES", 500_000)
     rows = np.arange(3 * 300_000, dtype="u2").reshape(3, 1, 300_000)  # each chunk is written by itself
     writer = ShardWriter(str(tmp_path / "shard"), (1, 2, 3), FileCache(4))
     assert writer.append([(0, 0, 0)], [encode(rows[2], "none")]) == 600_004
