@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# gpu.sh MODEL OUT PHASE...: the runs of docs/PERFORMANCE.md, for Qwen3-4B's shapes on one GPU of 139 GiB beside 126 GiB of memory.
+# gpu.sh MODEL OUT PHASE...: what docs/PERFORMANCE.md measures, for Qwen3-4B's shapes on one GPU of 139 GiB beside 126 GiB of memory.
 #
+# REPEAT: rounds of each case (5). SECONDS_EACH: after which a phase of engines is ended (600). Exit status 1: one failed.
 # Phases, each a result file OUT/PHASE.json and a log beside it, in the order given:
 #   kernels  taps in CUDA graphs, without vLLM (half a minute)
 #   check    tokens and values with CUDA graphs: full surface, values of several layers, reduced hooks (4 minutes)
@@ -12,6 +13,8 @@
 #   pace     writers of hidden-states and the full surface, paced in other ways (6 minutes)
 #   ehs      vLLM's own extraction (4 minutes)
 set -euo pipefail
+status=0
+failed() { echo "$1 ended with status $2"; status=1; }
 model=${1:?usage: gpu.sh MODEL OUT PHASE...} out=${2:?usage: gpu.sh MODEL OUT PHASE...}
 shift 2
 mkdir -p "$out"
@@ -26,7 +29,7 @@ capture() {  # NAME GB-OF-CACHES SETUPS CASES MORE...
   timeout "${SECONDS_EACH:-600}" python3 -m benchmarks.capture --model "$model" --out "$out/$name.json" \
     --store-dir "/dev/shm/dmi-$name" --together --pin --owner target --repeat "${REPEAT:-5}" --limit-seconds 0 \
     --options '{"host_buffer_bytes": 17179869184}' --engine-args "$engine" --kv-gigabytes "$caches" --only "$setups" \
-    --cases "$cases" "$@" >"$out/$name.log" 2>&1 || echo "$name ended with status $?"
+    --cases "$cases" "$@" >"$out/$name.log" 2>&1 || failed "$name" $?
   rm -rf "/dev/shm/dmi-$name"
 }
 
@@ -34,14 +37,14 @@ check() {  # NAME OWNERS MORE...
   local name=$1 owners=$2
   shift 2
   python3 -m benchmarks.check_gpu --out "$out/$name.json" --store-dir "/dev/shm/dmi-$name" --model "/tmp/dmi-$name" \
-    --owners "$owners" --engine-args "$small" "$@" >"$out/$name.log" 2>&1 || echo "$name ended with status $?"
+    --owners "$owners" --engine-args "$small" "$@" >"$out/$name.log" 2>&1 || failed "$name" $?
   rm -rf "/dev/shm/dmi-$name"
 }
 
 for phase in "$@"; do
   case $phase in
     kernels)
-      python3 -m benchmarks.kernels --out "$out/kernels.json" >"$out/kernels.log" 2>&1 || echo "kernels ended with status $?" ;;
+      python3 -m benchmarks.kernels --out "$out/kernels.json" >"$out/kernels.log" 2>&1 || failed kernels $? ;;
     check)
       check check target
       check check-held target --hooks resid_pre,resid_mid,q,k
@@ -69,3 +72,4 @@ for phase in "$@"; do
       exit 2 ;;
   esac
 done
+exit $status

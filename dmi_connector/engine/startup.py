@@ -25,7 +25,7 @@ logger = init_logger("vllm.dmi_connector")
 LEAST_SHARE = 0.25
 """Of their time that writers beside a GPU work while an engine decodes and there is room (store/pace.py)."""
 
-WRITER_GB_PER_S = {"none": 1.6, "lz4": 0.7, "zstd": 0.75}
+WRITER_GB_PER_S = {"none": 1.6, "lz4": 0.7, "zstd": 0.4}
 """Raw GB/s of one writer process by codec on bf16 activations, for the estimate at start (benchmarks/)."""
 
 
@@ -89,8 +89,8 @@ def persist_settings(options: ServerOptions, rank: int, gpu: bool) -> PersistSet
         file_mode=options.file_mode,
         shutdown_seconds=options.shutdown_seconds,
         nice=19 if gpu else PersistSettings.nice,
-        idle=gpu,
         # Under policy drop room in the ring is worth more than an engine that is not slowed.
+        idle=gpu and options.policy == "block",
         least_share=LEAST_SHARE if gpu and options.policy == "block" else PersistSettings.least_share,
         keep={} if rank else keep,
     )

@@ -95,14 +95,17 @@ class Branch:
 _branch = functools.cache(Branch)
 
 
-def _whole_step_is_captured() -> bool:
-    """Whether a CUDA graph of a whole step is captured just now. One of a piece of a model ends before the next tap."""
-    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        return False
+def _captured_branch(device: torch.device) -> Branch | None:
+    """The branch of the whole step of which a CUDA graph is captured just now, None while there is no such thing: that
+    of a piece of a model ends before the next tap.
+    """
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return None
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import get_forward_context
 
-    return bool(get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.PIECEWISE)
+    whole = get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.PIECEWISE
+    return _branch(device) if whole else None
 
 
 def _rows_and_slots(layer: str) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -147,7 +150,7 @@ def _tap(
         widths, places = [value.shape[1] for value in values], aside.places(starts) if aside is not None else ()
         writer = RowWriter(widths, values[0].dtype, starts, chosen, place.layer, places)
         tap = place.taps[key] = Tap(writer, tokens_at_once(values, chosen))
-    branch = _branch(rows.device) if (beside or kept) and rows.is_cuda and _whole_step_is_captured() else None
+    branch = _captured_branch(rows.device) if beside or kept else None
     if branch is not None:
         branch.join(first=not kept)
     with branch.beside() if branch is not None and beside else nullcontext():
@@ -163,8 +166,8 @@ def _tap(
 def _tap_end(like: torch.Tensor, kept: list[torch.Tensor], token: torch.Tensor, base: torch.Tensor, layer: str) -> None:
     """The last tap of a step is done. like: a tensor with one entry for each token. kept: values of the last tap."""
     if found := _rows_and_slots(layer):
-        if _whole_step_is_captured():
-            _branch(like.device).join()
+        if branch := _captured_branch(like.device):
+            branch.join()
         _at_end(_PLACES[base.data_ptr()]).reduce(*found, like.shape[0])
 
 

@@ -154,7 +154,7 @@ class Tapper:
                 self.settings[segment.hook] = json.dumps(segment.reduction.settings())
 
     def write(self, segments: list[Segment], values: list[torch.Tensor], beside: bool = True) -> None:
-        """Write a group, now or with those of other layers. beside: see `Group.flush`."""
+        """Write a group, now or with those of other layers, all copies of their own. beside: see `Group.flush`."""
         if self.held is not None and self.layer is not None and torch.compiler.is_compiling():
             self.held.add(self, self.layer, segments, values)
         else:
@@ -376,7 +376,7 @@ def _install_router(layer: nn.Module, index: int, context: CaptureContext, tappe
             group = Group(tapper)
             group.add(ids, topk_ids)
             group.add(weights, topk_weights)
-            group.flush()
+            group.flush(beside=False)
             return topk_weights, topk_ids
 
         router.select_experts = select_experts

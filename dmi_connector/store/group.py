@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,9 +31,9 @@ class GroupStats:
     errors: list[str] = field(default_factory=list)
 
     def note(self, error: Exception) -> str:
-        """Keep an error (once) and give its text. A full disk fails for each file alike, so files are not named."""
+        """Keep an error (once) and give its text. A full disk fails for each file alike: then none is named."""
         text = f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError) and error.filename is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             text = f"{type(error).__name__}: [Errno {error.errno}] {error.strerror}"
         if text not in self.errors:
             self.errors.append(text)

@@ -25,7 +25,7 @@ from dmi_connector.store.schema import blosc_settings
 EMPTY = np.uint64(2**64 - 1)
 _SHUFFLES = {"noshuffle": blosc.NOSHUFFLE, "shuffle": blosc.SHUFFLE, "bitshuffle": blosc.BITSHUFFLE}
 # Written at a time. What the checksum has just read is still in a cache then, and a file system in memory that may use
-# huge pages does: one writer 3 % faster than with 512 KiB.
+# huge pages does.
 _WRITE_BYTES = 1 << 22
 # Linux takes at most this many buffers in one pwritev.
 _IOV_MAX = 1024

@@ -97,6 +97,7 @@ def captured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         before = list(tap_op._PLACES.values())
         args = capture_args(selection, run.store_dir, owner=owner)
         with pytest.MonkeyPatch.context() as patch:
+            Late.written = 0
             if name == "late":
                 patch.setattr(tap_op, "RowWriter", Late)
                 patch.setattr(AtEnd, "reduce", Late.flush)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numcodecs import blosc
 
-from dmi_connector.store.frame import zstd_frame
+from dmi_connector.store.frame import recurs, zstd_frame
 
 HEADER_BYTES = 16
 
@@ -46,9 +46,35 @@ def test_frames_of_other_sizes_do_not_meet_in_memory() -> None:
         np.testing.assert_array_equal(decoded(frame, "u2"), chunk)
 
 
+def as_bf16(values: np.ndarray) -> np.ndarray:
+    return (values.astype("f4").view("u4") >> 16).astype("u2")
+
+
+@pytest.mark.parametrize("rows", ["every 7th", "every 64th", "a text's embeddings"])
+def test_rows_that_recur_are_found(rows: str) -> None:
+    rng = np.random.default_rng(3)
+    table = as_bf16(rng.standard_normal((500, 2560)))
+    number = {"every 7th": np.arange(128) % 7, "every 64th": np.arange(128) % 64}.get(rows, rng.zipf(1.3, 128) % 500)
+    chunk = table[number]
+    own = blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, chunk.nbytes)
+    assert len(zstd_frame(chunk)) < 1.02 * len(own) < chunk.nbytes / 2
+
+
+def test_recurring_rows_are_told_by_their_heads() -> None:
+    rng = np.random.default_rng(4)
+    rows = rng.integers(1, 2**16, (64, 100), dtype="u2")
+    assert not recurs(rows)
+    rows[:4] = rows[4]
+    assert not recurs(rows), "four of 64 are a part of 1/16"
+    rows[5] = rows[4]
+    assert recurs(rows)
+    rows[:] = 0
+    assert not recurs(rows), "padding"
+    assert recurs(rows[:, :3]), "too narrow to tell"
+
+
 def test_it_shrinks_more_than_bloscs_own() -> None:
-    values = np.random.default_rng(2).standard_normal((128, 2560), np.float32)
-    bits = (values.view("u4") >> 16).astype("u2")
+    bits = as_bf16(np.random.default_rng(2).standard_normal((128, 2560)))
     own = blosc.compress(bits, b"zstd", 1, blosc.SHUFFLE, bits.nbytes)
     assert bits.nbytes / len(zstd_frame(bits)) > 1.48 > bits.nbytes / len(own)
     assert len(zstd_frame(np.zeros_like(bits))) < 200

@@ -75,19 +75,35 @@ def test_short_store_is_not_padded(persistence: Persistence, tmp_path: Path) -> 
     assert size == 3 * (50 * 24 * 2 + 4) + 3 * 16 + 4
 
 
-@pytest.mark.parametrize("gpu", [True, False])
-def test_writers_give_way_to_the_engine_as_far_as_told(gpu: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("gpu", "policy"), [(True, "block"), (True, "drop"), (False, "block")])
+def test_writers_give_way_to_the_engine_as_far_as_told(gpu: bool, policy: str, tmp_path: Path) -> None:
     from dmi_connector.engine.startup import persist_settings
 
-    settings = persist_settings(ServerOptions.parse({"store_dir": str(tmp_path)}), 0, gpu)
+    settings = persist_settings(ServerOptions.parse({"store_dir": str(tmp_path), "policy": policy}), 0, gpu)
     p = Persistence(1 << 20, settings=settings)
     try:
         (writer,) = p.pool.processes
         assert writer.ready.wait(30)
         assert os.getpriority(os.PRIO_PROCESS, writer.pid) == min(19, os.nice(0) + (19 if gpu else 5))
-        assert os.sched_getscheduler(writer.pid) == (os.SCHED_IDLE if gpu else os.sched_getscheduler(0))
+        assert os.sched_getscheduler(writer.pid) == (
+            os.SCHED_IDLE if gpu and policy == "block" else os.sched_getscheduler(0)
+        )
     finally:
         p.shutdown()
+
+
+def test_a_full_disk_is_told_once_and_other_errors_with_their_file() -> None:
+    from dmi_connector.store.group import GroupStats
+
+    stats = GroupStats()
+    for path in ("q/c/0/0/0", "k/c/0/0/0"):
+        stats.note(OSError(28, "No space left on device", path))
+        stats.note(PermissionError(13, "Permission denied", path))
+    assert stats.errors == [
+        "OSError: [Errno 28] No space left on device",
+        "PermissionError: [Errno 13] Permission denied: 'q/c/0/0/0'",
+        "PermissionError: [Errno 13] Permission denied: 'k/c/0/0/0'",
+    ]
 
 
 def test_a_sandbox_may_forbid_the_class_for_idle_time(

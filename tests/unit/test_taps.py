@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +123,7 @@ def test_each_op_names_the_values_of_the_one_before() -> None:
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         ops = [n for n in graph.graph.nodes if n.target in (torch.ops.dmi.tap, torch.ops.dmi.tap_end)]
         chains.append([(n.args[0], n.args[1]) for n in ops])
+        assert all(n.args[6] for n in ops[:-1]), "under torch.compile they may write beside the model"
         (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
         assert len(outputs) == 1
         return graph.forward
@@ -144,6 +147,59 @@ def test_each_op_names_the_values_of_the_one_before() -> None:
     ((first, second, third, end),) = chains
     assert first[1] == [] and second[1] == first[0] and third[1] == second[0] and end[1] == third[0]
     assert kept._values == []
+
+
+def test_an_op_waits_for_the_branch_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that may not write on a branch itself, as before experts; and the first waits for nothing."""
+    from dmi_connector.engine import tap_op
+    from dmi_connector.engine.at_end import AtEnd
+
+    done: list[str] = []
+
+    class Branch:
+        @contextmanager
+        def beside(self) -> Iterator[None]:
+            done.append("branch")
+            yield
+            done.append("end")
+
+        def join(self, first: bool = False) -> None:
+            done.append("forget" if first else "wait")
+
+    rows, slots = torch.zeros(4, 64, dtype=torch.uint8), torch.arange(1, 3)
+    context = SimpleNamespace(no_compile_layers={"rows": SimpleNamespace(rows=rows)}, slot_mapping={"rows": slots})
+    monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
+    monkeypatch.setattr(tap_op, "_captured_branch", lambda _device: Branch())
+    at_end, base = AtEnd([], torch.device("cpu")), torch.zeros(1, dtype=torch.int32)
+    tap_op.stand_for(base, tap_op.Place(0, 0, weakref.ref(at_end)))
+    token, value = torch.zeros(1, dtype=torch.int32), torch.ones(2, 4)
+    for kept, beside in (([], True), ([value], True), ([value], False), ([], False), ([], True)):
+        torch.ops.dmi.tap([value], kept, token, base, [0], "", beside, "rows")
+        done.append("|")
+    torch.ops.dmi.tap_end(value, [value], token, base, "rows")
+    assert " ".join(done) == "forget branch end | wait branch end | wait | | forget branch end | wait"
+    assert rows.view(torch.float32)[1:3, :4].eq(1).all()
+
+
+def test_only_a_whole_step_has_a_branch() -> None:
+    from dmi_connector.engine import tap_op
+
+    assert tap_op._captured_branch(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL", "PIECEWISE"])
+def test_a_piece_of_a_model_has_no_branch(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import CUDAGraphMode
+
+    from dmi_connector.engine import tap_op
+
+    context = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode[mode])
+    monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
+    monkeypatch.setattr(tap_op, "_branch", lambda _device: "branch")
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        found = tap_op._captured_branch(torch.device("cuda"))
+        assert found == ("branch" if capturing and mode != "PIECEWISE" else None)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -188,9 +244,11 @@ def test_taps_of_a_captured_step_write_beside_the_model(spec: str, monkeypatch: 
     step()
     torch.cuda.synchronize()
     want = rows.clone()
-    graph = torch.cuda.CUDAGraph()
+    graph, branches, beside = torch.cuda.CUDAGraph(), [], tap_op.Branch.beside
+    monkeypatch.setattr(tap_op.Branch, "beside", lambda self: branches.append(self) or beside(self))
     with torch.cuda.graph(graph):
         step()
+    assert len(branches) == len(bases)
     for _ in range(20):
         rows.zero_()
         graph.replay()
