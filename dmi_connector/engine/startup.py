@@ -74,6 +74,8 @@ def persist_settings(options: ServerOptions, rank: int, gpu: bool) -> PersistSet
     Beside a GPU writers give way at once to the engine's thread, which needs a core only now and then. Beside a model
     that keeps all cores busy they would never come to their turn.
     """
+    # Under policy drop room in the ring is worth more than an engine that is not slowed.
+    leisure = gpu and options.policy == "block"
     keep = {
         "directory": options.store_dir,
         "roots": options.save_path_roots,
@@ -89,9 +91,8 @@ def persist_settings(options: ServerOptions, rank: int, gpu: bool) -> PersistSet
         file_mode=options.file_mode,
         shutdown_seconds=options.shutdown_seconds,
         nice=19 if gpu else PersistSettings.nice,
-        # Under policy drop room in the ring is worth more than an engine that is not slowed.
-        idle=gpu and options.policy == "block",
-        least_share=LEAST_SHARE if gpu and options.policy == "block" else PersistSettings.least_share,
+        idle=leisure,
+        least_share=LEAST_SHARE if leisure else PersistSettings.least_share,
         keep={} if rank else keep,
     )
 

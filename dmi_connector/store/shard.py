@@ -16,14 +16,11 @@ from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
-from numcodecs import blosc
 
-from dmi_connector.store.frame import zstd_frame
+from dmi_connector.store.frame import blosc_frame
 from dmi_connector.store.paths import no_follow
-from dmi_connector.store.schema import blosc_settings
 
 EMPTY = np.uint64(2**64 - 1)
-_SHUFFLES = {"noshuffle": blosc.NOSHUFFLE, "shuffle": blosc.SHUFFLE, "bitshuffle": blosc.BITSHUFFLE}
 # Written at a time. What the checksum has just read is still in a cache then, and a file system in memory that may use
 # huge pages does.
 _WRITE_BYTES = 1 << 22
@@ -125,11 +122,7 @@ def encode(chunk: np.ndarray, codec: str, rows: int | None = None) -> Encoded:
     if zeros:
         assert rows is not None
         chunk = _scratch(rows, chunk.shape[1], chunk.dtype.str).filled(chunk)
-    if codec == "zstd":
-        packed = zstd_frame(chunk)
-    else:
-        cname, clevel, shuffle = blosc_settings(codec, chunk.itemsize)
-        packed = blosc.compress(chunk, cname.encode(), clevel, _SHUFFLES[shuffle], chunk.nbytes)
+    packed = blosc_frame(chunk, codec)
     return Encoded(packed, 0, crc32c(packed))
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numcodecs import blosc
 
-from dmi_connector.store.frame import recurs, zstd_frame
+from dmi_connector.store.frame import blosc_frame, recurs
 
 HEADER_BYTES = 16
 
@@ -27,7 +27,7 @@ def decoded(frame: bytes, dtype: str) -> np.ndarray:
 def test_blosc_decodes_every_frame(dtype: str, count: int, spread: int, seed: int) -> None:
     most = min(spread, int(np.iinfo(dtype).max))
     chunk = np.random.default_rng(seed).integers(0, most, count, dtype=dtype, endpoint=True)
-    frame = zstd_frame(chunk)
+    frame = blosc_frame(chunk, "zstd")
     assert len(frame) <= chunk.nbytes + HEADER_BYTES
     np.testing.assert_array_equal(decoded(frame, dtype), chunk)
 
@@ -35,13 +35,13 @@ def test_blosc_decodes_every_frame(dtype: str, count: int, spread: int, seed: in
 @pytest.mark.parametrize("count", [127, 128, 65536, 65537, 200_000])
 def test_planes_at_their_limits(count: int) -> None:
     chunk = np.arange(count, dtype="u2") * 7
-    np.testing.assert_array_equal(decoded(zstd_frame(chunk), "u2"), chunk)
+    np.testing.assert_array_equal(decoded(blosc_frame(chunk, "zstd"), "u2"), chunk)
 
 
 def test_frames_of_other_sizes_do_not_meet_in_memory() -> None:
     rng = np.random.default_rng(1)
     chunks = [rng.integers(0, 99, count, dtype="u2") for count in (5000, 70_000, 300, 70_000)]
-    frames = [zstd_frame(chunk) for chunk in chunks]
+    frames = [blosc_frame(chunk, "zstd") for chunk in chunks]
     for chunk, frame in zip(chunks, frames, strict=True):
         np.testing.assert_array_equal(decoded(frame, "u2"), chunk)
 
@@ -57,7 +57,7 @@ def test_rows_that_recur_are_found(rows: str) -> None:
     number = {"every 7th": np.arange(128) % 7, "every 64th": np.arange(128) % 64}.get(rows, rng.zipf(1.3, 128) % 500)
     chunk = table[number]
     own = blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, chunk.nbytes)
-    assert len(zstd_frame(chunk)) < 1.02 * len(own) < chunk.nbytes / 2
+    assert len(blosc_frame(chunk, "zstd")) < 1.02 * len(own) < chunk.nbytes / 2
 
 
 def test_recurring_rows_are_told_by_their_heads() -> None:
@@ -76,5 +76,5 @@ def test_recurring_rows_are_told_by_their_heads() -> None:
 def test_it_shrinks_more_than_bloscs_own() -> None:
     bits = as_bf16(np.random.default_rng(2).standard_normal((128, 2560)))
     own = blosc.compress(bits, b"zstd", 1, blosc.SHUFFLE, bits.nbytes)
-    assert bits.nbytes / len(zstd_frame(bits)) > 1.48 > bits.nbytes / len(own)
-    assert len(zstd_frame(np.zeros_like(bits))) < 200
+    assert bits.nbytes / len(blosc_frame(bits, "zstd")) > 1.48 > bits.nbytes / len(own)
+    assert len(blosc_frame(np.zeros_like(bits), "zstd")) < 200
