@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from dmi_connector.store.pace import Pace
+from dmi_connector.store.pace import Pace, Shares
 
 _SHARES = {"a quarter of the time": 0.25, "a tenth of the time": 0.1}
 WAYS = ("none", "nice 5", "nice 19", "idle class", "nice 5, a core free") + tuple(
@@ -35,13 +35,13 @@ def write(path: str, way: str, megabytes: int, stop: Any, written: Any) -> None:
         os.nice(int(priority.removeprefix("nice ")))
     piece = os.urandom(1 << 20) * megabytes
     pace = Pace()
-    pace.share = _SHARES.get(rest, 1.0)
+    pace.shares = Shares(_SHARES.get(rest, 1.0), 1.0)
     while not stop.is_set():
         began = time.process_time()
         with open(path, "wb", 0) as file:
             for _ in range(4):
                 written.value += file.write(piece)
-        pace.rest(time.process_time() - began)
+        pace.rest(time.process_time() - began, generated=True)
     os.unlink(path)
 
 

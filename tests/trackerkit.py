@@ -35,6 +35,7 @@ class FakeRequest:
     tokens: list[int]
     num_prompt_tokens: int
     num_computed_tokens: int = 0
+    max_tokens: int = 64
     sampling_params: Any = field(default_factory=lambda: SimpleNamespace(seed=None))
 
     @property

@@ -151,6 +151,7 @@ class Exporter:
                 message.key,
                 self.rank,
                 self.context.tp,
+                message.most_rows,
             )
         self.captures[message.capture] = Running(message.capture, plan, remote, message.start)
 

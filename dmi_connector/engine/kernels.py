@@ -99,17 +99,19 @@ class RowWriter:
         self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], buffer: torch.Tensor | None = None
     ) -> None:
         """One launch for up to MAX_VALUES values, and one for each that takes a kernel of its own."""
-        # The compiler may lay values out as it likes (tap_op.py), although it has no reason to.
-        values = [value if value.stride(1) == 1 else value.contiguous() for value in values]
         tokens = min(values[0].shape[0], slots.shape[0])
         if tokens == 0:
             return
+        strides = [value.stride() for value in values]
+        if any(columns != 1 for _, columns in strides):  # as the compiler may lay them out (tap_op.py)
+            values = [value.contiguous() for value in values]
+            strides = [value.stride() for value in values]
         for i in self._alone:
             reduction, none = self._reductions[i], no_offset(rows.device)
             assert reduction is not None
             _reduce_layers_triton(rows, slots, values[i][:, None], none, reduction, [self._layer], self._offsets[i])
         for launch in self._launches:
-            launch(rows, slots, values, tokens, rows if buffer is None else buffer)
+            launch(rows, slots, values, strides, tokens, rows if buffer is None else buffer)
 
 
 def copy_rows(rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], offsets: list[int]) -> None:
@@ -150,12 +152,13 @@ class _Launch:
         """Launch with `pointers`, `free`, `integers` and the constants as arguments, in this order. free: integers that
         nothing is compiled for (`do_not_specialize`).
         """
-        key = (*[pointer.data_ptr() & 15 for pointer in pointers], *integers)
+        addresses = [pointer.data_ptr() for pointer in pointers]
+        key = (*[address & 15 for address in addresses], *integers)
         compiled = self._compiled.get(key)
         if compiled is None:  # and always so under Triton's interpreter
             self._compiled[key] = self._kernel[grid](*pointers, *free, *integers, *self._constants, **self._options)
-        else:
-            compiled[grid](*pointers, *free, *integers, *self._constants)
+        else:  # of a tensor the launcher would ask the driver whether its address is one of this GPU
+            compiled[grid](*addresses, *free, *integers, *self._constants)
 
 
 class _Parts:
@@ -163,6 +166,7 @@ class _Parts:
 
     def __init__(self, parts: Sequence[_Part]) -> None:
         self._parts, self._pad = parts, [0] * (MAX_VALUES - len(parts))
+        self._sources = [part.source for part in parts]
         self._launches: dict[tuple[torch.device, bool], _Launch] = {}
 
     def _launch(self, device: torch.device, few: bool) -> _Launch:
@@ -177,10 +181,10 @@ class _Parts:
     def _padded(self, numbers: Iterable[int]) -> list[int]:
         return [*numbers, *self._pad]
 
-    def _mine(self, values: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
-        """(values of the launch, their strides), padded."""
-        mine = [values[part.source] for part in self._parts]
-        return [*mine, *[mine[0]] * len(self._pad)], [*[value.stride(0) for value in mine], *self._pad]
+    def _mine(self, values: list[torch.Tensor], strides: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], list[int]]:
+        """(values of the launch, strides of their rows), padded."""
+        mine = [values[source] for source in self._sources]
+        return [*mine, *[mine[0]] * len(self._pad)], [*[strides[source][0] for source in self._sources], *self._pad]
 
 
 class _Copies(_Parts):
@@ -200,13 +204,19 @@ class _Copies(_Parts):
         return _Launch(write_rows_kernel, [*constants, tile, _BLOCK], num_warps=warps)
 
     def __call__(
-        self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], tokens: int, _buffer: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        values: list[torch.Tensor],
+        strides: list[tuple[int, ...]],
+        tokens: int,
+        _buffer: torch.Tensor,
     ) -> None:
         typed, few = rows.view(self._dtype), tokens <= _DECODE_TOKENS
-        pointers, strides = self._mine(values)
+        pointers, steps = self._mine(values, strides)
         grid = (tokens if few else -(-tokens // 2), self._blocks, 1)
         launch = self._launch(rows.device, few)
-        launch(grid, [typed, slots, *pointers], (tokens,), [typed.stride(0), *strides])
+        launch(grid, [typed, slots, *pointers], (tokens,), [typed.stride(0), *steps])
 
 
 class _Reductions(_Parts):
@@ -223,11 +233,17 @@ class _Reductions(_Parts):
         return _Launch(reduce_rows_kernel, [*constants, tile], num_warps=warps, enable_fp_fusion=False)
 
     def __call__(
-        self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], tokens: int, buffer: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        values: list[torch.Tensor],
+        strides: list[tuple[int, ...]],
+        tokens: int,
+        buffer: torch.Tensor,
     ) -> None:
-        pointers, strides = self._mine(values)
+        pointers, steps = self._mine(values, strides)
         launch = self._launch(rows.device, tokens <= _DECODE_TOKENS)
-        integers = [rows.stride(0), buffer.stride(0), *strides]
+        integers = [rows.stride(0), buffer.stride(0), *steps]
         launch((tokens, len(self._parts), 1), [rows, slots, buffer, *pointers], (), integers)
 
 

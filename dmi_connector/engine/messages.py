@@ -21,7 +21,9 @@ class Rows:
 
 @dataclass
 class Open:
-    """A capture begins. path: of its store. hooks: {hook: layers} of this capture. start: position of its first row."""
+    """A capture begins. path: of its store. hooks: {hook: layers} of this capture. start: position of its first row.
+    most_rows: how many it may have.
+    """
 
     capture: int
     path: str
@@ -29,6 +31,7 @@ class Open:
     request_id: str
     key: str | None
     start: int
+    most_rows: int
     attrs: dict[str, Any]
 
 

@@ -203,6 +203,7 @@ class Tracker:
     def _open(self, tracked: Tracked) -> Open:
         request = tracked.request
         sampling = request.sampling_params
+        end = min(request.num_prompt_tokens + request.max_tokens, tracked.limit)
         return Open(
             capture=tracked.capture,
             path=tracked.path,
@@ -210,6 +211,7 @@ class Tracker:
             request_id=request.request_id,
             key=tracked.params.key,
             start=tracked.params.start,
+            most_rows=max(0, end - tracked.params.start),
             attrs={
                 "prompt_len": request.num_prompt_tokens,
                 "seed": None if sampling is None else sampling.seed,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # A chunk of this many bytes is worth the messages it costs to spread it over several processes.
 SPREAD_BYTES = 16 << 20
+_UNKNOWN_BYTES = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class CaptureSpec:
     without gaps. attrs: facts for the root attribute (docs/FORMAT.md, section 5); `prompt_len` is
     required on rank 0, `start` defaults to 0. rank, ranks: tensor-parallel rank and size. header_base: where
     chunk payloads carry a header a token (int32 token id, int32 position), as the offset for one token; None:
-    they do not. Positions are then checked as chunks come, token ids at `close`. The rest defaults to the
-    settings of Persistence.
+    they do not. Positions are then checked as chunks come, token ids at `close`. most_rows: how many rows may come
+    (None: unknown). The rest defaults to the settings of Persistence.
     """
 
     final: str
@@ -48,6 +49,7 @@ class CaptureSpec:
     segment_tokens: int | None = None
     codec: str | None = None
     header_base: int | None = None
+    most_rows: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "final", os.path.abspath(self.final))
@@ -76,6 +78,21 @@ class CaptureSpec:
     def token_bytes(self) -> int:
         """Payload bytes of one token on this rank."""
         return sum(a.token_bytes for a in self.arrays if not a.per_sample)
+
+    def bytes_of(self, name: str | None, rows: int) -> int:
+        """Payload bytes of rows of a per-sample array, or of all the others (None)."""
+        return rows * (self.token_bytes if name is None else sum(a.token_bytes for a in self.arrays if a.name == name))
+
+    @property
+    def most_bytes(self) -> int:
+        """Payload bytes that may come to this rank; far too many where that is unknown."""
+        if self.most_rows is None:
+            return _UNKNOWN_BYTES
+        prompt = int(self.attrs.get("prompt_len", 0)) - int(self.attrs.get("start", 0))
+        samples = self.most_rows - max(0, min(prompt - 1, self.most_rows))  # from the prompt's last token on
+        return self.bytes_of(None, self.most_rows) + sum(
+            self.bytes_of(a.name, samples) for a in self.arrays if a.per_sample
+        )
 
     def hooks(self) -> dict[str, dict[str, Any]]:
         """The `hooks` attribute these arrays give."""
@@ -132,6 +149,7 @@ class CaptureHandle:
         self.files: FileList = {}
         self.bytes_raw = 0
         self.bytes_stored = 0
+        self.to_come = spec.most_bytes
         self.final_message: dict[str, Any] = {}
         self.final_process: Child | None = None
         self.retried = False  # whether the commit died with its process once

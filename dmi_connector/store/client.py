@@ -115,6 +115,7 @@ class PersistenceClient:
         key: str | None = None,
         rank: int = 0,
         ranks: int = 1,
+        most_rows: int | None = None,
     ) -> RemoteCapture:
         """Begin a capture; see `CaptureSpec`. What is wrong with it shows when it is closed."""
         with self._lock:
@@ -128,7 +129,7 @@ class PersistenceClient:
                 self._stats["failed"] += 1
                 return capture
             self._captures[self._count] = capture
-            self._child.post({**message, **names, "rank": rank, "ranks": ranks})
+            self._child.post({**message, **names, "rank": rank, "ranks": ranks, "most_rows": most_rows})
             return capture
 
     def rows(self, extent: Extent, rows: Sequence[tuple[RemoteCapture, str, int, int, int]]) -> None:

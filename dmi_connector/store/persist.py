@@ -60,6 +60,7 @@ class Persistence:
         self._calling = 0  # threads that are in on_done
         self._opened = 0  # captures since the start
         self._open = 0  # of these, captures that more rows may come for
+        self._to_come = 0  # bytes that they may yet bring
         self._stats: dict[str, Any] = dict.fromkeys(
             ("complete", "incomplete", "failed", "aborted", "writers_died", "bytes_raw", "bytes_stored"), 0
         )
@@ -90,6 +91,7 @@ class Persistence:
             handle = CaptureHandle(self, number, spec, groups, now())
             self._captures[number] = handle
             self._open += 1
+            self._to_come += handle.to_come
             for group in groups:
                 message: Message = {
                     "type": "open",
@@ -166,8 +168,8 @@ class Persistence:
             if handle.state != "open":
                 raise RuntimeError(f"capture {handle.path} is {handle.state}: no rows can be added")
             ids: Message = {}
-            # Rows of prompts come while the GPU works through whole prompts: writing them slows nobody.
-            paced = rows is not None or handle.generated(message["first"] + message["count"])
+            # Rows of prompts come while the GPU works through whole prompts: writing them slows the engine less.
+            generated = rows is not None or handle.generated(message["first"] + message["count"])
             if rows is None and handle.spec.header_base is not None:
                 payload = self.ring.view(extent)[offset:]
                 ids = {"token_ids": pack_array(handle.check_positions(payload, message["first"], message["count"]))}
@@ -177,8 +179,9 @@ class Persistence:
                 if not wants or not group.open:
                     continue
                 kind = "chunk" if rows is None else "rows"
-                where = {"type": kind, "id": handle.id, "offset": extent.offset + offset, "paced": paced}
+                where = {"type": kind, "id": handle.id, "offset": extent.offset + offset, "generated": generated}
                 self.pool.send(group.process, extent, where | message | (ids if group is first else {}))
+            self._came(handle, handle.spec.bytes_of(rows, message["count"]))
             self._set_pace()
         if not keep:
             self.ring.release(extent)
@@ -208,10 +211,17 @@ class Persistence:
     def _closing(self, handle: CaptureHandle) -> None:
         handle.state = "closing"
         self._open -= 1
+        self._came(handle, handle.to_come)
         self._set_pace()
 
+    def _came(self, handle: CaptureHandle, nbytes: int) -> None:
+        """So many bytes of a capture need not be waited for any more."""
+        nbytes = min(nbytes, handle.to_come)
+        handle.to_come -= nbytes
+        self._to_come -= nbytes
+
     def _set_pace(self) -> None:
-        self.pool.set_pace(hurry=self._stopping or not self._open)
+        self.pool.set_pace(None if self._stopping or not self._open else self._to_come)
 
     def _post_line(self, handle: CaptureHandle, event: str, state: str) -> None:
         spec, process = handle.spec, self._first_process(handle)

@@ -112,8 +112,7 @@ class Writer:
             except Exception as error:
                 answer["error"] = group.stats.note(error)
         self._reply(answer)
-        if m["paced"]:
-            self._pace.rest(time.process_time() - began)
+        self._pace.rest(time.process_time() - began, m["generated"])
 
     def _chunk(self, m: Message) -> None:
         def write(group: GroupWriter, data: np.ndarray) -> None:

@@ -69,7 +69,9 @@ def make_exporter(tmp_path: Path) -> Iterator[MakeExporter]:
 def run_capture(exporter: Exporter, path: Path, attrs: dict[str, Any] = WHOLE) -> None:
     """Open a capture, export all its chunks and close it."""
     hooks = dict(exporter.context.selection.hooks)
-    exporter.before_forward(StepMetadata(opens=[Open(1, str(path), hooks, "r", None, 0, {"prompt_len": TOKENS})]))
+    exporter.before_forward(
+        StepMetadata(opens=[Open(1, str(path), hooks, "r", None, 0, TOKENS, {"prompt_len": TOKENS})])
+    )
     slots = np.arange(TOKENS)
     chunks = [Rows(1, first, slots[first : first + CHUNK]) for first in range(0, TOKENS, CHUNK)]
     exporter.after_forward(StepMetadata(chunks=chunks))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast writers work: at a share of their time while an engine decodes and there is room, else at once."""
+"""How fast writers work: at a share of their time while the ring is sure to hold what comes, or an engine decodes and
+there is room, else at once.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from dmi_connector.store.capture import CaptureHandle, CaptureSpec
-from dmi_connector.store.pace import Pace, share_for
+from dmi_connector.store.pace import LATE_S, SURE, Pace, Shares, shares_for
 from dmi_connector.store.persist import Persistence
 from dmi_connector.store.persist_settings import PersistSettings
 from dmi_connector.store.process import Child
@@ -24,6 +26,7 @@ from dmi_connector.store.verify import verify_store
 from dmi_connector.store.wire import Message
 from dmi_connector.store.writer import Writer
 from tests import storekit as kit
+from tests.trackerkit import ask, generate, make_tracker
 
 CHUNK, PROMPT = 128, 128
 WIDE = ArraySpec("mlp_post", "bfloat16", tuple(range(8)), 512)
@@ -40,17 +43,23 @@ def paced() -> Iterator[Persistence]:
     assert persistence.shutdown(kit.PATIENCE)
 
 
-def begin(persistence: Persistence, path: Path) -> CaptureHandle:
-    return persistence.open_capture(CaptureSpec(str(path), (WIDE,), {"prompt_len": PROMPT, "model": "m"}))
+def begin(persistence: Persistence, path: Path, most_rows: int | None = None) -> CaptureHandle:
+    spec = CaptureSpec(str(path), (WIDE,), {"prompt_len": PROMPT, "model": "m"}, most_rows=most_rows)
+    return persistence.open_capture(spec)
+
+
+def shares(persistence: Persistence) -> Shares:
+    """As a writer reads them."""
+    pace = Pace(os.dup(persistence.pool._pace.fd))
+    try:
+        return pace.shares
+    finally:
+        pace.close()
 
 
 def share(persistence: Persistence) -> float:
-    """As a writer reads it."""
-    pace = Pace(os.dup(persistence.pool._pace.fd))
-    try:
-        return pace.share
-    finally:
-        pace.close()
+    """Of the time of a writer for rows of generated tokens."""
+    return shares(persistence).generated
 
 
 def cpu_seconds(pid: int) -> float:
@@ -59,25 +68,42 @@ def cpu_seconds(pid: int) -> float:
 
 
 def test_the_share_grows_with_what_waits() -> None:
-    assert [share_for(LEAST, used) for used in (0.0, 0.5, 0.625, 0.75, 1.0)] == [0.25, 0.25, 0.625, 1.0, 1.0]
-    assert [share_for(1.0, used) for used in (0.0, 0.7, 1.0)] == [1.0, 1.0, 1.0]
+    """Where the ring may not hold all that comes; rows of prompts are written at once then."""
+    grown = [shares_for(LEAST, used, 9.0, 0.0) for used in (0.0, 0.5, 0.625, 0.75, 1.0)]
+    assert [s.generated for s in grown] == [0.25, 0.25, 0.625, 1.0, 1.0] and {s.prompt for s in grown} == {1.0}
+    assert [shares_for(1.0, used, 9.0, 0.0) for used in (0.0, 0.7, 1.0)] == [(1.0, 1.0)] * 3
+
+
+def test_nothing_hurries_while_the_ring_is_sure_to_hold_all() -> None:
+    for used, to_come in ((0.0, SURE), (SURE, 0.0), (0.5, 0.45), (0.0, 0.0)):
+        assert shares_for(LEAST, used, to_come, 0.0) == (LEAST, LEAST)
+    for used, to_come in ((0.0, 0.96), (0.5, 0.46)):
+        assert shares_for(LEAST, used, to_come, 0.0) == (LEAST, 1.0)
+
+
+def test_what_waits_for_long_is_written_anyway() -> None:
+    for to_come in (0.0, 9.0):
+        waited = [shares_for(LEAST, 0.1, to_come, seconds) for seconds in (1.0, 2.0, LATE_S, 100.0)]
+        assert [s.generated for s in waited] == [LEAST, 0.625, 1.0, 1.0]
+        assert waited[-1].prompt == 1.0 and waited[1].prompt == (0.625 if to_come == 0.0 else 1.0)
 
 
 def test_a_rest_lasts_as_long_as_the_share_asks() -> None:
     pace = Pace()
     began = time.monotonic()
-    pace.rest(10.0)  # there is no limit yet
+    pace.rest(10.0, generated=True)  # there is no limit yet
     assert time.monotonic() - began < 1
     other = Pace(os.dup(pace.fd))
-    pace.share = 0.25
-    assert other.share == pytest.approx(0.25, abs=1 / 255)
-    began = time.monotonic()
-    other.rest(0.02)
-    assert time.monotonic() - began >= 0.055
-    timer = threading.Timer(0.1, lambda: setattr(pace, "share", 1.0))
+    pace.shares = Shares(0.25, 0.5)
+    assert other.shares == pytest.approx((0.25, 0.5), abs=1 / 255)
+    for generated, least in ((True, 0.055), (False, 0.018)):
+        began = time.monotonic()
+        other.rest(0.02, generated)
+        assert time.monotonic() - began >= least
+    timer = threading.Timer(0.1, lambda: setattr(pace, "shares", Shares(1.0, 0.01)))
     timer.start()
     began = time.monotonic()
-    other.rest(1000.0)
+    other.rest(1000.0, generated=True)
     assert time.monotonic() - began < kit.PATIENCE
     timer.join()
     for each in (pace, other):
@@ -166,7 +192,7 @@ def test_which_rows_are_of_generated_tokens(
     for first in range(0, 4 * CHUNK, CHUNK):
         kit.put(paced, kit.random_bits(WIDE, CHUNK).view("u1").ravel(), handle, first, CHUNK)
     kit.put_rows(paced, handle, "logits", kit.random_bits(LOGITS, 1), 0, 400)
-    assert [m["paced"] for m in sent] == [False, False, True, True, True]
+    assert [m["generated"] for m in sent] == [False, False, True, True, True]
     handle.abort()
 
 
@@ -187,17 +213,73 @@ def test_generated_rows_are_written_at_leisure(paced: Persistence, tmp_path: Pat
     assert worked / lasted < 0.35
 
 
-def test_rows_of_prompts_are_written_without_a_rest(tmp_path: Path) -> None:
-    class Rests(list[float]):
-        def rest(self, worked: float) -> None:
-            self.append(worked)
+def test_writers_rest_after_each_chunk(tmp_path: Path) -> None:
+    class Rests(list[tuple[float, bool]]):
+        def rest(self, worked: float, generated: bool) -> None:
+            self.append((worked, generated))
 
     ring, answers, rests = kit.random_bits(WIDE, CHUNK).view("u1").ravel(), [], Rests()
     writer = Writer(ring, answers.append, FileCache(4), rests)  # type: ignore[arg-type]
     grid = {"chunk_tokens": CHUNK, "segment_tokens": CHUNK, "codec": "zstd"}
     writer.handle({"type": "open", "id": 1, "partial": str(tmp_path), "arrays": [WIDE.to_json()], "bases": [0], **grid})
-    for seq, paced in enumerate((False, True)):
+    for seq, generated in enumerate((False, True)):
         where = {"id": 1, "seq": seq, "offset": 0, "first": seq * CHUNK, "count": CHUNK}
-        writer.handle({"type": "chunk", **where, "paced": paced})
-        assert answers.pop() == {"ack": seq} and len(rests) == paced
-    assert 0 < rests[0] < 10
+        writer.handle({"type": "chunk", **where, "generated": generated})
+        assert answers.pop() == {"ack": seq}
+    assert [generated for _, generated in rests] == [False, True] and all(0 < worked < 10 for worked, _ in rests)
+
+
+def test_the_ring_is_sure_to_hold_what_is_known_to_come(paced: Persistence, tmp_path: Path) -> None:
+    """RING are 16 chunks of 1 MiB: 15 fit. What came, and what a closed capture had left, is to come no more."""
+    rows = kit.random_bits(WIDE, CHUNK).view("u1").ravel()
+    pid = paced.pool.processes[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    few, many = begin(paced, tmp_path / "a.zarr", 8 * CHUNK), begin(paced, tmp_path / "b.zarr", 8 * CHUNK)
+    kit.put(paced, rows, few, 0, CHUNK)
+    assert shares(paced) == pytest.approx((LEAST, 1.0), abs=0.01), "16 in all"
+    few.abort()
+    kit.put(paced, rows, many, 0, CHUNK)
+    assert shares(paced) == pytest.approx((LEAST, LEAST), abs=0.01), "9 in all"
+    unknown = begin(paced, tmp_path / "c.zarr")
+    assert shares(paced).prompt == pytest.approx(LEAST, abs=0.01), "as it was told last"
+    kit.put(paced, rows, unknown, 0, CHUNK)
+    assert shares(paced).prompt == 1.0
+    os.kill(pid, signal.SIGCONT)
+    for handle in (many, unknown):
+        handle.abort()
+    assert shares(paced) == (1.0, 1.0)
+
+
+def test_how_many_bytes_may_come() -> None:
+    def most(rows: int | None, prompt: int, start: int = 0, arrays: tuple[ArraySpec, ...] = (WIDE, LOGITS)) -> int:
+        attrs = {"prompt_len": prompt, "start": start}
+        return CaptureSpec("a.zarr", arrays, attrs, most_rows=rows).most_bytes
+
+    wide, logits = 8 * 512 * 2, 33 * 4
+    assert most(10, 4, arrays=(WIDE,)) == 10 * wide
+    assert most(10, 4) == 10 * wide + 7 * logits, "a row for the prompt's last token, and for each behind it"
+    assert most(4, 4) == 4 * wide + logits and most(2, 4) == 2 * wide
+    assert most(5, 4, start=8) == 5 * wide + 5 * logits and most(None, 4) > 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("tokens", "output", "most"),
+    [
+        (None, True, 44),
+        (None, False, 40),
+        ([10, None], True, 34),
+        ([10, 30], True, 20),
+        ([0, 1000], True, 44),
+        ([60, None], True, 0),
+    ],
+)
+def test_the_engine_says_how_many_rows_may_come(
+    tmp_path: Path, tokens: list[int | None] | None, output: bool, most: int
+) -> None:
+    """Of a prompt of 40 tokens and 4 generated at most."""
+    params = {"include_output_tokens": output, "dmi": {"tokens": tokens} if tokens else {}}
+    tracker, request = make_tracker(tmp_path), ask(params, prompt=40)
+    request.max_tokens = 4
+    tracker.on_new_request(request)  # type: ignore[arg-type]
+    steps, _ = generate(tracker, request, 2)
+    assert [o.most_rows for step in steps for o in step.opens] == [most]
