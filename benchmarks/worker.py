@@ -29,6 +29,7 @@ def worker_switch(worker: Any, changes: dict[str, Any], least_share: float = 0.0
 
     from dmi_connector.engine import startup
     from dmi_connector.engine.export import Exporter
+    from dmi_connector.engine.tracker import Tracker
 
     connector = _connector()
     layer, rank = connector.exporter.layer, connector.exporter.rank
@@ -37,11 +38,15 @@ def worker_switch(worker: Any, changes: dict[str, Any], least_share: float = 0.0
     connector.exporter = None
     gc.unfreeze()  # vLLM froze what was there at start
     gc.collect()  # frees the old buffers before the next ones are made
+    # Beside a GPU the scheduler's half is in this process: the policy says whether blocks are kept until rows are gone.
+    trackers = [found for found in gc.get_objects() if type(found) is Tracker]
     gc.freeze()
     connector.context = replace(connector.context, options=replace(connector.context.options, **changes))
     with mock.patch.object(startup, "LEAST_SHARE", least_share or startup.LEAST_SHARE):
         connector.exporter = Exporter(connector.context, layer, rank, connector._vllm_config)
     connector.exporter.gathered = gathered
+    for tracker in trackers:
+        tracker.context = connector.context
 
 
 def worker_pending(worker: Any) -> int:
@@ -101,7 +106,7 @@ def _profiled(worker: Any) -> dict[str, tuple[type, str]]:
 
 def worker_profile(worker: Any, start: bool) -> dict[str, Any]:
     """Time the engine's thread: wraps methods on start, gives microseconds a call on stop, and from one call of
-    `execute_model` to the next (step). Methods that were not called are left out.
+    `execute_model` to the next (step, each of them too). Methods that were not called are left out.
     """
     targets = _profiled(worker)
     if start:
@@ -128,11 +133,13 @@ def worker_profile(worker: Any, start: bool) -> dict[str, Any]:
             result[name] = _statistics([end - begin for begin, end in wrapper.samples])
             begins = [begin for begin, _ in wrapper.samples]
             if name == "execute_model" and len(begins) > 1:
-                result["step"] = _statistics([after - before for before, after in pairwise(begins)])
+                steps = [after - before for before, after in pairwise(begins)]
+                result["step"] = _statistics(steps)
+                result["step"]["each_us"] = [round(seconds * 1e6) for seconds in steps]
     return result
 
 
-def _statistics(seconds: list[float]) -> dict[str, float]:
+def _statistics(seconds: list[float]) -> dict[str, Any]:
     values = sorted(s * 1e6 for s in seconds)
     return {
         "calls": len(values),

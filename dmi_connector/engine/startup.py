@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.dmi_connector")
 
-LEAST_SHARE = 0.25
+LEAST_SHARE = 0.05
 """Of their time that writers beside a GPU work while an engine decodes and there is room (store/pace.py)."""
 
 WRITER_GB_PER_S = {"none": 1.6, "lz4": 0.7, "zstd": 0.4}
@@ -98,9 +98,9 @@ def persist_settings(options: ServerOptions, rank: int, gpu: bool) -> PersistSet
 
 
 def default_writers(gpu: bool) -> int:
-    """Writer processes by the machine's cores: on a GPU machine all but a few, on a CPU the model needs them."""
+    """Writer processes by the machine's cores: beside a GPU all, for they give way; on a CPU the model needs them."""
     cores = len(os.sched_getaffinity(0))
-    return max(1, min(32, cores - 1)) if gpu else max(1, min(4, cores // 4))
+    return min(32, cores) if gpu else max(1, min(4, cores // 4))
 
 
 def announce(

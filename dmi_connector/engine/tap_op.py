@@ -151,13 +151,15 @@ def _tap(
         writer = RowWriter(widths, values[0].dtype, starts, chosen, place.layer, places)
         tap = place.taps[key] = Tap(writer, tokens_at_once(values, chosen))
     branch = _captured_branch(rows.device) if beside or kept else None
+    buffer = None if aside is None else aside.buffer
     if branch is not None:
         branch.join(first=not kept)
+    elif beside and tokens <= tap.at_once and rows.is_cuda:  # the graph of such a step may be captured next
+        tap.write.compile_beside(rows, slots, values, buffer)
+    beside = branch is not None and beside
     with branch.beside() if branch is not None and beside else nullcontext():
-        if aside is not None:  # in one piece: a row of its buffer belongs to a token of the step
-            tap.write(rows, slots, values, aside.buffer)
-        elif tokens <= tap.at_once:
-            tap.write(rows, slots, values)
+        if buffer is not None or tokens <= tap.at_once:  # a row of the buffer belongs to a token of the step
+            tap.write(rows, slots, values, buffer, beside)
         else:
             for first in range(0, tokens, tap.at_once):
                 tap.write(rows, slots[first:], [v[first : first + tap.at_once] for v in values])

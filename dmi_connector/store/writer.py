@@ -78,6 +78,7 @@ class Writer:
         self._holds: dict[int, Hold] = {}
         # Of captures (by number) that are closed here, until they have their final name.
         self._closed: list[tuple[int, Hold]] = []
+        self._worked = 0.0  # seconds on the latest payload, as the next one will take
         self.commits: list[Commit] = []
 
     def handle(self, message: Message) -> None:
@@ -102,6 +103,8 @@ class Writer:
 
     def _data(self, m: Message, write: Callable[[GroupWriter, np.ndarray], None]) -> None:
         answer: Message = {"ack": m["seq"]}
+        # Before, not after: the writers do not all begin at once when rows come.
+        self._pace.rest(self._worked, m["generated"])
         began = time.process_time()
         group = self._groups.get(m["id"])
         if group is None:
@@ -111,8 +114,8 @@ class Writer:
                 write(group, self._ring[m["offset"] :])
             except Exception as error:
                 answer["error"] = group.stats.note(error)
+        self._worked = time.process_time() - began
         self._reply(answer)
-        self._pace.rest(time.process_time() - began, m["generated"])
 
     def _chunk(self, m: Message) -> None:
         def write(group: GroupWriter, data: np.ndarray) -> None:

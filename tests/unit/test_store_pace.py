@@ -213,7 +213,7 @@ def test_generated_rows_are_written_at_leisure(paced: Persistence, tmp_path: Pat
     assert worked / lasted < 0.35
 
 
-def test_writers_rest_after_each_chunk(tmp_path: Path) -> None:
+def test_writers_rest_before_each_chunk_for_the_one_before(tmp_path: Path) -> None:
     class Rests(list[tuple[float, bool]]):
         def rest(self, worked: float, generated: bool) -> None:
             self.append((worked, generated))
@@ -222,11 +222,12 @@ def test_writers_rest_after_each_chunk(tmp_path: Path) -> None:
     writer = Writer(ring, answers.append, FileCache(4), rests)  # type: ignore[arg-type]
     grid = {"chunk_tokens": CHUNK, "segment_tokens": CHUNK, "codec": "zstd"}
     writer.handle({"type": "open", "id": 1, "partial": str(tmp_path), "arrays": [WIDE.to_json()], "bases": [0], **grid})
-    for seq, generated in enumerate((False, True)):
+    for seq, generated in enumerate((False, True, True)):
         where = {"id": 1, "seq": seq, "offset": 0, "first": seq * CHUNK, "count": CHUNK}
         writer.handle({"type": "chunk", **where, "generated": generated})
         assert answers.pop() == {"ack": seq}
-    assert [generated for _, generated in rests] == [False, True] and all(0 < worked < 10 for worked, _ in rests)
+    assert [generated for _, generated in rests] == [False, True, True] and rests[0][0] == 0
+    assert all(0 < worked < 10 for worked, _ in rests[1:])
 
 
 def test_the_ring_is_sure_to_hold_what_is_known_to_come(paced: Persistence, tmp_path: Path) -> None:

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way off the GPU, with CUDA stood for by memory of the CPU: what is gathered when, the order of deliveries, what
+is given up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dmi_connector.engine import device
+from dmi_connector.engine.device import FELL_BEHIND, DeviceLane, Piece
+from tests import storekit as kit
+
+ROW_BYTES, ROWS = 512, 8
+PIECE = ROW_BYTES * 2
+TABLE = np.array([[0, ROW_BYTES, 0]])
+
+
+class Event:
+    """Happened at once, unless the link is held up."""
+
+    link = threading.Event()
+
+    def __init__(self, **_: Any) -> None:
+        self.of_link = False
+
+    def record(self, *_: Any) -> None:
+        return
+
+    def query(self) -> bool:
+        return not self.of_link or self.link.is_set()
+
+    def synchronize(self) -> None:
+        if self.of_link:
+            assert self.link.wait(kit.PATIENCE)
+
+
+class Copier:
+    """Copies when it is asked; the events say so when the link goes on."""
+
+    def __init__(self, *_: Any) -> None:
+        return
+
+    def start(self) -> None:
+        return
+
+    @staticmethod
+    def copy(source: torch.Tensor, target: int, _ready: Event) -> Event:
+        ctypes.memmove(target, source.data_ptr(), source.numel())
+        copied = Event()
+        copied.of_link = True
+        return copied
+
+
+class Lane:
+    """A lane, the pieces sent to it and what became of them."""
+
+    def __init__(self, pieces_in_staging: int, pieces_in_ring: int) -> None:
+        self.rows = torch.randint(0, 255, (ROWS * 8, ROW_BYTES), dtype=torch.uint8)
+        self.ring = np.zeros(pieces_in_ring * PIECE, np.uint8)
+        self.taken = 0
+        self.delivered: list[tuple[int, bytes]] = []
+        self.lost: list[tuple[int, str]] = []
+        self.lane = DeviceLane(self.ring, pieces_in_staging * PIECE, self.rows)
+
+    def piece(self, number: int, owner: object = None) -> Piece:
+        """Rows 2 * number and the one after."""
+        offset = -1
+
+        def space() -> int | None:
+            nonlocal offset
+            if self.taken == len(self.ring):
+                return None
+            offset, self.taken = self.taken, self.taken + PIECE
+            return offset
+
+        def deliver() -> None:
+            self.delivered.append((number, self.ring[offset : offset + PIECE].tobytes()))
+
+        slots = np.array([2 * number, 2 * number + 1])
+        return Piece(owner, slots, TABLE, PIECE, space, deliver, lambda why: self.lost.append((number, why)))
+
+    def wanted(self, number: int) -> tuple[int, bytes]:
+        return number, self.rows[2 * number : 2 * number + 2].numpy().tobytes()
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each gather took."""
+    found: list[int] = []
+    gather = device.gather_rows
+    stream = SimpleNamespace(wait_event=lambda _event: None)
+    cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    for name, fake in (
+        ("Event", Event),
+        ("Stream", lambda *_, **__: stream),
+        ("stream", lambda _stream: threading.Lock()),
+        ("set_device", lambda _device: None),
+        ("cudart", lambda: cudart),
+    ):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(device, "PieceCopier", Copier)
+    monkeypatch.setattr(device, "gather_rows", lambda *a: (found.append(len(a[1])), gather(*a))[1])
+    Event.link = threading.Event()
+    Event.link.set()
+    return found
+
+
+@pytest.fixture
+def make(launches: list[int]) -> Iterator[Callable[[int, int], Lane]]:
+    made: list[Lane] = []
+
+    def one(staging: int, ring: int) -> Lane:
+        made.append(Lane(staging, ring))
+        return made[-1]
+
+    yield one
+    Event.link.set()
+    for each in made:
+        each.lane.finish_gathers(kit.PATIENCE)
+        each.lane.shutdown(kit.PATIENCE)
+        assert not any(thread.is_alive() for thread in each.lane._threads)
+
+
+def test_rows_arrive_in_order(make: Callable[[int, int], Lane], launches: list[int]) -> None:
+    """In one gather where there is room, behind them what was to run then."""
+    lane = make(8, 8)
+    lane.lane.send([lane.piece(n) for n in range(3)])
+    lane.lane.then(lambda: lane.delivered.append((-1, b"")))
+    lane.lane.send([lane.piece(3)])
+    kit.until(lambda: len(lane.delivered) == 5)
+    assert lane.delivered == [*map(lane.wanted, range(3)), (-1, b""), lane.wanted(3)]
+    assert launches == [6, 2]
+
+
+def test_what_finds_no_room_waits_in_the_cache(make: Callable[[int, int], Lane], launches: list[int]) -> None:
+    """The engine's thread goes on; as the link does, more is gathered, as much at a time as there is room for."""
+    Event.link.clear()
+    lane = make(3, 32)
+    pieces = [lane.piece(n) for n in range(11)]
+    lane.lane.send(pieces)
+    kit.until(lambda: [p.waits for p in pieces] == [False] * 3 + [True] * 8)
+    later = lane.piece(11)
+    lane.lane.send([later])
+    time.sleep(0.05)
+    assert later.waits and lane.delivered == []
+    Event.link.set()
+    kit.until(lambda: len(lane.delivered) == 12)
+    assert lane.delivered == [*map(lane.wanted, range(12))] and sum(launches) == 24
+    assert launches[0] == 6 and max(launches[1:]) > 2, "several pieces share a launch"
+
+
+def test_a_full_ring_is_waited_for(make: Callable[[int, int], Lane]) -> None:
+    lane = make(8, 2)
+    lane.lane.send([lane.piece(n) for n in range(4)])
+    kit.until(lambda: len(lane.delivered) == 2)
+    assert len(lane.lane.waiting) == 2
+    lane.taken = 0
+    kit.until(lambda: len(lane.delivered) == 4)
+    assert lane.delivered == [*map(lane.wanted, range(4))]
+
+
+def test_blocks_that_are_reused_are_gathered_first(make: Callable[[int, int], Lane]) -> None:
+    """Those of one owner: the others go on waiting. Under policy drop what finds no room is lost."""
+    Event.link.clear()
+    lane = make(2, 32)
+    a, b, c = object(), object(), object()
+    pieces = [lane.piece(n, owner) for n, owner in enumerate((a, a, b, b, c, c))]
+    lane.lane.send(pieces)
+    kit.until(lambda: not pieces[1].waits)
+    lane.lane.flush(b, drop=True)
+    assert lane.lost == [(2, FELL_BEHIND), (3, FELL_BEHIND)]
+    assert [p.lost for p in pieces] == [False, False, True, True, False, False]
+    timer = threading.Timer(0.05, Event.link.set)
+    timer.start()
+    lane.lane.flush(c, drop=False)
+    assert not any(p.waits for p in pieces)
+    kit.until(lambda: len(lane.delivered) == 4)
+    assert lane.delivered == [*map(lane.wanted, (0, 1, 4, 5))]
+    timer.join()
+
+
+def test_one_failure_is_one_capture(
+    make: Callable[[int, int], Lane], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A delivery that fails, and a gather: the next ones go on."""
+    lane = make(8, 32)
+    bad = lane.piece(0)
+    bad.deliver = lambda: (_ for _ in ()).throw(OSError("no"))
+    lane.lane.send([bad, lane.piece(1)])
+    kit.until(lambda: len(lane.delivered) == 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "gather_rows", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+        lane.lane.send([lane.piece(2)])
+    assert lane.lost == [(2, "rows could not be gathered (RuntimeError: no memory)")]
+    lane.lane.send([lane.piece(3)])
+    kit.until(lambda: len(lane.delivered) == 2)
+    assert lane.delivered == [lane.wanted(1), lane.wanted(3)]
+
+
+def test_what_arrives_together_is_delivered_together(make: Callable[[int, int], Lane]) -> None:
+    """However many copies end at once: the delivering thread sleeps once for them."""
+    Event.link.clear()
+    lane = make(32, 32)
+    for n in range(20):
+        lane.lane.send([lane.piece(n)])
+    kit.until(lambda: lane.lane._copies.empty())
+    with pytest.MonkeyPatch.context() as patch:
+        slept: list[float] = []
+        sleep = time.sleep
+        patch.setattr(device.time, "sleep", lambda s: (slept.append(s), sleep(s))[1])
+        Event.link.set()
+        kit.until(lambda: len(lane.delivered) == 20)
+        assert slept.count(device._BREATH_S) <= 3
+    assert lane.delivered == [*map(lane.wanted, range(20))]
