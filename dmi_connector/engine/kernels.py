@@ -21,24 +21,12 @@ _SEARCHES = ("topk", "exact")
 _BLOCK = 2048
 _GATHER_BLOCK = 1024
 _GATHER_TOKENS = 8
-# All measured on an H200.
-_DECODE_TOKENS = 512
-"""Up to so many tokens are few."""
-_BESIDE_TOKENS = 32
-"""From so many on, few tokens that are written beside the model's kernels take few programs: those would occupy all of
-the GPU's processors, and what the model launches next would wait for them.
+# Measured on an H200. Up to so many tokens one program copies one token with 4 warps, above it two with 8.
+DECODE_TOKENS = 512
+_TILES = {True: (4096, 8), False: (2048, 4)}
+"""(values that a reducing program takes at a time, its warps), for few tokens and for many (docs/REDUCTIONS.md): few
+wait for memory, many for room on the GPU.
 """
-_COPIES = {"few": (1, 4, 1 << 30), "many": (2, 8, 1 << 30), "beside": (8, 8, 4)}
-"""(tokens that a copying program takes at a time, its warps, the most programs for one block of values)."""
-_REDUCTIONS = {"few": (4096, 8), "many": (2048, 4)}
-"""(values that a reducing program takes at a time, its warps): few tokens wait for memory, many for room on the GPU
-(docs/REDUCTIONS.md). Each takes one row: in a loop over rows it takes 1.4 to 1.6 times as long.
-"""
-
-
-def _how(tokens: int, beside: bool) -> str:
-    """A key of _COPIES."""
-    return "many" if tokens > _DECODE_TOKENS else "beside" if beside and tokens >= _BESIDE_TOKENS else "few"
 
 
 class RowWriter:
@@ -77,24 +65,15 @@ class RowWriter:
         self._launches = [_Copies(group, dtype) if plain else _Reductions(group) for group in groups]
 
     def __call__(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        values: list[torch.Tensor],
-        buffer: torch.Tensor | None = None,
-        beside: bool = False,
+        self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], buffer: torch.Tensor | None = None
     ) -> None:
         """Write ``values[i][t]`` to row ``slots[t]``.
 
         rows: uint8 [slots, row_bytes], contiguous. slots: int64 [>= tokens]; a negative slot marks padding, which is
         skipped (Triton) or sent to row 0, the null block nobody reads (torch). values: [tokens, width] each, last
         dimension contiguous, any row stride. buffer: uint8 [>= tokens, bytes], of whose row t `places` speak.
-        beside: whether other kernels run meanwhile, which are not to be slowed.
         """
-        if rows.is_cuda:
-            self.in_triton(rows, slots, values, buffer, beside)
-        else:
-            self.in_torch(rows, slots, values, buffer)
+        (self.in_triton if rows.is_cuda else self.in_torch)(rows, slots, values, buffer)
 
     def in_torch(
         self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], buffer: torch.Tensor | None = None
@@ -117,12 +96,7 @@ class RowWriter:
             copy_rows(rows, numbers, [stored[i] for i in part], [offsets[i] for i in part])
 
     def in_triton(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        values: list[torch.Tensor],
-        buffer: torch.Tensor | None = None,
-        beside: bool = False,
+        self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], buffer: torch.Tensor | None = None
     ) -> None:
         """One launch for up to MAX_VALUES values, and one for each that takes a kernel of its own."""
         tokens = min(values[0].shape[0], slots.shape[0])
@@ -137,19 +111,7 @@ class RowWriter:
             assert reduction is not None
             _reduce_layers_triton(rows, slots, values[i][:, None], none, reduction, [self._layer], self._offsets[i])
         for launch in self._launches:
-            launch(rows, slots, values, strides, tokens, rows if buffer is None else buffer, _how(tokens, beside))
-
-    def compile_beside(
-        self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], buffer: torch.Tensor | None = None
-    ) -> None:
-        """Write once as it is done beside other kernels, unless that was done before: Triton must not have to compile
-        while a CUDA graph is captured.
-        """
-        how = _how(min(values[0].shape[0], slots.shape[0]), beside=True)
-        if how != "beside" or all(launch.made(rows.device, how) for launch in self._launches):
-            return
-        if not torch.cuda.is_current_stream_capturing():
-            self.in_triton(rows, slots, values, buffer, beside=True)
+            launch(rows, slots, values, strides, tokens, rows if buffer is None else buffer)
 
 
 def copy_rows(rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], offsets: list[int]) -> None:
@@ -200,24 +162,20 @@ class _Launch:
 
 
 class _Parts:
-    """Up to MAX_VALUES values that one launch writes, in one of several ways (`_how`)."""
+    """Up to MAX_VALUES values that one launch writes, for few tokens in one way, for many in another."""
 
     def __init__(self, parts: Sequence[_Part]) -> None:
         self._parts, self._pad = parts, [0] * (MAX_VALUES - len(parts))
         self._sources = [part.source for part in parts]
-        self._launches: dict[tuple[torch.device, str], _Launch] = {}
+        self._launches: dict[tuple[torch.device, bool], _Launch] = {}
 
-    def _launch(self, device: torch.device, how: str) -> _Launch:
-        launch = self._launches.get((device, how))
+    def _launch(self, device: torch.device, few: bool) -> _Launch:
+        launch = self._launches.get((device, few))
         if launch is None:
-            launch = self._launches[device, how] = self._made(how)
+            launch = self._launches[device, few] = self._made(few)
         return launch
 
-    def made(self, device: torch.device, how: str) -> bool:
-        """Whether it was written in this way before."""
-        return (device, how) in self._launches
-
-    def _made(self, how: str) -> _Launch:
+    def _made(self, few: bool) -> _Launch:
         raise NotImplementedError
 
     def _padded(self, numbers: Iterable[int]) -> list[int]:
@@ -237,12 +195,12 @@ class _Copies(_Parts):
         self._dtype = dtype
         self._blocks = sum(-(-part.width // _BLOCK) for part in parts)
 
-    def _made(self, how: str) -> _Launch:
+    def _made(self, few: bool) -> _Launch:
         from dmi_connector.engine.triton_kernels import write_rows_kernel
 
         constants = self._padded(part.width for part in self._parts)
         constants += self._padded(part.offset // self._dtype.itemsize for part in self._parts)
-        tile, warps, _ = _COPIES[how]
+        tile, warps = (1, 4) if few else (2, 8)
         return _Launch(write_rows_kernel, [*constants, tile, _BLOCK], num_warps=warps)
 
     def __call__(
@@ -253,29 +211,25 @@ class _Copies(_Parts):
         strides: list[tuple[int, ...]],
         tokens: int,
         _buffer: torch.Tensor,
-        how: str,
     ) -> None:
-        typed, (tile, _, most) = rows.view(self._dtype), _COPIES[how]
+        typed, few = rows.view(self._dtype), tokens <= DECODE_TOKENS
         pointers, steps = self._mine(values, strides)
-        grid = (min(-(-tokens // tile), most), self._blocks, 1)
-        launch = self._launch(rows.device, how)
+        grid = (tokens if few else -(-tokens // 2), self._blocks, 1)
+        launch = self._launch(rows.device, few)
         launch(grid, [typed, slots, *pointers], (tokens,), [typed.stride(0), *steps])
 
 
 class _Reductions(_Parts):
-    """Values of which some at least are reduced, or go to a buffer. Beside other kernels they are written as ever."""
+    """Values of which some at least are reduced, or go to a buffer."""
 
-    def made(self, device: torch.device, how: str) -> bool:
-        return how == "beside" or super().made(device, how)
-
-    def _made(self, how: str) -> _Launch:
+    def _made(self, few: bool) -> _Launch:
         from dmi_connector.engine.triton_reduce import MODES, reduce_rows_kernel
 
         parts = self._parts
         constants = [*self._padded(p.width for p in parts), *self._padded(MODES[p.mode] for p in parts)]
         constants += [*self._padded(p.number for p in parts), *self._padded(p.offset for p in parts)]
         # Products are rounded before they are added to, as in the twin.
-        tile, warps = _REDUCTIONS[how]
+        tile, warps = _TILES[few]
         return _Launch(reduce_rows_kernel, [*constants, tile], num_warps=warps, enable_fp_fusion=False)
 
     def __call__(
@@ -286,10 +240,9 @@ class _Reductions(_Parts):
         strides: list[tuple[int, ...]],
         tokens: int,
         buffer: torch.Tensor,
-        how: str,
     ) -> None:
         pointers, steps = self._mine(values, strides)
-        launch = self._launch(rows.device, "few" if how == "beside" else how)
+        launch = self._launch(rows.device, tokens <= DECODE_TOKENS)
         integers = [rows.stride(0), buffer.stride(0), *steps]
         launch((tokens, len(self._parts), 1), [rows, slots, buffer, *pointers], (), integers)
 
@@ -348,7 +301,7 @@ def _reduce_layers_triton(
 
 def _layers_how(mode: str, width: int, tokens: int) -> tuple[int, int]:
     """(values that a program takes at a time, its warps)."""
-    tile, warps = _REDUCTIONS[_how(tokens, beside=False)]
+    tile, warps = _TILES[tokens <= DECODE_TOKENS]
     return tile, _top_warps(width, tokens) if mode in _SEARCHES else warps
 
 

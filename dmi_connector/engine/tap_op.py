@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from dmi_connector.engine.at_end import SCRATCH, AtEnd
-from dmi_connector.engine.kernels import RowWriter
+from dmi_connector.engine.kernels import DECODE_TOKENS, RowWriter
 from dmi_connector.reduce import Reduction, from_settings
 
 _LIB = torch.library.Library("dmi", "FRAGMENT")
@@ -138,10 +138,21 @@ def _tap(
     if found is None:
         return
     rows, slots = found
-    place = _PLACES[base.data_ptr()]
-    tokens = values[0].shape[0]
+    place, known = _PLACES[base.data_ptr()], len(_PLACES[base.data_ptr()].taps)
+    tap, aside = _tap_of(place, values, offsets, reductions)
+    branch = _captured_branch(rows.device) if beside or kept else None
+    if branch is not None:
+        branch.join(first=not kept)
+    with branch.beside() if branch is not None and beside else nullcontext():
+        _write(tap, aside, rows, slots, values)
+    if len(place.taps) > known and rows.is_cuda and not torch.cuda.is_current_stream_capturing():
+        compile_others(place, rows, values, offsets, reductions)
+
+
+def _tap_of(place: Place, values: list[torch.Tensor], offsets: list[int], reductions: str) -> tuple[Tap, AtEnd | None]:
+    """What writes so many tokens of such values, and what it puts some of them aside in."""
     aside = _at_end(place) if reductions else None
-    if aside is not None and not aside.takes(tokens):
+    if aside is not None and not aside.takes(values[0].shape[0]):
         aside = None
     key = (reductions, aside is not None, *offsets)
     tap = place.taps.get(key)
@@ -150,19 +161,30 @@ def _tap(
         widths, places = [value.shape[1] for value in values], aside.places(starts) if aside is not None else ()
         writer = RowWriter(widths, values[0].dtype, starts, chosen, place.layer, places)
         tap = place.taps[key] = Tap(writer, tokens_at_once(values, chosen))
-    branch = _captured_branch(rows.device) if beside or kept else None
-    buffer = None if aside is None else aside.buffer
-    if branch is not None:
-        branch.join(first=not kept)
-    elif beside and tokens <= tap.at_once and rows.is_cuda:  # the graph of such a step may be captured next
-        tap.write.compile_beside(rows, slots, values, buffer)
-    beside = branch is not None and beside
-    with branch.beside() if branch is not None and beside else nullcontext():
-        if buffer is not None or tokens <= tap.at_once:  # a row of the buffer belongs to a token of the step
-            tap.write(rows, slots, values, buffer, beside)
-        else:
-            for first in range(0, tokens, tap.at_once):
-                tap.write(rows, slots[first:], [v[first : first + tap.at_once] for v in values])
+    return tap, aside
+
+
+def _write(tap: Tap, aside: AtEnd | None, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor]) -> None:
+    tokens = values[0].shape[0]
+    if aside is not None:  # in one piece: a row of its buffer belongs to a token of the step
+        tap.write(rows, slots, values, aside.buffer)
+    elif tokens <= tap.at_once:
+        tap.write(rows, slots, values)
+    else:
+        for first in range(0, tokens, tap.at_once):
+            tap.write(rows, slots[first:], [v[first : first + tap.at_once] for v in values])
+
+
+def compile_others(
+    place: Place, rows: torch.Tensor, values: list[torch.Tensor], offsets: list[int], reductions: str
+) -> None:
+    """Run the kernels that values like these take when there are many, or, after many, when there are few: on padding,
+    which they skip. Else the first prompt of an engine would wait until Triton has compiled them.
+    """
+    tokens = 1 if values[0].shape[0] > DECODE_TOKENS else DECODE_TOKENS + 1
+    padding = [value.new_zeros(tokens, value.shape[1]) for value in values]
+    slots = torch.full((tokens,), -1, dtype=torch.int64, device=rows.device)
+    _write(*_tap_of(place, padding, offsets, reductions), rows, slots, padding)
 
 
 def _tap_end(like: torch.Tensor, kept: list[torch.Tensor], token: torch.Tensor, base: torch.Tensor, layer: str) -> None:

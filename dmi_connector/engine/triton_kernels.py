@@ -11,18 +11,13 @@ import triton.language as tl
 
 @triton.jit
 def _copy(
-    rows, slots, x, stride, width: tl.constexpr, start, block, row_stride, count, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    row, x, stride, width: tl.constexpr, start, token, block, real, keep, BLOCK: tl.constexpr
 ):  # fmt: skip
     columns = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = columns < width
-    for first in range(tl.program_id(0).to(tl.int64) * TOKENS, count, tl.num_programs(0) * TOKENS):
-        token = first + tl.arange(0, TOKENS)[:, None]
-        real = token < count
-        slot = tl.load(slots + token, mask=real, other=-1)
-        # The load does not wait for the slots: only the store needs them. Most rows are not read again soon (.cs).
-        value = tl.load(x + token * stride + columns, mask=inside & real)
-        tl.store(rows + slot * row_stride + start + columns, value, mask=inside & (slot >= 0), cache_modifier=".cs")
+    # The load does not wait for the slots: only the store needs them. Most rows are not read again soon (.cs).
+    value = tl.load(x + token * stride + columns, mask=inside & real)
+    tl.store(row + start + columns, value, mask=inside & keep, cache_modifier=".cs")
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -37,10 +32,13 @@ def write_rows_kernel(
     o0, o1, o2, o3, o4, o5, o6, o7, o8, o9, o10, o11, o12,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token tiles or fewer, blocks of all values): block b copies TOKENS x BLOCK elements of the value it falls
-    into, one tile after the other.
-    """
+    """Grid (token tiles, blocks of all values): block b copies TOKENS x BLOCK elements of the value it falls into."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     block = tl.program_id(1)
+    real = token < count
+    slot = tl.load(slots + token, mask=real, other=-1)
+    keep = slot >= 0
+    row = rows + slot * row_stride
     b1: tl.constexpr = (w0 + BLOCK - 1) // BLOCK
     b2: tl.constexpr = b1 + (w1 + BLOCK - 1) // BLOCK
     b3: tl.constexpr = b2 + (w2 + BLOCK - 1) // BLOCK
@@ -54,31 +52,31 @@ def write_rows_kernel(
     b11: tl.constexpr = b10 + (w10 + BLOCK - 1) // BLOCK
     b12: tl.constexpr = b11 + (w11 + BLOCK - 1) // BLOCK
     if block < b1:
-        _copy(rows, slots, x0, s0, w0, o0, block, row_stride, count, TOKENS, BLOCK)
+        _copy(row, x0, s0, w0, o0, token, block, real, keep, BLOCK)
     elif block < b2:
-        _copy(rows, slots, x1, s1, w1, o1, block - b1, row_stride, count, TOKENS, BLOCK)
+        _copy(row, x1, s1, w1, o1, token, block - b1, real, keep, BLOCK)
     elif block < b3:
-        _copy(rows, slots, x2, s2, w2, o2, block - b2, row_stride, count, TOKENS, BLOCK)
+        _copy(row, x2, s2, w2, o2, token, block - b2, real, keep, BLOCK)
     elif block < b4:
-        _copy(rows, slots, x3, s3, w3, o3, block - b3, row_stride, count, TOKENS, BLOCK)
+        _copy(row, x3, s3, w3, o3, token, block - b3, real, keep, BLOCK)
     elif block < b5:
-        _copy(rows, slots, x4, s4, w4, o4, block - b4, row_stride, count, TOKENS, BLOCK)
+        _copy(row, x4, s4, w4, o4, token, block - b4, real, keep, BLOCK)
     elif block < b6:
-        _copy(rows, slots, x5, s5, w5, o5, block - b5, row_stride, count, TOKENS, BLOCK)
+        _copy(row, x5, s5, w5, o5, token, block - b5, real, keep, BLOCK)
     elif block < b7:
-        _copy(rows, slots, x6, s6, w6, o6, block - b6, row_stride, count, TOKENS, BLOCK)
+        _copy(row, x6, s6, w6, o6, token, block - b6, real, keep, BLOCK)
     elif block < b8:
-        _copy(rows, slots, x7, s7, w7, o7, block - b7, row_stride, count, TOKENS, BLOCK)
+        _copy(row, x7, s7, w7, o7, token, block - b7, real, keep, BLOCK)
     elif block < b9:
-        _copy(rows, slots, x8, s8, w8, o8, block - b8, row_stride, count, TOKENS, BLOCK)
+        _copy(row, x8, s8, w8, o8, token, block - b8, real, keep, BLOCK)
     elif block < b10:
-        _copy(rows, slots, x9, s9, w9, o9, block - b9, row_stride, count, TOKENS, BLOCK)
+        _copy(row, x9, s9, w9, o9, token, block - b9, real, keep, BLOCK)
     elif block < b11:
-        _copy(rows, slots, x10, s10, w10, o10, block - b10, row_stride, count, TOKENS, BLOCK)
+        _copy(row, x10, s10, w10, o10, token, block - b10, real, keep, BLOCK)
     elif block < b12:
-        _copy(rows, slots, x11, s11, w11, o11, block - b11, row_stride, count, TOKENS, BLOCK)
+        _copy(row, x11, s11, w11, o11, token, block - b11, real, keep, BLOCK)
     else:
-        _copy(rows, slots, x12, s12, w12, o12, block - b12, row_stride, count, TOKENS, BLOCK)
+        _copy(row, x12, s12, w12, o12, token, block - b12, real, keep, BLOCK)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -44,9 +44,7 @@ class Late:
 
         self._write = RowWriter(*args)
 
-    def __call__(
-        self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], *_buffer_beside: Any
-    ) -> None:
+    def __call__(self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor]) -> None:
         self.flush()
         where = [(v.data_ptr(), v.shape, v.stride(), v.dtype) for v in values]
         self.waiting.append(lambda: self._write(rows, slots, [in_memory(*w) for w in where]))

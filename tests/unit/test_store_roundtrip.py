@@ -126,7 +126,7 @@ def test_writers_work_at_leisure_beside_a_gpu_that_may_wait_for_them() -> None:
         options = ServerOptions.parse({"store_dir": "/x", "policy": policy})
         return persist_settings(options, 0, gpu).least_share
 
-    assert share(True, "block") == 0.25
+    assert share(True, "block") == 0.05
     assert {share(True, "drop"), share(False, "block"), share(False, "drop")} == {1.0}
 
 

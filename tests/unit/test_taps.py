@@ -256,6 +256,37 @@ def test_taps_of_a_captured_step_write_beside_the_model(spec: str, monkeypatch: 
     assert int(want.count_nonzero()) > 1000
 
 
+@pytest.mark.parametrize(("spec", "writers"), [("none", 1), ("int8", 1), ("topk(16)", 2), ("rp(8)", 2)])
+@pytest.mark.parametrize("tokens", [3, 600])
+def test_other_kernels_are_compiled_on_padding(
+    spec: str, writers: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few tokens are followed by many and the other way round; no row changes but the null block, which the torch twins
+    write padding to.
+    """
+    from dmi_connector.engine import tap_op
+    from dmi_connector.engine.at_end import AtEnd
+    from dmi_connector.engine.kernels import DECODE_TOKENS
+    from dmi_connector.layout import Segment
+    from dmi_connector.reduce import parse
+
+    width, reduction = 64, parse(spec)
+    if reduction is not None:
+        reduction.prepare(width, torch.device("cpu"), 0, 0)
+    at_end = AtEnd([Segment("mlp_out", 0, "bfloat16", width, 0, reduction)], torch.device("cpu"))
+    place = tap_op.Place(0, 0, weakref.ref(at_end))
+    rows = torch.full((700, 256), 7, dtype=torch.uint8)
+    seen: list[int] = []
+    write = tap_op._write
+    monkeypatch.setattr(tap_op, "_write", lambda *a: (seen.append(len(a[4][0])), write(*a))[1])
+    values = [torch.randn(tokens, width).bfloat16()]
+    how = "" if reduction is None else json.dumps([reduction.settings()])
+    tap_op._tap_of(place, values, [0], how)
+    tap_op.compile_others(place, rows, values, [0], how)
+    assert seen == [1 if tokens > DECODE_TOKENS else DECODE_TOKENS + 1]
+    assert len(place.taps) == writers and bool((rows[1:] == 7).all())
+
+
 class _NoContext:
     no_compile_layers: dict[str, Any] = {}
     slot_mapping: dict[str, Any] = {}
