@@ -115,33 +115,23 @@ def measure(rule: dict[str, str], tokens: int, layers: int, repeat: int) -> dict
     return {name: round(us, 1) for name, us in result.items()}
 
 
-GROUPS = (5, 7, 11)
-"""Hooks of a layer, in the order of WIDTHS, that are there after its first part, its second and its last."""
-
-
-def layer_of(x: torch.Tensor, weights: list[torch.Tensor], done: Callable[[list[torch.Tensor]], None]) -> torch.Tensor:
-    """A layer without attention: its output. done: called after each of its parts with all values so far."""
+def layer_of(x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A layer without attention: its output and the values of its hooks, in the order of WIDTHS."""
     qkv, o, gate_up, down = weights
     ln1 = F.rms_norm(x, x.shape[1:])
     q, k, v = F.linear(ln1, qkv).split([4096, 1024, 1024], dim=1)
-    values = [x, ln1, q, k, v]
-    done(values)
-    values += [q.contiguous()]
+    values = [x, ln1, q, k, v, q.contiguous()]
     values += [F.linear(values[-1], o)]
-    done(values)
     mid = x + values[-1]
     ln2 = F.rms_norm(mid, mid.shape[1:])
     gate, up = F.linear(ln2, gate_up).chunk(2, dim=1)
     values += [mid, ln2, F.silu(gate) * up]
     values += [F.linear(values[-1], down)]
-    done(values)
-    return mid + values[-1]
+    return mid + values[-1], values
 
 
 def measure_in_model(tokens: int, layers: int, repeat: int) -> dict[str, float]:
-    """us of a model's layers, and how many more they take with taps: in line after each layer, beside it (on a GPU),
-    and beside it after each of its parts.
-    """
+    """us of a model's layers, and how many more they take with taps: in line after each and, on a GPU, beside it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes = ((6144, 2560), (2560, 4096), (2 * 9728, 2560), (2560, 9728))
     make = torch.randn if device.type == "cuda" else torch.zeros
@@ -153,45 +143,29 @@ def measure_in_model(tokens: int, layers: int, repeat: int) -> dict[str, float]:
     of_layers = [[s for s in segments if s.layer == layer] for layer in range(layers)]
     branch = Branch(device) if device.type == "cuda" else None
 
-    def writers(own: list[Segment], ends: tuple[int, ...]) -> dict[int, tuple[int, RowWriter]]:
-        found = {}
-        for first, end in zip((0, *ends), ends, strict=False):
-            part = own[first:end]
-            found[end] = (first, RowWriter([s.width for s in part], torch.bfloat16, [s.offset for s in part]))
-        return found
-
-    def model(ends: tuple[int, ...], beside: Branch | None = None) -> Callable[[], None]:
-        of = [writers(own, ends) for own in of_layers]
+    def model(taps: bool, beside: Branch | None = None) -> Callable[[], None]:
+        writers = [RowWriter([s.width for s in own], torch.bfloat16, [s.offset for s in own]) for own in of_layers]
 
         def work() -> None:
             x = start
             kept: list[torch.Tensor] = []  # what a branch may be reading
-            for layer in range(layers):
-
-                def done(values: list[torch.Tensor], layer: int = layer) -> None:
-                    first, write = of[layer].get(len(values), (0, None))
-                    if write is None:
-                        return
-                    if beside is None:
-                        write(rows, slots, values[first:])
-                        return
-                    beside.join()
+            for own, write in zip(weights, writers, strict=True):
+                x, values = layer_of(x, own)
+                if taps and beside is None:
+                    write(rows, slots, values)
+                elif beside is not None:
+                    beside.join(first=not kept)
                     kept[:] = values
                     with beside.beside():
-                        write(rows, slots, values[first:])
-
-                x = layer_of(x, weights[layer], done)
+                        write(rows, slots, values)
             if beside is not None:
                 beside.join()
 
         return work
 
-    last = GROUPS[-1:]
-    found = {"model_us": timed(model(()), repeat), "in_line_us": timed(model(last), repeat)}
+    found = {"model_us": timed(model(False), repeat), "in_line_us": timed(model(True), repeat)}
     if branch is not None:
-        with torch.cuda.stream(torch.cuda.Stream()):  # compiled before it is captured
-            model(GROUPS)()
-        found |= {"beside_us": timed(model(last, branch), repeat), "parts_us": timed(model(GROUPS, branch), repeat)}
+        found["beside_us"] = timed(model(True, branch), repeat)
     return {n: round(us - (found["model_us"] if n != "model_us" else 0), 1) for n, us in found.items()}
 
 
