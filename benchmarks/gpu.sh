@@ -11,6 +11,7 @@
 #   curves   hooks and layers, seven engines at once (5 minutes)
 #   slow     policies block and drop with a slow sink (4 minutes)
 #   pace     writers of hidden-states and the full surface, paced in other ways (6 minutes)
+#   long     hidden-states of requests that decode for seconds, so that writers keep pace (4 minutes)
 #   ehs      vLLM's own extraction (4 minutes)
 set -euo pipefail
 status=0
@@ -65,6 +66,8 @@ for phase in "$@"; do
       capture pace '{"stock": 5, "full": 48, "hidden": 9}' \
         'stock,hidden-states disk,hidden-states disk gentle,hidden-states disk unpaced,full disk none,full disk none gentle,full disk none unpaced' \
         decode32,decode128 --profile '' ;;
+    long)
+      capture long '{"stock": 9, "hidden": 20}' 'stock,hidden-states null,hidden-states disk' decode32x1500 --profile '' ;;
     ehs)
       capture ehs '{"stock": 5, "ehs": 20, "hidden": 9}' 'stock,ehs,hidden-states disk' "$decode,prefill32" --profile '' ;;
     *)

@@ -41,7 +41,7 @@ def write(path: str, way: str, megabytes: int, stop: Any, written: Any) -> None:
         with open(path, "wb", 0) as file:
             for _ in range(4):
                 written.value += file.write(piece)
-        pace.rest(time.process_time() - began, generated=True)
+        pace.rest(time.process_time() - began, generated=True, since=time.monotonic())
     os.unlink(path)
 
 

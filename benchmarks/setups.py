@@ -39,6 +39,7 @@ CASES = {
     "decode8": Case(8, 64, 128),
     "decode32": Case(32, 64, 128),
     "decode128": Case(128, 64, 128),
+    "decode32x1500": Case(32, 64, 1500),
     "prefill8x128": Case(8, 128, 1),
     "prefill8": Case(8, 512, 1),
     "prefill8x1500": Case(8, 1500, 1),
@@ -154,8 +155,8 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
     setups = [
         Setup("stock", "stock", cases=null),
         Setup("ehs", "ehs", cases=everything),
-        Setup("hidden-states null", "hidden", HIDDEN, sink="null", cases=everything),
-        Setup("hidden-states disk", "hidden", HIDDEN, codec=default_codec, cases=everything),
+        Setup("hidden-states null", "hidden", HIDDEN, sink="null", cases=(*everything, "decode32x1500")),
+        Setup("hidden-states disk", "hidden", HIDDEN, codec=default_codec, cases=(*everything, "decode32x1500")),
         Setup("hidden-states disk none", "hidden", HIDDEN, codec="none", cases=everything),
         Setup("hidden target disk", "hidden-target", HIDDEN, codec=default_codec, cases=everything, owner="target"),
         Setup("full null", "full", FULL, sink="null", cases=null),

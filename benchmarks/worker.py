@@ -45,6 +45,8 @@ def worker_switch(worker: Any, changes: dict[str, Any], least_share: float = 0.0
     with mock.patch.object(startup, "LEAST_SHARE", least_share or startup.LEAST_SHARE):
         connector.exporter = Exporter(connector.context, layer, rank, connector._vllm_config)
     connector.exporter.gathered = gathered
+    if layer.rows.is_cuda and len(trackers) != 1:
+        raise RuntimeError(f"{len(trackers)} schedulers in this process: the benchmark needs an engine of one process")
     for tracker in trackers:
         tracker.context = connector.context
 

@@ -273,11 +273,12 @@ class DeviceLane:
                         self._changed.wait()
                     if not self.waiting:
                         return
-                    for _ in range(self._issue(self._written_first())):
+                    pieces = self._written_first()
+                    issued = self._issue(pieces)
+                    for _ in range(issued):
                         self.waiting.popleft()
                     self._changed.notify_all()
-                    more = bool(self.waiting)
-                if more:
+                if issued < len(pieces):  # there is no room
                     time.sleep(_BREATH_S)
 
     def _written_first(self) -> list[Piece]:

@@ -104,7 +104,7 @@ class RowWriter:
             return
         strides = [value.stride() for value in values]
         if any(columns != 1 for _, columns in strides):  # as the compiler may lay them out (tap_op.py)
-            values = [value.contiguous() for value in values]
+            values = [value if value.stride(1) == 1 else value.contiguous() for value in values]
             strides = [value.stride() for value in values]
         for i in self._alone:
             reduction, none = self._reductions[i], no_offset(rows.device)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.dmi_connector")
 
 LEAST_SHARE = 0.05
-"""Of their time that writers beside a GPU work while an engine decodes and there is room (store/pace.py)."""
+"""Of their time that writers beside a GPU work while the ring is sure to hold what comes, or there is room while rows
+of generated tokens come (store/pace.py).
+"""
 
 WRITER_GB_PER_S = {"none": 1.6, "lz4": 0.7, "zstd": 0.4}
 """Raw GB/s of one writer process by codec on bf16 activations, for the estimate at start (benchmarks/)."""
@@ -98,7 +100,7 @@ def persist_settings(options: ServerOptions, rank: int, gpu: bool) -> PersistSet
 
 
 def default_writers(gpu: bool) -> int:
-    """Writer processes by the machine's cores: beside a GPU all, for they give way; on a CPU the model needs them."""
+    """Writer processes of a rank: beside a GPU one for each core, for they give way; on a CPU the model needs cores."""
     cores = len(os.sched_getaffinity(0))
     return min(32, cores) if gpu else max(1, min(4, cores // 4))
 

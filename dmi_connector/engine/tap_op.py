@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import sys
 import weakref
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from dmi_connector.engine.at_end import SCRATCH, AtEnd
 from dmi_connector.engine.kernels import DECODE_TOKENS, RowWriter
 from dmi_connector.reduce import Reduction, from_settings
 
+logger = logging.getLogger("vllm.dmi_connector")
 _LIB = torch.library.Library("dmi", "FRAGMENT")
 # Else Inductor gives each op a copy of its own of what it has not written anywhere yet, and `kept` would keep another.
 _TAGS = (torch.Tag.flexible_layout,)
@@ -138,7 +140,8 @@ def _tap(
     if found is None:
         return
     rows, slots = found
-    place, known = _PLACES[base.data_ptr()], len(_PLACES[base.data_ptr()].taps)
+    place = _PLACES[base.data_ptr()]
+    known = len(place.taps)
     tap, aside = _tap_of(place, values, offsets, reductions)
     branch = _captured_branch(rows.device) if beside or kept else None
     if branch is not None:
@@ -178,13 +181,19 @@ def _write(tap: Tap, aside: AtEnd | None, rows: torch.Tensor, slots: torch.Tenso
 def compile_others(
     place: Place, rows: torch.Tensor, values: list[torch.Tensor], offsets: list[int], reductions: str
 ) -> None:
-    """Run the kernels that values like these take when there are many, or, after many, when there are few: on padding,
-    which they skip. Else the first prompt of an engine would wait until Triton has compiled them.
+    """Run the kernels that values like these take when there are fewer or more of them: on padding, which they skip.
+    Else a first prompt would wait until Triton has compiled them. What fails here is left to that prompt.
     """
-    tokens = 1 if values[0].shape[0] > DECODE_TOKENS else DECODE_TOKENS + 1
-    padding = [value.new_zeros(tokens, value.shape[1]) for value in values]
-    slots = torch.full((tokens,), -1, dtype=torch.int64, device=rows.device)
-    _write(*_tap_of(place, padding, offsets, reductions), rows, slots, padding)
+    counts = {1, DECODE_TOKENS + 1}
+    if reductions:
+        counts.add(_at_end(place).tokens + 1)  # more than are put aside
+    try:
+        for tokens in sorted(counts):
+            padding = [value.new_zeros(tokens, value.shape[1]) for value in values]
+            slots = torch.full((tokens,), -1, dtype=torch.int64, device=rows.device)
+            _write(*_tap_of(place, padding, offsets, reductions), rows, slots, padding)
+    except Exception as error:
+        logger.warning("dmi_connector: kernels could not be compiled ahead (%s: %s)", type(error).__name__, error)
 
 
 def _tap_end(like: torch.Tensor, kept: list[torch.Tensor], token: torch.Tensor, base: torch.Tensor, layer: str) -> None:

@@ -79,20 +79,13 @@ class CaptureSpec:
         """Payload bytes of one token on this rank."""
         return sum(a.token_bytes for a in self.arrays if not a.per_sample)
 
-    def bytes_of(self, name: str | None, rows: int) -> int:
-        """Payload bytes of rows of a per-sample array, or of all the others (None)."""
-        return rows * (self.token_bytes if name is None else sum(a.token_bytes for a in self.arrays if a.name == name))
-
     @property
     def most_bytes(self) -> int:
-        """Payload bytes that may come to this rank; far too many where that is unknown."""
-        if self.most_rows is None:
-            return _UNKNOWN_BYTES
-        prompt = int(self.attrs.get("prompt_len", 0)) - int(self.attrs.get("start", 0))
-        samples = self.most_rows - max(0, min(prompt - 1, self.most_rows))  # from the prompt's last token on
-        return self.bytes_of(None, self.most_rows) + sum(
-            self.bytes_of(a.name, samples) for a in self.arrays if a.per_sample
-        )
+        """Payload bytes that may come to this rank; far too many where that is unknown, as where rows of logits come:
+        those of all requests of a step travel together.
+        """
+        known = self.most_rows is not None and not any(a.per_sample for a in self.arrays)
+        return (self.most_rows or 0) * self.token_bytes if known else _UNKNOWN_BYTES
 
     def hooks(self) -> dict[str, dict[str, Any]]:
         """The `hooks` attribute these arrays give."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of their time writers work: the coordinator says it in shared memory, they rest for what is left.
+"""How much of their time writers work: the coordinator says it in shared memory, they rest before each payload.
 
 Writers on all cores slow an engine, whatever their priority: they share its cores' execution units and the memory. So
 they spread their work while the ring is sure to hold all that open captures may yet bring, rows of prompts too; else
-while rows of generated tokens come and there is room; and in either case no longer than a second or two.
+while rows of generated tokens come and there is room; and in either case for three seconds at most.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EASY, FULL = 0.5, 0.75
 SURE = 0.95
 """Part of the ring that what waits and what may yet come must not exceed, for the ring to be sure to hold it."""
 SOON_S, LATE_S = 1.0, 3.0
-"""How long the oldest rows may wait before writers work more, and from when on they work all the time."""
+"""How long rows wait before a writer works more, and from when on it works all the time."""
 ROOM_BYTES = 16 << 30
 """Of a larger ring, what these are parts of: what waits delays stores, and has to be written when the engine ends. With
 zstd 16 writers take some 3 s for it.
@@ -61,28 +61,27 @@ class Pace:
             os.close(self.fd)
             self.fd = -1
 
-    def rest(self, worked: float, generated: bool) -> None:
+    def rest(self, worked: float, generated: bool, since: float) -> None:
         """Wait as long as it takes for `worked` seconds to be the share, which may change meanwhile. generated: whether
-        rows of generated tokens took them.
+        the rows that wait are of generated tokens; since: when they began to, of time.monotonic().
         """
         began = time.monotonic()
         while True:
-            share = self.shares.generated if generated else self.shares.prompt
-            left = began + worked * (1 / share - 1) - time.monotonic()
+            now, share = time.monotonic(), self.shares.generated if generated else self.shares.prompt
+            share += (1 - share) * _between(now - since, SOON_S, LATE_S)
+            left = began + worked * (1 / share - 1) - now
             if left <= 0:
                 return
             time.sleep(min(left, _SLICE_S))
 
 
-def shares_for(least: float, in_use: float, to_come: float, waited: float) -> Shares:
-    """The shares of time at which writers work. in_use: part of the ring that waits for them; to_come: what open
-    captures may yet bring, as a part of it; waited: seconds that the oldest rows have.
+def shares_for(least: float, in_use: float, to_come: float) -> Shares:
+    """The shares of time at which writers work on rows that have not waited for long. in_use: part of the ring that
+    waits for them; to_come: what open captures may yet bring, as a part of it.
     """
-    late = _between(waited, SOON_S, LATE_S)
     if in_use + to_come <= SURE:
-        return Shares(*[least + (1 - least) * late] * 2)
-    full = max(late, _between(in_use, EASY, FULL))
-    return Shares(least + (1 - least) * full, 1.0)
+        return Shares(least, least)
+    return Shares(least + (1 - least) * _between(in_use, EASY, FULL), 1.0)
 
 
 def _between(value: float, low: float, high: float) -> float:

@@ -61,6 +61,7 @@ class Persistence:
         self._opened = 0  # captures since the start
         self._open = 0  # of these, captures that more rows may come for
         self._to_come = 0  # bytes that they may yet bring
+        self._largest = 0  # bytes of a payload so far: the ring may have less room than it seems, in pieces
         self._stats: dict[str, Any] = dict.fromkeys(
             ("complete", "incomplete", "failed", "aborted", "writers_died", "bytes_raw", "bytes_stored"), 0
         )
@@ -181,7 +182,8 @@ class Persistence:
                 kind = "chunk" if rows is None else "rows"
                 where = {"type": kind, "id": handle.id, "offset": extent.offset + offset, "generated": generated}
                 self.pool.send(group.process, extent, where | message | (ids if group is first else {}))
-            self._came(handle, handle.spec.bytes_of(rows, message["count"]))
+            self._came(handle, 0 if rows is not None else message["count"] * handle.spec.token_bytes)
+            self._largest = max(self._largest, extent.nbytes)
             self._set_pace()
         if not keep:
             self.ring.release(extent)
@@ -221,7 +223,7 @@ class Persistence:
         self._to_come -= nbytes
 
     def _set_pace(self) -> None:
-        self.pool.set_pace(None if self._stopping or not self._open else self._to_come)
+        self.pool.set_pace(None if self._stopping or not self._open else self._to_come + self._largest)
 
     def _post_line(self, handle: CaptureHandle, event: str, state: str) -> None:
         spec, process = handle.spec, self._first_process(handle)

@@ -15,7 +15,8 @@ class PersistSettings:
     """How captures are written unless their spec says otherwise. `rank_timeout` and `shutdown_seconds` are in seconds.
     keep: arguments of the coordinator's `Keeper`, {} for none. nice: of the writer processes, 0 to 19. idle: whether
     they are in the scheduling class for idle time: whatever else wakes up has their core at once. least_share: of their
-    time that they work while rows of generated tokens come and the ring has room (pace.py).
+    time that they work while the ring is sure to hold what comes, or rows of generated tokens come and it has room
+    (pace.py).
     """
 
     codec: str = "zstd"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 from dmi_connector.store.capture import Group
 from dmi_connector.store.pace import ROOM_BYTES, Pace, Shares, shares_for
@@ -34,8 +33,7 @@ class WriterPool:
     ) -> None:
         self._ring, self._settings, self._pass_fds = ring, settings, pass_fds
         self._on_message, self._on_death = on_message, on_death
-        # By process and number: payloads it has not read yet, and when they were sent, the oldest first.
-        self._pending: dict[Child, dict[int, tuple[Extent, float]]] = {}
+        self._pending: dict[Child, dict[int, Extent]] = {}  # by process and number: payloads it has not read yet
         self._sent = self._started = 0
         self._pace = Pace()
         self.loads = [0] * count
@@ -79,32 +77,29 @@ class WriterPool:
         """Send a message about a payload, which is held until the writer has read it."""
         self._sent += 1
         self._ring.hold(extent)
-        self._pending[process][self._sent] = extent, time.monotonic()
-        process.post({**message, "seq": self._sent})
+        self._pending[process][self._sent] = extent
+        process.post({**message, "seq": self._sent, "sent": time.monotonic()})
 
     def read(self, process: Child, seq: int) -> None:
         """A writer has read the payload of message `seq`."""
-        extent, _ = self._pending[process].pop(seq)
-        self._ring.release(extent)
+        self._ring.release(self._pending[process].pop(seq))
 
     def bury(self, process: Child) -> int:
         """A process is dead: let go of what it had still to read. Returns how many payloads that were."""
-        unread = self._pending.pop(process, {})
-        for extent, _ in unread.values():
+        extents = self._pending.pop(process, {})
+        for extent in extents.values():
             self._ring.release(extent)
-        return len(unread)
+        return len(extents)
 
     def set_pace(self, to_come: int | None) -> None:
-        """Say how fast writers work from now on, by how much waits for them, and how long. to_come: bytes that open
-        captures may yet bring; None: nobody is slowed by writers.
+        """Say how fast writers work from now on, by how much waits for them. to_come: bytes that open captures may yet
+        bring; None: nobody is slowed by writers.
         """
         if to_come is None:
             self._pace.shares = Shares(1.0, 1.0)
             return
         room = min(self._ring.nbytes, ROOM_BYTES)
-        oldest = min((since for sent in self._pending.values() for _, since in islice(sent.values(), 1)), default=None)
-        waited = 0.0 if oldest is None else time.monotonic() - oldest
-        self._pace.shares = shares_for(self._settings.least_share, self._ring.used / room, to_come / room, waited)
+        self._pace.shares = shares_for(self._settings.least_share, self._ring.used / room, to_come / room)
 
     def end(self, deadline: float) -> bool:
         """Let all processes stop after what was sent to them, by force from `deadline` (of time.monotonic) on. Returns

@@ -104,7 +104,7 @@ class Writer:
     def _data(self, m: Message, write: Callable[[GroupWriter, np.ndarray], None]) -> None:
         answer: Message = {"ack": m["seq"]}
         # Before, not after: the writers do not all begin at once when rows come.
-        self._pace.rest(self._worked, m["generated"])
+        self._pace.rest(self._worked, m["generated"], m["sent"])
         began = time.process_time()
         group = self._groups.get(m["id"])
         if group is None:

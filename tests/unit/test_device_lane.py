@@ -160,6 +160,22 @@ def test_what_finds_no_room_waits_in_the_cache(make: Callable[[int, int], Lane],
     assert launches[0] == 6 and max(launches[1:]) > 2, "several pieces share a launch"
 
 
+def test_short_steps_are_caught_up_with(make: Callable[[int, int], Lane]) -> None:
+    """Pieces of many steps wait: once there is room they are gathered without a rest between steps."""
+    Event.link.clear()
+    lane = make(1, 600)
+    for n in range(500):  # of a step each
+        lane.lane.send([lane.piece(n % 32)])
+    assert len(lane.lane.waiting) == 499
+    began = time.monotonic()
+    Event.link.set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane.lane.staging, "reserve", lambda nbytes: device.Staged(0, nbytes))
+        kit.until(lambda: not lane.lane.waiting)
+    assert time.monotonic() - began < 499 * device._BREATH_S
+    kit.until(lambda: len(lane.delivered) == 500)
+
+
 def test_a_full_ring_is_waited_for(make: Callable[[int, int], Lane]) -> None:
     lane = make(8, 2)
     lane.lane.send([lane.piece(n) for n in range(4)])
@@ -221,5 +237,5 @@ def test_what_arrives_together_is_delivered_together(make: Callable[[int, int], 
         patch.setattr(device.time, "sleep", lambda s: (slept.append(s), sleep(s))[1])
         Event.link.set()
         kit.until(lambda: len(lane.delivered) == 20)
-        assert slept.count(device._BREATH_S) <= 3
+        assert 1 <= slept.count(device._BREATH_S) <= 3
     assert lane.delivered == [*map(lane.wanted, range(20))]

@@ -29,6 +29,7 @@ from dmi_connector.layout import row_layout
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.client import PersistenceClient
 from dmi_connector.store.persist_settings import PersistSettings
+from dmi_connector.store.process import Child
 from tests.storekit import PATIENCE, until
 from tests.unit.test_store_coordinator import IDS, begin, send
 
@@ -92,10 +93,14 @@ def coordinator(exporter: Exporter) -> int:
     return exporter.persistence._child.pid
 
 
-def test_a_whole_capture(make_exporter: MakeExporter, tmp_path: Path) -> None:
+def test_a_whole_capture(make_exporter: MakeExporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = make_exporter()
     assert exporter.meter.take() is None
+    sent: list[dict[str, Any]] = []
+    post = Child.post
+    monkeypatch.setattr(Child, "post", lambda child, message: (sent.append(message), post(child, message))[1])
     run_capture(exporter, tmp_path / "a.zarr")
+    assert [m["most_rows"] for m in sent if m["type"] == "open"] == [TOKENS], "which paces the writers"
     told, raw = settled(exporter), TOKENS * 4 * 1024 * 4
     stored = told.pop("bytes_stored")
     assert told == {"started": 1, "complete": 1, "bytes_exported": raw + 8 * TOKENS, "bytes_raw": raw} | {

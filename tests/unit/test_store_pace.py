@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,41 +70,51 @@ def cpu_seconds(pid: int) -> float:
 
 def test_the_share_grows_with_what_waits() -> None:
     """Where the ring may not hold all that comes; rows of prompts are written at once then."""
-    grown = [shares_for(LEAST, used, 9.0, 0.0) for used in (0.0, 0.5, 0.625, 0.75, 1.0)]
+    grown = [shares_for(LEAST, used, 9.0) for used in (0.0, 0.5, 0.625, 0.75, 1.0)]
     assert [s.generated for s in grown] == [0.25, 0.25, 0.625, 1.0, 1.0] and {s.prompt for s in grown} == {1.0}
-    assert [shares_for(1.0, used, 9.0, 0.0) for used in (0.0, 0.7, 1.0)] == [(1.0, 1.0)] * 3
+    assert [shares_for(1.0, used, 9.0) for used in (0.0, 0.7, 1.0)] == [(1.0, 1.0)] * 3
 
 
 def test_nothing_hurries_while_the_ring_is_sure_to_hold_all() -> None:
     for used, to_come in ((0.0, SURE), (SURE, 0.0), (0.5, 0.45), (0.0, 0.0)):
-        assert shares_for(LEAST, used, to_come, 0.0) == (LEAST, LEAST)
+        assert shares_for(LEAST, used, to_come) == (LEAST, LEAST)
     for used, to_come in ((0.0, 0.96), (0.5, 0.46)):
-        assert shares_for(LEAST, used, to_come, 0.0) == (LEAST, 1.0)
+        assert shares_for(LEAST, used, to_come) == (LEAST, 1.0)
 
 
 def test_what_waits_for_long_is_written_anyway() -> None:
-    for to_come in (0.0, 9.0):
-        waited = [shares_for(LEAST, 0.1, to_come, seconds) for seconds in (1.0, 2.0, LATE_S, 100.0)]
-        assert [s.generated for s in waited] == [LEAST, 0.625, 1.0, 1.0]
-        assert waited[-1].prompt == 1.0 and waited[1].prompt == (0.625 if to_come == 0.0 else 1.0)
+    """Whatever is heard from the coordinator meanwhile."""
+    pace = Pace()
+    pace.shares = Shares(0.01, 0.01)
+    for generated in (True, False):
+        began = time.monotonic()
+        pace.rest(1000.0, generated, since=began - LATE_S)
+        assert time.monotonic() - began < 100
+        began = time.monotonic()
+        pace.rest(1000.0, generated, since=began - LATE_S + 0.3)
+        assert 0.25 < time.monotonic() - began < kit.PATIENCE
+        began = time.monotonic()
+        pace.rest(1.0, generated, since=began - LATE_S / 2)  # a hundredth would be 99 seconds
+        assert time.monotonic() - began < 50
+    pace.close()
 
 
 def test_a_rest_lasts_as_long_as_the_share_asks() -> None:
     pace = Pace()
     began = time.monotonic()
-    pace.rest(10.0, generated=True)  # there is no limit yet
+    pace.rest(10.0, True, began)  # there is no limit yet
     assert time.monotonic() - began < 1
     other = Pace(os.dup(pace.fd))
     pace.shares = Shares(0.25, 0.5)
     assert other.shares == pytest.approx((0.25, 0.5), abs=1 / 255)
     for generated, least in ((True, 0.055), (False, 0.018)):
         began = time.monotonic()
-        other.rest(0.02, generated)
+        other.rest(0.02, generated, began)
         assert time.monotonic() - began >= least
     timer = threading.Timer(0.1, lambda: setattr(pace, "shares", Shares(1.0, 0.01)))
     timer.start()
     began = time.monotonic()
-    other.rest(1000.0, generated=True)
+    other.rest(1000.0, True, began)
     assert time.monotonic() - began < kit.PATIENCE
     timer.join()
     for each in (pace, other):
@@ -145,10 +156,12 @@ def test_a_large_ring_is_no_reason_to_wait_longer(monkeypatch: pytest.MonkeyPatc
     writer = persistence.pool.processes[0]
     assert writer.ready.wait(kit.PATIENCE)
     os.kill(writer.pid, signal.SIGSTOP)
-    for first, expected in ((0, LEAST), (CHUNK, 1.0)):
-        kit.put(persistence, rows, handle, first, CHUNK)
-        assert share(persistence) == pytest.approx(expected, abs=0.01)
-    os.kill(writer.pid, signal.SIGCONT)
+    try:
+        for first, expected in ((0, LEAST), (CHUNK, 1.0)):
+            kit.put(persistence, rows, handle, first, CHUNK)
+            assert share(persistence) == pytest.approx(expected, abs=0.01)
+    finally:
+        os.kill(writer.pid, signal.SIGCONT)
     handle.abort()
     assert persistence.shutdown(kit.PATIENCE)
 
@@ -214,9 +227,9 @@ def test_generated_rows_are_written_at_leisure(paced: Persistence, tmp_path: Pat
 
 
 def test_writers_rest_before_each_chunk_for_the_one_before(tmp_path: Path) -> None:
-    class Rests(list[tuple[float, bool]]):
-        def rest(self, worked: float, generated: bool) -> None:
-            self.append((worked, generated))
+    class Rests(list[tuple[float, bool, float]]):
+        def rest(self, *rest: Any) -> None:
+            self.append(rest)
 
     ring, answers, rests = kit.random_bits(WIDE, CHUNK).view("u1").ravel(), [], Rests()
     writer = Writer(ring, answers.append, FileCache(4), rests)  # type: ignore[arg-type]
@@ -224,43 +237,84 @@ def test_writers_rest_before_each_chunk_for_the_one_before(tmp_path: Path) -> No
     writer.handle({"type": "open", "id": 1, "partial": str(tmp_path), "arrays": [WIDE.to_json()], "bases": [0], **grid})
     for seq, generated in enumerate((False, True, True)):
         where = {"id": 1, "seq": seq, "offset": 0, "first": seq * CHUNK, "count": CHUNK}
-        writer.handle({"type": "chunk", **where, "generated": generated})
+        writer.handle({"type": "chunk", **where, "generated": generated, "sent": 10.0 + seq})
         assert answers.pop() == {"ack": seq}
-    assert [generated for _, generated in rests] == [False, True, True] and rests[0][0] == 0
-    assert all(0 < worked < 10 for worked, _ in rests[1:])
+    assert [rest[1:] for rest in rests] == [(False, 10.0), (True, 11.0), (True, 12.0)] and rests[0][0] == 0
+    assert all(0 < worked < 10 for worked, *_ in rests[1:])
 
 
 def test_the_ring_is_sure_to_hold_what_is_known_to_come(paced: Persistence, tmp_path: Path) -> None:
-    """RING are 16 chunks of 1 MiB: 15 fit. What came, and what a closed capture had left, is to come no more."""
+    """RING are 16 chunks of 1 MiB: 15 fit, one of them for what is in pieces. What came, and what a closed capture had
+    left, is to come no more.
+    """
     rows = kit.random_bits(WIDE, CHUNK).view("u1").ravel()
     pid = paced.pool.processes[0].pid
     os.kill(pid, signal.SIGSTOP)
-    few, many = begin(paced, tmp_path / "a.zarr", 8 * CHUNK), begin(paced, tmp_path / "b.zarr", 8 * CHUNK)
-    kit.put(paced, rows, few, 0, CHUNK)
-    assert shares(paced) == pytest.approx((LEAST, 1.0), abs=0.01), "16 in all"
-    few.abort()
-    kit.put(paced, rows, many, 0, CHUNK)
-    assert shares(paced) == pytest.approx((LEAST, LEAST), abs=0.01), "9 in all"
-    unknown = begin(paced, tmp_path / "c.zarr")
-    assert shares(paced).prompt == pytest.approx(LEAST, abs=0.01), "as it was told last"
-    kit.put(paced, rows, unknown, 0, CHUNK)
-    assert shares(paced).prompt == 1.0
-    os.kill(pid, signal.SIGCONT)
+    try:
+        few, many = begin(paced, tmp_path / "a.zarr", 8 * CHUNK), begin(paced, tmp_path / "b.zarr", 7 * CHUNK)
+        kit.put(paced, rows, few, 0, CHUNK)
+        assert shares(paced) == pytest.approx((LEAST, 1.0), abs=0.01), "15 in all, and room for one as large"
+        few.abort()
+        kit.put(paced, rows, many, 0, CHUNK)
+        assert shares(paced) == pytest.approx((LEAST, LEAST), abs=0.01), "8 in all"
+        unknown = begin(paced, tmp_path / "c.zarr")
+        assert shares(paced).prompt == pytest.approx(LEAST, abs=0.01), "as it was told last"
+        kit.put(paced, rows, unknown, 0, CHUNK)
+        assert shares(paced).prompt == 1.0
+    finally:
+        os.kill(pid, signal.SIGCONT)
     for handle in (many, unknown):
         handle.abort()
     assert shares(paced) == (1.0, 1.0)
 
 
 def test_how_many_bytes_may_come() -> None:
-    def most(rows: int | None, prompt: int, start: int = 0, arrays: tuple[ArraySpec, ...] = (WIDE, LOGITS)) -> int:
-        attrs = {"prompt_len": prompt, "start": start}
-        return CaptureSpec("a.zarr", arrays, attrs, most_rows=rows).most_bytes
+    """Where rows of logits come nobody can say: those of all requests of a step travel together."""
 
-    wide, logits = 8 * 512 * 2, 33 * 4
-    assert most(10, 4, arrays=(WIDE,)) == 10 * wide
-    assert most(10, 4) == 10 * wide + 7 * logits, "a row for the prompt's last token, and for each behind it"
-    assert most(4, 4) == 4 * wide + logits and most(2, 4) == 2 * wide
-    assert most(5, 4, start=8) == 5 * wide + 5 * logits and most(None, 4) > 1 << 50
+    def most(rows: int | None, *arrays: ArraySpec) -> int:
+        return CaptureSpec("a.zarr", arrays, {"prompt_len": 4}, most_rows=rows).most_bytes
+
+    assert most(10, WIDE) == 10 * 8 * 512 * 2 and most(0, WIDE) == 0
+    assert most(None, WIDE) > 1 << 50 and most(10, WIDE, LOGITS) > 1 << 50
+
+
+def test_nothing_is_to_come_once_all_captures_are_over(tmp_path: Path) -> None:
+    """However they ended, also those whose writer died."""
+    persistence = Persistence(RING, 2, settings=PersistSettings(least_share=LEAST))
+    rows = kit.random_bits(WIDE, CHUNK).view("u1").ravel()
+    handles = [begin(persistence, tmp_path / f"{i}.zarr", 8 * CHUNK) for i in range(4)]
+    assert persistence._to_come == 4 * 8 * len(rows)
+    for handle in handles:
+        kit.put(persistence, rows, handle, 0, CHUNK)
+    assert persistence._to_come == 4 * 7 * len(rows)
+    handles[0].close(CHUNK, token_ids=np.zeros(CHUNK, np.int32))
+    handles[1].abort()
+    assert persistence._to_come == 2 * 7 * len(rows)
+    for process in persistence.pool.processes:
+        assert process.ready.wait(kit.PATIENCE)
+        os.kill(process.pid, signal.SIGKILL)
+    for handle in handles[2:]:
+        handle.close(CHUNK, token_ids=np.zeros(CHUNK, np.int32))
+    assert persistence._to_come == 0 and persistence.flush(kit.PATIENCE)
+    unknown = begin(persistence, tmp_path / "u.zarr")
+    kit.put(persistence, rows, unknown, 0, CHUNK)
+    unknown.abort()
+    assert persistence._to_come == 0 and persistence.shutdown(kit.PATIENCE)
+
+
+def test_what_waits_is_written_without_another_word(tmp_path: Path) -> None:
+    """A rest of many seconds ends when the rows have waited for three, though no message comes."""
+    persistence = Persistence(RING, settings=PersistSettings(least_share=0.004, codec="zstd"))
+    assert persistence.pool.processes[0].ready.wait(kit.PATIENCE)
+    handle = begin(persistence, tmp_path / "a.zarr", 4 * CHUNK)
+    rows = kit.random_bits(WIDE, CHUNK).view("u1").ravel()
+    began = time.monotonic()
+    for number in range(3):  # some 10 ms of work each, of which a 250th would be seconds
+        kit.put(persistence, rows, handle, number * CHUNK, CHUNK)
+    kit.until(lambda: persistence.ring.used == 0)
+    assert time.monotonic() - began < LATE_S + 3
+    handle.abort()
+    assert persistence.shutdown(kit.PATIENCE)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ class Writing:
         payload = np.concatenate([p.view("u1").ravel() for p in parts])
         self.ring[: len(payload)] = payload
         extra = {"token_ids": pack_array(IDS[first : first + count])} if ids else {}
-        extra |= {"generated": False}
+        extra |= {"generated": False, "sent": 0.0}
         assert self.ask("chunk", seq=first, offset=0, first=first, count=count, **extra) == {"ack": first}
 
     def rows(self, spec: ArraySpec, values: kit.Values, first: int, count: int) -> None:
@@ -91,7 +91,7 @@ class Writing:
         self.ring[: len(payload)] = payload
         positions = list(range(START + 20 + first, START + 20 + first + count))
         where = {"seq": 0, "offset": 0, "first": first, "count": count, "positions": positions}
-        self.ask("rows", name=spec.name, generated=False, **where)
+        self.ask("rows", name=spec.name, generated=False, sent=0.0, **where)
 
     def kill(self) -> None:
         self.process.kill()

@@ -259,10 +259,10 @@ def test_taps_of_a_captured_step_write_beside_the_model(spec: str, monkeypatch: 
 @pytest.mark.parametrize(("spec", "writers"), [("none", 1), ("int8", 1), ("topk(16)", 2), ("rp(8)", 2)])
 @pytest.mark.parametrize("tokens", [3, 600])
 def test_other_kernels_are_compiled_on_padding(
-    spec: str, writers: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+    spec: str, writers: int, tokens: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Few tokens are followed by many and the other way round; no row changes but the null block, which the torch twins
-    write padding to.
+    """One token, many, and more than are put aside; no row changes but the null block, which the torch twins write
+    padding to. What fails is told and left to the step that needs it.
     """
     from dmi_connector.engine import tap_op
     from dmi_connector.engine.at_end import AtEnd
@@ -283,8 +283,12 @@ def test_other_kernels_are_compiled_on_padding(
     how = "" if reduction is None else json.dumps([reduction.settings()])
     tap_op._tap_of(place, values, [0], how)
     tap_op.compile_others(place, rows, values, [0], how)
-    assert seen == [1 if tokens > DECODE_TOKENS else DECODE_TOKENS + 1]
+    aside = [at_end.tokens + 1] if at_end.tokens else []
+    assert seen == [1, *aside, DECODE_TOKENS + 1]
     assert len(place.taps) == writers and bool((rows[1:] == 7).all())
+    monkeypatch.setattr(tap_op, "_write", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+    tap_op.compile_others(place, rows, values, [0], how)
+    assert "could not be compiled ahead (RuntimeError: no memory)" in caplog.text
 
 
 class _NoContext:
