@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,7 @@ class Tracker:
         self.handed = 0  # rows handed to the workers since the start
         self.gathered = 0  # of these, rows the slowest worker has gathered
         self.lost: dict[int, list[list[int]]] = {}
+        self._left = 0  # no tracked request computes so many tokens without one of them being due
         self._captures = 0
         self._row_bytes = row_bytes(context, context.selection)  # 0.2 ms for 400 tensors: not for every request
         self.quota = Quota(context.options)
@@ -153,9 +155,26 @@ class Tracker:
                 if not tracked.opened:
                     tracked.opened = True
                     metadata.opens.append(self._open(tracked))
-                self._ready(tracked, new.num_computed_tokens + scheduled[new.req_id], metadata)
-        cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):  # a step's cost at large batches: keep it short
+                computed = new.num_computed_tokens + scheduled[new.req_id]
+                self._ready(tracked, computed, metadata)
+                self._left = min(self._left, tracked.due - computed)
+        self._continue(output, group, metadata)
+        return metadata
+
+    def _continue(self, output: SchedulerOutput, group: int, metadata: StepMetadata) -> None:
+        """The part of a step that grows with the batch: of most requests nothing is due in most steps, so only those
+        with new blocks are looked at.
+        """
+        cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
+        if self._left > 0 and cached.req_ids:
+            self._left -= max(map(scheduled.__getitem__, cached.req_ids))
+        some: Iterable[int] = range(len(cached.req_ids))
+        if self._left > 0:
+            resumed = cached.resumed_req_ids
+            changed = enumerate(zip(cached.req_ids, cached.new_block_ids, strict=True))
+            some = [i for i, (request_id, blocks) in changed if blocks or request_id in resumed]
+        for index in some:
+            request_id = cached.req_ids[index]
             tracked = self.tracked.get(request_id)
             if tracked is None:
                 continue
@@ -167,7 +186,11 @@ class Tracker:
             computed = cached.num_computed_tokens[index] + scheduled[request_id]
             if computed >= tracked.due:
                 self._ready(tracked, computed, metadata)
-        return metadata
+            if self._left > 0:  # one that was preempted may have found much of it in the prefix cache
+                self._left = min(self._left, tracked.due - computed)
+        if self._left <= 0:
+            all_left = (t.due - t.request.num_computed_tokens - scheduled.get(r, 0) for r, t in self.tracked.items())
+            self._left = min(all_left, default=UNLIMITED)
 
     def _ready(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
         """Whole chunks of which every row exists after this step, and the sampled position if there is one.
