@@ -306,10 +306,10 @@ def test_what_waits_is_written_without_another_word(tmp_path: Path) -> None:
     """A rest of many seconds ends when the rows have waited for three, though no message comes."""
     persistence = Persistence(RING, settings=PersistSettings(least_share=0.004, codec="zstd"))
     assert persistence.pool.processes[0].ready.wait(kit.PATIENCE)
-    handle = begin(persistence, tmp_path / "a.zarr", 4 * CHUNK)
+    handle = begin(persistence, tmp_path / "a.zarr", 14 * CHUNK)
     rows = kit.random_bits(WIDE, CHUNK).view("u1").ravel()
     began = time.monotonic()
-    for number in range(3):  # some 10 ms of work each, of which a 250th would be seconds
+    for number in range(14):  # some 5 ms of work each, before each of which it rests for a second
         kit.put(persistence, rows, handle, number * CHUNK, CHUNK)
     kit.until(lambda: persistence.ring.used == 0)
     assert time.monotonic() - began < LATE_S + 3
