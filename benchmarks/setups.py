@@ -46,6 +46,8 @@ CASES = {
     "prefill32": Case(32, 512, 1),
     "prefill32x4": Case(128, 512, 1),
 }
+_USUAL = tuple(case for case in CASES if case != "decode32x1500")
+"""Those measured unless others are named: that one takes minutes."""
 PROFILED = "decode32"
 PROFILE = f"profile {PROFILED}"
 
@@ -208,7 +210,7 @@ def choose(args: argparse.Namespace) -> list[Setup]:
         profiled = _names("--profile", args.profile, [s.name for s in setups])
         setups = [replace(s, profile=s.name in profiled) for s in setups]
     chosen = [s for s in setups if (not engines or s.engine in engines) and (not only or s.name in only)]
-    chosen = [replace(s, cases=tuple(c for c in s.cases if not cases or c in cases)) for s in chosen]
+    chosen = [replace(s, cases=tuple(c for c in s.cases if c in (cases or _USUAL))) for s in chosen]
     others = {case for s in chosen if s.engine != "stock" for case in s.cases}
     if others:
         in_order = tuple(case for case in CASES if case in others)

@@ -161,6 +161,9 @@ class _Launch:
             compiled[grid](*addresses, *free, *integers, *self._constants)
 
 
+_Arguments = tuple[tuple[int, int, int], list[torch.Tensor], tuple[int, ...], list[int]]
+
+
 class _Parts:
     """Up to MAX_VALUES values that one launch writes, for few tokens in one way, for many in another."""
 
@@ -178,13 +181,28 @@ class _Parts:
     def _made(self, few: bool) -> _Launch:
         raise NotImplementedError
 
+    def _first(self, rows: torch.Tensor, buffer: torch.Tensor, tokens: int, few: bool) -> _Arguments:
+        """The arguments of a launch (see `_Launch`), but those of slots and values."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        values: list[torch.Tensor],
+        strides: list[tuple[int, ...]],
+        tokens: int,
+        buffer: torch.Tensor,
+    ) -> None:
+        few = tokens <= DECODE_TOKENS
+        grid, (written, *others), free, integers = self._first(rows, buffer, tokens, few)
+        mine = [values[source] for source in self._sources]
+        mine += [mine[0]] * len(self._pad)
+        steps = [*[strides[source][0] for source in self._sources], *self._pad]
+        self._launch(rows.device, few)(grid, [written, slots, *others, *mine], free, [*integers, *steps])
+
     def _padded(self, numbers: Iterable[int]) -> list[int]:
         return [*numbers, *self._pad]
-
-    def _mine(self, values: list[torch.Tensor], strides: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], list[int]]:
-        """(values of the launch, strides of their rows), padded."""
-        mine = [values[source] for source in self._sources]
-        return [*mine, *[mine[0]] * len(self._pad)], [*[strides[source][0] for source in self._sources], *self._pad]
 
 
 class _Copies(_Parts):
@@ -203,20 +221,9 @@ class _Copies(_Parts):
         tile, warps = (1, 4) if few else (2, 8)
         return _Launch(write_rows_kernel, [*constants, tile, _BLOCK], num_warps=warps)
 
-    def __call__(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        values: list[torch.Tensor],
-        strides: list[tuple[int, ...]],
-        tokens: int,
-        _buffer: torch.Tensor,
-    ) -> None:
-        typed, few = rows.view(self._dtype), tokens <= DECODE_TOKENS
-        pointers, steps = self._mine(values, strides)
-        grid = (tokens if few else -(-tokens // 2), self._blocks, 1)
-        launch = self._launch(rows.device, few)
-        launch(grid, [typed, slots, *pointers], (tokens,), [typed.stride(0), *steps])
+    def _first(self, rows: torch.Tensor, buffer: torch.Tensor, tokens: int, few: bool) -> _Arguments:
+        typed = rows.view(self._dtype)
+        return (tokens if few else -(-tokens // 2), self._blocks, 1), [typed], (tokens,), [typed.stride(0)]
 
 
 class _Reductions(_Parts):
@@ -232,19 +239,8 @@ class _Reductions(_Parts):
         tile, warps = _TILES[few]
         return _Launch(reduce_rows_kernel, [*constants, tile], num_warps=warps, enable_fp_fusion=False)
 
-    def __call__(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        values: list[torch.Tensor],
-        strides: list[tuple[int, ...]],
-        tokens: int,
-        buffer: torch.Tensor,
-    ) -> None:
-        pointers, steps = self._mine(values, strides)
-        launch = self._launch(rows.device, tokens <= DECODE_TOKENS)
-        integers = [rows.stride(0), buffer.stride(0), *steps]
-        launch((tokens, len(self._parts), 1), [rows, slots, buffer, *pointers], (), integers)
+    def _first(self, rows: torch.Tensor, buffer: torch.Tensor, tokens: int, few: bool) -> _Arguments:
+        return (tokens, len(self._parts), 1), [rows, buffer], (), [rows.stride(0), buffer.stride(0)]
 
 
 def reduce_layers(

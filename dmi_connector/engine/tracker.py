@@ -186,8 +186,7 @@ class Tracker:
             computed = cached.num_computed_tokens[index] + scheduled[request_id]
             if computed >= tracked.due:
                 self._ready(tracked, computed, metadata)
-            if self._left > 0:  # one that was preempted may have found much of it in the prefix cache
-                self._left = min(self._left, tracked.due - computed)
+            self._left = min(self._left, tracked.due - computed)  # much of one resumed may be in the prefix cache
         if self._left <= 0:
             all_left = (t.due - t.request.num_computed_tokens - scheduled.get(r, 0) for r, t in self.tracked.items())
             self._left = min(all_left, default=UNLIMITED)
@@ -206,6 +205,8 @@ class Tracker:
             tracked.exported += chunk
             if tracked.due:
                 tracked.due += chunk
+        if tracked.due and tracked.exported + chunk > tracked.limit:
+            tracked.due = UNLIMITED  # what is left of it goes when it ends
         position = computed - 1
         if "logits" in tracked.selection.hooks and computed >= known and self._wants_sample(tracked, position):
             first = max(tracked.request.num_prompt_tokens - 1, tracked.params.start)

@@ -40,9 +40,9 @@ class World:
     blocks: dict[str, int] = field(default_factory=dict)
     told: list[object] = field(default_factory=list)
 
-    def add(self, prompt: int, start: int) -> None:
+    def add(self, prompt: int, start: int, stop: int | None = None, output: bool = True) -> None:
         name = f"r{len(self.running) + len(self.preempted) + len(self.told)}"
-        request = ask({"include_output_tokens": True, "dmi": {"tokens": [start, None]}}, prompt, name)
+        request = ask({"include_output_tokens": output, "dmi": {"tokens": [start, stop]}}, prompt, name)
         self.tracker.on_new_request(request)  # type: ignore[arg-type]
         self.running[name] = request
         self.new.append(name)
@@ -117,7 +117,13 @@ STEP = st.tuples(
     st.sampled_from([-1, 0, 1]),
     st.integers(0, 90),
 )
-ADD = st.tuples(st.just("add"), st.integers(1, 70), st.sampled_from([0, 0, 5, 33]))
+ADD = st.tuples(
+    st.just("add"),
+    st.integers(1, 70),
+    st.sampled_from([0, 0, 5, 33]),
+    st.sampled_from([None, None, 40, 64]),
+    st.booleans(),
+)
 DECODE = st.tuples(st.just("step"), st.just([1]), st.just(-1), st.just(0), st.integers(0, 90))
 FINISH = st.tuples(st.just("finish"), st.integers(0, 2))
 EVENTS = st.lists(st.one_of(ADD, STEP, DECODE, DECODE, DECODE, DECODE, DECODE, FINISH), min_size=40, max_size=120)
@@ -139,7 +145,7 @@ def test_steps_tell_the_same_whatever_is_looked_at(hooks: str, events: list[tupl
         assert worlds[0].told == worlds[1].told
 
 
-def test_most_steps_look_at_few_requests(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_most_steps_look_at_few_requests(tmp_path: object) -> None:
     """Of 8 requests in 63 steps each gets a block four times and completes a chunk as often."""
     world = World(make_tracker(tmp_path, "resid_pre"))
     for i in range(8):
@@ -158,3 +164,18 @@ def test_most_steps_look_at_few_requests(tmp_path: object, monkeypatch: pytest.M
         world.step([1], -1, -1, 0)
     chunks = sum(len(told[2]) for told in world.told)  # type: ignore[index]
     assert chunks == 8 * 5 and len(looked) < 0.6 * 8 * 63
+
+
+def test_requests_of_which_only_the_prompt_is_wanted_are_looked_at_no_more(tmp_path: object) -> None:
+    """Once its whole chunks are exported; the rest goes when it ends."""
+    world = World(make_tracker(tmp_path, "resid_pre"))
+    world.add(40, 0, output=False)
+    world.step([40], -1, -1, 0)
+    [tracked] = world.tracker.tracked.values()
+    assert tracked.exported == 32 and tracked.due > 1 << 40
+    for _ in range(30):
+        world.step([1], -1, -1, 0)
+    assert world.tracker._left > 1 << 40
+    world.finish(0)
+    [close] = world.tracker.pending_closes
+    assert [len(rows.slots) for rows in close.rows] == [8] and close.length == 40
