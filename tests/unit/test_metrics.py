@@ -251,3 +251,21 @@ def test_what_vllm_shows() -> None:
         "KV Transfer metrics: captures_started=2, captures_complete=1, captures_incomplete.dropped=1, "
         "captures_refused=1, raw_bytes=150, blocked_seconds=0.25, backlog_bytes=7"
     ]
+
+
+def test_the_start_says_what_the_selection_costs(
+    make_exporter: MakeExporter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes a token, tokens that fit into the cache and the buffer, and the limit that will bind."""
+    from dmi_connector.engine import startup
+
+    monkeypatch.setattr(startup.logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger=startup.logger.name):
+        exporter = make_exporter()
+    [full] = exporter.plans.values()
+    buffer = f"host buffer 3 MiB = {3_300_000 // full.token_bytes} tokens"
+    rate = f"bound by 1 writers, codec none at about 1.6 GB/s = {1.6e9 / full.token_bytes:.0f} tokens/s"
+    cost = f"MB a token in the cache ({TOKENS} tokens fit), {full.token_bytes / 1e6:.3f} MB a token exported"
+    for said in (cost, buffer, rate, "policy block"):
+        assert said in caplog.text, caplog.text
