@@ -3,9 +3,11 @@
 
     paged rows --gather kernel--> staging (GPU) --copies, two streams--> ring (pinned host memory) --> coordinator
 
-While staging has room the engine's thread issues one gather a step on the main stream. What finds no room waits with
-the lane's own thread, which gathers on a side stream as staging drains: the rows stay in the paged cache, and the
-engine goes on.
+While staging has room the engine's thread issues one gather a step. What finds no room waits with the lane's own
+thread, which gathers as staging drains: the rows stay in the paged cache, and the engine goes on. All gathers are
+launched on the engine's stream, whichever thread does it: kernels on another one, even a single launch, leave every
+later replay of a CUDA graph in the process 5 % slower (docs/PERFORMANCE.md), and a gather leaves nothing of the GPU's
+memory bandwidth to others anyway. So they also need no events: what was launched before them has been written.
 
 The copy engine works through a stream's queue in order, and every step's sampled tokens need it too. So copies are cut
 and go to two streams in turn, each waiting for the one before (copies.py): at every cut the engine is free for others,
@@ -18,9 +20,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import numpy as np
 import torch
@@ -53,8 +54,8 @@ class Piece:
 
     ring_space: takes ring memory and gives its offset, or None when it is full. deliver: called on the delivery thread
     once the bytes are there. lose: called instead, with the reason, when they will never be.
-    written: for a piece that has to wait, the event after which its rows are in the cache.
-    gathered: the event after which its rows may be overwritten; None until the gather is issued. lost: it never is.
+    gathered: whether the gather is issued: what the engine's stream does from then on may overwrite its rows. lost: it
+    never will be.
     """
 
     owner: object
@@ -64,14 +65,13 @@ class Piece:
     ring_space: Callable[[], int | None]
     deliver: Callable[[], None]
     lose: Callable[[str], None]
-    written: torch.cuda.Event | None = None
-    gathered: torch.cuda.Event | None = None
+    gathered: bool = False
     lost: bool = False
 
     @property
     def waits(self) -> bool:
         """Whether its rows are still needed in the cache."""
-        return self.gathered is None and not self.lost
+        return not (self.gathered or self.lost)
 
 
 @dataclass
@@ -144,7 +144,7 @@ class DeviceLane:
         self.rows, self.device = rows, rows.device
         self.staging = Staging(staging_bytes, rows.device)
         self.copier = PieceCopier(_COPY_BYTES, rows.device)
-        self.gather_stream = torch.cuda.Stream(rows.device, priority=-1)
+        self.stream = torch.cuda.current_stream(rows.device)
         self.waiting: deque[Piece] = deque()
         self._tables: dict[int, torch.Tensor] = {}
         self._changed = threading.Condition()
@@ -167,15 +167,11 @@ class DeviceLane:
     def send(self, pieces: Sequence[Piece]) -> None:
         """Gather on the current stream what there is room for now, and leave the rest to the lane's thread."""
         with self._changed:
+            self.stream = torch.cuda.current_stream(self.device)
             issued = 0 if self.waiting else self._issue(pieces)
-            if issued == len(pieces):
-                return
-            written = torch.cuda.Event()
-            written.record()
-            for piece in pieces[issued:]:
-                piece.written = written
-                self.waiting.append(piece)
-            self._changed.notify_all()
+            if issued < len(pieces):
+                self.waiting.extend(pieces[issued:])
+                self._changed.notify_all()
 
     def flush(self, owner: object, drop: bool) -> None:
         """Get the waiting pieces of `owner` gathered now: its blocks are about to be reused.
@@ -207,8 +203,8 @@ class DeviceLane:
 
     # ---- issuing, under the lock ----------------------------------------------------------------------------------
 
-    def _issue(self, pieces: Sequence[Piece]) -> int:
-        """Gather pieces on the current stream, in order, as far as staging and ring have room. Returns how many.
+    def _issue(self, pieces: Iterable[Piece]) -> int:
+        """Gather pieces on the engine's stream, in order, as far as staging and ring have room. Returns how many.
 
         Pieces that share a table share a launch.
         """
@@ -225,7 +221,8 @@ class DeviceLane:
         if not room:
             return 0
         try:
-            gathered = self._gather([(piece, staged) for piece, staged, _ in room])
+            with torch.cuda.stream(self.stream):
+                ready = self._gather([(piece, staged) for piece, staged, _ in room])
         except Exception as error:  # as when GPU memory is short: the engine goes on, and the stores say so
             logger.exception("rows could not be gathered")
             for piece, staged, _ in reversed(room):
@@ -233,9 +230,9 @@ class DeviceLane:
                 self._give_up(piece, f"rows could not be gathered ({type(error).__name__}: {error})")
             return len(room)
         for piece, staged, offset in room:
-            piece.gathered = gathered
+            piece.gathered = True
             source = self.staging.buffer[staged.start : staged.start + piece.nbytes]
-            self._copies.put(Copy(source, offset, gathered, piece.deliver, staged))
+            self._copies.put(Copy(source, offset, ready, piece.deliver, staged))
         return len(room)
 
     def _gather(self, room: Sequence[tuple[Piece, Staged]]) -> torch.cuda.Event:
@@ -246,9 +243,9 @@ class DeviceLane:
         for table, parts in by_table.values():
             host = torch.from_numpy(np.concatenate(parts)).pin_memory()
             gather_rows(self.rows, host.to(self.device, non_blocking=True), self._on_gpu(table), self.staging.buffer)
-        gathered = torch.cuda.Event()
-        gathered.record()
-        return gathered
+        ready = torch.cuda.Event()
+        ready.record()
+        return ready
 
     @staticmethod
     def _give_up(piece: Piece, reason: str) -> None:
@@ -266,27 +263,18 @@ class DeviceLane:
 
     def _gather_waiting(self) -> None:
         torch.cuda.set_device(self.device)
-        with torch.cuda.stream(self.gather_stream):
-            while True:
-                with self._changed:
-                    while not self.waiting and not self._stop:
-                        self._changed.wait()
-                    if not self.waiting:
-                        return
-                    pieces = self._written_first()
-                    issued = self._issue(pieces)
-                    for _ in range(issued):
-                        self.waiting.popleft()
-                    self._changed.notify_all()
-                if issued < len(pieces):  # there is no room
-                    time.sleep(_BREATH_S)
-
-    def _written_first(self) -> list[Piece]:
-        """The first of the waiting pieces and those of the same step; what gathers them waits for it."""
-        written = self.waiting[0].written
-        if written is not None:
-            self.gather_stream.wait_event(written)
-        return [*takewhile(lambda piece: piece.written is written, self.waiting)]
+        while True:
+            with self._changed:
+                while not self.waiting and not self._stop:
+                    self._changed.wait()
+                if not self.waiting:
+                    return
+                for _ in range(self._issue(self.waiting)):
+                    self.waiting.popleft()
+                full = bool(self.waiting)
+                self._changed.notify_all()
+            if full:
+                time.sleep(_BREATH_S)
 
     def _copy(self) -> None:
         torch.cuda.set_device(self.device)
@@ -334,11 +322,10 @@ class DeviceLane:
         """Speed of copies into the ring, measured once over 64 MiB."""
         nbytes = min(64 << 20, self.staging.nbytes, self.ring.numel())
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self.gather_stream):
-            for _ in range(2):
-                begin.record()
-                self.ring[:nbytes].copy_(self.staging.buffer[:nbytes], non_blocking=True)
-                end.record()
+        for _ in range(2):
+            begin.record()
+            self.ring[:nbytes].copy_(self.staging.buffer[:nbytes], non_blocking=True)
+            end.record()
         end.synchronize()
         return nbytes / begin.elapsed_time(end) * 1e3
 

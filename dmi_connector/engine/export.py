@@ -162,9 +162,6 @@ class Exporter:
         drop, began = self.context.options.policy == "drop", time.perf_counter()
         self.lane.flush(capture, drop)
         self.counts["blocked_seconds"] += 0.0 if drop else time.perf_counter() - began
-        for piece in capture.pieces:
-            if piece.gathered is not None:
-                torch.cuda.current_stream().wait_event(piece.gathered)  # gathers that ran on the side stream
         capture.pieces.clear()
 
     def _room(self, nbytes: int) -> Extent | None:
@@ -207,7 +204,7 @@ class Exporter:
         pieces = [self._piece(capture, rows) for capture, rows in batch]
         self.lane.send(pieces)
         for (capture, _), piece in zip(batch, pieces, strict=True):
-            if piece.gathered is None:
+            if piece.waits:
                 capture.pieces.append(piece)
 
     def _piece(self, capture: Running, rows: Rows) -> Piece:

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 MAX_VALUES = 13
 _SEARCHES = ("topk", "exact")
-_BLOCK = 2048
 _GATHER_BLOCK = 1024
 _GATHER_TOKENS = 8
-# Measured on an H200. Up to so many tokens one program copies one token with 4 warps, above it two with 8.
 DECODE_TOKENS = 512
+"""Up to so many are few."""
+_COPIES = {True: (1, 4096), False: (2, 2048)}
+"""(tokens, values) that a copying program of 4 warps takes, for few tokens and for many (docs/PERFORMANCE.md)."""
 _TILES = {True: (4096, 8), False: (2048, 4)}
 """(values that a reducing program takes at a time, its warps), for few tokens and for many (docs/REDUCTIONS.md): few
 wait for memory, many for room on the GPU.
@@ -211,19 +212,18 @@ class _Copies(_Parts):
     def __init__(self, parts: Sequence[_Part], dtype: torch.dtype) -> None:
         super().__init__(parts)
         self._dtype = dtype
-        self._blocks = sum(-(-part.width // _BLOCK) for part in parts)
+        self._blocks = {few: sum(-(-part.width // block) for part in parts) for few, (_, block) in _COPIES.items()}
 
     def _made(self, few: bool) -> _Launch:
         from dmi_connector.engine.triton_kernels import write_rows_kernel
 
         constants = self._padded(part.width for part in self._parts)
         constants += self._padded(part.offset // self._dtype.itemsize for part in self._parts)
-        tile, warps = (1, 4) if few else (2, 8)
-        return _Launch(write_rows_kernel, [*constants, tile, _BLOCK], num_warps=warps)
+        return _Launch(write_rows_kernel, [*constants, *_COPIES[few]], num_warps=4)
 
     def _first(self, rows: torch.Tensor, buffer: torch.Tensor, tokens: int, few: bool) -> _Arguments:
-        typed = rows.view(self._dtype)
-        return (tokens if few else -(-tokens // 2), self._blocks, 1), [typed], (tokens,), [typed.stride(0)]
+        typed, tiles = rows.view(self._dtype), -(-tokens // _COPIES[few][0])
+        return (tiles * self._blocks[few], 1, 1), [typed], (tokens,), [typed.stride(0)]
 
 
 class _Reductions(_Parts):

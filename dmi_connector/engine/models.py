@@ -36,7 +36,7 @@ class Tapped:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.dmi_context = context
         assert isinstance(self, nn.Module)
-        taps.install(self, context)
+        taps.install(self, context, taps.norms_in_place(vllm_config))
         if context.owner == "target":
             self.dmi_rows = rows.CaptureLayer(context)
         elif not getattr(self, "supports_eagle3", False):

@@ -4,13 +4,14 @@
 Values of a layer come in three groups, each intact until its end:
 
     attention in    resid_pre, ln1, q, k, v             before rotary, which may rotate q and k in place
-    attention out   q_rot, k_rot, z, attn_out           before the fused add-and-norm takes attn_out over
-    mlp             resid_mid, ln2, mlp_post, mlp_out   before the next add-and-norm takes them over
+    attention out   q_rot, k_rot, z, attn_out           before the add-and-norm, which may take attn_out over
+    mlp             resid_mid, ln2, mlp_post, mlp_out   before the next add-and-norm, which may take them over
 
 Eagerly each group is written by one op at its end. Under torch.compile one op writes the whole layer at its end: what
-would be taken over until then is read from a copy, which Inductor fuses into the kernel that reads or makes the value.
-Where little more than the residual stream is selected, one op writes several layers (`Held`). While a CUDA graph of a
-whole step is captured, ops write beside the model's kernels; for that their values stay until the next op (tap_op.py).
+would be taken over until then is read from a copy, which Inductor fuses into the kernel that reads or makes the value
+(norms that Inductor compiles take nothing over: `norms_in_place`). Where little more than the residual stream is
+selected, one op writes several layers (`Held`). While a CUDA graph of a whole step is captured, ops write beside the
+model's kernels; for that their values stay until the next op (tap_op.py).
 
 The op mutates a one-element token buffer: that keeps it alive and in order under torch.compile, and costs nothing.
 Offsets are counted from the first of the layer, and a tensor stands for where that is: so the graphs of equal layers
@@ -22,10 +23,11 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.distributed import get_tensor_model_parallel_rank
 
 from dmi_connector.engine import attend, tap_op
@@ -34,6 +36,9 @@ from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels import MAX_VALUES
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import Segment, shard_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _COPIED = frozenset(("resid_pre", "resid_mid", "q", "k"))
 """Hooks whose values are copies of their own under torch.compile, which nothing takes over later."""
@@ -132,8 +137,10 @@ class Tapper:
         at_end: AtEnd,
         kept: Kept,
         held: Held | None = None,
+        in_place: bool = True,
     ) -> None:
-        self.kept = kept
+        """in_place: see `norms_in_place`."""
+        self.kept, self.in_place = kept, in_place
         self.layer, self.held = layer, held if held is not None and held.takes(layer) else None
         self.layer_name = context.layer_name
         self.token = model.get_buffer("dmi_token")
@@ -172,7 +179,7 @@ class Tapper:
                     offsets.append(segment.offset - self.start)
                     how.append("null" if segment.reduction is None else self.settings[segment.hook])
             reductions = "[" + ",".join(how) + "]" if any(h != "null" for h in how) else ""
-            later = beside and torch.compiler.is_compiling()
+            later = beside and not self.in_place and torch.compiler.is_compiling()
             kept = self.kept.exchange(rows if later else ())
             torch.ops.dmi.tap(rows, kept, self.token, self.base, offsets, reductions, later, self.layer_name)
 
@@ -208,19 +215,35 @@ def _after(module: nn.Module, hook: Callable[[tuple[Any, ...], Any], None]) -> N
     module.register_forward_hook(call)
 
 
-def install(model: nn.Module, context: CaptureContext) -> None:
-    """Register the hooks of the selection on a freshly built model (before its first forward)."""
+def _renamed(value: torch.Tensor) -> torch.Tensor:
+    """`value` by a name of its own: vLLM refuses graphs that use what an add-and-norm was given under the same name."""
+    return value.view(value.shape)
+
+
+def norms_in_place(vllm_config: VllmConfig) -> bool:
+    """Whether an add-and-norm of a compiled model may overwrite what it is given, with no regard to other names of that
+    (vLLM's `UnsafeCloneEliminationPass`): so do kernels of vLLM's own, while Inductor knows who reads what.
+    """
+    first = vllm_config.kernel_config.ir_op_priority.fused_add_rms_norm[:1]
+    return first != ["native"] or envs.VLLM_BATCH_INVARIANT
+
+
+def install(model: nn.Module, context: CaptureContext, in_place: bool) -> None:
+    """Register the hooks of the selection on a freshly built model (before its first forward). in_place: see
+    `norms_in_place`.
+    """
     model.register_buffer("dmi_token", torch.zeros(1, dtype=torch.int32), persistent=False)
     at_end = AtEnd(context.layout.segments, model.get_buffer("dmi_token").device)
     kept = Kept()
-    tapper = Tapper(model, context, None, at_end, kept)
+    tapper = Tapper(model, context, None, at_end, kept, in_place=in_place)
     arch = context.arch
     layers: Any = model.get_submodule(arch.layers)
     held = Held(context.layout.segments)
     _install_inputs(model, context, tapper)
     for index in range(context.dims.layers):
         if any(s.layer == index for s in context.layout.segments):
-            _install_layer(layers[index], index, context, Tapper(model, context, index, at_end, kept, held))
+            mine = Tapper(model, context, index, at_end, kept, held, in_place)
+            _install_layer(layers[index], index, context, mine)
     final, normed = context.layout.find("resid_final", 0), context.layout.find("final_ln", 0)
 
     def at_final_norm(args: tuple[Any, ...], output: Any) -> None:
@@ -324,10 +347,11 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
     if pattern := find("pattern"):
         attend.install(attn, pattern, context.layer_name)
     if any((q_rot, k_rot, z, attn_out)):
+        own = _copied if in_mlp and tapper.in_place else _renamed
 
         def at_o_proj(args: tuple[Any, ...], output: Any) -> None:
             group.add(z, args[0])
-            group.add(attn_out, _copied(_first(output)) if in_mlp else _first(output))
+            group.add(attn_out, own(_first(output)))
             group.pause(in_mlp)
 
         _after(module(arch.o_proj), at_o_proj)

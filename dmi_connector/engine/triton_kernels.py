@@ -32,13 +32,9 @@ def write_rows_kernel(
     o0, o1, o2, o3, o4, o5, o6, o7, o8, o9, o10, o11, o12,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token tiles, blocks of all values): block b copies TOKENS x BLOCK elements of the value it falls into."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    block = tl.program_id(1)
-    real = token < count
-    slot = tl.load(slots + token, mask=real, other=-1)
-    keep = slot >= 0
-    row = rows + slot * row_stride
+    """Grid (token tiles x blocks of all values): a program copies TOKENS x BLOCK elements of the value its block falls
+    into. Blocks of one row are neighbours, as its memory is.
+    """
     b1: tl.constexpr = (w0 + BLOCK - 1) // BLOCK
     b2: tl.constexpr = b1 + (w1 + BLOCK - 1) // BLOCK
     b3: tl.constexpr = b2 + (w2 + BLOCK - 1) // BLOCK
@@ -51,6 +47,13 @@ def write_rows_kernel(
     b10: tl.constexpr = b9 + (w9 + BLOCK - 1) // BLOCK
     b11: tl.constexpr = b10 + (w10 + BLOCK - 1) // BLOCK
     b12: tl.constexpr = b11 + (w11 + BLOCK - 1) // BLOCK
+    blocks: tl.constexpr = b12 + (w12 + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // blocks).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    block = tl.program_id(0) % blocks
+    real = token < count
+    slot = tl.load(slots + token, mask=real, other=-1)
+    keep = slot >= 0
+    row = rows + slot * row_stride
     if block < b1:
         _copy(row, x0, s0, w0, o0, token, block, real, keep, BLOCK)
     elif block < b2:

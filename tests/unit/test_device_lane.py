@@ -9,6 +9,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,24 +94,42 @@ class Lane:
         return number, self.rows[2 * number : 2 * number + 2].numpy().tobytes()
 
 
+CURRENT = SimpleNamespace(name="the engine's")
+_streams: list[object] = []
+
+
+@contextmanager
+def chosen(stream: object) -> Iterator[None]:
+    _streams.append(stream)
+    try:
+        yield
+    finally:
+        _streams.pop()
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each gather took."""
     found: list[int] = []
     gather = device.gather_rows
-    stream = SimpleNamespace(wait_event=lambda _event: None)
     cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     for name, fake in (
         ("Event", Event),
-        ("Stream", lambda *_, **__: stream),
-        ("stream", lambda _stream: threading.Lock()),
+        ("current_stream", lambda _device: CURRENT),
+        ("stream", chosen),
         ("set_device", lambda _device: None),
         ("cudart", lambda: cudart),
     ):
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(device, "PieceCopier", Copier)
-    monkeypatch.setattr(device, "gather_rows", lambda *a: (found.append(len(a[1])), gather(*a))[1])
+
+    def gather_rows(rows: torch.Tensor, index: torch.Tensor, *rest: torch.Tensor) -> None:
+        assert _streams == [CURRENT], "kernels on another stream would slow down every graph that is replayed later"
+        found.append(len(index))
+        gather(rows, index, *rest)
+
+    monkeypatch.setattr(device, "gather_rows", gather_rows)
     Event.link = threading.Event()
     Event.link.set()
     return found

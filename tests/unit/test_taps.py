@@ -112,18 +112,21 @@ def test_what_is_held_is_no_output_of_the_graph() -> None:
     assert (held._values, held._segments, held._tappers) == ([], [], [])
 
 
-def test_each_op_names_the_values_of_the_one_before() -> None:
-    """A branch of a CUDA graph may read them until the next op has waited: their memory must not be reused sooner."""
+@pytest.mark.parametrize("in_place", [False, True])
+def test_each_op_names_the_values_of_the_one_before(in_place: bool) -> None:
+    """A branch of a CUDA graph may read them until the next op has waited: their memory must not be reused sooner.
+    Where norms work in place that is no help, so nothing is written on a branch.
+    """
     chains: list[list[tuple[list[Any], list[Any]]]] = []
     token, kept = torch.zeros(1, dtype=torch.int32), taps.Kept()
     tapper = object.__new__(taps.Tapper)
     vars(tapper).update(kept=kept, start=0, token=token, base=token.clone(), layer_name="rows.0", settings={})
-    tapper.at_end = SimpleNamespace(tokens=0)
+    tapper.at_end, tapper.in_place = SimpleNamespace(tokens=0), in_place
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         ops = [n for n in graph.graph.nodes if n.target in (torch.ops.dmi.tap, torch.ops.dmi.tap_end)]
         chains.append([(n.args[0], n.args[1]) for n in ops])
-        assert all(n.args[6] for n in ops[:-1]), "under torch.compile they may write beside the model"
+        assert [n.args[6] for n in ops[:-1]] == [not in_place] * 3, "written beside the model"
         (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
         assert len(outputs) == 1
         return graph.forward
@@ -145,8 +148,22 @@ def test_each_op_names_the_values_of_the_one_before() -> None:
             torch.testing.assert_close(compiled(torch.ones(3, 4)), torch.full((3, 4), 9.0))
         torch.testing.assert_close(model(torch.ones(3, 4)), torch.full((3, 4), 9.0))
     ((first, second, third, end),) = chains
-    assert first[1] == [] and second[1] == first[0] and third[1] == second[0] and end[1] == third[0]
+    kept_by = [first[0], second[0], third[0]] if not in_place else [[], [], []]
+    assert [op[1] for op in (first, second, third, end)] == [[], *kept_by]
     assert kept._values == []
+
+
+@pytest.mark.parametrize(
+    ("priority", "invariant", "in_place"),
+    [(["native"], False, False), (["vllm_c", "native"], False, True), ([], False, True), (["native"], True, True)],
+)
+def test_only_norms_that_inductor_compiles_leave_their_inputs(
+    priority: list[str], invariant: bool, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+    ops = SimpleNamespace(fused_add_rms_norm=priority)
+    config: Any = SimpleNamespace(kernel_config=SimpleNamespace(ir_op_priority=ops))
+    assert taps.norms_in_place(config) is in_place
 
 
 def test_an_op_waits_for_the_branch_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
