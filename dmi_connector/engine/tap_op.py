@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The custom ops that taps call: `dmi::tap` writes values into this step's paged rows, reduced where that is wanted,
-and `dmi::tap_end` what the taps of a step have put aside (at_end.py).
+`dmi::tap_end` what the taps of a step have put aside (at_end.py).
 
 While vLLM captures a whole step in one CUDA graph, taps of a compiled model write on a branch beside the model's
 kernels (`Branch`): most of what they take is waiting, for the kernel before them and for memory. Nothing may reuse the
-memory of the values meanwhile: so each op names those of the op before as `kept`, and first lets the model's stream
-wait for that op's branch. To the compiler they are in use until then.
+memory of the values meanwhile: so the next op names those of the op before as `kept`, and first lets the model's stream
+wait for that op's branch. To the compiler they are in use until then. `dmi::tap_join` does nothing but that.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _LIB.define(
     "bool beside, str layer) -> ()",
     tags=_TAGS,
 )
+_LIB.define("tap_join(Tensor[] kept, Tensor(a!) token) -> ()", tags=_TAGS)
 _LIB.define("tap_end(Tensor like, Tensor[] kept, Tensor(a!) token, Tensor base, str layer) -> ()", tags=_TAGS)
 _TOKENS = 1024
 """Tokens that are reduced at a time where torch does it: vLLM's memory profile does not see what encoders allocate."""
@@ -196,6 +197,12 @@ def compile_others(
         logger.warning("dmi_connector: kernels could not be compiled ahead (%s: %s)", type(error).__name__, error)
 
 
+def _tap_join(kept: list[torch.Tensor], token: torch.Tensor) -> None:
+    """Wait for the branch that may be reading `kept`."""
+    if branch := _captured_branch(token.device):
+        branch.join()
+
+
 def _tap_end(like: torch.Tensor, kept: list[torch.Tensor], token: torch.Tensor, base: torch.Tensor, layer: str) -> None:
     """The last tap of a step is done. like: a tensor with one entry for each token. kept: values of the last tap."""
     if found := _rows_and_slots(layer):
@@ -226,7 +233,7 @@ def _parsed(text: str) -> list[Reduction | None]:
     return [None if settings is None else from_settings(settings) for settings in json.loads(text or "[]")]
 
 
-for _name, _op in (("tap", _tap), ("tap_end", _tap_end)):
+for _name, _op in (("tap", _tap), ("tap_join", _tap_join), ("tap_end", _tap_end)):
     for _key in ("CPU", "CUDA"):
         _LIB.impl(_name, _op, _key)
     _LIB.impl(_name, lambda *_: None, "Meta")

@@ -113,7 +113,9 @@ class Held:
 
 
 class Kept:
-    """Values of the last op of a compiled forward, which the next op names: until then their memory is not reused."""
+    """Values of the last op of a compiled forward, which the next op, or `Tapper.join`, names: until then their memory
+    is not reused.
+    """
 
     def __init__(self) -> None:
         self._values: list[torch.Tensor] = []
@@ -183,6 +185,13 @@ class Tapper:
             kept = self.kept.exchange(rows if later else ())
             torch.ops.dmi.tap(rows, kept, self.token, self.base, offsets, reductions, later, self.layer_name)
 
+    def join(self) -> None:
+        """Let go of what is kept, in the piece of the compiled model that made it: vLLM splits models at attention, and
+        each tensor that goes from one piece to another takes some microseconds of the engine's thread.
+        """
+        if torch.compiler.is_compiling() and (kept := self.kept.exchange(())):
+            torch.ops.dmi.tap_join(kept, self.token)
+
     def end(self, like: torch.Tensor) -> None:
         """Nothing more is written in this forward. like: a tensor with one entry for each token."""
         if self.at_end.tokens or torch.compiler.is_compiling():
@@ -244,6 +253,8 @@ def install(model: nn.Module, context: CaptureContext, in_place: bool) -> None:
         if any(s.layer == index for s in context.layout.segments):
             mine = Tapper(model, context, index, at_end, kept, held, in_place)
             _install_layer(layers[index], index, context, mine)
+        attn = layers[index].get_submodule(arch.attn)
+        attn.register_forward_pre_hook(lambda _module, _args: tapper.join())
     final, normed = context.layout.find("resid_final", 0), context.layout.find("final_ln", 0)
 
     def at_final_norm(args: tuple[Any, ...], output: Any) -> None:

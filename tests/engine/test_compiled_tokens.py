@@ -5,14 +5,17 @@ Inductor keeps fused intermediates in float32. A tap that made it round one of t
 compares the log-probabilities of all generated tokens with plain vLLM's, exactly. Nor does capturing the residual
 stream alone, whose layers one op then writes together; its rows are those of the capture of everything.
 
-On a GPU an op may still be reading its values when the next one begins (tap_op.py). Here nothing is so late; so one run
-writes as late as that on purpose, from where the values were.
+On a GPU an op may still be reading its values until the next one, or a join, waits for its branch (tap_op.py). Here
+nothing is so late; so one run writes as late as that on purpose, from where the values were.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,12 +35,10 @@ ASKS = {f"{n} tokens": Ask(prompt(n), sampling=SAMPLING) for n in (6, 33, 100, 1
 
 
 class Late:
-    """A RowWriter that writes when the next op begins, or the last of the forward. It holds no reference to its values,
-    only where they were.
-    """
+    """A RowWriter that writes when its branch is joined. It holds no reference to its values, only where they were."""
 
     waiting: ClassVar[list[Callable[[], None]]] = []
-    written: ClassVar[int] = 0
+    written: ClassVar[Counter[str]] = Counter()  # how many by which op's waiting
 
     def __init__(self, *args: Any) -> None:
         from dmi_connector.engine.kernels import RowWriter
@@ -45,15 +46,18 @@ class Late:
         self._write = RowWriter(*args)
 
     def __call__(self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor]) -> None:
-        self.flush()
+        assert not self.waiting, "the op before was not waited for"
         where = [(v.data_ptr(), v.shape, v.stride(), v.dtype) for v in values]
         self.waiting.append(lambda: self._write(rows, slots, [in_memory(*w) for w in where]))
 
     @classmethod
-    def flush(cls, *_: Any) -> None:
+    def join(cls, first: bool = False) -> None:
+        assert not (first and cls.waiting), "forgotten by the op after"
         while cls.waiting:
             cls.waiting.pop()()
-            cls.written += 1
+            cls.written[sys._getframe(1).f_code.co_name] += 1
+
+    beside = staticmethod(nullcontext)
 
 
 def in_memory(address: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -85,7 +89,6 @@ def captured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     written, and how often it was written late.
     """
     from dmi_connector.engine import tap_op
-    from dmi_connector.engine.at_end import AtEnd
 
     runs = {}
     for name, selection, owner in (
@@ -97,14 +100,14 @@ def captured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         before = list(tap_op._PLACES.values())
         args = capture_args(selection, run.store_dir, owner=owner)
         with pytest.MonkeyPatch.context() as patch:
-            Late.written = 0
+            Late.written.clear()
             if name == "late":
                 patch.setattr(tap_op, "RowWriter", Late)
-                patch.setattr(AtEnd, "reduce", Late.flush)
+                patch.setattr(tap_op, "_captured_branch", lambda _device: Late)
             with engine(model, dtype="bfloat16", enforce_eager=False, **args) as llm:
                 generate(llm, run, ASKS)
                 places = [p for p in tap_op._PLACES.values() if not any(p is b for b in before)]
-                run.facts |= {"first layers": sorted({p.layer for p in places if p.taps}), "late": Late.written}
+                run.facts |= {"first layers": sorted({p.layer for p in places if p.taps}), "late": dict(Late.written)}
     return runs
 
 
@@ -126,12 +129,14 @@ def test_tokens_and_probabilities_are_those_of_plain_vllm(
 
 
 @pytest.mark.parametrize("name", ASKS)
-def test_values_last_until_the_next_op_begins(captured: dict[str, Run], name: str) -> None:
+def test_values_last_until_their_branch_is_joined(captured: dict[str, Run], name: str) -> None:
     steps = sum(ask.sampling["max_tokens"] for ask in ASKS.values()) // len(ASKS)
-    assert captured[ALL_HOOKS].facts["late"] == 0 and captured["late"].facts["late"] > steps * LAYERS
-    soon, late = (stored(captured[run], name) for run in (ALL_HOOKS, "late"))
-    for hook in soon.hooks:
-        np.testing.assert_array_equal(late.numpy(hook), soon.numpy(hook), err_msg=hook)
+    late = captured["late"].facts["late"]
+    assert captured[ALL_HOOKS].facts["late"] == {} and late["_tap_join"] > steps * LAYERS
+    assert late["_tap_join"] == LAYERS * late["_tap_end"], "every layer lets go what was kept before its attention"
+    one, other = (stored(captured[run], name) for run in (ALL_HOOKS, "late"))
+    for hook in one.hooks:
+        np.testing.assert_array_equal(other.numpy(hook), one.numpy(hook), err_msg=hook)
 
 
 def stored(run: Run, name: str) -> Capture:

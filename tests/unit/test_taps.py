@@ -153,6 +153,37 @@ def test_each_op_names_the_values_of_the_one_before(in_place: bool) -> None:
     assert kept._values == []
 
 
+def test_what_is_kept_is_let_go_before_attention() -> None:
+    """By an op of its own, so that it does not go to the next piece of the model; none where nothing is kept."""
+    seen: list[list[tuple[str, int]]] = []
+    token = torch.zeros(1, dtype=torch.int32)
+    tapper = object.__new__(taps.Tapper)
+    vars(tapper).update(kept=taps.Kept(), start=0, token=token, base=token.clone(), layer_name="rows.0", settings={})
+    tapper.at_end, tapper.in_place = SimpleNamespace(tokens=0), False
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        ops = [n for n in graph.graph.nodes if n.op == "call_function" and "dmi" in str(n.target)]
+        seen.append([(str(n.target), len(n.args[0 if "join" in str(n.target) else 1])) for n in ops])
+        return graph.forward
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for segment in stream(0, 1, width=4):
+            tapper.join()
+            x = x * 2
+            tapper.write_now([segment], [x])
+            tapper.join()
+            x = x + 1
+        return x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.forward_context.get_forward_context", lambda: _NoContext())
+        torch.testing.assert_close(compiled(torch.ones(3, 4)), torch.full((3, 4), 7.0))
+        torch.testing.assert_close(model(torch.ones(3, 4)), torch.full((3, 4), 7.0))
+    assert seen == [[("dmi.tap", 0), ("dmi.tap_join", 1)] * 2]
+
+
 @pytest.mark.parametrize(
     ("priority", "invariant", "in_place"),
     [(["native"], False, False), (["vllm_c", "native"], False, True), ([], False, True), (["native"], True, True)],
@@ -193,8 +224,9 @@ def test_an_op_waits_for_the_branch_of_the_one_before(monkeypatch: pytest.Monkey
     for kept, beside in (([], True), ([value], True), ([value], False), ([], False), ([], True)):
         torch.ops.dmi.tap([value], kept, token, base, [0], "", beside, "rows")
         done.append("|")
+    torch.ops.dmi.tap_join([value], token)
     torch.ops.dmi.tap_end(value, [value], token, base, "rows")
-    assert " ".join(done) == "forget branch end | wait branch end | wait | | forget branch end | wait"
+    assert " ".join(done) == "forget branch end | wait branch end | wait | | forget branch end | wait wait"
     assert rows.view(torch.float32)[1:3, :4].eq(1).all()
 
 
