@@ -56,6 +56,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.v1.attention.backend:AttentionImpl.forward",
         "wrapped, in layers whose pattern is summarised, to read queries and paged keys after attention",
     ),
+    "norms": (
+        "vllm.config.kernel:IrOpPriorityConfig.__dataclass_fields__.fused_add_rms_norm",
+        "says whether Inductor compiles an add-and-norm, which then leaves what it is given as it was",
+    ),
     "hash": (
         "vllm.config:VllmConfig.compute_hash",
         "covers additional_config, where the selection is written so that compiled graphs are not mixed up",
