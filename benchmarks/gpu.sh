@@ -6,7 +6,7 @@
 # Phases, each a result file OUT/PHASE.json and a log beside it, in the order given:
 #   kernels  taps in CUDA graphs, without vLLM (half a minute)
 #   check    tokens and values with CUDA graphs: full surface, values of several layers, reduced hooks (4 minutes)
-#   main     stock, hidden-states and the full surface, with stores (8 minutes)
+#   main     stock, hidden-states and the full surface, copied to the host and with stores (9 minutes)
 #   reduced  int8 and mixed (6 minutes)
 #   curves   hooks and layers, seven engines at once (5 minutes)
 #   slow     policies block and drop with a slow sink (4 minutes)
@@ -52,8 +52,8 @@ for phase in "$@"; do
       check check-reduced reduced ;;
     main)
       capture main '{"stock": 5, "full": 72, "hidden": 9}' \
-        'stock,hidden-states null,full null,hidden-states disk,full disk none,full disk zstd,full disk lz4' \
-        "$decode,prefill32" --limit-seconds 0.2 --profile 'stock,hidden-states null,full null' ;;
+        'stock,hidden-states null,full null,full host,hidden-states disk,full disk none,full disk zstd,full disk lz4' \
+        "$decode,prefill32,prefill32x4" --limit-seconds 0.2 --profile 'stock,hidden-states null,full null' ;;
     reduced)
       capture reduced '{"stock": 5, "int8": 36, "mixed": 28}' 'stock,int8 null,mixed null,int8 disk none,mixed disk none' \
         decode32,decode128,prefill32 --profile 'int8 null,mixed null' ;;
