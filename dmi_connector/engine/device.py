@@ -181,6 +181,7 @@ class DeviceLane:
         with self._changed:
             mine = [p for p in self.waiting if p.owner is owner]
             if mine:
+                self.stream = torch.cuda.current_stream(self.device)
                 self.waiting = deque(p for p in self.waiting if p.owner is not owner)
             while mine:
                 mine = mine[self._issue(mine) :]
@@ -230,9 +231,9 @@ class DeviceLane:
                 self._give_up(piece, f"rows could not be gathered ({type(error).__name__}: {error})")
             return len(room)
         for piece, staged, offset in room:
-            piece.gathered = True
             source = self.staging.buffer[staged.start : staged.start + piece.nbytes]
             self._copies.put(Copy(source, offset, ready, piece.deliver, staged))
+            piece.gathered = True  # who sees this may have other work delivered after it (`then`)
         return len(room)
 
     def _gather(self, room: Sequence[tuple[Piece, Staged]]) -> torch.cuda.Event:

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from vllm import envs
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from dmi_connector.engine import attend, tap_op
 from dmi_connector.engine.at_end import AtEnd
@@ -229,6 +230,14 @@ def _renamed(value: torch.Tensor) -> torch.Tensor:
     return value.view(value.shape)
 
 
+def _written_out(linear: nn.Module) -> bool:
+    """Whether a matrix product writes what a linear layer gives, in the model's dtype. What follows the product, as a
+    bias or the scales of quantised weights, Inductor may fuse with what is next.
+    """
+    plain = isinstance(getattr(linear, "quant_method", None), UnquantizedLinearMethod)
+    return plain and getattr(linear, "bias", None) is None
+
+
 def norms_in_place(vllm_config: VllmConfig) -> bool:
     """Whether an add-and-norm of a compiled model may overwrite what it is given, with no regard to other names of that
     (vLLM's `UnsafeCloneEliminationPass`): so do kernels of vLLM's own, while Inductor knows who reads what.
@@ -358,7 +367,7 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
     if pattern := find("pattern"):
         attend.install(attn, pattern, context.layer_name)
     if any((q_rot, k_rot, z, attn_out)):
-        own = _copied if in_mlp and tapper.in_place else _renamed
+        own = _renamed if _written_out(module(arch.o_proj)) and not (in_mlp and tapper.in_place) else _copied
 
         def at_o_proj(args: tuple[Any, ...], output: Any) -> None:
             group.add(z, args[0])

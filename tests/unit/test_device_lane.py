@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -94,7 +94,16 @@ class Lane:
         return number, self.rows[2 * number : 2 * number + 2].numpy().tobytes()
 
 
-CURRENT = SimpleNamespace(name="the engine's")
+class Engine:
+    """The stream that the engine's thread works on; other threads have theirs."""
+
+    stream: ClassVar[object] = object()
+
+    @classmethod
+    def current(cls, _device: object) -> object:
+        return cls.stream if threading.current_thread() is threading.main_thread() else object()
+
+
 _streams: list[object] = []
 
 
@@ -115,7 +124,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     for name, fake in (
         ("Event", Event),
-        ("current_stream", lambda _device: CURRENT),
+        ("current_stream", Engine.current),
         ("stream", chosen),
         ("set_device", lambda _device: None),
         ("cudart", lambda: cudart),
@@ -125,7 +134,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(device, "PieceCopier", Copier)
 
     def gather_rows(rows: torch.Tensor, index: torch.Tensor, *rest: torch.Tensor) -> None:
-        assert _streams == [CURRENT], "kernels on another stream would slow down every graph that is replayed later"
+        assert _streams == [Engine.stream], "kernels on another stream slow down graphs that are replayed later"
         found.append(len(index))
         gather(rows, index, *rest)
 
@@ -196,6 +205,25 @@ def test_short_steps_are_caught_up_with(make: Callable[[int, int], Lane]) -> Non
         kit.until(lambda: not lane.lane.waiting)
     assert "dmi-gather" not in rests
     kit.until(lambda: len(lane.delivered) == 500)
+
+
+def test_gathers_follow_the_engine_to_another_stream(
+    make: Callable[[int, int], Lane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM makes one of its own when it is first asked for one."""
+    Event.link.clear()
+    lane = make(2, 32)
+    a, b = object(), object()
+    monkeypatch.setattr(Engine, "stream", object())
+    pieces = [lane.piece(n, owner) for n, owner in enumerate((a, a, b, a))]
+    lane.lane.send(pieces)
+    assert [p.waits for p in pieces] == [False, False, True, True]
+    monkeypatch.setattr(Engine, "stream", object())
+    lane.lane.flush(b, drop=True)
+    Event.link.set()
+    kit.until(lambda: len(lane.delivered) == 3)
+    assert lane.lost == [(2, FELL_BEHIND)]
+    assert lane.delivered == [*map(lane.wanted, (0, 1, 3))]
 
 
 def test_a_full_ring_is_waited_for(make: Callable[[int, int], Lane]) -> None:

@@ -184,6 +184,99 @@ def test_what_is_kept_is_let_go_before_attention() -> None:
     assert seen == [[("dmi.tap", 0), ("dmi.tap_join", 1)] * 2]
 
 
+class Block(torch.nn.Module):
+    """A layer as vLLM's models have them, of one head."""
+
+    class Linear(torch.nn.Module):
+        def __init__(self, bias: bool = False, quantised: bool = False) -> None:
+            super().__init__()
+            self.bias = torch.ones(1) if bias else None
+            self.quant_method = None if quantised else object.__new__(taps.UnquantizedLinearMethod)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return x * 2, None
+
+    class Norm(torch.nn.Module):
+        def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x + residual, x + residual
+
+    class Attention(torch.nn.Module):
+        num_heads = num_kv_heads = 1
+        head_size = 4
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    def __init__(self, **o_proj: bool) -> None:
+        super().__init__()
+        self.attn, self.o_proj, self.ln2, self.down_proj = (
+            self.Attention(),
+            self.Linear(**o_proj),
+            self.Norm(),
+            self.Linear(),
+        )
+        self.mlp = self.down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, _ = self.o_proj(self.attn(x))
+        normed, _ = self.ln2(out, x)
+        return self.mlp(normed)[0]
+
+
+@pytest.mark.parametrize(
+    ("hooks", "in_place", "o_proj", "copied"),
+    [
+        ("attn_out,mlp_out", False, {}, False),
+        ("attn_out,mlp_out", True, {}, True),
+        ("attn_out", True, {}, False),
+        ("attn_out,mlp_out", False, {"bias": True}, True),
+        ("attn_out,mlp_out", False, {"quantised": True}, True),
+    ],
+)
+def test_attn_out_is_copied_where_it_may_change(
+    hooks: str, in_place: bool, o_proj: dict[str, bool], copied: bool
+) -> None:
+    """By a norm that works in place, after which it would be written; or by a compiler that would have to round what
+    follows a matrix product.
+    """
+    from dmi_connector.engine.architectures import Architecture
+    from dmi_connector.layout import Segment
+
+    names = hooks.split(",")
+    segments = {name: Segment(name, 0, "float32", 4, 16 * i) for i, name in enumerate(names)}
+    context: Any = SimpleNamespace(
+        arch=Architecture("Block", "", attn="attn", o_proj="o_proj", ln2="ln2", mlp="mlp", down_proj="down_proj"),
+        dims=SimpleNamespace(moe_layers=()),
+        layout=SimpleNamespace(find=lambda name, _layer: segments.get(name)),
+    )
+    token, block = torch.zeros(1, dtype=torch.int32), Block(**o_proj)
+    tapper = object.__new__(taps.Tapper)
+    vars(tapper).update(kept=taps.Kept(), start=0, token=token, base=token.clone(), layer_name="rows.0", settings={})
+    vars(tapper).update(at_end=SimpleNamespace(tokens=0), in_place=in_place, held=None, layer=0)
+    taps._install_layer(block, 0, context, tapper)
+    found: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        (op,) = (n for n in graph.graph.nodes if n.target is torch.ops.dmi.tap)
+        steps, node = [], op.args[0][0]  # attn_out, from the op back to the product that made it
+        while "mul" not in str(node.target):
+            steps.append(node)
+            node = node.args[0]
+        found.append([str(step.target) for step in steps])
+        order = list(graph.graph.nodes)
+        norm = min(order.index(user) for user in node.users if "add" in str(user.target))
+        renamed = order.index(steps[-1]) < norm
+        assert renamed or hooks == "attn_out", "vLLM refuses graphs that name again what a norm was given"
+        return graph.forward
+
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.forward_context.get_forward_context", lambda: _NoContext())
+        torch.compile(block, backend=backend, fullgraph=True)(torch.ones(3, 4))
+    (steps,) = found
+    assert sum("neg" in step for step in steps) == (2 if copied else 0), steps
+
+
 @pytest.mark.parametrize(
     ("priority", "invariant", "in_place"),
     [(["native"], False, False), (["vllm_c", "native"], False, True), ([], False, True), (["native"], True, True)],
