@@ -5,9 +5,9 @@
 
 While staging has room the engine's thread issues one gather a step. What finds no room waits with the lane's own
 thread, which gathers as staging drains: the rows stay in the paged cache, and the engine goes on. All gathers are
-launched on the engine's stream, whichever thread does it: kernels on another one, at times a single launch, leave all
-later replays of CUDA graphs in the process 5 % slower (docs/PERFORMANCE.md), and a gather leaves nothing of the GPU's
-memory bandwidth to others anyway. So they also need no events: what was launched before them has been written.
+launched on the engine's stream, whichever thread does it: kernels on another one, at times a single launch, leave later
+replays of CUDA graphs in the process 5 % slower (docs/PERFORMANCE.md), and a gather leaves nothing of the GPU's memory
+bandwidth to others anyway. So they also need no events: what was launched before them has been written.
 
 The copy engine works through a stream's queue in order, and every step's sampled tokens need it too. So copies are cut
 and go to two streams in turn, each waiting for the one before (copies.py): at every cut the engine is free for others,
