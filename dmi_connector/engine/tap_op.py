@@ -87,8 +87,8 @@ class Branch:
         self._written = self._stream.record_event()
 
     def join(self, first: bool = False) -> None:
-        """Let the model wait for what was launched on the branch. first: nothing was in this forward; what an earlier
-        one left, whose capture failed, is forgotten.
+        """Let the model wait for what was launched on the branch. first: of this forward nothing is left to wait for;
+        what an earlier one left, whose capture failed, is forgotten.
         """
         if self._written is not None and not first:
             torch.cuda.current_stream().wait_event(self._written)
