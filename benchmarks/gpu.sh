@@ -6,7 +6,7 @@
 # Phases, each a result file OUT/PHASE.json and a log beside it, in the order given:
 #   kernels  taps in CUDA graphs, without vLLM (half a minute)
 #   check    tokens and values with CUDA graphs: full surface, values of several layers, reduced hooks (4 minutes)
-#   main     stock, hidden-states and the full surface, copied to the host and with stores (9 minutes)
+#   main     stock, hidden-states and the full surface, copied to the host and with stores (8 minutes)
 #   reduced  int8 and mixed (6 minutes)
 #   curves   hooks and layers, seven engines at once (5 minutes)
 #   slow     policies block and drop with a slow sink (4 minutes)

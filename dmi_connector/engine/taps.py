@@ -10,193 +10,28 @@ Values of a layer come in three groups, each intact until its end:
 Eagerly each group is written by one op at its end. Under torch.compile one op writes the whole layer at its end: what
 would be taken over until then is read from a copy, which Inductor fuses into the kernel that reads or makes the value
 (norms that Inductor compiles take nothing over: `norms_in_place`). Where little more than the residual stream is
-selected, one op writes several layers (`Held`). While a CUDA graph of a whole step is captured, ops write beside the
-model's kernels; for that their values stay until the next op (tap_op.py).
-
-The op mutates a one-element token buffer: that keeps it alive and in order under torch.compile, and costs nothing.
-Offsets are counted from the first of the layer, and a tensor stands for where that is: so the graphs of equal layers
-are equal, and vLLM compiles one of them.
+selected, one op writes several layers (tapper.py). While a CUDA graph of a whole step is captured, ops write beside the
+model's kernels; for that their values stay until the next attention (tap_op.py).
 """
 
 from __future__ import annotations
 
-import json
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from vllm import envs
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from dmi_connector.engine import attend, tap_op
+from dmi_connector.engine import attend
 from dmi_connector.engine.at_end import AtEnd
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.kernels import MAX_VALUES
-from dmi_connector.hooks import HOOKS
-from dmi_connector.layout import Segment, shard_of
+from dmi_connector.engine.tapper import Group, Held, Kept, Tapper
+from dmi_connector.layout import Segment
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-_COPIED = frozenset(("resid_pre", "resid_mid", "q", "k"))
-"""Hooks whose values are copies of their own under torch.compile, which nothing takes over later."""
-_HELD_BYTES = 64 << 10
-"""Bytes of a token that `Held` keeps: a step of many tokens needs so much more memory for each."""
-
-
-class Group:
-    """Values of one layer that wait for their common write."""
-
-    def __init__(self, tapper: Tapper) -> None:
-        self.tapper = tapper
-        self.segments: list[Segment] = []
-        self.values: list[torch.Tensor] = []
-
-    def add(self, segment: Segment | None, value: Any) -> None:
-        if segment is not None:
-            self.segments.append(segment)
-            self.values.append(value)
-
-    def pause(self, more: bool) -> None:
-        """End of a group: write now, or with the rest of the layer if `more` is to come and this is being compiled."""
-        if not (more and torch.compiler.is_compiling()):
-            self.flush()
-
-    def flush(self, beside: bool = True) -> None:
-        """Write now. beside: whether nothing changes the values unknown to the compiler before the next op."""
-        segments, values = list(self.segments), list(self.values)
-        # Emptied, not replaced: Dynamo carries out what happens to the lists themselves, and tensors left in one would
-        # be outputs of the compiled graph, alive until the forward ends.
-        self.segments.clear()
-        self.values.clear()
-        if segments:
-            self.tapper.write(segments, values, beside)
-
-
-class Held:
-    """Values of layers in a row that one op writes, when the last of them is done: only under torch.compile, and only
-    of layers of which nothing but narrow copies is selected. Graphs of layers that only hold are equal, and so are
-    those that write.
-    """
-
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._last: dict[int, int] = {}  # layer whose values are held -> the one after which they are written
-        run: list[int] = []
-        values = nbytes = 0
-        for layer in sorted({s.layer for s in segments}):
-            mine = [s for s in segments if s.layer == layer and HOOKS[s.hook].scope != "once"]
-            if not mine or any(s.hook not in _COPIED or s.reduction is not None for s in mine):
-                continue
-            more = sum(s.nbytes for s in mine)
-            if values + len(mine) > MAX_VALUES or nbytes + more > _HELD_BYTES:
-                run, values, nbytes = [], 0, 0
-            run, values, nbytes = [*run, layer], values + len(mine), nbytes + more
-            self._last |= dict.fromkeys(run, layer)
-        self._tappers: list[Tapper] = []
-        self._segments: list[Segment] = []
-        self._values: list[torch.Tensor] = []
-
-    def takes(self, layer: int | None) -> bool:
-        return layer in self._last
-
-    def add(self, tapper: Tapper, layer: int, segments: list[Segment], values: list[torch.Tensor]) -> None:
-        self._tappers.append(tapper)
-        self._segments.extend(segments)
-        self._values.extend(values)
-        if self._last[layer] == layer:
-            first, segments, values = self._tappers[0], list(self._segments), list(self._values)
-            for held in (self._tappers, self._segments, self._values):  # emptied, not replaced: see `Group.flush`
-                held.clear()
-            first.write_now(segments, values)
-
-
-class Kept:
-    """Values of the last op of a compiled forward, which the next op, or `Tapper.join`, names: until then their memory
-    is not reused.
-    """
-
-    def __init__(self) -> None:
-        self._values: list[torch.Tensor] = []
-
-    def exchange(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of the op before; `values` are to be kept for the next."""
-        kept = list(self._values)
-        self._values.clear()  # emptied, not replaced: see `Group.flush`
-        self._values.extend(values)
-        return kept
-
-
-class Tapper:
-    """Writes groups of values of one layer, or of what exists once in a model (layer None)."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        context: CaptureContext,
-        layer: int | None,
-        at_end: AtEnd,
-        kept: Kept,
-        held: Held | None = None,
-        in_place: bool = True,
-    ) -> None:
-        """in_place: see `norms_in_place`."""
-        self.kept, self.in_place = kept, in_place
-        self.layer, self.held = layer, held if held is not None and held.takes(layer) else None
-        self.layer_name = context.layer_name
-        self.token = model.get_buffer("dmi_token")
-        mine = [s.offset for s in context.layout.segments if layer is not None and s.layer == layer]
-        self.start = min(mine, default=0)
-        name = f"dmi_base_{'once' if layer is None else layer}"
-        model.register_buffer(name, torch.zeros(1, dtype=torch.int32), persistent=False)
-        self.base = model.get_buffer(name)
-        tap_op.stand_for(self.base, tap_op.Place(self.start, layer or 0, weakref.ref(at_end)))
-        self.at_end = at_end
-        self.settings: dict[str, str] = {}
-        rank = get_tensor_model_parallel_rank() if context.tp > 1 else 0
-        for segment in context.layout.segments:
-            once = HOOKS[segment.hook].scope == "once"
-            if segment.reduction is not None and (once if layer is None else not once and segment.layer == layer):
-                shard = shard_of(HOOKS[segment.hook], context.dims, context.tp, rank).shard
-                segment.reduction.prepare(segment.width, self.base.device, segment.layer, shard)
-                self.settings[segment.hook] = json.dumps(segment.reduction.settings())
-
-    def write(self, segments: list[Segment], values: list[torch.Tensor], beside: bool = True) -> None:
-        """Write a group, now or with those of other layers, all copies of their own. beside: see `Group.flush`."""
-        if self.held is not None and self.layer is not None and torch.compiler.is_compiling():
-            self.held.add(self, self.layer, segments, values)
-        else:
-            self.write_now(segments, values, beside)
-
-    def write_now(self, segments: list[Segment], values: list[torch.Tensor], beside: bool = True) -> None:
-        """One op for each dtype among `segments` (nearly always one), of this layer or of later ones."""
-        for dtype in dict.fromkeys(s.dtype for s in segments):
-            rows = []
-            offsets = []
-            how = []
-            for segment, value in zip(segments, values, strict=True):
-                if segment.dtype == dtype:
-                    rows.append(value.reshape(-1, segment.width).to(getattr(torch, dtype)))
-                    offsets.append(segment.offset - self.start)
-                    how.append("null" if segment.reduction is None else self.settings[segment.hook])
-            reductions = "[" + ",".join(how) + "]" if any(h != "null" for h in how) else ""
-            later = beside and not self.in_place and torch.compiler.is_compiling()
-            kept = self.kept.exchange(rows if later else ())
-            torch.ops.dmi.tap(rows, kept, self.token, self.base, offsets, reductions, later, self.layer_name)
-
-    def join(self) -> None:
-        """Let go of what is kept, in the piece of the compiled model that made it: vLLM splits models at attention, and
-        each tensor that goes from one piece to another takes some microseconds of the engine's thread.
-        """
-        if torch.compiler.is_compiling() and (kept := self.kept.exchange(())):
-            torch.ops.dmi.tap_join(kept, self.token)
-
-    def end(self, like: torch.Tensor) -> None:
-        """Nothing more is written in this forward. like: a tensor with one entry for each token."""
-        if self.at_end.tokens or torch.compiler.is_compiling():
-            torch.ops.dmi.tap_end(like, self.kept.exchange(()), self.token, self.base, self.layer_name)
 
 
 def _norm_outputs(args: tuple[Any, ...], output: Any) -> tuple[Any, Any]:

@@ -16,6 +16,16 @@ import pytest
 import torch
 
 taps = pytest.importorskip("dmi_connector.engine.taps")
+tapper_module = pytest.importorskip("dmi_connector.engine.tapper")
+
+
+def bare_tapper(in_place: bool) -> Any:
+    """A tapper of layer 0 without a model."""
+    token = torch.zeros(1, dtype=torch.int32)
+    tapper = object.__new__(tapper_module.Tapper)
+    vars(tapper).update(kept=tapper_module.Kept(), held=None, layer=0, start=0, token=token, base=token.clone())
+    vars(tapper).update(layer_name="rows.0", settings={}, at_end=SimpleNamespace(tokens=0), in_place=in_place)
+    return tapper
 
 
 def test_tapped_values_are_not_outputs_of_the_graph() -> None:
@@ -28,7 +38,7 @@ def test_tapped_values_are_not_outputs_of_the_graph() -> None:
         def write(self, segments: list[Segment], values: list[torch.Tensor], beside: bool) -> None:
             torch.ops.dmi.tap(values, [], token, token.clone(), [s.offset for s in segments], "", True, "rows.0")
 
-    group = taps.Group(Tapper())
+    group = tapper_module.Group(Tapper())
     seen: list[tuple[int, int]] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
@@ -70,7 +80,7 @@ def test_narrow_copies_of_layers_in_a_row_are_written_together() -> None:
     from dmi_connector.reduce import parse
 
     def ends(segments: list[Any]) -> dict[int, int]:
-        return taps.Held(segments)._last
+        return tapper_module.Held(segments)._last
 
     hidden = ends(stream(*range(36)))
     assert list(hidden) == list(range(36)) and [hidden[layer] for layer in (0, 11, 12, 35)] == [11, 11, 23, 35]
@@ -95,7 +105,7 @@ def test_what_is_held_is_no_output_of_the_graph() -> None:
         return graph.forward
 
     segments = stream(*range(15), width=4)
-    held, tapper = taps.Held(segments), Tapper()
+    held, tapper = tapper_module.Held(segments), Tapper()
 
     def model(x: torch.Tensor) -> torch.Tensor:
         for segment in segments:
@@ -118,10 +128,7 @@ def test_each_op_names_the_values_of_the_one_before(in_place: bool) -> None:
     Where norms work in place that is no help, so nothing is written on a branch.
     """
     chains: list[list[tuple[list[Any], list[Any]]]] = []
-    token, kept = torch.zeros(1, dtype=torch.int32), taps.Kept()
-    tapper = object.__new__(taps.Tapper)
-    vars(tapper).update(kept=kept, start=0, token=token, base=token.clone(), layer_name="rows.0", settings={})
-    tapper.at_end, tapper.in_place = SimpleNamespace(tokens=0), in_place
+    tapper = bare_tapper(in_place)
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         ops = [n for n in graph.graph.nodes if n.target in (torch.ops.dmi.tap, torch.ops.dmi.tap_end)]
@@ -150,16 +157,13 @@ def test_each_op_names_the_values_of_the_one_before(in_place: bool) -> None:
     ((first, second, third, end),) = chains
     kept_by = [first[0], second[0], third[0]] if not in_place else [[], [], []]
     assert [op[1] for op in (first, second, third, end)] == [[], *kept_by]
-    assert kept._values == []
+    assert tapper.kept._values == []
 
 
 def test_what_is_kept_is_let_go_before_attention() -> None:
     """By an op of its own, so that it does not go to the next piece of the model; none where nothing is kept."""
     seen: list[list[tuple[str, int]]] = []
-    token = torch.zeros(1, dtype=torch.int32)
-    tapper = object.__new__(taps.Tapper)
-    vars(tapper).update(kept=taps.Kept(), start=0, token=token, base=token.clone(), layer_name="rows.0", settings={})
-    tapper.at_end, tapper.in_place = SimpleNamespace(tokens=0), False
+    tapper = bare_tapper(in_place=False)
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         ops = [n for n in graph.graph.nodes if n.op == "call_function" and "dmi" in str(n.target)]
@@ -249,11 +253,8 @@ def test_attn_out_is_copied_where_it_may_change(
         dims=SimpleNamespace(moe_layers=()),
         layout=SimpleNamespace(find=lambda name, _layer: segments.get(name)),
     )
-    token, block = torch.zeros(1, dtype=torch.int32), Block(**o_proj)
-    tapper = object.__new__(taps.Tapper)
-    vars(tapper).update(kept=taps.Kept(), start=0, token=token, base=token.clone(), layer_name="rows.0", settings={})
-    vars(tapper).update(at_end=SimpleNamespace(tokens=0), in_place=in_place, held=None, layer=0)
-    taps._install_layer(block, 0, context, tapper)
+    block = Block(**o_proj)
+    taps._install_layer(block, 0, context, bare_tapper(in_place))
     found: list[list[str]] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
