@@ -201,6 +201,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--limits-from", type=Path, help="former result file of this machine: its limits are copied")
     p.add_argument("--together", action="store_true", help="start all engines at once and measure them in turn")
     p.add_argument(
+        "--stand-still",
+        action="store_true",
+        help="under policy drop the writer of a slow sink stands still while requests run: rows are dropped even where "
+        "an engine is slower than any writer",
+    )
+    p.add_argument(
         "--pin",
         action="store_true",
         help=f"before each round let the engine's thread run on the {_PINNED} cores that are quickest just then, in "

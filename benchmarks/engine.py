@@ -10,8 +10,9 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,6 +30,7 @@ from benchmarks.worker import (
     worker_profile,
     worker_python_us,
     worker_sizes,
+    worker_stand_still,
     worker_switch,
 )
 
@@ -198,14 +200,27 @@ class Bench:
             with open(reply["hidden_states_path"] + ".lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH)  # vLLM's writer holds it until the file is whole
 
-    def round(self, setup: Setup, case: Case) -> tuple[float, float]:
-        """Seconds until the last token was there, and until everything had reached its sink."""
+    def round(self, setup: Setup, case: Case, still: bool = False) -> tuple[float, float]:
+        """Seconds until the last token was there, and until everything had reached its sink. still: until the last
+        token is there, writers stand still.
+        """
         if setup.stores or self.engine == "ehs":
             self.clean()
         begin = time.perf_counter()
-        seconds = self.generate(case)
+        with self._standing_still() if still else nullcontext():
+            seconds = self.generate(case)
         self.drain()
         return seconds, time.perf_counter() - begin
+
+    @contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        """Writers take nothing meanwhile. They start with the first request."""
+        [stopped] = self.llm.collective_rpc(worker_stand_still, args=(True,))
+        assert stopped > 0, "the writers were not found"
+        try:
+            yield
+        finally:
+            self.llm.collective_rpc(worker_stand_still, args=(False,))
 
     def begin(self, setup: Setup, name: str) -> dict[str, Any]:
         """Get ready for a case, with one round that does not count (a short one where the sink is slow).
@@ -239,7 +254,8 @@ class Bench:
         case = self._case
         if cores:
             self.llm.collective_rpc(worker_pin, args=(cores,))
-        self._rounds.append(self.round(setup, case))
+        still = self.args.stand_still and setup.slow and setup.policy == "drop"
+        self._rounds.append(self.round(setup, case, still))
         self._python_us += self.llm.collective_rpc(worker_python_us)[:1]
         if cores:  # what the engine starts between rounds is not to inherit it
             self.llm.collective_rpc(worker_pin, args=(sorted(os.sched_getaffinity(0)),))

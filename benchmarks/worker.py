@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -56,16 +57,30 @@ def worker_pending(worker: Any) -> int:
     return int(_connector().exporter.pending())
 
 
-def worker_confine(worker: Any, cores: list[int]) -> int:
-    """Let the writers run on these cores only. Returns how many there are."""
+def _writers() -> list[int]:
+    """Process ids of the writers."""
     group, writers = _connector().exporter.persistence.group, []
     for entry in Path("/proc").iterdir():
         with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
             mine = entry.name.isdecimal() and os.getpgid(int(entry.name)) == group
             if mine and b"dmi_connector.store.writer" in (entry / "cmdline").read_bytes():
                 writers.append(int(entry.name))
+    return writers
+
+
+def worker_confine(worker: Any, cores: list[int]) -> int:
+    """Let the writers run on these cores only. Returns how many there are."""
+    writers = _writers()
     for writer in writers:
         os.sched_setaffinity(writer, cores)
+    return len(writers)
+
+
+def worker_stand_still(worker: Any, still: bool) -> int:
+    """Let the writers stand still, or go on. Returns how many there are."""
+    writers = _writers()
+    for writer in writers:
+        os.kill(writer, signal.SIGSTOP if still else signal.SIGCONT)
     return len(writers)
 
 

@@ -56,7 +56,7 @@ def run(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
     out = tmp_path_factory.mktemp("bench") / "tiny.json"
     paths = {"--model": tiny_model("qwen3"), "--out": out, "--store-dir": out.parent / "stores"}
     argv = [str(word) for option in {**paths, **OPTIONS}.items() for word in option]
-    command = [sys.executable, "-m", "benchmarks.capture", "--together", *argv]
+    command = [sys.executable, "-m", "benchmarks.capture", "--together", "--stand-still", *argv]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False)
     sys.stderr.write(done.stderr)
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]
