@@ -60,6 +60,18 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.config.kernel:IrOpPriorityConfig.__dataclass_fields__.fused_add_rms_norm",
         "says whether Inductor compiles an add-and-norm, which then leaves what it is given as it was",
     ),
+    "pieces": (
+        "vllm.config:CompilationConfig.splitting_ops_contain_attention",
+        "says whether the residual stream is handed from piece to piece of a compiled model, so that it lasts",
+    ),
+    "norm_quant": (
+        "vllm.config.compilation:PassConfig.__dataclass_fields__.fuse_norm_quant",
+        "says whether an add-and-norm may be part of an op that quantises, and takes the residual stream over",
+    ),
+    "norm_reduce": (
+        "vllm.config.compilation:PassConfig.__dataclass_fields__.fuse_allreduce_rms",
+        "says whether an add-and-norm may be part of an op that sums up over ranks, and takes the residual stream over",
+    ),
     "hash": (
         "vllm.config:VllmConfig.compute_hash",
         "covers additional_config, where the selection is written so that compiled graphs are not mixed up",

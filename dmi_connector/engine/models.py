@@ -30,13 +30,14 @@ class Tapped:
 
     def _init_tapped(self, vllm_config: Any, prefix: str) -> None:
         from dmi_connector.engine import rows, taps
+        from dmi_connector.engine.compilation import compilation_of
 
         context = capture_context(vllm_config)
         vllm_config.additional_config["dmi_connector"] = context.fingerprint
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.dmi_context = context
         assert isinstance(self, nn.Module)
-        taps.install(self, context, taps.norms_in_place(vllm_config))
+        taps.install(self, context, compilation_of(vllm_config))
         if context.owner == "target":
             self.dmi_rows = rows.CaptureLayer(context)
         elif not getattr(self, "supports_eagle3", False):

@@ -20,13 +20,14 @@ from vllm.distributed import get_tensor_model_parallel_rank
 
 from dmi_connector.engine import tap_op
 from dmi_connector.engine.at_end import AtEnd
+from dmi_connector.engine.compilation import Compilation
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels import MAX_VALUES
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import Segment, shard_of
 
-_COPIED = frozenset(("resid_pre", "resid_mid", "q", "k"))
-"""Hooks whose values are copies of their own under torch.compile, which nothing takes over later."""
+_LASTING = frozenset(("resid_pre", "resid_mid", "q", "k"))
+"""Hooks whose values nothing takes over later under torch.compile."""
 _HELD_BYTES = 64 << 10
 """Bytes of a token that `Held` keeps: a step of many tokens needs so much more memory for each."""
 
@@ -62,8 +63,8 @@ class Group:
 
 class Held:
     """Values of layers in a row that one op writes, when the last of them is done: only under torch.compile, and only
-    of layers of which nothing but narrow copies is selected. Graphs of layers that only hold are equal, and so are
-    those that write.
+    of layers of which nothing but narrow values that last is selected. Graphs of layers that only hold are equal, and
+    so are those that write.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -72,7 +73,7 @@ class Held:
         values = nbytes = 0
         for layer in sorted({s.layer for s in segments}):
             mine = [s for s in segments if s.layer == layer and HOOKS[s.hook].scope != "once"]
-            if not mine or any(s.hook not in _COPIED or s.reduction is not None for s in mine):
+            if not mine or any(s.hook not in _LASTING or s.reduction is not None for s in mine):
                 continue
             more = sum(s.nbytes for s in mine)
             if values + len(mine) > MAX_VALUES or nbytes + more > _HELD_BYTES:
@@ -124,10 +125,9 @@ class Tapper:
         at_end: AtEnd,
         kept: Kept,
         held: Held | None = None,
-        in_place: bool = True,
+        compilation: Compilation = Compilation(),  # noqa: B008
     ) -> None:
-        """in_place: see `taps.norms_in_place`."""
-        self.kept, self.in_place = kept, in_place
+        self.kept, self.compilation = kept, compilation
         self.layer, self.held = layer, held if held is not None and held.takes(layer) else None
         self.layer_name = context.layer_name
         self.token = model.get_buffer("dmi_token")
@@ -148,7 +148,7 @@ class Tapper:
                 self.settings[segment.hook] = json.dumps(segment.reduction.settings())
 
     def write(self, segments: list[Segment], values: list[torch.Tensor], beside: bool = True) -> None:
-        """Write a group, now or with those of other layers, all copies of their own. beside: see `Group.flush`."""
+        """Write a group, now or with those of other layers, all of which last. beside: see `Group.flush`."""
         if self.held is not None and self.layer is not None and torch.compiler.is_compiling():
             self.held.add(self, self.layer, segments, values)
         else:
@@ -166,7 +166,7 @@ class Tapper:
                     offsets.append(segment.offset - self.start)
                     how.append("null" if segment.reduction is None else self.settings[segment.hook])
             reductions = "[" + ",".join(how) + "]" if any(h != "null" for h in how) else ""
-            later = beside and not self.in_place and torch.compiler.is_compiling()
+            later = beside and not self.compilation.in_place and torch.compiler.is_compiling()
             kept = self.kept.exchange(rows if later else ())
             torch.ops.dmi.tap(rows, kept, self.token, self.base, offsets, reductions, later, self.layer_name)
 

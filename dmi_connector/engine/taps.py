@@ -8,30 +8,28 @@ Values of a layer come in three groups, each intact until its end:
     mlp             resid_mid, ln2, mlp_post, mlp_out   before the next add-and-norm, which may take them over
 
 Eagerly each group is written by one op at its end. Under torch.compile one op writes the whole layer at its end: what
-would be taken over until then is read from a copy, which Inductor fuses into the kernel that reads or makes the value
-(norms that Inductor compiles take nothing over: `norms_in_place`). Where little more than the residual stream is
-selected, one op writes several layers (tapper.py). While a CUDA graph of a whole step is captured, ops write beside the
-model's kernels; for that their values stay until the next attention (tap_op.py).
+would be taken over until then, or is not written out by itself, is read from a copy, which Inductor fuses into the
+kernel that reads or makes the value. Which these are depends on how vLLM compiles the model (compilation.py). Where
+little more than the residual stream is selected, one op writes several layers (tapper.py). While a CUDA graph of a
+whole step is captured, ops write beside the model's kernels; for that their values stay until the next attention
+(tap_op.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from vllm import envs
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from dmi_connector.engine import attend
 from dmi_connector.engine.at_end import AtEnd
+from dmi_connector.engine.compilation import Compilation
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.tapper import Group, Held, Kept, Tapper
 from dmi_connector.layout import Segment
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 def _norm_outputs(args: tuple[Any, ...], output: Any) -> tuple[Any, Any]:
@@ -47,6 +45,16 @@ def _copied(value: Any) -> Any:
     where it was (a plain clone is removed as a no-op).
     """
     return torch.neg(torch.neg(value)) if torch.compiler.is_compiling() else value
+
+
+def _copied_by_halves(value: torch.Tensor, head_size: int) -> torch.Tensor:
+    """`_copied` of heads, of the two halves of each: so rotary reads them, whose kernel then writes the copy too. Else
+    Inductor lets the kernel of the norm do it, which for the norm itself need only sum up squares.
+    """
+    if not torch.compiler.is_compiling():
+        return value
+    heads = value if value.shape[-1] == head_size else value.unflatten(-1, (-1, head_size))
+    return torch.cat([_copied(half) for half in heads.chunk(2, -1)], -1)
 
 
 def _first(output: Any) -> Any:
@@ -73,29 +81,19 @@ def _written_out(linear: nn.Module) -> bool:
     return plain and getattr(linear, "bias", None) is None
 
 
-def norms_in_place(vllm_config: VllmConfig) -> bool:
-    """Whether an add-and-norm of a compiled model may overwrite what it is given, with no regard to other names of that
-    (vLLM's `UnsafeCloneEliminationPass`): so do kernels of vLLM's own, while Inductor knows who reads what.
-    """
-    first = vllm_config.kernel_config.ir_op_priority.fused_add_rms_norm[:1]
-    return first != ["native"] or envs.VLLM_BATCH_INVARIANT
-
-
-def install(model: nn.Module, context: CaptureContext, in_place: bool) -> None:
-    """Register the hooks of the selection on a freshly built model (before its first forward). in_place: see
-    `norms_in_place`.
-    """
+def install(model: nn.Module, context: CaptureContext, compilation: Compilation) -> None:
+    """Register the hooks of the selection on a freshly built model (before its first forward)."""
     model.register_buffer("dmi_token", torch.zeros(1, dtype=torch.int32), persistent=False)
     at_end = AtEnd(context.layout.segments, model.get_buffer("dmi_token").device)
     kept = Kept()
-    tapper = Tapper(model, context, None, at_end, kept, in_place=in_place)
+    tapper = Tapper(model, context, None, at_end, kept, compilation=compilation)
     arch = context.arch
     layers: Any = model.get_submodule(arch.layers)
     held = Held(context.layout.segments)
     _install_inputs(model, context, tapper)
     for index in range(context.dims.layers):
         if any(s.layer == index for s in context.layout.segments):
-            mine = Tapper(model, context, index, at_end, kept, held, in_place)
+            mine = Tapper(model, context, index, at_end, kept, held, compilation)
             _install_layer(layers[index], index, context, mine)
         attn = layers[index].get_submodule(arch.attn)
         attn.register_forward_pre_hook(lambda _module, _args: tapper.join())
@@ -141,7 +139,7 @@ def _install_inputs(model: nn.Module, context: CaptureContext, tapper: Tapper) -
 
 
 def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper: Tapper) -> None:
-    arch, group = context.arch, Group(tapper)
+    arch, group, compilation = context.arch, Group(tapper), tapper.compilation
 
     def find(name: str) -> Segment | None:
         return context.layout.find(name, index)
@@ -156,33 +154,35 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
     in_mlp = any((resid_mid, ln2, mlp_post, mlp_out))
     after_in = in_mlp or any((q_rot, k_rot, z, attn_out))
     if resid_pre or ln1:
+        stream = _renamed if compilation.stream_lasts else _copied
 
         def at_ln1(args: tuple[Any, ...], output: Any) -> None:
             normed, residual = _norm_outputs(args, output)
-            group.add(resid_pre, _copied(residual))
+            group.add(resid_pre, stream(residual))
             group.add(ln1, normed)
 
         _after(module(arch.ln1), at_ln1)
 
     attn: Any = module(arch.attn)
-    q_size, kv_size = attn.num_heads * attn.head_size, attn.num_kv_heads * attn.head_size
+    head_size: int = attn.head_size
+    q_size, kv_size = attn.num_heads * head_size, attn.num_kv_heads * head_size
 
     def at_qkv(_args: tuple[Any, ...], output: Any) -> None:
         qkv = _first(output)
         group.add(v, qkv[..., q_size + kv_size :])
         if not arch.q_norm:
-            group.add(q, _copied(qkv[..., :q_size]))
-            group.add(k, _copied(qkv[..., q_size : q_size + kv_size]))
+            group.add(q, _copied_by_halves(qkv[..., :q_size], head_size))
+            group.add(k, _copied_by_halves(qkv[..., q_size : q_size + kv_size], head_size))
         if not (arch.q_norm and (q or k)):
             group.pause(after_in)
 
     def at_q_norm(_args: tuple[Any, ...], output: Any) -> None:
-        group.add(q, _copied(_first(output)))
+        group.add(q, _copied_by_halves(_first(output), head_size))
         if not k:
             group.pause(after_in)
 
     def at_k_norm(_args: tuple[Any, ...], output: Any) -> None:
-        group.add(k, _copied(_first(output)))
+        group.add(k, _copied_by_halves(_first(output), head_size))
         group.pause(after_in)
 
     if any((resid_pre, ln1, q, k, v)):
@@ -202,7 +202,7 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
     if pattern := find("pattern"):
         attend.install(attn, pattern, context.layer_name)
     if any((q_rot, k_rot, z, attn_out)):
-        own = _renamed if _written_out(module(arch.o_proj)) and not (in_mlp and tapper.in_place) else _copied
+        own = _renamed if _written_out(module(arch.o_proj)) and not (in_mlp and compilation.in_place) else _copied
 
         def at_o_proj(args: tuple[Any, ...], output: Any) -> None:
             group.add(z, args[0])

@@ -3,7 +3,8 @@
 
 Inductor keeps fused intermediates in float32. A tap that made it round one of them would change what follows, so this
 compares the log-probabilities of all generated tokens with plain vLLM's, exactly. Nor does capturing the residual
-stream alone, whose layers one op then writes together; its rows are those of the capture of everything.
+stream alone, whose layers one op then writes together; its rows are those of the capture of everything. On a CPU vLLM
+compiles a model whole; on a GPU in pieces between which there is attention, and so it does here a second time.
 
 On a GPU an op may still be reading its values until the next one, or a join, waits for its branch (tap_op.py). Here
 nothing is so late; so one run writes as late as that on purpose, from where the values were.
@@ -14,10 +15,10 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -67,27 +68,71 @@ def in_memory(address: int, shape: torch.Size, stride: tuple[int, ...], dtype: t
     return torch.from_numpy(content).view(dtype).as_strided(shape, stride)
 
 
-@pytest.fixture(scope="module", params=["qwen3", pytest.param("llama", marks=pytest.mark.soak)])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, known_models: None) -> Path:
+@contextmanager
+def in_pieces() -> Iterator[None]:
+    """vLLM compiles models as on a GPU, but for CUDA graphs and one pass, which knows only ops that a GPU has."""
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+    from vllm.config import CompilationMode
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config
+
+    def split(vllm_config: Any) -> None:
+        update(vllm_config)
+        config = vllm_config.compilation_config
+        config.mode, config.cudagraph_mode = CompilationMode.VLLM_COMPILE, CUDAGraphMode.NONE
+        config.backend = "inductor"
+        config.splitting_ops = [*config._attention_ops, "vllm::unified_kv_cache_update"]
+        config.ir_enable_torch_wrap, config.compile_sizes = True, []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(split))
+        patch.setattr(FixFunctionalizationPass, "__call__", lambda _self, _graph: None)
+        yield
+
+
+class Compiled(NamedTuple):
+    """A model and how to compile it."""
+
+    model: Path
+    how: Callable[[], AbstractContextManager[None]]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("qwen3", nullcontext),
+        ("qwen3", in_pieces),
+        pytest.param(("llama", nullcontext), marks=pytest.mark.soak),
+        pytest.param(("llama", in_pieces), marks=pytest.mark.soak),
+    ],
+    ids=["qwen3-whole", "qwen3-pieces", "llama-whole", "llama-pieces"],
+)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, known_models: None) -> Compiled:
     """Qwen3 norms q and k, Llama's are slices of one tensor."""
     from dmi_connector.tiny import make_model
 
-    return make_model(request.param, tmp_path_factory.mktemp("compiled"), "bfloat16", num_hidden_layers=LAYERS)
+    name, how = request.param
+    model = make_model(name, tmp_path_factory.mktemp("compiled"), "bfloat16", num_hidden_layers=LAYERS)
+    return Compiled(model, how)
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def plain(compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = Run(tmp_path_factory.mktemp("plain-compiled"))
-    with engine(model, dtype="bfloat16", enforce_eager=False) as llm:
+    with compiled.how(), engine(compiled.model, dtype="bfloat16", enforce_eager=False) as llm:
         generate(llm, run, ASKS)
     return run
 
 
 @pytest.fixture(scope="module")
-def captured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def captured(compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """selection -> run, "late" that of `Late`; its facts: the layers from whose place in the rows on something was
-    written, and how often it was written late.
+    written, how often it was written late, and how many graphs vLLM compiled.
     """
+    from vllm.compilation.counter import compilation_counter
+
     from dmi_connector.engine import tap_op
 
     runs = {}
@@ -97,18 +142,24 @@ def captured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         ("late", ALL_HOOKS, "draft"),
     ):
         runs[name] = run = Run(tmp_path_factory.mktemp("captured-compiled"))
-        before = list(tap_op._PLACES.values())
+        before, pieces = list(tap_op._PLACES.values()), compilation_counter.num_piecewise_graphs_seen
         args = capture_args(selection, run.store_dir, owner=owner)
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, compiled.how():
             Late.written.clear()
             if name == "late":
                 patch.setattr(tap_op, "RowWriter", Late)
                 patch.setattr(tap_op, "_captured_branch", lambda _device: Late)
-            with engine(model, dtype="bfloat16", enforce_eager=False, **args) as llm:
+            with engine(compiled.model, dtype="bfloat16", enforce_eager=False, **args) as llm:
                 generate(llm, run, ASKS)
                 places = [p for p in tap_op._PLACES.values() if not any(p is b for b in before)]
                 run.facts |= {"first layers": sorted({p.layer for p in places if p.taps}), "late": dict(Late.written)}
+                run.facts["pieces"] = compilation_counter.num_piecewise_graphs_seen - pieces
     return runs
+
+
+def test_vllm_compiles_as_it_is_told(compiled: Compiled, captured: dict[str, Run]) -> None:
+    pieces = [captured[name].facts["pieces"] for name in (ALL_HOOKS, STREAM)]  # "late" has its graphs from a cache
+    assert pieces == ([2 * LAYERS + 1] * 2 if compiled.how is in_pieces else [0, 0])
 
 
 def test_several_layers_are_written_together(captured: dict[str, Run]) -> None:

@@ -15,16 +15,22 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("vllm")
+from vllm.config import CompilationConfig
+from vllm.config.compilation import PassConfig
+
+compilation = pytest.importorskip("dmi_connector.engine.compilation")
 taps = pytest.importorskip("dmi_connector.engine.taps")
 tapper_module = pytest.importorskip("dmi_connector.engine.tapper")
 
 
-def bare_tapper(in_place: bool) -> Any:
+def bare_tapper(in_place: bool, stream_lasts: bool = False) -> Any:
     """A tapper of layer 0 without a model."""
+    how = compilation.Compilation(in_place, stream_lasts)
     token = torch.zeros(1, dtype=torch.int32)
     tapper = object.__new__(tapper_module.Tapper)
     vars(tapper).update(kept=tapper_module.Kept(), held=None, layer=0, start=0, token=token, base=token.clone())
-    vars(tapper).update(layer_name="rows.0", settings={}, at_end=SimpleNamespace(tokens=0), in_place=in_place)
+    vars(tapper).update(layer_name="rows.0", settings={}, at_end=SimpleNamespace(tokens=0), compilation=how)
     return tapper
 
 
@@ -278,17 +284,107 @@ def test_attn_out_is_copied_where_it_may_change(
     assert sum("neg" in step for step in steps) == (2 if copied else 0), steps
 
 
+class Rotated(torch.nn.Module):
+    """The part of a layer before its attention: two heads of four, rotated by halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln1, self.qkv, self.attn = Block.Norm(), Block.Linear(), Block.Attention()
+        self.attn.num_heads, self.attn.num_kv_heads = 2, 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed, residual = self.ln1(x, x)
+        qkv, _ = self.qkv(normed)
+        first, second = qkv[..., :8].view(-1, 2, 4).chunk(2, -1)
+        return self.attn(torch.cat([second, first], -1).flatten(1)) + residual[..., :8]
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_what_lasts_is_not_copied_and_heads_are_copied_by_halves(lasts: bool) -> None:
+    from dmi_connector.engine.architectures import Architecture
+    from dmi_connector.layout import Segment
+
+    segments = {name: Segment(name, 0, "float32", w, o) for name, w, o in (("resid_pre", 16, 0), ("q", 8, 64))}
+    context: Any = SimpleNamespace(
+        arch=Architecture("Rotated", "", attn="attn", qkv="qkv", ln1="ln1", mlp="", down_proj=""),
+        dims=SimpleNamespace(moe_layers=()),
+        layout=SimpleNamespace(find=lambda name, _layer: segments.get(name)),
+    )
+    block = Rotated()
+    taps._install_layer(block, 0, context, bare_tapper(in_place=False, stream_lasts=lasts))
+    found: list[tuple[int, list[int]]] = []
+    rows: list[list[torch.Tensor]] = []
+
+    def negated(node: torch.fx.Node) -> int:
+        return 1 + negated(node.args[0]) if "neg" in str(node.target) else 0
+
+    def made_by(node: torch.fx.Node, what: str) -> torch.fx.Node:
+        while what not in str(node.target) and "neg" not in str(node.target):
+            node = node.args[0]
+        return node
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        (op,) = (n for n in graph.graph.nodes if n.target is torch.ops.dmi.tap)
+        stream, q = op.args[0]
+        halves = made_by(q, "cat").args[0]
+        assert len(halves) == 2, "one for each half"
+        found.append((negated(made_by(stream, "add")), [negated(half) for half in halves]))
+        return graph.forward
+
+    x = torch.arange(48.0).view(3, 16)
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.forward_context.get_forward_context", lambda: _NoContext())
+        compiled = torch.compile(block, backend=backend, fullgraph=True)(x)
+        patch.setattr(tapper_module.Tapper, "write", lambda _self, _segments, values, _beside: rows.append(values))
+        torch.testing.assert_close(block(x), compiled)
+    assert found == [(0 if lasts else 2, [2, 2])]
+    torch.testing.assert_close(rows[0][0], 2 * x)
+    torch.testing.assert_close(rows[0][1], 4 * x[:, :8])
+    copied = torch.compile(lambda value: taps._copied_by_halves(value, 4), backend="eager", fullgraph=True)
+    for shape in ((3, 16), (3, 4, 4), (2, 4)):
+        value = torch.randn(shape)
+        torch.testing.assert_close(copied(value).reshape(shape), value, rtol=0, atol=0)
+
+
+ATTENTION = CompilationConfig._attention_ops
+ONLY_NATIVE: dict[str, Any] = {"priority": ["native"], "splitting_ops": ATTENTION}
+
+
 @pytest.mark.parametrize(
-    ("priority", "invariant", "in_place"),
-    [(["native"], False, False), (["vllm_c", "native"], False, True), ([], False, True), (["native"], True, True)],
+    ("config", "in_place", "stream_lasts"),
+    [
+        (ONLY_NATIVE, False, True),
+        ({**ONLY_NATIVE, "priority": ["vllm_c", "native"]}, True, False),
+        ({**ONLY_NATIVE, "priority": []}, True, False),
+        ({**ONLY_NATIVE, "invariant": True}, True, False),
+        ({**ONLY_NATIVE, "splitting_ops": []}, False, False),
+        ({**ONLY_NATIVE, "partition": True}, False, False),
+        ({**ONLY_NATIVE, "fuse_allreduce_rms": True}, False, True),
+        ({**ONLY_NATIVE, "fuse_allreduce_rms": True, "tp": 2}, False, False),
+        ({**ONLY_NATIVE, "tp": 2}, False, True),
+        ({**ONLY_NATIVE, "fuse_norm_quant": True}, False, True),
+        ({**ONLY_NATIVE, "fuse_norm_quant": True, "quantised": True}, False, False),
+        ({**ONLY_NATIVE, "quantised": True}, False, True),
+    ],
 )
-def test_only_norms_that_inductor_compiles_leave_their_inputs(
-    priority: list[str], invariant: bool, in_place: bool, monkeypatch: pytest.MonkeyPatch
+def test_what_lasts_depends_on_how_vllm_compiles(
+    config: dict[str, Any], in_place: bool, stream_lasts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
-    ops = SimpleNamespace(fused_add_rms_norm=priority)
-    config: Any = SimpleNamespace(kernel_config=SimpleNamespace(ir_op_priority=ops))
-    assert taps.norms_in_place(config) is in_place
+    """Only norms that Inductor compiles leave their inputs, and only pieces hand the residual stream on."""
+    get = config.get
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(get("invariant", False))))
+    passes = PassConfig(**{name: get(name, False) for name in ("fuse_norm_quant", "fuse_allreduce_rms")})
+    ops = list(get("splitting_ops"))
+    vllm_config: Any = SimpleNamespace(
+        kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(fused_add_rms_norm=get("priority"))),
+        compilation_config=CompilationConfig(
+            splitting_ops=ops, use_inductor_graph_partition=get("partition", False), pass_config=passes
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=get("tp", 1)),
+        quant_config=object() if get("quantised") else None,
+    )
+    assert compilation.compilation_of(vllm_config) == (in_place, stream_lasts)
 
 
 def test_an_op_waits_for_the_branch_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
