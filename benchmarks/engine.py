@@ -215,9 +215,9 @@ class Bench:
     @contextmanager
     def _standing_still(self) -> Iterator[None]:
         """Writers take nothing meanwhile. They start with the first request."""
-        [stopped] = self.llm.collective_rpc(worker_stand_still, args=(True,))
-        assert stopped > 0, "the writers were not found"
         try:
+            stopped = self.llm.collective_rpc(worker_stand_still, args=(True,))
+            assert all(stopped), "the writers were not found"
             yield
         finally:
             self.llm.collective_rpc(worker_stand_still, args=(False,))

@@ -64,9 +64,21 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.config:CompilationConfig.splitting_ops_contain_attention",
         "says whether the residual stream is handed from piece to piece of a compiled model, so that it lasts",
     ),
+    "mode": (
+        "vllm.config:CompilationMode.VLLM_COMPILE",
+        "is the only mode in which a model is compiled in pieces",
+    ),
+    "partition": (
+        "vllm.config:CompilationConfig.__dataclass_fields__.use_inductor_graph_partition",
+        "says that pieces are made after fusion, so that nothing is handed on that could be read",
+    ),
     "norm_quant": (
         "vllm.config.compilation:PassConfig.__dataclass_fields__.fuse_norm_quant",
         "says whether an add-and-norm may be part of an op that quantises, and takes the residual stream over",
+    ),
+    "quantised": (
+        "vllm.config:VllmConfig.__dataclass_fields__.quant_config",
+        "says whether weights are quantised, which that fusion needs",
     ),
     "norm_reduce": (
         "vllm.config.compilation:PassConfig.__dataclass_fields__.fuse_allreduce_rms",

@@ -32,12 +32,12 @@ class Tapped:
         from dmi_connector.engine import rows, taps
         from dmi_connector.engine.compilation import compilation_of
 
-        context = capture_context(vllm_config)
-        vllm_config.additional_config["dmi_connector"] = context.fingerprint
+        context, compilation = capture_context(vllm_config), compilation_of(vllm_config)
+        vllm_config.additional_config["dmi_connector"] = f"{context.fingerprint};{compilation}"
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.dmi_context = context
         assert isinstance(self, nn.Module)
-        taps.install(self, context, compilation_of(vllm_config))
+        taps.install(self, context, compilation)
         if context.owner == "target":
             self.dmi_rows = rows.CaptureLayer(context)
         elif not getattr(self, "supports_eagle3", False):

@@ -124,8 +124,8 @@ class Tapper:
         layer: int | None,
         at_end: AtEnd,
         kept: Kept,
+        compilation: Compilation,
         held: Held | None = None,
-        compilation: Compilation = Compilation(),  # noqa: B008
     ) -> None:
         self.kept, self.compilation = kept, compilation
         self.layer, self.held = layer, held if held is not None and held.takes(layer) else None

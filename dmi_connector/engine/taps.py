@@ -49,11 +49,12 @@ def _copied(value: Any) -> Any:
 
 def _copied_by_halves(value: torch.Tensor, head_size: int) -> torch.Tensor:
     """`_copied` of heads, of the two halves of each: so rotary reads them, whose kernel then writes the copy too. Else
-    Inductor lets the kernel of the norm do it, which for the norm itself need only sum up squares.
+    Inductor lets the kernel of the norm do it, which for the norm itself need only sum up squares. Where rotary reads
+    them in another way, this gives as good a copy, but no quicker.
     """
     if not torch.compiler.is_compiling():
         return value
-    heads = value if value.shape[-1] == head_size else value.unflatten(-1, (-1, head_size))
+    heads = value if value.shape[-1] % head_size else value.unflatten(-1, (-1, head_size))
     return torch.cat([_copied(half) for half in heads.chunk(2, -1)], -1)
 
 
@@ -86,14 +87,14 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
     model.register_buffer("dmi_token", torch.zeros(1, dtype=torch.int32), persistent=False)
     at_end = AtEnd(context.layout.segments, model.get_buffer("dmi_token").device)
     kept = Kept()
-    tapper = Tapper(model, context, None, at_end, kept, compilation=compilation)
+    tapper = Tapper(model, context, None, at_end, kept, compilation)
     arch = context.arch
     layers: Any = model.get_submodule(arch.layers)
     held = Held(context.layout.segments)
     _install_inputs(model, context, tapper)
     for index in range(context.dims.layers):
         if any(s.layer == index for s in context.layout.segments):
-            mine = Tapper(model, context, index, at_end, kept, held, compilation)
+            mine = Tapper(model, context, index, at_end, kept, compilation, held)
             _install_layer(layers[index], index, context, mine)
         attn = layers[index].get_submodule(arch.attn)
         attn.register_forward_pre_hook(lambda _module, _args: tapper.join())

@@ -7,7 +7,7 @@ stream alone, whose layers one op then writes together; its rows are those of th
 compiles a model whole; on a GPU in pieces between which there is attention, and so it does here a second time.
 
 On a GPU an op may still be reading its values until the next one, or a join, waits for its branch (tap_op.py). Here
-nothing is so late; so one run writes as late as that on purpose, from where the values were.
+nothing is so late; so two runs write as late as that on purpose, from where the values were.
 """
 
 from __future__ import annotations
@@ -128,25 +128,26 @@ def plain(compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def captured(compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """selection -> run, "late" that of `Late`; its facts: the layers from whose place in the rows on something was
-    written, how often it was written late, and how many graphs vLLM compiled.
+    """selection -> run; in pieces also "late" and the selection, those of `Late`. Facts: the layers from whose place in
+    the rows on something was written, how often it was written late, how many graphs vLLM compiled, and whether the
+    residual stream was read without a copy.
     """
     from vllm.compilation.counter import compilation_counter
 
     from dmi_connector.engine import tap_op
+    from dmi_connector.engine.compilation import compilation_of
 
     runs = {}
-    for name, selection, owner in (
-        (ALL_HOOKS, ALL_HOOKS, "draft"),
-        (STREAM, STREAM, "target"),
-        ("late", ALL_HOOKS, "draft"),
-    ):
+    selections = {ALL_HOOKS: "draft", STREAM: "target"}
+    late = [f"late {selection}" for selection in selections] if compiled.how is in_pieces else []
+    for name in (*selections, *late):
+        selection = name.removeprefix("late ")
         runs[name] = run = Run(tmp_path_factory.mktemp("captured-compiled"))
         before, pieces = list(tap_op._PLACES.values()), compilation_counter.num_piecewise_graphs_seen
-        args = capture_args(selection, run.store_dir, owner=owner)
+        args = capture_args(selection, run.store_dir, owner=selections[selection])
         with pytest.MonkeyPatch.context() as patch, compiled.how():
             Late.written.clear()
-            if name == "late":
+            if name in late:
                 patch.setattr(tap_op, "RowWriter", Late)
                 patch.setattr(tap_op, "_captured_branch", lambda _device: Late)
             with engine(compiled.model, dtype="bfloat16", enforce_eager=False, **args) as llm:
@@ -154,12 +155,14 @@ def captured(compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> di
                 places = [p for p in tap_op._PLACES.values() if not any(p is b for b in before)]
                 run.facts |= {"first layers": sorted({p.layer for p in places if p.taps}), "late": dict(Late.written)}
                 run.facts["pieces"] = compilation_counter.num_piecewise_graphs_seen - pieces
+                run.facts["no copy"] = compilation_of(llm.llm_engine.vllm_config).stream_lasts
     return runs
 
 
 def test_vllm_compiles_as_it_is_told(compiled: Compiled, captured: dict[str, Run]) -> None:
-    pieces = [captured[name].facts["pieces"] for name in (ALL_HOOKS, STREAM)]  # "late" has its graphs from a cache
+    pieces = [captured[name].facts["pieces"] for name in (ALL_HOOKS, STREAM)]  # late ones have graphs from a cache
     assert pieces == ([2 * LAYERS + 1] * 2 if compiled.how is in_pieces else [0, 0])
+    assert {run.facts["no copy"] for run in captured.values()} == {compiled.how is in_pieces}
 
 
 def test_several_layers_are_written_together(captured: dict[str, Run]) -> None:
@@ -179,15 +182,20 @@ def test_tokens_and_probabilities_are_those_of_plain_vllm(
     assert mine is not None and mine == theirs, f"{name}: cumulative log-probability {mine}, plain vLLM {theirs}"
 
 
-@pytest.mark.parametrize("name", ASKS)
-def test_values_last_until_their_branch_is_joined(captured: dict[str, Run], name: str) -> None:
-    steps = sum(ask.sampling["max_tokens"] for ask in ASKS.values()) // len(ASKS)
-    late = captured["late"].facts["late"]
-    assert captured[ALL_HOOKS].facts["late"] == {} and late["_tap_join"] > steps * LAYERS
-    assert late["_tap_join"] == LAYERS * late["_tap_end"], "every layer lets go what was kept before its attention"
-    one, other = (stored(captured[run], name) for run in (ALL_HOOKS, "late"))
-    for hook in one.hooks:
-        np.testing.assert_array_equal(other.numpy(hook), one.numpy(hook), err_msg=hook)
+@pytest.mark.parametrize("selection", [ALL_HOOKS, STREAM], ids=["everything", "stream"])
+def test_values_last_until_their_branch_is_joined(compiled: Compiled, captured: dict[str, Run], selection: str) -> None:
+    """Only where vLLM compiles in pieces does it capture whole steps in CUDA graphs, and only there is a branch."""
+    assert captured[selection].facts["late"] == {}, "nothing is late by itself"
+    if compiled.how is in_pieces:
+        run = captured[f"late {selection}"]
+        late, ops = run.facts["late"], len(captured[selection].facts["first layers"])
+        steps = sum(ask.sampling["max_tokens"] for ask in ASKS.values()) // len(ASKS)
+        assert late["_tap_join"] > steps * ops
+        assert late["_tap_join"] == ops * late["_tap_end"], "each op's values are let go before the next attention"
+        for name in ASKS:
+            one, other = stored(captured[selection], name), stored(run, name)
+            for hook in one.hooks:
+                np.testing.assert_array_equal(other.numpy(hook), one.numpy(hook), err_msg=f"{hook} of {name}")
 
 
 def stored(run: Run, name: str) -> Capture:

@@ -342,13 +342,13 @@ def test_what_lasts_is_not_copied_and_heads_are_copied_by_halves(lasts: bool) ->
     torch.testing.assert_close(rows[0][0], 2 * x)
     torch.testing.assert_close(rows[0][1], 4 * x[:, :8])
     copied = torch.compile(lambda value: taps._copied_by_halves(value, 4), backend="eager", fullgraph=True)
-    for shape in ((3, 16), (3, 4, 4), (2, 4)):
+    for shape in ((3, 16), (3, 4, 4), (2, 4), (2, 6), (3, 2, 3)):
         value = torch.randn(shape)
         torch.testing.assert_close(copied(value).reshape(shape), value, rtol=0, atol=0)
 
 
 ATTENTION = CompilationConfig._attention_ops
-ONLY_NATIVE: dict[str, Any] = {"priority": ["native"], "splitting_ops": ATTENTION}
+ONLY_NATIVE: dict[str, Any] = {"priority": ["native"], "splitting_ops": ATTENTION, "mode": 3}
 
 
 @pytest.mark.parametrize(
@@ -359,6 +359,7 @@ ONLY_NATIVE: dict[str, Any] = {"priority": ["native"], "splitting_ops": ATTENTIO
         ({**ONLY_NATIVE, "priority": []}, True, False),
         ({**ONLY_NATIVE, "invariant": True}, True, False),
         ({**ONLY_NATIVE, "splitting_ops": []}, False, False),
+        ({**ONLY_NATIVE, "mode": 2}, False, False),
         ({**ONLY_NATIVE, "partition": True}, False, False),
         ({**ONLY_NATIVE, "fuse_allreduce_rms": True}, False, True),
         ({**ONLY_NATIVE, "fuse_allreduce_rms": True, "tp": 2}, False, False),
@@ -379,7 +380,10 @@ def test_what_lasts_depends_on_how_vllm_compiles(
     vllm_config: Any = SimpleNamespace(
         kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(fused_add_rms_norm=get("priority"))),
         compilation_config=CompilationConfig(
-            splitting_ops=ops, use_inductor_graph_partition=get("partition", False), pass_config=passes
+            mode=get("mode"),
+            splitting_ops=ops,
+            use_inductor_graph_partition=get("partition", False),
+            pass_config=passes,
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=get("tp", 1)),
         quant_config=object() if get("quantised") else None,
