@@ -61,7 +61,8 @@ for phase in "$@"; do
       capture curves '{"stock": 3, "hooks-1": 4, "hooks-2": 6, "hooks-3": 11, "layers-quarter": 7, "layers-half": 11, "full": 19}' \
         'stock,full null,hooks-1,hooks-2,hooks-3,layers-quarter,layers-half' decode32,prefill8 --curves hooks,layers --profile '' ;;
     slow)
-      capture slow '{"stock": 5, "full": 14}' 'stock,full disk slow block,full disk slow drop' decode32,prefill8 --profile '' ;;
+      capture slow '{"stock": 5, "full": 36}' 'stock,full null,full disk slow block,full disk slow drop' decode32,prefill8 \
+        --profile '' ;;
     pace)
       capture pace '{"stock": 5, "full": 48, "hidden": 9}' \
         'stock,hidden-states disk,hidden-states disk gentle,hidden-states disk unpaced,full disk none,full disk none gentle,full disk none unpaced' \
