@@ -36,10 +36,13 @@ ASKS = {f"{n} tokens": Ask(prompt(n), sampling=SAMPLING) for n in (6, 33, 100, 1
 
 
 class Late:
-    """A RowWriter that writes when its branch is joined. It holds no reference to its values, only where they were."""
+    """A RowWriter that writes on a branch when that is joined. It holds no reference to its values, only where they
+    were.
+    """
 
     waiting: ClassVar[list[Callable[[], None]]] = []
     written: ClassVar[Counter[str]] = Counter()  # how many by which op's waiting
+    on_branch: ClassVar[bool] = False
 
     def __init__(self, *args: Any) -> None:
         from dmi_connector.engine.kernels import RowWriter
@@ -48,6 +51,9 @@ class Late:
 
     def __call__(self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor]) -> None:
         assert not self.waiting, "the op before was not waited for"
+        if not self.on_branch:
+            self._write(rows, slots, values)
+            return
         where = [(v.data_ptr(), v.shape, v.stride(), v.dtype) for v in values]
         self.waiting.append(lambda: self._write(rows, slots, [in_memory(*w) for w in where]))
 
@@ -58,7 +64,12 @@ class Late:
             cls.waiting.pop()()
             cls.written[sys._getframe(1).f_code.co_name] += 1
 
-    beside = staticmethod(nullcontext)
+    @classmethod
+    @contextmanager
+    def beside(cls) -> Iterator[None]:
+        cls.on_branch = True
+        yield
+        cls.on_branch = False
 
 
 def in_memory(address: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -105,12 +116,12 @@ class Compiled(NamedTuple):
         ("qwen3", nullcontext),
         ("qwen3", in_pieces),
         pytest.param(("llama", nullcontext), marks=pytest.mark.soak),
-        pytest.param(("llama", in_pieces), marks=pytest.mark.soak),
+        *(pytest.param((name, in_pieces), marks=pytest.mark.soak) for name in ("llama", "qwen3_moe", "gpt2")),
     ],
-    ids=["qwen3-whole", "qwen3-pieces", "llama-whole", "llama-pieces"],
+    ids=["qwen3-whole", "qwen3-pieces", "llama-whole", "llama-pieces", "moe-pieces", "gpt2-pieces"],
 )
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, known_models: None) -> Compiled:
-    """Qwen3 norms q and k, Llama's are slices of one tensor."""
+    """Qwen3 norms q and k, Llama's are slices of one tensor; GPT-2's norms add nothing; experts work in place."""
     from dmi_connector.tiny import make_model
 
     name, how = request.param
