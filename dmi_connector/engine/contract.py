@@ -86,7 +86,7 @@ NAMES: dict[str, tuple[str, str]] = {
     ),
     "hash": (
         "vllm.config:VllmConfig.compute_hash",
-        "covers additional_config, where the selection is written so that compiled graphs are not mixed up",
+        "covers additional_config: selection and way of compiling are written there, so that graphs are not mixed up",
     ),
 }
 

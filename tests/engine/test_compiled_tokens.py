@@ -139,9 +139,9 @@ def plain(compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def captured(compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """selection -> run; in pieces also "late" and the selection, those of `Late`. Facts: the layers from whose place in
-    the rows on something was written, how often it was written late, how many graphs vLLM compiled, and whether the
-    residual stream was read without a copy.
+    """selection -> run; with "late" before it, those of `Late`. Facts: the layers from whose place in the rows on
+    something was written, how often it was written late, how many graphs vLLM compiled, how, and what of this went into
+    its compile hash.
     """
     from vllm.compilation.counter import compilation_counter
 
@@ -150,7 +150,7 @@ def captured(compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> di
 
     runs = {}
     selections = {ALL_HOOKS: "draft", STREAM: "target"}
-    late = [f"late {selection}" for selection in selections] if compiled.how is in_pieces else []
+    late = [f"late {selection}" for selection in selections]
     for name in (*selections, *late):
         selection = name.removeprefix("late ")
         runs[name] = run = Run(tmp_path_factory.mktemp("captured-compiled"))
@@ -166,14 +166,18 @@ def captured(compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> di
                 places = [p for p in tap_op._PLACES.values() if not any(p is b for b in before)]
                 run.facts |= {"first layers": sorted({p.layer for p in places if p.taps}), "late": dict(Late.written)}
                 run.facts["pieces"] = compilation_counter.num_piecewise_graphs_seen - pieces
-                run.facts["no copy"] = compilation_of(llm.llm_engine.vllm_config).stream_lasts
+                config = llm.llm_engine.vllm_config
+                run.facts |= {"how": compilation_of(config), "hashed": config.additional_config["dmi_connector"]}
     return runs
 
 
 def test_vllm_compiles_as_it_is_told(compiled: Compiled, captured: dict[str, Run]) -> None:
     pieces = [captured[name].facts["pieces"] for name in (ALL_HOOKS, STREAM)]  # late ones have graphs from a cache
     assert pieces == ([2 * LAYERS + 1] * 2 if compiled.how is in_pieces else [0, 0])
-    assert {run.facts["no copy"] for run in captured.values()} == {compiled.how is in_pieces}
+    for run in captured.values():
+        how = run.facts["how"]
+        assert how == (False, compiled.how is in_pieces), "norms are Inductor's, and the stream lasts in pieces"
+        assert str(how) in run.facts["hashed"]
 
 
 def test_several_layers_are_written_together(captured: dict[str, Run]) -> None:
@@ -194,19 +198,15 @@ def test_tokens_and_probabilities_are_those_of_plain_vllm(
 
 
 @pytest.mark.parametrize("selection", [ALL_HOOKS, STREAM], ids=["everything", "stream"])
-def test_values_last_until_their_branch_is_joined(compiled: Compiled, captured: dict[str, Run], selection: str) -> None:
-    """Only where vLLM compiles in pieces does it capture whole steps in CUDA graphs, and only there is a branch."""
-    assert captured[selection].facts["late"] == {}, "nothing is late by itself"
-    if compiled.how is in_pieces:
-        run = captured[f"late {selection}"]
-        late, ops = run.facts["late"], len(captured[selection].facts["first layers"])
-        steps = sum(ask.sampling["max_tokens"] for ask in ASKS.values()) // len(ASKS)
-        assert late["_tap_join"] > steps * ops
-        assert late["_tap_join"] == ops * late["_tap_end"], "each op's values are let go before the next attention"
-        for name in ASKS:
-            one, other = stored(captured[selection], name), stored(run, name)
-            for hook in one.hooks:
-                np.testing.assert_array_equal(other.numpy(hook), one.numpy(hook), err_msg=f"{hook} of {name}")
+@pytest.mark.parametrize("name", ASKS)
+def test_values_last_until_their_branch_is_joined(captured: dict[str, Run], name: str, selection: str) -> None:
+    steps = sum(ask.sampling["max_tokens"] for ask in ASKS.values()) // len(ASKS)
+    late, ops = captured[f"late {selection}"].facts["late"], len(captured[selection].facts["first layers"])
+    assert captured[selection].facts["late"] == {} and late["_tap_join"] > steps * ops
+    assert late["_tap_join"] == ops * late["_tap_end"], "each op's values are let go before the next attention"
+    one, other = (stored(captured[run], name) for run in (selection, f"late {selection}"))
+    for hook in one.hooks:
+        np.testing.assert_array_equal(other.numpy(hook), one.numpy(hook), err_msg=hook)
 
 
 def stored(run: Run, name: str) -> Capture:

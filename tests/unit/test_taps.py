@@ -19,9 +19,8 @@ pytest.importorskip("vllm")
 from vllm.config import CompilationConfig
 from vllm.config.compilation import PassConfig
 
-compilation = pytest.importorskip("dmi_connector.engine.compilation")
-taps = pytest.importorskip("dmi_connector.engine.taps")
-tapper_module = pytest.importorskip("dmi_connector.engine.tapper")
+from dmi_connector.engine import compilation, taps
+from dmi_connector.engine import tapper as tapper_module
 
 
 def bare_tapper(in_place: bool, stream_lasts: bool = False) -> Any:
