@@ -8,7 +8,8 @@ records: whether tokens equal those of an engine without our connector, how many
 against how many were needed (one a step once the prompt is in, no drafts), rows missing, and for each hook the least
 cosine of a row and the largest error relative to the row's largest value against transformers in float32. Of reduced
 hooks (engine "reduced") it compares what a store gives with what the reduction keeps of transformers' values; attention
-summaries, with the patterns that the same store's q_rot and k_rot give.
+summaries, with the patterns that the same store's q_rot and k_rot give. Engine "pca" reduces some hooks by a basis that
+is fitted on the stores of the engine before it.
 Exit status 1: tokens differ, more was computed than needed, rows are missing, a store has problems or values are off:
 a row's cosine below LEAST_COSINE, a larger value left out by top k than rounding explains, an attention weight.
 
@@ -52,6 +53,8 @@ REDUCE = {
     "pattern": "attn(8)",
     "*": "int8",
 }
+PCA_HOOKS = ("resid_mid", "q", "mlp_post")
+PCA_RANK = 32
 
 
 def _prompts() -> list[dict[str, list[int]]]:
@@ -103,9 +106,11 @@ def child(args: argparse.Namespace) -> None:
     ours = not args.child.startswith("stock")
     extra: dict[str, Any] = {}
     if ours:
-        reduced = args.child == "reduced"
-        hooks, owner = (f"{args.hooks},pattern", "draft") if reduced else (args.hooks, args.child)
-        reduce = REDUCE if reduced else {}
+        reduces: dict[str, tuple[str, str, dict[str, str]]] = {
+            "reduced": (f"{args.hooks},pattern", "draft", REDUCE),
+            "pca": (args.hooks, "target", {",".join(PCA_HOOKS): f"pca({_basis(args)})"}),
+        }
+        hooks, owner, reduce = reduces.get(args.child, (args.hooks, args.child, {}))
         extra = capture_args(hooks=hooks, store_dir=args.store_dir, owner=owner, chunk_tokens=64, reduce=reduce)
     llm = LLM(args.model, **{**ENGINE, "enforce_eager": args.eager, **args.engine_args, **extra})
     counts = _count_tokens(llm)
@@ -135,15 +140,26 @@ def child(args: argparse.Namespace) -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def _kept(reduction: Any, values: np.ndarray, got: np.ndarray) -> tuple[np.ndarray, float]:
-    """What decoded rows `got` of a reduction are of float32 values [..., width], but for rounding, and the gap (see
-    MOST_GAP) of top k, else 0.
+def _basis(args: argparse.Namespace) -> str:
+    """Where engine "pca" finds its basis."""
+    return f"{args.out}.safetensors"
+
+
+def _kept(reduction: Any, values: np.ndarray, got: np.ndarray, basis: str) -> tuple[np.ndarray, float]:
+    """What decoded rows `got` [layers, n, ...] of a reduction are of float32 values [layers, n, ..., width], but for
+    rounding, and the gap (see MOST_GAP) of top k, else 0.
     """
+    from dmi_connector.reduce.basis import load
+    from dmi_connector.reduce.pca import Pca
     from dmi_connector.reduce.projection import RandomProjection, matrix
     from dmi_connector.reduce.topk import TopK
 
     if isinstance(reduction, RandomProjection):
         return values @ matrix(values.shape[-1], reduction.k, reduction.seed, reduction.distribution), 0.0
+    if isinstance(reduction, Pca):
+        rows = values.reshape(*values.shape[:2], -1)  # heads side by side
+        parts = [load(basis).part(reduction.hook, layer, reduction.k) for layer in range(len(rows))]
+        return np.stack([(r - p.mean) @ (p.components / p.std) for r, p in zip(rows, parts, strict=True)]), 0.0
     if isinstance(reduction, TopK):
         kept, magnitude = got != 0, np.abs(values)
         left_out = np.where(kept, 0, magnitude).max(-1) - np.where(kept, magnitude, np.inf).min(-1)
@@ -202,9 +218,8 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             else:
                 got, want = capture.numpy(hook), want[:, :expected]
                 got = got[None] if got.ndim == 2 else got
-                if got.shape[:-1] == want.shape[:-1]:
-                    want, this = _kept(capture.reduction(hook), want, got)
-                    gap = max(gap, this)
+                want, this = _kept(capture.reduction(hook), want, got, _basis(args))
+                gap = max(gap, this)
             if got.shape != want.shape:
                 problems.append(f"{name}: {hook} has shape {got.shape}, not {want.shape}")
                 continue
@@ -221,7 +236,11 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
 def parser() -> argparse.ArgumentParser:
     p = common.parser(MODULE, __doc__, "benchmarks/results/check_gpu.json", "/dev/shm/dmi-check")
     p.add_argument("--model", default="/tmp/dmi-check-model", help="where the small model is made")
-    p.add_argument("--owners", default="draft,target", help="also stock2: the plain engine again; reduced: REDUCE")
+    p.add_argument(
+        "--owners",
+        default="draft,target",
+        help="also stock2: the plain engine again; reduced: REDUCE; pca, after one of these",
+    )
     p.add_argument("--hooks", default="vllm-full,q_rot,k_rot")
     p.add_argument("--eager", action="store_true")
     return p
@@ -254,14 +273,19 @@ def main(argv: list[str] | None = None) -> int:
     if args.child:
         child(args)
         return 0
+    from dmi_connector.store.fit import fit_pca
     from dmi_connector.tiny import make_model
 
     make_model("qwen3", args.model, dtype="bfloat16", **SIZES)
     results: dict[str, Any] = {"command": common.command_line(MODULE, argv), "machine": machine()}
     stock: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     failures: list[str] = []
     for name in ("stock", *args.owners.split(",")):
         begin = time.perf_counter()
+        if name == "pca":
+            Path(_basis(args)).unlink(missing_ok=True)
+            fit_pca(found["stores"], PCA_HOOKS, PCA_RANK, _basis(args))
         if status := common.run_child(MODULE, argv, name, VLLM_ENABLE_V1_MULTIPROCESSING="0"):  # to watch the scheduler
             print(f"{name}: the engine ended with status {status}", file=sys.stderr)
             return 1

@@ -5,7 +5,7 @@
 # REPEAT: rounds of each case (5). SECONDS_EACH: after which a phase of engines is ended (600). Exit status 1: one failed.
 # Phases, each a result file OUT/PHASE.json and a log beside it, in the order given:
 #   kernels  taps in CUDA graphs, without vLLM (half a minute)
-#   check    tokens and values with CUDA graphs: full surface, values of several layers, reduced hooks (4 minutes)
+#   check    tokens and values with CUDA graphs: full surface, principal components, values of several layers, reduced hooks (5 minutes)
 #   main     stock, hidden-states and the full surface, copied to the host and with stores (8 minutes)
 #   reduced  int8 and mixed (6 minutes)
 #   curves   hooks and layers, seven engines at once (5 minutes)
@@ -47,7 +47,7 @@ for phase in "$@"; do
     kernels)
       python3 -m benchmarks.kernels --out "$out/kernels.json" >"$out/kernels.log" 2>&1 || failed kernels $? ;;
     check)
-      check check target
+      check check target,pca
       check check-held target --hooks resid_pre,resid_mid,q,k
       check check-reduced reduced ;;
     main)

@@ -1,18 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies off the GPU in pieces, issued through the CUDA driver itself.
 
-Every piece is three calls. The engine's thread waits while another holds the interpreter's lock, and through torch the
-same takes several times as long with it (docs/PERFORMANCE.md).
+Every piece is three calls. Each call from Python that lets go of the interpreter's lock has to get it back from the
+engine's thread, and that one from it: some hundred times for one chunk of wide rows. So numba, which vLLM brings along,
+compiles the loop, and a whole chunk is one call without the lock (docs/PERFORMANCE.md).
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 
-_POINTER = ctypes.c_void_p
+logger = init_logger("vllm.dmi_connector")
+
+_NUMBER = ctypes.c_int64  # of addresses and handles too: numba would make floats of what is partly signed
+_DRIVER = {
+    "cuMemcpyDtoHAsync_v2": (_NUMBER, _NUMBER, _NUMBER, _NUMBER),
+    "cuStreamWaitEvent": (_NUMBER, _NUMBER, ctypes.c_uint),
+    "cuEventRecord": (_NUMBER, _NUMBER),
+}
+_Loop = Callable[..., tuple[int, int]]
 
 
 class PieceCopier:
@@ -26,13 +37,14 @@ class PieceCopier:
         self._events = [torch.cuda.Event() for _ in range(2)]
         self.start()  # creates the events
         self._handles = [
-            (stream.cuda_stream, event.cuda_event) for stream, event in zip(self._streams, self._events, strict=True)
+            handle
+            for stream, event in zip(self._streams, self._events, strict=True)
+            for handle in (stream.cuda_stream, event.cuda_event)
         ]
         self._turn = 0
-        driver = ctypes.CDLL("libcuda.so.1")
-        self._copy = _function(driver, "cuMemcpyDtoHAsync_v2", _POINTER, ctypes.c_uint64, ctypes.c_size_t, _POINTER)
-        self._wait = _function(driver, "cuStreamWaitEvent", _POINTER, _POINTER, ctypes.c_uint)
-        self._record = _function(driver, "cuEventRecord", _POINTER, _POINTER)
+        # Where the loop stays Python, calls that keep the lock are less trouble than calls that let go of it.
+        driver = ctypes.PyDLL("libcuda.so.1")
+        self._loop = compiled(make_loop(*(_function(driver, name, kinds) for name, kinds in _DRIVER.items())))
 
     def start(self) -> None:
         """Make the device's context the current one of the calling thread."""
@@ -42,32 +54,60 @@ class PieceCopier:
     def copy(self, source: torch.Tensor, target: int, ready: torch.cuda.Event) -> torch.cuda.Event:
         """Copy `source` (uint8, contiguous, on the GPU) to the pinned memory at address `target`, after `ready`.
 
-        Returns an event that follows; waiting for it sleeps. `source` must stay until then.
+        Returns an event that follows; waiting for it sleeps. `source` must stay until then. Raises RuntimeError.
         """
-        at, end = source.data_ptr(), source.data_ptr() + source.numel()
-        turn, target = self._turn, target - at
-        self._streams[turn].wait_event(ready)
-        while at < end:
-            nbytes = min(self._piece_bytes, end - at)
-            stream, event = self._handles[turn]
-            self._wait(stream, self._handles[1 - turn][1], 0)
-            self._copy(target + at, at, nbytes, stream)
-            self._record(event, stream)
-            at, turn = at + nbytes, 1 - turn
-        self._turn = turn
+        self._streams[self._turn].wait_event(ready)
+        self._turn, status = self._loop(
+            *self._handles, self._turn, target, source.data_ptr(), source.numel(), self._piece_bytes
+        )
+        if status:
+            raise RuntimeError(f"a copy off the GPU could not be issued: CUDA error {status}")
         copied = torch.cuda.Event(blocking=True)
-        copied.record(self._streams[1 - turn])
+        copied.record(self._streams[1 - self._turn])
         return copied
 
 
-def _function(driver: ctypes.CDLL, name: str, *arguments: Any) -> Any:
-    """A function of the driver that raises RuntimeError where it fails."""
+def make_loop(copy: Callable[..., int], wait: Callable[..., int], record: Callable[..., int]) -> _Loop:
+    """A loop over pieces that calls these functions of the driver, as numba can compile it."""
 
-    def check(status: int, _function: Any, _arguments: Any) -> int:
-        if status:
-            raise RuntimeError(f"{name} failed: CUDA error {status}")
-        return status
+    def loop(
+        stream: int, event: int, other: int, others: int, turn: int, target: int, source: int, nbytes: int, piece: int
+    ) -> tuple[int, int]:
+        """Copy `nbytes` bytes on `stream` (turn 0) and `other` in turn; event and others: of their last pieces.
 
+        Gives whose turn is next and the driver's first status that is no success, or 0.
+        """
+        at, status = 0, 0
+        while at < nbytes and status == 0:
+            if turn == 0:
+                mine, done, before = stream, event, others
+            else:
+                mine, done, before = other, others, event
+            size = min(piece, nbytes - at)
+            status = wait(mine, before, 0)
+            if status == 0:
+                status = copy(target + at, source + at, size, mine)
+            if status == 0:
+                status = record(done, mine)
+            at, turn = at + size, 1 - turn
+        return turn, status
+
+    return loop
+
+
+def compiled(loop: _Loop) -> _Loop:
+    """`loop` as machine code that runs without the interpreter's lock, or as it is where numba cannot be had."""
+    try:
+        import numba
+    except ImportError as error:  # also where it does not know this version of numpy
+        logger.warning("numba cannot be imported (%s): copies off the GPU are issued from Python", error)
+        return loop
+    fast: _Loop = numba.njit(nogil=True)(loop)
+    fast(0, 0, 0, 0, 0, 0, 0, 0, 1)  # compiles it; there is nothing to copy
+    return fast
+
+
+def _function(driver: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> Any:
     function = getattr(driver, name)
-    function.argtypes, function.restype, function.errcheck = arguments, ctypes.c_int, check
+    function.argtypes, function.restype = arguments, ctypes.c_int
     return function

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,22 +38,31 @@ class Event:
         self.stream = stream
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+NAMES = {"cuMemcpyDtoHAsync_v2": "copy", "cuStreamWaitEvent": "wait", "cuEventRecord": "record"}
+failing: dict[str, int] = {}
+
+
+@pytest.fixture(params=["compiled", "interpreted"])
+def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[tuple[Any, ...]]]:
     made: list[tuple[Any, ...]] = []
+    functions = []
 
-    def function(name: str) -> Any:
-        def call(*arguments: Any) -> None:
+    def function(name: str, kinds: tuple[Any, ...]) -> Any:
+        def call(*arguments: int) -> int:
             made.append((name, *arguments))
+            return failing.get(name, 0)
 
-        return call
+        functions.append(ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(call))
+        return functions[-1]
 
-    names = {"cuMemcpyDtoHAsync_v2": "copy", "cuStreamWaitEvent": "wait", "cuEventRecord": "record"}
+    failing.clear()
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    driver = SimpleNamespace(**{name: function(short) for name, short in names.items()})
-    monkeypatch.setattr(copies.ctypes, "CDLL", lambda _: driver)
-    return made
+    driver = SimpleNamespace(**{name: function(NAMES[name], kinds) for name, kinds in copies._DRIVER.items()})
+    monkeypatch.setattr(copies.ctypes, "PyDLL", lambda _: driver)
+    if request.param == "interpreted":
+        monkeypatch.setitem(sys.modules, "numba", None)
+    yield made
 
 
 def test_pieces_cover_every_byte_once_on_two_streams_in_turn(calls: list[tuple[Any, ...]]) -> None:
@@ -78,8 +91,39 @@ def test_pieces_cover_every_byte_once_on_two_streams_in_turn(calls: list[tuple[A
         assert copied.blocking and copied.stream.cuda_stream == last
 
 
-def test_an_error_of_the_driver_is_raised() -> None:
-    function = copies._function(ctypes.CDLL(None), "abs", ctypes.c_int)
-    assert function(0) == 0
-    with pytest.raises(RuntimeError, match="abs failed: CUDA error 5"):
-        function(-5)
+@pytest.mark.parametrize("name", NAMES.values())
+def test_an_error_of_the_driver_is_raised(calls: list[tuple[Any, ...]], name: str) -> None:
+    """At once: no piece behind it is issued."""
+    copier = copies.PieceCopier(100, torch.device("cuda"))
+    failing[name] = 700
+    with pytest.raises(RuntimeError, match="CUDA error 700"):
+        copier.copy(torch.zeros(250, dtype=torch.uint8), 5000, Event())
+    assert [call[0] for call in calls][-1] == name and len(calls) <= 3
+
+
+def test_without_numba_the_loop_is_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """And said to be slower."""
+    loop = copies.make_loop(lambda *_: 0, lambda *_: 0, lambda *_: 0)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with caplog.at_level("WARNING", "vllm.dmi_connector"):
+        assert copies.compiled(loop) is loop
+    assert "numba cannot be imported" in caplog.text
+
+
+def test_the_compiled_loop_runs_without_the_lock() -> None:
+    """Others go on while the driver works, here as long as `target` microseconds."""
+
+    def sleeping(*kinds: Any) -> Any:
+        function = ctypes.CDLL(None).usleep
+        function.argtypes, function.restype = kinds, ctypes.c_int
+        return function
+
+    loop = copies.compiled(copies.make_loop(*(sleeping(*kinds) for kinds in copies._DRIVER.values())))
+    thread = threading.Thread(target=loop, args=(0, 0, 0, 0, 0, 400_000, 0, 1, 1))
+    began = last = time.perf_counter()
+    longest = 0.0
+    thread.start()
+    while thread.is_alive():
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert last - began > 0.4 and longest < 0.3
