@@ -148,18 +148,16 @@ def measure_in_model(tokens: int, layers: int, repeat: int) -> dict[str, float]:
 
         def work() -> None:
             x = start
-            kept: list[torch.Tensor] = []  # what a branch may be reading
             for own, write in zip(weights, writers, strict=True):
                 x, values = layer_of(x, own)
                 if taps and beside is None:
                     write(rows, slots, values)
                 elif beside is not None:
-                    beside.join(first=not kept)
-                    kept[:] = values
-                    with beside.beside():
+                    beside.join(beside)
+                    with beside.beside(beside, values):
                         write(rows, slots, values)
             if beside is not None:
-                beside.join()
+                beside.join(beside)
 
         return work
 

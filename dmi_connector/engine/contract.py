@@ -84,6 +84,18 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.config.compilation:PassConfig.__dataclass_fields__.fuse_allreduce_rms",
         "says whether an add-and-norm may be part of an op that sums up over ranks, and takes the residual stream over",
     ),
+    "once": (
+        "vllm.config:CompilationConfig.__dataclass_fields__.inductor_compile_config",
+        "tells Inductor to overwrite nothing, so that values stay as they are while an op of ours may read them",
+    ),
+    "reuse": (
+        "torch._inductor.config:allow_buffer_reuse",
+        "Inductor's option to use the memory of one value for another",
+    ),
+    "in_place": (
+        "torch._inductor.config:inplace_buffers",
+        "Inductor's option to write a result over what it was made of",
+    ),
     "hash": (
         "vllm.config:VllmConfig.compute_hash",
         "covers additional_config: selection and way of compiling are written there, so that graphs are not mixed up",

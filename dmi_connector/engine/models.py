@@ -30,10 +30,11 @@ class Tapped:
 
     def _init_tapped(self, vllm_config: Any, prefix: str) -> None:
         from dmi_connector.engine import rows, taps
-        from dmi_connector.engine.compilation import compilation_of
+        from dmi_connector.engine.compilation import compilation_of, write_once
 
         context, compilation = capture_context(vllm_config), compilation_of(vllm_config)
         vllm_config.additional_config["dmi_connector"] = f"{context.fingerprint};{compilation}"
+        write_once(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.dmi_context = context
         assert isinstance(self, nn.Module)

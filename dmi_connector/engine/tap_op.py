@@ -3,9 +3,10 @@
 `dmi::tap_end` what the taps of a step have put aside (at_end.py).
 
 While vLLM captures a whole step in one CUDA graph, taps of a compiled model write on a branch beside the model's
-kernels (`Branch`): most of what they take is waiting, for the kernel before them and for memory. Nothing may reuse the
-memory of the values meanwhile: so the next op names those of the op before as `kept`, and first lets the model's stream
-wait for that op's branch. To the compiler they are in use until then. `dmi::tap_join` does nothing but that.
+kernels (`Branch`): most of what they take is waiting, for the kernel before them and for memory. The next op first lets
+the model's stream wait for that of the one before. Until then nothing may write into the memory of the values: the
+branch holds them, so that the allocator does not hand it out, and the compiled model overwrites nothing
+(`compilation.write_once`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from vllm import forward_context
+from vllm.config import CUDAGraphMode
 
 from dmi_connector.engine.at_end import SCRATCH, AtEnd
 from dmi_connector.engine.kernels import DECODE_TOKENS, RowWriter
@@ -28,15 +31,13 @@ from dmi_connector.reduce import Reduction, from_settings
 
 logger = logging.getLogger("vllm.dmi_connector")
 _LIB = torch.library.Library("dmi", "FRAGMENT")
-# Else Inductor gives each op a copy of its own of what it has not written anywhere yet, and `kept` would keep another.
+# Else Inductor copies values that it would write in another layout than the one that was traced.
 _TAGS = (torch.Tag.flexible_layout,)
 _LIB.define(
-    "tap(Tensor[] values, Tensor[] kept, Tensor(a!) token, Tensor base, int[] offsets, str reductions, "
-    "bool beside, str layer) -> ()",
+    "tap(Tensor[] values, Tensor(a!) token, Tensor base, int[] offsets, str reductions, bool beside, str layer) -> ()",
     tags=_TAGS,
 )
-_LIB.define("tap_join(Tensor[] kept, Tensor(a!) token) -> ()", tags=_TAGS)
-_LIB.define("tap_end(Tensor like, Tensor[] kept, Tensor(a!) token, Tensor base, str layer) -> ()", tags=_TAGS)
+_LIB.define("tap_end(Tensor like, Tensor(a!) token, Tensor base, str layer) -> ()", tags=_TAGS)
 _TOKENS = 1024
 """Tokens that are reduced at a time where torch does it: vLLM's memory profile does not see what encoders allocate."""
 
@@ -69,30 +70,38 @@ def stand_for(base: torch.Tensor, place: Place) -> None:
     _PLACES[base.data_ptr()] = place
 
 
+class Pending(NamedTuple):
+    """What a branch may be doing yet. forward: vLLM's context of the forward it belongs to. values: what it reads."""
+
+    forward: object
+    written: torch.cuda.Event
+    values: list[torch.Tensor]
+
+
 class Branch:
     """A branch of the CUDA graph that is being captured: one tap after the other, beside the model's kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._written: torch.cuda.Event | None = None
+        self._pending: Pending | None = None
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self, forward: object, values: list[torch.Tensor]) -> Iterator[None]:
         """What is launched inside comes after all the model has launched, and what the model launches then need not
-        wait for it.
+        wait for it. values: what it reads.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
-        self._written = self._stream.record_event()
+        self._pending = Pending(forward, self._stream.record_event(), values)
 
-    def join(self, first: bool = False) -> None:
-        """Let the model wait for what was launched on the branch. first: of this forward nothing is left to wait for;
-        what an earlier one left, whose capture failed, is forgotten.
+    def join(self, forward: object) -> None:
+        """Let the model wait for what was launched on the branch. What an earlier forward left, whose capture failed,
+        is forgotten.
         """
-        if self._written is not None and not first:
-            torch.cuda.current_stream().wait_event(self._written)
-        self._written = None
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.forward is forward:
+            torch.cuda.current_stream().wait_event(pending.written)
 
 
 _branch = functools.cache(Branch)
@@ -104,18 +113,13 @@ def _captured_branch(device: torch.device) -> Branch | None:
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return None
-    from vllm.config import CUDAGraphMode
-    from vllm.forward_context import get_forward_context
-
-    whole = get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.PIECEWISE
+    whole = forward_context.get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.PIECEWISE
     return _branch(device) if whole else None
 
 
 def _rows_and_slots(layer: str) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The paged rows and where this step's tokens go; None in a profiling run, when the cache does not exist yet."""
-    from vllm.forward_context import get_forward_context
-
-    context = get_forward_context()
+    context = forward_context.get_forward_context()
     owner = context.no_compile_layers.get(layer)
     slots = context.slot_mapping.get(layer) if isinstance(context.slot_mapping, dict) else None
     rows = None if owner is None else owner.rows
@@ -124,7 +128,6 @@ def _rows_and_slots(layer: str) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 def _tap(
     values: list[torch.Tensor],
-    kept: list[torch.Tensor],
     token: torch.Tensor,
     base: torch.Tensor,
     offsets: list[int],
@@ -133,9 +136,8 @@ def _tap(
     layer: str,
 ) -> None:
     """Write `values` ([tokens, width] each, last dimension contiguous) into this step's rows, at byte `offsets` from
-    where `base` says. kept: values of the op before if that may be writing yet. reductions: "" for none, else a JSON
-    list of one reduction's settings, or null, for each value. beside: whether the next op keeps the values of this one,
-    and nothing that the compiler does not know of changes them, so that they may be written on a branch.
+    where `base` says. reductions: "" for none, else a JSON list of one reduction's settings, or null, for each value.
+    beside: whether nothing changes the values until the next op, so that they may be written on a branch.
     """
     found = _rows_and_slots(layer)
     if found is None:
@@ -144,11 +146,14 @@ def _tap(
     place = _PLACES[base.data_ptr()]
     known = len(place.taps)
     tap, aside = _tap_of(place, values, offsets, reductions)
-    branch = _captured_branch(rows.device) if beside or kept else None
-    if branch is not None:
-        branch.join(first=not kept)
-    with branch.beside() if branch is not None and beside else nullcontext():
+    branch = _captured_branch(rows.device) if beside else None
+    if branch is None:
         _write(tap, aside, rows, slots, values)
+    else:
+        forward = forward_context.get_forward_context()
+        branch.join(forward)
+        with branch.beside(forward, values):
+            _write(tap, aside, rows, slots, values)
     if len(place.taps) > known and rows.is_cuda and not torch.cuda.is_current_stream_capturing():
         compile_others(place, rows, values, offsets, reductions)
 
@@ -197,17 +202,11 @@ def compile_others(
         logger.warning("dmi_connector: kernels could not be compiled ahead (%s: %s)", type(error).__name__, error)
 
 
-def _tap_join(kept: list[torch.Tensor], token: torch.Tensor) -> None:
-    """Wait for the branch that may be reading `kept`."""
-    if branch := _captured_branch(token.device):
-        branch.join()
-
-
-def _tap_end(like: torch.Tensor, kept: list[torch.Tensor], token: torch.Tensor, base: torch.Tensor, layer: str) -> None:
-    """The last tap of a step is done. like: a tensor with one entry for each token. kept: values of the last tap."""
+def _tap_end(like: torch.Tensor, token: torch.Tensor, base: torch.Tensor, layer: str) -> None:
+    """The last tap of a step is done. like: a tensor with one entry for each token."""
     if found := _rows_and_slots(layer):
         if branch := _captured_branch(like.device):
-            branch.join()
+            branch.join(forward_context.get_forward_context())
         _at_end(_PLACES[base.data_ptr()]).reduce(*found, like.shape[0])
 
 
@@ -233,7 +232,7 @@ def _parsed(text: str) -> list[Reduction | None]:
     return [None if settings is None else from_settings(settings) for settings in json.loads(text or "[]")]
 
 
-for _name, _op in (("tap", _tap), ("tap_join", _tap_join), ("tap_end", _tap_end)):
+for _name, _op in (("tap", _tap), ("tap_end", _tap_end)):
     for _key in ("CPU", "CUDA"):
         _LIB.impl(_name, _op, _key)
     _LIB.impl(_name, lambda *_: None, "Meta")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From values that hooks have found to the ops that write them: what waits for a common write, in a layer (`Group`) and
-over several (`Held`), what must stay until an op has read it (`Kept`), and the call of the op (`Tapper`).
+over several (`Held`), and the call of the op (`Tapper`).
 
 The op mutates a one-element token buffer: that keeps it alive and in order under torch.compile, and costs nothing.
 Offsets are counted from the first of the layer, and a tensor stands for where that is: so the graphs of equal layers
@@ -98,22 +98,6 @@ class Held:
             first.write_now(segments, values)
 
 
-class Kept:
-    """Values of the last op of a compiled forward, which the next op, or `Tapper.join`, names: until then their memory
-    is not reused.
-    """
-
-    def __init__(self) -> None:
-        self._values: list[torch.Tensor] = []
-
-    def exchange(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of the op before; `values` are to be kept for the next."""
-        kept = list(self._values)
-        self._values.clear()  # emptied, not replaced: see `Group.flush`
-        self._values.extend(values)
-        return kept
-
-
 class Tapper:
     """Writes groups of values of one layer, or of what exists once in a model (layer None)."""
 
@@ -123,11 +107,10 @@ class Tapper:
         context: CaptureContext,
         layer: int | None,
         at_end: AtEnd,
-        kept: Kept,
         compilation: Compilation,
         held: Held | None = None,
     ) -> None:
-        self.kept, self.compilation = kept, compilation
+        self.compilation = compilation
         self.layer, self.held = layer, held if held is not None and held.takes(layer) else None
         self.layer_name = context.layer_name
         self.token = model.get_buffer("dmi_token")
@@ -167,17 +150,9 @@ class Tapper:
                     how.append("null" if segment.reduction is None else self.settings[segment.hook])
             reductions = "[" + ",".join(how) + "]" if any(h != "null" for h in how) else ""
             later = beside and not self.compilation.in_place and torch.compiler.is_compiling()
-            kept = self.kept.exchange(rows if later else ())
-            torch.ops.dmi.tap(rows, kept, self.token, self.base, offsets, reductions, later, self.layer_name)
-
-    def join(self) -> None:
-        """Let go of what is kept, in the piece of the compiled model that made it: vLLM splits models at attention, and
-        each tensor that goes from one piece to another takes some microseconds of the engine's thread.
-        """
-        if torch.compiler.is_compiling() and (kept := self.kept.exchange(())):
-            torch.ops.dmi.tap_join(kept, self.token)
+            torch.ops.dmi.tap(rows, self.token, self.base, offsets, reductions, later, self.layer_name)
 
     def end(self, like: torch.Tensor) -> None:
         """Nothing more is written in this forward. like: a tensor with one entry for each token."""
         if self.at_end.tokens or torch.compiler.is_compiling():
-            torch.ops.dmi.tap_end(like, self.kept.exchange(()), self.token, self.base, self.layer_name)
+            torch.ops.dmi.tap_end(like, self.token, self.base, self.layer_name)

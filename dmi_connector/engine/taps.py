@@ -11,8 +11,7 @@ Eagerly each group is written by one op at its end. Under torch.compile one op w
 would be taken over until then, or is not written out by itself, is read from a copy, which Inductor fuses into the
 kernel that reads or makes the value. Which these are depends on how vLLM compiles the model (compilation.py). Where
 little more than the residual stream is selected, one op writes several layers (tapper.py). While a CUDA graph of a
-whole step is captured, ops write beside the model's kernels; for that their values stay until the next attention
-(tap_op.py).
+whole step is captured, ops write beside the model's kernels; for that their values stay until the next op (tap_op.py).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from dmi_connector.engine import attend
 from dmi_connector.engine.at_end import AtEnd
 from dmi_connector.engine.compilation import Compilation
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.tapper import Group, Held, Kept, Tapper
+from dmi_connector.engine.tapper import Group, Held, Tapper
 from dmi_connector.layout import Segment
 
 
@@ -86,18 +85,15 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
     """Register the hooks of the selection on a freshly built model (before its first forward)."""
     model.register_buffer("dmi_token", torch.zeros(1, dtype=torch.int32), persistent=False)
     at_end = AtEnd(context.layout.segments, model.get_buffer("dmi_token").device)
-    kept = Kept()
-    tapper = Tapper(model, context, None, at_end, kept, compilation)
+    tapper = Tapper(model, context, None, at_end, compilation)
     arch = context.arch
     layers: Any = model.get_submodule(arch.layers)
     held = Held(context.layout.segments)
     _install_inputs(model, context, tapper)
     for index in range(context.dims.layers):
         if any(s.layer == index for s in context.layout.segments):
-            mine = Tapper(model, context, index, at_end, kept, compilation, held)
+            mine = Tapper(model, context, index, at_end, compilation, held)
             _install_layer(layers[index], index, context, mine)
-        attn = layers[index].get_submodule(arch.attn)
-        attn.register_forward_pre_hook(lambda _module, _args: tapper.join())
     final, normed = context.layout.find("resid_final", 0), context.layout.find("final_ln", 0)
 
     def at_final_norm(args: tuple[Any, ...], output: Any) -> None:
@@ -229,9 +225,10 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
 
         _after(module(arch.down_proj), at_down_proj)
     if mlp_post or mlp_out:
+        mine = _copied if is_moe else _first  # kernels of experts may give their working memory, which is used again
 
         def at_mlp(_args: tuple[Any, ...], output: Any) -> None:
-            group.add(mlp_out, _first(output))
+            group.add(mlp_out, mine(_first(output)))
             group.flush()
 
         _after(module(arch.mlp), at_mlp)

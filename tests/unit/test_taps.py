@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,7 @@ def bare_tapper(in_place: bool, stream_lasts: bool = False) -> Any:
     how = compilation.Compilation(in_place, stream_lasts)
     token = torch.zeros(1, dtype=torch.int32)
     tapper = object.__new__(tapper_module.Tapper)
-    vars(tapper).update(kept=tapper_module.Kept(), held=None, layer=0, start=0, token=token, base=token.clone())
+    vars(tapper).update(held=None, layer=0, start=0, token=token, base=token.clone())
     vars(tapper).update(layer_name="rows.0", settings={}, at_end=SimpleNamespace(tokens=0), compilation=how)
     return tapper
 
@@ -41,7 +40,7 @@ def test_tapped_values_are_not_outputs_of_the_graph() -> None:
 
     class Tapper:
         def write(self, segments: list[Segment], values: list[torch.Tensor], beside: bool) -> None:
-            torch.ops.dmi.tap(values, [], token, token.clone(), [s.offset for s in segments], "", True, "rows.0")
+            torch.ops.dmi.tap(values, token, token.clone(), [s.offset for s in segments], "", True, "rows.0")
 
     group = tapper_module.Group(Tapper())
     seen: list[tuple[int, int]] = []
@@ -102,7 +101,7 @@ def test_what_is_held_is_no_output_of_the_graph() -> None:
     class Tapper:
         def write_now(self, segments: list[Any], values: list[torch.Tensor]) -> None:
             token = torch.zeros(1, dtype=torch.int32)
-            torch.ops.dmi.tap(values, [], token, token.clone(), [s.offset for s in segments], "", True, "rows.0")
+            torch.ops.dmi.tap(values, token, token.clone(), [s.offset for s in segments], "", True, "rows.0")
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
@@ -128,17 +127,14 @@ def test_what_is_held_is_no_output_of_the_graph() -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_each_op_names_the_values_of_the_one_before(in_place: bool) -> None:
-    """A branch of a CUDA graph may read them until the next op has waited: their memory must not be reused sooner.
-    Where norms work in place that is no help, so nothing is written on a branch.
-    """
-    chains: list[list[tuple[list[Any], list[Any]]]] = []
+def test_ops_write_beside_the_model_unless_norms_work_in_place(in_place: bool) -> None:
+    """And no value goes on from an op: so none has to outlive the piece of the model that made it."""
+    beside: list[list[bool]] = []
     tapper = bare_tapper(in_place)
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
-        ops = [n for n in graph.graph.nodes if n.target in (torch.ops.dmi.tap, torch.ops.dmi.tap_end)]
-        chains.append([(n.args[0], n.args[1]) for n in ops])
-        assert [n.args[6] for n in ops[:-1]] == [not in_place] * 3, "written beside the model"
+        beside.append([n.args[5] for n in graph.graph.nodes if n.target is torch.ops.dmi.tap])
+        assert [len(n.args) for n in graph.graph.nodes if n.target is torch.ops.dmi.tap_end] == [4]
         (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
         assert len(outputs) == 1
         return graph.forward
@@ -159,38 +155,7 @@ def test_each_op_names_the_values_of_the_one_before(in_place: bool) -> None:
         for _ in range(2):
             torch.testing.assert_close(compiled(torch.ones(3, 4)), torch.full((3, 4), 9.0))
         torch.testing.assert_close(model(torch.ones(3, 4)), torch.full((3, 4), 9.0))
-    ((first, second, third, end),) = chains
-    kept_by = [first[0], second[0], third[0]] if not in_place else [[], [], []]
-    assert [op[1] for op in (first, second, third, end)] == [[], *kept_by]
-    assert tapper.kept._values == []
-
-
-def test_what_is_kept_is_let_go_before_attention() -> None:
-    """By an op of its own, so that it does not go to the next piece of the model; none where nothing is kept."""
-    seen: list[list[tuple[str, int]]] = []
-    tapper = bare_tapper(in_place=False)
-
-    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
-        ops = [n for n in graph.graph.nodes if n.op == "call_function" and "dmi" in str(n.target)]
-        seen.append([(str(n.target), len(n.args[0 if "join" in str(n.target) else 1])) for n in ops])
-        return graph.forward
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        for segment in stream(0, 1, width=4):
-            tapper.join()
-            x = x * 2
-            tapper.write_now([segment], [x])
-            tapper.join()
-            x = x + 1
-        return x
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm.forward_context.get_forward_context", lambda: _NoContext())
-        torch.testing.assert_close(compiled(torch.ones(3, 4)), torch.full((3, 4), 7.0))
-        torch.testing.assert_close(model(torch.ones(3, 4)), torch.full((3, 4), 7.0))
-    assert seen == [[("dmi.tap", 0), ("dmi.tap_join", 1)] * 2]
+    assert beside == [[not in_place] * 3]
 
 
 class Block(torch.nn.Module):
@@ -390,37 +355,100 @@ def test_what_lasts_depends_on_how_vllm_compiles(
     assert compilation.compilation_of(vllm_config) == (in_place, stream_lasts)
 
 
+def test_inductor_writes_nothing_twice() -> None:
+    """What an op was given stays as it was while it is held; with either option left to Inductor, it does not."""
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(inductor_compile_config={}))
+    compilation.write_once(config)
+    compilation.write_once(config)  # for a second model of one engine
+    once = config.compilation_config.inductor_compile_config
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    library = torch.library.Library("dmi_test", "FRAGMENT")
+    library.define("hold(Tensor value, Tensor(a!) token) -> ()", tags=(torch.Tag.flexible_layout,))
+    library.impl("hold", lambda value, _token: held.append((value, value.clone())), "CPU")
+    library.impl("hold", lambda *_: None, "Meta")
+
+    def model(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.mm(x, x)
+            torch.ops.dmi_test.hold(x, token)
+            x = torch.mm(x + 1, token.expand_as(x))
+        return x
+
+    changed = []
+    for options in (once, *({name: False} for name in once)):
+        torch._dynamo.reset()
+        held.clear()
+        torch.compile(model, options=options)(torch.eye(64) + 1, torch.zeros(1))
+        changed.append(sum(not torch.equal(value, before) for value, before in held))
+    assert changed[0] == 0 and all(changed[1:]), f"values written over: {changed}"
+
+
+def test_an_option_of_inductor_against_that_is_refused() -> None:
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(inductor_compile_config={"inplace_buffers": True}))
+    with pytest.raises(ValueError, match=r"inductor_compile_config has inplace_buffers=True.*leave it out"):
+        compilation.write_once(config)
+
+
+class Streams:
+    """Stands for CUDA's streams: notes what a branch asks of them."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def wait_stream(self, _stream: Any) -> None:
+        self.done.append("fork")
+
+    def record_event(self) -> str:
+        return "event"
+
+    def wait_event(self, _event: Any) -> None:
+        self.done.append("wait")
+
+
 def test_an_op_waits_for_the_branch_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that may not write on a branch itself, as before experts; and the first waits for nothing."""
+    """And so does the end; not one that writes in line. What they read is held until then, and what a forward left
+    whose capture failed is forgotten.
+    """
     from dmi_connector.engine import tap_op
     from dmi_connector.engine.at_end import AtEnd
 
-    done: list[str] = []
-
-    class Branch:
-        @contextmanager
-        def beside(self) -> Iterator[None]:
-            done.append("branch")
-            yield
-            done.append("end")
-
-        def join(self, first: bool = False) -> None:
-            done.append("forget" if first else "wait")
-
+    streams = Streams()
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: streams)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+    branch, write = tap_op.Branch(torch.device("cpu")), tap_op._write
+    monkeypatch.setattr(tap_op, "_captured_branch", lambda _device: branch)
+    monkeypatch.setattr(tap_op, "_write", lambda *args: streams.done.append("write") or write(*args))
     rows, slots = torch.zeros(4, 64, dtype=torch.uint8), torch.arange(1, 3)
-    context = SimpleNamespace(no_compile_layers={"rows": SimpleNamespace(rows=rows)}, slot_mapping={"rows": slots})
-    monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
-    monkeypatch.setattr(tap_op, "_captured_branch", lambda _device: Branch())
     at_end, base = AtEnd([], torch.device("cpu")), torch.zeros(1, dtype=torch.int32)
     tap_op.stand_for(base, tap_op.Place(0, 0, weakref.ref(at_end)))
-    token, value = torch.zeros(1, dtype=torch.int32), torch.ones(2, 4)
-    for kept, beside in (([], True), ([value], True), ([value], False), ([], False), ([], True)):
-        torch.ops.dmi.tap([value], kept, token, base, [0], "", beside, "rows")
-        done.append("|")
-    torch.ops.dmi.tap_join([value], token)
-    torch.ops.dmi.tap_end(value, [value], token, base, "rows")
-    assert " ".join(done) == "forget branch end | wait branch end | wait | | forget branch end | wait wait"
+    token = torch.zeros(1, dtype=torch.int32)
+
+    def forward(*besides: bool, end: bool = True) -> list[list[bool]]:
+        """After each op: which of the values are there yet."""
+        context = SimpleNamespace(no_compile_layers={"rows": SimpleNamespace(rows=rows)}, slot_mapping={"rows": slots})
+        monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
+        values: list[weakref.ref[torch.Tensor]] = []
+        there = []
+        streams.done.clear()
+        for beside in besides:
+            value = torch.ones(2, 4)
+            values.append(weakref.ref(value))
+            torch.ops.dmi.tap([value], token, base, [0], "", beside, "rows")
+            del value
+            there.append([v() is not None for v in values])
+        if end:
+            torch.ops.dmi.tap_end(token.expand(2), token, base, "rows")
+            assert not any(v() is not None for v in values)
+        return there
+
+    alive = [[True], [False, True], [False, True, False], [False, False, False, True]]
+    assert forward(True, True, False, True) == alive
+    assert " ".join(streams.done) == "fork write wait fork write write wait fork write wait"
     assert rows.view(torch.float32)[1:3, :4].eq(1).all()
+    assert forward(True, end=False) == [[True]], "a forward that fails"
+    assert forward(True) == [[True]]
+    assert " ".join(streams.done) == "fork write wait", "the next one waits only for its own"
 
 
 def test_only_a_whole_step_has_a_branch() -> None:
@@ -447,7 +475,9 @@ def test_a_piece_of_a_model_has_no_branch(mode: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("spec", ["none", "int8", "topk(16)"])
 def test_taps_of_a_captured_step_write_beside_the_model(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are overwritten as soon as the next op has waited, as their memory may be: rows still hold them."""
+    """Other values go where there is room as soon as an op was called, over old ones once the next op has waited: rows
+    still hold what they should.
+    """
     from vllm.config import CUDAGraphMode
 
     from dmi_connector.engine import tap_op
@@ -474,20 +504,22 @@ def test_taps_of_a_captured_step_write_beside_the_model(spec: str, monkeypatch: 
     token, inputs = torch.zeros(1, dtype=torch.int32, device=device), torch.randn(6, tokens, width, device=device)
 
     def step() -> None:
-        kept: list[torch.Tensor] = []
+        before = None
         for i, base in enumerate(bases):
             value = inputs[i].bfloat16()
-            torch.ops.dmi.tap([value], kept, token, base, [0], how, True, "rows")
-            for old in kept:
-                old.fill_(-1)
-            kept = [value]
-        torch.ops.dmi.tap_end(value, kept, token, bases[0], "rows")
+            torch.ops.dmi.tap([value], token, base, [0], how, True, "rows")
+            if before is not None:
+                before.fill_(-1)
+            before = value if i % 2 else None
+            del value
+            torch.full((tokens, width), -2, dtype=torch.bfloat16, device=device)
+        torch.ops.dmi.tap_end(slots, token, bases[0], "rows")
 
     step()
     torch.cuda.synchronize()
     want = rows.clone()
     graph, branches, beside = torch.cuda.CUDAGraph(), [], tap_op.Branch.beside
-    monkeypatch.setattr(tap_op.Branch, "beside", lambda self: branches.append(self) or beside(self))
+    monkeypatch.setattr(tap_op.Branch, "beside", lambda self, *args: branches.append(self) or beside(self, *args))
     with torch.cuda.graph(graph):
         step()
     assert len(branches) == len(bases)
