@@ -23,6 +23,7 @@ sizes='"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]'
 engine="{\"gpu_memory_utilization\": 0.03, \"max_num_seqs\": 256, \"compilation_config\": {$sizes}}"
 small='{"max_num_batched_tokens": 320, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 8000000000}'
 decode=decode1,decode32,decode128
+roomy='{"host_buffer_bytes": 17179869184, "staging_bytes": 4294967296}'
 
 capture() {  # NAME GB-OF-CACHES SETUPS CASES MORE...
   local name=$1 caches=$2 setups=$3 cases=$4
@@ -53,10 +54,10 @@ for phase in "$@"; do
     main)
       capture main '{"stock": 5, "full": 72, "hidden": 9}' \
         'stock,hidden-states null,full null,full host,hidden-states disk,full disk none,full disk zstd,full disk lz4' \
-        "$decode,prefill32,prefill32x4" --limit-seconds 0.2 --profile 'stock,hidden-states null,full null' ;;
+        "$decode,prefill32,prefill32x4" --options "$roomy" --limit-seconds 0.2 --profile 'stock,hidden-states null,full null' ;;
     reduced)
       capture reduced '{"stock": 5, "int8": 36, "mixed": 28}' 'stock,int8 null,mixed null,int8 disk none,mixed disk none' \
-        decode32,decode128,prefill32 --profile 'int8 null,mixed null' ;;
+        decode32,decode128,prefill32 --options "$roomy" --profile 'int8 null,mixed null' ;;
     curves)
       capture curves '{"stock": 3, "hooks-1": 4, "hooks-2": 6, "hooks-3": 11, "layers-quarter": 7, "layers-half": 11, "full": 19}' \
         'stock,full null,hooks-1,hooks-2,hooks-3,layers-quarter,layers-half' decode32,prefill8 --curves hooks,layers --profile '' ;;
