@@ -13,7 +13,7 @@ from vllm.config import CompilationMode
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_ONCE = ("allow_buffer_reuse", "inplace_buffers")
+REUSE = ("allow_buffer_reuse", "inplace_buffers", "memory_planning")
 """Options of Inductor that let it put a value where another one was."""
 _BACKENDS = ("", "inductor", "eager")
 """"": vLLM's choice for the platform."""
@@ -50,12 +50,5 @@ def compilation_of(vllm_config: VllmConfig) -> Compilation:
 def write_once(vllm_config: VllmConfig) -> None:
     """Let Inductor write each buffer of a model once, before vLLM compiles it: the memory of what an op reads is then
     its own as long as anything refers to it. Memory that is done with goes back to torch's allocator all the same.
-    Raises ValueError where the user's configuration wants it otherwise.
     """
-    options = vllm_config.compilation_config.inductor_compile_config
-    for name in _ONCE:
-        if options.setdefault(name, False):
-            raise ValueError(
-                f"compilation_config: inductor_compile_config has {name}={options[name]!r}, with which values could be "
-                "overwritten while they are captured; leave it out"
-            )
+    vllm_config.compilation_config.inductor_compile_config |= dict.fromkeys(REUSE, False)

@@ -48,6 +48,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.forward_context:ForwardContext.__dataclass_fields__.no_compile_layers",
         "cache layers by name, read by the tap",
     ),
+    "graphs": (
+        "vllm.forward_context:ForwardContext.__dataclass_fields__.cudagraph_runtime_mode",
+        "tells a captured piece of a model, where taps write in line, from a whole step",
+    ),
     "connector": (
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.handle_preemptions",
         "called before a forward overwrites freed blocks: the last moment to read them",
@@ -88,9 +92,17 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.config:CompilationConfig.__dataclass_fields__.inductor_compile_config",
         "tells Inductor to overwrite nothing, so that values stay as they are while an op of ours may read them",
     ),
+    "compiler": (
+        "vllm.config:CompilationConfig.__dataclass_fields__.backend",
+        "says whether it is Inductor that compiles",
+    ),
     "reuse": (
         "torch._inductor.config:allow_buffer_reuse",
         "Inductor's option to use the memory of one value for another",
+    ),
+    "planned": (
+        "torch._inductor.config:memory_planning",
+        "Inductor's option to give several values one piece of memory",
     ),
     "in_place": (
         "torch._inductor.config:inplace_buffers",
@@ -129,6 +141,8 @@ def check_names() -> None:
 
 def check(vllm_config: VllmConfig) -> None:
     """Refuse configurations in which rows could not be captured, each with its fix."""
+    from dmi_connector.engine.compilation import REUSE
+
     check_names()
     parallel, cache, speculative = (
         vllm_config.parallel_config,
@@ -163,6 +177,13 @@ def check(vllm_config: VllmConfig) -> None:
         raise ValueError(
             "additional_config: must be a JSON object, since the hook selection is written into it for the compile hash"
         )
+    inductor = vllm_config.compilation_config.inductor_compile_config
+    for name in () if model.enforce_eager else REUSE:
+        if inductor.get(name):
+            raise ValueError(
+                f"compilation_config: inductor_compile_config has {name}={inductor[name]!r}, with which values could "
+                "be overwritten while they are captured; leave it out"
+            )
     if cache.sliding_window is not None or model.is_hybrid:
         raise ValueError(
             f"model: {model.model!r} has sliding-window or hybrid layers, whose caches drop rows before "

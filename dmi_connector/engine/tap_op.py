@@ -73,7 +73,7 @@ def stand_for(base: torch.Tensor, place: Place) -> None:
 class Pending(NamedTuple):
     """What a branch may be doing yet. forward: vLLM's context of the forward it belongs to. values: what it reads."""
 
-    forward: object
+    forward: weakref.ref[object]
     written: torch.cuda.Event
     values: list[torch.Tensor]
 
@@ -93,14 +93,14 @@ class Branch:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
-        self._pending = Pending(forward, self._stream.record_event(), values)
+        self._pending = Pending(weakref.ref(forward), self._stream.record_event(), values)
 
     def join(self, forward: object) -> None:
         """Let the model wait for what was launched on the branch. What an earlier forward left, whose capture failed,
         is forgotten.
         """
         pending, self._pending = self._pending, None
-        if pending is not None and pending.forward is forward:
+        if pending is not None and pending.forward() is forward:
             torch.cuda.current_stream().wait_event(pending.written)
 
 

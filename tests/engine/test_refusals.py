@@ -230,6 +230,16 @@ def test_an_engine_option_that_scatters_rows_is_refused(
         contract.check(config)
 
 
+@pytest.mark.parametrize("name", ["allow_buffer_reuse", "inplace_buffers", "memory_planning"])
+def test_an_option_of_inductor_with_which_values_change_is_refused(model: Path, tmp_path: Path, name: str) -> None:
+    """Where nothing is compiled it does not matter."""
+    asked = {"compilation_config": {"inductor_compile_config": {name: True}}}
+    contract.check(vllm_config(model, tmp_path, **asked))
+    config = vllm_config(model, tmp_path, **asked, enforce_eager=False)
+    with pytest.raises(ValueError, match=rf"inductor_compile_config has {name}=True.*leave it out"):
+        contract.check(config)
+
+
 def test_a_missing_name_in_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     contract.check_names()
     gone = ("vllm.v1.kv_cache_interface:HiddenStateCacheSpec.no_such_name", "a made-up reason")
