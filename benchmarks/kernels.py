@@ -153,11 +153,11 @@ def measure_in_model(tokens: int, layers: int, repeat: int) -> dict[str, float]:
                 if taps and beside is None:
                     write(rows, slots, values)
                 elif beside is not None:
-                    beside.join(beside)
-                    with beside.beside(beside, values):
+                    beside.join(forward=beside)  # any object: all of this is one forward
+                    with beside.beside(forward=beside, values=values):
                         write(rows, slots, values)
             if beside is not None:
-                beside.join(beside)
+                beside.join(forward=beside)
 
         return work
 

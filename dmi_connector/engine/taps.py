@@ -225,10 +225,10 @@ def _install_layer(layer: nn.Module, index: int, context: CaptureContext, tapper
 
         _after(module(arch.down_proj), at_down_proj)
     if mlp_post or mlp_out:
-        mine = _copied if is_moe else _first  # kernels of experts may give their working memory, which is used again
 
         def at_mlp(_args: tuple[Any, ...], output: Any) -> None:
-            group.add(mlp_out, mine(_first(output)))
+            out = _first(output)  # of experts, kernels may give their working memory, which is used again
+            group.add(mlp_out, _copied(out) if is_moe else out)
             group.flush()
 
         _after(module(arch.mlp), at_mlp)

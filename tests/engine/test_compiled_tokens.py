@@ -6,8 +6,9 @@ compares the log-probabilities of all generated tokens with plain vLLM's, exactl
 stream alone, whose layers one op then writes together; its rows are those of the capture of everything. On a CPU vLLM
 compiles a model whole; on a GPU in pieces between which there is attention, and so it does here a second time.
 
-Plain vLLM itself gives other last bits on a CPU in one of some 40 starts, always the same others, from the same machine
-code (seen beside other processes). So where bits differ, the captured engine is started once more, then plain vLLM.
+Plain vLLM itself gives other last bits on a CPU in a few of a hundred starts, always the same others, from the same
+machine code (seen twice in some 130 starts, beside other processes). So one start of five may differ: then the captured
+engine is started once more, and if that differs too, plain vLLM.
 
 On a GPU an op may still be reading its values until the next one waits for its branch (tap_op.py). Here nothing is so
 late; so two runs write as late as that on purpose.
@@ -201,17 +202,20 @@ def start_captured(compiled: Compiled, name: str, directory: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def captured(compiled: Compiled, plain: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Each selection, and with "late " before it each written late."""
-    runs = {}
+    """Each selection, and with "late " before it each written late. Only the first start with other bits than plain
+    vLLM's is doubted.
+    """
+    runs, doubted = {}, False
     for name in (*OWNERS, *(f"late {selection}" for selection in OWNERS)):
         run = start_captured(compiled, name, tmp_path_factory.mktemp("captured-compiled"))
-        if probabilities(run) != probabilities(plain):
+        if probabilities(run) != probabilities(plain) and not doubted:
+            doubted = True
             warnings.warn(f"{name}: other bits than plain vLLM's; both are started again", stacklevel=1)
             facts = run.facts
             run = start_captured(compiled, name, tmp_path_factory.mktemp("captured-compiled"))
             run.facts["pieces"] = facts["pieces"]  # graphs now come from a cache
-        if probabilities(run) != probabilities(plain):
-            plain.replies = start_plain(compiled, tmp_path_factory.mktemp("plain-compiled")).replies
+            if probabilities(run) != probabilities(plain):
+                plain.replies = start_plain(compiled, tmp_path_factory.mktemp("plain-compiled")).replies
         runs[name] = run
     return runs
 
