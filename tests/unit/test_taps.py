@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._functorch import config as functorch_config
 
 pytest.importorskip("vllm")
 from vllm.config import CompilationConfig
@@ -381,7 +382,8 @@ def test_inductor_writes_nothing_twice() -> None:
     for options in (once, *({**once, name: True} for name in once)):
         torch._dynamo.reset()
         held.clear()
-        with torch.inference_mode():
+        # Memory planning takes buffers out of a pool with an op that torch's own check of ops refuses where CI is set.
+        with torch.inference_mode(), functorch_config.patch(error_on_custom_op_aliasing=False):
             torch.compile(model, options=options)(torch.eye(64) + 1, torch.zeros(1))
         changed.append(sum(not torch.equal(value, before) for value, before in held))
     assert changed[0] == 0 and all(changed[1:]), f"values written over: {changed}"
