@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # vLLM reads these when it is first imported, so they are set before any test module is.
 for _name, _value in ENV.items():
     os.environ.setdefault(_name, _value)
+# Several engines run at once, and tiny models gain nothing from threads, which spin while they wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor would try the compiler's vector instructions in every process anew, which takes eight seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 runner.choose()

@@ -34,7 +34,7 @@ from dmi_connector.engine.compilation import REUSE
 from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt
 
 STREAM = "resid_pre,resid_mid,q,k"
-LAYERS = 8
+LAYERS = 4
 OWNERS = {ALL_HOOKS: "draft", STREAM: "target"}
 SAMPLING = {"max_tokens": 32, "logprobs": 1}
 ASKS = {f"{n} tokens": Ask(prompt(n), sampling=SAMPLING) for n in (6, 33, 100, 150)} | {
@@ -233,7 +233,7 @@ def test_vllm_compiles_as_it_is_told(compiled: Compiled, captured: dict[str, Run
 def test_several_layers_are_written_together(captured: dict[str, Run]) -> None:
     """12 of 13 values at a time: what is written counts from the first of three layers on."""
     assert captured[ALL_HOOKS].facts["first layers"] == list(range(LAYERS))
-    assert captured[STREAM].facts["first layers"] == [0, 3, 6]
+    assert captured[STREAM].facts["first layers"] == [0, 3], "three layers, and what is left"
 
 
 @pytest.mark.parametrize("selection", [ALL_HOOKS, STREAM], ids=["everything", "stream"])
