@@ -7,8 +7,8 @@ stream alone, whose layers one op then writes together; its rows are those of th
 compiles a model whole; on a GPU in pieces between which there is attention, and so it does here a second time.
 
 Plain vLLM itself gives other last bits on a CPU in a few of a hundred starts, always the same others, from the same
-machine code (seen twice in some 130 starts, beside other processes). So one start of five may differ: then the captured
-engine is started once more, and if that differs too, plain vLLM.
+machine code (seen twice in some 130 starts, with two threads, beside other processes). So one start of five may differ:
+then the captured engine is started once more, and if that differs too, plain vLLM.
 
 On a GPU an op may still be reading its values until the next one waits for its branch (tap_op.py). Here nothing is so
 late; so two runs write as late as that on purpose.
@@ -34,7 +34,6 @@ from dmi_connector.engine.compilation import REUSE
 from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt
 
 STREAM = "resid_pre,resid_mid,q,k"
-LAYERS = 4
 OWNERS = {ALL_HOOKS: "draft", STREAM: "target"}
 SAMPLING = {"max_tokens": 32, "logprobs": 1}
 ASKS = {f"{n} tokens": Ask(prompt(n), sampling=SAMPLING) for n in (6, 33, 100, 150)} | {
@@ -131,19 +130,20 @@ def in_pieces() -> Iterator[None]:
 
 
 class Compiled(NamedTuple):
-    """A model and how to compile it."""
+    """A model of so many layers and how to compile it."""
 
     model: Path
+    layers: int
     how: Callable[[], AbstractContextManager[None]]
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        ("qwen3", nullcontext),
-        ("qwen3", in_pieces),
-        pytest.param(("llama", nullcontext), marks=pytest.mark.soak),
-        *(pytest.param((name, in_pieces), marks=pytest.mark.soak) for name in ("llama", "qwen3_moe", "gpt2")),
+        ("qwen3", 4, nullcontext),
+        ("qwen3", 4, in_pieces),
+        pytest.param(("llama", 8, nullcontext), marks=pytest.mark.soak),
+        *(pytest.param((name, 8, in_pieces), marks=pytest.mark.soak) for name in ("llama", "qwen3_moe", "gpt2")),
     ],
     ids=["qwen3-whole", "qwen3-pieces", "llama-whole", "llama-pieces", "moe-pieces", "gpt2-pieces"],
 )
@@ -151,9 +151,9 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """Qwen3 norms q and k, Llama's are slices of one tensor; GPT-2's norms add nothing; experts work in place."""
     from dmi_connector.tiny import make_model
 
-    name, how = request.param
-    model = make_model(name, tmp_path_factory.mktemp("compiled"), "bfloat16", num_hidden_layers=LAYERS)
-    return Compiled(model, how)
+    name, layers, how = request.param
+    model = make_model(name, tmp_path_factory.mktemp("compiled"), "bfloat16", num_hidden_layers=layers)
+    return Compiled(model, layers, how)
 
 
 def start_plain(compiled: Compiled, directory: Path) -> Run:
@@ -222,7 +222,7 @@ def captured(compiled: Compiled, plain: Run, tmp_path_factory: pytest.TempPathFa
 
 def test_vllm_compiles_as_it_is_told(compiled: Compiled, captured: dict[str, Run]) -> None:
     pieces = [captured[name].facts["pieces"] for name in (ALL_HOOKS, STREAM)]  # late ones have graphs from a cache
-    assert pieces == ([2 * LAYERS + 1] * 2 if compiled.how is in_pieces else [0, 0])
+    assert pieces == ([2 * compiled.layers + 1] * 2 if compiled.how is in_pieces else [0, 0])
     for run in captured.values():
         how = run.facts["how"]
         assert how == (False, compiled.how is in_pieces), "norms are Inductor's, and the stream lasts in pieces"
@@ -230,10 +230,10 @@ def test_vllm_compiles_as_it_is_told(compiled: Compiled, captured: dict[str, Run
         assert [run.facts["options"][name] for name in REUSE] == [False] * 3
 
 
-def test_several_layers_are_written_together(captured: dict[str, Run]) -> None:
+def test_several_layers_are_written_together(compiled: Compiled, captured: dict[str, Run]) -> None:
     """12 of 13 values at a time: what is written counts from the first of three layers on."""
-    assert captured[ALL_HOOKS].facts["first layers"] == list(range(LAYERS))
-    assert captured[STREAM].facts["first layers"] == [0, 3], "three layers, and what is left"
+    assert captured[ALL_HOOKS].facts["first layers"] == list(range(compiled.layers))
+    assert captured[STREAM].facts["first layers"] == list(range(0, compiled.layers, 3)), "threes, and what is left"
 
 
 @pytest.mark.parametrize("selection", [ALL_HOOKS, STREAM], ids=["everything", "stream"])
@@ -265,10 +265,12 @@ def stored(run: Run, name: str) -> Capture:
 
 
 @pytest.mark.parametrize("name", ASKS)
-def test_layers_written_together_have_the_rows_they_have_apart(captured: dict[str, Run], name: str) -> None:
+def test_layers_written_together_have_the_rows_they_have_apart(
+    compiled: Compiled, captured: dict[str, Run], name: str
+) -> None:
     apart, together = (stored(captured[run], name) for run in (ALL_HOOKS, STREAM))
     for hook in STREAM.split(","):
-        for layer in range(LAYERS):
+        for layer in range(compiled.layers):
             one, other = (capture.numpy(hook, layer=layer) for capture in (apart, together))
             assert one.any(axis=1).all(), f"{hook} of layer {layer} has rows of zeros"
             assert np.array_equal(one, other), f"{hook} of layer {layer}: {np.abs(one - other).max():.3g} apart"
