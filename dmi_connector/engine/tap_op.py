@@ -4,9 +4,9 @@
 
 While vLLM captures a whole step in one CUDA graph, taps of a compiled model write on a branch beside the model's
 kernels (`Branch`): most of what they take is waiting, for the kernel before them and for memory. The next op first lets
-the model's stream wait for that of the one before. Until then nothing may write into the memory of the values: the
-branch holds them, so that the allocator does not hand it out, and the compiled model overwrites nothing
-(`compilation.write_once`).
+the model's stream wait for that of the one before; for one that reduces `dmi::tap_join` does so before the next
+attention already (docs/REDUCTIONS.md). Until then nothing may write into the memory of the values: the branch holds
+them, so that the allocator does not hand it out, and the compiled model overwrites nothing (`compilation.write_once`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _LIB.define(
     "tap(Tensor[] values, Tensor(a!) token, Tensor base, int[] offsets, str reductions, bool beside, str layer) -> ()",
     tags=_TAGS,
 )
+_LIB.define("tap_join(Tensor(a!) token) -> ()", tags=_TAGS)
 _LIB.define("tap_end(Tensor like, Tensor(a!) token, Tensor base, str layer) -> ()", tags=_TAGS)
 _TOKENS = 1024
 """Tokens that are reduced at a time where torch does it: vLLM's memory profile does not see what encoders allocate."""
@@ -202,6 +203,12 @@ def compile_others(
         logger.warning("dmi_connector: kernels could not be compiled ahead (%s: %s)", type(error).__name__, error)
 
 
+def _tap_join(token: torch.Tensor) -> None:
+    """Let the model wait for the tap before, if that writes on a branch."""
+    if branch := _captured_branch(token.device):
+        branch.join(forward_context.get_forward_context())
+
+
 def _tap_end(like: torch.Tensor, token: torch.Tensor, base: torch.Tensor, layer: str) -> None:
     """The last tap of a step is done. like: a tensor with one entry for each token."""
     if found := _rows_and_slots(layer):
@@ -232,7 +239,7 @@ def _parsed(text: str) -> list[Reduction | None]:
     return [None if settings is None else from_settings(settings) for settings in json.loads(text or "[]")]
 
 
-for _name, _op in (("tap", _tap), ("tap_end", _tap_end)):
+for _name, _op in (("tap", _tap), ("tap_join", _tap_join), ("tap_end", _tap_end)):
     for _key in ("CPU", "CUDA"):
         _LIB.impl(_name, _op, _key)
     _LIB.impl(_name, lambda *_: None, "Meta")

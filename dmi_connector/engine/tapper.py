@@ -152,6 +152,11 @@ class Tapper:
             later = beside and not self.compilation.in_place and torch.compiler.is_compiling()
             torch.ops.dmi.tap(rows, self.token, self.base, offsets, reductions, later, self.layer_name)
 
+    def join(self) -> None:
+        """What an earlier tap writes on a branch is written before what comes next. Nothing to do unless compiled."""
+        if torch.compiler.is_compiling():
+            torch.ops.dmi.tap_join(self.token)
+
     def end(self, like: torch.Tensor) -> None:
         """Nothing more is written in this forward. like: a tensor with one entry for each token."""
         if self.at_end.tokens or torch.compiler.is_compiling():

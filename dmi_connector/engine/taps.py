@@ -11,12 +11,13 @@ Eagerly each group is written by one op at its end. Under torch.compile one op w
 would be taken over until then, or is not written out by itself, is read from a copy, which Inductor fuses into the
 kernel that reads or makes the value. Which these are depends on how vLLM compiles the model (compilation.py). Where
 little more than the residual stream is selected, one op writes several layers (tapper.py). While a CUDA graph of a
-whole step is captured, ops write beside the model's kernels; for that their values stay until the next op (tap_op.py).
+whole step is captured, ops write beside the model's kernels, at most up to the next op; for that their values stay
+until then (tap_op.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from dmi_connector.engine.at_end import AtEnd
 from dmi_connector.engine.compilation import Compilation
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.tapper import Group, Held, Tapper
+from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import Segment
 
 
@@ -88,9 +90,11 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
     tapper = Tapper(model, context, None, at_end, compilation)
     arch = context.arch
     layers: Any = model.get_submodule(arch.layers)
-    held = Held(context.layout.segments)
+    held, joined = Held(context.layout.segments), joined_before_attention(context.layout.segments)
     _install_inputs(model, context, tapper)
     for index in range(context.dims.layers):
+        if index in joined:
+            layers[index].get_submodule(arch.attn).register_forward_pre_hook(lambda _module, _args: tapper.join())
         if any(s.layer == index for s in context.layout.segments):
             mine = Tapper(model, context, index, at_end, compilation, held)
             _install_layer(layers[index], index, context, mine)
@@ -106,6 +110,12 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
         tapper.end(values[0])
 
     _after(model.get_submodule(arch.final_norm), at_final_norm)
+
+
+def joined_before_attention(segments: Sequence[Segment]) -> set[int]:
+    """Layers before whose attention a branch ends: those after one whose tap reduces. `pattern` has its own op."""
+    reduced = (s for s in segments if s.reduction is not None and s.hook != "pattern")
+    return {s.layer + 1 for s in reduced if HOOKS[s.hook].scope != "once"}
 
 
 def _install_inputs(model: nn.Module, context: CaptureContext, tapper: Tapper) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,15 @@ def basis(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.Tem
     return out
 
 
+def watch_branches(patch: pytest.MonkeyPatch) -> list[str]:
+    """Ops that may write on a branch, or wait for one, as they run."""
+    from dmi_connector.engine import tap_op
+
+    ops: list[str] = []
+    patch.setattr(tap_op, "_captured_branch", lambda _device: ops.append(sys._getframe(1).f_code.co_name))
+    return ops
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
 def run(
     request: pytest.FixtureRequest,
@@ -77,10 +87,21 @@ def run(
         if tp > 1:
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
             args |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enforce_eager": True}
+        else:
+            run.facts["ops"] = watch_branches(patch)
         with engine(tiny_model("qwen3"), in_process=tp == 1, **args) as llm:
             generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
             generate(llm, run, {"again": Ask(prompt(300))})  # its first blocks come from the prefix cache
     return run
+
+
+@pytest.mark.parametrize("run", [1], ids=["tp1"], indirect=True)  # two ranks run eagerly, each in its own process
+def test_taps_that_reduce_are_waited_for_before_attention(run: Run) -> None:
+    """t: header, embedding, three layers and the final norm; j: before the attention of the second and third layer."""
+    *steps, after = "".join({"_tap": "t", "_tap_join": "j", "_tap_end": "e"}[op] for op in run.facts["ops"]).split("e")
+    assert len(steps) > 20 and after == ""
+    steps[0] = steps[0].lstrip("j")  # in a profiling run there are no rows, so taps do not get that far
+    assert set(steps) == {"tttjtjtt"}
 
 
 def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> None:

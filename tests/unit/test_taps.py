@@ -429,8 +429,8 @@ def test_an_op_waits_for_the_branch_of_the_one_before(monkeypatch: pytest.Monkey
     tap_op.stand_for(base, tap_op.Place(0, 0, weakref.ref(at_end)))
     token = torch.zeros(1, dtype=torch.int32)
 
-    def forward(*besides: bool, end: bool = True) -> list[list[bool]]:
-        """After each op: which of the values are there yet."""
+    def forward(*besides: bool, end: bool = True, join: bool = False) -> list[list[bool]]:
+        """After each op (join: and what waits for it): which of the values are there yet."""
         context = Context(no_compile_layers={"rows": SimpleNamespace(rows=rows)}, slot_mapping={"rows": slots})
         monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
         values: list[weakref.ref[torch.Tensor]] = []
@@ -441,6 +441,8 @@ def test_an_op_waits_for_the_branch_of_the_one_before(monkeypatch: pytest.Monkey
             values.append(weakref.ref(value))
             torch.ops.dmi.tap([value], token, base, [0], "", beside, "rows")
             del value
+            if join:
+                torch.ops.dmi.tap_join(token)
             there.append([v() is not None for v in values])
         if end:
             torch.ops.dmi.tap_end(token.expand(2), token, base, "rows")
@@ -451,9 +453,22 @@ def test_an_op_waits_for_the_branch_of_the_one_before(monkeypatch: pytest.Monkey
     assert forward(True, True, False, True) == alive
     assert " ".join(streams.done) == "fork write wait fork write write wait fork write wait"
     assert rows.view(torch.float32)[1:3, :4].eq(1).all()
+    assert forward(True, True, False, join=True) == [[False], [False, False], [False, False, False]]
+    assert " ".join(streams.done) == "fork write wait fork write wait write"
     assert forward(True, end=False) == [[True]], "a forward that fails"
     assert forward(True) == [[True]]
     assert " ".join(streams.done) == "fork write wait", "the next one waits only for its own"
+
+
+def test_branches_end_before_the_attention_after_what_reduces() -> None:
+    """Not after copies, nor for attention summaries or what exists once."""
+    from dmi_connector.layout import Segment
+    from dmi_connector.reduce import parse
+
+    specs = [("q", 0, "none"), ("z", 1, "int8"), ("q", 1, "none"), ("mlp_post", 3, "topk(4)")]
+    specs += [("pattern", 5, "attn(2)"), ("final_ln", 0, "int8"), ("resid_pre", 7, "rp(4)")]
+    segments = [Segment(hook, layer, "float32", 8, 64 * i, parse(spec)) for i, (hook, layer, spec) in enumerate(specs)]
+    assert taps.joined_before_attention(segments) == {2, 4, 8}
 
 
 def test_only_a_whole_step_has_a_branch() -> None:
