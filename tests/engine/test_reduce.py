@@ -59,7 +59,7 @@ def basis(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.Tem
 
 
 def watch_branches(patch: pytest.MonkeyPatch) -> list[str]:
-    """Ops that may write on a branch, or wait for one, as they run."""
+    """Ops that may write on a branch, or wait for one, as they run. (They find none, as ever on a CPU.)"""
     from dmi_connector.engine import tap_op
 
     ops: list[str] = []
