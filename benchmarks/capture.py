@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Throughput of capture against stock vLLM and against vLLM's own extraction, in one run on one machine.
+"""Throughput of capture compared with stock vLLM and with vLLM's own extraction, in one run on one machine.
 
     python -m benchmarks.capture --model DIR --out results.json [--cases decode1,decode32,decode128,prefill32]
     python -m benchmarks.capture --model DIR --out hooks.json --curves hooks --engines stock,hooks-1,hooks-2,hooks-3
     python -m benchmarks.report results.json hooks.json
 
-Every engine runs in a process of its own. One engine of ours serves several sinks and codecs: they do not change the
-compiled graph, so the benchmark swaps them in the running worker. Numbers with persistence count only if the stores
-verify and account for every row; both are checked here and recorded beside the number. The result file is rewritten
-after every measurement, so that a run that was cut off leaves what it had. Exit status 1: an engine failed, or
-something did not verify.
+Every engine runs in a process of its own. Sinks and codecs do not change the compiled graph, so one engine of ours
+serves several of them: the benchmark switches them in the running worker. Numbers with stores count only if the stores
+verify and account for every row. Both are checked, and recorded beside the number. The result file is rewritten after
+every measurement, so a run that is cut off leaves what it had. Exit status 1: an engine failed, or something did not
+verify.
 
-With --together all engines are up at once and take the rounds of a case in turn, so that what is compared was measured
-within seconds. They share one GPU, so give each its part of the memory: --kv-gigabytes.
+With --together all engines are up at once and alternate the rounds of a case, so that the numbers that are compared are
+measured within seconds of each other. The engines share one GPU, so give each its part of the memory: --kv-gigabytes.
 """
 
 from __future__ import annotations
@@ -31,24 +31,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import common
-from benchmarks.report import machine, report
+from benchmarks.report import report
 from benchmarks.setups import CASES, CURVES, PROFILE, Setup, Turn, choose, in_groups, in_phases, in_sequence
 
 if TYPE_CHECKING:
     from benchmarks.engine import Bench
 
 MODULE = "benchmarks.capture"
-
-
 _BEGIN = time.monotonic()
+"""Lines of progress count from here."""
 _PINNED = 3
-"""More than one, as other threads take their turns of a core too."""
+"""Cores for an engine's thread under --pin: more than one, because its process has other threads too."""
 Stock = dict[tuple[int, str], list[float]]
 """(phase, case) -> stock's runs, tok/s."""
 
 
 def serve(fd: int, make: Callable[[], Bench], setups: list[Setup]) -> None:
-    """Child process: one engine, which does what the parent asks at the socket `fd` until there is no more."""
+    """Child process: one engine. It answers the parent's requests on the socket `fd` until the parent closes it."""
     named = {setup.name: setup for setup in setups}
     with socket.socket(fileno=fd) as parent, parent.makefile() as requests:
 
@@ -72,7 +71,7 @@ def serve(fd: int, make: Callable[[], Bench], setups: list[Setup]) -> None:
 
 
 class Run:
-    """Parent process: the engines that are up, and the results so far, which are saved after every answer."""
+    """Parent process: the engines that are up, and the results so far. It saves the results after every answer."""
 
     def __init__(self, start: Callable[[str], common.Child], results: dict[str, Any], out: str, pin: bool) -> None:
         self._start, self._results, self._out, self._pin = start, results, out, pin
@@ -81,7 +80,7 @@ class Run:
         self._stock: Stock = {}
 
     def measure(self, turns: list[Turn], together: bool) -> None:
-        """Take the turns. together: all engines start at once and wait, else each when it is first needed."""
+        """Take the turns. together: all engines start at once; else each starts when it is first needed."""
         last = {turn.engine: turn for turn in turns}
         if together:
             self._up(list(last))
@@ -106,7 +105,7 @@ class Run:
                 note(f"{engine} is ready: {json.dumps(answer['ready'])}")
 
     def _take(self, group: list[Turn]) -> None:
-        """Take the turns of a group: a round of each at a time."""
+        """Take the turns of a group, which alternate their rounds."""
         left: dict[Turn, int] = {}
         alternate = len(group) > 1
         for turn in group:
@@ -139,7 +138,7 @@ class Run:
         return None
 
     def _down(self, engines: list[str]) -> None:
-        """End engines, those of them that are up, all at once: each takes seconds."""
+        """End those of `engines` that are up, all at once: each takes seconds."""
         children = {engine: self._children.pop(engine) for engine in engines if engine in self._children}
         for child in children.values():
             child.end()
@@ -148,7 +147,7 @@ class Run:
                 self._failed(engine, f"exit status {status}")
 
     def _failed(self, engine: str, why: str) -> None:
-        if "failed" not in self._engines[engine]:  # the first reason says most
+        if "failed" not in self._engines[engine]:  # the first reason tells most
             self._engines[engine]["failed"] = why
             note(f"{engine} failed: {why}")
             common.save(self._out, self._results)
@@ -160,10 +159,10 @@ def note(text: str) -> None:
 
 
 def add(results: dict[str, Any], turn: Turn, numbers: dict[str, Any], stock: Stock, alternate: bool) -> None:
-    """Put the numbers of a turn among the results, keep `stock` up. alternate: rounds were taken by turns with stock's.
+    """Add the numbers of a turn to the results, and update `stock`. alternate: its rounds alternated with stock's.
 
-    Stock's runs of all phases count together; others have beside their own numbers stock's median of the same phase,
-    and the median of the ratios of each run to stock's just before it where there are such.
+    Stock's runs of all phases count together. For other setups the results also hold stock's median of the same phase
+    and, if the rounds alternated, the median of the ratios of each run to the run of stock just before it.
     """
     cases = results["engines"][turn.engine]["setups"].setdefault(turn.setup.name, {})
     key = turn.phase, turn.case
@@ -171,8 +170,8 @@ def add(results: dict[str, Any], turn: Turn, numbers: dict[str, Any], stock: Sto
         stock[key] = numbers["runs"]
         if turn.case in cases:
             former = cases[turn.case]
-            both = {key: former[key] + numbers[key] for key in ("runs", "python_us") if key in numbers}
-            numbers = {**numbers, **both, "tok_per_s": statistics.median(both["runs"])}
+            both = {name: former[name] + numbers[name] for name in ("runs", "python_us") if name in numbers}
+            numbers = numbers | both | {"tok_per_s": statistics.median(both["runs"])}
     elif key in stock and "tok_per_s" in numbers:
         runs, then = numbers["runs"], stock[key]
         numbers = {**numbers, "stock_tok_per_s": statistics.median(then)}
@@ -182,44 +181,45 @@ def add(results: dict[str, Any], turn: Turn, numbers: dict[str, Any], stock: Sto
 
 
 def parser() -> argparse.ArgumentParser:
-    p = common.parser(MODULE, __doc__, "benchmarks/results/last.json", "/dev/shm/dmi-bench")
+    p = common.engine_parser(MODULE, __doc__, "benchmarks/results/last.json", "/dev/shm/dmi-bench")
     p.add_argument("--model", help="model directory (weights are random); default: a tiny Qwen3")
     p.add_argument("--engines", default="", help="comma-separated; default: all that setups and curves need")
     p.add_argument("--only", default="", help="comma-separated setup names")
     p.add_argument("--cases", default="", help=f"comma-separated: {', '.join(CASES)}")
     p.add_argument("--profile", help="comma-separated setup names whose decode is profiled; default: all")
     p.add_argument("--curves", default="", help=f"comma-separated growth curves, beside the cases: {', '.join(CURVES)}")
-    p.add_argument("--repeat", type=int, default=5)
+    p.add_argument("--repeat", type=int, default=5, help="rounds of each case (default: %(default)s)")
     p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of all cases, for small machines")
-    p.add_argument("--owner", default="draft", choices=["draft", "target"])
+    p.add_argument("--owner", default="draft", choices=["draft", "target"], help="of the rows")
     p.add_argument("--dtype", default="bfloat16")
     p.add_argument("--max-model-len", type=int, default=2048)
-    p.add_argument("--default-codec", default="zstd")
+    p.add_argument("--default-codec", default="zstd", help="of setups that name none")
     p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options of ours")
-    p.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    p.add_argument(
+        "--processes", type=int, default=len(os.sched_getaffinity(0)), help="that check stores and measure limits"
+    )
     p.add_argument("--limit-seconds", type=float, default=1.0, help="for each limit of the machine; 0: measure none")
     p.add_argument("--limits-from", type=Path, help="former result file of this machine: its limits are copied")
-    p.add_argument("--together", action="store_true", help="start all engines at once and measure them in turn")
+    p.add_argument("--together", action="store_true", help="start all engines at once and alternate their rounds")
     p.add_argument(
         "--stand-still",
         action="store_true",
-        help="under policy drop the writer of a slow sink stands still while requests run: rows are dropped even where "
-        "an engine is slower than any writer",
+        help="under policy drop stop the writer of a slow sink while requests run, so that rows are dropped even if "
+        "the engine is slower than the writer",
     )
     p.add_argument(
         "--pin",
         action="store_true",
-        help=f"before each round let the engine's thread run on the {_PINNED} cores that are quickest just then, in "
-        "every engine alike: other guests of a machine may halve the speed of a core",
+        help=f"before each round move the engine's thread to the {_PINNED} cores that are quickest at that moment: "
+        "other guests of a machine may halve the speed of a core",
     )
     p.add_argument(
         "--kv-gigabytes",
         type=json.loads,
         default={},
-        help='JSON: GB of KV cache of each engine, as in {"stock": 8, "*": 14}; vLLM decides for those not named, from '
-        "free memory, which other engines change. vLLM refuses to start with less free memory than "
-        "gpu_memory_utilization of the whole, although it then reserves just these GB: with --together also pass "
-        """--engine-args '{"gpu_memory_utilization": 0.05}'""",
+        help='JSON: GB of KV cache of each engine, as in {"stock": 8, "*": 14}. For engines not named vLLM decides by '
+        "the free memory. It does not start with less free memory than the share gpu_memory_utilization, even if it "
+        """reserves fewer GB: with --together also pass --engine-args '{"gpu_memory_utilization": 0.05}'""",
     )
     p.add_argument("--fd", type=int, default=-1, help=argparse.SUPPRESS)
     return p
@@ -237,11 +237,11 @@ def _limits(args: argparse.Namespace) -> dict[str, float]:
 
 
 def _run_all(args: argparse.Namespace, argv: list[str], setups: list[Setup]) -> dict[str, Any]:
-    """Parent process: the limits of the machine, then the engines."""
-    results: dict[str, Any] = {"command": common.command_line(MODULE, argv), "machine": machine()}
-    results |= {"limits": _limits(args), "engines": {}}
+    """Parent process: measure the limits of the machine, then the engines."""
+    header = common.header(MODULE, argv)
+    results: dict[str, Any] = {"header": header, "limits": _limits(args), "engines": {}}
     note(json.dumps(results["limits"]))
-    if results["machine"]["gpu"] is None and any(s.engine == "ehs" for s in setups):
+    if header["machine"]["gpu"] is None and any(s.engine == "ehs" for s in setups):
         reason = "vLLM's own connector copies over a CUDA stream into pinned memory, and there is no GPU"
         results["engines"]["ehs"] = {"setups": {}, "not_run": reason}
         setups = [s for s in setups if s.engine != "ehs"]
@@ -267,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     child_argv = argv
     if args.model is None:
-        from dmi_connector.tiny import make_model
+        from dmi_connector.cli.tiny_models import make_model
 
         args.model = str(make_model("qwen3", Path(args.store_dir) / "tiny-qwen3"))
         child_argv = [*argv, "--model", args.model]

@@ -28,13 +28,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from benchmarks.report import machine
 
 MODULE = "benchmarks.check_gpu"
 LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400)
 SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 4}
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320, "gpu_memory_utilization": 0.5}
-"""Some prompts are prefilled in several steps, and steps have more and fewer tokens than at_end.MOST_TOKENS."""
+"""Some prompts are prefilled in several steps, and steps have more and fewer tokens than `deferred.MOST_TOKENS`."""
 LEAST_COSINE = 0.998
 """Of a row with transformers' in float32; bfloat16 alone gives 0.9994 or more."""
 MOST_GAP = 0.1
@@ -158,7 +157,7 @@ def _kept(reduction: Any, values: np.ndarray, got: np.ndarray, basis: str) -> tu
         return values @ matrix(values.shape[-1], reduction.k, reduction.seed, reduction.distribution), 0.0
     if isinstance(reduction, Pca):
         rows = values.reshape(*values.shape[:2], -1)  # heads side by side
-        parts = [load(basis).part(reduction.hook, layer, reduction.k) for layer in range(len(rows))]
+        parts = [load(basis).of(reduction.hook, layer, reduction.k) for layer in range(len(rows))]
         return np.stack([(r - p.mean) @ (p.components / p.std) for r, p in zip(rows, parts, strict=True)]), 0.0
     if isinstance(reduction, TopK):
         kept, magnitude = got != 0, np.abs(values)
@@ -189,7 +188,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from dmi_connector import open_capture
-    from dmi_connector.oracle import Oracle
+    from dmi_connector.analysis.transformers_oracle import Oracle
 
     oracle = Oracle(args.model, torch.float32)
     cosine: dict[str, float] = {}
@@ -234,7 +233,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = common.parser(MODULE, __doc__, "benchmarks/results/check_gpu.json", "/dev/shm/dmi-check")
+    p = common.engine_parser(MODULE, __doc__, "benchmarks/results/check_gpu.json", "/dev/shm/dmi-check")
     p.add_argument("--model", default="/tmp/dmi-check-model", help="where the small model is made")
     p.add_argument(
         "--owners",
@@ -273,11 +272,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.child:
         child(args)
         return 0
-    from dmi_connector.store.fit import fit_pca
-    from dmi_connector.tiny import make_model
+    from dmi_connector.analysis.fit_pca import fit_pca
+    from dmi_connector.cli.tiny_models import make_model
 
     make_model("qwen3", args.model, dtype="bfloat16", **SIZES)
-    results: dict[str, Any] = {"command": common.command_line(MODULE, argv), "machine": machine()}
+    results: dict[str, Any] = {"header": common.header(MODULE, argv)}
     stock: dict[str, Any] = {}
     found: dict[str, Any] = {}
     failures: list[str] = []

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the programs here share: options, a child process for each engine, result files that name no machine's paths."""
+"""What the benchmarks share: the header of a result file, common options, and child processes for engines."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import platform
 import re
 import select
 import shlex
@@ -15,16 +16,134 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+"""The repository."""
+DIRTY = "-dirty"
+"""Suffix of a commit whose tree has uncommitted changes."""
 CLOSE_S = 60
 """Seconds that a child has to end by itself."""
+_PACKAGES = ("vllm", "torch", "triton", "numpy", "zarr", "numcodecs", "numba")
+"""Packages whose versions a result names."""
+WIDTHS = {
+    **{"resid_pre": 2560, "ln1": 2560, "q": 4096, "k": 1024, "v": 1024, "z": 4096, "attn_out": 2560},
+    **{"resid_mid": 2560, "ln2": 2560, "mlp_post": 9728, "mlp_out": 2560},
+}
+"""Widths of the 11 wide hooks of a layer of Qwen3-4B."""
+QWEN3_LAYERS = 36
+"""Layers of Qwen3-4B."""
+_RANDOM_BYTES = 16 << 20
+"""Bytes after which `activations` repeats. A compressed block is far smaller, so no codec sees the repetition."""
+_CALLS, _SAMPLES = 1500, 5
+"""`python_us` times this many calls, this many times: about 60 us each on a quick core."""
+
+# ---- the header of a result --------------------------------------------------------------------------------------
 
 
-def parser(module: str, doc: str | None, out: str, store_dir: str) -> argparse.ArgumentParser:
-    """The options of every program, with its own defaults for `out` and `store_dir`."""
-    p = argparse.ArgumentParser(prog=f"python -m {module}", description=(doc or "").splitlines()[0])
+def header(module: str, argv: list[str]) -> dict[str, Any]:
+    """Where the numbers of a result come from. Call it before the first measurement: the tree may change later.
+
+    commit, clean: None where they are not known, as `commit` says.
+    """
+    found = commit()
+    return {
+        "commit": found,
+        "clean": None if found is None else not found.endswith(DIRTY),
+        "command": command_line(module, argv),
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def commit(root: Path = ROOT) -> str | None:
+    """Short hash of the commit in `root`, with DIRTY if the tree has changes.
+
+    Where `root` is no git repository, it is the environment variable DMI_COMMIT; without that None.
+    """
+    try:
+        if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() == root.resolve():
+            # Result files do not change what is measured.
+            changes = _git(root, "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
+            return _git(root, "rev-parse", "--short", "HEAD") + (DIRTY if changes else "")
+    except (OSError, subprocess.CalledProcessError):
+        pass  # no git, no repository, or no commit yet
+    return os.environ.get("DMI_COMMIT") or None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def machine() -> dict[str, Any]:
+    """The machine. gpu: None without one, or without torch."""
+    gpu = None
+    if find_spec("torch") is not None:
+        import torch
+
+        gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return {
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "processor": platform.processor() or platform.machine(),
+        "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": platform.release().split("-")[0],
+        "gpu": gpu,
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and the packages in use; None for a package that is not installed."""
+    import dmi_connector
+
+    found: dict[str, str | None] = {"python": platform.python_version(), "dmi_connector": dmi_connector.__version__}
+    for package in _PACKAGES:
+        found[package] = None
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def without_directories(text: str) -> str:
+    """`text` with every path cut to its last part."""
+    return re.sub(r"[^\s'\"=,:{}\[\]()]*/", "", text)
+
+
+def command_line(module: str, argv: list[str]) -> str:
+    """The command to record in a result. It names no directories."""
+    return f"python -m {module} " + shlex.join(without_directories(arg) for arg in argv)
+
+
+def save(path: str | Path, results: dict[str, Any]) -> None:
+    """Write a result file, whole or not at all."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.replace(target)
+
+
+def three_digits(number: float) -> float:
+    """`number` rounded to three significant digits."""
+    return float(f"{number:.3g}")
+
+
+# ---- options and child processes ---------------------------------------------------------------------------------
+
+
+def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """A parser that describes a program by the first line of its docstring."""
+    return argparse.ArgumentParser(prog=f"python -m {module}", description=(doc or "").splitlines()[0])
+
+
+def engine_parser(module: str, doc: str | None, out: str, store_dir: str) -> argparse.ArgumentParser:
+    """The options of programs that start engines. out, store_dir: default values."""
+    p = parser(module, doc)
     p.add_argument("--out", default=out, help="result file (JSON), rewritten after every measurement")
     p.add_argument("--store-dir", default=store_dir)
     p.add_argument("--engine-args", type=json.loads, default={}, help="JSON: engine arguments for every engine")
@@ -33,29 +152,24 @@ def parser(module: str, doc: str | None, out: str, store_dir: str) -> argparse.A
 
 
 def child_command(module: str, argv: list[str], name: str) -> list[str]:
-    """The command of the part `name` of a program."""
+    """The command of a program's child process `name`."""
     return [sys.executable, "-m", module, *argv, "--child", name]
 
 
 def child_env(**env: str) -> dict[str, str]:
-    """`env`, beneath it the environment, and beneath that the defaults for offline runs and small machines."""
-    from dmi_connector.tiny import ENV
+    """The environment of a child: `env`, then this process's, then the defaults for offline runs and small machines."""
+    from dmi_connector.cli.tiny_models import ENV
 
     return {**ENV, **os.environ, **env}
 
 
 def run_child(module: str, argv: list[str], name: str, **env: str) -> int:
-    """Run the part `name` of a program in a process of its own; returns its exit status."""
+    """Run a program's child process `name`. Returns its exit status."""
     return subprocess.run(child_command(module, argv, name), check=False, env=child_env(**env)).returncode
 
 
-def three_digits(number: float) -> float:
-    """Rounded to three significant digits: also a very slow disk has a rate above 0."""
-    return float(f"{number:.3g}")
-
-
 class Child:
-    """A process that answers lines of JSON with lines of JSON, over a socket that it is told of with `--fd`."""
+    """A process that answers lines of JSON with lines of JSON. Its option `--fd` names the socket."""
 
     def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
         self._socket, end = socket.socketpair()
@@ -65,7 +179,7 @@ class Child:
                 [*command, "--fd", str(fd)], env=env, pass_fds=[fd], start_new_session=True
             )
         self._lines = self._socket.makefile()
-        # Processes that the child forked hold the socket open, so end of file alone does not tell its death.
+        # Processes that the child forked keep the socket open, so its death does not end the stream.
         self._pidfd = os.pidfd_open(self._process.pid)
 
     def answer(self, request: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -81,7 +195,7 @@ class Child:
         return {"failed": f"exit status {self.close()}"}
 
     def end(self) -> None:
-        """Tell it to end, which is an end of file to it."""
+        """Close the socket. The child reads that as end of file, and ends."""
         self._lines.close()
         self._socket.close()
 
@@ -98,26 +212,29 @@ class Child:
         return self._process.returncode
 
 
-def python_us() -> float:
-    """How quick the core of this thread is just now: microseconds of 1,500 calls of a function, best of five.
+# ---- the cores of a shared machine -------------------------------------------------------------------------------
 
-    What is next to a virtual machine may double it from one second to the next, and with it each step of an engine.
+
+def python_us() -> float:
+    """Microseconds of a fixed piece of Python on the core of this thread: the least of some samples.
+
+    Other guests of a virtual machine may double it from one second to the next, and with it each step of an engine.
     """
 
     def call(a: int, b: int = 2) -> int:
         return a + b
 
     samples = []
-    for _ in range(5):
+    for _ in range(_SAMPLES):
         total, begin = 0, time.perf_counter()
-        for _ in range(1500):
+        for _ in range(_CALLS):
             total = call(total)
         samples.append(time.perf_counter() - begin)
     return round(min(samples) * 1e6, 1)
 
 
 def quickest_cores(count: int) -> list[int]:
-    """The cores on which `python_us` is least just now. This thread visits all that it may use."""
+    """The `count` cores with the least `python_us`. This thread visits all cores that it may use."""
     cores = os.sched_getaffinity(0)
     found = {}
     try:
@@ -129,27 +246,17 @@ def quickest_cores(count: int) -> list[int]:
     return sorted(found, key=lambda core: found[core])[:count]
 
 
-def without_directories(text: str) -> str:
-    """`text` with every path cut to its last part."""
-    return re.sub(r"[^\s'\"=,:{}\[\]()]*/", "", text)
+# ---- values and stores -------------------------------------------------------------------------------------------
 
 
-def command_line(module: str, argv: list[str]) -> str:
-    """The command to record in a result."""
-    return f"python -m {module} " + shlex.join(without_directories(arg) for arg in argv)
-
-
-def save(path: str, results: dict[str, Any]) -> None:
-    """Write a result file, whole or not at all."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + ".part")
-    part.write_text(json.dumps(results, indent=1) + "\n")
-    part.replace(target)
+def activations(nbytes: int) -> np.ndarray:
+    """bf16 normal numbers as `nbytes` bytes (uint8). A codec gets as little out of them as out of activations."""
+    values = np.random.default_rng(0).standard_normal(min(nbytes, _RANDOM_BYTES) // 2, dtype=np.float32)
+    return np.resize((values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8), nbytes)
 
 
 def store_problems(path: str | Path) -> list[str]:
     """What `dmi verify` finds wrong with a store."""
-    from dmi_connector.store.verify import verify_store
+    from dmi_connector.store.read.verify import verify_store
 
     return [f"{Path(path).name}: {problem.where}: {problem.what}" for problem in verify_store(path)]

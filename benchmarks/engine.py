@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine of the capture benchmark: the cases measured on it, and the checks of the stores they leave."""
+"""One engine of the capture benchmark: it runs the cases and checks the stores that they leave."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -35,14 +35,27 @@ from benchmarks.worker import (
 )
 
 DRAIN_S = 300
-"""Seconds after which captures that have not reached their sink count as stuck."""
+"""Captures that have not reached their sink after this many seconds are stuck."""
+_SLOW_ROUNDS = 2
+"""Rounds of a case at most where the sink is slow: each takes many times as long as others."""
+_SLOW_BYTES = 1 << 20
+"""The host buffer of a slow sink holds two chunks and this much: the least that the package takes."""
+_LEAST_TOKEN, _TOP_TOKENS = 10, 10
+"""Prompts leave out this many tokens at both ends of the vocabulary: they may be special."""
+_MOST_FULL = 0.9
+"""Stores of a round may take this share of the free space."""
+_MOST_PROBLEMS = 5
+"""Problems that a result lists."""
 
 # ---- checks -----------------------------------------------------------------------------------------------------
 
 
 def account(rows: int, there: set[int], missing: set[int], claimed: set[int]) -> list[str]:
-    """What is wrong with the rows of a store: each of `rows` is there or listed as missing, never both, and a response
-    claims no other row to be missing."""
+    """What is wrong with the rows of a store of `rows` rows.
+
+    there, missing: rows that the store holds, and those that it lists as missing. Each row must be in one of them, not
+    in both. claimed: rows that the response calls missing. The store must list them too.
+    """
     problems = []
     if there & missing or there | missing != set(range(rows)):
         problems.append(f"{len(there)} rows are there and {len(missing)} listed as missing, of {rows}")
@@ -54,8 +67,8 @@ def account(rows: int, there: set[int], missing: set[int], claimed: set[int]) ->
 def check_store(path: str, rows: int, claimed: list[list[int]] | None, drop: bool) -> dict[str, Any]:
     """Verify one store and account for its `rows` rows.
 
-    claimed: `dmi_missing` of the response, positions counted from 0. drop: whether rows may be missing at all.
-    Returns problems, rows missing and bytes on disk.
+    claimed: `dmi_missing` of the response, ranges of positions. drop: whether rows may be missing. Returns the
+    problems, the number of missing rows and the bytes on disk.
     """
     from dmi_connector import open_capture
 
@@ -64,7 +77,7 @@ def check_store(path: str, rows: int, claimed: list[list[int]] | None, drop: boo
     if not capture.complete and not drop:
         problems.append(f"{name}: it is incomplete: {capture.reason}")
     missing = _rows_of(capture.missing)
-    # No row of a residual stream is all zeros, as missing rows are.
+    # Missing rows read as zeros. No row of a residual stream is all zeros.
     there = set(np.flatnonzero(capture.numpy("resid_pre", layer=0).any(axis=1)).tolist())
     problems += [f"{name}: {what}" for what in account(rows, there, missing, _rows_of(claimed or []))]
     size = sum(f.stat().st_size for f in Path(path).rglob("*") if f.is_file())
@@ -76,7 +89,7 @@ def _rows_of(ranges: list[list[int]]) -> set[int]:
 
 
 def check_ehs_file(path: str, rows: int, layers: int) -> dict[str, Any]:
-    """Check the shape in a file of vLLM's own connector."""
+    """Check the shape of the tensor in a file of vLLM's own connector."""
     from safetensors import safe_open
 
     with safe_open(path, framework="numpy") as file:
@@ -85,11 +98,32 @@ def check_ehs_file(path: str, rows: int, layers: int) -> dict[str, Any]:
     return {"problems": problems, "missing": 0, "bytes": Path(path).stat().st_size}
 
 
+# ---- numbers ----------------------------------------------------------------------------------------------------
+
+
+def rates(case: Case, seconds: Sequence[float]) -> dict[str, Any]:
+    """Tokens a second: the median, and that of each round. seconds: of each round."""
+    runs = [case.tokens / s for s in seconds]
+    return {"tok_per_s": statistics.median(runs), "runs": [round(rate, 1) for rate in runs]}
+
+
+def exported(nbytes: float, finished: Sequence[float], missing: int) -> dict[str, float]:
+    """How fast `nbytes` bytes reached their sink. finished: seconds of each round until all of them had.
+
+    With missing rows the last round counts, because the bytes are its own. Else the median counts.
+    """
+    seconds = finished[-1] if missing else statistics.median(finished)
+    return {"exported_GB": nbytes / 1e9, "finished_s": seconds, "GB_per_s": nbytes / 1e9 / seconds}
+
+
 # ---- the engine -------------------------------------------------------------------------------------------------
 
 
 class Bench:
-    """One engine. The options of ours are swapped in the running worker: sinks and codecs change no compiled graph."""
+    """One engine. Sinks and codecs change no compiled graph, so the options of ours are switched in the running worker.
+
+    facts: what the result says of the engine. replies: `kv_transfer_params` of the last round's responses.
+    """
 
     def __init__(self, args: argparse.Namespace, engine: str, setup: Setup) -> None:
         from vllm import LLM
@@ -117,12 +151,12 @@ class Bench:
             self.facts |= {"hooks": hooks, "reduce": dict(setup.reduce), "bytes_per_token": self.token_bytes}
             self.facts["owner"] = owner
         self.vocab = self.llm.llm_engine.model_config.get_vocab_size()
-        self.replies: list[dict[str, Any]] = []  # kv_transfer_params of the last responses
+        self.replies: list[dict[str, Any]] = []
         self._current: Setup | None = None
         self._case = CASES["decode1"]
         self._rounds: list[tuple[float, float]] = []
         self._python_us: list[float] = []
-        if self.ours and args.together:  # until its turn comes it holds no host memory
+        if self.ours and args.together:  # it takes no host memory until its turn
             self.llm.collective_rpc(worker_switch, args=({"sink": "null"},))
         self._seed = 0
 
@@ -144,13 +178,13 @@ class Bench:
         }
 
     def _switch(self, setup: Setup) -> None:
-        """Give a running engine of ours the options of `setup`, unless it has them."""
+        """Switch an engine of ours to the options of `setup`."""
         if not self.ours or setup == self._current:
             return
         base = self.args.options
         changes: dict[str, Any] = {"sink": setup.sink, "codec": setup.codec, "policy": setup.policy}
         if setup.slow:
-            changes |= {"writers": 1, "host_buffer_bytes": 2 * self.chunk_bytes + (1 << 20)}
+            changes |= {"writers": 1, "host_buffer_bytes": 2 * self.chunk_bytes + _SLOW_BYTES}
         else:
             changes |= {k: base.get(k, 0) for k in ("writers", "host_buffer_bytes")}
         self.llm.collective_rpc(worker_switch, args=(changes, setup.share))
@@ -167,16 +201,18 @@ class Bench:
 
     @cached_property
     def pool(self) -> ProcessPoolExecutor:
-        """Processes that check stores. Should one be killed, an error says so."""
+        """Processes that check stores. If one is killed, its job raises an error."""
         return ProcessPoolExecutor(self.args.processes, get_context("spawn"))
 
     def generate(self, case: Case) -> float:
-        """Seconds for one round of `case` with fresh random prompts, so that nothing is a prefix-cache hit."""
+        """Seconds of one round of `case`. Its prompts are new random ones, so there is no prefix-cache hit."""
         from vllm import SamplingParams
 
         self._seed += 1
-        ids = np.random.default_rng(self._seed).integers(10, self.vocab - 10, (case.requests, case.prompt_tokens))
-        # Without a connector vLLM would log a warning for each request.
+        ids = np.random.default_rng(self._seed).integers(
+            _LEAST_TOKEN, self.vocab - _TOP_TOKENS, (case.requests, case.prompt_tokens)
+        )
+        # Without a connector vLLM warns of these parameters at each request.
         transfer = {} if self.engine == "stock" else {"kv_transfer_params": {"include_output_tokens": True}}
         params = SamplingParams(
             temperature=0.0, max_tokens=case.output_tokens, ignore_eos=True, detokenize=False, extra_args=transfer
@@ -190,7 +226,7 @@ class Bench:
         return seconds
 
     def drain(self) -> None:
-        """Wait until everything captured has reached its sink. Raises TimeoutError after DRAIN_S seconds."""
+        """Wait until all captures have reached their sink. Raises TimeoutError after DRAIN_S seconds."""
         deadline = time.monotonic() + DRAIN_S
         while self.ours and any(pending := self.llm.collective_rpc(worker_pending)):
             if time.monotonic() > deadline:
@@ -201,8 +237,9 @@ class Bench:
                 fcntl.flock(lock, fcntl.LOCK_SH)  # vLLM's writer holds it until the file is whole
 
     def round(self, setup: Setup, case: Case, still: bool = False) -> tuple[float, float]:
-        """Seconds until the last token was there, and until everything had reached its sink. still: until the last
-        token is there, writers stand still.
+        """(seconds to the last token, seconds until all captures have reached their sink).
+
+        still: the writers are stopped until the last token.
         """
         if setup.stores or self.engine == "ehs":
             self.clean()
@@ -214,7 +251,7 @@ class Bench:
 
     @contextmanager
     def _standing_still(self) -> Iterator[None]:
-        """Writers take nothing meanwhile. They start with the first request."""
+        """Stop the writers for a while. The first request starts them, so there must have been one."""
         try:
             stopped = self.llm.collective_rpc(worker_stand_still, args=(True,))
             assert all(stopped), "the writers were not found"
@@ -223,9 +260,9 @@ class Bench:
             self.llm.collective_rpc(worker_stand_still, args=(False,))
 
     def begin(self, setup: Setup, name: str) -> dict[str, Any]:
-        """Get ready for a case, with one round that does not count (a short one where the sink is slow).
+        """Prepare a case: switch to the setup and run one round that does not count, a short one if the sink is slow.
 
-        rounds: how often `again` is to be called, or 0 and `not_run`.
+        Returns `rounds`, how often to call `again`. If the case cannot run, `rounds` is 0 and `not_run` says why.
         """
         self._switch(setup)
         self._case = CASES[name].shrunk(self.args.shrink)
@@ -241,15 +278,13 @@ class Bench:
 
     def _repeat(self, setup: Setup) -> int:
         repeat: int = self.args.repeat
-        return min(2, repeat) if setup.slow else repeat
+        return min(_SLOW_ROUNDS, repeat) if setup.slow else repeat
 
     def again(self, setup: Setup, cores: list[int] | None = None) -> dict[str, Any]:
-        """One round of the case that was begun; {} or, after the last, what was measured.
+        """Run one round of the case. Returns {}, or after the last round the numbers of the case.
 
-        cores: those on which the engine's thread runs meanwhile, by default all.
-
-        GB/s count what was exported until it had reached its sink; stores are checked after the last round, and rows
-        missing are its own.
+        cores: where the engine's thread runs meanwhile, by default on all. The stores of the last round are checked;
+        missing rows are those of that round.
         """
         case = self._case
         if cores:
@@ -257,36 +292,35 @@ class Bench:
         still = self.args.stand_still and setup.slow and setup.policy == "drop"
         self._rounds.append(self.round(setup, case, still))
         self._python_us += self.llm.collective_rpc(worker_python_us)[:1]
-        if cores:  # what the engine starts between rounds is not to inherit it
+        if cores:  # processes that the engine starts later must not inherit the cores
             self.llm.collective_rpc(worker_pin, args=(sorted(os.sched_getaffinity(0)),))
         if len(self._rounds) < self._repeat(setup):
             if setup.stores:
-                self.clean()  # the space is for whoever comes next
+                self.clean()  # the next engine needs the space
             return {}
         seconds, finished = zip(*self._rounds, strict=True)
-        rates = [case.tokens / s for s in seconds]
-        result: dict[str, Any] = case._asdict()
-        result |= {"tok_per_s": statistics.median(rates), "runs": [round(r, 1) for r in rates]}
-        result["python_us"] = self._python_us
+        result = {**case._asdict(), **rates(case, seconds), "python_us": self._python_us}
         found: dict[str, Any] = {}
         if setup.stores:
             found = self.check(case, setup.policy == "drop")
         elif self.engine == "ehs":
             found = self.check_ehs(case)
         if self.engine == "ehs" or (self.ours and setup.sink != "null"):
-            rows = case.requests * case.rows - found.get("missing_rows", 0)
-            gigabytes = rows * self.token_bytes / 1e9 if self.ours else found["stored_GB"]
-            duration = finished[-1] if found.get("missing_rows") else statistics.median(finished)
-            result |= {"exported_GB": gigabytes, "finished_s": duration, "GB_per_s": gigabytes / duration}
+            missing = found.get("missing_rows", 0)
+            stored = (case.requests * case.rows - missing) * self.token_bytes if self.ours else found["stored_GB"] * 1e9
+            result |= exported(stored, finished, missing)
         if found:
             self.clean()
         return result | found
 
     def _lacks_space(self, case: Case) -> str:
-        """Why the stores of a case cannot be written, or "". Chunks are padded, and a codec may not shrink them."""
+        """Why the stores of a case cannot be written, or "".
+
+        The last chunk counts in full. Codecs count as if they saved nothing.
+        """
         need = case.requests * -(-case.rows // self.chunk_tokens) * self.chunk_bytes
         free = shutil.disk_usage(self.store_dir).free
-        return f"{need / 1e9:.0f} GB of stores, {free / 1e9:.0f} GB free" if need > 0.9 * free else ""
+        return f"{need / 1e9:.0f} GB of stores, {free / 1e9:.0f} GB free" if need > _MOST_FULL * free else ""
 
     def check(self, case: Case, drop: bool) -> dict[str, Any]:
         """Verify every store of the last round and account for its rows."""
@@ -304,16 +338,18 @@ class Bench:
         return _summary([check_ehs_file(path, case.rows, self.ehs_layers) for path in paths], [])
 
     def profile(self, setup: Setup) -> dict[str, Any]:
-        """Two rounds of decode: what the engine's thread spends its time on, then, on a GPU, what the GPU did."""
+        """Profile a round of decode: where the engine's thread spends its time. On a GPU, also what the GPU does."""
+        from vllm.platforms import current_platform
+
         self._switch(setup)
         result = self._recorded(worker_profile)
-        if timeline := self._recorded(worker_timeline):
-            result["gpu"] = timeline
+        if current_platform.is_cuda():
+            result["gpu"] = self._recorded(worker_timeline)
         self.clean()
         return result
 
     def _recorded(self, record: Callable[[Any, bool], dict[str, Any]]) -> dict[str, Any]:
-        """What `record` says of a round of decode: it runs in the worker before and after."""
+        """What `record` finds in a round of decode. It runs in the worker before and after the round."""
         self.llm.collective_rpc(record, args=(True,))
         self.generate(CASES[PROFILED].shrunk(self.args.shrink))
         result: dict[str, Any] = self.llm.collective_rpc(record, args=(False,))[0]
@@ -322,7 +358,7 @@ class Bench:
 
 
 def _summary(checks: list[dict[str, Any]], problems: list[str]) -> dict[str, Any]:
-    """What a result says of the files of a round."""
+    """The numbers of a round's files."""
     problems = problems + [problem for check in checks for problem in check["problems"]]
     result = {
         "stores": len(checks),
@@ -330,4 +366,4 @@ def _summary(checks: list[dict[str, Any]], problems: list[str]) -> dict[str, Any
         "missing_rows": sum(check["missing"] for check in checks),
         "verified": not problems,
     }
-    return result | ({"problems": problems[:5]} if problems else {})
+    return result | ({"problems": problems[:_MOST_PROBLEMS]} if problems else {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reductions keep, on a model trained for a minute and on random weights: the table of docs/REDUCTIONS.md.
+"""What reductions keep, on a model trained for a minute and on random weights (a table of docs/REDUCTIONS.md).
 
     python -m benchmarks.fidelity --out DIR
 
@@ -9,18 +9,19 @@ prompts. Trains on the CPU, captures through vLLM, and prints the report of `dmi
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import pydoc_data.topics
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from dmi_connector.tiny import ENV, make_model, make_tokenizer
+from benchmarks import common
+from dmi_connector.cli.tiny_models import ENV, make_model, make_tokenizer
 
 WIDTH, TOKENS, BATCH, PROMPTS, HELD_OUT = 2560, 128, 8, 64, 200_000
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
     "intermediate_size": 1024,
     "num_hidden_layers": 2,
@@ -29,7 +30,7 @@ SIZES = {
     "head_dim": 64,
 }
 MORE = ("rp(1024)", "rp(1280)")
-"""Beside what `dmi fidelity` measures by itself: how much a wider projection keeps."""
+"""Wider projections, beside what `dmi fidelity` measures by default."""
 HOOKS = "resid_pre,resid_mid,resid_final,q,k,v,z,mlp_post,mlp_out"
 
 
@@ -38,8 +39,9 @@ def text() -> str:
 
 
 def train(model: Path, steps: int) -> list[float]:
-    """Replace the model's weights by ones trained from transformers' own initialisation on all but the end of the text.
-    Gives the loss of each step, in nats a token.
+    """Train the model on all but the end of the text, from transformers' own initialisation.
+
+    Returns the loss of each step, in nats a token.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -83,18 +85,19 @@ def capture(model: Path, folder: Path) -> list[Path]:
     return stores
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = common.parser("benchmarks.fidelity", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="for models, stores and figures")
     parser.add_argument("--steps", type=int, default=60, help="of training (default: %(default)s)")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     for name, value in ENV.items():
         os.environ.setdefault(name, value)
 
-    from dmi_connector.fidelity import DEFAULT, fidelity, markdown
-    from dmi_connector.store.fit import fit_pca
+    from dmi_connector.analysis.fidelity import DEFAULT, fidelity, markdown
+    from dmi_connector.analysis.fit_pca import fit_pca
 
-    result: dict[str, object] = {"command": f"python -m benchmarks.fidelity --steps {options.steps}"}
+    result: dict[str, Any] = {"header": common.header("benchmarks.fidelity", argv)}
     for kind in ("trained", "random"):
         model = make_model("qwen3", options.out / kind, **SIZES)
         if kind == "trained":
@@ -111,7 +114,7 @@ def main() -> None:
         found += [replace(one, reduction="pca(256 components)") for one in projected]
         result[kind] = [asdict(one) for one in found]
         print(f"\n{kind}\n\n{markdown(found)}\n")
-    (options.out / "fidelity.json").write_text(json.dumps(result) + "\n")
+    common.save(options.out / "fidelity.json", result)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the taps of a step take: all 11 wide hooks of every layer of a model of Qwen3-4B's widths, or some, reduced.
+"""Time of a step's taps: the 11 wide hooks of every layer of a model of Qwen3-4B's widths, or some of them, reduced.
 
     python -m benchmarks.kernels --out results.json [--tokens 1,32,128,2048] [--layers 36] [--repeat 25]
 
-On a GPU the kernels run in a CUDA graph, as in a decode step, alone and among the matrix products and norms of such a
-model; on a CPU their torch twins, which says nothing of a GPU.
+On a GPU the kernels run in a CUDA graph, as in a decode step: alone, and among the matrix products and norms of such a
+model. On a CPU their torch twins run, whose times say nothing about a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -21,16 +20,13 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import common
-from dmi_connector.engine.at_end import AtEnd
-from dmi_connector.engine.kernels import RowWriter
-from dmi_connector.engine.tap_op import Branch
-from dmi_connector.layout import HEADER_BYTES, ROW_ALIGN, ROW_BYTES_ALIGN, Segment
+from benchmarks.common import WIDTHS
+from dmi_connector.engine.kernels.row_writer import RowWriter
+from dmi_connector.engine.taps.deferred import DeferredReductions
+from dmi_connector.engine.taps.overlap import Branch
+from dmi_connector.layout import HEADER_BYTES, ROW_ALIGN, ROW_BYTES_ALIGN, RowField
 from dmi_connector.reduce import parse
 
-WIDTHS = {
-    **{"resid_pre": 2560, "ln1": 2560, "q": 4096, "k": 1024, "v": 1024, "z": 4096, "attn_out": 2560},
-    **{"resid_mid": 2560, "ln2": 2560, "mlp_post": 9728, "mlp_out": 2560},
-}
 RULES = {
     "none": dict.fromkeys(WIDTHS, "none"),
     "int8": dict.fromkeys(WIDTHS, "int8"),
@@ -61,41 +57,41 @@ def timed(work: Callable[[], None], repeat: int) -> float:
     return statistics.median(times[3:])
 
 
-def segments_of(rule: dict[str, str], layers: int, device: torch.device) -> tuple[list[Segment], int]:
+def fields_of(rule: dict[str, str], layers: int, device: torch.device) -> tuple[list[RowField], int]:
     """Where the hooks of a rule lie in a row, and how many bytes it has."""
     found, at = [], HEADER_BYTES
     for layer in range(layers):
         for hook, spec in rule.items():
             reduction = parse(spec)
-            segment = Segment(hook, layer, "bfloat16", WIDTHS[hook], at, reduction)
+            row_field = RowField(hook, layer, "bfloat16", WIDTHS[hook], at, reduction)
             if reduction is not None:
                 reduction.prepare(WIDTHS[hook], device, layer, 0)
-            found.append(segment)
-            at += -(-segment.nbytes // ROW_ALIGN) * ROW_ALIGN
+            found.append(row_field)
+            at += -(-row_field.nbytes // ROW_ALIGN) * ROW_ALIGN
     return found, -(-at // ROW_BYTES_ALIGN) * ROW_BYTES_ALIGN
 
 
 def measure(rule: dict[str, str], tokens: int, layers: int, repeat: int) -> dict[str, float]:
-    """us of a step's taps: each layer reduced at once, what the thread needs to launch that, and, where a step of so
-    many tokens does it, with what is reduced at the step's end.
+    """us of a step's taps: reduced layer by layer (`at_once_us`), the thread's time to launch that (`thread_us`), and,
+    for steps that defer reductions, with these at the step's end (`at_end_us`).
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     values = {h: torch.randn(tokens, WIDTHS[h], device=device).bfloat16() for h in rule}
-    segments, row_bytes = segments_of(rule, layers, device)
+    fields, row_bytes = fields_of(rule, layers, device)
     rows = torch.empty(tokens + 5, row_bytes, dtype=torch.uint8, device=device)
     slots = torch.randperm(tokens + 5, device=device)[:tokens]
-    of_layers = [[s for s in segments if s.layer == layer] for layer in range(layers)]
+    of_layers = [[f for f in fields if f.layer == layer] for layer in range(layers)]
 
-    at_end = AtEnd(segments, device)
+    deferred = DeferredReductions(fields, device)
 
     def writers(later: bool) -> list[tuple[RowWriter, list[torch.Tensor]]]:
         found = []
         for layer, own in enumerate(of_layers):
-            offsets = [s.offset for s in own]
-            places = at_end.places(offsets) if later else ()
-            reductions = [s.reduction for s in own]
-            writer = RowWriter([s.width for s in own], torch.bfloat16, offsets, reductions, layer, places)
-            found.append((writer, [values[s.hook] for s in own]))
+            offsets = [f.offset for f in own]
+            places = deferred.places(offsets) if later else ()
+            reductions = [f.reduction for f in own]
+            writer = RowWriter([f.width for f in own], torch.bfloat16, offsets, reductions, layer, places)
+            found.append((writer, [values[f.hook] for f in own]))
         return found
 
     now, later = writers(False), writers(True)
@@ -106,11 +102,11 @@ def measure(rule: dict[str, str], tokens: int, layers: int, repeat: int) -> dict
 
     def taps_later() -> None:
         for write, own in later:
-            write(rows, slots, own, at_end.buffer)
-        at_end.reduce(rows, slots, tokens)
+            write(rows, slots, own, deferred.buffer)
+        deferred.reduce(rows, slots, tokens)
 
     result = {"at_once_us": timed(taps_now, repeat), "thread_us": thread_time(taps_now, repeat)}
-    if at_end.takes(tokens):
+    if deferred.takes(tokens):
         result["at_end_us"] = timed(taps_later, repeat)
     return {name: round(us, 1) for name, us in result.items()}
 
@@ -136,15 +132,15 @@ def measure_in_model(tokens: int, layers: int, repeat: int) -> dict[str, float]:
     shapes = ((6144, 2560), (2560, 4096), (2 * 9728, 2560), (2560, 9728))
     make = torch.randn if device.type == "cuda" else torch.zeros
     weights = [[make(s, dtype=torch.bfloat16, device=device) * 0.02 for s in shapes] for _ in range(layers)]
-    segments, row_bytes = segments_of(RULES["none"], layers, device)
+    fields, row_bytes = fields_of(RULES["none"], layers, device)
     rows = torch.empty(tokens + 5, row_bytes, dtype=torch.uint8, device=device)
     slots = torch.randperm(tokens + 5, device=device)[:tokens]
     start = torch.randn(tokens, WIDTHS["resid_pre"], device=device).bfloat16()
-    of_layers = [[s for s in segments if s.layer == layer] for layer in range(layers)]
+    of_layers = [[f for f in fields if f.layer == layer] for layer in range(layers)]
     branch = Branch(device) if device.type == "cuda" else None
 
     def model(taps: bool, beside: Branch | None = None) -> Callable[[], None]:
-        writers = [RowWriter([s.width for s in own], torch.bfloat16, [s.offset for s in own]) for own in of_layers]
+        writers = [RowWriter([f.width for f in own], torch.bfloat16, [f.offset for f in own]) for own in of_layers]
 
         def work() -> None:
             x = start
@@ -181,15 +177,13 @@ def thread_time(work: Callable[[], None], repeat: int) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    p = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
+    p = common.parser("benchmarks.kernels", __doc__)
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--tokens", default="1,32,128,2048")
-    p.add_argument("--layers", type=int, default=36)
+    p.add_argument("--layers", type=int, default=common.QWEN3_LAYERS)
     p.add_argument("--repeat", type=int, default=25)
     args = p.parse_args(argv)
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    results: dict[str, Any] = {"command": common.command_line("benchmarks.kernels", argv), "gpu": gpu}
-    results |= {"model": {}, "rules": {}}
+    results: dict[str, Any] = {"header": common.header("benchmarks.kernels", argv), "model": {}, "rules": {}}
     for tokens in map(int, args.tokens.split(",")):
         results["model"][str(tokens)] = found = measure_in_model(tokens, args.layers, args.repeat)
         print(f"{tokens:6d} {'in a model':24s} {found}", flush=True)
@@ -197,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
             found = measure(rule, tokens, args.layers, args.repeat)
             results["rules"].setdefault(name, {})[str(tokens)] = found
             print(f"{tokens:6d} {name:24s} {found}", flush=True)
-            common.save(str(args.out), results)
+            common.save(args.out, results)
     return 0
 
 

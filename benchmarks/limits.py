@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import common
+
 
 def _rate(work: Callable[[], Any], nbytes: int, repeat: int = 5) -> float:
     """Median GB/s of `work`, which moves `nbytes`."""
@@ -50,17 +52,11 @@ def gpu_limits() -> dict[str, float]:
     }
 
 
-def _activations(nbytes: int) -> np.ndarray:
-    """bf16 normal data as bytes, which repeat after 16 MiB: what activations look like to a codec."""
-    values = np.random.default_rng(0).standard_normal(min(nbytes, 16 << 20) // 2, dtype=np.float32)
-    return np.resize((values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8), nbytes)
-
-
 def _codec_worker(codec: str, seconds: float) -> tuple[float, float]:
     """(GB/s of raw data, ratio) of one process encoding 128 x 2560 chunks with crc32c."""
-    from dmi_connector.store import shard
+    from dmi_connector.store.write import shard_writer as shard
 
-    chunk = _activations(128 * 2560 * 2).view(np.uint16).reshape(128, 2560)
+    chunk = common.activations(128 * 2560 * 2).view(np.uint16).reshape(128, 2560)
     done, stored, begin = 0, 0, time.perf_counter()
     while time.perf_counter() - begin < seconds:
         stored += shard.encode(chunk, codec).nbytes
@@ -69,7 +65,7 @@ def _codec_worker(codec: str, seconds: float) -> tuple[float, float]:
 
 
 def _file_worker(path: str, nbytes: int) -> float:
-    data = _activations(64 << 20).data
+    data = common.activations(64 << 20).data
     begin = time.perf_counter()
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
     written = 0
@@ -84,10 +80,10 @@ def _file_worker(path: str, nbytes: int) -> float:
 def cpu_limits(directory: str, processes: int, seconds: float = 1.0) -> dict[str, float]:
     """GB/s of memcpy, of each codec and of file writes in `directory`, for one process and for `processes`.
 
-    seconds: for each codec; files are of 1 GiB, less with less than a second. The first files may be the first use of
-    their memory by a virtual machine, which is slow, so that they count apart from those that follow.
+    seconds: for each codec. Files have 1 GiB, less if `seconds` is below 1. A virtual machine may get memory at its
+    first use, which is slow, so the first files count apart (`file_first_GBps`).
     """
-    data = _activations(256 << 20)
+    data = common.activations(256 << 20)
     target = np.empty_like(data)
     limits = {"memcpy_GBps_1": _rate(lambda: np.copyto(target, data), data.nbytes)}
     Path(directory).mkdir(parents=True, exist_ok=True)

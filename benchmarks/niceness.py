@@ -8,7 +8,6 @@ Needs neither a GPU nor vLLM. A step is 2.4 ms of Python in three parts, with a 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from dmi_connector.store.pace import Pace, Shares
+from dmi_connector.store.write.pace import Pace, Shares
 
 _SHARES = {"a quarter of the time": 0.25, "a tenth of the time": 0.1}
 WAYS = ("none", "nice 5", "nice 19", "idle class", "nice 5, a core free") + tuple(
@@ -33,14 +32,14 @@ def write(path: str, way: str, megabytes: int, stop: Any, written: Any) -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
         os.nice(int(priority.removeprefix("nice ")))
-    piece = os.urandom(1 << 20) * megabytes
+    data = os.urandom(1 << 20) * megabytes
     pace = Pace()
     pace.shares = Shares(_SHARES.get(rest, 1.0), 1.0)
     while not stop.is_set():
         began = time.process_time()
         with open(path, "wb", 0) as file:
             for _ in range(4):
-                written.value += file.write(piece)
+                written.value += file.write(data)
         pace.rest(time.process_time() - began, generated=True, since=time.monotonic())
     os.unlink(path)
 
@@ -87,7 +86,7 @@ def measure(directory: Path, way: str, seconds: float, megabytes: int) -> dict[s
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    p = argparse.ArgumentParser(prog="python -m benchmarks.niceness", description=(__doc__ or "").splitlines()[0])
+    p = common.parser("benchmarks.niceness", __doc__)
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--directory", type=Path, default=Path("/dev/shm"))
     p.add_argument("--seconds", type=float, default=4.0)
@@ -95,15 +94,15 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--megabytes", type=int, default=23, help="of a write: a chunk of one hook of 36 layers has 23")
     p.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     args = p.parse_args(argv)
+    header = common.header("benchmarks.niceness", argv)
     ways = [(way, args.seconds, args.megabytes) for way in args.ways]
     runs = [{way[0]: measure(args.directory, *way) for way in ways} for _ in range(args.repeat)]
-    results: dict[str, Any] = {"command": common.command_line("benchmarks.niceness", argv)}
-    results |= {"cpu_cores": len(os.sched_getaffinity(0)), "kernel": os.uname().release.split("-")[0], "ways": {}}
+    results: dict[str, Any] = {"header": header, "ways": {}}
     for way in args.ways:
         medians = {key: statistics.median(run[way][key] for run in runs) for key in runs[0][way]}
         results["ways"][way] = {key: common.three_digits(value) for key, value in medians.items()}
         print(f"{way:32s} {results['ways'][way]}")
-    common.save(str(args.out), results)
+    common.save(args.out, results)
     return 0
 
 

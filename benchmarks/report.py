@@ -3,46 +3,23 @@
 
     python -m benchmarks.report A.json [B.json ...]
 
-Several files are parts of one measurement. Every ratio is to stock vLLM in the same file. Where engines ran together it
-is to the runs of the same phase, and where both took rounds by turns the median of the rounds' ratios.
+Several files are parts of one measurement. Every ratio is to stock vLLM in the same file. Where engines ran together,
+the ratio is to stock's runs of the same phase. Where both alternated rounds, it is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import common
 from benchmarks.setups import CASES, CURVES, Curve
 
 Results = dict[str, Any]
 SLOW_BASE = "full null"
-"""Setups with a slow sink are also compared with this one, which has none."""
-
-
-def machine() -> dict[str, Any]:
-    """Where this runs and with what."""
-    import platform
-    from importlib.metadata import version
-
-    import torch
-    import vllm
-
-    import dmi_connector
-
-    return {
-        "cpu_cores": len(os.sched_getaffinity(0)),
-        "processor": platform.processor() or platform.machine(),
-        "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "python": platform.python_version(),
-        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
-        **{package: version(package) for package in ("torch", "zarr", "numcodecs")},
-        "vllm": vllm.__version__,
-        "dmi_connector": dmi_connector.__version__,
-    }
+"""Setups with a slow sink are also compared with this one, which has no sink."""
 
 
 def measured(results: Results, setup: str) -> dict[str, Any]:
@@ -85,7 +62,7 @@ def _rows(lines: list[list[str]]) -> str:
 
 
 def table(files: dict[str, Results]) -> str:
-    """A row for each setup of each file, a column for each case, then what was not run or failed."""
+    """A row for each setup of each file, a column for each case. Below: what was not run or failed."""
     setups = [(f, name, s) for f, r in files.items() for e in r["engines"].values() for name, s in e["setups"].items()]
     cases = [case for case in CASES if any(case in s for _, _, s in setups)]
     several = len(files) > 1
@@ -99,11 +76,20 @@ def table(files: dict[str, Results]) -> str:
         for word in ("not_run", "failed")
         if word in found
     ]
-    return "\n\n".join([_rows(lines), *notes, *filter(None, map(_steadiness, files, files.values()))])
+    notes += [line for file, results in files.items() for line in (_origin(file, results), _steadiness(file, results))]
+    return "\n\n".join([_rows(lines), *filter(None, notes)])
+
+
+def _origin(file: str, results: Results) -> str:
+    """The commit and the machine; "" for a file without a header."""
+    if "header" not in results:
+        return ""
+    header = results["header"]
+    return f"{file}: commit {header['commit'] or 'unknown'}, {header['machine']['gpu'] or 'no GPU'}"
 
 
 def _steadiness(file: str, results: Results) -> str:
-    """How much the speed of the engines' cores varied between rounds, "" where it was not measured."""
+    """How much the speed of the engines' cores varied between rounds; "" where it was not measured."""
     cases = [case for engine in results["engines"].values() for s in engine["setups"].values() for case in s.values()]
     times = sorted(us for case in cases for us in case.get("python_us", ()))
     if not times:
@@ -118,7 +104,7 @@ def _latest(files: dict[str, Results], setup: str, case: str) -> Results | None:
 
 
 def _over_cases(files: dict[str, Results], curve: Curve) -> list[list[str]]:
-    """A line for each case that was measured; stock stands beside the first setup's numbers, from the same file."""
+    """A line for each case that was measured. Stock's numbers are of the same file as the first setup's."""
     axis = "requests" if len({CASES[case].requests for case in curve.cases}) > 1 else "prompt_tokens"
     lines = [[axis.replace("_", " "), "stock", *curve.setups]]
     for case in curve.cases:
@@ -156,12 +142,12 @@ def curve_tables(files: dict[str, Results]) -> str:
 
 
 def report(files: dict[str, Results]) -> str:
-    """Both, as Markdown. files: name -> results."""
+    """All tables as Markdown. files: name -> results."""
     return "\n\n".join(part for part in (table(files), curve_tables(files)) if part)
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m benchmarks.report", description=(__doc__ or "").splitlines()[0])
+    p = common.parser("benchmarks.report", __doc__)
     p.add_argument("files", nargs="+", type=Path, metavar="RESULTS.json")
     paths: list[Path] = p.parse_args(argv).files
     unique = len({path.stem for path in paths}) == len(paths)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FULL = "vllm-full,-logits"
 HIDDEN = "hidden-states"
@@ -174,7 +174,7 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
     ]
     decode, prefill = ("decode1", "decode32", "decode128"), ("prefill32", "prefill32x4")
     for how, share, confined in (("unpaced", 1.0, False), ("gentle", 0.05, False), ("confined", 1.0, True)):
-        other = {"share": share, "confined": confined}
+        other: dict[str, Any] = {"share": share, "confined": confined}
         setups += [
             Setup(f"hidden-states disk {how}", "hidden", HIDDEN, codec=default_codec, cases=decode[1:], **other),
             Setup(f"full disk none {how}", "full", FULL, codec="none", cases=_ONE, **other),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GB/s into finished stores out of a ring that is always full, without an engine, and what CPU time that takes.
+"""GB/s into finished stores, and the writers' CPU time, without an engine: the ring is always full.
 
     python -m benchmarks.stores --out results.json [--directory /dev/shm/dmi-stores] [--writers 15] [--codec none]
 
-Captures hold normal bf16 values of 36 layers of a model of Qwen3-4B's widths, 2.56 MB a token. Beside it stands what as
-many processes reach that do nothing but write such chunks into files.
+Captures hold normal bf16 values of 36 layers of Qwen3-4B's widths, 2.56 MB a token. For comparison, as many processes
+write the same chunks to plain files.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from benchmarks.kernels import WIDTHS
-from dmi_connector.store.client import PersistenceClient
-from dmi_connector.store.persist_settings import PersistSettings
-from dmi_connector.store.schema import ArraySpec
+from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout
+from dmi_connector.store.write.client import StoreClient
+from dmi_connector.store.write.settings import WriteSettings
 
-CHUNK, HEADER = 128, 8
+CHUNK = 128
 FILE_CHUNKS = 4
 
 
@@ -48,12 +47,12 @@ def cpu_seconds(name: str, group: int) -> tuple[float, float]:
 
 def write_files(directory: str, number: int, layers: int, nbytes: int, barrier: Any) -> None:
     """Child process: files of whole chunks of one hook, as a writer lays them down, and nothing else."""
-    piece = memoryview(np.random.default_rng(number).bytes(CHUNK * 2560 * 2))
+    chunk_bytes = memoryview(np.random.default_rng(number).bytes(CHUNK * 2560 * 2))
     barrier.wait()
-    for at in range(0, nbytes, FILE_CHUNKS * layers * len(piece)):
+    for at in range(0, nbytes, FILE_CHUNKS * layers * len(chunk_bytes)):
         fd = os.open(f"{directory}/files-{number}-{at}", os.O_RDWR | os.O_CREAT, 0o600)
         for chunk in range(FILE_CHUNKS):
-            os.pwritev(fd, [piece] * layers, chunk * layers * len(piece))
+            os.pwritev(fd, [chunk_bytes] * layers, chunk * layers * len(chunk_bytes))
         os.close(fd)
 
 
@@ -76,18 +75,24 @@ def files_alone(directory: str, processes: int, layers: int, nbytes: int) -> flo
     return written / seconds / 1e9
 
 
-def feed(client: PersistenceClient, plan: int, directory: str, args: argparse.Namespace, turn: int) -> float:
-    """Send captures as fast as the ring takes them; gives seconds until all stores are finished."""
-    token_bytes = args.layers * sum(WIDTHS.values()) * 2 + HEADER
+def feed(
+    client: StoreClient, layout: PayloadLayout, number: int, directory: str, args: argparse.Namespace, turn: int
+) -> float:
+    """Send captures as fast as the ring takes them. Returns the seconds until all stores are finished."""
+    token_bytes = layout.token_bytes
     begin = time.perf_counter()
     names = [f"{directory}/{turn}-{i}.zarr" for i in range(args.captures)]
-    captures = [client.open_capture(plan, name, {"prompt_len": args.length}) for name in names]
+    captures = [client.open_capture(number, name, {"prompt_len": args.length}) for name in names]
     for first in range(0, args.length, CHUNK):
         count = min(CHUNK, args.length - first)
         for capture in captures:
             extent = client.ring.alloc(token_bytes * count, None)
             assert extent is not None
-            header = client.ring.view(extent)[(token_bytes - HEADER) * count :].view("<i4").reshape(count, 2)
+            header = (
+                client.ring.view(extent)[layout.header_base * count :]
+                .view("<i4")
+                .reshape(count, HEADER_SENT_BYTES // 4)
+            )
             header[:, 0], header[:, 1] = 7, np.arange(first, first + count)
             capture.chunk(extent, first, count)
     for capture in captures:
@@ -98,7 +103,7 @@ def feed(client: PersistenceClient, plan: int, directory: str, args: argparse.Na
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    p = argparse.ArgumentParser(prog="python -m benchmarks.stores", description=(__doc__ or "").splitlines()[0])
+    p = common.parser("benchmarks.stores", __doc__)
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--directory", default="/dev/shm/dmi-stores")
     p.add_argument("--writers", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
@@ -106,34 +111,32 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--ring-bytes", type=int, default=8 << 30)
     p.add_argument("--captures", type=int, default=32)
     p.add_argument("--length", type=int, default=256, help="tokens of a capture")
-    p.add_argument("--layers", type=int, default=36)
+    p.add_argument("--layers", type=int, default=common.QWEN3_LAYERS)
     p.add_argument("--repeat", type=int, default=3)
     args = p.parse_args(argv)
-    arrays = [ArraySpec(name, "bfloat16", tuple(range(args.layers)), width) for name, width in WIDTHS.items()]
-    token_bytes = sum(a.token_bytes for a in arrays)
-    nbytes = token_bytes * args.length * args.captures
+    header = common.header("benchmarks.stores", argv)
+    arrays = [ArraySpec(name, "bfloat16", tuple(range(args.layers)), width) for name, width in common.WIDTHS.items()]
+    layout = PayloadLayout(tuple(arrays), codec=args.codec)
+    nbytes = layout.header_base * args.length * args.captures
     os.makedirs(args.directory)
     try:
         files = files_alone(args.directory, args.writers + 1, args.layers, nbytes)
-        client = PersistenceClient(args.ring_bytes, args.writers, PersistSettings(codec=args.codec))
+        client = StoreClient(args.ring_bytes, args.writers, WriteSettings())
         memory = client.ring.memory
-        values = np.random.default_rng(0).standard_normal(4 << 20, dtype=np.float32)
-        bf16 = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-        memory[:] = np.resize(bf16, memory.shape)
-        plan, rates, cpu = client.register(arrays, token_bytes), [], []
+        memory[:] = common.activations(len(memory))
+        number, rates, cpu = client.register(layout), [], []
         for turn in range(args.repeat + 1):  # the first does not count: processes start, memory is used the first time
             shutil.rmtree(args.directory)
             os.makedirs(args.directory)
             before = cpu_seconds("dmi-writer", client.group)
-            rates.append(nbytes / feed(client, plan, args.directory, args, turn) / 1e9)
+            rates.append(nbytes / feed(client, layout, number, args.directory, args, turn) / 1e9)
             cpu.append([after - b for after, b in zip(cpu_seconds("dmi-writer", client.group), before, strict=True)])
         assert client.stats()["complete"] == args.captures * (args.repeat + 1)
         client.shutdown()
     finally:
         shutil.rmtree(args.directory)
     results: dict[str, Any] = {
-        "command": common.command_line("benchmarks.stores", argv),
-        "cpu_cores": len(os.sched_getaffinity(0)),
+        "header": header,
         "GB": round(nbytes / 1e9, 3),
         "files_alone_GBps": common.three_digits(files),
         "GBps": common.three_digits(statistics.median(rates[1:])),
@@ -142,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         "writers_system_s": round(statistics.median(system for _, system in cpu[1:]), 2),
     }
     print(results)
-    common.save(str(args.out), results)
+    common.save(args.out, results)
     return 0
 
 

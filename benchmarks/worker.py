@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the capture benchmark asks of a running worker: sent by collective_rpc, these functions run inside it."""
+"""Functions that the capture benchmark runs inside a worker, by `collective_rpc`."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ def _connector() -> Any:
 
 
 def worker_switch(worker: Any, changes: dict[str, Any], least_share: float = 0.0) -> None:
-    """Replace the exporter by one with other options. Nothing may be under way. least_share: of the writers' time that
-    they work while this engine decodes, 0 for the package's own.
+    """Replace the exporter by one with other options. No capture may be under way.
+
+    least_share: minimum share of time that writers work while the engine decodes; 0: the package's own.
     """
     from unittest import mock
 
     from dmi_connector.engine import startup
-    from dmi_connector.engine.export import Exporter
     from dmi_connector.engine.tracker import Tracker
+    from dmi_connector.engine.transfer.exporter import Exporter
 
     connector = _connector()
     layer, rank = connector.exporter.layer, connector.exporter.rank
     connector.exporter.shutdown()
-    gathered = connector.build_connector_worker_meta().gathered  # the scheduler goes on counting
+    gathered = connector.exporter.take_report().gathered  # the scheduler goes on counting from here
     connector.exporter = None
     gc.unfreeze()  # vLLM froze what was there at start
     gc.collect()  # frees the old buffers before the next ones are made
-    # Beside a GPU the scheduler's half is in this process: the policy says whether blocks are kept until rows are gone.
+    # On a GPU the scheduler is in this process. Its half must know the policy, which decides whether blocks are kept.
     trackers = [found for found in gc.get_objects() if type(found) is Tracker]
     gc.freeze()
     connector.context = replace(connector.context, options=replace(connector.context.options, **changes))
     with mock.patch.object(startup, "LEAST_SHARE", least_share or startup.LEAST_SHARE):
         connector.exporter = Exporter(connector.context, layer, rank, connector._vllm_config)
-    connector.exporter.gathered = gathered
+    connector.exporter.progress.gathered = gathered
     if layer.rows.is_cuda and len(trackers) != 1:
         raise RuntimeError(f"{len(trackers)} schedulers in this process: the benchmark needs an engine of one process")
     for tracker in trackers:
@@ -53,23 +54,25 @@ def worker_switch(worker: Any, changes: dict[str, Any], least_share: float = 0.0
 
 
 def worker_pending(worker: Any) -> int:
-    """Bytes and captures still on their way to finished stores."""
+    """Captures and bytes on their way to finished stores; 0: all have arrived."""
     return int(_connector().exporter.pending())
 
 
 def _writers() -> list[int]:
-    """Process ids of the writers."""
-    group, writers = _connector().exporter.persistence.group, []
+    """Process ids of the writers. They are in the coordinator's process group."""
+    from dmi_connector.store.write.writer_pool import WRITER
+
+    group, writers = _connector().exporter.client.group, []
     for entry in Path("/proc").iterdir():
         with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
             mine = entry.name.isdecimal() and os.getpgid(int(entry.name)) == group
-            if mine and b"dmi_connector.store.writer" in (entry / "cmdline").read_bytes():
+            if mine and WRITER.encode() in (entry / "cmdline").read_bytes().split(b"\0"):
                 writers.append(int(entry.name))
     return writers
 
 
 def worker_confine(worker: Any, cores: list[int]) -> int:
-    """Let the writers run on these cores only. Returns how many there are."""
+    """Let the writers run on these cores only. Returns the number of writers."""
     writers = _writers()
     for writer in writers:
         os.sched_setaffinity(writer, cores)
@@ -77,7 +80,7 @@ def worker_confine(worker: Any, cores: list[int]) -> int:
 
 
 def worker_stand_still(worker: Any, still: bool) -> int:
-    """Let the writers stand still, or go on. Returns how many there are."""
+    """Stop the writers (SIGSTOP), or let them go on. Returns the number of writers."""
     writers = _writers()
     for writer in writers:
         os.kill(writer, signal.SIGSTOP if still else signal.SIGCONT)
@@ -85,7 +88,7 @@ def worker_stand_still(worker: Any, still: bool) -> int:
 
 
 def worker_python_us(worker: Any) -> float:
-    """`python_us` of the engine's thread."""
+    """`python_us` on the engine's thread."""
     return python_us()
 
 
@@ -95,18 +98,18 @@ def worker_pin(worker: Any, cores: list[int]) -> None:
 
 
 def worker_sizes(worker: Any) -> tuple[int, int, int]:
-    """(bytes of a token's hooks, tokens of a chunk, bytes of a chunk as it travels)."""
-    connector = _connector()
-    plan, chunk = next(iter(connector.exporter.plans.values())), connector.context.options.chunk_tokens
-    return plan.header_base, chunk, plan.token_bytes * chunk
+    """(bytes of a token's hooks, tokens of a chunk, bytes of a chunk's payload), for the whole selection."""
+    layout = next(iter(_connector().exporter.layouts.values())).payload  # the first is the whole selection's
+    return layout.header_base, layout.chunk_tokens, layout.token_bytes * layout.chunk_tokens
 
 
 def _profiled(worker: Any) -> dict[str, tuple[type, str]]:
-    """What of the engine's thread is timed: vLLM's parts of a step, and our part in them."""
+    """The methods that are timed on the engine's thread, by name: vLLM's parts of a step, and ours."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
-    from dmi_connector.engine import export, tracker
+    from dmi_connector.engine.tracker import Tracker
+    from dmi_connector.engine.transfer.exporter import Exporter
 
     runner = type(worker.model_runner)
     return {
@@ -115,15 +118,17 @@ def _profiled(worker: Any) -> dict[str, tuple[type, str]]:
         "sample_tokens": (runner, "sample_tokens"),
         "wait_for_tokens": (AsyncOutput, "get_output"),
         "update_from_output": (Scheduler, "update_from_output"),
-        "ours: before_forward": (export.Exporter, "before_forward"),
-        "ours: after_forward": (export.Exporter, "after_forward"),
-        "ours: build_meta": (tracker.Tracker, "step"),
+        "ours: before_forward": (Exporter, "before_forward"),
+        "ours: after_forward": (Exporter, "after_forward"),
+        "ours: build_meta": (Tracker, "step"),
     }
 
 
 def worker_profile(worker: Any, start: bool) -> dict[str, Any]:
-    """Time the engine's thread: wraps methods on start, gives microseconds a call on stop, and from one call of
-    `execute_model` to the next (step, each of them too). Methods that were not called are left out.
+    """Time methods on the engine's thread.
+
+    start: wrap the methods. Else unwrap them and return the statistics of their calls. "step" is the time from one call
+    of `execute_model` to the next. Methods without calls are left out.
     """
     targets = _profiled(worker)
     if start:

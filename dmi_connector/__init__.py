@@ -7,10 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dmi_connector.analysis.importance import importance
     from dmi_connector.args import capture_args
-    from dmi_connector.neurons import importance
-    from dmi_connector.store.index import find_captures
-    from dmi_connector.store.reader import Capture, CaptureIncomplete, open_capture
+    from dmi_connector.store.read.capture import Capture, CaptureIncomplete, open_capture
+    from dmi_connector.store.read.index import find_captures
 
 __version__ = "0.1.0"
 
@@ -26,11 +26,11 @@ __all__ = [
 
 _HOME = {
     "capture_args": "dmi_connector.args",
-    "Capture": "dmi_connector.store.reader",
-    "CaptureIncomplete": "dmi_connector.store.reader",
-    "find_captures": "dmi_connector.store.index",
-    "importance": "dmi_connector.neurons",
-    "open_capture": "dmi_connector.store.reader",
+    "Capture": "dmi_connector.store.read.capture",
+    "CaptureIncomplete": "dmi_connector.store.read.capture",
+    "find_captures": "dmi_connector.store.read.index",
+    "importance": "dmi_connector.analysis.importance",
+    "open_capture": "dmi_connector.store.read.capture",
 }
 
 

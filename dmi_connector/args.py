@@ -10,6 +10,11 @@ from typing import Any
 from dmi_connector.settings import OptionError, ServerOptions
 
 OWNERS = ("draft", "target")
+"""Which model owns the rows in its paged cache."""
+MAX_BATCH = 65536
+"""More requests than any vLLM engine runs in one step."""
+CONNECTOR, CONNECTOR_MODULE = "DMIConnector", "dmi_connector.engine.connector"
+"""The connector's name and home, as vLLM's options have them."""
 
 
 def capture_args(
@@ -18,14 +23,14 @@ def capture_args(
     owner: str = "draft",
     **options: Any,
 ) -> dict[str, dict[str, Any]]:
-    """Arguments for `vllm.LLM` (or the JSON of the two flags of `vllm serve`).
+    """Arguments for `vllm.LLM`, which are also the JSON of two flags of `vllm serve`.
 
-    hooks: selection, as in "hidden-states,mlp_post@10-20,-logits" or a list. store_dir: where stores are written.
-    owner: "draft" returns `speculative_config` (vLLM's extract_hidden_states path, whose draft model owns the rows)
-    and `kv_transfer_config`; "target" returns only `kv_transfer_config` and the model itself owns the rows.
-    options: the other fields of `ServerOptions`.
+    hooks: the selection, as in "hidden-states,mlp_post@10-20,-logits", or a list. store_dir: where stores are written.
+    owner: "draft" gives `speculative_config` (vLLM's extract_hidden_states path, whose draft model owns the rows) and
+    `kv_transfer_config`; "target" gives only `kv_transfer_config`, and the served model owns the rows. options: the
+    other fields of `ServerOptions`.
 
-    Raises OptionError for a bad option; hook names are checked against the model when the engine starts.
+    Raises OptionError for a bad option. Hook names are checked against the model when the engine starts.
     """
     if owner not in OWNERS:
         raise OptionError(f"owner: {owner!r} is unknown; choose one of {', '.join(OWNERS)}")
@@ -33,8 +38,8 @@ def capture_args(
     extra = {"hooks": selection, "store_dir": os.path.abspath(store_dir), **options}
     ServerOptions.parse(extra)
     transfer = {
-        "kv_connector": "DMIConnector",
-        "kv_connector_module_path": "dmi_connector.engine.connector",
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_producer",
         "kv_connector_extra_config": extra,
     }
@@ -43,7 +48,7 @@ def capture_args(
     speculative = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
-        "num_speculative_tokens_per_batch_size": [[1, 65536, 0]],
+        "num_speculative_tokens_per_batch_size": [[1, MAX_BATCH, 0]],  # no drafts at any batch size
         "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}},
     }
     return {"speculative_config": speculative, "kv_transfer_config": transfer}

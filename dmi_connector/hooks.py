@@ -7,20 +7,22 @@ Nothing here imports torch or vllm.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from dmi_connector.wording import show, suggest
 
 
 @dataclass(frozen=True)
 class Hook:
     """One kind of tensor.
 
-    width: symbol looked up in `ModelDims.width`. scope: "layer" (one a layer), "once" (one a forward) or "sampled"
+    width: symbol of its width, see `ModelDims.width`. scope: "layer" (one a layer), "once" (one a forward) or "sampled"
     (one row for each sampled position). sharded: under tensor parallelism each rank holds a slice of the width.
-    dtype: "model" (the model's own) or a fixed one. only: None, "dense", "moe" or "rotary", where it exists.
+    dtype: "model" (the model's own) or a fixed one. only: the layers or models that have it: "dense", "moe", "rotary";
+    None for all.
     """
 
     name: str
@@ -60,11 +62,11 @@ HOOKS: dict[str, Hook] = {
 }
 
 ALWAYS = ("token_ids", "positions")
-"""Stored with every capture, so naming them in a selection changes nothing."""
+"""Stored with every capture. A selection may name them, without effect."""
 
 ALIASES = {"mlp_in": "ln2"}
-"""Names that are the same tensor as another hook of the same layer, stored once. `resid_post` is one too: of layer l
-it is resid_pre of layer l + 1, and resid_final after the last."""
+"""Other names of the same tensor, which is stored once. `resid_post` is one too: that of layer l is the resid_pre of
+layer l + 1, that of the last layer is resid_final."""
 
 TL_NAMES = {
     "hook_embed": "embed",
@@ -79,7 +81,7 @@ TL_NAMES = {
     "hook_mlp_out": "mlp_out",
     "hook_resid_post": "resid_post",
 }
-"""TransformerLens suffixes whose tensor is the same as ours (none is given where it differs)."""
+"""TransformerLens names (without the block prefix) of tensors that are equal to ours."""
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "hidden-states": ("resid_pre", "resid_final"),
@@ -156,12 +158,6 @@ _ITEM = re.compile(r"^(?P<drop>-?)(?P<name>[A-Za-z_*?][\w.*?-]*)(?:@(?P<layers>.
 _RANGE = re.compile(r"^(-?\d{1,9})(?:-(-?\d{1,9}))?(?::([1-9]\d{0,8}))?$", re.ASCII)
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """`": did you mean 'x'?"` for the nearest of `known`, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f": did you mean {near[0]!r}?" if near else ""
-
-
 def _parse_layers(text: str, dims: ModelDims, item: str) -> set[int]:
     layers: set[int] = set()
     for part in text.split("+"):
@@ -185,7 +181,7 @@ def _parse_layers(text: str, dims: ModelDims, item: str) -> set[int]:
 
 
 def _names(name: str, item: str) -> tuple[tuple[str, ...], bool]:
-    """Hook names an item stands for, and whether hooks that this model lacks are skipped quietly (presets, globs)."""
+    """(hook names of an item, whether hooks that the model lacks are skipped, as for presets and wildcards)."""
     if name in HOOKS or name in ALWAYS or name == "resid_post":
         return (name,), False
     if name in ALIASES:
@@ -193,7 +189,9 @@ def _names(name: str, item: str) -> tuple[tuple[str, ...], bool]:
     if name in PRESETS:
         return PRESETS[name], True
     if any(c in name for c in "*?"):
-        found = tuple(n for n in fnmatch.filter(HOOKS, name) if n != "pattern")  # it costs too much to come by chance
+        found = tuple(
+            n for n in fnmatch.filter(HOOKS, name) if n != "pattern"
+        )  # expensive: never selected by a wildcard
         if found:
             return found, True
     known = [*HOOKS, *ALIASES, "resid_post", *PRESETS, *ALWAYS]
@@ -249,8 +247,35 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
     return Selection(hooks)
 
 
+def narrow(served: Selection, hooks: Iterable[str] | None, layers: Sequence[int] | None, dims: ModelDims) -> Selection:
+    """What a request keeps of the selection that the server captures.
+
+    hooks: items as in `parse_selection`, None for all. layers: layer numbers, negative from the end, None for all;
+    hooks that exist once are kept. Raises SelectionError.
+    """
+    chosen = served if hooks is None else parse_selection(hooks, dims, only=served)
+    if layers is None:
+        return chosen
+    for layer in layers:
+        if not -dims.layers <= layer < dims.layers:
+            raise SelectionError(
+                f"dmi.layers: {show(layer)} is outside this model; it has layers 0 to {dims.layers - 1}"
+            )
+    keep = {layer % dims.layers for layer in layers}
+    kept = {
+        name: own if HOOKS[name].scope != "layer" else tuple(layer for layer in own if layer in keep)
+        for name, own in chosen.hooks.items()
+    }
+    kept = {name: own for name, own in kept.items() if own}
+    if not kept:
+        raise SelectionError(
+            f"dmi.layers: {show(list(layers))} leaves nothing of the captured hooks; captured: {chosen}"
+        )
+    return Selection(kept)
+
+
 def _layers_for(name: str, text: str | None, dims: ModelDims, item: str) -> list[tuple[str, set[int]]]:
-    """(stored hook, layers) pairs a name stands for; `resid_post` is stored as the next layer's resid_pre."""
+    """(stored hook, layers) pairs of a name. `resid_post` is stored as the next layer's resid_pre."""
     layers = set(range(dims.layers)) if text is None else _parse_layers(text, dims, item)
     if name == "resid_post":
         inner = {layer + 1 for layer in layers if layer + 1 < dims.layers}
@@ -274,4 +299,5 @@ def _why_absent(hook: Hook, dims: ModelDims) -> str:
 
 
 def hook_dtype(hook: Hook, model_dtype: str) -> str:
+    """The dtype of a hook's values in a model of `model_dtype`."""
     return model_dtype if hook.dtype == "model" else hook.dtype

@@ -1,39 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row layout that a selection gives for a model.
+"""The layouts that a selection gives for a model: of a row in the cache, and of a payload on its way to a store.
 
-It packs every selected hook of one token, as its reduction leaves it, side by side into one row of bytes: the unit that
-taps write and the exporter reads. Nothing here imports torch or vllm.
+A row holds every selected hook of one token side by side. Taps write rows, one token each. A payload holds a chunk of
+rows array by array, as the store keeps them. Nothing here imports torch or vllm.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
 
-from dmi_connector.hooks import ALIASES, HOOKS, Hook, ModelDims, Selection, hook_dtype, suggest
+from dmi_connector.dtypes import ITEMSIZE
+from dmi_connector.hooks import ALIASES, HOOKS, Hook, ModelDims, Selection, hook_dtype
 from dmi_connector.reduce import ReduceError, Reduction, parse
 from dmi_connector.reduce.attn import AttentionSummary
+from dmi_connector.settings import CODECS
+from dmi_connector.wording import suggest
 
 Reductions = Mapping[str, Reduction]
 
 ROW_ALIGN = 16
-"""Every segment of a row starts at a multiple of this many bytes, so that kernels use 16-byte accesses."""
+"""Each field of a row starts at a multiple of this many bytes, so that kernels use 16-byte accesses."""
 
 ROW_BYTES_ALIGN = 64
-"""Rows are a multiple of this many bytes long."""
+"""The length of a row is a multiple of this many bytes."""
 
 HEADER_BYTES = 64
-"""A row begins with its own token id and position (two int32), then spare bytes: rows check themselves."""
+"""Bytes at the start of a row: token id and position of its token (two int32), then padding."""
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "uint8": 1}
+HEADER_SENT_BYTES = 8
+"""Bytes of the header that travel with the row. The coordinator checks them, so that a row cannot be mistaken."""
+
+TOKEN_ARRAYS = {"token_ids": "int32", "positions": "int32", "phase": "uint8"}
+"""The 1-D arrays that each store has beside its hooks."""
+
+RESERVED = (*TOKEN_ARRAYS, "logits_positions")
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
 
 
 @dataclass(frozen=True)
-class Segment:
-    """One hook of one layer inside a row, on one tensor-parallel rank. offset and nbytes are bytes, width elements of
-    the hook; what a reduction makes of them lies in the row.
+class RowField:
+    """One hook of one layer in a row, on one tensor-parallel rank.
+
+    dtype, width: of the hook's values, before reduction. offset: byte in the row.
     """
 
     hook: str
@@ -45,22 +59,23 @@ class Segment:
 
     @property
     def stored(self) -> tuple[str, int]:
-        """(dtype, width) of what lies in the row."""
+        """(dtype, width) of what lies in the row, after reduction."""
         if self.reduction is None:
             return self.dtype, self.width
         return self.reduction.stored_dtype(self.dtype), self.reduction.stored_width(self.width, self.dtype)
 
     @property
     def nbytes(self) -> int:
+        """Bytes it takes in the row, without padding."""
         dtype, width = self.stored
         return width * ITEMSIZE[dtype]
 
 
 @dataclass(frozen=True)
 class HookShard:
-    """How a hook's width is split: `shards` slices of `width` elements, of which this rank holds number `shard`.
+    """How a hook's width is split over ranks: into `shards` slices of `width` elements. This rank has slice `shard`.
 
-    owner is False where another rank holds the same slice and writes it.
+    owner is False where another rank has the same slice and writes it.
     """
 
     width: int
@@ -70,7 +85,7 @@ class HookShard:
 
 
 def shard_of(hook: Hook, dims: ModelDims, tp: int, rank: int) -> HookShard:
-    """Split of `hook` over `tp` ranks, as vLLM splits it (KV heads are replicated when there are fewer than ranks)."""
+    """The split of `hook` over `tp` ranks, the same as vLLM's. With fewer KV heads than ranks, ranks share KV heads."""
     width = dims.width(hook)
     if not hook.sharded or tp == 1:
         return HookShard(width, 1, 0, rank == 0)
@@ -82,27 +97,25 @@ def shard_of(hook: Hook, dims: ModelDims, tp: int, rank: int) -> HookShard:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where every selected hook lies in a row of `row_bytes` bytes. The same on every tensor-parallel rank."""
+    """Where each selected hook lies in a row of `row_bytes` bytes. The same on every tensor-parallel rank."""
 
-    segments: tuple[Segment, ...]
+    fields: tuple[RowField, ...]
     row_bytes: int
 
-    def find(self, hook: str, layer: int) -> Segment | None:
-        return self._index().get((hook, layer))
+    def find(self, hook: str, layer: int) -> RowField | None:
+        """The field of one hook and layer; None where it is not selected."""
+        return self._by_name.get((hook, layer))
 
-    def _index(self) -> dict[tuple[str, int], Segment]:
-        cached: dict[tuple[str, int], Segment] | None = self.__dict__.get("_by_name")
-        if cached is None:
-            cached = {(s.hook, s.layer): s for s in self.segments}
-            object.__setattr__(self, "_by_name", cached)
-        return cached
+    @cached_property
+    def _by_name(self) -> dict[tuple[str, int], RowField]:
+        return {(f.hook, f.layer): f for f in self.fields}
 
 
 def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims: ModelDims, tp: int) -> Reductions:
-    """Which hook is reduced how: the first of `rules` (patterns separated by commas, reduction) that matches decides.
+    """Which hook is reduced how. Of `rules` (comma-separated patterns, reduction) the first match counts.
 
-    Wildcards pass over hooks of whole numbers and over logits; naming one of these, or what is not captured, is an
-    error. Raises ReduceError.
+    Wildcards skip integer hooks and logits. Raises ReduceError for a rule that names one of these, or a hook that is
+    not captured.
     """
     found: dict[str, Reduction | None] = {}
     able = [n for n in selection.hooks if HOOKS[n].dtype != "int32" and HOOKS[n].scope != "sampled"]
@@ -135,19 +148,155 @@ def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims
 def row_layout(
     selection: Selection, dims: ModelDims, dtype: str, tp: int = 1, reductions: Reductions | None = None
 ) -> RowLayout:
-    """Pack the row hooks of `selection` side by side, layer by layer, each segment 16-byte aligned.
+    """The row of `selection`: its hooks side by side, layer by layer, each aligned to ROW_ALIGN.
 
     dtype: the model's ("bfloat16", "float16" or "float32").
     """
     offset = HEADER_BYTES
-    segments = []
+    fields = []
     order = sorted(
         ((layer, list(HOOKS).index(name), name) for name, layers in selection.row_hooks.items() for layer in layers)
     )
     for layer, _, name in order:
         hook = HOOKS[name]
         width, reduction = shard_of(hook, dims, tp, 0).width, (reductions or {}).get(name)
-        segment = Segment(name, layer, hook_dtype(hook, dtype), width, offset, reduction)
-        segments.append(segment)
-        offset += math.ceil(segment.nbytes / ROW_ALIGN) * ROW_ALIGN
-    return RowLayout(tuple(segments), math.ceil(offset / ROW_BYTES_ALIGN) * ROW_BYTES_ALIGN)
+        row_field = RowField(name, layer, hook_dtype(hook, dtype), width, offset, reduction)
+        fields.append(row_field)
+        offset += math.ceil(row_field.nbytes / ROW_ALIGN) * ROW_ALIGN
+    return RowLayout(tuple(fields), math.ceil(offset / ROW_BYTES_ALIGN) * ROW_BYTES_ALIGN)
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array of a store, as one tensor-parallel rank writes it.
+
+    A hook array is `[layers, tokens, width]`. With `layers=()` the hook exists once and its layer axis has length 1. A
+    per-sample array (`per_sample=True`: logits) is `[samples, width]`. For names in `hooks.HOOKS` the scope given there
+    decides: the layers of a hook that exists once, or per sample, become `()`.
+
+    reduce: settings of the reduction that was applied (docs/FORMAT.md, section 11), None without one. width: of the
+    whole model; a rank holds `width / shards` columns, beginning at `rank * width / shards`.
+
+    Raises ValueError for a name, dtype or split that the format cannot hold.
+    """
+
+    name: str
+    dtype: str
+    layers: tuple[int, ...]
+    width: int
+    shards: int = 1
+    rank: int = 0
+    per_sample: bool = False
+    reduce: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        scope = HOOKS[self.name].scope if self.name in HOOKS else None
+        object.__setattr__(self, "layers", () if scope in ("once", "sampled") else tuple(map(int, self.layers)))
+        object.__setattr__(self, "per_sample", self.per_sample or scope == "sampled")
+        if not _NAME.match(self.name) or self.name in RESERVED:
+            raise ValueError(f"array name {self.name!r} cannot be stored: use letters, digits, '_', '-', '.'")
+        if self.dtype not in ITEMSIZE:
+            raise ValueError(f"array {self.name!r}: dtype {self.dtype!r} is unknown: use one of {', '.join(ITEMSIZE)}")
+        if self.width < 1 or self.shards < 1 or self.width % self.shards:
+            raise ValueError(f"array {self.name!r}: width {self.width} does not split into {self.shards} shards")
+        if not 0 <= self.rank < self.shards:
+            raise ValueError(
+                f"array {self.name!r}: rank {self.rank} is outside its {self.shards} shards;"
+                " an unsharded array is written by rank 0 alone"
+            )
+        if self.per_sample and self.layers:
+            raise ValueError(f"array {self.name!r}: a per-sample array has no layers, got {self.layers}")
+        if list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(f"array {self.name!r}: layers must ascend without repeats, got {self.layers}")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def n_layers(self) -> int:
+        """Length of the layer axis (1 for a hook that exists once)."""
+        return max(1, len(self.layers))
+
+    @property
+    def local_width(self) -> int:
+        """Columns that this rank holds."""
+        return self.width // self.shards
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token (or one sample) on this rank."""
+        return self.n_layers * self.local_width * self.itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; `ArraySpec(**d)` rebuilds it."""
+        return {**asdict(self), "layers": list(self.layers)}
+
+
+@dataclass(frozen=True)
+class PayloadLayout:
+    """What one rank sends of a capture, and how it is stored.
+
+    The payload of a chunk of n rows holds each token array as a C-order `[layers, n, local width]` block, array j at
+    byte `bases[j] * n`; then n row headers of HEADER_SENT_BYTES at byte `header_base * n`. Rows of per-sample arrays
+    travel in payloads of their own.
+
+    arrays: those this rank writes, token arrays in payload order. chunk_tokens: token rows of a full chunk.
+    segment_tokens: token rows of a shard file. Raises ValueError for what the format cannot hold.
+    """
+
+    arrays: tuple[ArraySpec, ...]
+    chunk_tokens: int = 128
+    segment_tokens: int = 1024
+    codec: str = "zstd"
+
+    def __post_init__(self) -> None:
+        chunk, segment = self.chunk_tokens, self.segment_tokens
+        names = [a.name for a in self.arrays]
+        if len(set(names)) != len(names):
+            raise ValueError(f"array names repeat: {names}")
+        if chunk < 1:
+            raise ValueError(f"chunk_tokens {chunk} is too small: use 1 or more, 128 by default")
+        if segment < chunk or segment % chunk:
+            raise ValueError(f"segment_tokens {segment} must be a multiple of chunk_tokens {chunk}")
+        if self.codec not in CODECS:
+            raise ValueError(f"codec {self.codec!r} is unknown: use one of {', '.join(CODECS)}")
+
+    @cached_property
+    def bases(self) -> tuple[int, ...]:
+        """Byte offset of each array in a payload, divided by the rows of the payload; of per-sample arrays 0."""
+        found, at = [], 0
+        for spec in self.arrays:
+            found.append(0 if spec.per_sample else at)
+            at += 0 if spec.per_sample else spec.token_bytes
+        return tuple(found)
+
+    @cached_property
+    def header_base(self) -> int:
+        """Byte offset of the row headers in a payload, divided by the rows of the payload."""
+        return sum(a.token_bytes for a in self.arrays if not a.per_sample)
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Payload bytes of one row, header included."""
+        return self.header_base + HEADER_SENT_BYTES
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether there is a per-sample array."""
+        return any(a.per_sample for a in self.arrays)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict for `from_json`."""
+        return {
+            "arrays": [a.to_json() for a in self.arrays],
+            "chunk_tokens": self.chunk_tokens,
+            "segment_tokens": self.segment_tokens,
+            "codec": self.codec,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> PayloadLayout:
+        """What `to_json` gave."""
+        return cls(**{**values, "arrays": tuple(ArraySpec(**a) for a in values["arrays"])})

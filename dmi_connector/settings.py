@@ -9,37 +9,28 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from dmi_connector.hooks import suggest
 from dmi_connector.reduce import ReduceError, parse
+from dmi_connector.wording import show, suggest
 
 CODECS = ("none", "lz4", "zstd")
 POLICIES = ("block", "drop")
 SINKS = ("disk", "host", "null")
 FILE_MODES = ("private", "group", "world")
+_MOST_BYTES, _MOST_TOTAL, _MOST_TOKENS = 1 << 44, 1 << 60, 1 << 40
+"""Upper bounds of options: bytes of a buffer; bytes and seconds of limits; token positions."""
+_LONGEST_PATH, _LONGEST_NAME = 1024, 255
+"""Characters of a path and bytes of one of its names, as file systems take them."""
+_SUGGEST_FROM = 100
+"""Characters of a given name that are compared with known names."""
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class OptionError(ValueError):
-    """A setting that cannot be honoured."""
-
-
-_repr = reprlib.Repr()
-_repr.maxlist = _repr.maxtuple = _repr.maxdict = 20
-_repr.maxstring = _repr.maxlong = _repr.maxother = 200
-
-
-def show(value: object) -> str:
-    """`repr(value)` for a message, shortened where a client sent a lot."""
-    try:
-        text = _repr.repr(value)
-    except ValueError:  # Python writes no integer of more than 4300 digits
-        return f"a {type(value).__name__} that is too long to be shown"
-    return text if len(text) <= 500 else f"{text[:500]}..."
+    """A bad option. The message names the option, the value and the fix."""
 
 
 def _refuse(option: str, value: object, fix: str) -> OptionError:
@@ -49,7 +40,7 @@ def _refuse(option: str, value: object, fix: str) -> OptionError:
 def _check_names(where: str, given: Mapping[Any, Any], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
-            near = suggest(name[:100], known) if isinstance(name, str) else ""
+            near = suggest(name[:_SUGGEST_FROM], known) if isinstance(name, str) else ""
             raise OptionError(f"{where}: option {show(name)} is unknown{near}; known options: {', '.join(known)}")
 
 
@@ -67,7 +58,7 @@ def _boolean(option: str, value: object) -> bool:
 
 def _one_of(option: str, value: object, choices: tuple[str, ...]) -> str:
     if value not in choices:
-        near = suggest(value[:100], choices) if isinstance(value, str) else ""
+        near = suggest(value[:_SUGGEST_FROM], choices) if isinstance(value, str) else ""
         raise _refuse(option, value, f"is unknown{near}; choose one of {', '.join(choices)}")
     return str(value)
 
@@ -88,11 +79,11 @@ def _path(option: str, value: object) -> str:
 
 
 def _is_directory_name(value: object) -> bool:
-    """Whether it is an absolute path that names itself: no "." or "..", nothing a file system cannot hold."""
-    if not isinstance(value, str) or not value.startswith("/") or len(value) > 1024 or not value.isprintable():
+    """Whether it is an absolute path without "." and ".." that a file system can hold."""
+    if not isinstance(value, str) or not value.startswith("/") or len(value) > _LONGEST_PATH or not value.isprintable():
         return False
     parts = value.split("/")
-    return not {".", ".."} & set(parts) and all(len(part.encode()) <= 255 for part in parts)
+    return not {".", ".."} & set(parts) and all(len(part.encode()) <= _LONGEST_NAME for part in parts)
 
 
 def _roots(value: object) -> tuple[str, ...]:
@@ -179,8 +170,8 @@ class ServerOptions:
             chunk_tokens=chunk,
             segment_tokens=segment,
             writers=_integer("writers", extra.get("writers", cls.writers), 0, 256),
-            host_buffer_bytes=_integer("host_buffer_bytes", extra.get("host_buffer_bytes", 0), 0, 1 << 44),
-            staging_bytes=_integer("staging_bytes", extra.get("staging_bytes", 0), 0, 1 << 44),
+            host_buffer_bytes=_integer("host_buffer_bytes", extra.get("host_buffer_bytes", 0), 0, _MOST_BYTES),
+            staging_bytes=_integer("staging_bytes", extra.get("staging_bytes", 0), 0, _MOST_BYTES),
             policy=_one_of("policy", extra.get("policy", cls.policy), POLICIES),
             sink=_one_of("sink", extra.get("sink", cls.sink), SINKS),
             fsync=_boolean("fsync", extra.get("fsync", cls.fsync)),
@@ -191,7 +182,7 @@ class ServerOptions:
                 "shutdown_seconds", extra.get("shutdown_seconds", cls.shutdown_seconds), 1, 86400
             ),
             reduce=_reduce(extra.get("reduce", {})),
-            **{name: _integer(name, extra.get(name, 0), 0, 1 << 60) for name in numbers},
+            **{name: _integer(name, extra.get(name, 0), 0, _MOST_TOTAL) for name in numbers},
         )
 
 
@@ -269,10 +260,10 @@ class CaptureParams:
             return 0, None
         if not isinstance(value, list | tuple) or len(value) != 2:
             raise _refuse("dmi.tokens", value, "is not valid; give [start, stop], as in [0, 128] or [64, null]")
-        start = _integer("dmi.tokens start", value[0], 0, 1 << 40)
+        start = _integer("dmi.tokens start", value[0], 0, _MOST_TOKENS)
         if value[1] is None:
             return start, None
-        stop = _integer("dmi.tokens stop", value[1], 0, 1 << 40)
+        stop = _integer("dmi.tokens stop", value[1], 0, _MOST_TOKENS)
         if stop <= start:
             raise _refuse("dmi.tokens", list(value), "is empty; stop must be larger than start")
         return start, stop

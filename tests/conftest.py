@@ -16,11 +16,11 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
-from dmi_connector.tiny import ENV
+from dmi_connector.cli.tiny_models import ENV
 from tests import runner
 
 if TYPE_CHECKING:
-    from dmi_connector.oracle import Oracle
+    from dmi_connector.analysis.transformers_oracle import Oracle
 
 # vLLM reads these when it is first imported, so they are set before any test module is.
 for _name, _value in ENV.items():
@@ -92,7 +92,7 @@ def known_models(vllm_cache_root: Path, pytestconfig: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, known_models: None) -> Callable[..., Path]:
     """tiny_model(arch, dtype="float32"): directory of a tiny model, made once a session."""
-    from dmi_connector.tiny import make_model
+    from dmi_connector.cli.tiny_models import make_model
 
     made: dict[tuple[str, str], Path] = {}
 
@@ -109,7 +109,7 @@ def oracle(tiny_model: Callable[..., Path]) -> Callable[..., Oracle]:
     """oracle(arch, dtype="float32"): the transformers twin of `tiny_model(arch, dtype)`."""
     import torch
 
-    from dmi_connector.oracle import Oracle
+    from dmi_connector.analysis.transformers_oracle import Oracle
 
     made: dict[tuple[str, str], Oracle] = {}
 

@@ -40,8 +40,11 @@ def choose() -> None:
         # A parent in which something has asked for the GPU cannot be forked; float32 is to be float32.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         os.environ["TRITON_F32_DEFAULT"] = "ieee"
-    elif V2:
-        assert "triton" not in sys.modules, "Triton has looked for its backends already"
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = os.environ["TRITON_INTERPRET"] = "1"
+        return
+    assert "triton" not in sys.modules, "Triton has looked for its backends already"
+    # Kernels run in Triton's interpreter. On the V1 runner vLLM sees no backend, and uses no Triton of its own.
+    os.environ["TRITON_INTERPRET"] = "1"
+    if V2:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (INTERPRETED, os.environ.get("PYTHONPATH"))))
         sys.path.insert(0, INTERPRETED)

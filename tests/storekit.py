@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,9 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.store.capture import CaptureHandle, CaptureSpec
-from dmi_connector.store.persist import Persistence
-from dmi_connector.store.schema import FLOATS, ArraySpec
+from dmi_connector.dtypes import FLOATS
+from dmi_connector.layout import ArraySpec, PayloadLayout
+from dmi_connector.store.format.completeness import Loss
+from dmi_connector.store.write.captures import CaptureRecord, Captures, OnDone
+from dmi_connector.store.write.client import OpenCapture, StoreClient
+from dmi_connector.store.write.ring import Extent, Ring
+from dmi_connector.store.write.settings import WriteSettings
 
 Values = dict[str, np.ndarray]
 PATIENCE = 120
@@ -21,10 +26,164 @@ PATIENCE = 120
 
 
 def until(condition: Callable[[], Any]) -> None:
+    """Wait for a condition."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"it did not happen within {PATIENCE} s"
         time.sleep(0.01)
+
+
+class Store:
+    """The coordinator's `Captures` in this process, with a ring of its own: writers without an engine."""
+
+    def __init__(
+        self,
+        ring_bytes: int = 1 << 20,
+        writers: int = 1,
+        settings: WriteSettings | None = None,
+        on_done: OnDone = lambda _record: None,
+    ) -> None:
+        self.ring = Ring(ring_bytes)
+        self.captures = Captures(self.ring, writers, settings or WriteSettings(), on_done)
+        self.pool, self.stats, self.flush = self.captures.pool, self.captures.stats, self.captures.flush
+        self.abort = self.captures.abort
+
+    def open(
+        self,
+        path: Path | str,
+        *arrays: ArraySpec,
+        attrs: Mapping[str, Any] | None = None,
+        chunk: int = 128,
+        segment: int = 256,
+        codec: str = "none",
+        **names: Any,
+    ) -> CaptureRecord:
+        """Begin a capture of a prompt of 10 tokens."""
+        layout = self.captures.register(PayloadLayout(arrays, chunk, segment, codec))
+        attrs = {"prompt_len": 10, "model": "tiny", **(attrs or {})}
+        return self.captures.open(layout, str(path), attrs, **names)
+
+    def put(
+        self,
+        record: CaptureRecord,
+        values: Values,
+        first: int,
+        count: int,
+        ids: np.ndarray | None = None,
+        positions: np.ndarray | None = None,
+    ) -> None:
+        """Send rows [first, first + count) of `values` as one chunk. ids: token ids of all rows, by default their
+        numbers. positions: of these rows.
+        """
+        rows = np.arange(first, first + count)
+        ids = rows if ids is None else np.asarray(ids)[first : first + count]
+        positions = rows + record.start if positions is None else positions
+        specs = [s for s in record.layout.arrays if not s.per_sample]
+        parts = [np.ascontiguousarray(local(s, values[s.name])[:, first : first + count]) for s in specs]
+        parts.append(np.stack([ids, positions], axis=1).astype("<i4"))
+        with_extent(self.ring, parts, lambda extent: self.captures.chunk(record, extent, first, count))
+
+    def feed(
+        self,
+        record: CaptureRecord,
+        values: Values,
+        length: int,
+        skip: Sequence[int] = (),
+        ids: np.ndarray | None = None,
+    ) -> None:
+        """Send all chunks of `length` rows but those whose first row is in `skip`."""
+        chunk = record.layout.chunk_tokens
+        for first in range(0, length, chunk):
+            if first not in skip:
+                self.put(record, values, first, min(chunk, length - first), ids)
+
+    def put_rows(self, record: CaptureRecord, name: str, rows: np.ndarray, first: int, at: int) -> None:
+        """Send per-sample rows whose first token position is `at`."""
+        positions = range(at, at + len(rows))
+        with_extent(self.ring, [rows], lambda extent: self.captures.rows(record, name, extent, first, positions))
+
+    def close(
+        self,
+        record: CaptureRecord,
+        length: int,
+        samples: Mapping[str, int] | None = None,
+        ids: Sequence[int] | np.ndarray | None = None,
+        losses: Sequence[Loss] = (),
+    ) -> None:
+        """Close a capture. ids: token ids, by default the numbers of the rows."""
+        ids = np.arange(length) if ids is None else ids
+        self.captures.close(record, length, samples, ids, losses=losses)
+
+    def write(
+        self,
+        path: Path,
+        arrays: Sequence[ArraySpec],
+        length: int,
+        samples: int = 0,
+        values: Values | None = None,
+        codec: str = "zstd",
+        wait: bool = True,
+        attrs: Mapping[str, Any] | None = None,
+        losses: Sequence[Loss] = (),
+        **options: Any,
+    ) -> Values:
+        """Write one capture, half of whose rows are a prompt. Returns its values by array name."""
+        values = values or {s.name: random_bits(s, samples if s.per_sample else length) for s in arrays}
+        record = self.open(path, *arrays, attrs={"prompt_len": length // 2, **(attrs or {})}, codec=codec, **options)
+        ids = np.arange(length) % 97
+        self.feed(record, values, length, ids=ids)
+        counts = {s.name: samples for s in arrays if s.per_sample}
+        for name in counts:
+            for i in range(samples):
+                self.put_rows(record, name, values[name][i : i + 1], i, length // 2 + i)
+        self.close(record, length, counts, ids, losses)
+        if wait:
+            assert self.flush(PATIENCE), "the capture was not committed"
+        return values
+
+    def shutdown(self, timeout: float = PATIENCE) -> bool:
+        """End the writers. Returns whether all was committed."""
+        done = self.captures.shutdown(timeout)
+        os.close(self.ring.fd)
+        return done
+
+
+# ---- the engine's side, with a coordinator process ----------------------------------------------------------------
+
+Q = ArraySpec("q", "float32", (0, 1), 64)
+
+
+def begin(client: StoreClient, path: Path, arrays: tuple[ArraySpec, ...] = (Q,), start: int = 0) -> OpenCapture:
+    """Begin a capture of a prompt of 250 tokens, with the key "k" and the request id "r"."""
+    layout = client.register(PayloadLayout(arrays, segment_tokens=256, codec="none"))
+    return client.open_capture(layout, str(path), {"prompt_len": 250, "start": start, "model": "tiny"}, "r", "k")
+
+
+def send(client: StoreClient, capture: OpenCapture, first: int, start: int = 0, ids: np.ndarray | None = None) -> None:
+    """Send one chunk of VALUES. ids: of all tokens, by default IDS."""
+    count, ids = min(128, 300 - first), IDS if ids is None else ids
+    header = np.stack([ids[first : first + count], np.arange(first, first + count, dtype="<i4") + start], axis=1)
+    block = np.ascontiguousarray(VALUES[:, first : first + count]).view("u1").ravel()
+    payload = np.concatenate([block, np.ascontiguousarray(header.astype("<i4")).view("u1").ravel()])
+    extent = client.ring.alloc(payload.nbytes, PATIENCE)
+    assert extent is not None
+    client.ring.view(extent)[:] = payload
+    capture.chunk(extent, first, count)
+
+
+# ---- values -------------------------------------------------------------------------------------------------------
+
+
+def with_extent(ring: Ring, parts: Sequence[np.ndarray], send: Callable[[Extent], None]) -> None:
+    """Copy `parts` to the ring and send them."""
+    payload = np.concatenate([np.ascontiguousarray(p).view("u1").ravel() for p in parts])
+    extent = ring.alloc(payload.nbytes, timeout=PATIENCE)
+    assert extent is not None, "the ring did not drain"
+    ring.view(extent)[:] = payload
+    try:
+        send(extent)
+    finally:
+        ring.release(extent)
 
 
 def random_bits(spec: ArraySpec, count: int, seed: int = 0) -> np.ndarray:
@@ -55,79 +214,14 @@ def local(spec: ArraySpec, values: np.ndarray) -> np.ndarray:
     return values[..., spec.rank * spec.local_width : (spec.rank + 1) * spec.local_width]
 
 
-def feed(
-    persistence: Persistence,
-    handle: CaptureHandle,
-    values: Values,
-    length: int,
-    chunk: int,
-    skip: Sequence[int] = (),
-) -> None:
-    """Send all token chunks but those whose first row is in `skip`."""
-    specs = [s for s in handle.spec.arrays if not s.per_sample]
-    for first in range(0, length, chunk):
-        count = min(chunk, length - first)
-        if first in skip:
-            continue
-        parts = [np.ascontiguousarray(local(s, values[s.name])[:, first : first + count]) for s in specs]
-        put(persistence, np.concatenate([p.view("u1").ravel() for p in parts]), handle, first, count)
-
-
-def put(persistence: Persistence, payload: np.ndarray, handle: CaptureHandle, first: int, count: int) -> None:
-    """Send one chunk payload."""
-    extent = persistence.alloc(payload.nbytes, timeout=PATIENCE)
-    assert extent is not None, "the ring did not drain"
-    persistence.ring.view(extent)[:] = payload
-    handle.chunk(extent, first, count)
-
-
-def put_rows(persistence: Persistence, handle: CaptureHandle, name: str, rows: np.ndarray, first: int, at: int) -> None:
-    """Send per-sample rows whose first token position is `at`."""
-    extent = persistence.alloc(rows.nbytes, timeout=PATIENCE)
-    assert extent is not None, "the ring did not drain"
-    persistence.ring.view(extent)[:] = np.ascontiguousarray(rows).view("u1").ravel()
-    handle.rows(name, extent, first, len(rows), range(at, at + len(rows)))
-
-
-def store(
-    persistence: Persistence,
-    path: Path,
-    arrays: Sequence[ArraySpec],
-    length: int,
-    samples: int = 0,
-    values: Values | None = None,
-    chunk: int = 128,
-    segment: int = 256,
-    codec: str = "zstd",
-    attrs: Mapping[str, Any] | None = None,
-    wait: bool = True,
-    **spec_options: Any,
-) -> Values:
-    """Write one capture; returns its values by array name."""
-    values = values or {s.name: random_bits(s, samples if s.per_sample else length) for s in arrays}
-    spec = CaptureSpec(
-        str(path),
-        tuple(arrays),
-        {"prompt_len": length // 2, "model": "tiny", **(attrs or {})},
-        chunk_tokens=chunk,
-        segment_tokens=segment,
-        codec=codec,
-        **spec_options,
-    )
-    handle = persistence.open_capture(spec)
-    feed(persistence, handle, values, length, chunk)
-    counts = {s.name: samples for s in arrays if s.per_sample}
-    for name in counts:
-        for i in range(samples):
-            put_rows(persistence, handle, name, values[name][i : i + 1], i, length // 2 + i)
-    handle.close(length, counts, token_ids=np.arange(length) % 97)
-    if wait:
-        assert persistence.flush(PATIENCE), "the capture was not committed"
-    return values
-
-
 def shard_specs(specs: Sequence[ArraySpec], ranks: int, rank: int) -> list[ArraySpec]:
     """What tensor-parallel rank `rank` writes of `specs`: its shards, and on rank 0 the rest."""
     return [replace(s, rank=rank) for s in specs if s.shards == ranks] + [
         s for s in specs if s.shards == 1 and rank == 0
     ]
+
+
+VALUES = random_bits(Q, 300)
+"""Of `send`."""
+IDS = (np.arange(300) % 97).astype("<i4")
+"""Token ids of `send`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the hooks of each model architecture are: one table row an architecture. See docs/MODELS.md to add one."""
+"""The modules that are tapped, by model architecture. docs/HOOKS.md says how to add one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dmi_connector.hooks import ModelDims
 
 @dataclass(frozen=True)
 class Architecture:
-    """Module paths of one vLLM model class; those of a layer are relative to it.
+    """Module paths of one vLLM model class. Paths of a layer's modules are relative to the layer.
 
-    base: ``module:Class`` of vLLM's model. norms: a fused add-and-norm returns (normed, residual), a plain norm takes
-    the residual stream as its input; taps tell them apart by the output. qkv: the projection whose output is q, k, v
-    side by side; q_norm and k_norm: norms over its heads, where the model has them. positions: the module whose first
-    argument is the position ids ("" for the layers themselves). moe: path of the mixture-of-experts runner in layers
-    that have one, with its gate beside it.
+    base: ``module:Class`` of vLLM's model. positions: the module whose first argument is the position ids; "": the
+    layers. ln1, ln2, final_norm: a fused add-and-norm returns (normed, residual stream); a plain norm gets the residual
+    stream as input; taps tell them apart by the output. qkv: the projection that returns q, k and v side by side.
+    q_norm, k_norm: norms of q and k; "": the model has none. moe_gate, moe_experts: router and experts, in layers that
+    have them. rotary: whether q and k are rotated.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Architecture:
     rotary: bool = True
 
     def dims(self, config: Any) -> ModelDims:
-        """Sizes from the model's Hugging Face text config."""
+        """The sizes in a Hugging Face text config."""
         layers = config.num_hidden_layers
         heads = config.num_attention_heads
         hidden = config.hidden_size
@@ -63,7 +63,7 @@ class Architecture:
 
 
 def _moe_layers(config: Any, layers: int) -> tuple[int, ...]:
-    """Layers with experts, by the rule of Qwen3-MoE's config (decoder_sparse_step, mlp_only_layers)."""
+    """Layers with experts, as Qwen3-MoE's config tells (decoder_sparse_step, mlp_only_layers)."""
     step = getattr(config, "decoder_sparse_step", 1)
     dense = set(getattr(config, "mlp_only_layers", None) or ())
     return tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
@@ -109,7 +109,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def register_architecture(row: Architecture) -> None:
-    """Add (or replace) an architecture. Call it from your own `vllm.general_plugins` entry point."""
+    """Add or replace an architecture. Call it in a `vllm.general_plugins` entry point of your own."""
     from vllm.model_executor.models import ModelRegistry
 
     ARCHITECTURES[row.name] = row

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV connector: vLLM calls it on both sides of a step; it only passes on to the tracker and the exporter."""
+"""The KV connector that vLLM calls. Its scheduler half calls the tracker, its worker half the exporter."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
             from dmi_connector.engine import startup
             from dmi_connector.engine.tracker import Tracker
 
-            self.tracker = Tracker(self.context, self._block_size, startup.hold_rows(self.context, vllm_config))
+            self.tracker = Tracker(self.context, self._block_size, startup.keep_rows(self.context, vllm_config))
             self._refused = 0  # requests answered with dmi_error since the last step
         else:
-            from dmi_connector.engine.export import Exporter
+            from dmi_connector.engine.transfer.exporter import Exporter
 
             self.exporter: Exporter | None = None
 
     def _rows_group(self, config: KVCacheConfig) -> tuple[int, int]:
         """(index, block size) of the KV cache group that holds the rows."""
         for index, group in enumerate(config.kv_cache_groups):
-            if self.context.layer_name in group.layer_names:
+            if self.context.cache_layer in group.layer_names:
                 return index, group.kv_cache_spec.block_size
         raise ValueError(
-            f"the cache layer {self.context.layer_name!r} is in no KV cache group: the model was built without taps. "
+            f"the cache layer {self.context.cache_layer!r} is in no KV cache group: the model was built without taps. "
             "Is the dmi_connector plugin installed in this environment and allowed by VLLM_PLUGINS?"
         )
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Nothing is handed to another engine, so a preempted request may go on as vLLM likes."""
+        """False: no other engine receives anything, so vLLM may resume a preempted request in any way."""
         return False
 
     # ---- scheduler half -------------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[self._group] if block_ids else [])
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        hold, response = self.tracker.finish(request, block_ids)
+        keep, response = self.tracker.finish(request, block_ids)
         self._refused += response is not None and "dmi_error" in response
-        return hold, response
+        return keep, response
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
@@ -103,14 +103,14 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-        from dmi_connector.engine.export import Exporter
+        from dmi_connector.engine.transfer.exporter import Exporter
 
-        layer = self._vllm_config.compilation_config.static_forward_context[self.context.layer_name]
+        layer = self._vllm_config.compilation_config.static_forward_context[self.context.cache_layer]
         rank = get_tensor_model_parallel_rank()
         self.exporter = Exporter(self.context, layer, rank, self._vllm_config)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Before the forward: blocks freed since the last step are intact until it runs."""
+        """Called before the forward, which may overwrite blocks that were freed since the last step."""
         if self.exporter is not None and isinstance(kv_connector_metadata, StepMetadata):
             self.exporter.before_forward(kv_connector_metadata)
 
@@ -124,7 +124,7 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
         return None
 
     def wait_for_save(self) -> None:
-        """After the forward: rows of this step are written (or, on a GPU, queued on the stream)."""
+        """Called after the forward. The rows of this step are written or, on a GPU, queued on the stream."""
         if self.exporter is not None and self.has_connector_metadata():
             metadata = self._get_connector_metadata()
             assert isinstance(metadata, StepMetadata)
@@ -140,7 +140,7 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
         exporter = getattr(self, "exporter", None)
         if exporter is not None:
             exporter.shutdown()
-            totals = described(exporter.meter.totals())  # with what ended after the last step, which no metric has
+            totals = described(exporter.meter.totals())  # with what ended after the last step, which no metric shows
             text = ", ".join(f"{name}={value}" for name, value in totals.items())
             logger.info("dmi_connector: rank %d since the start: %s", exporter.rank, text or "nothing captured")
 
@@ -171,7 +171,7 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def offer_logits(logits: torch.Tensor) -> None:
-    """Called by the tapped model with what compute_logits returned ([samples, vocab])."""
+    """Export logits [samples, vocab]. The tapped model calls it with the result of compute_logits."""
     if not has_kv_transfer_group():
         return
     connector = get_kv_transfer_group()

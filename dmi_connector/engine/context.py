@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine captures, worked out once from vLLM's config and shared by models, rows and connector."""
+"""What one engine captures, worked out once in each of its processes and shared by models, row cache and connector."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dmi_connector.args import CONNECTOR
 from dmi_connector.engine.architectures import ARCHITECTURES, Architecture
 from dmi_connector.hooks import ModelDims, Selection, parse_selection
 from dmi_connector.layout import Reductions, RowLayout, hook_reductions, row_layout
 from dmi_connector.reduce.basis import load
 from dmi_connector.reduce.pca import Pca
 from dmi_connector.settings import ServerOptions
-from dmi_connector.store.bases import keep_copy
-from dmi_connector.store.paths import make_directory
+from dmi_connector.store.format.paths import make_directory
+from dmi_connector.store.format.pca_files import keep_copy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-CONNECTOR = "DMIConnector"
-CONNECTOR_MODULE = "dmi_connector.engine.connector"
-EHS = "extract_hidden_states"
+EXTRACT_HIDDEN_STATES = "extract_hidden_states"
+"""The method of vLLM's speculative config under which the draft owns the rows."""
 
 
 @dataclass(frozen=True)
 class CaptureContext:
-    """Selection, layout and owner of the rows ("draft" or "target") for one engine."""
+    """What one engine captures.
+
+    dtype: the model's. tp: tensor-parallel size. owner: of the rows, "draft" or "target".
+    """
 
     options: ServerOptions
     arch: Architecture
@@ -38,14 +41,14 @@ class CaptureContext:
     owner: str
 
     @property
-    def layer_name(self) -> str:
-        """Name of the cache layer; vLLM reads exactly one integer out of it and sorts layers by it."""
+    def cache_layer(self) -> str:
+        """Name of the cache layer of the rows. vLLM reads exactly one integer out of it and sorts layers by it."""
         return f"dmi_rows.{self.dims.layers}"
 
     @property
     def fingerprint(self) -> str:
-        """What of this changes the compiled graph: goes into vLLM's compile hash."""
-        reduced = {s.hook: s.reduction.settings() for s in self.layout.segments if s.reduction is not None}
+        """Everything here that changes the compiled graph. It becomes part of vLLM's compile hash."""
+        reduced = {f.hook: f.reduction.settings() for f in self.layout.fields if f.reduction is not None}
         return f"{self.owner};{self.dtype};tp{self.tp};row{self.layout.row_bytes};{self.selection};{reduced}"
 
 
@@ -55,8 +58,24 @@ def is_active(vllm_config: VllmConfig) -> bool:
     return transfer is not None and transfer.kv_connector == CONNECTOR
 
 
+_built: tuple[object, CaptureContext] | None = None
+"""The last context of this process, with the `kv_transfer_config` that it was built from."""
+
+
 def capture_context(vllm_config: VllmConfig) -> CaptureContext:
-    """Build the context, refusing what cannot work with a ValueError that names option, value and fix."""
+    """The context of an engine. The target, the draft and both halves of the connector share one.
+
+    Raises ValueError that names option, value and fix for what cannot work.
+    """
+    global _built
+    transfer = vllm_config.kv_transfer_config
+    if _built is None or _built[0] is not transfer:
+        _built = transfer, _build(vllm_config)
+    return _built[1]
+
+
+def _build(vllm_config: VllmConfig) -> CaptureContext:
+    """Check the configuration, make the store directory, and work out the selection and its layout."""
     from dmi_connector.engine import contract
 
     contract.check(vllm_config)
@@ -68,7 +87,7 @@ def capture_context(vllm_config: VllmConfig) -> CaptureContext:
     if arch is None:
         raise ValueError(
             f"model: architecture {model.architecture!r} has no row of hooks; known: {', '.join(ARCHITECTURES)}. "
-            "Adding one takes a few lines: see docs/MODELS.md"
+            "Adding one takes a few lines: see docs/HOOKS.md"
         )
     dims = arch.dims(model.hf_text_config)
     selection = parse_selection(options.hooks, dims)
@@ -76,23 +95,24 @@ def capture_context(vllm_config: VllmConfig) -> CaptureContext:
         contract.check_logits(vllm_config)
     dtype = str(model.dtype).removeprefix("torch.")
     tp = vllm_config.parallel_config.tensor_parallel_size
-    owner = "draft" if _is_ehs(vllm_config) else "target"
-    _check_store_dir(options)
+    _check_directories(options)
     reductions = hook_reductions(options.reduce, selection, dims, tp)
     if reductions:
         contract.check_reductions(vllm_config)
     if options.sink == "disk":
         _keep_bases(options, reductions)
     layout = row_layout(selection, dims, dtype, tp, reductions)
-    return CaptureContext(options, arch, dims, selection, layout, dtype, tp, owner)
+    return CaptureContext(options, arch, dims, selection, layout, dtype, tp, _owner(vllm_config))
 
 
-def _is_ehs(vllm_config: VllmConfig) -> bool:
+def _owner(vllm_config: VllmConfig) -> str:
     speculative: Any = vllm_config.speculative_config
-    return speculative is not None and speculative.method == EHS
+    draft = speculative is not None and speculative.method == EXTRACT_HIDDEN_STATES
+    return "draft" if draft else "target"
 
 
 def _keep_bases(options: ServerOptions, reductions: Reductions) -> None:
+    """Put copies of the PCA bases in use beside the stores."""
     for source in {r.source for r in reductions.values() if isinstance(r, Pca)}:
         try:
             keep_copy(load(source), options.store_dir, options.file_mode)
@@ -100,7 +120,8 @@ def _keep_bases(options: ServerOptions, reductions: Reductions) -> None:
             raise ValueError(f"reduce: {source} cannot be copied to {options.store_dir!r} ({error})") from error
 
 
-def _check_store_dir(options: ServerOptions) -> None:
+def _check_directories(options: ServerOptions) -> None:
+    """Make the store directory. Raises ValueError for directories that cannot be used."""
     if options.sink != "disk":
         return
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package relies on in vLLM beyond its public interfaces: named, explained and checked at start.
+"""What this package relies on in vLLM, torch and Triton beyond their public interfaces. Checked at start.
 
 docs/CONTRACT.md lists the same items for readers.
 """
@@ -13,104 +13,127 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SUPPORTED = ">=0.29,<0.34"
+REUSE = ("allow_buffer_reuse", "inplace_buffers", "memory_planning")
+"""Options of Inductor that let it put a value where another one was."""
 
 NAMES: dict[str, tuple[str, str]] = {
     # module: attribute path, why
+    # ---- the cache-only draft model
+    "draft": (
+        "vllm.model_executor.models.extract_hidden_states:ExtractHiddenStatesModel",
+        "vLLM's cache-only draft model; ours is registered under its name",
+    ),
     "proposer": (
         "vllm.v1.spec_decode.extract_hidden_states:ExtractHiddenStatesProposer.propose",
-        "V1 runner: replaced (only where our draft is loaded) so that no draft token is proposed",
+        "V1 runner: replaced by one that proposes no draft token, where our draft is loaded",
     ),
     "speculator": (
         "vllm.v1.worker.gpu.spec_decode.extract_hidden_states:ExtractHiddenStatesSpeculator.propose",
-        "V2 runner: replaced (only where our draft is loaded) so that nothing is stacked and copied for no draft",
-    ),
-    "draft": (
-        "vllm.model_executor.models.extract_hidden_states:ExtractHiddenStatesModel",
-        "the draft model we stand in for under its registered name",
+        "V2 runner: replaced by one that copies no hidden states, where our draft is loaded",
     ),
     "backend": (
         "vllm.model_executor.models.extract_hidden_states:CacheOnlyAttentionBackend.get_impl_cls",
-        "the cache-only attention backend ours extends",
+        "the cache-only attention backend that ours extends",
     ),
     "builder": (
         "vllm.model_executor.models.extract_hidden_states:CacheOnlyAttentionMetadataBuilder.build",
-        "told of every batch; ours also allows CUDA graphs",
+        "sees the metadata of every batch; ours also allows full CUDA graphs",
     ),
     "spec": (
         "vllm.v1.kv_cache_interface:HiddenStateCacheSpec",
-        "the cache spec that gives rows their own page size and keeps them valid for prefix-cache hits",
+        "the cache spec that gives rows a page size of their own and keeps them for prefix-cache hits",
     ),
+    # ---- the forward pass
     "slots": (
         "vllm.forward_context:ForwardContext.__dataclass_fields__.slot_mapping",
-        "slots of this forward's tokens by cache layer, in a persistent buffer",
+        "the slots of a step's tokens, by cache layer",
     ),
     "layers": (
         "vllm.forward_context:ForwardContext.__dataclass_fields__.no_compile_layers",
-        "cache layers by name, read by the tap",
+        "the cache layers by name",
     ),
     "graphs": (
         "vllm.forward_context:ForwardContext.__dataclass_fields__.cudagraph_runtime_mode",
-        "tells a captured piece of a model, where taps write in line, from a whole step",
+        "tells full CUDA graphs from piecewise ones",
     ),
     "connector": (
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.handle_preemptions",
-        "called before a forward overwrites freed blocks: the last moment to read them",
+        "called before a forward overwrites freed blocks",
     ),
+    # ---- hooks inside opaque ops
     "attention": (
         "vllm.v1.attention.backend:AttentionImpl.forward",
-        "wrapped, in layers whose pattern is summarised, to read queries and paged keys after attention",
+        "wrapped in layers whose attention is summarised",
     ),
+    "cpu_keys": (
+        "vllm._custom_ops:cpu_attn_reshape_and_cache",
+        "tells how the CPU backend orders the keys of a block",
+    ),
+    "router": (
+        "vllm.model_executor.layers.fused_moe.router.fused_moe_router:FusedMoERouter.select_experts",
+        "wrapped in layers whose routing is captured",
+    ),
+    # ---- how a model is compiled
     "norms": (
         "vllm.config.kernel:IrOpPriorityConfig.__dataclass_fields__.fused_add_rms_norm",
-        "says whether Inductor compiles an add-and-norm, which then leaves what it is given as it was",
+        "says whether Inductor compiles an add-and-norm, which then overwrites no input",
     ),
     "pieces": (
         "vllm.config:CompilationConfig.splitting_ops_contain_attention",
-        "says whether the residual stream is handed from piece to piece of a compiled model, so that it lasts",
+        "says whether each graph of a layer writes the residual stream to memory",
     ),
     "mode": (
         "vllm.config:CompilationMode.VLLM_COMPILE",
-        "is the only mode in which a model is compiled in pieces",
+        "the only mode with piecewise compilation",
     ),
     "partition": (
         "vllm.config:CompilationConfig.__dataclass_fields__.use_inductor_graph_partition",
-        "says that pieces are made after fusion, so that nothing is handed on that could be read",
+        "says whether Inductor splits the graph after fusion",
     ),
     "norm_quant": (
         "vllm.config.compilation:PassConfig.__dataclass_fields__.fuse_norm_quant",
-        "says whether an add-and-norm may be part of an op that quantises, and takes the residual stream over",
+        "a pass that fuses an add-and-norm with quantisation, into an op that overwrites the residual stream",
     ),
     "quantised": (
         "vllm.config:VllmConfig.__dataclass_fields__.quant_config",
-        "says whether weights are quantised, which that fusion needs",
+        "says whether weights are quantised, which that pass needs",
     ),
     "norm_reduce": (
         "vllm.config.compilation:PassConfig.__dataclass_fields__.fuse_allreduce_rms",
-        "says whether an add-and-norm may be part of an op that sums up over ranks, and takes the residual stream over",
-    ),
-    "once": (
-        "vllm.config:CompilationConfig.__dataclass_fields__.inductor_compile_config",
-        "tells Inductor to overwrite nothing, so that values stay as they are while an op of ours may read them",
+        "a pass that fuses an add-and-norm with the all-reduce, into an op that overwrites the residual stream",
     ),
     "compiler": (
         "vllm.config:CompilationConfig.__dataclass_fields__.backend",
-        "says whether it is Inductor that compiles",
+        "says whether Inductor compiles the model",
+    ),
+    "once": (
+        "vllm.config:CompilationConfig.__dataclass_fields__.inductor_compile_config",
+        "passes the three options of Inductor below",
     ),
     "reuse": (
         "torch._inductor.config:allow_buffer_reuse",
-        "Inductor's option to use the memory of one value for another",
+        "Inductor's option to reuse a buffer for another value",
     ),
     "planned": (
         "torch._inductor.config:memory_planning",
-        "Inductor's option to give several values one piece of memory",
+        "Inductor's option to place several values in one pool",
     ),
     "in_place": (
         "torch._inductor.config:inplace_buffers",
-        "Inductor's option to write a result over what it was made of",
+        "Inductor's option to write a result over its input",
     ),
     "hash": (
         "vllm.config:VllmConfig.compute_hash",
-        "covers additional_config: selection and way of compiling are written there, so that graphs are not mixed up",
+        "covers additional_config, where the selection is written: a graph with other taps is never reused",
+    ),
+    # ---- launches of kernels
+    "jit": (
+        "triton.runtime.jit:JITFunction.run",
+        "returns the compiled kernel of a launch, which later launches call directly",
+    ),
+    "launch": (
+        "triton.compiler.compiler:CompiledKernel.__getitem__",
+        "launches a compiled kernel with addresses, without a look at each argument",
     ),
 }
 
@@ -124,7 +147,7 @@ def _resolve(path: str) -> Any:
 
 
 def check_names() -> None:
-    """Refuse a vLLM outside the supported versions, or one that lacks a name we rely on."""
+    """Raises ValueError for a vLLM outside the supported versions, and for a missing name of NAMES."""
     import vllm
     from packaging.specifiers import SpecifierSet
 
@@ -134,15 +157,15 @@ def check_names() -> None:
         try:
             _resolve(path)
         except (ImportError, AttributeError, KeyError) as error:
+            package = path.partition(".")[0]
+            version = importlib.import_module(package).__version__
             raise ValueError(
-                f"vllm: {path} is missing in version {vllm.__version__} ({why}); install vllm{SUPPORTED}"
+                f"{package}: {path} is missing in version {version} ({why}); install vllm{SUPPORTED}"
             ) from error
 
 
 def check(vllm_config: VllmConfig) -> None:
-    """Refuse configurations in which rows could not be captured, each with its fix."""
-    from dmi_connector.engine.compilation import REUSE
-
+    """Raises ValueError for configurations in which rows could not be captured, each with its fix."""
     check_names()
     parallel, cache, speculative = (
         vllm_config.parallel_config,
@@ -205,7 +228,7 @@ def check(vllm_config: VllmConfig) -> None:
 
 
 def check_logits(vllm_config: VllmConfig) -> None:
-    """Refuse configurations in which `logits` could not be captured, each with its fix."""
+    """Raises ValueError for configurations in which `logits` could not be captured."""
     if getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False):
         raise ValueError(
             "enable_batch_sharded_sampling: True computes logits past compute_logits, where they are captured; remove "
@@ -214,7 +237,7 @@ def check_logits(vllm_config: VllmConfig) -> None:
 
 
 def check_reductions(vllm_config: VllmConfig) -> None:
-    """Refuse configurations in which rows could not be reduced, each with its fix."""
+    """Raises ValueError for configurations in which rows could not be reduced."""
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         raise ValueError(
             "enable_sleep_mode: True gives up GPU memory in which reductions keep their matrices and places; remove "
@@ -223,8 +246,9 @@ def check_reductions(vllm_config: VllmConfig) -> None:
 
 
 def check_one_engine() -> None:
-    """Refuse an engine whose worker lives in a process that serves another: vLLM keeps one connector a process, which
-    would take the rows of both for its own.
+    """Raises ValueError in a process where another engine has its worker.
+
+    vLLM keeps one connector in a process, which would mix the rows of both engines.
     """
     from vllm.distributed.kv_transfer.kv_transfer_state import has_kv_transfer_group
 
@@ -236,15 +260,15 @@ def check_one_engine() -> None:
 
 
 def schedule_no_drafts() -> None:
-    """V1 runner: make the extract_hidden_states proposer propose nothing, so each step decodes one token a request.
+    """V1 runner: let the extract_hidden_states proposer propose nothing, so each step decodes one token a request.
 
-    The V2 runner has a setting for this (num_speculative_tokens_per_batch_size with 0 drafts); V1's proposer asserts on
-    it. Called where our draft is built, so a process without our draft keeps vLLM's own method.
+    The V2 runner has a setting for this (num_speculative_tokens_per_batch_size with 0 drafts); V1 asserts on that
+    setting. Our draft calls this when it is built, so a process without it keeps vLLM's own method.
     """
     from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 
     def propose(self: Any, num_speculative_tokens: int, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Zero draft tokens for each request: int tensor [batch, 0]."""
+        """No draft tokens: int tensor [batch, 0]."""
         if not getattr(self.model, "dmi_active", False):
             return original(self, num_speculative_tokens, sampled_token_ids, *args, **kwargs)
         return sampled_token_ids[:, :0]
@@ -256,8 +280,9 @@ def schedule_no_drafts() -> None:
 
 
 def skip_propose() -> None:
-    """V2 runner: no drafts are scheduled, but the speculator still stacks and copies hidden states for its model every
-    step. With our draft, which takes none, it stops after its first line.
+    """V2 runner: let the extract_hidden_states speculator return the sampled tokens and copy nothing.
+
+    No drafts are scheduled, but vLLM's own still stacks and copies hidden states in every step.
     """
     from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
 
@@ -274,7 +299,7 @@ def skip_propose() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """What vLLM's own returns: the token sampled last of each request, int tensor [batch, 1]."""
+        """The last sampled token of each request, int tensor [batch, 1], as vLLM's own returns."""
         if not getattr(self.model, "dmi_active", False):
             before = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, num_rejected)
             return original(self, input_batch, *before, last_sampled, *args, **kwargs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler half tells the worker half each step. Plain picklable data, no references to either."""
+"""What the scheduler half tells the worker half each step, and back. Plain picklable data."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from dmi_connector.store.format.completeness import Loss
+
 
 @dataclass
 class Rows:
-    """Rows to export: `first` is the row's index in the store, slots int64 [count] say where the rows lie."""
+    """Rows to export. first: the number of the first row in the store. slots: where the rows lie, int64 [count]."""
 
     capture: int
     first: int
@@ -21,8 +23,10 @@ class Rows:
 
 @dataclass
 class Open:
-    """A capture begins. path: of its store. hooks: {hook: layers} of this capture. start: position of its first row.
-    most_rows: how many it may have.
+    """A capture begins.
+
+    path: of its store. hooks: {hook: layers} of this capture. start: position of its first row. most_rows: how many
+    rows it may have. attrs: root attributes of the store.
     """
 
     capture: int
@@ -37,9 +41,11 @@ class Open:
 
 @dataclass
 class Close:
-    """A capture ends: its last rows, its true length, and what the store says about it.
+    """A capture ends.
 
-    held: the request's id if its blocks are kept until these rows are gathered, None if they are free already.
+    rows: its last rows. length: rows of the store. samples: rows of logits. attrs: root attributes of the store.
+    losses: rows that were wanted but not computed. keeps_blocks: id of the request if its blocks are kept until these
+    rows are gathered, None if they are free already.
     """
 
     capture: int
@@ -48,12 +54,13 @@ class Close:
     samples: int
     token_ids: list[int]
     attrs: dict[str, Any]
-    held: str | None = None
+    losses: list[Loss]
+    keeps_blocks: str | None = None
 
 
 @dataclass
 class Sample:
-    """The logits row of this step whose token lies in `slot` belongs to sample `index` at `position`."""
+    """The logits row of this step whose token lies in `slot` is sample `index` of a capture, at `position`."""
 
     capture: int
     index: int
@@ -63,9 +70,10 @@ class Sample:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """opens and closes are carried out before the forward (freed blocks may be overwritten by it), chunks after.
+    """The scheduler's message to the workers for one step.
 
-    preempted: captures whose blocks were taken away since the last step.
+    opens and closes are carried out before the forward, which may overwrite freed blocks; chunks after it. preempted:
+    captures whose blocks were taken away since the last step.
     """
 
     opens: list[Open] = field(default_factory=list)
@@ -77,9 +85,9 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """What a worker tells the scheduler.
+    """A worker's message to the scheduler.
 
-    gathered: rows gathered since the start. lost: ranges given up since its last report, by capture (policy drop).
+    gathered: rows gathered since the start. lost: row ranges given up since its last report, by capture.
     """
 
     gathered: int = 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters and gauges of captures for vLLM's Prometheus endpoint and its periodic log line; see docs/METRICS.md.
+"""Counters and gauges of captures for vLLM's Prometheus endpoint and its log (docs/OPERATIONS.md).
 
-vLLM asks both halves of the connector once a step for what changed (`CaptureStats`), joins the answers of all ranks and
+Once a step vLLM asks both halves of the connector what changed (`CaptureStats`). It joins the answers of all ranks and
 hands them to the process that serves /metrics (`CaptureProm`).
 """
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from dmi_connector.store.client import REASONS
+from dmi_connector.store.format.completeness import LABELS
 
 if TYPE_CHECKING:
-    from dmi_connector.engine.export import Exporter
+    from dmi_connector.engine.transfer.exporter import Exporter
 
 Numbers = dict[str, int | float]
 
@@ -23,7 +23,7 @@ COUNTERS = {
     # key in CaptureStats: name without "vllm:dmi_", what it counts
     "started": ("captures_started", "Captures begun"),
     "complete": ("captures_complete", "Captures whose store is written and whole"),
-    **{f"incomplete.{r}": ("captures_incomplete", "Captures whose store lacks rows, by reason") for r in REASONS},
+    **{f"incomplete.{r}": ("captures_incomplete", "Captures whose store lacks rows, by reason") for r in LABELS},
     "failed": ("captures_failed", "Captures that left no store"),
     "refused": ("captures_refused", "Requests answered with dmi_error instead of a store"),
     "bytes_exported": ("exported_bytes", "Bytes brought from the cache to the host buffer"),
@@ -37,11 +37,11 @@ BACKLOG = "backlog_bytes"
 """Gauge: bytes of the host buffer in use. Its key in CaptureStats ends with the rank."""
 
 _OF_EVERY_RANK = ("bytes_raw", "bytes_stored")
-"""Ranks above 0 write a part of each store: of what the client counts, they tell only this."""
+"""Counts that ranks above 0 report. Each rank writes a part of every store; rank 0 alone counts captures."""
 
 
 class CaptureStats(KVConnectorStats):
-    """What changed since the last step. data: {key of COUNTERS: increase, "backlog_bytes.RANK": level}."""
+    """Changes since the last step. data: {key of COUNTERS: increase, "backlog_bytes.RANK": level}."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -50,19 +50,19 @@ class CaptureStats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add what another rank, the other half or a later step tells."""
+        """Add the stats of another rank, of the other half, or of a later step."""
         for key, value in other.data.items():
             self.data[key] = value if key.startswith(BACKLOG) else self.data.get(key, 0) + value
         return self
 
     def reduce(self) -> Numbers:
-        """What vLLM logs, by metric name; the backlog is that of the fullest rank."""
+        """The numbers that vLLM logs, by metric name. The backlog is the largest of all ranks."""
         levels = [value for key, value in self.data.items() if key.startswith(BACKLOG)]
         return described(self.data) | ({BACKLOG: max(levels)} if levels else {})
 
 
 class CaptureProm(KVConnectorPromMetrics):
-    """The Prometheus side: one series for each counter and reason, and one backlog for each rank."""
+    """The Prometheus series: one for each counter and reason, and a backlog for each rank."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class CaptureProm(KVConnectorPromMetrics):
 
 
 class Meter:
-    """Sees what changed on one worker. Used by the engine's thread, once a step."""
+    """Finds the changes on one worker. The engine's thread calls it once a step."""
 
     def __init__(self, exporter: Exporter) -> None:
         self._exporter = exporter
@@ -112,15 +112,15 @@ class Meter:
     def totals(self) -> Numbers:
         """Counts since the start, by key of COUNTERS."""
         exporter = self._exporter
-        if exporter.persistence is None:
-            return dict(exporter.counts)
-        counts = exporter.persistence.counts()
+        if exporter.client is None:
+            return dict(exporter.progress.counts)
+        counts = exporter.client.counts()
         if exporter.rank:
             counts = {key: counts[key] for key in _OF_EVERY_RANK}
-        return exporter.counts | counts
+        return exporter.progress.counts | counts
 
     def take(self) -> CaptureStats | None:
-        """What changed since the last call, None if nothing did."""
+        """Changes since the last call; None if there are none."""
         totals, backlog = self.totals(), self._exporter.ring.used
         if totals == self._told and backlog == self._backlog:
             return None

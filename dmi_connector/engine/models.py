@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tapped model classes: `models.NAME` is vLLM's own class NAME with taps installed when our connector is configured.
+"""Tapped model classes. `models.NAME` is vLLM's class NAME, with taps where our connector is configured.
 
-vLLM's registry imports them by name. Without our connector they add nothing: same modules, same compiled graph.
+vLLM's registry imports them by name. Without our connector modules and compiled graph are those of vLLM's class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dmi_connector.engine.context import CaptureContext, capture_context, is_act
 
 
 class Tapped:
-    """Mixin in front of a vLLM model class."""
+    """Mixin that comes before a vLLM model class in the MRO."""
 
     dmi_context: CaptureContext | None = None
 
@@ -29,8 +29,9 @@ class Tapped:
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
 
     def _init_tapped(self, vllm_config: Any, prefix: str) -> None:
-        from dmi_connector.engine import rows, taps
-        from dmi_connector.engine.compilation import compilation_of, write_once
+        from dmi_connector.engine.row_cache import CaptureLayer
+        from dmi_connector.engine.taps.compilation import compilation_of, write_once
+        from dmi_connector.engine.taps.install import install
 
         context, compilation = capture_context(vllm_config), compilation_of(vllm_config)
         vllm_config.additional_config["dmi_connector"] = f"{context.fingerprint};{compilation}"
@@ -38,11 +39,11 @@ class Tapped:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.dmi_context = context
         assert isinstance(self, nn.Module)
-        taps.install(self, context, compilation)
+        install(self, context, compilation)
         if context.owner == "target":
-            self.dmi_rows = rows.CaptureLayer(context)
+            self.dmi_rows = CaptureLayer(context)
         elif not getattr(self, "supports_eagle3", False):
-            # The speculative path asks the target for this interface; taps need nothing of the model for it.
+            # vLLM's speculative path requires this interface of the target. Taps do not use it.
             for name, value in {
                 "supports_eagle3": True,
                 "has_own_lm_head": False,
@@ -51,7 +52,7 @@ class Tapped:
                 setattr(self, name, value)
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
-        """The draft reads nothing from the target, so no layer is asked for its hidden states."""
+        """Ignored: our draft reads no hidden states of the target."""
         if self.dmi_context is None:
             super().set_aux_hidden_state_layers(layers)  # type: ignore[misc]
 
@@ -78,7 +79,7 @@ def _tapped_class(name: str) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = base.forward(self, *args, **kwargs)
         if self.dmi_context is not None and self.dmi_context.owner == "draft" and isinstance(output, torch.Tensor):
-            return output, [output]  # the proposer expects one auxiliary tensor; the rows are written already
+            return output, [output]  # the proposer expects one auxiliary tensor
         return output
 
     attributes: dict[str, Any] = {"forward": forward, "__module__": __name__, "__doc__": base.__doc__}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker works out once at start: buffer sizes, what stores say of their origin, what the selection costs."""
+"""What a worker computes at start: buffer sizes, writer settings, attributes of all stores, costs for the log."""
 
 from __future__ import annotations
 
@@ -11,24 +11,33 @@ import torch
 from vllm.logger import init_logger
 
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.plan import Plan
+from dmi_connector.engine.quota import UNLIMITED
 from dmi_connector.settings import OptionError, ServerOptions
-from dmi_connector.store.persist_settings import PersistSettings
+from dmi_connector.store.write.settings import WriteSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from dmi_connector.engine.device import DeviceLane
+    from dmi_connector.engine.transfer.chunk_layout import ChunkLayout
+    from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 
 logger = init_logger("vllm.dmi_connector")
 
 LEAST_SHARE = 0.05
-"""Of their time that writers beside a GPU work while the ring is sure to hold what comes, or there is room while rows
-of generated tokens come (store/pace.py).
-"""
+"""Minimum share of time that writers beside a GPU work while the ring has room (store/write/pace.py)."""
+
+WRITER_NICE = 19
+"""Nice level of writers beside a GPU: the least priority."""
+
+CPU_HOST_BYTES, GPU_HOST_SHARE, GPU_STAGING_BYTES = 256 << 20, 1 / 8, 1 << 30
+"""Default sizes: host buffer on a CPU; host buffer beside a GPU as a share of the machine's memory; staging memory."""
 
 WRITER_GB_PER_S = {"none": 1.6, "lz4": 0.7, "zstd": 0.4}
-"""Raw GB/s of one writer process by codec on bf16 activations, for the estimate at start (benchmarks/)."""
+"""Raw GB/s of one writer process on bf16 activations, by codec, for the estimate in the log (docs/PERFORMANCE.md)."""
+
+
+_SLACK_BYTES = 1 << 20
+"""Room for alignment in a buffer."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +49,12 @@ class BufferSizes:
 
 
 def buffer_sizes(options: ServerOptions, token_bytes: int, gpu: bool, step_bytes: int = 0) -> BufferSizes:
-    """Sizes as asked for, or defaults; both must hold two full chunks, the host buffer also what one step exports
-    beside them (`step_bytes`: logits). Raises OptionError.
+    """The buffer sizes that options give, or defaults.
+
+    Both buffers must hold two full chunks, the host buffer also twice `step_bytes`, the logits of a step. Raises
+    OptionError.
     """
-    chunks = 2 * token_bytes * options.chunk_tokens + (1 << 20)
+    chunks = 2 * token_bytes * options.chunk_tokens + _SLACK_BYTES
     host_least = chunks + 2 * step_bytes
     for name, asked, least in (
         ("host_buffer_bytes", options.host_buffer_bytes, host_least),
@@ -55,29 +66,28 @@ def buffer_sizes(options: ServerOptions, token_bytes: int, gpu: bool, step_bytes
                 "choose fewer hooks or reduce chunk_tokens"
             )
     if options.sink == "null":
-        return BufferSizes(1 << 20, 0)
+        return BufferSizes(_SLACK_BYTES, 0)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    host = options.host_buffer_bytes or max(memory // 8 if gpu else 256 << 20, host_least)
-    staging = (options.staging_bytes or max(1 << 30, chunks)) if gpu else 0
+    host = options.host_buffer_bytes or max(int(memory * GPU_HOST_SHARE) if gpu else CPU_HOST_BYTES, host_least)
+    staging = (options.staging_bytes or max(GPU_STAGING_BYTES, chunks)) if gpu else 0
     return BufferSizes(host, staging)
 
 
-def hold_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:
-    """Rows on their way above which the scheduler keeps the blocks of finished requests: half the staging memory."""
+def keep_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:
+    """The scheduler keeps blocks of finished requests while more rows than this wait: half of the staging memory."""
     gpu = vllm_config.device_config.device_type != "cpu"
     if not gpu or context.options.sink == "null":
-        return 1 << 60
+        return UNLIMITED  # rows are gathered at once
     return buffer_sizes(context.options, context.layout.row_bytes, gpu).staging // context.layout.row_bytes // 2
 
 
-def persist_settings(options: ServerOptions, rank: int, gpu: bool) -> PersistSettings:
-    """What the coordinator of a rank needs to know; that of rank 0 also looks after the directory.
+def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSettings:
+    """The settings of a rank's coordinator. That of rank 0 also measures and prunes the directory.
 
-    Beside a GPU writers give way at once to the engine's thread, which needs a core only now and then. Beside a model
-    that keeps all cores busy they would never come to their turn.
+    Beside a GPU writers give way to the engine's thread at once. Beside a CPU model that keeps all cores busy they
+    would then never run. Under policy drop room in the ring is worth more than the engine's speed.
     """
-    # Under policy drop room in the ring is worth more than an engine that is not slowed.
-    leisure = gpu and options.policy == "block"
+    give_way = gpu and options.policy == "block"
     keep = {
         "directory": options.store_dir,
         "roots": options.save_path_roots,
@@ -85,29 +95,26 @@ def persist_settings(options: ServerOptions, rank: int, gpu: bool) -> PersistSet
         "retain_seconds": options.retain_seconds,
         "retain_bytes": options.retain_bytes,
     }
-    return PersistSettings(
-        options.codec,
-        options.chunk_tokens,
-        options.segment_tokens,
+    return WriteSettings(
         options.fsync,
         file_mode=options.file_mode,
         shutdown_seconds=options.shutdown_seconds,
-        nice=19 if gpu else PersistSettings.nice,
-        idle=leisure,
-        least_share=LEAST_SHARE if leisure else PersistSettings.least_share,
+        nice=WRITER_NICE if gpu else WriteSettings.nice,
+        idle=give_way,
+        least_share=LEAST_SHARE if give_way else WriteSettings.least_share,
         keep={} if rank else keep,
     )
 
 
 def default_writers(gpu: bool) -> int:
-    """Writer processes of a rank: beside a GPU one for each core, for they give way; on a CPU the model needs cores."""
+    """Writer processes of a rank: one for each core beside a GPU, where they give way to the engine; fewer on a CPU."""
     cores = len(os.sched_getaffinity(0))
     return min(32, cores) if gpu else max(1, min(4, cores // 4))
 
 
 def announce(
     context: CaptureContext,
-    full: Plan,
+    full: ChunkLayout,
     rows: torch.Tensor,
     sizes: BufferSizes,
     lane: DeviceLane | None,
@@ -123,7 +130,7 @@ def announce(
         context.owner,
         context.layout.row_bytes / 1e6,
         rows.shape[0],
-        full.token_bytes / 1e6,
+        full.payload.token_bytes / 1e6,
     )
     if layers := context.selection.hooks.get("pattern"):
         dims = context.dims
@@ -138,9 +145,9 @@ def announce(
     logger.info(
         "dmi_connector: host buffer %.0f MiB = %d tokens, staging %.0f MiB = %d tokens, policy %s",
         sizes.host / 2**20,
-        sizes.host // full.token_bytes,
+        sizes.host // full.payload.token_bytes,
         sizes.staging / 2**20,
-        sizes.staging // full.token_bytes,
+        sizes.staging // full.payload.token_bytes,
         options.policy,
     )
     limits = {}
@@ -154,13 +161,13 @@ def announce(
             "dmi_connector: full capture is bound by %s at about %.1f GB/s = %.0f tokens/s (all: %s)",
             name,
             limits[name] / 1e9,
-            limits[name] / full.token_bytes,
+            limits[name] / full.payload.token_bytes,
             ", ".join(f"{n} {v / 1e9:.1f} GB/s" for n, v in limits.items()),
         )
 
 
 def store_attrs(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, Any]:
-    """What every store of this engine says about its origin."""
+    """The root attributes that all stores of this engine share."""
     import vllm
 
     import dmi_connector

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduler half: which rows of which request are ready, and what to tell the worker about them."""
+"""Scheduler half of the connector: which rows of which request are ready, and what to tell the workers about them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ import numpy as np
 
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
-from dmi_connector.hooks import HOOKS, Selection, SelectionError, parse_selection
-from dmi_connector.settings import CaptureParams, OptionError, show
-from dmi_connector.store.paths import custom_directory, store_name
-from dmi_connector.store.quota import UNLIMITED, Quota, RequestBytes, row_bytes
+from dmi_connector.engine.quota import UNLIMITED, Quota, RequestBytes, row_bytes
+from dmi_connector.hooks import Selection, SelectionError, narrow
+from dmi_connector.settings import CaptureParams, OptionError
+from dmi_connector.store.format import completeness
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.format.paths import custom_directory, store_name
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.dmi_connector")
-_REASON_LENGTH = 2000
+
+_LONGEST_ERROR = 2000
+"""Characters of a `dmi_error` in a response."""
 
 
 @dataclass
 class Tracked:
-    """One request under capture. exported: position up to which rows were handed to the worker. due: number of
-    computed tokens from which a step has something to say about it. quota: first position that `max_request_bytes`
-    has no room for.
+    """One request under capture.
+
+    quota: first position that `max_request_bytes` has no room for. exported: position up to which rows were handed to
+    the workers. due: number of computed tokens at which the next rows are ready (or, with logits, the next sample is
+    taken). blocks: the request's blocks in the cache group of the rows.
     """
 
     request: Request
@@ -46,7 +52,7 @@ class Tracked:
 
     @property
     def wanted(self) -> int:
-        """First position that is not wanted."""
+        """First position that the request does not want."""
         wanted = UNLIMITED if self.params.include_output_tokens else self.request.num_prompt_tokens
         return wanted if self.params.stop is None else min(wanted, self.params.stop)
 
@@ -55,30 +61,42 @@ class Tracked:
         """First position that is not captured."""
         return min(self.wanted, self.quota)
 
+    @property
+    def first_sample(self) -> int:
+        """Position of the first row of logits."""
+        return max(self.request.num_prompt_tokens - 1, self.params.start)
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether logits are captured."""
+        return "logits" in self.selection.hooks
+
 
 class Tracker:
     """Follows every captured request from arrival to finish. Lives in the scheduler's process and thread.
 
-    hold_rows: with more rows than this on their way, blocks of finished requests are kept until they are gathered.
+    keep_rows: while more rows than this wait to be gathered, the blocks of finished requests are kept.
     """
 
-    def __init__(self, context: CaptureContext, block_size: int, hold_rows: int) -> None:
+    def __init__(self, context: CaptureContext, block_size: int, keep_rows: int) -> None:
         self.context = context
-        self.hold_rows = hold_rows
+        self.keep_rows = keep_rows
         self.block_size = block_size
         self.tracked: dict[str, Tracked] = {}
         self.refused: dict[str, str] = {}
         self.pending_closes: list[Close] = []
         self.handed = 0  # rows handed to the workers since the start
-        self.gathered = 0  # of these, rows the slowest worker has gathered
+        self.gathered = 0  # of these, rows that the slowest worker has gathered
         self.lost: dict[int, list[list[int]]] = {}
-        self._left = 0  # no tracked request computes so many tokens without one of them being due
+        self._until_due = 0  # no tracked request is due before it computes this many more tokens
         self._captures = 0
-        self._row_bytes = row_bytes(context, context.selection)  # 0.2 ms for 400 tensors: not for every request
+        self._row_bytes = row_bytes(context, context.selection)  # takes 0.2 ms for 400 tensors: too long for a request
         self.quota = Quota(context.options)
 
+    # ---- arrival ----------------------------------------------------------------------------------------------------
+
     def on_new_request(self, request: Request) -> None:
-        """Read the request's options. Why nothing is captured is remembered for the response; the request goes on."""
+        """Read the request's options. An error is kept for the response; the request is served."""
         request_id = request.request_id
         try:
             params = CaptureParams.parse(request.kv_transfer_params)
@@ -96,13 +114,13 @@ class Tracker:
             self._refuse(request_id, f"kv_transfer_params: they could not be handled: {type(error).__name__}: {error}")
 
     def _refuse(self, request_id: str, reason: str) -> None:
-        """Remember a reason, in characters and of a length that any response can carry."""
-        self.refused[request_id] = reason[:_REASON_LENGTH].encode("utf-8", "backslashreplace").decode()
+        """Keep a reason for the response, in characters and of a length that any response can carry."""
+        self.refused[request_id] = reason[:_LONGEST_ERROR].encode("utf-8", "backslashreplace").decode()
 
     def _track(self, request: Request, params: CaptureParams) -> Tracked:
         """Work out what to capture and where. Raises OptionError and SelectionError."""
         context, options = self.context, self.context.options
-        selection = self._narrow(params)
+        selection = narrow(context.selection, params.hooks, params.layers, context.dims)
         prompt = request.num_prompt_tokens
         rows = self._row_bytes if selection is context.selection else row_bytes(context, selection)
         size = RequestBytes.of(rows, params.start, prompt)
@@ -118,30 +136,10 @@ class Tracker:
         due = 0 if "logits" in selection.hooks else params.start + options.chunk_tokens
         return Tracked(request, params, self._captures, path, selection, quota, params.start, due)
 
-    def _narrow(self, params: CaptureParams) -> Selection:
-        served, dims = self.context.selection, self.context.dims
-        chosen = served if params.hooks is None else parse_selection(params.hooks, dims, only=served)
-        if params.layers is None:
-            return chosen
-        keep = set()
-        for layer in params.layers:
-            if not -dims.layers <= layer < dims.layers:
-                raise OptionError(
-                    f"dmi.layers: {show(layer)} is outside this model; it has layers 0 to {dims.layers - 1}"
-                )
-            keep.add(layer % dims.layers)
-        hooks = {
-            n: ls if HOOKS[n].scope != "layer" else tuple(x for x in ls if x in keep) for n, ls in chosen.hooks.items()
-        }
-        hooks = {n: ls for n, ls in hooks.items() if ls}
-        if not hooks:
-            raise OptionError(
-                f"dmi.layers: {show(list(params.layers))} leaves nothing of the captured hooks; captured: {chosen}"
-            )
-        return Selection(hooks)
+    # ---- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, output: SchedulerOutput, group: int) -> StepMetadata:
-        """Metadata for the step that `output` describes. group: index of the rows' KV cache group."""
+        """The message for the step that `output` describes. group: index of the rows' KV cache group."""
         metadata = StepMetadata(closes=self.pending_closes)
         self.pending_closes = []
         for request_id in output.preempted_req_ids or ():
@@ -155,25 +153,20 @@ class Tracker:
                 if not tracked.opened:
                     tracked.opened = True
                     metadata.opens.append(self._open(tracked))
-                computed = new.num_computed_tokens + scheduled[new.req_id]
-                self._ready(tracked, computed, metadata)
-                self._left = min(self._left, tracked.due - computed)
-        self._continue(output, group, metadata)
+                self._progress(tracked, new.num_computed_tokens + scheduled[new.req_id], metadata)
+        self._running(output, group, metadata)
         return metadata
 
-    def _continue(self, output: SchedulerOutput, group: int, metadata: StepMetadata) -> None:
-        """The part of a step that grows with the batch: of most requests nothing is due in most steps, so only those
-        with new blocks are looked at.
+    def _running(self, output: SchedulerOutput, group: int, metadata: StepMetadata) -> None:
+        """Follow the requests that ran before.
+
+        In most steps no request is due. Then only those with new blocks are looked at, because this runs on the
+        engine's thread and its time grows with the batch.
         """
         cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
-        if self._left > 0 and cached.req_ids:
-            self._left -= max(map(scheduled.__getitem__, cached.req_ids))
-        some: Iterable[int] = range(len(cached.req_ids))
-        if self._left > 0:
-            resumed = cached.resumed_req_ids
-            changed = enumerate(zip(cached.req_ids, cached.new_block_ids, strict=True))
-            some = [i for i, (request_id, blocks) in changed if blocks or request_id in resumed]
-        for index in some:
+        if self._until_due > 0 and cached.req_ids:
+            self._until_due -= max(map(scheduled.__getitem__, cached.req_ids))
+        for index in self._to_look_at(cached):
             request_id = cached.req_ids[index]
             tracked = self.tracked.get(request_id)
             if tracked is None:
@@ -183,41 +176,52 @@ class Tracker:
                 tracked.blocks = list(new_blocks[group]) if new_blocks else []
             elif new_blocks:
                 tracked.blocks.extend(new_blocks[group])
-            computed = cached.num_computed_tokens[index] + scheduled[request_id]
-            if computed >= tracked.due:
-                self._ready(tracked, computed, metadata)
-            self._left = min(self._left, tracked.due - computed)  # much of one resumed may be in the prefix cache
-        if self._left <= 0:
-            all_left = (t.due - t.request.num_computed_tokens - scheduled.get(r, 0) for r, t in self.tracked.items())
-            self._left = min(all_left, default=UNLIMITED)
+            self._progress(tracked, cached.num_computed_tokens[index] + scheduled[request_id], metadata)
+        if self._until_due <= 0:
+            left = (t.due - t.request.num_computed_tokens - scheduled.get(r, 0) for r, t in self.tracked.items())
+            self._until_due = min(left, default=UNLIMITED)
 
-    def _ready(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
-        """Whole chunks of which every row exists after this step, and the sampled position if there is one.
+    def _to_look_at(self, cached: Any) -> Iterable[int]:
+        """Indexes of running requests: all if one may be due, else those whose blocks changed."""
+        if self._until_due <= 0:
+            return range(len(cached.req_ids))
+        resumed = cached.resumed_req_ids
+        changed = enumerate(zip(cached.req_ids, cached.new_block_ids, strict=True))
+        return [i for i, (request_id, blocks) in changed if blocks or request_id in resumed]
 
-        A row counts only once its token is known to stay: with asynchronous scheduling the last token scheduled may
-        turn out to lie behind a stop.
+    def _progress(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
+        """A request has `computed` tokens after this step."""
+        if computed >= tracked.due:
+            self._export_chunks(tracked, computed, metadata)
+            self._take_sample(tracked, computed, metadata)
+        self._until_due = min(self._until_due, tracked.due - computed)
+
+    def _export_chunks(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
+        """Export the chunks of which every row exists after this step.
+
+        Only rows of known tokens count: with asynchronous scheduling the last scheduled token may lie behind a stop.
         """
-        known = tracked.request.num_tokens
-        end = min(computed, known, tracked.limit)
+        end = min(computed, tracked.request.num_tokens, tracked.limit)
         chunk = self.context.options.chunk_tokens
         while tracked.exported + chunk <= end:
             metadata.chunks.append(self._rows(tracked, tracked.exported, tracked.exported + chunk, tracked.blocks))
             tracked.exported += chunk
-            if tracked.due:
-                tracked.due += chunk
-        if tracked.due and tracked.exported + chunk > tracked.limit:
-            tracked.due = UNLIMITED  # what is left of it goes when it ends
-        position = computed - 1
-        if "logits" in tracked.selection.hooks and computed >= known and self._wants_sample(tracked, position):
-            first = max(tracked.request.num_prompt_tokens - 1, tracked.params.start)
-            slot = tracked.blocks[position // self.block_size] * self.block_size + position % self.block_size
-            metadata.samples.append(Sample(tracked.capture, position - first, position, slot))
+        if not tracked.has_logits:
+            tracked.due = tracked.exported + chunk
+        if tracked.due and tracked.due > tracked.limit:
+            tracked.due = UNLIMITED  # the rest goes when the request ends
 
-    @staticmethod
-    def _wants_sample(tracked: Tracked, position: int) -> bool:
-        return tracked.params.start <= position < tracked.limit
+    def _take_sample(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
+        """Ask for the logits of the last computed position, if a token is sampled from it."""
+        position = computed - 1
+        if not tracked.has_logits or computed < tracked.request.num_tokens:
+            return
+        if tracked.params.start <= position < tracked.limit:
+            slot = tracked.blocks[position // self.block_size] * self.block_size + position % self.block_size
+            metadata.samples.append(Sample(tracked.capture, position - tracked.first_sample, position, slot))
 
     def _rows(self, tracked: Tracked, start: int, stop: int, blocks: list[int]) -> Rows:
+        """The rows of positions [start, stop)."""
         positions = np.arange(start, stop, dtype=np.int64)
         table = np.asarray(blocks, dtype=np.int64)
         slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
@@ -248,14 +252,16 @@ class Tracker:
         self.gathered = report.gathered
         running = {t.capture for t in self.tracked.values()} if report.lost else set()
         for capture, ranges in report.lost.items():
-            if capture in running:  # else its response has left; the store has the ranges
+            if capture in running:  # of an ended request the response has left; its store lists the ranges
                 self.lost.setdefault(capture, []).extend(ranges)
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
 
     def finish(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: plan its last rows.
 
-        Returns (whether its blocks must be kept until the worker names it, what its response says). Blocks are freed
-        at once unless more rows wait than the staging memory takes: reusing them then would stall the GPU.
+        Returns (whether its blocks are kept until the worker names it, what its response says). Blocks are kept only
+        while more rows wait than the staging memory takes: reusing the blocks would then stall the GPU.
         """
         request_id = request.request_id
         refused = self.refused.pop(request_id, None)
@@ -268,22 +274,29 @@ class Tracker:
         if not tracked.opened:
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
         close = self._close(tracked, blocks)
-        hold = bool(blocks) and self.context.options.policy == "block" and self.handed - self.gathered > self.hold_rows
-        close.held = request_id if hold else None
+        waiting = self.handed - self.gathered
+        keep = bool(blocks) and self.context.options.policy == "block" and waiting > self.keep_rows
+        close.keeps_blocks = request_id if keep else None
         self.pending_closes.append(close)
+        return keep, self._response(tracked, close)
+
+    def _response(self, tracked: Tracked, close: Close) -> dict[str, Any]:
+        """What the response says in `kv_transfer_params`."""
         store = tracked.path if self.context.options.sink == "disk" else None
-        response: dict[str, Any] = {"dmi_store": store, "dmi_request_id": request_id}
+        response: dict[str, Any] = {"dmi_store": store, "dmi_request_id": tracked.request.request_id}
         if tracked.params.key is not None:
             response["dmi_key"] = tracked.params.key
         lost = self.lost.pop(tracked.capture, [])
-        if not close.attrs["complete"] and tracked.params.start + close.length == tracked.quota:
-            lost = lost + close.attrs["missing"]
-            response["dmi_reason"] = close.attrs["reason"]
+        over_quota = [loss for loss in close.losses if loss.cause is Cause.QUOTA]
+        if over_quota:
+            lost = lost + completeness.missing(over_quota)
+            response["dmi_reason"] = completeness.reason(over_quota)
         if lost:
             response["dmi_missing"] = sorted(lost)
-        return hold, response
+        return response
 
     def _close(self, tracked: Tracked, blocks: list[int]) -> Close:
+        """The end of a capture. Its last sampled token was no input and has no row."""
         request, params = tracked.request, tracked.params
         exist = min(request.num_computed_tokens, request.num_tokens - 1)
         end = max(min(exist, tracked.limit), tracked.exported)
@@ -291,26 +304,20 @@ class Tracker:
         chunk = self.context.options.chunk_tokens
         rows = [self._rows(tracked, at, min(at + chunk, end), blocks) for at in range(tracked.exported, end, chunk)]
         finish = request.get_finished_reason()
-        reason = None
-        if end < expected and end == tracked.quota:
-            reason = (
-                f"max_request_bytes: {self.context.options.max_request_bytes} bytes hold the rows of {end} of "
-                f"{expected} tokens"
-            )
-        elif end < expected:
-            reason = f"the request ended ({finish}) after {end} of {expected} tokens were computed"
         start = min(params.start, end)
-        first_sample = max(request.num_prompt_tokens - 1, params.start)
+        losses = []
+        if end < expected:
+            facts: dict[str, Any] = {"end": end, "expected": expected}
+            limit = self.context.options.max_request_bytes
+            facts |= {"limit": limit} if end == tracked.quota else {"finish": str(finish)}
+            cause = Cause.QUOTA if end == tracked.quota else Cause.ENDED_EARLY
+            losses = [Loss.of(cause, [[end - start, expected - start]], **facts)]
         return Close(
             capture=tracked.capture,
             rows=rows,
             length=end - start,
-            samples=max(0, end - first_sample) if "logits" in tracked.selection.hooks else 0,
+            samples=max(0, end - tracked.first_sample) if tracked.has_logits else 0,
             token_ids=list(request.all_token_ids[start:end]),
-            attrs={
-                "complete": end >= expected,
-                "reason": reason,
-                "missing": [] if end >= expected else [[end - start, expected - start]],
-                "finish_reason": None if finish is None else str(finish),
-            },
+            attrs={"finish_reason": None if finish is None else str(finish)},
+            losses=losses,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions of hook rows: encoded on the GPU before a row is written, decoded on reading.
+"""Reductions of hook rows. The GPU encodes a value before it is written to its row; the reader decodes it.
 
 parse("int8"), parse("int8(affine)"), parse("int8(32)"), parse("fp8"), parse("round(4)"), parse("topk(64)"),
 parse("topk(64,exact)"), parse("topk(64,sample=0)"), parse("rp(512)"), parse("rp(512,sign,seed=7)"),
@@ -37,7 +37,7 @@ _SPEC = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
 def parse(spec: str) -> Reduction | None:
-    """The reduction a setting names; None for "none". Raises ReduceError that says what is wrong and what there is."""
+    """The reduction that a setting names; None for "none". Raises ReduceError that names the error and the choices."""
     match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
     if match is None:
         raise ReduceError(f"reduce: {spec!r} is not valid; write one of none, {', '.join(KINDS)}, as in 'topk(64)'")

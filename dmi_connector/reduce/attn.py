@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attn(m): what each head attended to most, in place of the hook `pattern`, which fused kernels never write anywhere.
+"""attn(m): the m largest attention weights of each head. It stands for `pattern`, which fused kernels never write.
 
 Row, for each head: m positions (int32) by falling weight, ties by lowest position; m weights (float32); the entropy of
 all weights in nats (float32). Where a token sees fewer than m, the rest are position -1 and weight 0.
@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from dmi_connector.reduce.base import ReduceError, Reduction, field
+from dmi_connector.reduce.base import ReduceError, Reduction, unpack
 
 if TYPE_CHECKING:
     import torch
 
 LARGEST = 64
+"""Largest m. The kernel keeps m scores of each head in registers."""
 
 
 @dataclass(frozen=True)
 class AttentionSummary(Reduction):
-    """The top m of every head. Computed beside attention itself (engine/attend.py), so `encode` has nothing to do.
-    Decoded rows hold for each head m positions, m weights, one entropy; `split` takes them apart.
+    """The m largest weights of every head. A kernel computes them after attention (engine/kernels/attention.py), so
+    `encode` is not used. Decoded rows hold m positions, m weights and one entropy for each head; `split` separates
+    them.
     """
 
     m: int = 8
@@ -45,7 +47,7 @@ class AttentionSummary(Reduction):
         raise ReduceError("reduce: attn(m) summarises attention as it runs; stored values cannot be reduced so")
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        words = field(stored, 0, self.words * width, "<i4").reshape(*stored.shape[:-1], width, self.words)
+        words = unpack(stored, 0, self.words * width, "int32").reshape(*stored.shape[:-1], width, self.words)
         values = words.view("<f4").copy()
         values[..., : self.m] = words[..., : self.m]  # exact up to 2**24
         return values.reshape(*stored.shape[:-1], width * self.words)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every reduction is: an encoder in torch (on the device of the values), a decoder in numpy, the same settings."""
+"""The interface of a reduction: settings, an encoder in torch that runs on the values' device, a decoder in numpy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from dmi_connector.dtypes import numpy_dtype
+
 if TYPE_CHECKING:
     import torch
-
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1}
 
 
 class ReduceError(ValueError):
@@ -29,76 +29,78 @@ class Reduction:
 
     kind: ClassVar[str] = "none"
     at_end: ClassVar[bool] = False
-    """Whether it takes so long for a few tokens that all layers are better done at once, at the end of a step."""
+    """Whether small steps reduce all layers together at the end of the step. For kernels that wait more than compute.
+    """
 
     def check(self, width: int) -> None:
-        """Raises ReduceError when `width` values cannot be reduced so."""
+        """Check that rows of `width` values can be reduced. Raises ReduceError."""
 
     def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Reduction:
-        """This reduction for one hook, of which each of `shards` slices has `width` values. Raises ReduceError."""
+        """This reduction for one hook. shards: slices of its width. width: values of one slice. Raises ReduceError."""
         self.check(width)
         return self
 
     def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
-        """Put what `encode` needs for slice `shard` on the device, so that it allocates nothing else later."""
+        """Put what `encode` needs for slice `shard` on the device. `encode` may run in a CUDA graph and must not."""
 
     def stored_dtype(self, dtype: str) -> str:
+        """Dtype of stored rows for values of `dtype`."""
         return "uint8"
 
     def stored_width(self, width: int, dtype: str) -> int:
+        """Elements of a stored row for `width` values of `dtype`."""
         raise NotImplementedError
 
     def encode(self, values: torch.Tensor, layer: int = 0, numbers: torch.Tensor | None = None) -> torch.Tensor:
         """Rows [tokens, width] of a float dtype -> [tokens, stored width] of the stored dtype, on the same device.
 
-        numbers: int64 [tokens], which tell apart rows that are alike where an encoder draws (the slots they go to;
-        without them, the order of the rows).
+        numbers: int64 [tokens]. An encoder that samples starts from them, so that equal rows get different samples.
+        They are the slots of the rows; None: the order of the rows.
         """
         raise NotImplementedError
 
     def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
-        """What library operations do first where a kernel of ours does the rest: a projection."""
+        """The part that library operations compute before our kernel: a projection. values: [tokens, width]."""
         return values
 
     def before_layers(self, values: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
-        """The same for values [tokens, layers, width] of all of `layers`."""
+        """The same for all of `layers`. values: [tokens, layers, width]."""
         return values
 
     def scratch(self, width: int, dtype: str) -> int:
-        """Bytes for each row of `width` values that `before` allocates on a GPU."""
+        """Bytes that `before` allocates on a GPU for each row of `width` values."""
         return 0
 
     def fused(self, dtype: str) -> tuple[str, int]:
-        """How that kernel (engine/triton_reduce.py) writes what `before` gives: a mode and its number."""
+        """(mode, number) of the kernel in engine/kernels/reduce.py that encodes the result of `before`."""
         raise NotImplementedError
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        """Rows [..., stored width] -> float32 [..., width] (rp and pca: [..., k])."""
+        """Stored rows [..., stored width] -> float32 [..., width]; for rp and pca [..., k]."""
         raise NotImplementedError
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Decoded rows of all tensor-parallel slices -> those of the whole."""
+        """Decoded rows of all tensor-parallel slices, in order -> rows of the whole hook."""
         return np.concatenate(parts, axis=-1)
 
     def settings(self) -> dict[str, Any]:
-        """What a store has to say to be decoded, with `kind`."""
+        """The settings that a store keeps, with `kind`. `from_settings` rebuilds the reduction."""
         return {"kind": self.kind, **asdict(self)}
 
 
 LEAST_SPAN = 2.0**-100
-"""Spans below it are taken for none (a row, or a group with its scale, of next to nothing): nothing divided by one may
-overflow."""
+"""Rows and groups with a smaller span become zeros, so that no quotient overflows."""
 
 
 def over(span: torch.Tensor, steps: float) -> torch.Tensor:
-    """span / steps. Two tensors are divided as IEEE says on every device; for a number torch takes its reciprocal."""
+    """span / steps, rounded as IEEE 754 says on every device. (torch divides by a number through its reciprocal.)"""
     import torch
 
     return span / torch.full_like(span, steps)
 
 
 def steps_over(steps: float, span: torch.Tensor) -> torch.Tensor:
-    """steps / span, 0 where the span is next to nothing."""
+    """steps / span; 0 where the span is below LEAST_SPAN."""
     import torch
 
     return torch.where(span >= LEAST_SPAN, torch.full_like(span, steps) / span, 0)
@@ -111,22 +113,15 @@ def as_bytes(*parts: torch.Tensor) -> torch.Tensor:
     return torch.cat([p.contiguous().view(torch.uint8) for p in parts], dim=1)
 
 
-def field(stored: np.ndarray, start: int, count: int, dtype: str) -> np.ndarray:
-    """`count` values of a numpy dtype from byte `start` of each row [..., bytes]."""
-    size = np.dtype(dtype).itemsize
-    return np.ascontiguousarray(stored[..., start : start + count * size]).view(dtype)
+def unpack(stored: np.ndarray, start: int, count: int, dtype: str) -> np.ndarray:
+    """`count` values of `dtype` (a name of dtypes.py) from byte `start` of each row [..., bytes]."""
+    kind = numpy_dtype(dtype)
+    return np.ascontiguousarray(stored[..., start : start + count * kind.itemsize]).view(kind)
 
 
-def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
-    """uint16 bit patterns -> float32."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def floats(stored: np.ndarray, start: int, count: int, dtype: str) -> np.ndarray:
-    """`count` values of a model dtype from byte `start` of each row, as float32."""
-    if dtype == "bfloat16":
-        return bfloat16_to_float32(field(stored, start, count, "<u2"))
-    return field(stored, start, count, {"float16": "<f2", "float32": "<f4"}[dtype]).astype(np.float32)
+def unpack_floats(stored: np.ndarray, start: int, count: int, dtype: str) -> np.ndarray:
+    """`unpack`, then float32."""
+    return unpack(stored, start, count, dtype).astype(np.float32)
 
 
 def pad(nbytes: int) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bases of principal components: a safetensors file made by `dmi fit-pca`, known by its SHA-256.
+"""Files of PCA bases. `dmi fit-pca` writes them as safetensors; the SHA-256 of a file identifies it.
 
-For each hook and layer: `HOOK.LAYER.mean` [width], `.components` [width, k] (orthonormal columns by falling variance),
-`.std` [k] and `.variance` [1] (of all components together), float32.
+For each hook and layer it holds, in float32: `HOOK.LAYER.mean` [width], `.components` [width, k] (orthonormal columns
+by falling variance), `.std` [k] and `.variance` [1] (of all components together).
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import numpy as np
 from dmi_connector.reduce.base import ReduceError
 
 METADATA = "dmi_pca"
+"""Key of our JSON in the metadata of the safetensors file."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """Basis of one hook and layer, float32: mean [width], components [width, k], std [k] of the scores."""
+class LayerBasis:
+    """The basis of one hook and layer, float32. mean: [width]. components: [width, k]. std: of the scores, [k]."""
 
     mean: np.ndarray
     components: np.ndarray
@@ -32,23 +33,23 @@ class Part:
 
 @dataclass(frozen=True)
 class Basis:
-    """One file. hooks: {hook: {"width", "k", "layers"}}."""
+    """One file of bases. hooks: {hook: {"width", "k", "layers"}}."""
 
     path: str
     sha256: str
     hooks: dict[str, dict[str, Any]]
 
-    def part(self, hook: str, layer: int, k: int) -> Part:
-        """The first k components. Raises OSError when the file has gone."""
+    def of(self, hook: str, layer: int, k: int) -> LayerBasis:
+        """The first k components for one hook and layer. Raises OSError if the file is gone."""
         from safetensors import safe_open
 
         with safe_open(self.path, "numpy") as f:
             get = [f.get_tensor(f"{hook}.{layer}.{what}") for what in ("mean", "components", "std")]
-        return Part(get[0], np.ascontiguousarray(get[1][:, :k]), get[2][:k])
+        return LayerBasis(get[0], np.ascontiguousarray(get[1][:, :k]), get[2][:k])
 
 
 def load(path: str | os.PathLike[str]) -> Basis:
-    """Raises ReduceError when it is no such file or cannot be read."""
+    """Open a file of bases. Raises ReduceError if it cannot be read or is no such file."""
     path = os.fspath(path)
     try:
         found = os.stat(path)

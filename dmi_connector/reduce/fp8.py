@@ -4,27 +4,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
+import ml_dtypes
 import numpy as np
 
-from dmi_connector.reduce.base import Reduction, as_bytes, field, over, pad, steps_over
+from dmi_connector.reduce.base import Reduction, as_bytes, over, pad, steps_over, unpack
 
 if TYPE_CHECKING:
     import torch
 
 LARGEST = 448.0
+"""Largest number of e4m3fn."""
 
-
-@cache
-def table() -> np.ndarray:
-    """The float32 value of each of the 256 e4m3fn bit patterns."""
-    bits = np.arange(256)
-    exponent, mantissa = (bits >> 3) & 15, bits & 7
-    values = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
-    values = np.where(bits & 0x7F == 0x7F, np.nan, values)
-    return np.where(bits & 0x80, -values, values).astype(np.float32)
+_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+"""The value of each bit pattern. Looking it up takes a third of the time of ml_dtypes' cast of a whole array."""
 
 
 @dataclass(frozen=True)
@@ -51,4 +45,4 @@ class Fp8(Reduction):
         return "fp8", 0
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        return table()[stored[..., :width]] * field(stored, pad(width), 1, "<f4")
+        return _VALUES[stored[..., :width]] * unpack(stored, pad(width), 1, "float32")

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int8: values scaled to 8 bits. Row: `width` int8, zeros up to a multiple of 4, then a float32 scale (and offset), or
-with `group` one bfloat16 scale for each group of that many values, the last maybe shorter, and zeros up to a multiple
-of 4.
+"""int8: values scaled to 8 bits.
+
+Stored row: `width` int8, zeros up to a multiple of 4, then a float32 scale, and with `affine` a float32 offset. With
+`group`: instead one bfloat16 scale for each group of that many values (the last group may be shorter), and zeros up to
+a multiple of 4.
 """
 
 from __future__ import annotations
@@ -15,26 +17,28 @@ from dmi_connector.reduce.base import (
     ReduceError,
     Reduction,
     as_bytes,
-    bfloat16_to_float32,
-    field,
     over,
     pad,
     steps_over,
+    unpack,
+    unpack_floats,
 )
 
 if TYPE_CHECKING:
     import torch
 
 GROUPS = (16, 32, 64, 128, 256, 512, 1024)
+"""Group sizes that the kernel takes."""
 
 
 @dataclass(frozen=True)
 class Int8(Reduction):
-    """value = int8 * scale (+ offset with `affine`). Symmetric: scale = max|x| / 127, of the row or of each group.
-    Affine: the row's range on -127 to 127. Zeros have scale 0. NaN and infinities are not kept, nor are rows that span
-    less than 2**-100 (groups: whose scale is less).
+    """value = int8 * scale (+ offset with `affine`).
 
-    With groups of 32 a row's cosine is above 0.9999 whatever its values, outliers among them.
+    Symmetric: scale = max|x| / 127, of the row or of each group. Affine: the row's range is mapped to -127 to 127.
+    Zeros have scale 0. NaN and infinities are not kept. Rows that span less than 2**-100 become zeros.
+
+    With groups of 32 the cosine of a row with its decoded row is above 0.9999, also where the row has outliers.
     """
 
     affine: bool = False
@@ -85,9 +89,9 @@ class Int8(Reduction):
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
         at = pad(width)
-        values = field(stored, 0, width, "i1").astype(np.float32)
+        values = unpack_floats(stored, 0, width, "int8")
         if self.group:
-            scales = bfloat16_to_float32(field(stored, at, self._groups(width), "<u2"))
+            scales = unpack_floats(stored, at, self._groups(width), "bfloat16")
             return values * np.repeat(scales, self.group, axis=-1)[..., :width]
-        values = values * field(stored, at, 1, "<f4")
-        return values + field(stored, at + 4, 1, "<f4") if self.affine else values
+        values = values * unpack(stored, at, 1, "float32")
+        return values + unpack(stored, at + 4, 1, "float32") if self.affine else values

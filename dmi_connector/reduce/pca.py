@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pca(file): scores of principal components fitted offline, each divided by its standard deviation, stored as int8
-with a row scale (see int8.py). The basis stays in its file: stores name its SHA-256, and a copy lies beside them.
+"""pca(file): scores of principal components that were fitted offline, each divided by its standard deviation.
+
+The scores are stored as int8 with a row scale (see int8.py). The basis stays in its file. A store names the SHA-256 of
+the file, and a copy of the file lies in the store directory.
 """
 
 from __future__ import annotations
@@ -12,20 +14,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from dmi_connector.reduce.base import ReduceError, Reduction
-from dmi_connector.reduce.basis import Part, load
+from dmi_connector.reduce.basis import LayerBasis, load
 from dmi_connector.reduce.int8 import Int8
 
 if TYPE_CHECKING:
     import torch
 
 _DEVICE: dict[tuple[str, str, int, int, Any], tuple[torch.Tensor, torch.Tensor]] = {}
-"""What `encode` needs, put there by `prepare`: (-mean' components / std [k], components / std [width, k])."""
+"""(-mean' components / std [k], components / std [width, k]) by basis, hook, layer, k and device. `prepare` fills it.
+"""
+
+_LEAST_STD, _TINY = 1e-6, 1e-30
+"""Least standard deviation that scores are divided by, as a share of the largest; least value of the largest."""
 
 
 @dataclass(frozen=True)
 class Pca(Reduction):
-    """Decoded rows are the k scores, of unit variance on the rows that the basis was fitted on; `restore` takes them
-    back to the hook's space, `project` a direction to theirs. hook: the one this instance is bound to.
+    """Decoded rows are the k scores. They have unit variance on the rows that the basis was fitted on.
+
+    k: components to keep, 0 for all. sha256, source: hash and path of the basis file. hook: set by `bind`.
     """
 
     k: int = 0
@@ -37,7 +44,7 @@ class Pca(Reduction):
 
     @classmethod
     def from_text(cls, inside: str) -> Pca:
-        """Of "FILE" or "FILE, k=64". Raises ReduceError."""
+        """The reduction that "FILE" or "FILE, k=64" names. Raises ReduceError."""
         path, _, rest = inside.partition(",")
         name, _, number = rest.replace(" ", "").partition("=")
         if rest and not (name == "k" and number.isdecimal() and int(number) > 0):
@@ -72,10 +79,10 @@ class Pca(Reduction):
     def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
         import torch
 
-        part = load(self.source).part(self.hook, layer, self.k)
+        basis = load(self.source).of(self.hook, layer, self.k)
         mine = slice(shard * width, (shard + 1) * width)
-        whitened = part.components[mine] / _floor(part.std)
-        offset = -(part.mean[mine].astype(np.float64) @ whitened.astype(np.float64)).astype(np.float32)
+        whitened = basis.components[mine] / _floor(basis.std)
+        offset = -(basis.mean[mine].astype(np.float64) @ whitened.astype(np.float64)).astype(np.float32)
         _DEVICE[self.sha256, self.hook, layer, self.k, device] = (
             torch.from_numpy(offset).to(device),
             torch.from_numpy(whitened).to(device),
@@ -108,28 +115,31 @@ class Pca(Reduction):
         return Int8().decode(stored, self.k, dtype)
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Every slice of a row gives its part of each score."""
+        """The sum over the slices: each rank projects its part of the width."""
         return np.asarray(np.sum(parts, axis=0, dtype=np.float32))
 
-    def project(self, direction: np.ndarray, part: Part) -> np.ndarray:
-        """A direction [width] as float32 [k]: decoded rows @ this approximates (rows - mean) @ direction."""
-        return np.asarray((np.asarray(direction, np.float32) @ part.components) * _floor(part.std))
+    def project(self, direction: np.ndarray, basis: LayerBasis) -> np.ndarray:
+        """A direction [width] of the hook's space as float32 [k] in the space of the scores.
 
-    def restore(self, scores: np.ndarray, part: Part) -> np.ndarray:
-        """Decoded rows [..., k] -> float32 [..., width]: mean + the kept components of each row."""
-        return np.asarray((scores * _floor(part.std)) @ part.components.T + part.mean)
+        decoded rows @ result approximates (rows - mean) @ direction.
+        """
+        return np.asarray((np.asarray(direction, np.float32) @ basis.components) * _floor(basis.std))
+
+    def restore(self, scores: np.ndarray, basis: LayerBasis) -> np.ndarray:
+        """Decoded rows [..., k] -> float32 [..., width]: the mean plus the kept components."""
+        return np.asarray((scores * _floor(basis.std)) @ basis.components.T + basis.mean)
 
 
 def _floor(std: np.ndarray) -> np.ndarray:
-    """Standard deviations, none so small that dividing by it would only enlarge rounding errors."""
-    return np.asarray(np.maximum(std, np.float32(1e-6) * max(float(std[0]), 1e-30)), np.float32)
+    """Standard deviations, at least 1e-6 of the largest: a division by less would enlarge rounding errors."""
+    return np.asarray(np.maximum(std, np.float32(_LEAST_STD) * max(float(std[0]), _TINY)), np.float32)
 
 
-def fit(blocks: Iterable[np.ndarray], rank: int) -> tuple[Part, float]:
-    """Principal components of float rows that come in blocks [n, width]; (basis, total variance).
+def fit(blocks: Iterable[np.ndarray], rank: int) -> tuple[LayerBasis, float]:
+    """Principal components of float rows that come in blocks [n, width]. Returns (basis, total variance).
 
-    Keeps the sum and the second moments in float64, so memory is 8 width² bytes however many rows there are. Raises
-    ValueError for fewer rows than `rank` + 1, or rows narrower than it.
+    Memory is 8 width² bytes for any number of rows. Raises ValueError for fewer than `rank` + 1 rows, or rows of fewer
+    than `rank` values.
     """
     count, total, moments = 0, None, None
     for block in blocks:
@@ -153,5 +163,5 @@ def fit(blocks: Iterable[np.ndarray], rank: int) -> tuple[Part, float]:
     components = components * np.where(components[np.abs(components).argmax(0), np.arange(rank)] < 0, -1, 1)
     components = np.ascontiguousarray(components, np.float32)  # safetensors writes the memory as it lies
     std = np.sqrt(np.maximum(values[order], 0))
-    part = Part((origin + mean).astype(np.float32), components, std.astype(np.float32))
-    return part, float(np.maximum(values, 0).sum())
+    basis = LayerBasis((origin + mean).astype(np.float32), components, std.astype(np.float32))
+    return basis, float(np.maximum(values, 0).sum())

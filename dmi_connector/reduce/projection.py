@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """rp(k): each row times a fixed random matrix [width, k], stored as int8 with a row scale (see int8.py).
 
-The matrix is made from the seed on the CPU with numpy's Philox counter generator, whose stream is fixed, in float64,
-and rounded to bfloat16, which tensor cores multiply exactly: the GPU gets a copy, so it is bit-equal everywhere.
-E|R'x|^2 = |x|^2.
+The CPU makes the matrix from the seed with numpy's Philox generator, in float64, and rounds it to bfloat16. The GPU
+gets a copy, so the matrix is equal to the bit everywhere. E|R'x|^2 = |x|^2.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
+import ml_dtypes
 import numpy as np
 
-from dmi_connector.reduce.base import ReduceError, Reduction, bfloat16_to_float32
+from dmi_connector.reduce.base import ReduceError, Reduction
 from dmi_connector.reduce.int8 import Int8
 
 if TYPE_CHECKING:
@@ -24,17 +24,12 @@ if TYPE_CHECKING:
 DISTRIBUTIONS = ("orthogonal", "gaussian", "sign")
 
 
-def _nearest_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Finite float32 -> uint16 bit patterns, ties to even."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
 @lru_cache(maxsize=8)
 def matrix(width: int, k: int, seed: int, distribution: str) -> np.ndarray:
-    """float32 [width, k]. orthogonal: k columns, drawn without replacement, of a cosine transform whose rows have
-    random signs, times sqrt(width/k). gaussian: normal with variance 1/k. sign: sqrt(3/k) times -1, 0, 1 with
-    probability 1/6, 2/3, 1/6.
+    """The matrix, float32 [width, k].
+
+    orthogonal: k random columns of a cosine transform with random row signs, times sqrt(width/k). gaussian: normal with
+    variance 1/k. sign: sqrt(3/k) times -1, 0 or 1 with probability 1/6, 2/3, 1/6.
     """
     draw = np.random.Philox(key=[seed, (width << 32) | k]).random_raw
     if distribution == "orthogonal":
@@ -54,8 +49,8 @@ def matrix(width: int, k: int, seed: int, distribution: str) -> np.ndarray:
 
 
 def _final(values: np.ndarray) -> np.ndarray:
-    """float64 -> float32 that are bfloat16 numbers, read-only."""
-    result = bfloat16_to_float32(_nearest_bfloat16(values.astype(np.float32)))
+    """Rounded to bfloat16, as read-only float32."""
+    result = values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
     result.flags.writeable = False
     return result
 

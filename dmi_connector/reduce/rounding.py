@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""round(bits): fewer mantissa bits in the same dtype, so that the lossless codec has less to store."""
+"""round(bits): fewer mantissa bits in the same dtype. The lossless codec then stores less."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     import torch
 
 MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23}
+"""Mantissa bits of each dtype."""
 
 
 @dataclass(frozen=True)
 class Round(Reduction):
-    """Round to nearest, ties to even, at `bits` mantissa bits; the other mantissa bits are zero. Relative error at
-    most 2**-(bits + 1). Saves disk only: rows keep their width in the cache and on the link.
+    """Round to nearest, ties to even, at `bits` mantissa bits; the other mantissa bits are zero.
+
+    Relative error at most 2**-(bits + 1). It saves disk only: rows keep their width in the cache and on the link.
     """
 
     bits: int = 4

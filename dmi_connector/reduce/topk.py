@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """topk(k): the k values of largest magnitude of each row, with their indexes, and a sample of the others.
 
-Row: the k indexes (uint16 up to a width of 65,536, else uint32), ascending; of equal magnitudes the lower index is
-kept; zeros up to a multiple of 4; then k values: int8 and, at the next multiple of 4, a float32 scale, or with `exact`
-the model's dtype. With a sample of s: where it starts, uint32, and s values in the same way, on a scale for those that
-are not among the k (the others, known already, are cut off at its end).
+Stored row:
+  1. k indexes, ascending: uint16 up to a width of 65,536, else uint32. Of equal magnitudes the lower index is kept.
+  2. zeros up to a multiple of 4.
+  3. k values: int8 and, at the next multiple of 4, a float32 scale; with `exact` in the model's dtype.
+  4. with a sample of s: its start, uint32, then s values stored like those of 3. Their scale is for the values that are
+     not among the k; larger ones are clipped.
 
-Without the sample nothing is known of a neuron that is never among the k. It takes every (width // s)-th value, round
-the end of the row, from a start that is a hash of what was kept and of the row's slot, so that each value is taken with
-the same chance.
+The sample says something of neurons that are never among the k. It takes every (width // s)-th value from its start on
+and wraps at the end of the row. The start is a hash of the kept values and of the row's slot, so each value is sampled
+with the same probability.
 """
 
 from __future__ import annotations
@@ -18,32 +20,37 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from dmi_connector.neurons import Tally
+from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.reduce.base import (
-    ITEMSIZE,
     ReduceError,
     Reduction,
     as_bytes,
-    field,
-    floats,
     over,
     pad,
     steps_over,
+    unpack,
+    unpack_floats,
 )
+from dmi_connector.reduce.tally import Tally
 
 if TYPE_CHECKING:
     import torch
 
 MOST = (1 << 20) - 1
-"""Of values to keep and to sample: the kernel takes both in one number."""
+"""Most values to keep, and to sample. The kernel takes both in one integer."""
+HASH_ROW, HASH_STEP = 40503, 1103515245
+"""Constants of the hash that chooses where a sample starts: of Knuth's multiplicative hash, and of the LCG in C's
+standard.
+"""
 
 
 @dataclass(frozen=True)
 class TopK(Reduction):
-    """Decoded rows are zero where nothing was kept; the sample serves `dmi_connector.importance`. Under tensor
-    parallelism each rank keeps k of its slice, and the k largest of all of them remain on reading.
+    """Decoded rows are zero where nothing was kept. `dmi_connector.importance` reads the sample.
 
-    sample: values to sample of each slice (`parse` takes a quarter of k unless told).
+    Under tensor parallelism each rank keeps k values of its slice, and the reader keeps the k largest of all.
+
+    sample: values to sample of each slice; `parse` defaults to a quarter of k.
     """
 
     k: int = 64
@@ -99,8 +106,8 @@ class TopK(Reduction):
         if self.sample:
             numbers = torch.arange(len(values), device=values.device) if numbers is None else numbers
             # 20 bits of each kept value and its place, added up: the same on every device, in any order.
-            mixed = (((magnitude.gather(1, kept) >> 12) * 31 + kept) & 0xFFFFF).sum(1) + numbers * 40503
-            start = (((mixed & 0x7FFFFFFF) * 1103515245) >> 20) % width
+            mixed = (((magnitude.gather(1, kept) >> 12) * 31 + kept) & 0xFFFFF).sum(1) + numbers * HASH_ROW
+            start = (((mixed & 0x7FFFFFFF) * HASH_STEP) >> 20) % width
             places = (start[:, None] + torch.arange(self.sample, device=values.device) * (width // self.sample)) % width
             taken = values.gather(1, places)
             least = magnitude.gather(1, kept).amin(1, keepdim=True)
@@ -109,7 +116,7 @@ class TopK(Reduction):
         return as_bytes(*parts)
 
     def _encoded(self, values: torch.Tensor, spanned: torch.Tensor) -> list[torch.Tensor]:
-        """Values [tokens, count] as they are stored, in 8 bits on a scale for the largest of `spanned`."""
+        """Values [tokens, count] as stored. In 8 bits the scale is that of the largest of `spanned`."""
         import torch
 
         if self.exact:
@@ -123,19 +130,19 @@ class TopK(Reduction):
 
     def indexes(self, stored: np.ndarray, width: int) -> np.ndarray:
         """int64 [..., k], ascending."""
-        return field(stored, 0, self.k, f"<u{self._index_bytes(width)}").astype(np.int64)
+        return unpack(stored, 0, self.k, f"uint{8 * self._index_bytes(width)}").astype(np.int64)
 
     def sampled(self, stored: np.ndarray, width: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-        """Places int64 and values float32 of the sample, each [..., sample]; kept values may be among them."""
+        """(places int64, values float32) of the sample, each [..., sample]. Kept values may be among them."""
         at = self._sample_at(width, dtype)
-        start = field(stored, at, 1, "<u4").astype(np.int64)
+        start = unpack(stored, at, 1, "uint32").astype(np.int64)
         places = (start + np.arange(self.sample) * (width // max(self.sample, 1))) % width
         return places, self._values(stored, at + 4, self.sample, dtype)
 
     def _values(self, stored: np.ndarray, at: int, count: int, dtype: str) -> np.ndarray:
         if self.exact:
-            return floats(stored, at, count, dtype)
-        return np.asarray(field(stored, at, count, "i1") * field(stored, at + pad(count), 1, "<f4"))
+            return unpack_floats(stored, at, count, dtype)
+        return np.asarray(unpack(stored, at, count, "int8") * unpack(stored, at + pad(count), 1, "float32"))
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
         rows = np.zeros((*stored.shape[:-1], width), np.float32)
@@ -144,11 +151,11 @@ class TopK(Reduction):
         return rows
 
     def tally(self, stored: np.ndarray, width: int, dtype: str) -> Tally:
-        """What rows [rows, stored width] say of the magnitude of each of the `width` values. Rows that hold infinities
-        or NaN are left out.
+        """Sums of |x| of each of the `width` values over rows [rows, stored width]. Rows with infinities or NaN are
+        left out.
 
-        Beside a massive value 8 bits leave nothing of the others that were kept. They are at least as large as what was
-        sampled and not kept, and count as that.
+        A massive value makes the other kept values 0 in 8 bits. They are known to be at least as large as any sampled
+        value that was not kept, so they count as that.
         """
         kept, values = self.indexes(stored, width), np.abs(self._values(stored, self._value_at(width), self.k, dtype))
         finite = np.isfinite(values).all(axis=1)

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from dmi_connector import Capture, open_capture
+from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.hooks import HOOKS
-from dmi_connector.oracle import Oracle
-from dmi_connector.store.verify import verify_store
+from dmi_connector.store.read.verify import verify_store
 from tests.runner import ATOL
 
 

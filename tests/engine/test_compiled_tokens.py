@@ -30,7 +30,7 @@ import pytest
 import torch
 
 from dmi_connector import Capture, capture_args, open_capture
-from dmi_connector.engine.compilation import REUSE
+from dmi_connector.engine.taps.compilation import REUSE
 from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt
 
 STREAM = "resid_pre,resid_mid,q,k"
@@ -73,7 +73,7 @@ class LateWriter:
     """A RowWriter that holds no reference to its values on a branch, only where they were."""
 
     def __init__(self, *args: Any) -> None:
-        from dmi_connector.engine.kernels import RowWriter
+        from dmi_connector.engine.kernels.row_writer import RowWriter
 
         self._write = RowWriter(*args)
 
@@ -94,15 +94,16 @@ def in_memory(address: int, shape: torch.Size, stride: tuple[int, ...], dtype: t
 
 def write_late(patch: pytest.MonkeyPatch) -> None:
     """Let taps write as late as a GPU may."""
-    from dmi_connector.engine import tap_op
+    from dmi_connector.engine.taps import op as tap_op
+    from dmi_connector.engine.taps.overlap import Branch
 
     enter = torch.cuda.stream
     patch.setattr(torch.cuda, "Stream", LateStream)
     patch.setattr(torch.cuda, "current_stream", LateStream)
     patch.setattr(torch.cuda, "stream", lambda stream: stream if isinstance(stream, LateStream) else enter(stream))
-    branch = tap_op.Branch(torch.device("cpu"))
+    branch = Branch(torch.device("cpu"))
     patch.setattr(tap_op, "RowWriter", LateWriter)
-    patch.setattr(tap_op, "_captured_branch", lambda _device: branch)
+    patch.setattr(tap_op, "captured_branch", lambda _device: branch)
 
 
 @contextmanager
@@ -149,7 +150,7 @@ class Compiled(NamedTuple):
 )
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, known_models: None) -> Compiled:
     """Qwen3 norms q and k, Llama's are slices of one tensor; GPT-2's norms add nothing; experts work in place."""
-    from dmi_connector.tiny import make_model
+    from dmi_connector.cli.tiny_models import make_model
 
     name, layers, how = request.param
     model = make_model(name, tmp_path_factory.mktemp("compiled"), "bfloat16", num_hidden_layers=layers)
@@ -179,8 +180,8 @@ def start_captured(compiled: Compiled, name: str, directory: Path) -> Run:
     """
     from vllm.compilation.counter import compilation_counter
 
-    from dmi_connector.engine import tap_op
-    from dmi_connector.engine.compilation import compilation_of
+    from dmi_connector.engine.taps import op as tap_op
+    from dmi_connector.engine.taps.compilation import compilation_of
 
     selection, run = name.removeprefix("late "), Run(directory)
     before, pieces = list(tap_op._PLACES.values()), compilation_counter.num_piecewise_graphs_seen

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files in configs/: each through vLLM's own parser into an engine config, one in a real server.
 
-That server runs an architecture from a plugin of its own, as docs/MODELS.md describes.
+That server runs an architecture from a plugin of its own, as docs/HOOKS.md describes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_config_reaches_the_engine(
 @pytest.fixture
 def homemade(tiny_model: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path]:
     """(directory of a model whose architecture vLLM does not know, directory of the plugin that adds it)."""
-    from dmi_connector.tiny import make_model
+    from dmi_connector.cli.tiny_models import make_model
 
     model = make_model("llama", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
@@ -108,7 +108,7 @@ def server(argv: list[str], cwd: Path, env: dict[str, str]) -> Iterator[str]:
 
 def test_a_server_with_a_config_and_a_plugin_captures(homemade: tuple[Path, Path], tmp_path: Path) -> None:
     from dmi_connector import open_capture
-    from dmi_connector.oracle import Oracle, compare
+    from dmi_connector.analysis.transformers_oracle import Oracle, compare
 
     model, site = homemade
     argv = ["--config", str(CONFIGS / "full.yaml"), "--model", str(model), "--served-model-name", "tiny"]

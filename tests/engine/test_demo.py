@@ -13,9 +13,10 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from dmi_connector import Capture, demo, find_captures, open_capture
+from dmi_connector import Capture, find_captures, open_capture
+from dmi_connector.analysis.transformers_oracle import Oracle, compare
+from dmi_connector.cli import demo
 from dmi_connector.hooks import PRESETS
-from dmi_connector.oracle import Oracle, compare
 
 ROOT = Path(__file__).parents[2]
 ROUTING = {"router_logits", "topk_ids", "topk_weights"}

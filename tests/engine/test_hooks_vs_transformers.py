@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from dmi_connector import find_captures
-from dmi_connector.oracle import Oracle
-from dmi_connector.tiny import ARCHS
+from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.cli.tiny_models import ARCHS
 from tests.engine.check import check_store, hooks_of
 from tests.engine.conftest import LENGTHS
 from tests.engine.harness import BLOCK, Run, prompt

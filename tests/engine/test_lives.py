@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from dmi_connector import capture_args, find_captures
-from dmi_connector.oracle import Oracle
-from dmi_connector.store.index import CaptureInfo
+from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.store.read.index import CaptureInfo
 from tests.engine.check import check_store, hooks_of
 from tests.engine.harness import (
     ALL_HOOKS,

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from dmi_connector import Capture, capture_args, open_capture
-from dmi_connector.cli import main
-from dmi_connector.oracle import Oracle
+from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.cli.main import main
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.projection import RandomProjection, matrix
 from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.topk import TopK
-from dmi_connector.store.bases import find_basis
-from dmi_connector.store.verify import verify_store
+from dmi_connector.store.format.pca_files import find_basis
+from dmi_connector.store.read.verify import verify_store
 from tests.engine.check import attention_weights, hooks_of, reference
 from tests.engine.harness import ALL_HOOKS, CHUNK, SEGMENT, Ask, Run, engine, generate, prompt
 
@@ -43,7 +43,7 @@ TOP = 8
 KEPT = ("embed", "logits")
 LENGTHS = (1, 33, 300)
 STEP = 512
-"""Tokens of the first step: more than at_end.MOST_TOKENS; the steps that follow have fewer."""
+"""Tokens of the first step: more than deferred.MOST_TOKENS; the steps that follow have fewer."""
 NOISE = 1e-5
 """Rounding differences of two float32 programs."""
 
@@ -60,10 +60,10 @@ def basis(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.Tem
 
 def watch_branches(patch: pytest.MonkeyPatch) -> list[str]:
     """Ops that may write on a branch, or wait for one, as they run. (They find none, as ever on a CPU.)"""
-    from dmi_connector.engine import tap_op
+    from dmi_connector.engine.taps import op as tap_op
 
     ops: list[str] = []
-    patch.setattr(tap_op, "_captured_branch", lambda _device: ops.append(sys._getframe(1).f_code.co_name))
+    patch.setattr(tap_op, "captured_branch", lambda _device: ops.append(sys._getframe(1).f_code.co_name))
     return ops
 
 
@@ -131,7 +131,7 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> No
         return
     if isinstance(reduction, Pca):
         for layer, (scores, values) in enumerate(zip(got, exact, strict=True)):
-            part = find_basis(reduction.sha256, capture.path).part(hook, layer, 12)
+            part = find_basis(reduction.sha256, capture.path).of(hook, layer, 12)
             slices = [
                 (mine @ components) / part.std
                 for mine, components in zip(
@@ -209,7 +209,7 @@ def test_principal_components_go_back_to_rows(run: Run, oracle: Callable[..., Or
     exact = reference(oracle("qwen3"), tuple(tokens))["ln2"][1, : len(tokens) - 1]
     reduction = capture.reduction("ln2")
     assert isinstance(reduction, Pca) and reduction.k == 12
-    part = find_basis(reduction.sha256, capture.path).part("ln2", 1, 12)
+    part = find_basis(reduction.sha256, capture.path).of("ln2", 1, 12)
     best = (exact - part.mean) @ part.components @ part.components.T + part.mean
     assert np.abs(capture.restore("ln2", 1) - best).max() < 0.05 * np.abs(best).max()
     direction = best[7]

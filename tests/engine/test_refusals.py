@@ -79,13 +79,13 @@ def test_an_architecture_without_a_row_is_refused_with_the_page_that_helps(tmp_p
     config = GPTNeoXConfig(vocab_size=512, architectures=["GPTNeoXForCausalLM"], **sizes)
     config.save_pretrained(tmp_path / "model")
     built = vllm_config(tmp_path / "model", tmp_path / "captures", skip_tokenizer_init=True)
-    with pytest.raises(ValueError, match=r"'GPTNeoXForCausalLM' has no row.*Qwen3ForCausalLM.*docs/MODELS\.md"):
+    with pytest.raises(ValueError, match=r"'GPTNeoXForCausalLM' has no row.*Qwen3ForCausalLM.*docs/HOOKS\.md"):
         capture_context(built)
 
 
 @pytest.mark.parametrize("owner", OWNERS)
 def test_sliding_window_is_refused(tmp_path: Path, owner: str) -> None:
-    from dmi_connector.tiny import make_model
+    from dmi_connector.cli.tiny_models import make_model
 
     model = make_model("mistral", tmp_path / "model", sliding_window=64)
     with pytest.raises(ValueError, match=r"sliding-window.*use a model with full attention"):
@@ -150,9 +150,9 @@ def test_hybrid_models_and_an_odd_additional_config_are_refused(
 def test_drafts_left_on_under_the_v2_runner_are_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: list[list[int]] | None
 ) -> None:
-    config = vllm_config(model, tmp_path, owner="draft")
+    config, good = (vllm_config(model, tmp_path, owner="draft") for _ in range(2))
     monkeypatch.setattr(type(config), "use_v2_model_runner", True)
-    assert capture_context(config).owner == "draft"
+    assert capture_context(good).owner == "draft"
     config.speculative_config.num_speculative_tokens_per_batch_size = schedule
     with pytest.raises(ValueError, match=r"per_batch_size is .*set it to \[\[1, 65536, 0\]\].*owner='target'"):
         capture_context(config)
@@ -173,7 +173,7 @@ def test_a_second_engine_in_one_process_is_refused(
 ) -> None:
     from vllm.distributed.kv_transfer import kv_transfer_state
 
-    from dmi_connector.engine.rows import CaptureLayer
+    from dmi_connector.engine.row_cache import CaptureLayer
 
     context = capture_context(vllm_config(model, tmp_path))
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object())

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dmi_connector import capture_args
+from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.hooks import HOOKS
-from dmi_connector.oracle import Oracle
-from dmi_connector.store.metadata import read_attrs
+from dmi_connector.store.read.metadata import read_attrs
 from tests.engine.check import check_store, hooks_of
 from tests.engine.harness import ALL_HOOKS, CHUNK, SEGMENT, Ask, Run, engine, generate, prompt
 

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from dmi_connector import capture_args, find_captures
-from dmi_connector.store.verify import verify_store
+from dmi_connector.store.read.verify import verify_store
 from tests.engine.faults import descriptors, group_of, memory, processes, until
 from tests.engine.harness import CHUNK, SEGMENT, Ask, engine, prompt, sampling_params
 

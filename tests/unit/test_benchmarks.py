@@ -15,7 +15,7 @@ def test_kernels(tmp_path: Path) -> None:
     out = tmp_path / "kernels.json"
     assert kernels.main(["--out", str(out), "--tokens", "1,3", "--layers", "2", "--repeat", "1"]) == 0
     results = json.loads(out.read_text())
-    assert set(results["rules"]) == set(kernels.RULES) and "/" not in results["command"]
+    assert set(results["rules"]) == set(kernels.RULES) and "/" not in results["header"]["command"]
     assert results["model"].keys() == {"1", "3"} and results["model"]["1"]["model_us"] > 0
     for name, found in results["rules"].items():
         at_end = {"at_end_us"} if "topk" in name or "rp(" in name or name == "mixed" else set()

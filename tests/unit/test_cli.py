@@ -12,16 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmi_connector import demo, plot, tables
-from dmi_connector.cli import main, make_serve_parser
-from dmi_connector.serve import SERVER, server_command
+from dmi_connector.analysis import plot
+from dmi_connector.cli import demo, tables
+from dmi_connector.cli.main import main, make_serve_parser
+from dmi_connector.cli.serve import SERVER, server_command
+from dmi_connector.cli.tiny_models import make_tokenizer
+from dmi_connector.layout import ArraySpec
 from dmi_connector.settings import OptionError, ServerOptions
-from dmi_connector.store.persist import Persistence
-from dmi_connector.store.persist_settings import PersistSettings
-from dmi_connector.store.reader import open_capture
-from dmi_connector.store.schema import ArraySpec
-from tests import storekit
-from tests.tiny import make_tokenizer
+from dmi_connector.store.read.capture import open_capture
+from tests import storekit as kit
 
 TOKENS = 70
 SPECS = (
@@ -41,19 +40,17 @@ ATTRS = {
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three stores: "one" (key run-1), "two" without key, and "short" without residual stream."""
     root = tmp_path_factory.mktemp("stores")
-    persistence = Persistence(1 << 22, 1, PersistSettings("zstd", 32, 64, False))
+    owner = kit.Store(1 << 22)
     try:
         for name, key, specs in (
             ("one", "run-1", SPECS),
             ("two", None, SPECS),
             ("short", None, (ArraySpec("q", "bfloat16", (0,), 16),)),
         ):
-            storekit.store(
-                persistence, root / f"{name}.zarr", specs, TOKENS, samples=5, chunk=32, segment=64,
-                attrs=ATTRS, key=key, request_id=f"0_{name}-ab12",
-            )  # fmt: skip
+            names = {"key": key, "request_id": f"0_{name}-ab12"}
+            owner.write(root / f"{name}.zarr", specs, TOKENS, 5, chunk=32, segment=64, attrs=ATTRS, **names)
     finally:
-        persistence.shutdown(storekit.PATIENCE)
+        assert owner.shutdown(kit.PATIENCE)
     return root
 
 
@@ -192,7 +189,7 @@ def test_plot_without_matplotlib_says_what_to_install(
 def test_reading_needs_neither_torch_nor_vllm(stores: Path) -> None:
     script = f"""
 import sys
-from dmi_connector.cli import main
+from dmi_connector.cli.main import main
 store = {str(stores / "one.zarr")!r}
 for argv in (["ls", {str(stores)!r}], ["info", store], ["verify", store],
              ["export", store, "--to", "safetensors", "-o", "x.safetensors"]):

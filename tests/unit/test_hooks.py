@@ -104,13 +104,15 @@ def test_a_preset_skips_what_a_model_lacks_but_a_name_does_not() -> None:
         parse_selection("mlp_post@1", MIXED)
 
 
-def test_presets_are_what_the_readme_promises() -> None:
+def test_presets_are_what_the_pages_promise() -> None:
     assert set(PRESETS["vllm-full"]) == set(HOOKS) - {"q_rot", "k_rot", "pattern"}
     assert PRESETS["hidden-states"] == ("resid_pre", "resid_final")
     assert PRESETS["attention"] == ("q_rot", "k_rot", "v", "z")
-    readme = (ROOT / "README.md").read_text()
-    missing = [name for name in [*HOOKS, *ALIASES, *PRESETS] if f"`{name}`" not in readme]
-    assert not missing, f"README.md does not name {missing}"
+    pages = {"README.md": [*HOOKS, *PRESETS], "docs/HOOKS.md": [*HOOKS, *PRESETS, *ALIASES]}
+    for page, names in pages.items():
+        text = (ROOT / page).read_text()
+        missing = [name for name in names if f"`{name}`" not in text]
+        assert not missing, f"{page} does not name {missing}"
 
 
 def test_only_narrows() -> None:
@@ -137,13 +139,13 @@ def test_row_layout_packs_without_overlap(names: list[str], dims: ModelDims, dty
     hooks = {n: dims.layers_of(HOOKS[n]) for n in HOOKS if n in names and dims.layers_of(HOOKS[n])}
     layout = row_layout(Selection(hooks), dims, dtype, tp)
     end = HEADER_BYTES
-    for segment in layout.segments:
-        assert segment.offset % ROW_ALIGN == 0 and segment.offset >= end, segment
-        assert segment.dtype == hook_dtype(HOOKS[segment.hook], dtype)
-        end = segment.offset + segment.nbytes
-        assert layout.find(segment.hook, segment.layer) == segment
+    for field in layout.fields:
+        assert field.offset % ROW_ALIGN == 0 and field.offset >= end, field
+        assert field.dtype == hook_dtype(HOOKS[field.hook], dtype)
+        end = field.offset + field.nbytes
+        assert layout.find(field.hook, field.layer) == field
     assert layout.row_bytes >= end and layout.row_bytes % ROW_BYTES_ALIGN == 0
-    held = {(s.hook, s.layer) for s in layout.segments}
+    held = {(f.hook, f.layer) for f in layout.fields}
     assert held == {(n, layer) for n, layers in hooks.items() if n != "logits" for layer in layers}
 
 
@@ -167,8 +169,8 @@ def test_reductions_by_pattern() -> None:
     assert kinds["resid_pre"] == kinds["resid_final"] == "rp" and kinds["q"] == "int8" and kinds["ln2"] == "topk"
     assert "mlp_post" not in kinds and "logits" not in kinds and kinds["z"] == "fp8"
     layout = row_layout(selection, DENSE, "bfloat16", 1, found)
-    segment = layout.find("q", 0)
-    assert segment is not None and segment.nbytes == found["q"].stored_width(segment.width, "bfloat16")
+    field = layout.find("q", 0)
+    assert field is not None and field.nbytes == found["q"].stored_width(field.width, "bfloat16")
     assert layout.row_bytes < row_layout(selection, DENSE, "bfloat16").row_bytes
 
 
@@ -195,8 +197,8 @@ def test_the_pattern_comes_in_summary_only_and_never_by_chance() -> None:
     selection = parse_selection("pattern@1-2,q", DENSE)
     found = hook_reductions([("*", "int8"), ("pat*", "attn(4)")], selection, DENSE, 2)
     assert [found[name].kind for name in ("pattern", "q")] == ["attn", "int8"]
-    segment = row_layout(selection, DENSE, "bfloat16", 2, found).find("pattern", 2)
-    assert segment is not None and segment.nbytes == 2 * (4 * 4 + 4 * 4 + 4), "two heads on each of two ranks"
+    field = row_layout(selection, DENSE, "bfloat16", 2, found).find("pattern", 2)
+    assert field is not None and field.nbytes == 2 * (4 * 4 + 4 * 4 + 4), "two heads on each of two ranks"
     for rules, message in (
         ([], r"pattern is captured in summary only; say how in reduce, as in \{'pattern': 'attn\(8\)'\}"),
         ([("*", "int8")], "pattern is captured in summary only"),

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from dmi_connector.reduce import ReduceError, from_settings, parse
 from dmi_connector.reduce.base import Reduction
 from dmi_connector.reduce.basis import METADATA, load
-from dmi_connector.reduce.fp8 import table
+from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.pca import Pca, fit
 from dmi_connector.reduce.projection import DISTRIBUTIONS, RandomProjection, matrix
 from dmi_connector.reduce.topk import TopK
@@ -96,9 +96,11 @@ def test_int8_and_fp8_keep_directions() -> None:
         assert cosine.min() >= least, (spec, cosine.min())
 
 
-def test_fp8_table_is_torchs() -> None:
-    want = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
-    np.testing.assert_array_equal(table(), want)
+def test_fp8_decodes_every_bit_pattern_as_torch_does() -> None:
+    bits = np.arange(256, dtype=np.uint8)
+    stored = np.concatenate([bits, np.ones(1, "f4").view(np.uint8)])
+    want = torch.from_numpy(bits).view(torch.float8_e4m3fn).float().numpy()
+    np.testing.assert_array_equal(Fp8().decode(stored, 256, "bfloat16"), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -291,7 +293,7 @@ def test_pca(basis_file: Path, shards: int) -> None:
     assert isinstance(reduction, Pca)
     bound = reduction.bind("mlp_out", [2], 32 // shards, shards)
     assert from_settings(bound.settings()) == bound and "source" not in bound.settings()
-    x, part = structured(40, 32, seed=5), load(basis_file).part("mlp_out", 2, 8)
+    x, part = structured(40, 32, seed=5), load(basis_file).of("mlp_out", 2, 8)
     parts = []
     for shard in range(shards):
         bound.prepare(32 // shards, torch.device("cpu"), 2, shard)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -121,27 +120,6 @@ def test_capture_args_refuses_before_an_engine_starts() -> None:
         capture_args(owner="me")
     with pytest.raises(OptionError, match="did you mean 'codec'"):
         capture_args(codecs="lz4")
-
-
-def test_the_docs_name_every_option_with_its_default() -> None:
-    text = (DOCS / "OPTIONS.md").read_text()
-    rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
-    for option in fields(ServerOptions):
-        assert option.name in rows, f"docs/OPTIONS.md has no row for the server option {option.name}"
-        if option.name in ("store_dir", "hooks"):
-            continue
-        default = "{}" if option.name == "reduce" else json.dumps(option.default)
-        assert f"`{default}`" in rows[option.name], f"docs/OPTIONS.md: default of {option.name} is {default}"
-    for name in (
-        "include_output_tokens",
-        "dmi.key",
-        "dmi.hooks",
-        "dmi.layers",
-        "dmi.tokens",
-        "dmi.enabled",
-        "dmi.save_path",
-    ):
-        assert name in rows, f"docs/OPTIONS.md has no row for the request option {name}"
 
 
 def test_the_docs_name_all_of_the_contract() -> None:

@@ -173,7 +173,7 @@ def test_a_fault_of_our_own_is_refused_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = make_tracker(tmp_path)
-    monkeypatch.setattr(tracker, "_narrow", lambda params: 1 / 0)
+    monkeypatch.setattr("dmi_connector.engine.tracker.narrow", lambda *_: 1 / 0)
     request = ask({})
     monkeypatch.setattr("dmi_connector.engine.tracker.logger.propagate", True)
     tracker.on_new_request(request)  # type: ignore[arg-type]

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi fidelity`: what reductions keep of captured rows. It reduces full rows offline with the tap's encoders."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.hooks import HOOKS
+from dmi_connector.layout import ITEMSIZE
+from dmi_connector.reduce import ReduceError, Reduction, parse
+from dmi_connector.reduce.pca import Pca
+from dmi_connector.reduce.projection import RandomProjection
+from dmi_connector.reduce.topk import TopK
+from dmi_connector.store.read.capture import Capture, open_capture
+
+DEFAULT = (
+    "int8",
+    "int8(affine)",
+    "int8(32)",
+    "fp8",
+    "round(3)",
+    "topk(64)",
+    "topk(64,sample=0)",
+    "rp(512)",
+    "rp(512,gaussian)",
+)
+"""Reductions that are compared by default."""
+PAIRS = 512
+"""Rows whose cosines with each other are compared."""
+PROBES = 16
+"""Number of probes. A probe separates one frequent token from the others by the difference of their mean rows."""
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Fidelity of one reduction on one layer of a hook. size: stored bytes / raw bytes. measures: see MEASURES."""
+
+    hook: str
+    layer: int | None
+    reduction: str
+    tokens: int
+    width: int
+    size: float
+    measures: dict[str, float]
+
+
+MEASURES = {
+    "cosine_least": "least cosine between a row and what is read back",
+    "cosine_median": "median of these",
+    "error": "norm of the difference as a share of the norm, all rows together",
+    "pairs": "correlation of the cosines between rows, before and after",
+    "probes": "correlation of probe scores, before and after: the least of the probes",
+    "recall": "share of the places of the largest values that were kept",
+    "importance": "Spearman correlation of mean |x| by neuron over all rows, before and after",
+    "variance": "share of the variance about the mean that is read back",
+}
+
+
+def fidelity(
+    stores: Sequence[str | os.PathLike[str]],
+    specs: Sequence[str] = DEFAULT,
+    hooks: str = "*",
+    layers: Sequence[int] | None = None,
+) -> list[Fidelity]:
+    """Reduce the rows of `stores` by each of `specs`, and compare the decoded rows with the full ones.
+
+    specs: reductions as in server options. One that needs more values than a hook has is left out for that hook. hooks:
+    names or wildcards, separated by commas. layers: layer numbers; None: all. Raises ValueError for stores that hold
+    none of the hooks in full.
+    """
+    captures = [open_capture(store, 0) for store in stores]
+    first = captures[0]
+    names = [h for h in first.attrs["hooks"] if any(fnmatch.fnmatch(h, p.strip()) for p in hooks.split(","))]
+    names = [h for h in names if HOOKS[h].scope != "sampled" and HOOKS[h].dtype != "int32"]
+    names = [h for h in names if first.reduction(h) is None]
+    if not names:
+        raise ValueError(
+            f"{first.path} holds no hook in full that matches {hooks!r}; it holds {', '.join(first.hooks)}"
+        )
+    found = []
+    for hook in names:
+        own: list[int | None] = [*first.layers[hook]]
+        for layer in own or [None]:
+            if layers is None or layer is None or layer in layers:
+                rows = np.concatenate([c.numpy(hook, layer) for c in captures])
+                tokens = np.concatenate([c.token_ids for c in captures])
+                dtype = _dtype(first, hook)
+                found += [one for spec in specs if (one := _measure(spec, hook, layer, rows, tokens, dtype))]
+    return found
+
+
+def _dtype(capture: Capture, hook: str) -> str:
+    return str(capture.attrs["hooks"][hook]["dtype"])
+
+
+def _measure(
+    spec: str, hook: str, layer: int | None, rows: np.ndarray, tokens: np.ndarray, dtype: str
+) -> Fidelity | None:
+    import torch
+
+    reduction, width = parse(spec), rows.shape[1]
+    if reduction is None:
+        return None
+    if isinstance(reduction, TopK | RandomProjection):
+        try:
+            reduction.check(width)
+        except ReduceError:  # this hook has too few values
+            return None
+    reduction = reduction.bind(hook, [layer or 0], width, 1)
+    reduction.prepare(width, torch.device("cpu"), layer or 0, 0)
+    values = torch.from_numpy(rows).to(getattr(torch, dtype))
+    stored = reduction.encode(values, layer or 0)
+    raw = stored.float().numpy() if stored.is_floating_point() else stored.numpy()
+    decoded = reduction.decode(raw, width, dtype)
+    size = stored.shape[1] * ITEMSIZE[reduction.stored_dtype(dtype)] / (width * ITEMSIZE[dtype])
+    measures = _measures(reduction, rows, raw, decoded, tokens, layer, dtype)
+    return Fidelity(hook, layer, spec, len(rows), width, size, {k: round(float(v), 6) for k, v in measures.items()})
+
+
+def _measures(
+    reduction: Reduction,
+    rows: np.ndarray,
+    stored: np.ndarray,
+    decoded: np.ndarray,
+    tokens: np.ndarray,
+    layer: int | None,
+    dtype: str,
+) -> dict[str, Any]:
+    if isinstance(reduction, RandomProjection):
+        return {"pairs": _pairs(rows, decoded), "probes": _probes(rows, decoded, reduction, tokens)}
+    if isinstance(reduction, TopK):
+        kept = reduction.indexes(stored, rows.shape[1])
+        true = np.argsort(-np.abs(rows), axis=1, kind="stable")[:, : reduction.k]
+        recall = np.mean([len(np.intersect1d(a, b)) for a, b in zip(kept, true, strict=True)]) / reduction.k
+        importance = _spearman(np.abs(rows).mean(0), reduction.tally(stored, rows.shape[1], dtype).mean())
+        return {"recall": recall, "importance": importance, "error": _error(rows, decoded)}
+    if isinstance(reduction, Pca):
+        from dmi_connector.reduce.basis import load
+
+        decoded = reduction.restore(decoded, load(reduction.source).of(reduction.hook, layer or 0, reduction.k))
+        spread = ((rows - rows.mean(0)) ** 2).sum()
+        return {"variance": 1 - ((rows - decoded) ** 2).sum() / spread, "error": _error(rows, decoded)}
+    cosines = _row_cosines(rows, decoded)
+    return {"cosine_least": cosines.min(), "cosine_median": np.median(cosines), "error": _error(rows, decoded)}
+
+
+def _row_cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Cosines of rows that are not zero."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    there = norms > 0
+    return np.asarray((a * b).sum(1)[there] / norms[there])
+
+
+def _error(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(a))
+
+
+def _unit(rows: np.ndarray) -> np.ndarray:
+    return np.asarray(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30))
+
+
+def _pairs(rows: np.ndarray, decoded: np.ndarray) -> float:
+    chosen = np.random.default_rng(0).permutation(len(rows))[:PAIRS]
+    above = np.triu_indices(len(chosen), 1)
+    before, after = (_unit(x[chosen].astype(np.float64)) for x in (rows, decoded))
+    return float(np.corrcoef((before @ before.T)[above], (after @ after.T)[above])[0, 1])
+
+
+def _probes(rows: np.ndarray, decoded: np.ndarray, reduction: RandomProjection, tokens: np.ndarray) -> float:
+    ids, counts = np.unique(tokens, return_counts=True)
+    scores = []
+    for token in ids[np.argsort(-counts, kind="stable")][:PROBES]:
+        mine = tokens == token
+        if mine.all():
+            continue
+        probe = rows[mine].mean(0) - rows[~mine].mean(0)
+        scores.append(np.corrcoef(rows @ probe, decoded @ reduction.project(probe))[0, 1])
+    return float(min(scores, default=np.nan))
+
+
+def _spearman(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks. Equal values share their mean rank."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return np.asarray((ends - (counts + 1) / 2)[inverse])
+
+
+def markdown(found: Sequence[Fidelity]) -> str:
+    """One table: the worst layer of each hook and reduction."""
+    shown = [name for name in MEASURES if any(name in f.measures for f in found)]
+    lines = ["| hook | width | reduction | size | " + " | ".join(n.replace("_", " ") for n in shown) + " |"]
+    lines.append("|---" * (4 + len(shown)) + "|")
+    for hook, width, spec in dict.fromkeys((f.hook, f.width, f.reduction) for f in found):
+        own = [f for f in found if (f.hook, f.reduction) == (hook, spec)]
+        cells = []
+        for name in shown:
+            values = [f.measures[name] for f in own if name in f.measures]
+            worst = (max if name == "error" else min)(values, default=None)
+            cells.append("" if worst is None else f"{worst:.5f}")
+        lines.append(f"| {hook} | {width} | `{spec}` | {own[0].size:.4f} | " + " | ".join(cells) + " |")
+    meaning = [f"- {name.replace('_', ' ')}: {MEASURES[name]}" for name in shown]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Each row is the worst of its layers. size: bytes in the row as a share of the raw ones.",
+            *meaning,
+        ]
+    )

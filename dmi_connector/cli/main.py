@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `dmi` command. Subcommands import what they need, so reading a store needs neither vllm nor torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def make_parser() -> Parser:
+    """The parser of all subcommands. `serve` has one of its own, see `make_serve_parser`."""
+    import dmi_connector
+
+    parser = Parser(prog="dmi", description="Capture the internal tensors of a model served by vLLM, and look at them.")
+    parser.add_argument("--version", action="version", version=f"dmi {dmi_connector.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+
+    demo = commands.add_parser("demo", help="capture every hook of a tiny model and compare it with transformers")
+    demo.add_argument("--dir", default="demo", help="where model, stores and picture go (default: demo)")
+    demo.add_argument("--hooks", default=None, help="what to capture (default: vllm-full)")
+    demo.add_argument("--keep", action="store_true", help="keep the stores of earlier demos in DIR")
+    demo.set_defaults(run=_demo)
+
+    commands.add_parser("serve", help="vLLM's OpenAI server with capture: dmi serve MODEL --hooks ... [any vllm flag]")
+
+    ls = commands.add_parser("ls", help="list the captures of a store directory")
+    ls.add_argument("dir", metavar="DIR")
+    ls.add_argument("--key", help="only those with this key")
+    ls.add_argument("--request-id", help="only those of this request, with all its children")
+    ls.add_argument("--stats", action="store_true", help="totals by state, bytes, missing rows and why, oldest, newest")
+    ls.add_argument("--json", action="store_true", help="print a JSON list (with --stats, an object)")
+    ls.set_defaults(run=_ls)
+
+    info = commands.add_parser("info", help="arrays, sizes and attributes of a store")
+    info.add_argument("store", metavar="STORE")
+    info.add_argument("--json", action="store_true", help="print a JSON object")
+    info.set_defaults(run=_info)
+
+    verify = commands.add_parser("verify", help="check stores byte by byte; exit 1 when one is damaged")
+    verify.add_argument("path", metavar="STORE|DIR")
+    verify.set_defaults(run=_verify)
+
+    repair = commands.add_parser(
+        "repair", help="make stores of what killed writers left; exit 1 when something is left over"
+    )
+    repair.add_argument("path", metavar="DIR|PARTIAL", help="a store directory, or one NAME.zarr.partial")
+    repair.add_argument("--json", action="store_true", help="print a JSON list")
+    repair.add_argument("--remove-empty", action="store_true", help="remove those with nothing to salvage")
+    repair.set_defaults(run=_repair)
+
+    prune = commands.add_parser("prune", help="remove the oldest finished stores that nobody reads")
+    prune.add_argument("dir", metavar="DIR")
+    prune.add_argument("--older-than", type=_seconds, metavar="AGE", help="those older than this: 3600, 90m, 12h, 7d")
+    prune.add_argument("--keep-bytes", type=_bytes, metavar="SIZE", help="until the rest takes no more: 500M, 2T")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    prune.add_argument("--json", action="store_true", help="print a JSON list")
+    prune.set_defaults(run=_prune)
+
+    export = commands.add_parser("export", help="write a store in another format")
+    export.add_argument("store", metavar="STORE")
+    export.add_argument("--to", choices=("safetensors",), required=True)
+    export.add_argument("-o", "--out", help="default: the store's name in the current directory")
+    export.set_defaults(run=_export)
+
+    fit = commands.add_parser("fit-pca", help="fit principal components on stores, for reduce pca(FILE)")
+    fit.add_argument("stores", metavar="STORE", nargs="+", help="stores that hold the hooks in full")
+    fit.add_argument("--hook", action="append", required=True, metavar="HOOK", help="can be repeated")
+    fit.add_argument("--rank", type=int, required=True, metavar="K", help="components to keep")
+    fit.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
+    fit.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")
+    fit.set_defaults(run=_fit_pca)
+
+    fidelity = commands.add_parser("fidelity", help="what reductions would keep of the rows of stores")
+    fidelity.add_argument("stores", metavar="STORE", nargs="+", help="stores that hold hooks in full")
+    fidelity.add_argument("--reduce", action="append", metavar="SPEC", help="as in server options; can be repeated")
+    fidelity.add_argument("--hooks", default="*", help="names or wildcards, separated by commas (default: all)")
+    fidelity.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
+    fidelity.add_argument("--json", action="store_true", help="print a JSON list, one entry a layer")
+    fidelity.set_defaults(run=_fidelity)
+
+    plot = commands.add_parser("plot", help="draw residual norms by layer and token")
+    plot.add_argument("stores", metavar="STORE", nargs="+")
+    plot.add_argument("-o", "--out", required=True, metavar="PNG")
+    plot.add_argument("--tokenizer", metavar="DIR", help="directory of tokenizer.json, for the words on the axis")
+    plot.set_defaults(run=_plot)
+    return parser
+
+
+def _scaled(text: str, units: dict[str, int]) -> int:
+    match = re.fullmatch(r"(\d{1,15})([a-zA-Z]?)", text, re.ASCII)
+    if match is None or match[2] not in units:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not valid; give a whole number, with one of {', '.join(units)[2:]} behind it or none"
+        )
+    return int(match[1]) * units[match[2]]
+
+
+def _seconds(text: str) -> int:
+    return _scaled(text, {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400})
+
+
+def _bytes(text: str) -> int:
+    return _scaled(text, {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12})
+
+
+def make_serve_parser() -> Parser:
+    """The parser of our flags of `dmi serve`. It takes no abbreviations, which could be flags of vLLM."""
+    from dmi_connector.cli.serve import USAGE, add_options
+
+    parser = Parser(prog="dmi serve", usage=USAGE, allow_abbrev=False)
+    add_options(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0; 1 if it found something wrong; 2 if it could not run."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    from dmi_connector.store.read.capture import CaptureIncomplete
+
+    try:
+        if arguments[:1] == ["serve"]:
+            from dmi_connector.cli.serve import serve
+
+            serve(arguments[1:], make_serve_parser())
+        options = make_parser().parse_args(arguments)
+        return int(options.run(options))
+    except BrokenPipeError:
+        # The reader of our output is gone, as in `dmi ls | head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, KeyError, OSError, CaptureIncomplete) as error:
+        text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        print("dmi: " + " ".join(str(text).split()), file=sys.stderr)
+        return 2
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from dmi_connector.cli import demo
+
+    return demo.run_demo(options.dir, options.hooks or demo.HOOKS, options.keep)
+
+
+def _directory(path: str, kind: str) -> Path:
+    if not os.path.isdir(path):
+        raise ValueError(f"{path} is {'a file' if os.path.exists(path) else 'not there'}; give {kind}")
+    return Path(path)
+
+
+def _ls(options: argparse.Namespace) -> int:
+    from dmi_connector.cli import tables
+    from dmi_connector.store.read.index import find_captures
+
+    found = find_captures(_directory(options.dir, "a store directory"), key=options.key, request_id=options.request_id)
+    if options.stats:
+        totals = tables.stats(found)
+        print(json.dumps(totals, indent=1) if options.json else tables.stats_text(totals))
+    elif options.json:
+        print(json.dumps(tables.captures_json(found), indent=1))
+    elif found:
+        print(tables.captures_text(found))
+    else:
+        narrowed = options.key is not None or options.request_id is not None
+        print(f"no captures in {options.dir}{' match' if narrowed else ''}", file=sys.stderr)
+    return 0
+
+
+def _open(path: str) -> Any:
+    from dmi_connector.store.read.capture import open_capture
+
+    return open_capture(_directory(path, "a store (*.zarr)"), timeout=0, allow_incomplete=True)
+
+
+def _info(options: argparse.Namespace) -> int:
+    from dmi_connector.cli import tables
+
+    capture = _open(options.store)
+    print(json.dumps(tables.info_json(capture), indent=1) if options.json else tables.info_text(capture))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from dmi_connector.store.read.metadata import read_attrs
+    from dmi_connector.store.read.verify import verify_store
+
+    path = _directory(options.path, "a store (*.zarr) or a directory of stores")
+    stores = [path] if (path / "zarr.json").exists() or path.suffix == ".zarr" else sorted(path.glob("*.zarr"))
+    if not stores:
+        raise ValueError(f"{path} holds no finished store (*.zarr); give a store or a directory of stores")
+    damaged = 0
+    for store in stores:
+        problems = verify_store(store)
+        damaged += bool(problems)
+        for problem in problems:
+            print(problem)
+        if not problems:
+            attrs = read_attrs(store)
+            print(f"{store}: sound" + ("" if attrs["complete"] else f", but incomplete: {attrs['reason']}"))
+    print(f"{len(stores)} checked, {damaged} damaged")
+    return 1 if damaged else 0
+
+
+def _repair(options: argparse.Namespace) -> int:
+    from dmi_connector.store.write.repair import repair
+
+    path = _directory(options.path, "a store directory or a partial store (*.zarr.partial)")
+    if path.suffix == ".zarr":
+        raise ValueError(f"{path} is a finished store; give its directory, or a partial store (*.zarr.partial)")
+    outcomes = repair(path, options.remove_empty)
+    if options.json:
+        print(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    elif outcomes:
+        print("\n".join(map(str, outcomes)))
+    else:
+        print(f"no partial stores in {path}", file=sys.stderr)
+    return 1 if any(outcome.state in ("empty", "refused", "failed") for outcome in outcomes) else 0
+
+
+def _prune(options: argparse.Namespace) -> int:
+    from dmi_connector.cli.tables import format_bytes
+    from dmi_connector.store.write.retention import prune
+
+    directory = _directory(options.dir, "a store directory")
+    if options.older_than is None and options.keep_bytes is None:
+        raise ValueError("prune: nothing says what to remove; give --older-than, --keep-bytes or both")
+    removed = prune(directory, options.older_than, options.keep_bytes, dry_run=options.dry_run)
+    if options.json:
+        print(json.dumps([{"store": str(store.path), "bytes": store.nbytes} for store in removed], indent=1))
+        return 0
+    verb = "would be removed" if options.dry_run else "removed"
+    for store in removed:
+        print(f"{store.path}: {verb}, {format_bytes(store.nbytes)}")
+    print(f"{len(removed)} {verb}, {format_bytes(sum(store.nbytes for store in removed))}")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from dmi_connector.analysis.safetensors import export_safetensors
+
+    store = _directory(options.store, "a store (*.zarr)")
+    out = Path(options.out or f"{store.absolute().stem}.safetensors")
+    ids = export_safetensors(store, out)
+    print(f"{out}: layer ids {', '.join(map(str, ids))}")
+    return 0
+
+
+def _fit_pca(options: argparse.Namespace) -> int:
+    from dmi_connector.analysis.fit_pca import fit_pca
+
+    if options.rank < 1:
+        raise ValueError(f"--rank {options.rank} is not valid; keep 1 component or more")
+    stores = [_directory(store, "a store (*.zarr)") for store in options.stores]
+    for name, share in fit_pca(stores, options.hook, options.rank, options.out, options.layer).items():
+        print(f"{name}: {100 * share:.2f} % of the variance")
+    return 0
+
+
+def _fidelity(options: argparse.Namespace) -> int:
+    from dmi_connector.analysis.fidelity import DEFAULT, fidelity, markdown
+
+    stores = [_directory(store, "a store (*.zarr)") for store in options.stores]
+    found = fidelity(stores, options.reduce or DEFAULT, options.hooks, options.layer)
+    print(json.dumps([asdict(one) for one in found], indent=1) if options.json else markdown(found))
+    return 0
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from dmi_connector.analysis.plot import draw_residual_norms
+
+    print(draw_residual_norms([_open(store) for store in options.stores], options.out, options.tokenizer))
+    return 0

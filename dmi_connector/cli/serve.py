@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi serve`: vLLM's OpenAI server with capture."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dmi_connector.args import OWNERS, capture_args
+from dmi_connector.settings import CODECS, FILE_MODES, POLICIES, SINKS, OptionError, ServerOptions
+
+SERVER = "vllm.entrypoints.openai.api_server"
+"""Run as a module: the `vllm` command fails if vLLM was installed from a distribution of another name."""
+
+_CONFLICT = re.compile(
+    r"^(?:--(?P<long>kv[-_]transfer[-_]config|speculative[-_]config)(?:[.=]|$)|(?P<short>-sc)(?:[.=]|$))"
+)
+_CHOICES = {"codec": CODECS, "policy": POLICIES, "sink": SINKS, "file_mode": FILE_MODES}
+
+USAGE = """dmi serve MODEL [--hooks HOOKS] [--store-dir DIR] [--owner OWNER] [option ...] [any vllm flag ...]
+
+       MODEL comes first; flags that are not listed here go to vLLM's server as they are."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add --owner and one flag for each field of `ServerOptions`. The default of each is None."""
+    parser.add_argument(
+        "--owner", choices=OWNERS, help="who owns the rows: draft (default) or target, see docs/CAPTURING.md"
+    )
+    for option in fields(ServerOptions):
+        flag = "--" + option.name.replace("_", "-")
+        default = ",".join(option.default) or "none" if isinstance(option.default, tuple) else option.default
+        if option.name == "store_dir" or default is MISSING:
+            default = "captures"
+        if option.type == "bool":
+            parser.add_argument(flag, action="store_true", default=None, help=f"default {default}")
+            continue
+        if option.name == "reduce":
+            parser.add_argument(flag, type=_rules, metavar="JSON", help='as in \'{"resid_*": "rp(512)", "*": "int8"}\'')
+            continue
+        kind: Any = int if option.type == "int" else str
+        parser.add_argument(flag, type=kind, choices=_CHOICES.get(option.name), help=f"default {default}")
+
+
+def _rules(text: str) -> dict[str, str]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not valid; give JSON, as in {{"resid_*": "rp(512)"}}')
+    return value
+
+
+def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The command line of vLLM's server for the arguments after `dmi serve`.
+
+    Raises OptionError for a bad option, and for flags that configure the connector a second time.
+    """
+    rest = list(argv)
+    model = [rest.pop(0)] if rest and not rest[0].startswith("-") else []
+    options, passed = parser.parse_known_args(rest)
+    if not model and not any(re.match(r"^--(model|config)(=|$)", flag) for flag in passed):
+        raise OptionError("model: none is given; write it first, as in dmi serve MODEL --hooks hidden-states")
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    for flag in passed:
+        match = _CONFLICT.match(flag)
+        if match is not None:
+            raise OptionError(
+                f"{match['long'] or match['short']}: dmi serve writes this flag itself; leave it out, give "
+                f"--hooks, --store-dir and --owner, or run python -m {SERVER} with flags of your own"
+            )
+    command = [sys.executable, "-P", "-m", SERVER]
+    command += ["--model", *model] if model else []
+    if _config_captures(passed, given):
+        return [*command, *passed]
+    flags: list[str] = []
+    for name, value in capture_args(**given).items():
+        flags += [f"--{name}", json.dumps(value)]
+    return [*command, *flags, *passed]
+
+
+def _config_captures(passed: Sequence[str], given: dict[str, Any]) -> bool:
+    """Whether vLLM's --config file configures the connector. Raises OptionError if our flags do so too."""
+    names = [passed[i + 1] for i, flag in enumerate(passed[:-1]) if flag == "--config"]
+    names += [flag.partition("=")[2] for flag in passed if flag.startswith("--config=")]
+    for name in names:
+        path = Path(name)
+        if not path.is_file():
+            raise OptionError(f"config: {name!r} is no file; give a YAML file of vLLM flags, as in configs/")
+        if not re.search(r"^[\"']?kv[-_]transfer[-_]config\b", path.read_text(), re.MULTILINE):
+            continue
+        if given:
+            flags = ", ".join("--" + option.replace("_", "-") for option in given)
+            raise OptionError(
+                f"config: {name!r} has a kv-transfer-config, which {flags} would replace; put these settings "
+                "into the file, or take its kv-transfer-config and speculative-config out"
+            )
+        return True
+    return False
+
+
+def serve(argv: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
+    """Replace this process by the server. Raises OptionError, and ValueError if vLLM is not installed."""
+    command = server_command(argv, parser)
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError("vllm: it is not installed in this environment; install dmi_connector[vllm]")
+    sys.stdout.flush()
+    os.execv(command[0], command)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text tables for the command line."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zarr
+
+from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.index import CaptureInfo
+from dmi_connector.store.read.metadata import read_attrs
+
+ATTRIBUTES = (
+    "model",
+    "architecture",
+    "dtype",
+    "request_id",
+    "key",
+    "complete",
+    "reason",
+    "missing",
+    "finish_reason",
+    "num_tokens",
+    "prompt_len",
+    "start",
+    "seed",
+    "tp",
+    "codec",
+    "chunk_tokens",
+    "segment_tokens",
+    "created",
+    "finished",
+    "versions",
+    "format_version",
+)
+"""Root attributes that `dmi info` prints, in this order."""
+
+NUMBERS = {"raw", "stored", "ratio", "bytes", "tokens", "hooks", "width", "max error"}
+"""Columns that are aligned right."""
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table with aligned columns: those of NUMBERS right, the others left."""
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = []
+    for row in cells:
+        columns = zip(header, row, widths, strict=True)
+        lines.append("  ".join(c.rjust(w) if name in NUMBERS else c.ljust(w) for name, c, w in columns))
+    return "\n".join(line.rstrip() for line in [lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def format_bytes(count: int | None) -> str:
+    """`count` in B, kB, MB, GB or TB (powers of 1000), or "-"."""
+    if count is None:
+        return "-"
+    size, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+@dataclass(frozen=True)
+class ArraySize:
+    """One array of a store. raw: bytes of its values; stored: bytes of its files, metadata included."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layers: str
+    raw: int
+    stored: int
+
+    @property
+    def ratio(self) -> str:
+        """raw / stored, as text."""
+        return f"{self.raw / self.stored:.2f}" if self.stored else "-"
+
+
+def array_sizes(capture: Capture) -> list[ArraySize]:
+    """Every array of a store, hooks first, in the order of its attributes."""
+    hooks: dict[str, Any] = capture.attrs["hooks"]
+    names = list(dict.fromkeys(path.split("/")[0] for path in capture.attrs["files"]))
+    sizes = []
+    for name in [*(n for n in hooks if n in names), *(n for n in names if n not in hooks)]:
+        array = capture.group[name]
+        assert isinstance(array, zarr.Array)
+        stored = sum(size for path, (size, _) in capture.attrs["files"].items() if path.split("/")[0] == name)
+        layers = hooks[name]["layers"] if name in hooks else []
+        dtype = hooks[name]["dtype"] if name in hooks else str(array.dtype)
+        sizes.append(ArraySize(name, array.shape, dtype, format_layers(layers), array.nbytes, stored))
+    return sizes
+
+
+def store_size(capture: Capture) -> ArraySize:
+    """All arrays of a store together; stored counts every file but the root metadata."""
+    sizes = array_sizes(capture)
+    return ArraySize("total", (), "", "", sum(s.raw for s in sizes), sum(s.stored for s in sizes))
+
+
+def format_layers(layers: Sequence[int]) -> str:
+    """Layer numbers as ranges: [0, 1, 2, 5] gives "0-2+5", [] gives "-"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return "+".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
+
+
+def info_text(capture: Capture) -> str:
+    """The table of arrays of a store, and the attributes that matter."""
+    rows = [
+        (
+            s.name,
+            "x".join(map(str, s.shape)),
+            s.dtype,
+            s.layers,
+            format_bytes(s.raw),
+            format_bytes(s.stored),
+            s.ratio,
+        )
+        for s in [*array_sizes(capture), store_size(capture)]
+    ]
+    table = format_table(("array", "shape", "dtype", "layers", "raw", "stored", "ratio"), rows)
+    width = max(map(len, ATTRIBUTES))
+    attributes = [f"{name:<{width}}  {_text(capture.attrs[name])}" for name in ATTRIBUTES if name in capture.attrs]
+    return "\n".join([str(capture.path), "", *attributes, "", table])
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {v}" for k, v in value.items())
+    return "-" if value is None else str(value)
+
+
+def info_json(capture: Capture) -> dict[str, Any]:
+    """The content of `info_text` as JSON."""
+    arrays = [
+        {"name": s.name, "shape": list(s.shape), "dtype": s.dtype, "raw": s.raw, "stored": s.stored}
+        for s in array_sizes(capture)
+    ]
+    attributes = {name: capture.attrs[name] for name in ATTRIBUTES if name in capture.attrs}
+    return {"store": str(capture.path), "attributes": attributes, "arrays": arrays}
+
+
+def captures_text(found: Sequence[CaptureInfo]) -> str:
+    """One line a capture: store, key, request, state, tokens, bytes, start."""
+    rows = [
+        (
+            info.store.name,
+            info.key or "-",
+            info.request_id or "-",
+            "-" if info.num_tokens is None else info.num_tokens,
+            format_bytes(info.bytes),
+            info.started.replace("T", " ").split(".")[0],
+            info.state if info.reason is None else f"{info.state}: {info.reason}",
+        )
+        for info in found
+    ]
+    return format_table(("store", "key", "request", "tokens", "bytes", "started (UTC)", "state"), rows)
+
+
+def captures_json(found: Sequence[CaptureInfo]) -> list[dict[str, Any]]:
+    """The content of `captures_text` as JSON. `store` is the absolute path."""
+    return [{**vars(info), "store": str(Path(info.store).absolute())} for info in found]
+
+
+def stats(found: Sequence[CaptureInfo]) -> dict[str, Any]:
+    """Totals of captures.
+
+    captures: their number. states: {state: captures}. absent: finished captures whose store is gone. bytes, tokens,
+    missing_rows: sums over the stores on disk. reasons: {reason: captures}, with numbers replaced by "#". oldest,
+    newest: start times of stores on disk.
+    """
+    present = [info for info in found if info.finished is not None and info.store.is_dir()]
+    incomplete = [info for info in present if info.state == "incomplete"]
+    missing = [read_attrs(info.store)["missing"] for info in incomplete]
+    reasons = Counter(re.sub(r"\d+", "#", info.reason) for info in found if info.reason)
+    began = [info.started for info in present]
+    return {
+        "captures": len(found),
+        "states": dict(Counter(info.state for info in found).most_common()),
+        "absent": sum(info.state in ("complete", "incomplete") for info in found) - len(present),
+        "bytes": sum(info.bytes or 0 for info in present),
+        "tokens": sum(info.num_tokens or 0 for info in present),
+        "missing_rows": sum(stop - start for ranges in missing for start, stop in ranges),
+        "reasons": dict(reasons.most_common()),
+        "oldest": min(began, default=None),
+        "newest": max(began, default=None),
+    }
+
+
+def stats_text(totals: dict[str, Any]) -> str:
+    """`stats` as text."""
+    shown = {
+        **{name: totals[name] for name in ("captures", "tokens", "missing_rows", "absent")},
+        "bytes": format_bytes(totals["bytes"]),
+        **{f"state {state}": count for state, count in totals["states"].items()},
+        **{name: (totals[name] or "-").replace("T", " ").split(".")[0] for name in ("oldest", "newest")},
+    }
+    lines = [f"{name.replace('_', ' '):<18}{value}" for name, value in shown.items()]
+    return "\n".join(lines + [f"{count} x {reason}" for reason, count in totals["reasons"].items()])

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random models with a tokenizer, written to disk. Demo and tests serve them without a model hub.
+
+Every model has 3 layers, a vocabulary of 512 tokens and head_dim 32, the least that vLLM's CPU attention takes. torch
+and transformers are imported when a model is made, so that `ENV` can be set before.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+"""Environment of such a run: offline, no usage reports, a small KV cache."""
+
+VOCAB = 512
+SPECIAL = ("<|pad|>", "<|bos|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Special tokens. <|endoftext|> is among them because Qwen2Tokenizer adds it where it is missing."""
+PAD, BOS, EOS = 0, 1, 2
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 2048,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+# Qwen2 and GPT-2 in vLLM derive head_dim as hidden_size / heads, so 128 gives the least head_dim of 32.
+_GQA_128 = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 192,
+}
+ARCHS: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "tie_word_embeddings": True,
+    },
+    "qwen2": {**_GQA_128, "tie_word_embeddings": False},
+    "llama": {**_GQA_128, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "mistral": {**_GQA_128, "head_dim": 32, "sliding_window": None, "tie_word_embeddings": False},
+    "qwen3_moe": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+    "gpt2": {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 1024},
+}
+
+_CORPUS = """
+the model reads a prompt and answers with one token after another, and every layer adds something to the
+residual stream: attention moves information between positions, while the feed forward block works on each
+position alone. a capture keeps what a hook saw, for prompt and generated tokens, in a store that anyone can
+open later. hello world, this is a small test of a tokenizer; numbers such as 0 1 2 3 10 42 100 are split.
+once upon a time there was a quick brown fox who jumped over the lazy dog near river banks in early spring.
+people write questions: what is the capital of france? how many planets circle the sun? why does it rain?
+please explain quantum physics, music theory, history, cooking, gardening and chess to young children today.
+"""
+"""Text to train the tokenizer on: enough words for the 251 merges of the vocabulary."""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of exactly VOCAB tokens, with a chat template. It encodes any text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    core.train_from_iterator(_CORPUS.strip().splitlines(), trainer)
+    if core.get_vocab_size() != VOCAB:
+        raise ValueError(f"the corpus gives {core.get_vocab_size()} tokens, not {VOCAB}: add words to it")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=SPECIAL[PAD],
+        bos_token=SPECIAL[BOS],
+        eos_token=SPECIAL[EOS],
+        additional_special_tokens=list(SPECIAL[3:]),
+        model_max_length=1024,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(arch: str, dir: str | Path, dtype: str = "float32", seed: int = 0, **config: Any) -> Path:
+    """Write a seeded random model of `arch` (a key of ARCHS) with its tokenizer into `dir`.
+
+    `config` overrides fields of the transformers configuration. The same arguments write the same weights;
+    dtype "bfloat16" rounds those of "float32". Returns `dir`. Raises ValueError for an unknown `arch`.
+    """
+    if arch not in ARCHS:
+        raise ValueError(f"arch {arch!r} is unknown: known architectures are {', '.join(ARCHS)}")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    fields = {**_COMMON, **ARCHS[arch], **config}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(arch, **fields), dtype=torch.float32)
+    with torch.no_grad():
+        _fill(model, torch.Generator().manual_seed(seed))
+    model.to(getattr(torch, dtype))
+    model.config.dtype = dtype
+    model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
+    path = Path(dir)
+    model.save_pretrained(path, safe_serialization=True)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+_NORM = 0.5  # gain of the norms of the residual stream
+_QK = 1.3  # size of queries and keys: attention logits of standard deviation about 1.7
+_GAIN = {"q_proj": _QK / _NORM, "k_proj": _QK / _NORM, "v_proj": 0.5, "gate": 3.0, "down_proj": 2.0}
+
+
+def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Draw every parameter so that rounding errors stay small and attention is far from uniform.
+
+    Attention kernels differ by about 1e-6 of their values, and every layer passes that on. With small values, and
+    layers that add little to the embedding, two float32 programs stay within 1e-5 of each other. Norm gains and biases
+    are random, so that a hook on the wrong side of a norm is found.
+    """
+    import torch
+
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    for name, weight in sorted(model.named_parameters()):
+        leaf = name.split(".")[-2] if name.endswith((".weight", ".bias")) else name.split(".")[-1]
+        noise = torch.randn(weight.shape, generator=generator)
+        if name.endswith(".bias"):
+            weight.copy_(0.05 * noise)
+        elif leaf in ("q_norm", "k_norm"):
+            weight.copy_(_QK + 0.2 * noise)
+        elif weight.dim() == 1:
+            gain = _NORM + 0.1 * noise
+            # Of one sign, it would make every token with tied embeddings its own best successor.
+            weight.copy_(gain * noise.roll(1).sign() if leaf in ("norm", "ln_f") else gain)
+        elif leaf in ("embed_tokens", "wte", "wpe", "lm_head"):
+            weight.copy_((0.15 if leaf == "lm_head" else 0.3) * noise)
+            if leaf == "lm_head" or (tied and leaf != "wpe"):
+                weight[: len(SPECIAL)] *= 0.1  # greedy decoding must not end early
+        else:
+            weight.copy_(_GAIN.get(leaf, 1.0) * noise / math.sqrt(weight.shape[_input_axis(leaf)]))
+            if leaf == "c_attn":
+                size = weight.shape[0]
+                weight[:, : 2 * size] *= _GAIN["q_proj"]
+                weight[:, 2 * size :] *= _GAIN["v_proj"]
+
+
+def _input_axis(leaf: str) -> int:
+    """The input axis of a weight: GPT-2's Conv1D keeps [in, out], all others [..., out, in]."""
+    return 0 if leaf in ("c_attn", "c_fc", "c_proj") else -1

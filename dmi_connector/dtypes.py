@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dtypes of captured values, under the names that stores and Zarr use. bfloat16 is the one of ml_dtypes."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+_INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype that `name` stands for, little-endian as on disk."""
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name).newbyteorder("<")
+
+
+ITEMSIZE = {name: numpy_dtype(name).itemsize for name in (*FLOATS, *_INTEGERS)}
+"""Bytes of one element, for every dtype that a store can hold."""

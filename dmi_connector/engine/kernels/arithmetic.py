@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic that the reducing kernels share. Each result equals that of the torch encoders in `reduce/` to the bit."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INT8_MAX = tl.constexpr(127.0)
+"""Largest magnitude of a stored int8."""
+E4M3_MAX = tl.constexpr(448.0)
+"""Largest e4m3 number (`reduce.fp8.LARGEST`)."""
+_NEAREST = tl.constexpr(12582912.0)
+"""1.5 * 2**23. Added and subtracted again, it rounds a small float32 to the nearest integer, ties to even."""
+_NEAREST_SUBNORMAL = tl.constexpr(24576.0)
+"""1.5 * 2**14. Added and subtracted again, it rounds to a multiple of 2**-9, the step of subnormal e4m3 numbers."""
+_LEAST_NORMAL = tl.constexpr(0.015625)
+"""2**-6, the smallest normal e4m3 number."""
+_LEAST = tl.constexpr(2.0**-100)
+"""`reduce.base.LEAST_SPAN`: rows and groups with a smaller span become zeros, so that no quotient overflows."""
+
+
+@triton.jit
+def load_row(x, columns, width: tl.constexpr):
+    """float32 values at `columns`, 0 beyond the row."""
+    return tl.load(x + columns, mask=columns < width, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def largest(x, width: tl.constexpr, BLOCK: tl.constexpr):
+    """max|x| of a row."""
+    found = tl.zeros([BLOCK], tl.float32)
+    for start in tl.static_range(0, width, BLOCK):
+        found = tl.maximum(found, tl.abs(load_row(x, start + tl.arange(0, BLOCK), width)))
+    return tl.max(found, 0)
+
+
+@triton.jit
+def quantise(value, inverse):
+    """int8 of value * inverse."""
+    scaled = value * inverse
+    nearest = (scaled + _NEAREST) - _NEAREST
+    return tl.minimum(tl.maximum(nearest, -INT8_MAX), INT8_MAX).to(tl.int8)
+
+
+@triton.jit
+def scale_of(span, steps: tl.constexpr):
+    """span / steps."""
+    return tl.div_rn(span, span * 0 + steps)
+
+
+@triton.jit
+def steps_over(steps: tl.constexpr, span):
+    """steps / span, 0 where the span is next to nothing."""
+    large = span >= _LEAST
+    return tl.where(large, tl.div_rn(span * 0 + steps, tl.where(large, span, 1.0)), 0.0)
+
+
+@triton.jit
+def nearest_e4m3(value):
+    """The float32 that is the nearest e4m3 number, ties to even, so that the conversion itself rounds nothing."""
+    bits = value.to(tl.int32, bitcast=True)
+    normal = ((bits + ((1 << 19) - 1) + ((bits >> 20) & 1)) & ~((1 << 20) - 1)).to(tl.float32, bitcast=True)
+    subnormal = (value + _NEAREST_SUBNORMAL) - _NEAREST_SUBNORMAL
+    subnormal = tl.where(subnormal == 0, value * 0.0, subnormal)  # keeps the sign
+    return tl.where(tl.abs(value) < _LEAST_NORMAL, subnormal, normal)
+
+
+@triton.jit
+def magnitude(raw, inside):
+    """|value| as an integer of the same order, -1 outside."""
+    return tl.where(inside, raw.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention summaries: what each head attended to most, and the entropy of its weights (`reduce.attn`)."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+_ROWS, _KEYS = 16, 64
+"""Least rows (queries x heads that share keys) of a program, and keys that it looks at in one step."""
+_MASKED = tl.constexpr(-1e30)
+"""Score of a masked key. Minus infinity would give NaN where a whole tile is masked."""
+_QUERIES = 256
+"""Queries of a request that the twin computes at a time: scores take heads x this x context x 4 bytes."""
+
+
+def summarise(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    offset: int,
+    m: int,
+    scale: float,
+) -> None:
+    """Write the summary of each query at byte `offset` (a multiple of 4) of its row. The kernel's launch.
+
+    query: [tokens, heads, head_dim], last dimension contiguous. keys: [blocks, kv heads, block, head_dim], last
+    dimension contiguous. block_table, query_start_loc, seq_lens: as in vLLM's attention metadata. slots: int64;
+    negative ones are padding. rows: uint8 [slots, row bytes], contiguous. scale: of the scores.
+
+    Every query looks at all keys up to its own: heads x head_dim x context multiply-adds, once more than attention.
+    """
+    assert query.stride(2) == keys.stride(3) == 1 and rows.is_contiguous() and offset % 4 == 0
+    tokens, heads, size = query.shape
+    kv_heads, block = keys.shape[1], keys.shape[2]
+    group = heads // kv_heads
+    tile = max(1, _ROWS // group)
+    requests = query_start_loc.shape[0] - 1
+    words = rows.view(torch.int32)
+    summary_kernel[(tokens // tile + requests, kv_heads)](
+        query, keys, block_table, query_start_loc, seq_lens, slots, words,
+        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), block_table.stride(0),
+        words.stride(0), offset // 4, requests, slots.shape[0], scale,
+        M=m, TOP=triton.next_power_of_2(m), GROUP=group, TILE=tile,
+        ROWS=max(_ROWS, triton.next_power_of_2(tile * group)), SIZE=size, WIDE=max(16, triton.next_power_of_2(size)),
+        BLOCK=block, KEYS=_KEYS, EXACT=query.dtype == torch.float32, num_warps=4,
+    )  # fmt: skip
+
+
+def summaries_torch(
+    query: torch.Tensor,
+    keys_of: Callable[[torch.Tensor], torch.Tensor],
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    m: int,
+    scale: float,
+) -> torch.Tensor:
+    """The kernel's twin in plain torch. Returns the summaries, int32 [tokens, heads * (2 m + 1)] (see reduce/attn.py).
+
+    keys_of: block numbers -> keys [blocks, kv heads, block, head_dim]. The other arguments are those of `summarise`.
+    """
+    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+    heads, size = query.shape[1:]
+    out = torch.zeros(query.shape[0], heads, 2 * m + 1, dtype=torch.int32)
+    for request, (start, stop) in enumerate(itertools.pairwise(starts)):
+        length = lengths[request] if stop > start else 0
+        if not length:
+            continue
+        blocks = keys_of(block_table[request])
+        block = blocks.shape[2]
+        keys = blocks[: -(-length // block)].permute(1, 0, 2, 3).reshape(blocks.shape[1], -1, size)[:, :length].float()
+        group = heads // keys.shape[0]
+        for first in range(start, stop, _QUERIES):
+            last = min(first + _QUERIES, stop)
+            q = query[first:last].float().view(last - first, keys.shape[0], group, size)
+            scores = torch.einsum("tkgd,knd->tkgn", q, keys).reshape(last - first, heads, length) * scale
+            position = torch.arange(length - (stop - first), length - (stop - last))
+            scores.masked_fill_(torch.arange(length) > position[:, None, None], -torch.inf)
+            out[first:last] = _words(scores, position, m)
+    return out.view(query.shape[0], heads * (2 * m + 1))
+
+
+def _words(scores: torch.Tensor, position: torch.Tensor, m: int) -> torch.Tensor:
+    """Masked scores [tokens, heads, keys] -> int32 [tokens, heads, 2 m + 1]."""
+    log_weights = scores.log_softmax(-1)
+    weights = log_weights.exp()
+    entropy = -(weights * log_weights.nan_to_num(neginf=0)).sum(-1)
+    # A stable sort puts equal scores by position; topk does not promise that.
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :m]
+    kept = weights.gather(-1, order)
+    order = order.masked_fill(order > position[:, None, None], -1)
+    lacking = m - order.shape[-1]
+    order = torch.nn.functional.pad(order, (0, lacking), value=-1)
+    kept = torch.nn.functional.pad(kept, (0, lacking)).masked_fill(order < 0, 0)
+    return torch.cat([order.int(), kept.view(torch.int32), entropy[..., None].view(torch.int32)], -1)
+
+
+@triton.jit(do_not_specialize=["requests", "slot_count"])
+def summary_kernel(
+    query, keys, table, starts, lengths, slots, rows,
+    q_token, q_head, k_block, k_head, k_token, table_row, row_words, offset, requests, slot_count, scale,
+    M: tl.constexpr, TOP: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of queries, kv heads). Request r has the tiles from starts[r] // TILE + r on, so that none is shared.
+
+    Each of the largest scores is kept as one int64: the score's bits above, the position below. So no two are equal,
+    and the lower position wins a tie.
+    """
+    LEAST: tl.constexpr = -(2**63)
+    LAST: tl.constexpr = 0x7FFFFFFF  # less the position: the larger number is the lower position
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    low, high = 0, requests - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(starts + middle) // TILE + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    start = tl.load(starts + low)
+    count = tl.load(starts + low + 1) - start
+    first = (tile - start // TILE - low) * TILE
+    length = tl.load(lengths + low)
+    if first < count:
+        row = tl.arange(0, ROWS)
+        index = first + row // GROUP
+        real = (row < TILE * GROUP) & (index < count)
+        token = (start + index).to(tl.int64)
+        head = kv_head * GROUP + row % GROUP
+        position = length - count + index
+        column = tl.arange(0, WIDE)
+        q = tl.load(
+            query + token[:, None] * q_token + head[:, None] * q_head + column[None, :],
+            mask=real[:, None] & (column < SIZE)[None, :],
+            other=0.0,
+        )
+        largest = tl.full([ROWS], _MASKED, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        moment = tl.zeros([ROWS], tl.float32)
+        top = (tl.zeros([ROWS, TOP], tl.int64) + LEAST) + tl.arange(0, TOP)[None, :]
+        stop = tl.minimum(length - count + first + TILE, length)
+        for begin in range(0, stop, KEYS):
+            at = begin + tl.arange(0, KEYS)
+            there = at < stop
+            page = tl.load(table + low * table_row + at // BLOCK, mask=there, other=0).to(tl.int64)
+            k = tl.load(
+                keys + (page * k_block + kv_head * k_head + (at % BLOCK) * k_token)[None, :] + column[:, None],
+                mask=there[None, :] & (column < SIZE)[:, None],
+                other=0.0,
+            )
+            if EXACT:
+                score = tl.dot(q, k, input_precision="ieee") * scale
+            else:
+                score = tl.dot(q, k) * scale
+            seen = there[None, :] & (at[None, :] <= position[:, None]) & real[:, None]
+            score = tl.where(seen, score + 0.0, _MASKED)
+            bound = tl.maximum(largest, tl.max(score, 1))
+            shrink = tl.exp(largest - bound)
+            above = score - bound[:, None]
+            weight = tl.where(seen, tl.exp(above), 0.0)
+            moment = shrink * (moment + (largest - bound) * total) + tl.sum(tl.where(seen, weight * above, 0.0), 1)
+            total = shrink * total + tl.sum(weight, 1)
+            largest = bound
+            bits = score.to(tl.int32, bitcast=True)
+            ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+            found = tl.where(seen, (ordered << 32) | (LAST - at)[None, :].to(tl.int64), LEAST)
+            best = tl.max(found, 1)
+            worst = tl.min(top, 1)
+            while tl.max((best > worst).to(tl.int32), 0) > 0:
+                top = tl.where((top == worst[:, None]) & (best > worst)[:, None], best[:, None], top)
+                found = tl.where(found == best[:, None], LEAST, found)
+                best = tl.max(found, 1)
+                worst = tl.min(top, 1)
+        slot = tl.load(slots + token, mask=real & (token < slot_count), other=-1)
+        keep = real & (slot >= 0)
+        out = rows + slot * row_words + offset + head * (2 * M + 1)
+        entropy = tl.log(total) - moment / total
+        tl.store(out + 2 * M, entropy.to(tl.int32, bitcast=True), mask=keep)
+        # TOP - M of those kept are not wanted: the smallest.
+        for i in tl.static_range(M):
+            best = tl.max(top, 1)
+            top = tl.where(top == best[:, None], LEAST, top)
+            held = best > LEAST + TOP
+            ordered = (best >> 32).to(tl.int32)
+            score = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+            weight = tl.where(held, tl.exp(score - largest) / total, 0.0)
+            where = tl.where(held, LAST - (best & 0xFFFFFFFF).to(tl.int32), -1)
+            tl.store(out + i, where, mask=keep)
+            tl.store(out + M + i, weight.to(tl.int32, bitcast=True), mask=keep)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoders of one row of values, a function for each mode. The torch encoders in `reduce/` are their twins.
+
+Each writes a row of `width` values to `row` as its mode says, BLOCK values at a time.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dmi_connector.engine.kernels.arithmetic import (
+    E4M3_MAX,
+    INT8_MAX,
+    largest,
+    load_row,
+    nearest_e4m3,
+    quantise,
+    scale_of,
+    steps_over,
+)
+
+MODES = {"copy": 0, "int8": 1, "affine": 2, "fp8": 3, "round": 4, "topk": 5, "exact": 6, "groups": 7, "deferred": 8}
+"""Modes of `Reduction.fused`, and "deferred": written to a buffer as it is, to be reduced at the end of the step."""
+COPY = tl.constexpr(MODES["copy"])
+INT8 = tl.constexpr(MODES["int8"])
+AFFINE = tl.constexpr(MODES["affine"])
+FP8 = tl.constexpr(MODES["fp8"])
+ROUND = tl.constexpr(MODES["round"])
+GROUPS = tl.constexpr(MODES["groups"])
+TOPK = tl.constexpr(MODES["topk"])
+EXACT = tl.constexpr(MODES["exact"])
+DEFERRED = tl.constexpr(MODES["deferred"])
+
+
+@triton.jit
+def encode(row, x, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
+    """Encode a row. NUMBER: mantissa bits dropped (ROUND), values of a group (GROUPS). TILE: values at a time, at
+    most.
+    """
+    half: tl.constexpr = TILE // 2 if width <= TILE // 2 else TILE
+    BLOCK: tl.constexpr = TILE // 4 if width <= TILE // 4 else half
+    if MODE == COPY:
+        _copy(row, x, width, BLOCK)
+    elif MODE == ROUND:
+        _round(row, x, width, NUMBER, BLOCK)
+    elif MODE == INT8:
+        _int8(row, x, width, BLOCK)
+    elif MODE == GROUPS:
+        _groups(row, x, width, NUMBER, NUMBER if BLOCK < NUMBER else BLOCK)
+    elif MODE == AFFINE:
+        _affine(row, x, width, BLOCK)
+    else:
+        tl.static_assert(MODE == FP8)
+        _fp8(row, x, width, BLOCK)
+
+
+@triton.jit
+def _copy(row, x, width: tl.constexpr, BLOCK: tl.constexpr):
+    out = row.to(tl.pointer_type(x.dtype.element_ty))
+    for start in tl.static_range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        tl.store(out + columns, tl.load(x + columns, mask=columns < width), mask=columns < width)
+
+
+@triton.jit
+def _round(row, x, width: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr):
+    integer: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.float32 else tl.int16
+    # The bits of the exponent: all set in infinities and NaN, which are not rounded.
+    exponent: tl.constexpr = (
+        0x7F800000 if x.dtype.element_ty == tl.float32 else (0x7C00 if x.dtype.element_ty == tl.float16 else 0x7F80)
+    )
+    out = row.to(tl.pointer_type(integer))
+    for start in tl.static_range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        bits = tl.load(x + columns, mask=columns < width, other=0.0).to(integer, bitcast=True)
+        odd = (bits >> DROP) & 1
+        rounded = (bits + ((1 << (DROP - 1)) - 1) + odd) & ~((1 << DROP) - 1)
+        tl.store(out + columns, tl.where((bits & exponent) == exponent, bits, rounded), mask=columns < width)
+
+
+@triton.jit
+def _int8(row, x, width: tl.constexpr, BLOCK: tl.constexpr):
+    padded: tl.constexpr = (width + 3) // 4 * 4
+    span = largest(x, width, BLOCK)
+    inverse = steps_over(INT8_MAX, span)
+    out = row.to(tl.pointer_type(tl.int8))
+    for start in tl.static_range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        tl.store(out + columns, quantise(load_row(x, columns, width), inverse), mask=columns < padded)
+    tl.store((row + padded).to(tl.pointer_type(tl.float32)), scale_of(span, INT8_MAX))
+
+
+@triton.jit
+def _groups(row, x, width: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    padded: tl.constexpr = (width + 3) // 4 * 4
+    count: tl.constexpr = (width + GROUP - 1) // GROUP
+    out = row.to(tl.pointer_type(tl.int8))
+    scales = (row + padded).to(tl.pointer_type(tl.uint16))
+    for start in tl.static_range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        groups = tl.reshape(load_row(x, columns, width), (BLOCK // GROUP, GROUP))
+        bits = scale_of(tl.max(tl.abs(groups), 1), INT8_MAX).to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # the nearest bfloat16, ties to even
+        scale = (bits << 16).to(tl.float32, bitcast=True)
+        stored = quantise(groups, steps_over(1.0, scale)[:, None])
+        tl.store(out + columns, tl.reshape(stored, (BLOCK,)), mask=columns < padded)
+        numbers = start // GROUP + tl.arange(0, BLOCK // GROUP)
+        tl.store(scales + numbers, bits.to(tl.uint16), mask=numbers < count)
+    if count % 2:
+        tl.store(scales + count, 0)
+
+
+@triton.jit
+def _affine(row, x, width: tl.constexpr, BLOCK: tl.constexpr):
+    padded: tl.constexpr = (width + 3) // 4 * 4
+    low = tl.full([BLOCK], float("inf"), tl.float32)
+    high = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in tl.static_range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        value = load_row(x, columns, width)
+        low = tl.where(columns < width, tl.minimum(low, value), low)
+        high = tl.where(columns < width, tl.maximum(high, value), high)
+    least, most = tl.min(low, 0), tl.max(high, 0)
+    inverse = steps_over(2 * INT8_MAX, most - least)
+    offset = (most + least) / 2 + 0.0  # never -0.0
+    out = row.to(tl.pointer_type(tl.int8))
+    for start in tl.static_range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        stored = quantise(load_row(x, columns, width) - offset, inverse)
+        tl.store(out + columns, tl.where(columns < width, stored, 0), mask=columns < padded)
+    ends = (row + padded).to(tl.pointer_type(tl.float32))
+    tl.store(ends, scale_of(most - least, 2 * INT8_MAX))
+    tl.store(ends + 1, offset)
+
+
+@triton.jit
+def _fp8(row, x, width: tl.constexpr, BLOCK: tl.constexpr):
+    padded: tl.constexpr = (width + 3) // 4 * 4
+    span = largest(x, width, BLOCK)
+    inverse = steps_over(E4M3_MAX, span)
+    for start in tl.static_range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        scaled = load_row(x, columns, width) * inverse
+        exact = nearest_e4m3(tl.minimum(tl.maximum(scaled, -E4M3_MAX), E4M3_MAX))
+        tl.store(row + columns, exact.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=columns < padded)
+    tl.store((row + padded).to(tl.pointer_type(tl.float32)), scale_of(span, E4M3_MAX))

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathers rows into payloads, in the layout of the store."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+"""Units of 4 bytes that a program copies at a time."""
+_TOKENS = 8
+"""Rows that a program copies."""
+
+
+def gather_index(slots: np.ndarray, start: int) -> np.ndarray:
+    """Index entries (see `gather_rows`) of rows that together make the payload at byte `start`. int64 [rows, 4]."""
+    count = len(slots)
+    index = np.empty((count, 4), np.int64)
+    index[:, 0], index[:, 1], index[:, 2], index[:, 3] = slots, start, count, np.arange(count)
+    return index
+
+
+def gather_rows(rows: torch.Tensor, index: torch.Tensor, table: torch.Tensor, payload: torch.Tensor) -> None:
+    """Gather rows into payloads: field after field of the table, each a block [rows of the payload, bytes].
+
+    rows: uint8 [slots, row bytes], contiguous. index: int64 [n, 4]: slot, byte offset of the row's payload (a multiple
+    of 16), rows of that payload, number of the row in it. table: int64 [fields, 3], see `ChunkLayout`; multiples of 4.
+    payload: uint8. All on one device.
+    """
+    (gather_rows_triton if rows.is_cuda else gather_rows_torch)(rows, index, table, payload)
+
+
+def gather_rows_torch(rows: torch.Tensor, index: torch.Tensor, table: torch.Tensor, payload: torch.Tensor) -> None:
+    """The kernel's twin in plain torch."""
+    for start in index[:, 1].unique().tolist():
+        mine = index[index[:, 1] == start]
+        count = int(mine[0, 2])
+        picked = rows[mine[:, 0]]
+        for source, nbytes, base in table.tolist():
+            begin = start + base * count
+            block = payload[begin : begin + nbytes * count].view(count, nbytes)
+            block.index_copy_(0, mine[:, 3], picked[:, source : source + nbytes])
+
+
+def gather_rows_triton(rows: torch.Tensor, index: torch.Tensor, table: torch.Tensor, payload: torch.Tensor) -> None:
+    """The kernel's launch."""
+    assert rows.dtype == payload.dtype == torch.uint8 and rows.is_contiguous() and payload.is_contiguous()
+    assert index.dtype == table.dtype == torch.int64 and index.is_contiguous() and table.is_contiguous()
+    unit = torch.int32  # the width of every field is a multiple of 4 bytes; rows of int32 vectorise to 16 bytes
+    grid = (table.shape[0], -(-index.shape[0] // _TOKENS))
+    gather_rows_kernel[grid](
+        rows.view(unit), index, table, payload.view(unit), index.shape[0], rows.shape[1] // 4,
+        TOKENS=_TOKENS, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def gather_rows_kernel(rows, index, table, payload, count, row_units, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (fields, row tiles): one program copies one field of TOKENS rows. Units are 4 bytes."""
+    line = table + tl.program_id(0) * 3
+    source = tl.load(line) // 4
+    units = tl.load(line + 1) // 4
+    base = tl.load(line + 2) // 4
+    first = tl.program_id(1) * TOKENS
+    for row in range(first, min(first + TOKENS, count)):
+        entry = index + row * 4
+        data = rows + tl.load(entry) * row_units + source
+        block = tl.load(entry + 1) // 4 + base * tl.load(entry + 2)
+        out = payload + block + tl.load(entry + 3) * units
+        for start in range(0, units, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            mask = columns < units
+            tl.store(out + columns, tl.load(data + columns, mask=mask), mask=mask)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduces values on their way into rows: several values of one layer, or one hook of many layers."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dmi_connector.engine.kernels.copy import copy_rows_torch
+from dmi_connector.engine.kernels.encode import COPY, DEFERRED, EXACT, MODES, TOPK, encode
+from dmi_connector.engine.kernels.launch import DECODE_TOKENS, Launch
+from dmi_connector.engine.kernels.top import encode_top
+from dmi_connector.reduce import Reduction
+from dmi_connector.reduce.topk import MOST
+
+_SHAPES = {True: (4096, 8), False: (2048, 4)}
+"""(values that a program reduces at a time, its warps), in decode steps and in larger ones. In decode programs wait for
+memory, in larger steps for room on the GPU (measured on an H200).
+"""
+_SEARCHES = ("topk", "exact")
+"""Modes that search a row for its largest values."""
+_FEW_TOKENS, _THREAD_VALUES = 16, {True: 64, False: 128}
+"""Values that a thread of a search takes at most, in steps of at most _FEW_TOKENS and in larger ones (H200)."""
+
+
+class Target(NamedTuple):
+    """Where one value of a launch goes and how: its width, byte offset, mode (see `encode.MODES`) and the mode's
+    number.
+    """
+
+    width: int
+    offset: int
+    mode: str
+    number: int
+
+
+class ReduceRows:
+    """Reduces up to MAX_VALUES values in one launch. Values of mode "deferred" go to a buffer as they are."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._targets = targets
+        self._launches: dict[tuple[torch.device, bool], Launch] = {}
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        values: Sequence[torch.Tensor],
+        strides: Sequence[int],
+        tokens: int,
+        buffer: torch.Tensor,
+    ) -> None:
+        """Reduce `values[i][t]` into row `slots[t]`; a negative slot is skipped.
+
+        rows, buffer: uint8 [slots, row bytes], [>= tokens, bytes], contiguous. slots: int64. values: [>= tokens, width]
+        each. strides: row strides of the values, whose last dimension is contiguous.
+        """
+        assert rows.dtype == torch.uint8 and rows.is_contiguous() and slots.dtype == torch.int64
+        assert buffer.dtype == torch.uint8 and buffer.is_contiguous()
+        launch = self._launch(rows.device, tokens <= DECODE_TOKENS)
+        grid = (tokens, len(self._targets), 1)
+        launch(grid, [rows, slots, buffer], [rows.stride(0), buffer.stride(0)], values, strides)
+
+    def _launch(self, device: torch.device, decode: bool) -> Launch:
+        if (device, decode) not in self._launches:
+            widths, offsets, modes, numbers = zip(*self._targets, strict=True)
+            tile, warps = _SHAPES[decode]
+            fixed = [offsets, widths, tuple(MODES[mode] for mode in modes), numbers, tile]
+            # Without fusion products are rounded before they are added to, as in torch.
+            launch = Launch(reduce_rows_kernel, fixed, num_warps=warps, enable_fp_fusion=False)
+            self._launches[device, decode] = launch
+        return self._launches[device, decode]
+
+
+def reduce_layers(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    reduction: Reduction,
+    layers: Sequence[int],
+    base: int = 0,
+) -> None:
+    """Reduce one hook of many layers into rows `slots`.
+
+    rows: uint8 [slots, row bytes], contiguous. values: [tokens, layers, width], last dimension contiguous. offsets:
+    int64 [layers] on the same device, multiples of 16; layer i goes to byte base + offsets[i] of a row.
+    """
+    (reduce_layers_triton if rows.is_cuda else reduce_layers_torch)(
+        rows, slots, values, offsets, reduction, layers, base
+    )
+
+
+def reduce_layers_torch(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    reduction: Reduction,
+    layers: Sequence[int],
+    base: int = 0,
+) -> None:
+    """The kernel's twin in plain torch."""
+    numbers = slots[: values.shape[0]]
+    for index, (layer, offset) in enumerate(zip(layers, offsets.tolist(), strict=True)):
+        encoded = as_words(reduction.encode(values[: len(numbers), index], layer, numbers))
+        copy_rows_torch(rows, numbers, [encoded], [base + offset])
+
+
+def as_words(encoded: torch.Tensor) -> torch.Tensor:
+    """Encoded rows for `copy_rows_torch`: bytes as int32, since reductions store multiples of 4 bytes."""
+    return encoded.view(torch.int32) if encoded.dtype == torch.uint8 else encoded
+
+
+def reduce_layers_triton(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    reduction: Reduction,
+    layers: Sequence[int],
+    base: int = 0,
+) -> None:
+    """The kernel's launch, after what library operations do first (`Reduction.before_layers`)."""
+    assert rows.dtype == torch.uint8 and rows.is_contiguous() and slots.dtype == offsets.dtype == torch.int64
+    tokens = min(values.shape[0], slots.shape[0])
+    if tokens == 0:
+        return
+    mode, number = reduction.fused(str(values.dtype).removeprefix("torch."))
+    source = reduction.before_layers(values, layers)
+    assert source.stride(2) == 1
+    width = source.shape[2]
+    launch = _layers_launch(mode, number, width, _layers_shape(mode, width, tokens))
+    integers = [base, source.stride(0), source.stride(1), rows.stride(0)]
+    launch((tokens, len(layers), 1), [rows, slots, source, offsets], integers)
+
+
+def _layers_shape(mode: str, width: int, tokens: int) -> tuple[int, int]:
+    """(values that a program reduces at a time, its warps)."""
+    tile, warps = _SHAPES[tokens <= DECODE_TOKENS]
+    return tile, _search_warps(width, tokens) if mode in _SEARCHES else warps
+
+
+def _search_warps(width: int, tokens: int) -> int:
+    """Warps of a search: a power of two from 4 to 32, so that a thread has at most so many values."""
+    values = _THREAD_VALUES[tokens <= _FEW_TOKENS]
+    return min(32, max(4, 1 << (-(-width // (32 * values)) - 1).bit_length()))
+
+
+@functools.cache
+def _layers_launch(mode: str, number: int, width: int, shape: tuple[int, int]) -> Launch:
+    tile, warps = shape
+    sample, number = divmod(number, MOST + 1) if mode in _SEARCHES else (0, number)
+    places = 1 << (number - 1).bit_length() if mode in _SEARCHES else 0
+    fixed = [width, MODES[mode], number, sample, 1 << (width - 1).bit_length(), places, tile]
+    return Launch(reduce_layers_kernel, fixed, num_warps=warps, enable_fp_fusion=False)
+
+
+@functools.cache
+def zero_offset(device: torch.device) -> torch.Tensor:
+    """int64 [1]: zero. Cached for each device. Make it before a CUDA graph is captured: the graph would not fill it."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+@triton.jit
+def reduce_rows_kernel(
+    rows, slots, buffer, values, row_bytes, buffer_bytes, strides, offsets,
+    WIDTHS: tl.constexpr, MODES_OF: tl.constexpr, NUMBERS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, values): a program reduces one row of one value. NUMBERS: see `encode`."""
+    token = tl.program_id(0).to(tl.int64)
+    value = tl.program_id(1)
+    slot = tl.load(slots + token)
+    if slot >= 0:
+        for i in tl.static_range(len(WIDTHS)):
+            if value == i:
+                source = values[i] + token * strides[i]
+                if MODES_OF[i] == DEFERRED:
+                    encode(buffer + token * buffer_bytes + offsets[i], source, WIDTHS[i], COPY, 0, TILE)
+                else:
+                    encode(rows + slot * row_bytes + offsets[i], source, WIDTHS[i], MODES_OF[i], NUMBERS[i], TILE)
+
+
+@triton.jit
+def reduce_layers_kernel(
+    rows, slots, x, offsets, base, token_stride, layer_stride, row_bytes,
+    width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, SAMPLE: tl.constexpr, WIDE: tl.constexpr,
+    PLACES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, layers): a program reduces one row of one layer. NUMBER: see `encode`; k of a search. SAMPLE: S of
+    a search.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + token)
+    row = rows + slot * row_bytes + base + tl.multiple_of(tl.load(offsets + layer), 16)
+    if slot >= 0:
+        source = x + token * token_stride + layer * layer_stride
+        if MODE == TOPK or MODE == EXACT:  # noqa: SIM109 (kernels know no tuples here)
+            encode_top(row, source, slot, width, MODE, NUMBER, SAMPLE, WIDE, PLACES)
+        else:
+            encode(row, source, width, MODE, NUMBER, TILE)

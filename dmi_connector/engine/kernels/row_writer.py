@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RowWriter` writes the values of one tap into their tokens' rows, reduced where that is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dmi_connector.engine.kernels.copy import CopyRows, copy_rows_torch
+from dmi_connector.engine.kernels.reduce import ReduceRows, Target, as_words, reduce_layers_triton, zero_offset
+from dmi_connector.reduce import Reduction
+
+MAX_VALUES = 13
+"""Values that one launch writes at most: those of a layer of the full selection."""
+
+
+class RowWriter:
+    """Writes the values of one tap. What stays the same from step to step is worked out once.
+
+    widths, dtype: of the values. offsets: byte of a row where each goes, multiples of an element's size. reductions:
+    how each is reduced, None if it is not. layer: of the values, for their reductions. deferred: byte of a row of a
+    buffer where a value goes instead, as it is; None if it is not deferred.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        dtype: torch.dtype,
+        offsets: Sequence[int],
+        reductions: Sequence[Reduction | None] = (),
+        layer: int = 0,
+        deferred: Sequence[int | None] = (),
+    ) -> None:
+        count = len(widths)
+        self._offsets, self._layer = list(offsets), layer
+        self._reductions, self._deferred = list(reductions) or [None] * count, list(deferred) or [None] * count
+        self._alone: list[int] = []  # values that take a kernel of their own (`Reduction.at_end`)
+        name, joint = str(dtype).removeprefix("torch."), []
+        for i, (offset, reduction, place) in enumerate(zip(offsets, self._reductions, self._deferred, strict=True)):
+            if place is not None:
+                joint.append((i, Target(widths[i], place, "deferred", 0)))
+            elif reduction is None:
+                joint.append((i, Target(widths[i], offset, "copy", 0)))
+            elif reduction.at_end:
+                self._alone.append(i)
+            else:
+                joint.append((i, Target(widths[i], offset, *reduction.fused(name))))
+        self._launches: list[tuple[list[int], CopyRows | ReduceRows]] = []
+        plain = all(target.mode == "copy" for _, target in joint)
+        for first in range(0, len(joint), MAX_VALUES):
+            sources, targets = zip(*joint[first : first + MAX_VALUES], strict=True)
+            copies = CopyRows([t.width for t in targets], dtype, [t.offset for t in targets]) if plain else None
+            self._launches.append((list(sources), copies or ReduceRows(targets)))
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        values: Sequence[torch.Tensor],
+        buffer: torch.Tensor | None = None,
+    ) -> None:
+        """Write `values[i][t]` to row `slots[t]`.
+
+        rows: uint8 [slots, row bytes], contiguous. slots: int64 [>= tokens]. A negative slot marks padding: Triton
+        skips it, torch writes it to row 0, the null block nobody reads. values: [tokens, width] each. buffer: uint8
+        [>= tokens, bytes], for deferred values.
+        """
+        (self.in_triton if rows.is_cuda else self.in_torch)(rows, slots, values, buffer)
+
+    def in_torch(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        values: Sequence[torch.Tensor],
+        buffer: torch.Tensor | None = None,
+    ) -> None:
+        """The twin of `in_triton` in plain torch."""
+        numbers = slots[: values[0].shape[0]]
+        everything = zip(values, self._offsets, self._reductions, self._deferred, strict=True)
+        for value, offset, reduction, place in everything:
+            whole = value[: len(numbers)]
+            if place is not None:
+                assert buffer is not None
+                copy_rows_torch(buffer, torch.arange(len(numbers), device=rows.device), [whole], [place])
+                continue
+            encoded = whole if reduction is None else as_words(reduction.encode(whole, self._layer, numbers))
+            copy_rows_torch(rows, numbers, [encoded], [offset])
+
+    def in_triton(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        values: Sequence[torch.Tensor],
+        buffer: torch.Tensor | None = None,
+    ) -> None:
+        """One launch for up to MAX_VALUES values, and one for each that takes a kernel of its own."""
+        tokens = min(values[0].shape[0], slots.shape[0])
+        if tokens == 0:
+            return
+        strides = [value.stride() for value in values]
+        if any(columns != 1 for _, columns in strides):  # the compiler may lay them out so (taps/op.py)
+            values = [value if value.stride(1) == 1 else value.contiguous() for value in values]
+            strides = [value.stride() for value in values]
+        for i in self._alone:
+            reduction, none = self._reductions[i], zero_offset(rows.device)
+            assert reduction is not None
+            reduce_layers_triton(rows, slots, values[i][:, None], none, reduction, [self._layer], self._offsets[i])
+        for sources, launch in self._launches:
+            mine, steps = [values[i] for i in sources], [strides[i][0] for i in sources]
+            if isinstance(launch, CopyRows):
+                launch(rows, slots, mine, steps, tokens)
+            else:
+                launch(rows, slots, mine, steps, tokens, rows if buffer is None else buffer)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache layer whose pages hold the rows, its attention backend, and the draft model that owns it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models import extract_hidden_states as stock
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheSpec
+
+from dmi_connector.engine import contract
+from dmi_connector.engine.context import CaptureContext, capture_context, is_active
+
+
+class CaptureMetadataBuilder(stock.CacheOnlyAttentionMetadataBuilder):
+    """Builds only the slot mapping, so that full CUDA graphs stay on."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> stock.CacheOnlyAttentionMetadata:
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            layers[name].step = common_attn_metadata
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+
+class CaptureBackend(stock.CacheOnlyAttentionBackend):
+    """Attention backend of the cache layer. It computes nothing."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "DMI_ROWS"
+
+    @staticmethod
+    def get_builder_cls() -> type[CaptureMetadataBuilder]:
+        return CaptureMetadataBuilder
+
+
+class CaptureLayer(nn.Module, AttentionLayerBase):
+    """A paged cache layer with one "head" whose vector is a whole row.
+
+    rows: uint8 [slots, row_bytes], a view of the cache; None until vLLM binds it. step: metadata of the running batch
+    (query starts and slots).
+    """
+
+    def __init__(self, context: CaptureContext) -> None:
+        super().__init__()
+        contract.check_one_engine()
+        vllm_config = get_current_vllm_config()
+        self.layer_name = context.cache_layer
+        self.context = context
+        self.row_dtype: torch.dtype = vllm_config.model_config.dtype
+        self.head_size = context.layout.row_bytes // self.row_dtype.itemsize
+        self.num_heads = 1
+        self.kv_cache = torch.tensor([])
+        self.step: CommonAttentionMetadata | None = None
+        self.impl = CaptureBackend.get_impl_cls()(1, self.head_size, "auto", self.row_dtype)
+        layers = vllm_config.compilation_config.static_forward_context
+        if self.layer_name in layers:
+            raise ValueError(f"Duplicate layer name: {self.layer_name}")
+        layers[self.layer_name] = self
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        cache = self.kv_cache
+        if not isinstance(cache, torch.Tensor) or cache.numel() == 0:
+            return None
+        if not cache.is_contiguous():
+            raise ValueError(f"the rows' cache has strides {cache.stride()}; a contiguous one is needed")
+        # Not stored: vLLM replaces the cache after profiling, and a stored view would keep the old one alive.
+        return cache.view(-1, self.head_size).view(torch.uint8)
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return CaptureBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        return HiddenStateCacheSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=1,
+            head_size=self.head_size,
+            dtype=self.row_dtype,
+        )
+
+
+class ExtractHiddenStatesModel(stock.ExtractHiddenStatesModel):
+    """vLLM's cache-only draft. With our connector its one layer holds whole rows, which the taps write."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        self.dmi_active = is_active(vllm_config)
+        if not self.dmi_active:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            return
+        nn.Module.__init__(self)
+        self.dmi_active = True
+        if vllm_config.use_v2_model_runner:
+            contract.skip_propose()
+        else:
+            contract.schedule_no_drafts()
+        context = capture_context(vllm_config)
+        self.cache_only_layers = nn.ModuleDict({str(context.dims.layers): CaptureLayer(context)})
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return None if self.dmi_active else super().forward(hidden_states)

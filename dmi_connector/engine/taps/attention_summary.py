@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Taps of attention summaries (`pattern`, reduced by attn(m)): they look at queries and paged keys after attention.
+
+The forward of an attention layer's implementation is wrapped. It runs inside vLLM's opaque attention op: in every kind
+of graph, with this step's own metadata, and the keys of this step are in the cache when it returns.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmi_connector.engine.kernels.attention import summaries_torch, summarise
+from dmi_connector.engine.kernels.copy import copy_rows_torch
+from dmi_connector.engine.taps.op import rows_and_slots
+from dmi_connector.layout import RowField
+from dmi_connector.reduce.attn import AttentionSummary
+
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+"""Backends whose paged keys can be read: [blocks, kv heads, block, head_dim ...], keys before values."""
+
+
+def check(attn: nn.Module, layer: int) -> None:
+    """Raises ValueError for attention of which the summary would be wrong."""
+    impl: Any = attn.impl
+    backend = attn.attn_backend.get_name()  # type: ignore[operator, union-attr]
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"hooks: pattern does not work with the attention backend {backend}; choose one of "
+            f"{', '.join(BACKENDS)} (--attention-backend) or leave pattern out"
+        )
+    special = {
+        "a sliding window": getattr(impl, "sliding_window", None) not in (None, -1, (-1, -1), [-1, -1]),
+        "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
+        "a logits soft cap": bool(getattr(impl, "logits_soft_cap", None)),
+        "attention sinks": getattr(impl, "sinks", None) is not None,
+        "a quantized KV cache": impl.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+        "values of another width than its keys": attn.head_size_v != attn.head_size,
+        "shared keys": getattr(impl, "kv_sharing_target_layer_name", None) is not None,
+    }
+    for what, there in special.items():
+        if there:
+            raise ValueError(f"hooks: pattern of layer {layer} cannot be summarised: it has {what}; leave it out")
+
+
+def install(attn: nn.Module, field: RowField, cache_layer: str) -> None:
+    """Let an attention layer write its summary into this step's rows. Raises ValueError, see `check`."""
+    check(attn, field.layer)
+    impl: Any = attn.impl
+    reduction = field.reduction
+    assert isinstance(reduction, AttentionSummary)
+    inner: Callable[..., Any] = impl.forward
+
+    @functools.wraps(inner)
+    def forward(
+        layer: Any, query: torch.Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, *a: Any, **k: Any
+    ) -> Any:
+        result = inner(layer, query, key, value, kv_cache, metadata, *a, **k)
+        found = rows_and_slots(cache_layer)
+        if metadata is not None and found is not None:
+            _write(layer, query, kv_cache, metadata, *found, field.offset, reduction.m)
+        return result
+
+    impl.forward = forward
+
+
+def _write(
+    attn: Any,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: Any,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    offset: int,
+    m: int,
+) -> None:
+    """Write the summary of this step at byte `offset` of its rows."""
+    scale, where = float(attn.impl.scale), (metadata.query_start_loc, metadata.seq_lens)
+    if rows.is_cuda:
+        keys = kv_cache[..., : query.shape[-1]]
+        summarise(query, keys, metadata.block_table, *where, slots, rows, offset, m, scale)
+    else:
+        words = summaries_torch(query, _cpu_keys(attn, kv_cache), *where, metadata.block_table, m, scale)
+        copy_rows_torch(rows, slots[: len(words)], [words], [offset])
+
+
+def _cpu_keys(attn: Any, kv_cache: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The paged keys of vLLM's CPU backend, which reorders each block of keys for its instruction set."""
+    blocks, kv_heads, block, content = kv_cache.shape
+    keys = kv_cache.view(blocks, kv_heads, block * 2, content // 2).chunk(2, dim=2)[0]
+    order = _packing(attn.isa, kv_cache.dtype, block, content // 2)
+
+    def keys_of(numbers: torch.Tensor) -> torch.Tensor:
+        packed = keys[numbers.long()].reshape(len(numbers), kv_heads, -1)
+        return packed[..., order].view(len(numbers), kv_heads, block, -1)
+
+    return keys_of
+
+
+@functools.cache
+def _packing(isa: str, dtype: torch.dtype, block: int, size: int) -> torch.Tensor:
+    """Where each value of a block of keys [block, size] lies in the packed block: int64 [block * size].
+
+    vLLM's own op tells: it packs a block of token numbers, then one of column numbers. Each number is packed in two
+    digits to the base 128, which are exact in any dtype.
+    """
+    from vllm import _custom_ops as ops
+
+    found = []
+    column, token = torch.arange(size).expand(block, size), torch.arange(block)[:, None].expand(block, size)
+    for numbers in (token % 128, token // 128, column % 128, column // 128):
+        cache = torch.zeros(1, 1, block * 2, size, dtype=dtype)
+        keys, values = cache.chunk(2, dim=2)
+        one = numbers.to(dtype).reshape(block, 1, size).contiguous()
+        ops.cpu_attn_reshape_and_cache(
+            one, one, keys, values, torch.arange(block), isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+        )
+        found.append(keys.reshape(-1).long())
+    place = (found[0] + 128 * found[1]) * size + found[2] + 128 * found[3]
+    order = torch.empty_like(place)
+    order[place] = torch.arange(len(place))
+    if not torch.equal(place[order], torch.arange(len(place))):
+        raise RuntimeError(f"vLLM's CPU attention ({isa}) does not keep keys as they are: pattern cannot be summarised")
+    return order

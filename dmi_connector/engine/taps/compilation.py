@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How vLLM compiles a model, as far as taps must know it; and what they ask of the compiler (`write_once`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm import envs
+from vllm.config import CompilationMode
+
+from dmi_connector.engine.contract import REUSE
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_BACKENDS = ("", "inductor", "eager")
+"""Compilers that overwrite no input of a tap. "": vLLM's choice for the platform."""
+
+
+class Compilation(NamedTuple):
+    """How a model is compiled.
+
+    in_place: the model may overwrite a tap's input before the next tap, whoever references it. vLLM's own kernel for an
+    add-and-norm does (`UnsafeCloneEliminationPass`), and compilers other than Inductor may. stream_lasts: the residual
+    stream before a layer is written to memory in the model's dtype, and not overwritten in this forward.
+    """
+
+    in_place: bool
+    stream_lasts: bool
+
+
+def compilation_of(vllm_config: VllmConfig) -> Compilation:
+    """How vLLM compiles the models of a configuration.
+
+    Piecewise compilation hands the residual stream from one graph to the next, so it is in memory. But two passes fuse
+    an add-and-norm with the all-reduce before it, or with the quantisation after it, into an op that overwrites the
+    stream.
+    """
+    norm = vllm_config.kernel_config.ir_op_priority.fused_add_rms_norm[:1]
+    config = vllm_config.compilation_config
+    in_place = norm != ["native"] or envs.VLLM_BATCH_INVARIANT or config.backend not in _BACKENDS
+    split = config.mode == CompilationMode.VLLM_COMPILE and config.splitting_ops_contain_attention()
+    piecewise = split and not config.use_inductor_graph_partition
+    passes, ranks = config.pass_config, vllm_config.parallel_config.tensor_parallel_size
+    quantised = vllm_config.quant_config is not None
+    fused = (passes.fuse_allreduce_rms and ranks > 1) or (passes.fuse_norm_quant and quantised)
+    return Compilation(in_place, stream_lasts=piecewise and not in_place and not fused)
+
+
+def write_once(vllm_config: VllmConfig) -> None:
+    """Let Inductor write each buffer of a model once. Call it before vLLM compiles the model.
+
+    The memory of what a tap reads then stays as it is while anything references it. Freed memory still goes back to
+    torch's allocator.
+    """
+    vllm_config.compilation_config.inductor_compile_config |= dict.fromkeys(REUSE, False)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reductions that small steps carry out at their end, for all layers at once (`Reduction.at_end`).
+
+In a decode step, a projection or a search for the largest values waits far longer than it computes. One layer after the
+other they would take longer than the model's own kernels. So taps copy such values to a buffer, and one operation for
+each hook reduces them after the last layer. Larger steps fill the GPU with each layer and reduce at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dmi_connector.dtypes import ITEMSIZE
+from dmi_connector.engine.kernels.reduce import reduce_layers, zero_offset
+from dmi_connector.layout import ROW_ALIGN, ROW_BYTES_ALIGN, RowField
+from dmi_connector.reduce import Reduction
+
+MOST_TOKENS = 256
+"""Larger steps reduce at once."""
+MOST_BYTES = 512 << 20
+"""Largest size of the buffer. Where rows are so wide that it holds fewer tokens, fewer are deferred."""
+SCRATCH = 64 << 20
+"""Bytes that projections may allocate at a time. vLLM's memory profile does not see them."""
+
+
+@dataclass(frozen=True)
+class _Hook:
+    """One hook in the buffer: `width` values of each layer, side by side, from byte `start` of a token's row on.
+
+    offsets: int64 [layers], where they go in a token's row of the cache, in bytes.
+    """
+
+    reduction: Reduction
+    layers: tuple[int, ...]
+    dtype: torch.dtype
+    width: int
+    start: int
+    offsets: torch.Tensor
+
+
+class DeferredReductions:
+    """The buffer of one model, and the reductions of its content.
+
+    tokens: steps of more tokens do not use it; 0 where no hook is reduced at the end. buffer: uint8 [tokens, bytes]. It
+    is made before vLLM measures how much memory is left for the cache.
+    """
+
+    def __init__(self, fields: Sequence[RowField], device: torch.device) -> None:
+        self._places: dict[int, int] = {}  # byte offset in a row of the cache -> in a row of the buffer
+        self._hooks: list[_Hook] = []
+        end = 0
+        mine = [f for f in fields if f.reduction is not None and f.reduction.at_end]
+        for name in dict.fromkeys(f.hook for f in mine):
+            of_hook = [f for f in mine if f.hook == name]
+            first, start = of_hook[0], -(-end // ROW_ALIGN) * ROW_ALIGN
+            step = first.width * ITEMSIZE[first.dtype]
+            self._places |= {f.offset: start + i * step for i, f in enumerate(of_hook)}
+            offsets = torch.tensor([f.offset for f in of_hook], dtype=torch.int64, device=device)
+            layers = tuple(f.layer for f in of_hook)
+            assert first.reduction is not None
+            self._hooks.append(_Hook(first.reduction, layers, getattr(torch, first.dtype), first.width, start, offsets))
+            end = start + step * len(of_hook)
+        row_bytes = -(-end // ROW_BYTES_ALIGN) * ROW_BYTES_ALIGN
+        self.tokens = min(MOST_TOKENS, MOST_BYTES // row_bytes) if row_bytes else 0
+        self.buffer = torch.empty(self.tokens, row_bytes, dtype=torch.uint8, device=device)
+        zero_offset(device)  # made now, before a CUDA graph is captured
+
+    def takes(self, tokens: int) -> bool:
+        """Whether a step of `tokens` tokens defers."""
+        return 0 < tokens <= self.tokens
+
+    def places(self, offsets: Sequence[int]) -> list[int | None]:
+        """Byte of a row of `buffer` for values that go to byte `offsets` of a row of the cache; None: not deferred."""
+        return [self._places.get(offset) for offset in offsets]
+
+    def reduce(self, rows: torch.Tensor, slots: torch.Tensor, tokens: int) -> None:
+        """Reduce what the taps of this step deferred, and write it to the rows `slots`."""
+        if not self.takes(tokens):
+            return
+        for hook in self._hooks:
+            count, first = len(hook.layers), hook.start // hook.dtype.itemsize
+            values = self.buffer.view(hook.dtype)[:tokens, first : first + count * hook.width]
+            values = values.unflatten(1, (count, hook.width))
+            scratch = tokens * hook.reduction.scratch(hook.width, str(hook.dtype).removeprefix("torch."))
+            at_once = max(1, SCRATCH // scratch) if scratch else count
+            for start in range(0, count, at_once):
+                part = slice(start, start + at_once)
+                reduce_layers(rows, slots, values[:, part], hook.offsets[part], hook.reduction, hook.layers[part])

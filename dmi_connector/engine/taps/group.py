@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of tapped values: which values one op writes together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank
+
+from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.kernels.row_writer import MAX_VALUES
+from dmi_connector.engine.taps import op  # noqa: F401 (importing it registers the ops)
+from dmi_connector.engine.taps.compilation import Compilation
+from dmi_connector.engine.taps.deferred import DeferredReductions
+from dmi_connector.engine.taps.op import Place, stand_for
+from dmi_connector.hooks import HOOKS
+from dmi_connector.layout import RowField, shard_of
+
+_LASTING = frozenset(("resid_pre", "resid_mid", "q", "k"))
+"""Hooks whose values nothing overwrites later in a compiled forward: taps read copies of them."""
+_BATCH_BYTES = 64 << 10
+"""Bytes of a token that a batch of several layers references: a step needs that much more memory for each token."""
+
+
+def batches_of_layers(fields: Sequence[RowField]) -> list[list[int]]:
+    """Layers that one op can write together in a compiled model, in ascending order.
+
+    Layers qualify of which only values that last are selected, as they are. A batch has at most MAX_VALUES values and
+    _BATCH_BYTES bytes of a token.
+    """
+    batches: list[list[int]] = []
+    values = nbytes = 0
+    for layer in sorted({f.layer for f in fields}):
+        mine = [f for f in fields if f.layer == layer and HOOKS[f.hook].scope != "once"]
+        if not mine or any(f.hook not in _LASTING or f.reduction is not None for f in mine):
+            continue
+        more = sum(f.nbytes for f in mine)
+        if not batches or values + len(mine) > MAX_VALUES or nbytes + more > _BATCH_BYTES:
+            batches.append([])
+            values = nbytes = 0
+        batches[-1].append(layer)
+        values, nbytes = values + len(mine), nbytes + more
+    return batches
+
+
+class ModelTaps:
+    """What the taps of one model share: the token buffer, the deferred reductions, the way it is compiled."""
+
+    def __init__(self, model: nn.Module, context: CaptureContext, compilation: Compilation) -> None:
+        model.register_buffer("dmi_token", torch.zeros(1, dtype=torch.int32), persistent=False)
+        self.token = model.get_buffer("dmi_token")
+        self.context, self.compilation = context, compilation
+        self.deferred = DeferredReductions(context.layout.fields, self.token.device)
+        self._model = model
+
+    def once(self) -> TapBatch:
+        """The batch of what exists once in the model. Call it once; `TapBatch.again` gives more of them."""
+        fields = [f for f in self.context.layout.fields if HOOKS[f.hook].scope == "once"]
+        return self._batch("once", fields, 0)
+
+    def batch(self, layers: Sequence[int], lasting: bool = False) -> TapBatch:
+        """The batch of one layer, or of several whose values last."""
+        fields = [f for f in self.context.layout.fields if f.layer in layers and HOOKS[f.hook].scope != "once"]
+        # Offsets count from the batch's first, so that graphs of equal layers are equal and vLLM compiles one of them.
+        return self._batch(str(layers[0]), fields, min(f.offset for f in fields), lasting)
+
+    def _batch(self, name: str, fields: Sequence[RowField], start: int, lasting: bool = False) -> TapBatch:
+        tp = self.context.tp
+        rank = get_tensor_model_parallel_rank() if tp > 1 else 0
+        reductions = {}
+        for f in fields:
+            if f.reduction is not None:
+                shard = shard_of(HOOKS[f.hook], self.context.dims, tp, rank).shard
+                f.reduction.prepare(f.width, self.token.device, f.layer, shard)
+                reductions[f.offset] = f.reduction
+        buffer = f"dmi_place_{name}"
+        self._model.register_buffer(buffer, torch.zeros(1, dtype=torch.int32), persistent=False)
+        layer = fields[0].layer if fields else 0
+        place = Place(start, layer, reductions, self.deferred)
+        return TapBatch(self, self._model.get_buffer(buffer), place, lasting)
+
+    def join(self) -> None:
+        """Let the model wait for the tap before. Only compiled models overlap taps."""
+        if torch.compiler.is_compiling():
+            torch.ops.dmi.tap_join(self.token)
+
+
+class TapBatch:
+    """Values that wait for their common write.
+
+    tensor: stands for `place` in the graph. lasting: its values stay as they are to the end of the forward.
+    """
+
+    def __init__(self, taps: ModelTaps, tensor: torch.Tensor, place: Place, lasting: bool = False) -> None:
+        self.taps, self.tensor, self.place, self.lasting = taps, tensor, place, lasting
+        stand_for(tensor, place)
+        self.fields: list[RowField] = []
+        self.values: list[torch.Tensor] = []
+
+    def again(self) -> TapBatch:
+        """Another batch at the same place."""
+        return TapBatch(self.taps, self.tensor, self.place, self.lasting)
+
+    def add(self, row_field: RowField | None, value: torch.Tensor) -> None:
+        """Add a value; None: it is not selected."""
+        if row_field is not None:
+            self.fields.append(row_field)
+            self.values.append(value)
+
+    def pause(self, more_compiled: bool, more_eager: bool = False, beside: bool = True) -> None:
+        """Write, unless the values can wait for more to come. beside: see `write`."""
+        if not (more_compiled if torch.compiler.is_compiling() else more_eager):
+            self.write(beside)
+
+    def write(self, beside: bool = True) -> None:
+        """Write what waits, with one op for each dtype (nearly always one).
+
+        beside: the values stay as they are until the next tap.
+        """
+        fields, values = list(self.fields), list(self.values)
+        # Cleared, not replaced: Dynamo replays what happens to the lists themselves, and tensors left in one would be
+        # outputs of the compiled graph, alive until the forward ends.
+        self.fields.clear()
+        self.values.clear()
+        for dtype in dict.fromkeys(f.dtype for f in fields):
+            mine = [(f, v) for f, v in zip(fields, values, strict=True) if f.dtype == dtype]
+            rows = [value.reshape(-1, f.width).to(getattr(torch, dtype)) for f, value in mine]
+            offsets = [f.offset - self.place.start for f, _ in mine]
+            overlap = (beside or self.lasting) and not self.taps.compilation.in_place and torch.compiler.is_compiling()
+            taps = self.taps
+            torch.ops.dmi.tap(rows, taps.token, self.tensor, offsets, overlap, taps.context.cache_layer)
+
+    def end(self, like: torch.Tensor) -> None:
+        """Nothing more is written in this forward. like: a tensor with one entry for each token."""
+        taps = self.taps
+        if taps.deferred.tokens or torch.compiler.is_compiling():
+            torch.ops.dmi.tap_end(like, taps.token, self.tensor, taps.context.cache_layer)

@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Installs taps: forward hooks on a model's modules that hand tensors to the tap op.
+
+TAP_POINTS is the table of what is tapped where. A stage of a layer ends where its values may be overwritten; they are
+written by then. In eager mode each stage is written by one op. Under torch.compile one op writes the whole layer at its
+end, and narrow layers share an op (group.py); `Keep` says what of that a value needs.
+
+    stage           hooks                               written before
+    ATTENTION_IN    resid_pre, ln1, q, k, v             rotary, which may rotate q and k in place
+    ATTENTION_OUT   q_rot, k_rot, z, attn_out           the add-and-norm, which may overwrite attn_out
+    MLP_IN          resid_mid, ln2                      the end of the MLP; with experts, the experts
+    MLP_OUT         mlp_post, mlp_out                   the next add-and-norm, which may overwrite them
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+from dmi_connector.engine.architectures import Architecture
+from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.taps import attention_summary
+from dmi_connector.engine.taps.compilation import Compilation
+from dmi_connector.engine.taps.group import ModelTaps, TapBatch, batches_of_layers
+from dmi_connector.hooks import HOOKS
+from dmi_connector.layout import RowField, RowLayout
+
+Read = Callable[["LayerFacts", tuple[Any, ...], Any], torch.Tensor]
+"""Takes a value from a module's arguments and output."""
+
+
+class Waits(enum.Enum):
+    """Whether the values of a stage can wait for the layer's later stages."""
+
+    NEVER = "never"
+    COMPILED = "compiled"  # Inductor keeps what it is told to keep; eager kernels work in place
+    ALWAYS = "always"
+
+
+class Stage(NamedTuple):
+    """A stretch of a layer.
+
+    ends_at: the earliest module at which it ends. beside: its values stay until the next tap.
+    """
+
+    ends_at: str
+    waits: Waits
+    beside: bool = True
+
+
+ATTENTION_IN = Stage("qkv", Waits.COMPILED)
+ATTENTION_OUT = Stage("o_proj", Waits.COMPILED)
+MLP_IN = Stage("ln2", Waits.ALWAYS)
+EXPERTS_IN = Stage("ln2", Waits.NEVER, beside=False)
+"""MLP_IN of layers with experts, whose kernels may work in place on their input."""
+MLP_OUT = Stage("mlp", Waits.NEVER)
+STAGES = (ATTENTION_IN, ATTENTION_OUT, MLP_IN, EXPERTS_IN, MLP_OUT)
+
+MODULES = ("ln1", "qkv", "q_norm", "k_norm", "attn", "o_proj", "ln2", "down_proj", "mlp")
+"""Modules of a layer in the order in which they run: fields of `Architecture`."""
+
+
+class Keep(enum.Enum):
+    """What a compiled model needs so that a value is still there when it is written."""
+
+    AS_IS = enum.auto()  # the value itself
+    COPY = enum.auto()  # a copy: it is overwritten later, or never written to memory
+    HALVES = enum.auto()  # a copy of the halves of each head
+    STREAM = enum.auto()  # the value itself where the residual stream lasts, else a copy
+    PRODUCT = enum.auto()  # the value itself where a matrix product writes it and nothing overwrites it, else a copy
+    OUTPUT = enum.auto()  # a copy with experts, whose kernels may return memory that they use again
+
+
+class LayerFacts(NamedTuple):
+    """One decoder layer.
+
+    q_size, kv_size: widths of q and k on this rank. experts: whether its MLP is a mixture of experts. mlp_taps: whether
+    hooks of its MLP are selected.
+    """
+
+    module: nn.Module
+    arch: Architecture
+    compilation: Compilation
+    head_size: int
+    q_size: int
+    kv_size: int
+    experts: bool
+    mlp_taps: bool
+
+
+def _norm_outputs(args: tuple[Any, ...], output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed, residual stream) of a fused add-and-norm, or of a plain norm."""
+    return output if isinstance(output, tuple) else (output, args[0])
+
+
+def _normed(_layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    return _norm_outputs(args, output)[0]
+
+
+def _stream(_layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    return _norm_outputs(args, output)[1]
+
+
+def _output(_layer: LayerFacts, _args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    value: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return value
+
+
+def _input(number: int) -> Read:
+    return lambda _layer, args, _output: args[number]
+
+
+def _queries(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    return _output(layer, args, output)[..., : layer.q_size]
+
+
+def _keys(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    return _output(layer, args, output)[..., layer.q_size : layer.q_size + layer.kv_size]
+
+
+def _values(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    return _output(layer, args, output)[..., layer.q_size + layer.kv_size :]
+
+
+class TapPoint(NamedTuple):
+    """Where a hook is tapped.
+
+    module: a field of `Architecture`; the point does not exist where that is "". unless: another field; the point does
+    not exist where that is given.
+    """
+
+    hook: str
+    module: str
+    read: Read
+    keep: Keep
+    stage: Stage
+    unless: str = ""
+
+
+TAP_POINTS = (
+    TapPoint("resid_pre", "ln1", _stream, Keep.STREAM, ATTENTION_IN),
+    TapPoint("ln1", "ln1", _normed, Keep.AS_IS, ATTENTION_IN),
+    TapPoint("v", "qkv", _values, Keep.AS_IS, ATTENTION_IN),
+    TapPoint("q", "qkv", _queries, Keep.HALVES, ATTENTION_IN, unless="q_norm"),
+    TapPoint("k", "qkv", _keys, Keep.HALVES, ATTENTION_IN, unless="k_norm"),
+    TapPoint("q", "q_norm", _output, Keep.HALVES, ATTENTION_IN),
+    TapPoint("k", "k_norm", _output, Keep.HALVES, ATTENTION_IN),
+    TapPoint("q_rot", "attn", _input(0), Keep.AS_IS, ATTENTION_OUT),
+    TapPoint("k_rot", "attn", _input(1), Keep.AS_IS, ATTENTION_OUT),
+    TapPoint("z", "o_proj", _input(0), Keep.AS_IS, ATTENTION_OUT),
+    TapPoint("attn_out", "o_proj", _output, Keep.PRODUCT, ATTENTION_OUT),
+    TapPoint("resid_mid", "ln2", _stream, Keep.COPY, MLP_IN),
+    TapPoint("ln2", "ln2", _normed, Keep.AS_IS, MLP_IN),
+    TapPoint("mlp_post", "down_proj", _input(0), Keep.AS_IS, MLP_OUT),
+    TapPoint("mlp_out", "mlp", _output, Keep.OUTPUT, MLP_OUT),
+)
+"""Where the hooks of a layer are. A new hook is a row here and in `hooks.HOOKS`. Routing and attention summaries run
+inside opaque ops of vLLM and have functions of their own.
+"""
+
+
+def install(model: nn.Module, context: CaptureContext, compilation: Compilation) -> None:
+    """Register the taps of the selection on a freshly built model, before its first forward."""
+    taps = ModelTaps(model, context, compilation)
+    fields, arch = context.layout.fields, context.arch
+    once = taps.once()
+    _install_inputs(model, context, once)
+    shared = {layer: batch for batch in batches_of_layers(fields) for layer in batch}
+    batches: dict[int, TapBatch] = {}
+    joined = joined_before_attention(fields)
+    layers: Any = model.get_submodule(arch.layers)
+    for index in range(context.dims.layers):
+        if index in joined:
+            layers[index].get_submodule(arch.attn).register_forward_pre_hook(lambda _module, _args: taps.join())
+        if any(f.layer == index and HOOKS[f.hook].scope != "once" for f in fields):
+            mine = shared.get(index, [index])
+            if mine[0] not in batches:
+                batches[mine[0]] = taps.batch(mine, lasting=index in shared)
+            install_layer(layers[index], index, context, compilation, batches[mine[0]], more=index != mine[-1])
+    _install_final(model, context, once.again())
+
+
+def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
+    """Layers before whose attention the model waits for the tap before: those after a layer that reduces.
+
+    Slow reducing kernels beside attention made decode slower. `pattern` is written elsewhere.
+    """
+    reduced = (f for f in fields if f.reduction is not None and f.hook != "pattern")
+    return {f.layer + 1 for f in reduced if HOOKS[f.hook].scope != "once"}
+
+
+def _install_inputs(model: nn.Module, context: CaptureContext, header: TapBatch) -> None:
+    """The row header (token id and position, as the model saw them) and the embedding."""
+    embed, arch = context.layout.find("embed", 0), context.arch
+    token_id, position = RowField("token_ids", 0, "int32", 1, 0), RowField("positions", 0, "int32", 1, 4)
+    embedding = header.again()
+
+    def at_embed(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        header.add(token_id, args[0])
+        if embed:
+            embedding.add(embed, output)
+            embedding.write()
+
+    model.get_submodule(arch.embed).register_forward_hook(at_embed)
+
+    def before_layer(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        header.add(position, kwargs["positions"] if "positions" in kwargs else args[0])
+        header.write()
+
+    layers: Any = model.get_submodule(arch.layers)
+    source = model.get_submodule(arch.positions) if arch.positions else layers[0]
+    source.register_forward_pre_hook(before_layer, with_kwargs=True)
+
+
+def _install_final(model: nn.Module, context: CaptureContext, batch: TapBatch) -> None:
+    """The final norm, after which a step's taps end."""
+    final, normed = context.layout.find("resid_final", 0), context.layout.find("final_ln", 0)
+
+    def at_final_norm(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        values = _norm_outputs(args, output)
+        if final:
+            batch.add(final, _copy(values[1]))
+        batch.add(normed, values[0])
+        batch.write()
+        batch.end(values[0])
+
+    model.get_submodule(context.arch.final_norm).register_forward_hook(at_final_norm)
+
+
+# ---- a layer --------------------------------------------------------------------------------------------------------
+
+
+def install_layer(
+    module: nn.Module,
+    index: int,
+    context: CaptureContext,
+    compilation: Compilation,
+    batch: TapBatch,
+    more: bool = False,
+) -> None:
+    """Register the taps of one layer. more: further layers of the batch follow."""
+    arch = context.arch
+    experts = index in context.dims.moe_layers
+    points = _points(arch, context.layout, index, experts)
+    attn: Any = module.get_submodule(arch.attn)
+    sizes = attn.head_size, attn.num_heads * attn.head_size, attn.num_kv_heads * attn.head_size
+    mlp_taps = any(point.stage in (MLP_IN, EXPERTS_IN, MLP_OUT) for point, _ in points)
+    layer = LayerFacts(module, arch, compilation, *sizes, experts, mlp_taps)
+    ends = {_end_of(stage, points): stage for stage in STAGES if any(point.stage is stage for point, _ in points)}
+    for name in MODULES:
+        here = tuple((row_field, _reader(point, layer)) for point, row_field in points if point.module == name)
+        stage = ends.get(name)
+        if not here and stage is None:
+            continue
+        pause = _pause(stage, points, more) if stage is not None else None
+        _register(module.get_submodule(getattr(arch, name)), name, layer, here, pause, batch)
+    if pattern := context.layout.find("pattern", index):
+        attention_summary.install(attn, pattern, context.cache_layer)
+    if experts:
+        _install_routing(module, index, context, batch)
+
+
+Points = Sequence[tuple[TapPoint, RowField]]
+
+
+def _points(arch: Architecture, layout: RowLayout, index: int, experts: bool) -> Points:
+    """The tap points of a layer whose hooks are selected, with their fields."""
+    found = []
+    for point in TAP_POINTS:
+        row_field = layout.find(point.hook, index)
+        exists = getattr(arch, point.module) and not (point.unless and getattr(arch, point.unless))
+        if row_field is not None and exists:
+            stage = EXPERTS_IN if experts and point.stage is MLP_IN else point.stage
+            found.append((point._replace(stage=stage), row_field))
+    return found
+
+
+def _end_of(stage: Stage, points: Points) -> str:
+    """The module at which a stage ends: after the last of its points."""
+    mine = [point.module for point, _ in points if point.stage is stage]
+    return max([stage.ends_at, *mine], key=MODULES.index)
+
+
+class _Pause(NamedTuple):
+    """Arguments of `TapBatch.pause` at the end of a stage."""
+
+    more_compiled: bool
+    more_eager: bool
+    beside: bool
+
+
+def _pause(stage: Stage, points: Points, more: bool) -> _Pause:
+    """What to do at the end of a stage. more: further layers of the batch follow."""
+    later = any(STAGES.index(point.stage) > STAGES.index(stage) for point, _ in points)
+    return _Pause(
+        more or (later and stage.waits is not Waits.NEVER), later and stage.waits is Waits.ALWAYS, stage.beside
+    )
+
+
+def _register(
+    module: nn.Module,
+    name: str,
+    layer: LayerFacts,
+    here: Sequence[tuple[RowField, Read]],
+    pause: _Pause | None,
+    batch: TapBatch,
+) -> None:
+    """Register one hook that takes the values of `here`, and ends a stage with `pause`."""
+
+    def tap(args: tuple[Any, ...], output: Any) -> None:
+        for row_field, read in here:
+            batch.add(row_field, read(layer, args, output))
+        if pause is not None:
+            batch.pause(*pause)
+
+    if name == "attn":  # its inputs, before anything works on them
+        module.register_forward_pre_hook(lambda _module, args: tap(args, None))
+    else:
+        module.register_forward_hook(lambda _module, args, output: tap(args, output))
+
+
+def _reader(point: TapPoint, layer: LayerFacts) -> Read:
+    """How a value is read so that it is there when it is written (see `Keep`)."""
+    read, keep, compilation = point.read, point.keep, layer.compilation
+    if keep is Keep.AS_IS or (keep is Keep.OUTPUT and not layer.experts):
+        return read
+    if keep is Keep.HALVES:
+        return lambda facts, args, output: _copy_halves(read(facts, args, output), facts.head_size)
+    lasts = keep is Keep.STREAM and compilation.stream_lasts
+    if keep is Keep.PRODUCT:
+        product = _written_by_product(layer.module.get_submodule(layer.arch.o_proj))
+        lasts = product and not (layer.mlp_taps and compilation.in_place)
+    kept = _rename if lasts else _copy
+    return lambda facts, args, output: kept(read(facts, args, output))
+
+
+def _written_by_product(linear: nn.Module) -> bool:
+    """Whether a matrix product writes a linear layer's output, in the model's dtype.
+
+    Inductor may fuse what follows the product, such as a bias or the scales of quantised weights, with what is next.
+    """
+    plain = isinstance(getattr(linear, "quant_method", None), UnquantizedLinearMethod)
+    return plain and getattr(linear, "bias", None) is None
+
+
+def _rename(value: torch.Tensor) -> torch.Tensor:
+    """`value` under a name of its own: vLLM refuses graphs that use an add-and-norm's input under the same name."""
+    return value.view(value.shape)
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    """A copy for a tap. The compiled model then computes the same as without it, and may overwrite the original.
+
+    Inductor keeps fused sums and norms in float32. What an opaque op reads must be written in the model's dtype, and
+    everything after it would go on from the rounded tensor. (A plain clone is removed as a no-op.)
+    """
+    return torch.neg(torch.neg(value)) if torch.compiler.is_compiling() else value
+
+
+def _copy_halves(value: torch.Tensor, head_size: int) -> torch.Tensor:
+    """A copy of heads, made of the two halves of each head.
+
+    Rotary reads halves, so its kernel writes the copy too. Else Inductor lets the norm's kernel write it, which would
+    otherwise only sum up squares.
+    """
+    if not torch.compiler.is_compiling():
+        return value
+    heads = value if value.shape[-1] % head_size else value.unflatten(-1, (-1, head_size))
+    return torch.cat([_copy(half) for half in heads.chunk(2, -1)], -1)
+
+
+def _install_routing(module: nn.Module, index: int, context: CaptureContext, batch: TapBatch) -> None:
+    """Routing hooks. They run inside vLLM's opaque MoE op, so each is written where it appears."""
+    scores, ids, weights = (context.layout.find(n, index) for n in ("router_logits", "topk_ids", "topk_weights"))
+    scored, chosen = batch.again(), batch.again()
+    if scores:
+
+        def at_gate(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            scored.add(scores, output[0] if isinstance(output, tuple) else output)
+            scored.write(beside=False)
+
+        module.get_submodule(context.arch.moe_gate).register_forward_hook(at_gate)
+    if ids or weights:
+        router: Any = module.get_submodule(context.arch.moe_experts).router
+        select = router.select_experts
+
+        def select_experts(*args: Any, **kwargs: Any) -> Any:
+            topk_weights, topk_ids = select(*args, **kwargs)
+            chosen.add(ids, topk_ids)
+            chosen.add(weights, topk_weights)
+            chosen.write(beside=False)
+            return topk_weights, topk_ids
+
+        router.select_experts = select_experts

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The custom ops of taps.
+
+    dmi::tap        writes values into this step's paged rows, reduced where that is wanted
+    dmi::tap_join   lets the model wait for the tap before it (overlap.py)
+    dmi::tap_end    ends a step's taps: reduces what they deferred (deferred.py)
+
+Each op mutates a one-element token buffer. That keeps it alive and in order under torch.compile, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from vllm import forward_context
+
+from dmi_connector.engine.kernels.launch import DECODE_TOKENS
+from dmi_connector.engine.kernels.row_writer import RowWriter
+from dmi_connector.engine.taps.deferred import SCRATCH, DeferredReductions
+from dmi_connector.engine.taps.overlap import captured_branch
+from dmi_connector.reduce import Reduction
+
+logger = logging.getLogger("vllm.dmi_connector")
+
+_LIB = torch.library.Library("dmi", "FRAGMENT")
+_TAGS = (torch.Tag.flexible_layout,)
+"""Without it Inductor copies values whose layout differs from the traced one."""
+_LIB.define(
+    "tap(Tensor[] values, Tensor(a!) token, Tensor place, int[] offsets, bool beside, str cache_layer) -> ()",
+    tags=_TAGS,
+)
+_LIB.define("tap_join(Tensor(a!) token) -> ()", tags=_TAGS)
+_LIB.define("tap_end(Tensor like, Tensor(a!) token, Tensor place, str cache_layer) -> ()", tags=_TAGS)
+
+_REDUCE_TOKENS = 1024
+"""Tokens that torch reduces at a time. vLLM's memory profile does not see what encoders allocate."""
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Writes one set of values. at_once: tokens that it may write at a time. deferred: where some values are put."""
+
+    writer: RowWriter
+    at_once: int
+    deferred: DeferredReductions | None
+
+    def write(self, rows: torch.Tensor, slots: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+        """Write `values[i][t]` to row `slots[t]`."""
+        tokens = values[0].shape[0]
+        if self.deferred is not None:  # all at once: a row of the buffer belongs to a token of the step
+            self.writer(rows, slots, values, self.deferred.buffer)
+        elif tokens <= self.at_once:
+            self.writer(rows, slots, values)
+        else:
+            for first in range(0, tokens, self.at_once):
+                self.writer(rows, slots[first:], [v[first : first + self.at_once] for v in values])
+
+
+@dataclass(eq=False)
+class Place:
+    """Where the taps of a batch write: what the op cannot be told through the graph.
+
+    start: byte of a row that their offsets count from. layer: for reductions. reductions: by byte offset in a row.
+    deferred: the model's. taps: those that have run.
+    """
+
+    start: int
+    layer: int
+    reductions: Mapping[int, Reduction]
+    deferred: DeferredReductions
+    taps: dict[tuple[object, ...], Tap] = field(default_factory=dict)
+
+    def tap(self, values: Sequence[torch.Tensor], offsets: Sequence[int]) -> Tap:
+        """The tap for so many tokens of such values."""
+        starts = [self.start + offset for offset in offsets]
+        reductions = [self.reductions.get(start) for start in starts]
+        defers = any(reductions) and self.deferred.takes(values[0].shape[0])
+        key = (defers, *offsets)
+        if key not in self.taps:
+            deferred = self.deferred if defers else None
+            places = deferred.places(starts) if deferred is not None else ()
+            widths = [value.shape[1] for value in values]
+            writer = RowWriter(widths, values[0].dtype, starts, reductions, self.layer, places)
+            self.taps[key] = Tap(writer, tokens_at_once(values, reductions), deferred)
+        return self.taps[key]
+
+
+_PLACES: weakref.WeakValueDictionary[int, Place] = weakref.WeakValueDictionary()
+"""By the address of the tensor that stands for the place. The model's taps own the places."""
+
+
+def stand_for(tensor: torch.Tensor, place: Place) -> None:
+    """Let a tensor stand for a place. Graphs of equal layers take it as an input and so are equal."""
+    _PLACES[tensor.data_ptr()] = place
+
+
+def rows_and_slots(cache_layer: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(paged rows, slots of this step's tokens). None in a profiling run, when there is no cache yet."""
+    context = forward_context.get_forward_context()
+    owner = context.no_compile_layers.get(cache_layer)
+    slots = context.slot_mapping.get(cache_layer) if isinstance(context.slot_mapping, dict) else None
+    rows = None if owner is None else owner.rows
+    return None if rows is None or slots is None else (rows, slots)
+
+
+def _tap(
+    values: list[torch.Tensor],
+    token: torch.Tensor,
+    place: torch.Tensor,
+    offsets: list[int],
+    beside: bool,
+    cache_layer: str,
+) -> None:
+    """Write `values` into this step's rows.
+
+    values: [tokens, width] each. offsets: bytes from the start of the place. beside: the values stay as they are until
+    the next tap, so this one may run on a branch.
+    """
+    found = rows_and_slots(cache_layer)
+    if found is None:
+        return
+    rows, slots = found
+    where = _PLACES[place.data_ptr()]
+    known = len(where.taps)
+    tap = where.tap(values, offsets)
+    branch = captured_branch(rows.device) if beside else None
+    if branch is None:
+        tap.write(rows, slots, values)
+    else:
+        forward = forward_context.get_forward_context()
+        branch.join(forward)
+        with branch.beside(forward, values):
+            tap.write(rows, slots, values)
+    if len(where.taps) > known and rows.is_cuda and not torch.cuda.is_current_stream_capturing():
+        compile_others(where, rows, values, offsets)
+
+
+def compile_others(place: Place, rows: torch.Tensor, values: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
+    """Compile the kernels that smaller and larger steps need, by running them on padding, which they skip.
+
+    Else a first prompt would wait for Triton. What fails here is left to that prompt.
+    """
+    counts = {1, DECODE_TOKENS + 1}
+    if any(place.start + offset in place.reductions for offset in offsets):
+        counts.add(place.deferred.tokens + 1)
+    try:
+        for tokens in sorted(counts):
+            padding = [value.new_zeros(tokens, value.shape[1]) for value in values]
+            slots = torch.full((tokens,), -1, dtype=torch.int64, device=rows.device)
+            place.tap(padding, offsets).write(rows, slots, padding)
+    except Exception as error:
+        logger.warning("dmi_connector: kernels could not be compiled ahead (%s: %s)", type(error).__name__, error)
+
+
+def _tap_join(token: torch.Tensor) -> None:
+    """Let the model wait for the tap before, if that runs on a branch."""
+    if branch := captured_branch(token.device):
+        branch.join(forward_context.get_forward_context())
+
+
+def _tap_end(like: torch.Tensor, token: torch.Tensor, place: torch.Tensor, cache_layer: str) -> None:
+    """The last tap of a step has run. like: a tensor with one entry for each token."""
+    if found := rows_and_slots(cache_layer):
+        if branch := captured_branch(like.device):
+            branch.join(forward_context.get_forward_context())
+        _PLACES[place.data_ptr()].deferred.reduce(*found, like.shape[0])
+
+
+def tokens_at_once(values: Sequence[torch.Tensor], reductions: Sequence[Reduction | None]) -> int:
+    """Tokens that one call may write: on a GPU any number, unless projections would allocate too much."""
+    if not any(reductions):
+        return sys.maxsize
+    if not values[0].is_cuda:
+        return _REDUCE_TOKENS
+    pairs = zip(values, reductions, strict=True)
+    scratch = sum(r.scratch(v.shape[1], str(v.dtype).removeprefix("torch.")) for v, r in pairs if r is not None)
+    return max(_REDUCE_TOKENS, SCRATCH // scratch) if scratch else sys.maxsize
+
+
+for _name, _op in (("tap", _tap), ("tap_join", _tap_join), ("tap_end", _tap_end)):
+    for _key in ("CPU", "CUDA"):
+        _LIB.impl(_name, _op, _key)
+    _LIB.impl(_name, lambda *_: None, "Meta")

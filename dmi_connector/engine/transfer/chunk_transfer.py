@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures under way on one worker, and chunks of their rows on the way into the ring."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dmi_connector.engine.messages import Report
+from dmi_connector.engine.transfer.chunk_layout import ChunkLayout
+from dmi_connector.store.format.completeness import Cause, Loss, add_loss
+from dmi_connector.store.write.client import OpenCapture
+from dmi_connector.store.write.ring import Extent, Ring
+
+
+class Progress:
+    """What one worker has exported: counts for metrics (metrics.py), and reports for the scheduler."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int | float] = {
+            "bytes_exported": 0,
+            "lost_ranges": 0,
+            "lost_rows": 0,
+            "blocked_seconds": 0.0,
+        }
+        self.gathered = 0  # rows whose gather is issued, as last reported
+        self._new: deque[int] = deque()  # not yet in `gathered`; the lane's thread appends too
+        self._lost: dict[int, list[list[int]]] = {}
+
+    def gather(self, rows: int) -> None:
+        """Rows are gathered, or given up: their blocks are not needed any more."""
+        self._new.append(rows)
+
+    def lose(self, capture: int, first: int, rows: int) -> None:
+        """Rows [first, first + rows) of a capture were given up."""
+        self._lost.setdefault(capture, []).append([first, first + rows])
+        self.counts["lost_ranges"] += 1
+        self.counts["lost_rows"] += rows
+
+    def report(self) -> Report:
+        """What is new for the scheduler."""
+        while self._new:
+            self.gathered += self._new.popleft()
+        report = Report(self.gathered, self._lost)
+        self._lost = {}
+        return report
+
+
+@dataclass(eq=False)
+class CaptureExport:
+    """One capture on this worker.
+
+    out: where its rows go, None for sinks without stores. start: position of its first row. losses: rows given up.
+    waiting: transfers that were left to the lane's thread.
+    """
+
+    number: int
+    layout: ChunkLayout
+    out: OpenCapture | None
+    start: int
+    ring: Ring
+    progress: Progress
+    losses: list[Loss] = field(default_factory=list)
+    waiting: list[ChunkTransfer] = field(default_factory=list)
+
+    def lose(self, first: int, rows: int, cause: Cause, **facts: object) -> None:
+        """Rows [first, first + rows) are given up."""
+        self.progress.lose(self.number, first, rows)
+        add_loss(self.losses, Loss.of(cause, [[first, first + rows]], **facts))
+
+
+@dataclass(eq=False)
+class ChunkTransfer:
+    """Rows of one chunk on their way.
+
+    first: number of the first row in the store. slots: where the rows lie, int64 [rows]. extent: ring memory for the
+    payload, once there is some. gathered: the gather is issued; what comes later on the engine's stream may overwrite
+    the rows. lost: the rows are given up.
+    """
+
+    capture: CaptureExport
+    first: int
+    slots: np.ndarray
+    extent: Extent | None = None
+    gathered: bool = False
+    lost: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload."""
+        return self.capture.layout.payload.token_bytes * len(self.slots)
+
+    @property
+    def table(self) -> np.ndarray:
+        """What to copy of each row (see `ChunkLayout`)."""
+        return self.capture.layout.table
+
+    @property
+    def waits(self) -> bool:
+        """Whether its rows are still needed in the cache."""
+        return not (self.gathered or self.lost)
+
+    def reserve(self) -> bool:
+        """Take ring memory for the payload. Returns False if there is none now."""
+        self.extent = self.capture.ring.alloc(self.nbytes, 0.0)
+        return self.extent is not None
+
+    def deliver(self) -> None:
+        """The payload is in the ring: hand it to the coordinator."""
+        assert self.extent is not None
+        self.capture.progress.counts["bytes_exported"] += self.extent.nbytes
+        if self.capture.out is None:
+            self.capture.ring.release(self.extent)
+        else:
+            self.capture.out.chunk(self.extent, self.first, len(self.slots))
+
+    def lose(self, cause: Cause, **facts: object) -> None:
+        """Give the rows up."""
+        self.lost = True
+        if self.extent is not None:
+            self.capture.ring.release(self.extent)
+        self.capture.progress.gather(len(self.slots))
+        self.capture.lose(self.first, len(self.slots), cause, **facts)

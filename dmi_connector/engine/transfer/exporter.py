@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker half of the connector: exports rows from the paged cache to the coordinator process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+
+from dmi_connector.engine import startup
+from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
+from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
+from dmi_connector.engine.metrics import Meter
+from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
+from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Progress
+from dmi_connector.engine.transfer.gpu_lane import DeviceLane
+from dmi_connector.store.format.completeness import Cause
+from dmi_connector.store.write.client import StoreClient
+from dmi_connector.store.write.ring import Extent, Ring
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from dmi_connector.engine.row_cache import CaptureLayer
+
+logger = init_logger("vllm.dmi_connector")
+
+_SLOT_BYTES = 8
+"""Bytes of a slot number behind rows of logits."""
+
+
+class Exporter:
+    """Owns the ring, the coordinator and the captures under way on one tensor-parallel rank.
+
+    On a CPU rows are copied to the ring at once. On a GPU they take the lane (gpu_lane.py); what finds no room waits in
+    the cache. When a request ends meanwhile, either its blocks are kept until its rows are gathered (`ending`), or its
+    rows are gathered before the next forward.
+    """
+
+    def __init__(self, context: CaptureContext, layer: CaptureLayer, rank: int, vllm_config: VllmConfig) -> None:
+        self.context, self.layer, self.rank = context, layer, rank
+        self.captures: dict[int, CaptureExport] = {}
+        self.layouts: dict[tuple[tuple[str, tuple[int, ...]], ...], ChunkLayout] = {}
+        self.registered: dict[ChunkLayout, int] = {}  # layouts that the coordinator knows, by its numbers
+        self.samples: list[Sample] = []  # of this step
+        self.ending: list[tuple[CaptureExport, Close]] = []
+        self.finished: set[str] = set()
+        self.progress = Progress()
+        self.meter = Meter(self)
+        self.store_attrs = startup.store_attrs(context, vllm_config)
+        options = context.options
+        full = self._layout(dict(context.selection.hooks))
+        assert layer.rows is not None
+        self.rows = layer.rows
+        gpu = self.rows.is_cuda
+        seqs = vllm_config.scheduler_config.max_num_seqs
+        logits = 0 if full.logits is None else seqs * (full.logits.token_bytes + 2 * _SLOT_BYTES)
+        sizes = startup.buffer_sizes(options, full.payload.token_bytes, gpu, logits)
+        self.client: StoreClient | None = None
+        writers = 0
+        if options.sink == "disk":
+            writers = options.writers or startup.default_writers(gpu)
+            self.client = StoreClient(sizes.host, writers, startup.write_settings(options, rank, gpu))
+        self.ring = self.client.ring if self.client else Ring(sizes.host)
+        self.lane: DeviceLane | None = None
+        if gpu and options.sink != "null":
+            self.lane = DeviceLane(self.ring, sizes.staging, self.rows)
+            self.lane.warm_up(full.table)
+        startup.announce(context, full, self.rows, sizes, self.lane, writers)
+
+    def _layout(self, hooks: dict[str, tuple[int, ...]]) -> ChunkLayout:
+        key = tuple(hooks.items())
+        if key not in self.layouts:
+            self.layouts[key] = chunk_layout(self.context, hooks, self.rank)
+        return self.layouts[key]
+
+    # ---- the two moments of a step --------------------------------------------------------------------------------
+
+    def before_forward(self, metadata: StepMetadata) -> None:
+        """Begin new captures and finish ended ones: the forward that follows may overwrite their freed blocks."""
+        self.samples = metadata.samples
+        for message in metadata.opens:
+            self._open(message)
+        closing = [(self.captures.pop(close.capture), close) for close in metadata.closes]
+        self._export([(capture, rows) for capture, close in closing for rows in close.rows])
+        for capture, close in closing:
+            if close.keeps_blocks:
+                self.ending.append((capture, close))
+            else:
+                self._flush(capture)
+                self._end(capture, close)
+        for number in metadata.preempted:
+            if number in self.captures:
+                self._flush(self.captures[number])
+
+    def after_forward(self, metadata: StepMetadata) -> None:
+        """Export the chunks that the forward completed, as far as there is room."""
+        if metadata.chunks:
+            self._export([(self.captures[rows.capture], rows) for rows in metadata.chunks])
+        if self.ending:
+            self._end_gathered()
+
+    def take_report(self) -> Report:
+        """What is new for the scheduler."""
+        return self.progress.report()
+
+    def take_finished(self) -> set[str]:
+        """Requests whose blocks were kept for us and can be freed now."""
+        finished, self.finished = self.finished, set()
+        return finished
+
+    # ---- captures ---------------------------------------------------------------------------------------------------
+
+    def _open(self, message: Open) -> None:
+        layout, out = self._layout(message.hooks), None
+        if self.client is not None:
+            if layout not in self.registered:
+                self.registered[layout] = self.client.register(layout.payload)
+            out = self.client.open_capture(
+                self.registered[layout],
+                message.path,
+                {**self.store_attrs, **message.attrs, "start": message.start},
+                message.request_id,
+                message.key,
+                self.rank,
+                self.context.tp,
+                message.most_rows,
+            )
+        self.captures[message.capture] = CaptureExport(
+            message.capture, layout, out, message.start, self.ring, self.progress
+        )
+
+    def _export(self, batch: Sequence[tuple[CaptureExport, Rows]]) -> None:
+        """Send rows on their way."""
+        if not batch:  # as in most steps: do not wait for the lane's lock
+            return
+        if self.context.options.sink == "null":
+            for _, rows in batch:
+                self.progress.gather(len(rows.slots))
+            return
+        transfers = [ChunkTransfer(capture, rows.first, rows.slots) for capture, rows in batch]
+        if self.lane is None:
+            for transfer in transfers:
+                self._export_now(transfer)
+            return
+        self.lane.send(transfers)
+        for transfer in transfers:
+            if transfer.waits:
+                transfer.capture.waiting.append(transfer)
+
+    def _export_now(self, transfer: ChunkTransfer) -> None:
+        """The whole way at once, on a CPU."""
+        transfer.extent = self._room(transfer.nbytes)
+        if transfer.extent is None:
+            transfer.lose(Cause.FELL_BEHIND)
+            return
+        self.progress.gather(len(transfer.slots))
+        payload = torch.from_numpy(self.ring.view(transfer.extent))
+        index = torch.from_numpy(gather_index(transfer.slots, 0))
+        gather_rows_torch(self.rows, index, torch.from_numpy(transfer.table), payload)
+        transfer.deliver()
+
+    def _room(self, nbytes: int) -> Extent | None:
+        """Ring memory. Under policy block it is waited for; under drop it is None if there is none now."""
+        extent = self.ring.alloc(nbytes, 0.0)
+        if extent is None and self.context.options.policy == "block":
+            began = time.perf_counter()
+            extent = self.ring.alloc(nbytes, None)
+            self.progress.counts["blocked_seconds"] += time.perf_counter() - began
+        return extent
+
+    def _flush(self, capture: CaptureExport) -> None:
+        """Gather the waiting rows of a capture now: the next forward may overwrite its blocks."""
+        if self.lane is None or not capture.waiting:
+            return
+        drop, began = self.context.options.policy == "drop", time.perf_counter()
+        self.lane.flush(capture, drop)
+        self.progress.counts["blocked_seconds"] += 0.0 if drop else time.perf_counter() - began
+        capture.waiting.clear()
+
+    def _end_gathered(self) -> None:
+        """End captures whose kept blocks are not needed any more."""
+        still = []
+        for capture, message in self.ending:
+            if any(transfer.waits for transfer in capture.waiting):
+                still.append((capture, message))
+                continue
+            self._flush(capture)
+            self._end(capture, message)
+            assert message.keeps_blocks is not None
+            self.finished.add(message.keeps_blocks)
+        self.ending = still
+
+    def _end(self, capture: CaptureExport, message: Close) -> None:
+        """Close a capture once its rows are delivered."""
+        if self.lane is None:
+            self._close(capture, message)
+        else:
+            self.lane.then(lambda: self._close(capture, message))
+
+    def _close(self, capture: CaptureExport, message: Close) -> None:
+        """Say where a capture ends. On a GPU this runs on the lane's thread."""
+        if capture.out is None:
+            return
+        # The engine learns late of a stop: samples behind the end were never wanted.
+        lost = [part for loss in capture.losses if (part := loss.before(message.length)).rows]
+        losses = message.losses + lost if self.rank == 0 else lost  # what the request lacks is rank 0's to say
+        samples = {"logits": message.samples} if capture.layout.logits is not None else {}
+        capture.out.close(message.length, samples, message.token_ids, message.attrs, losses)
+
+    # ---- logits -----------------------------------------------------------------------------------------------------
+
+    def logits(self, logits: torch.Tensor) -> None:
+        """Export the logits rows of captured requests. logits: [samples, vocab], in the order of the batch."""
+        step, samples = self.layer.step, self.samples
+        self.samples = []  # prompt logprobs call compute_logits again in the same step
+        if not samples or step is None or self.client is None:
+            return
+        wanted = {s.slot: (s, self.captures[s.capture]) for s in samples}
+        logits = logits.to(self.layer.row_dtype).contiguous()
+        count, row_bytes = logits.shape[0], logits.shape[1] * logits.element_size()
+        slots = step.slot_mapping[step.query_start_loc[1 : count + 1].long() - 1]
+        # One extent holds the rows, then the slots that say whose they are.
+        nbytes = -(-count * row_bytes // 16) * 16 + _SLOT_BYTES * count
+        extent = self._room(nbytes)
+        if extent is None:
+            for sample, capture in wanted.values():
+                if capture.layout.logits is not None:
+                    capture.lose(sample.position - capture.start, 1, Cause.FELL_BEHIND)
+            return
+        if self.lane is None:
+            _fill(torch.from_numpy(self.ring.view(extent)), logits, slots)
+            self._deliver_logits(extent, count, row_bytes, wanted)
+        else:
+            source = torch.empty(nbytes, dtype=torch.uint8, device=logits.device)
+            _fill(source, logits, slots)
+            deliver = lambda: self._deliver_logits(extent, count, row_bytes, wanted)  # noqa: E731
+            self.lane.send_tensor(source, extent.offset, deliver)
+
+    def _deliver_logits(
+        self, extent: Extent, count: int, row_bytes: int, wanted: dict[int, tuple[Sample, CaptureExport]]
+    ) -> None:
+        """Hand rows of logits that lie in the ring to the coordinator. wanted: by slot."""
+        assert self.client is not None
+        self.progress.counts["bytes_exported"] += extent.nbytes
+        slots = self.ring.view(extent)[extent.nbytes - _SLOT_BYTES * count :].view(np.int64)
+        found = []
+        for index, slot in enumerate(slots.tolist()):
+            if slot in wanted:
+                sample, capture = wanted[slot]
+                if capture.out is not None and capture.layout.logits is not None:
+                    found.append((capture.out, "logits", sample.index, sample.position, index * row_bytes))
+        self.client.rows(extent, found)
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def pending(self) -> int:
+        """Captures under way and bytes not yet written; 0 when everything has reached its sink."""
+        pending = len(self.captures) + len(self.ending) + self.ring.used
+        if self.client is not None:
+            stats = self.client.stats()
+            pending += stats["open"] + stats["closing"]
+        return int(pending)
+
+    def shutdown(self) -> None:
+        """Export what is waiting, then finish the stores and stop the writers, all within `shutdown_seconds`."""
+        deadline = time.monotonic() + self.context.options.shutdown_seconds
+        if self.lane is not None:
+            self.lane.finish_gathers(deadline - time.monotonic())
+            self._end_gathered()
+            self.lane.shutdown(max(0.0, deadline - time.monotonic()))
+        if self.client is not None:
+            self.client.shutdown(max(1.0, deadline - time.monotonic()))
+
+
+def _fill(target: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write logits to the start and slots to the end of `target` (uint8)."""
+    size = logits.numel() * logits.element_size()
+    target[:size].view(logits.dtype).view(logits.shape).copy_(logits)
+    target[target.numel() - _SLOT_BYTES * slots.numel() :].view(torch.int64).copy_(slots)

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lane: the way of rows off the GPU.
+
+    rows in the cache --gather kernel--> staging memory (GPU) --copies--> ring (pinned host memory) --> coordinator
+
+While staging and ring have room, the engine's thread issues one gather a step. What finds no room waits for the lane's
+own thread, which gathers as staging drains; the rows stay in the cache and the engine goes on.
+
+All gathers run on the engine's stream, whichever thread launches them. Kernels on a second stream make later replays of
+CUDA graphs 5 % slower. On one stream no events are needed either: what was launched before a gather has been written.
+
+The copy engine works through a stream's queue in order, and each step's sampled tokens need it too. So copies are cut
+into slices that go to two streams in turn (gpu_copies.py).
+
+One thread gathers, issues copies and delivers, in rounds. Each wake-up of a thread of this process may make the
+engine's thread wait for the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+
+from dmi_connector.engine.kernels.gather import gather_index, gather_rows
+from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer
+from dmi_connector.engine.transfer.gpu_copies import SliceCopier
+from dmi_connector.store.format.completeness import Cause
+from dmi_connector.store.write.ring import Ring
+
+logger = init_logger("vllm.dmi_connector")
+
+_ALIGN = 512
+"""Alignment of staging memory in bytes."""
+_BREATH_S = 0.002
+"""The lane's thread lets work come together for this long."""
+_ROUND = 4
+"""A round waits for a quarter of the copies; the others keep the link busy until more is gathered."""
+_MEASURED_BYTES = 64 << 20
+_SLICE_BYTES = 8 << 20
+"""Copies reach 53.5 of 55.2 GB/s, and a small copy in between takes 154 us instead of 111 (H200). Whole copies would
+make it wait for up to 37 ms.
+"""
+
+
+class Staged:
+    """Staging memory in use: bytes [start, end). Free once `copied` has happened (None: no copy is issued)."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+        self.copied: torch.cuda.Event | None = None
+
+
+class Staging:
+    """FIFO allocator over one GPU buffer. Call it with the lane's lock held."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.nbytes = nbytes
+        self.used: deque[Staged] = deque()
+        self._head = 0
+
+    def reserve(self, nbytes: int) -> Staged | None:
+        """Take `nbytes` contiguous bytes; None if there is no room yet."""
+        size = -(-nbytes // _ALIGN) * _ALIGN
+        if size > self.nbytes:
+            raise ValueError(f"{nbytes} bytes do not fit the staging buffer of {self.nbytes} bytes")
+        while self.used and self.used[0].copied is not None and self.used[0].copied.query():
+            self.used.popleft()
+        if not self.used:
+            self._head = 0
+        start, tail = self._head, self.used[0].start if self.used else self.nbytes
+        if self.used and start <= tail:  # in use from the tail over the end of the buffer to the head
+            end = tail
+        elif start + size <= self.nbytes:
+            end = self.nbytes
+        else:
+            start, end = 0, tail
+        if start + size > end:
+            return None
+        self._head = start + size
+        staged = Staged(start, start + size)
+        self.used.append(staged)
+        return staged
+
+    def cancel(self, staged: Staged) -> None:
+        """Give back what was reserved last."""
+        assert self.used.pop() is staged
+        self._head = staged.start
+
+
+@dataclass
+class _Copy:
+    """One copy into the ring, and what comes after it.
+
+    source: what to copy to ring byte `offset` after `ready`; None if there is only `deliver` to do. deliver: called
+    once the bytes are there. copied: the event that follows the copy, once it is issued.
+    """
+
+    source: torch.Tensor | None
+    offset: int
+    ready: torch.cuda.Event | None
+    deliver: Callable[[], None]
+    staged: Staged | None = None
+    copied: torch.cuda.Event | None = None
+
+
+_LOOK = _Copy(None, 0, None, lambda: None)
+"""Only wakes the lane's thread, which then looks for transfers that wait."""
+
+
+class DeviceLane:
+    """Moves gathered rows of one GPU into the ring, whose memory is registered as pinned memory here.
+
+    Transfers are copied and delivered in the order in which their gathers were issued. `then` puts other work behind
+    them.
+    """
+
+    def __init__(self, ring: Ring, staging_bytes: int, rows: torch.Tensor) -> None:
+        self.ring = torch.from_numpy(ring.memory)
+        error = torch.cuda.cudart().cudaHostRegister(self.ring.data_ptr(), ring.nbytes, 0)
+        if int(error) != 0:
+            raise RuntimeError(
+                f"host_buffer_bytes: {ring.nbytes} bytes could not be pinned ({error}); "
+                "give a smaller size or raise the limit"
+            )
+        self.rows, self.device = rows, rows.device
+        self.staging = Staging(staging_bytes, rows.device)
+        self.copier = SliceCopier(_SLICE_BYTES, rows.device)
+        self.stream = torch.cuda.current_stream(rows.device)  # the engine's
+        self.waiting: deque[ChunkTransfer] = deque()
+        self._tables: dict[int, torch.Tensor] = {}
+        self._changed = threading.Condition()
+        self._work: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._issued: deque[_Copy] = deque()  # only for the lane's thread
+        self._more = True  # whether work may still come; only for the lane's thread
+        self._base = self.ring.data_ptr()
+        self._thread = threading.Thread(target=self._run, name="dmi-lane", daemon=True)
+        self._thread.start()
+
+    # ---- the engine's thread --------------------------------------------------------------------------------------
+
+    def send(self, transfers: Sequence[ChunkTransfer]) -> None:
+        """Gather what there is room for now, on the current stream; leave the rest to the lane's thread."""
+        with self._changed:
+            self.stream = torch.cuda.current_stream(self.device)
+            issued = 0 if self.waiting else self._issue(transfers)
+            if issued < len(transfers):
+                self.waiting.extend(transfers[issued:])
+                self._work.put(_LOOK)
+
+    def flush(self, capture: CaptureExport, drop: bool) -> None:
+        """Gather the waiting transfers of a capture now: its blocks are about to be reused.
+
+        drop: give up what finds no room, do not wait for it.
+        """
+        with self._changed:
+            mine = [t for t in self.waiting if t.capture is capture]
+            if mine:
+                self.stream = torch.cuda.current_stream(self.device)
+                self.waiting = deque(t for t in self.waiting if t.capture is not capture)
+            while mine:
+                mine = mine[self._issue(mine) :]
+                if mine and drop:
+                    for transfer in mine:
+                        transfer.lose(Cause.FELL_BEHIND)
+                    return
+                if mine:
+                    self._changed.wait(_BREATH_S)
+
+    def send_tensor(self, source: torch.Tensor, offset: int, deliver: Callable[[], None]) -> None:
+        """Copy `source` (uint8, 1-D, ready on the current stream) to ring byte `offset`, then call `deliver`."""
+        ready = torch.cuda.Event()
+        ready.record()
+        self._work.put(_Copy(source, offset, ready, deliver))
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Run `work` on the lane's thread after everything issued before it."""
+        self._work.put(_Copy(None, 0, None, work))
+
+    # ---- issuing gathers, with the lock held ------------------------------------------------------------------------
+
+    def _issue(self, transfers: Iterable[ChunkTransfer]) -> int:
+        """Gather transfers in order, as far as staging and ring have room. Returns how many were taken."""
+        room: list[tuple[ChunkTransfer, Staged]] = []
+        for transfer in transfers:
+            staged = self.staging.reserve(transfer.nbytes)
+            if staged is None:
+                break
+            if not transfer.reserve():
+                self.staging.cancel(staged)
+                break
+            room.append((transfer, staged))
+        if not room:
+            return 0
+        try:
+            with torch.cuda.stream(self.stream):
+                ready = self._gather(room)
+        except Exception as error:  # e.g. GPU memory is short: the engine goes on, and the stores say so
+            logger.exception("rows could not be gathered")
+            for transfer, staged in reversed(room):
+                self.staging.cancel(staged)
+                transfer.lose(Cause.NOT_GATHERED, error=f"{type(error).__name__}: {error}")
+            return len(room)
+        for transfer, staged in room:
+            assert transfer.extent is not None
+            source = self.staging.buffer[staged.start : staged.start + transfer.nbytes]
+            self._work.put(_Copy(source, transfer.extent.offset, ready, transfer.deliver, staged))
+            transfer.capture.progress.gather(len(transfer.slots))
+            transfer.gathered = True  # now the capture's end may be put behind it (`then`)
+        return len(room)
+
+    def _gather(self, room: Sequence[tuple[ChunkTransfer, Staged]]) -> torch.cuda.Event:
+        """Launch the gathers, one for each table. Returns an event that follows them."""
+        by_table: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
+        for transfer, staged in room:
+            entries = by_table.setdefault(id(transfer.table), (transfer.table, []))[1]
+            entries.append(gather_index(transfer.slots, staged.start))
+        for table, entries in by_table.values():
+            host = torch.from_numpy(np.concatenate(entries)).pin_memory()
+            gather_rows(self.rows, host.to(self.device, non_blocking=True), self._on_gpu(table), self.staging.buffer)
+        ready = torch.cuda.Event()
+        ready.record()
+        return ready
+
+    def _on_gpu(self, table: np.ndarray) -> torch.Tensor:
+        """A layout's table on the GPU, copied once."""
+        key = id(table)
+        if key not in self._tables:
+            self._tables[key] = torch.from_numpy(table).to(self.device)
+        return self._tables[key]
+
+    # ---- the lane's thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self.device)
+        self.copier.start()
+        while self._more or self._issued or self.waiting:
+            if not (self._issued or self.waiting):
+                self._take(self._work.get())
+            self._issue_copies()
+            self._wait_for_copies()
+            time.sleep(_BREATH_S)
+            arrived = self._take_arrived()
+            self._gather_waiting()
+            self._issue_copies()
+            _deliver(arrived)
+
+    def _issue_copies(self) -> None:
+        """Issue the copies that are queued."""
+        while not self._work.empty():
+            self._take(self._work.get())
+
+    def _take(self, copy: _Copy | None) -> None:
+        """Issue one copy. None: no more work will come."""
+        if copy is None:
+            self._more = False
+        elif copy is not _LOOK:
+            if copy.source is not None and copy.ready is not None:
+                copy.copied = self.copier.copy(copy.source, self._base + copy.offset, copy.ready)
+                if copy.staged is not None:
+                    copy.staged.copied = copy.copied
+            self._issued.append(copy)
+
+    def _wait_for_copies(self) -> None:
+        """Wait for a part of the copies, then issue what was queued meanwhile."""
+        copies = [copy.copied for copy in self._issued if copy.copied is not None]
+        if copies:
+            copies[len(copies) // _ROUND].synchronize()
+            self._issue_copies()
+
+    def _take_arrived(self) -> deque[_Copy]:
+        """The copies that have arrived."""
+        arrived: deque[_Copy] = deque()
+        while self._issued and (self._issued[0].copied is None or self._issued[0].copied.query()):
+            arrived.append(self._issued.popleft())
+        return arrived
+
+    def _gather_waiting(self) -> None:
+        """Gather what there is room for by now, and wake those who wait for room."""
+        with self._changed:
+            for _ in range(self._issue(self.waiting)):
+                self.waiting.popleft()
+            self._changed.notify_all()
+
+    # ---- start and end ----------------------------------------------------------------------------------------------
+
+    def warm_up(self, table: np.ndarray) -> None:
+        """Compile the gather kernel now, not under the first request."""
+        index = torch.from_numpy(gather_index(np.zeros(1, np.int64), 0)).to(self.device)
+        gather_rows(self.rows, index, self._on_gpu(table), self.staging.buffer)
+
+    def link_bytes_per_second(self) -> float:
+        """Speed of copies into the ring, measured once over _MEASURED_BYTES."""
+        nbytes = min(_MEASURED_BYTES, self.staging.nbytes, self.ring.numel())
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for _ in range(2):
+            begin.record()
+            self.ring[:nbytes].copy_(self.staging.buffer[:nbytes], non_blocking=True)
+            end.record()
+        end.synchronize()
+        return nbytes / begin.elapsed_time(end) * 1e3
+
+    def finish_gathers(self, seconds: float) -> None:
+        """Wait until everything that was sent is gathered. Nothing may be sent after this."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.waiting, seconds)
+
+    def shutdown(self, seconds: float) -> None:
+        """After `finish_gathers`: finish copies and deliveries, then stop the thread."""
+        self._work.put(None)
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            logger.error("copies did not end within %g s of the shutdown: what they held is missing", seconds)
+            return  # it still uses the memory
+        torch.cuda.cudart().cudaHostUnregister(self.ring.data_ptr())
+
+
+def _deliver(arrived: deque[_Copy]) -> None:
+    """Deliver what has arrived. It is taken off the queue one by one, so that its memory can go."""
+    while arrived:
+        try:
+            arrived.popleft().deliver()
+        except Exception:  # its capture never completes; later ones must still be delivered
+            logger.exception("a delivery failed")

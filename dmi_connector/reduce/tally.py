@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums from which the mean |x| of each neuron is estimated, also where only some values of a row were stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Sums of |x| over `rows` rows. All arrays are float64 [width].
+
+    kept, kept_rows: sum where the value was stored, and in how many rows it was. sampled, sampled_rows,
+    sampled_squares: the same where it was not stored but sampled, with the sum of squares.
+    """
+
+    rows: int
+    kept: np.ndarray
+    kept_rows: np.ndarray
+    sampled: np.ndarray
+    sampled_rows: np.ndarray
+    sampled_squares: np.ndarray
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Tally:
+        """The tally of rows [rows, width] that hold every value."""
+        none = np.zeros(values.shape[1])
+        return cls(len(values), np.abs(values).sum(0, np.float64), none + len(values), none, none, none)
+
+    @classmethod
+    def beside(cls, slices: Sequence[Tally]) -> Tally:
+        """Join tallies of slices of the same rows along the width."""
+        return cls(slices[0].rows, *(np.concatenate([getattr(s, f) for s in slices]) for f in _SUMS))
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.rows + other.rows, *(getattr(self, f) + getattr(other, f) for f in _SUMS))
+
+    def mean(self) -> np.ndarray:
+        """Mean |x|, float64 [width].
+
+        Rows without the value are given the neuron's sampled mean. With few samples that mean is drawn towards the mean
+        of all neurons (empirical Bayes; all neurons are taken to have the same variance).
+        """
+        count = self.sampled_rows
+        several = count > 1
+        if not several.any():
+            return self.kept / self.rows
+        everywhere = self.sampled.sum() / count.sum()
+        own = np.divide(self.sampled, count, out=np.full_like(count, everywhere), where=count > 0)
+        within = (self.sampled_squares - count * own**2).sum() / (count[count > 0] - 1).sum()
+        noise = np.divide(max(within, 0.0), count, out=np.full_like(count, np.inf), where=count > 0)
+        signal = max(0.0, own[several].var() - noise[several].mean())
+        trust = np.divide(signal, signal + noise, out=np.ones_like(noise), where=noise > 0)
+        rest = everywhere + trust * (own - everywhere)
+        return np.asarray((self.kept + (self.rows - self.kept_rows) * rest) / self.rows)
+
+
+_SUMS = tuple(f.name for f in fields(Tally) if f.name != "rows")

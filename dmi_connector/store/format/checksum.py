@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""crc32c of data, and of joined data from the crc32c of its parts."""
+
+from __future__ import annotations
+
+import functools
+
+import google_crc32c
+import numpy as np
+
+_POLYNOMIAL = 0x82F63B78
+"""crc32c's polynomial, highest power in bit 0."""
+_ONE, _X8 = 0x80000000, 0x00800000
+"""The polynomials 1 and x**8."""
+
+
+def crc32c(data: bytes | np.ndarray, start: int = 0) -> int:
+    """crc32c of `data` (bytes or a contiguous uint8 array). start: the crc32c of the data before it."""
+    return int(google_crc32c.extend(start, data))
+
+
+def crc32c_join(first: int, second: int, nbytes: int) -> int:
+    """crc32c of two parts of data joined. first, second: their crc32c. nbytes: length of the second.
+
+    Appending n bytes multiplies a crc by x**(8 n) modulo the polynomial (the rule of zlib's crc32_combine).
+    """
+    return _multiply(first, _power(nbytes)) ^ second
+
+
+@functools.lru_cache(maxsize=256)
+def crc32c_of_zeros(nbytes: int) -> int:
+    """crc32c of zero bytes."""
+    return crc32c(bytes(nbytes))
+
+
+def _multiply(a: int, b: int) -> int:
+    """Product of two polynomials modulo _POLYNOMIAL, both with the highest power in bit 0."""
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = (a << 1) & 0xFFFFFFFF
+        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@functools.lru_cache(maxsize=256)
+def _power(nbytes: int) -> int:
+    """The polynomial x**(8 * nbytes)."""
+    result, power = _ONE, _X8
+    while nbytes:
+        if nbytes & 1:
+            result = _multiply(result, power)
+        power = _multiply(power, power)
+        nbytes >>= 1
+    return result

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a capture lacks rows. Every part of the package reports a `Loss`; the commit puts losses into words, once."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+LABELS = ("shutdown", "write_error", "dropped", "quota", "aborted", "other")
+"""Labels under which metrics count incomplete captures. Of several that apply the first counts (docs/OPERATIONS.md)."""
+
+Ranges = Sequence[Sequence[int]]
+"""[start, stop) row ranges of a store."""
+
+
+class Cause(enum.Enum):
+    """A cause of missing rows: its label in metrics, and its sentence in a store's `reason`."""
+
+    # In the engine.
+    QUOTA = "quota", "max_request_bytes: {limit} bytes hold the rows of {end} of {expected} tokens"
+    ENDED_EARLY = "aborted", "the request ended ({finish}) after {end} of {expected} tokens were computed"
+    FELL_BEHIND = "dropped", "writing fell behind (policy drop)"
+    NOT_GATHERED = "other", "rows could not be gathered ({error})"
+    # In the coordinator.
+    WRONG_POSITIONS = "other", "the rows of positions {first} to {last} carry other positions"
+    WRONG_TOKEN = "other", "the row at position {position} holds token {found}, not {expected}"
+    CLOSE_REFUSED = "other", "{error}"
+    ENGINE_ENDED = "shutdown", "the engine ended before the request did"
+    PROCESS_DIED = "write_error", "{process} died ({how})"
+    # In a writer.
+    WRITE_FAILED = "write_error", "{error}"
+    WRITE_REFUSED = "other", "{error}"
+    SAMPLES_LOST = "other", "{hook}: {lost} of {samples} samples are lost, their position is -1"
+    # At the commit.
+    RANKS_LATE = "other", "tensor-parallel ranks {ranks} did not finish in {seconds} s"
+    FILES_GONE = "write_error", "{count} files are gone from the partial store, the first: {first}"
+    NOT_SALVAGED = "write_error", "what is left of {hooks} cannot be salvaged: {error}"
+    NOT_WRITTEN = "write_error", ""  # only lists rows: the loss that stopped their writer has the words
+    HOOKS_WITHOUT_DATA = "other", "hooks without data: {hooks}"
+    # In a repair.
+    SALVAGED = "other", "salvaged after the writer or the engine was killed"
+    JOURNAL_TORN = "other", "a journal ends in {nbytes} bytes of a torn record"
+    JOURNAL_UNREADABLE = "other", "{journal} cannot be read: {error}"
+    CHUNKS_DAMAGED = "other", "{hook}: {count} damaged chunks are left out, the first: {first}"
+    HOOKS_WITHOUT_ROWS = "other", "hooks without rows: {hooks}"
+    TOKEN_IDS_UNKNOWN = "other", "token ids are not known for all rows: those are 0"
+    NOT_RECORDED = "other", "what it captures is not recorded"
+    NOTHING_WHOLE = "other", "no chunk was completed on all ranks, or all are damaged"
+
+    @property
+    def label(self) -> str:
+        """One of LABELS."""
+        return self.value[0]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One reason why a capture is incomplete.
+
+    rows: the ranges that are lost, () if none or not known. facts: what the cause's sentence names. rank: the
+    tensor-parallel rank that reports it.
+    """
+
+    cause: Cause
+    rows: tuple[tuple[int, int], ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    rank: int = 0
+
+    @classmethod
+    def of(cls, cause: Cause, rows: Ranges = (), **facts: Any) -> Loss:
+        """A loss of `rows`."""
+        return cls(cause, tuple((int(start), int(stop)) for start, stop in rows), facts)
+
+    @property
+    def words(self) -> str:
+        """The loss as a sentence."""
+        sentence = self.cause.value[1].format(**self.facts)
+        return f"rank {self.rank}: {sentence}" if self.rank else sentence
+
+    def before(self, length: int) -> Loss:
+        """The loss without rows at or behind `length`."""
+        return replace(self, rows=tuple((start, min(stop, length)) for start, stop in self.rows if start < length))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict for `from_json`."""
+        return {"cause": self.cause.name, "rows": self.rows, "facts": dict(self.facts), "rank": self.rank}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Loss:
+        """What `to_json` gave."""
+        rows = tuple((start, stop) for start, stop in values["rows"])
+        return cls(Cause[values["cause"]], rows, values["facts"], values["rank"])
+
+
+def add_loss(losses: list[Loss], loss: Loss) -> None:
+    """Add a loss; one with the same words as an earlier one only adds its rows there."""
+    for i, other in enumerate(losses):
+        if (other.cause, other.facts, other.rank) == (loss.cause, loss.facts, loss.rank):
+            losses[i] = replace(other, rows=other.rows + loss.rows)
+            return
+    losses.append(loss)
+
+
+def losses_to_json(losses: Iterable[Loss]) -> list[dict[str, Any]]:
+    """`Loss.to_json` of each."""
+    return [loss.to_json() for loss in losses]
+
+
+def losses_from_json(values: Iterable[Mapping[str, Any]]) -> list[Loss]:
+    """What `losses_to_json` gave."""
+    return [Loss.from_json(one) for one in values]
+
+
+def reason(losses: Iterable[Loss]) -> str | None:
+    """The `reason` of a store: all losses in words, each once; None without one."""
+    return "; ".join(dict.fromkeys(filter(None, (loss.words for loss in losses)))) or None
+
+
+def missing(losses: Iterable[Loss]) -> list[list[int]]:
+    """The `missing` of a store: the rows of all losses."""
+    return merge_ranges(rows for loss in losses for rows in loss.rows)
+
+
+def label(losses: Iterable[Loss]) -> str:
+    """The label under which metrics count a capture with these losses."""
+    found = {loss.cause.label for loss in losses}
+    return next(name for name in LABELS if name in found)
+
+
+def merge_ranges(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Sorted, disjoint [start, stop) ranges that cover the given ones."""
+    merged: list[list[int]] = []
+    for start, stop in sorted([int(a), int(b)] for a, b in ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], stop)
+        else:
+            merged.append([start, stop])
+    return merged

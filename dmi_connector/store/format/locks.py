@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Locks on store directories (docs/FORMAT.md, section 10).
+
+Writers and readers hold a shared flock on the directory of a store. Repair and removal take it exclusively, without
+waiting. The kernel drops a lock when its process ends, however it ends. A process id in a file could by then belong to
+another process, or to another container. A lock on a directory also survives the removal of its files and its renaming.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+
+_LOCKED_WITHIN_S = 10.0
+"""A writer locks the directory that it makes within this time."""
+
+
+class PartialLock:
+    """The shared lock of a process that writes to a partial directory, which is created if missing.
+
+    Waits while a repair holds the directory. Raises OSError. On a file system without flock it logs a warning and goes
+    on without a lock; `claim` fails there.
+    """
+
+    def __init__(self, partial: str) -> None:
+        self._partial = partial
+        while True:
+            os.makedirs(partial, exist_ok=True)
+            try:
+                self._fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue  # a repair has just removed it
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_SH)
+            except OSError as error:
+                logger.warning("dmi: %s cannot be locked: %s", partial, error)
+            if not self.release_if_renamed():
+                return
+
+    def release_if_renamed(self) -> bool:
+        """Release the lock if the directory has lost its partial name. Returns whether it has."""
+        if _has_name(self._fd, self._partial):
+            return False
+        self.release()
+        return True
+
+    def release(self) -> None:
+        """Release the lock."""
+        os.close(self._fd)
+
+
+@contextlib.contextmanager
+def claim(directory: str | os.PathLike[str]) -> Iterator[bool]:
+    """Hold a directory's lock exclusively. Gives False if another process holds it, or has just renamed it.
+
+    Raises OSError where the file system has no such locks.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        alone = _has_name(fd, directory)
+    except BlockingIOError:
+        alone = False
+    except OSError as error:
+        os.close(fd)
+        raise OSError(error.errno, f"whether it is still written cannot be told, as locks fail: {error}") from error
+    try:
+        yield alone
+    finally:
+        os.close(fd)
+
+
+def is_abandoned(partial: str | os.PathLike[str]) -> bool:
+    """Whether a partial directory exists that no process holds. False where that cannot be told.
+
+    An empty directory younger than _LOCKED_WITHIN_S counts as held: its writer has yet to lock it.
+    """
+    try:
+        if not os.listdir(partial) and time.time() - os.stat(partial).st_mtime < _LOCKED_WITHIN_S:
+            return False
+        with claim(partial) as alone:
+            return alone
+    except OSError:
+        return False
+
+
+def share(store: str | os.PathLike[str]) -> int:
+    """Descriptor with a shared lock on a finished store: it is not removed while the descriptor is open.
+
+    Raises FileNotFoundError if the store has just been removed.
+    """
+    fd = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+    except OSError as error:
+        logger.warning("dmi: %s cannot be locked and may be removed while it is read: %s", store, error)
+    try:
+        if not os.path.samestat(os.stat(store), os.fstat(fd)):
+            raise FileNotFoundError(f"{store} was removed just now")
+    except FileNotFoundError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _has_name(fd: int, path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is the directory that is open as `fd`."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False

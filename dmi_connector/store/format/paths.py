@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names, directories and modes of stores. Clients influence names, so none of them is trusted (docs/OPERATIONS.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import uuid
+from collections.abc import Iterator, Sequence
+
+from dmi_connector.settings import OptionError
+
+UMASKS = {"private": 0o077, "group": 0o027, "world": 0o022}
+"""umask for each `file_mode`. Processes that write stores set it."""
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_STEM_LENGTH = 160
+"""Of a store's name before its suffixes: the whole stays below the 255 bytes of a file name."""
+
+
+def store_name(key: str | None, request_id: str) -> str:
+    """A new, unique name for the store of a request: one path component of at most 182 bytes."""
+    stem = _UNSAFE.sub("_", f"{key}--{request_id}" if key else request_id)[:_STEM_LENGTH].lstrip(".-")
+    return f"{stem or 'request'}-{uuid.uuid4().hex[:12]}.zarr"
+
+
+def no_follow(path: str, flags: int) -> int:
+    """An opener for `open()` that raises OSError for a link. Files get what the umask leaves of 0666."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def make_directory(path: str, file_mode: str) -> None:
+    """Create a directory with the mode of `file_mode`; an existing one keeps its mode. Raises OSError.
+
+    Data-parallel engines may do so at the same time.
+    """
+    try:
+        os.makedirs(path)
+    except FileExistsError:
+        if os.path.isdir(path):
+            return
+        raise
+    os.chmod(path, 0o777 & ~UMASKS[file_mode])
+
+
+@contextlib.contextmanager
+def umask_of(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Within the block, new files and directories are no more open than `directory` is."""
+    old = os.umask(~os.stat(directory).st_mode & 0o777)
+    try:
+        yield
+    finally:
+        os.umask(old)
+
+
+def custom_directory(path: str, roots: Sequence[str], file_mode: str) -> str:
+    """The directory that a request asked for, created where missing.
+
+    path: absolute, without "." and "..". It must lie below one of `roots`, with no link below the root. Raises
+    OptionError.
+    """
+
+    def refuse(why: str) -> OptionError:
+        allowed = f"give a directory below one of {', '.join(roots)}" if roots else "leave it out"
+        return OptionError(f"dmi.save_path: {path!r} {why}; {allowed}")
+
+    root = next((r for r in roots if f"{path}/".startswith(f"{r.rstrip('/')}/")), None)
+    if root is None:
+        raise refuse("is not allowed by this server (options allow_custom_save_path, save_path_roots)")
+    real = os.path.realpath(root)
+    parts = [part for part in path[len(root) :].split("/") if part]
+    if any(".zarr" in part for part in parts):
+        raise refuse("lies inside a store")
+    try:
+        fd = os.open(real, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for part in parts:
+                inner = _descend(fd, part, 0o777 & ~UMASKS[file_mode])
+                os.close(fd)
+                fd = inner
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise refuse(f"cannot be used: {error.strerror}") from error
+    return os.path.join(real, *parts)
+
+
+def _descend(parent: int, name: str, mode: int) -> int:
+    """Descriptor of the directory `name` in `parent`, created where missing. Raises OSError for a link."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(name, flags, dir_fd=parent)
+    except FileNotFoundError:
+        with contextlib.suppress(FileExistsError):  # another request has just made it
+            os.mkdir(name, mode, dir_fd=parent)
+    fd = os.open(name, flags, dir_fd=parent)
+    os.fchmod(fd, mode)  # whatever the umask
+    return fd

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metadata documents of a store, as docs/FORMAT.md has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dmi_connector.dtypes import FLOATS, ITEMSIZE
+from dmi_connector.layout import ArraySpec
+
+FORMAT_VERSION = "1.0"
+PARTIAL_SUFFIX = ".partial"
+INDEX_NAME = "index.jsonl"
+ATTR_KEY = "dmi"
+SAMPLES_PER_SHARD = 64
+"""Rows of a per-sample array (logits) in one shard file. An inner chunk holds one row."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Chunking of a finished store, in tokens: `chunk` of an inner chunk, `segment` of a shard file."""
+
+    chunk: int
+    segment: int
+
+    @property
+    def chunks(self) -> int:
+        """Inner chunks along the token axis of one shard."""
+        return self.segment // self.chunk
+
+
+def effective_grid(length: int, chunk_tokens: int, segment_tokens: int) -> Grid:
+    """The grid of a store of `length` tokens.
+
+    A store of fewer than `chunk_tokens` rows has one chunk of its own length. A store of fewer than `segment_tokens`
+    rows has one segment as long as its chunks. So a short store needs no padding.
+    """
+    chunk = max(1, min(chunk_tokens, length))
+    whole = max(1, -(-length // chunk)) * chunk
+    return Grid(chunk, max(chunk, min(segment_tokens // chunk * chunk, whole)))
+
+
+def blosc_settings(codec: str, itemsize: int) -> tuple[str, int, str]:
+    """`(cname, clevel, shuffle)` of a compressing codec for elements of `itemsize` bytes.
+
+    bfloat16 shrinks more when its bytes (zstd) or bits (lz4) are split. Single bytes are not split.
+    """
+    shuffle = "noshuffle" if itemsize == 1 else {"lz4": "bitshuffle", "zstd": "shuffle"}[codec]
+    return codec, 1, shuffle
+
+
+def inner_codecs(codec: str, itemsize: int, chunk_bytes: int) -> list[dict[str, Any]]:
+    """The codecs of one inner chunk. `blocksize` is the whole chunk: with Blosc's own choice it shrinks less."""
+    codecs: list[dict[str, Any]] = [_bytes_codec(itemsize)]
+    if codec != "none":
+        cname, clevel, shuffle = blosc_settings(codec, itemsize)
+        config = {
+            "cname": cname,
+            "clevel": clevel,
+            "shuffle": shuffle,
+            "typesize": itemsize,
+            "blocksize": chunk_bytes,
+        }
+        codecs.append({"name": "blosc", "configuration": config})
+    codecs.append({"name": "crc32c"})
+    return codecs
+
+
+def _bytes_codec(itemsize: int) -> dict[str, Any]:
+    # zarr-python writes and expects no endian for single bytes, and little elsewhere.
+    return {"name": "bytes"} if itemsize == 1 else {"name": "bytes", "configuration": {"endian": "little"}}
+
+
+def array_document(
+    dtype: str,
+    shape: list[int],
+    chunk_shape: list[int],
+    codecs: list[dict[str, Any]],
+    dimension_names: list[str],
+    attributes: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A Zarr v3 array document with fill value 0."""
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "codecs": codecs,
+        "fill_value": 0.0 if dtype in FLOATS else 0,
+        "dimension_names": dimension_names,
+        "attributes": attributes or {},
+        "storage_transformers": [],
+    }
+
+
+def hook_document(spec: ArraySpec, length: int, grid: Grid, codec: str) -> dict[str, Any]:
+    """The zarr.json of a hook array of `length` tokens, or of a per-sample array of `length` samples."""
+    if spec.per_sample:
+        shape, inner = [length, spec.width], [1, spec.local_width]
+        shard, names = [SAMPLES_PER_SHARD, spec.local_width], ["sample", spec.name]
+    else:
+        shape, inner = [spec.n_layers, length, spec.width], [1, grid.chunk, spec.local_width]
+        shard, names = [spec.n_layers, grid.segment, spec.local_width], ["layer", "token", spec.name]
+    chunk_bytes = inner[-1] * inner[-2] * spec.itemsize
+    sharding = {
+        "chunk_shape": inner,
+        "codecs": inner_codecs(codec, spec.itemsize, chunk_bytes),
+        "index_codecs": [_bytes_codec(8), {"name": "crc32c"}],
+        "index_location": "end",
+    }
+    codecs = [{"name": "sharding_indexed", "configuration": sharding}]
+    attributes: dict[str, Any] = {"layers": list(spec.layers)}
+    if spec.reduce:
+        attributes["reduce"] = {**spec.reduce, "shards": spec.shards}
+    return array_document(spec.dtype, shape, shard, codecs, names, attributes)
+
+
+def plain_document(dtype: str, length: int, dimension: str) -> dict[str, Any]:
+    """The zarr.json of a 1-D array stored as one checksummed chunk."""
+    codecs = [_bytes_codec(ITEMSIZE[dtype]), {"name": "crc32c"}]
+    return array_document(dtype, [length], [max(1, length)], codecs, [dimension])
+
+
+def shard_path(spec: ArraySpec, segment: int) -> str:
+    """Path of a shard file inside the store."""
+    if spec.per_sample:
+        return f"{spec.name}/c/{segment}/{spec.rank}"
+    return f"{spec.name}/c/0/{segment}/{spec.rank}"
+
+
+def hooks_attribute(arrays: Sequence[ArraySpec]) -> dict[str, dict[str, Any]]:
+    """The `hooks` attribute of a store of these arrays (docs/FORMAT.md, section 5)."""
+    return {
+        a.name: {
+            "array": a.name,
+            "layers": list(a.layers),
+            "width": a.width,
+            "dtype": a.dtype,
+            "shards": a.shards,
+            **({"reduce": dict(a.reduce)} if a.reduce else {}),
+        }
+        for a in arrays
+    }
+
+
+def root_document(attrs: dict[str, Any]) -> dict[str, Any]:
+    """The root group's document. All attributes of this format lie under ATTR_KEY."""
+    return {"zarr_format": 3, "node_type": "group", "attributes": {ATTR_KEY: attrs}}
+
+
+def dump(document: dict[str, Any]) -> bytes:
+    """The bytes of a metadata file. All documents are written this way, so that verify can compare bytes."""
+    return json.dumps(document, indent=1, allow_nan=False).encode()
+
+
+def canonical(attrs: dict[str, Any]) -> bytes:
+    """The bytes that the `checksum` attribute covers: all other attributes, sorted and compact."""
+    rest = {k: v for k, v in attrs.items() if k != "checksum"}
+    return json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index at the end of a shard file: where each inner chunk lies.
+
+For every inner chunk of the shard, in C order: its uint64 offset and length, both 2**64 - 1 for an absent chunk. Then
+the crc32c of these bytes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dmi_connector.store.format.checksum import crc32c
+
+EMPTY = np.uint64(2**64 - 1)
+"""Offset and length of an absent chunk."""
+
+
+def empty_index(slots: tuple[int, ...]) -> np.ndarray:
+    """An index without a chunk: uint64 `[*slots, 2]`. slots: shape of the shard in inner chunks."""
+    return np.full((*slots, 2), EMPTY, "<u8")
+
+
+def index_bytes(index: np.ndarray) -> bytes:
+    """The end of a shard file: the index and its crc32c."""
+    body = np.ascontiguousarray(index).tobytes()
+    return body + crc32c(body).to_bytes(4, "little")
+
+
+def read_index(tail: bytes, slots: tuple[int, ...]) -> np.ndarray:
+    """Decode the last `16 * prod(slots) + 4` bytes of a shard file.
+
+    Returns uint64 `[*slots, 2]` of offset and length. Raises ValueError for a wrong length or crc32c.
+    """
+    size = 16 * int(np.prod(slots))
+    if len(tail) != size + 4:
+        raise ValueError(f"shard index of {size + 4} bytes expected, {len(tail)} found")
+    if crc32c(tail[:size]) != int.from_bytes(tail[size:], "little"):
+        raise ValueError("shard index does not match its crc32c")
+    return np.frombuffer(tail, "<u8", size // 8).reshape(*slots, 2)

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`open_capture` opens a store, `Capture` gives its tensors."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import zarr
+
+from dmi_connector.dtypes import numpy_dtype
+from dmi_connector.reduce import Reduction, from_settings
+from dmi_connector.reduce.attn import AttentionSummary
+from dmi_connector.reduce.basis import LayerBasis
+from dmi_connector.reduce.pca import Pca
+from dmi_connector.reduce.projection import RandomProjection
+from dmi_connector.reduce.tally import Tally
+from dmi_connector.reduce.topk import TopK
+from dmi_connector.store.format import (
+    schema,
+    zarr_bfloat16,  # noqa: F401 (importing it registers the dtype)
+)
+from dmi_connector.store.format.locks import is_abandoned, share
+from dmi_connector.store.format.pca_files import find_basis
+from dmi_connector.store.read.attention import attention
+from dmi_connector.store.read.hook_names import HookTable, Source, parse_name
+from dmi_connector.store.read.metadata import check_arrays, read_attrs
+
+if TYPE_CHECKING:
+    import torch
+
+Tokens = slice | Sequence[int] | np.ndarray | None
+_OF_VALUES = ("dtype", "width")
+"""Entries of a `reduce` attribute that describe the values before reduction."""
+
+
+class CaptureIncomplete(RuntimeError):
+    """The store says that rows are missing. reason: why. missing: [start, stop) rows, as far as known."""
+
+    def __init__(self, path: str | os.PathLike[str], reason: str | None, missing: list[list[int]]) -> None:
+        super().__init__(
+            f"capture {os.fspath(path)} is incomplete: {reason or 'no reason given'};"
+            f" missing rows: {missing or 'unknown'}."
+            " Open it with allow_incomplete=True to read what is there (missing rows read as zeros)"
+        )
+        self.path, self.reason, self.missing = os.fspath(path), reason, missing
+
+
+WAIT_S = 60.0
+"""Seconds that `open_capture` waits for a store by default."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
+"""Pauses between its looks at the disk; each is 1.5 times the one before."""
+
+
+def open_capture(path: str | os.PathLike[str], timeout: float | None = None, allow_incomplete: bool = False) -> Capture:
+    """Open a store. Waits up to `timeout` seconds until it has its final name (None: 60, 0: no wait).
+
+    allow_incomplete: open a store that lacks rows; these read as zeros, and `missing` lists them.
+
+    Raises TimeoutError that says what was seen instead. Raises CaptureIncomplete for a store that lacks rows. Raises
+    ValueError for a directory that is no store of this format, or has dtypes or codecs that the format lacks.
+    """
+    final = Path(path)
+    limit = WAIT_S if timeout is None else timeout
+    deadline, pause = time.monotonic() + limit, _FIRST_PAUSE_S
+    while not final.exists():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"capture {final} was not there after {limit:g} s: {_seen(final)}")
+        time.sleep(min(pause, left))
+        pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+    attrs = read_attrs(final)
+    if not attrs["complete"] and not allow_incomplete:
+        raise CaptureIncomplete(final, attrs["reason"], attrs["missing"])
+    return Capture(final, attrs)
+
+
+def _seen(final: Path) -> str:
+    partial = final.with_name(final.name + schema.PARTIAL_SUFFIX)
+    if not partial.exists():
+        return "nothing of it exists yet"
+    if is_abandoned(partial):
+        return f"its writers ended and left {partial.name}; dmi repair makes a store of what they wrote"
+    return f"it is still being written as {partial.name}"
+
+
+class Capture:
+    """One finished capture, read-only. Made by `open_capture`.
+
+    hooks: names that can be read, aliases included. layers: hook -> layer numbers ([] for a hook that exists once).
+    complete, reason, missing: whether rows are missing, why, and which [start, stop) rows. prompt_len: tokens of the
+    prompt. attrs: the root attribute (docs/FORMAT.md, section 5). group: the Zarr group.
+
+    `capture["q"]` and `capture["blocks.3.attn.hook_z"]` are short for `numpy`. A Capture keeps `dmi prune` and
+    retention from removing its store, until `close` or the end of a `with` block.
+    """
+
+    def __init__(self, path: Path, attrs: dict[str, Any]) -> None:
+        self.path, self.attrs = path, attrs
+        self._release = weakref.finalize(self, os.close, share(path))
+        check_arrays(path, attrs)
+        self.group: zarr.Group = zarr.open_group(path, mode="r", zarr_format=3, use_consolidated=False)
+        layers = [layer for hook in attrs["hooks"].values() for layer in hook["layers"]]
+        self._table = HookTable(attrs["hooks"], int(attrs.get("num_layers") or max(layers, default=0) + 1))
+        self.hooks: list[str] = self._table.names
+        self.layers: dict[str, list[int]] = {name: self._table.layers(name) for name in self.hooks}
+        self.complete: bool = attrs["complete"]
+        self.reason: str | None = attrs["reason"]
+        self.missing: list[list[int]] = attrs["missing"]
+        self.prompt_len: int = attrs["prompt_len"]
+
+    def close(self) -> None:
+        """Let the store be removed."""
+        self._release()
+
+    def __enter__(self) -> Capture:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Capture, (self.path, self.attrs)
+
+    def __repr__(self) -> str:
+        state = "" if self.complete else f", incomplete: {self.reason}"
+        return f"Capture({str(self.path)!r}, {self.attrs['num_tokens']} tokens, {len(self.hooks)} hooks{state})"
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [tokens]."""
+        return self._plain("token_ids")
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int32 [tokens]: position of each row in the request's tokens."""
+        return self._plain("positions")
+
+    @property
+    def phase(self) -> np.ndarray:
+        """uint8 [tokens]: 0 for prompt tokens, 1 for generated ones."""
+        return self._plain("phase")
+
+    @property
+    def logits_positions(self) -> np.ndarray:
+        """int32 [samples]: position of the token whose logits each row of `logits` holds.
+
+        Raises KeyError without logits.
+        """
+        self._table.sources("logits")
+        return self._plain("logits_positions")
+
+    def array(self, hook: str) -> zarr.Array:
+        """The Zarr array that holds `hook`, [layers, tokens, width] (logits: [samples, vocab]).
+
+        Raises KeyError for an unknown hook, ValueError for `resid_post` when it lies in two arrays.
+        """
+        names = {source.array for source in self._table.sources(hook)}
+        if len(names) > 1:
+            raise ValueError(f"hook {hook!r} lies in several arrays {sorted(names)}: use numpy() or torch()")
+        return self._array(names.pop())
+
+    def numpy(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> np.ndarray:
+        """Decoded values as float32; integer hooks keep their dtype.
+
+        Shape: [tokens, width] for one layer, [layers, tokens, width] for `layer=None`. Hooks that exist once, and
+        logits, are always [tokens, width].
+
+        layer: a layer number of the model, negative from its last. tokens: rows of the store, as a slice or a sequence
+        of indexes (for logits: samples). Raises KeyError for a hook or layer that was not captured.
+        """
+        values = self._read(hook, layer, tokens)
+        return values if values.dtype.kind in "iu" else values.astype(np.float32)
+
+    def reduction(self, hook: str) -> Reduction | None:
+        """The reduction that was applied to `hook` before it was stored, None without one."""
+        settings = self.attrs["hooks"][self._table.sources(hook)[0].array].get("reduce")
+        return None if settings is None else from_settings({k: v for k, v in settings.items() if k not in _OF_VALUES})
+
+    def attention(self, layer: int, head: int | None = None, queries: slice | None = None) -> np.ndarray:
+        """Attention weights rebuilt from stored queries and keys; see `store.read.attention.attention`."""
+        return attention(self, layer, head, queries)
+
+    def attention_summary(
+        self, layer: int, head: int | None = None, tokens: Tokens = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What each head attended to most, in one layer of `pattern`: (positions, weights, entropy).
+
+        positions: int32 [tokens, heads, m] by falling weight, -1 where a token sees fewer than m. weights: float32 of
+        the same shape. entropy: float32 [tokens, heads], in nats. With `head`, without that dimension. Raises KeyError
+        without `pattern`.
+        """
+        reduction = self.reduction("pattern")
+        assert isinstance(reduction, AttentionSummary), "the pattern is stored in no other form"
+        parts = reduction.split(self.numpy("pattern", layer, tokens))
+        return parts if head is None else (parts[0][:, head], parts[1][:, head], parts[2][:, head])
+
+    def project(
+        self, hook: str, direction: np.ndarray, layer: int | None = None, basis: str | os.PathLike[str] | None = None
+    ) -> np.ndarray:
+        """A direction of a hook's space in the space that the hook was projected to, float32 [k].
+
+        The dot products of the result with rows of `numpy(hook)` approximate those of the direction with the rows
+        before projection (for `pca`: with the rows minus their mean).
+
+        direction: [width]. layer: one number, required for `pca` of a hook of several layers. basis: see `restore`.
+        Raises ValueError for a hook that was not projected, or for another width.
+        """
+        info = self.attrs["hooks"][self._table.sources(hook)[0].array]
+        reduction, direction = self.reduction(hook), np.asarray(direction, np.float32)
+        if not isinstance(reduction, RandomProjection | Pca):
+            raise ValueError(f"hook {hook!r} was not stored as a projection")
+        if direction.shape != (info["reduce"]["width"],):
+            raise ValueError(
+                f"the direction has shape {direction.shape}, rows of {hook!r} ({info['reduce']['width']},)"
+            )
+        if isinstance(reduction, Pca):
+            return reduction.project(direction, self._basis(hook, reduction, layer, basis))
+        return reduction.merge([reduction.project(part) for part in np.split(direction, info["shards"])])
+
+    def restore(
+        self,
+        hook: str,
+        layer: int | None = None,
+        tokens: Tokens = None,
+        basis: str | os.PathLike[str] | None = None,
+    ) -> np.ndarray:
+        """Rows [tokens, width] of one layer of a hook that was stored as principal components, in the hook's own space.
+
+        basis: the file they were made with; by default the copy that the server put beside its stores. Raises
+        ValueError for a hook stored otherwise and for another basis, FileNotFoundError without one.
+        """
+        reduction = self.reduction(hook)
+        if not isinstance(reduction, Pca):
+            raise ValueError(f"hook {hook!r} was not stored as principal components")
+        own = self._basis(hook, reduction, layer, basis)
+        scores = self.numpy(hook, layer, tokens)
+        return reduction.restore(scores[0] if scores.ndim == 3 else scores, own)
+
+    def _basis(self, hook: str, reduction: Pca, layer: int | None, basis: str | os.PathLike[str] | None) -> LayerBasis:
+        """The basis of one layer of a hook."""
+        source = self._only(hook, layer, "a basis")
+        found = find_basis(reduction.sha256, self.path, basis)
+        return found.of(reduction.hook, source.layer or 0, reduction.k)
+
+    def _only(self, hook: str, layer: int | None, what: str) -> Source:
+        """Where one layer of a hook lies. Raises ValueError where there are several and none is named."""
+        if layer is None and len(self.layers[hook]) > 1:
+            raise ValueError(f"each layer of {hook!r} has {what} of its own; name one layer")
+        return self._table.sources(hook)[0] if layer is None else self._table.source(hook, layer)
+
+    def tally(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> Tally:
+        """Sums of |x| of each neuron over rows of a hook; see `dmi_connector.importance`."""
+        if hook == "logits":
+            raise ValueError("logits have a row for each sampled token, not for each token; average numpy('logits')")
+        source = self._only(hook, layer, "neurons")
+        reduction = self.reduction(source.array)
+        if isinstance(reduction, RandomProjection | Pca | AttentionSummary):
+            raise ValueError(
+                f"{hook!r} was stored as {reduction.kind}, which keeps no neurons; capture it in full, as int8 or topk"
+            )
+        rows = self._rows(source.array, [source.index], tokens)
+        rows = rows[0] if rows.ndim == 3 else rows
+        if reduction is None and rows.dtype.kind in "iu":
+            raise ValueError(f"{hook!r} holds whole numbers, which have no magnitude to average; name another hook")
+        if reduction is None:
+            return Tally.of(rows.astype(np.float32))
+        parts, width, dtype = self._slices(source.array, rows)
+        if isinstance(reduction, TopK):
+            return Tally.beside([reduction.tally(part, width, dtype) for part in parts])
+        return Tally.of(reduction.merge([reduction.decode(part, width, dtype) for part in parts]))
+
+    def runs(self, most: int) -> Iterator[slice]:
+        """Slices of at most `most` rows that together hold all rows that are not missing."""
+        first = 0
+        for start, stop in [*sorted(self.missing), [len(self.token_ids)] * 2]:
+            for begin in range(first, start, most):
+                yield slice(begin, min(begin + most, start))
+            first = max(first, stop)
+
+    def torch(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> torch.Tensor:
+        """Like `numpy`, as a torch tensor in the stored dtype."""
+        import torch  # optional, and slow to import
+
+        values = np.ascontiguousarray(self._read(hook, layer, tokens))
+        if values.dtype == numpy_dtype("bfloat16"):
+            # torch takes no array of ml_dtypes' bfloat16. The bits are the same.
+            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(values)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        hook, layer = parse_name(name)
+        return self.numpy(hook, layer)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.hooks
+
+    def _read(self, hook: str, layer: int | None, tokens: Tokens) -> np.ndarray:
+        """Decoded rows in their own dtype; shapes as in `numpy`."""
+        sources = self._table.sources(hook)
+        if layer is not None:
+            return self._one(self._table.source(hook, layer), tokens)
+        if sources[0].layer is None:
+            return self._one(sources[0], tokens)
+        arrays = list(dict.fromkeys(source.array for source in sources))
+        parts = [self._decoded(name, [s.index for s in sources if s.array == name], tokens) for name in arrays]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _one(self, source: Source, tokens: Tokens) -> np.ndarray:
+        rows = self._decoded(source.array, [source.index], tokens)
+        return rows if self._array(source.array).ndim == 2 else rows[0]
+
+    def _decoded(self, name: str, indexes: list[int], tokens: Tokens) -> np.ndarray:
+        rows = self._rows(name, indexes, tokens)
+        reduction = self.reduction(name)
+        if reduction is None:
+            return rows
+        parts, width, dtype = self._slices(name, rows)
+        return reduction.merge([reduction.decode(part, width, dtype) for part in parts])
+
+    def _slices(self, name: str, rows: np.ndarray) -> tuple[list[np.ndarray], int, str]:
+        """(what each tensor-parallel rank stored of reduced rows, width of a rank's values, their dtype)."""
+        info = self.attrs["hooks"][name]
+        width, dtype = int(info["reduce"]["width"]), str(info["reduce"]["dtype"])
+        return np.split(rows, info["shards"], axis=-1), width // info["shards"], dtype
+
+    def _rows(self, name: str, indexes: list[int], tokens: Tokens) -> np.ndarray:
+        array = self._array(name)
+        where = slice(None) if tokens is None else tokens
+        if not isinstance(where, slice):
+            where = np.asarray(where, dtype=np.int64)
+            where = np.where(where < 0, where + array.shape[-2], where)
+        if array.ndim == 2:
+            return np.asarray(array.oindex[where, :])
+        contiguous = slice(indexes[0], indexes[-1] + 1)  # layers ascend, and aliases leave out only the first or last
+        return np.asarray(array.oindex[contiguous, where, :])
+
+    def _array(self, name: str) -> zarr.Array:
+        array = self.group[name]
+        assert isinstance(array, zarr.Array)
+        return array
+
+    def _plain(self, name: str) -> np.ndarray:
+        return np.asarray(self._array(name)[:])

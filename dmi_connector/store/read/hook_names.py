@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Maps the names that a reader may use, aliases and TransformerLens names among them, to the arrays of a store."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dmi_connector.hooks import ALIASES, TL_NAMES
+from dmi_connector.wording import suggest
+
+RESID_POST = "resid_post"
+_BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)$")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one layer of a hook lies: an array, and an index along its layer axis. layer: None for a hook that exists
+    once.
+    """
+
+    layer: int | None
+    array: str
+    index: int
+
+
+class HookTable:
+    """Every name that can be read from a store.
+
+    hooks: the `hooks` attribute. num_layers: layers of the model; negative layers count from there.
+    """
+
+    def __init__(self, hooks: Mapping[str, Mapping[str, Any]], num_layers: int) -> None:
+        self.num_layers = num_layers
+        self._sources: dict[str, list[Source]] = {}
+        for name, hook in hooks.items():
+            layers = list(hook["layers"])
+            found = [Source(layer, hook["array"], i) for i, layer in enumerate(layers)]
+            self._sources[name] = found or [Source(None, hook["array"], 0)]
+        for alias, name in ALIASES.items():
+            if name in self._sources:
+                self._sources.setdefault(alias, self._sources[name])
+        post = self._resid_post()
+        if post:
+            self._sources.setdefault(RESID_POST, post)
+
+    def _resid_post(self) -> list[Source]:
+        """resid_post of layer l is resid_pre of layer l + 1, and resid_final after the last."""
+        pre = self._sources.get("resid_pre", [])
+        post = [Source(s.layer - 1, s.array, s.index) for s in pre if s.layer]
+        final = self._sources.get("resid_final", [])
+        return post + [Source(self.num_layers - 1, s.array, s.index) for s in final]
+
+    @property
+    def names(self) -> list[str]:
+        """Hook names and aliases, in the order of the store."""
+        return list(self._sources)
+
+    def layers(self, name: str) -> list[int]:
+        """Layer numbers of a hook; [] for one that exists once."""
+        return [s.layer for s in self.sources(name) if s.layer is not None]
+
+    def sources(self, name: str) -> list[Source]:
+        """All layers of a hook in ascending order. Raises KeyError naming the nearest known hook."""
+        if name not in self._sources:
+            raise KeyError(
+                f"hook {name!r} is not in this store{suggest(name, self.names) or ';'} it holds: {self.names}"
+            )
+        return self._sources[name]
+
+    def source(self, name: str, layer: int) -> Source:
+        """One layer of a hook; negative layers count from the model's last. A hook that exists once has layer 0.
+
+        Raises KeyError for layers that were not captured.
+        """
+        number = layer + self.num_layers if layer < 0 else layer
+        sources = self.sources(name)
+        if sources[0].layer is None and layer == 0:
+            return sources[0]
+        for source in sources:
+            if source.layer == number:
+                return source
+        held = self.layers(name) or "no layer axis: leave layer out"
+        raise KeyError(f"hook {name!r} has no layer {layer} in this store; it has {held}")
+
+
+def parse_name(name: str) -> tuple[str, int | None]:
+    """Hook and layer of a name: one of ours (`q`) or of TransformerLens (`blocks.3.attn.hook_z`, `hook_embed`).
+
+    Raises KeyError for names that mean another tensor in TransformerLens.
+    """
+    block = _BLOCK.match(name)
+    if block:
+        if block[2] not in TL_NAMES:
+            raise KeyError(f"{name!r} has no equal here; suffixes that have: {', '.join(TL_NAMES)}")
+        return TL_NAMES[block[2]], int(block[1])
+    if "hook_" in name and name in TL_NAMES:
+        return TL_NAMES[name], None
+    return name, None

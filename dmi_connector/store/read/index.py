@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds stores in the append-only index of a store directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dmi_connector.store.format.locks import is_abandoned
+from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX
+
+
+@dataclass(frozen=True)
+class CaptureInfo:
+    """One capture as the index knows it.
+
+    state: "started", "complete", "incomplete", "failed", or "unfinished": nobody writes it any more, and `dmi repair`
+    may make a store of it. reason: why it is not complete. started, finished: ISO 8601, UTC. bytes: size of the
+    finished store. num_tokens: its rows.
+    """
+
+    store: Path
+    key: str | None
+    request_id: str | None
+    state: str
+    reason: str | None
+    started: str
+    finished: str | None
+    bytes: int | None
+    num_tokens: int | None
+
+
+def read_index(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All whole lines of the index. Torn and foreign lines are skipped. [] where there is no index."""
+    path = Path(directory) / INDEX_NAME
+    if not path.exists():
+        return []
+    lines = []
+    for raw in path.read_bytes().split(b"\n"):
+        try:
+            line = json.loads(raw)
+        except ValueError:  # the tail of a line that is being written, or that a full disk cut
+            continue
+        if isinstance(line, dict) and isinstance(line.get("store"), str) and "event" in line:
+            lines.append(line)
+    return lines
+
+
+def find_captures(
+    directory: str | os.PathLike[str], key: str | None = None, request_id: str | None = None
+) -> list[CaptureInfo]:
+    """Captures of a store directory, in the order they began. key, request_id: only those, if given.
+
+    vLLM changes request ids: children of one request get a number in front (`0_id`), and every request a random suffix
+    (`id-xxxx`). `request_id` matches these too. Aborted and removed captures are left out.
+    """
+    lines: dict[str, dict[str, Any]] = {}
+    for line in read_index(directory):
+        # Later lines of a store add to earlier ones; a new start begins anew.
+        known = {} if line["event"] == "start" else lines.get(line["store"], {})
+        lines[line["store"]] = {**known, **line}
+    for line in lines.values():
+        partial = Path(directory) / (line["store"] + PARTIAL_SUFFIX)
+        if line.get("state", "started") == "started" and is_abandoned(partial):
+            line |= {"state": "unfinished", "reason": f"its writers ended and left {partial.name}: run dmi repair"}
+    found = [
+        CaptureInfo(
+            store=Path(directory) / line["store"],
+            key=line.get("key"),
+            request_id=line.get("request_id"),
+            state=line.get("state", "started"),
+            reason=line.get("reason"),
+            started=line.get("created", ""),
+            finished=line.get("finished"),
+            bytes=line.get("bytes"),
+            num_tokens=line.get("num_tokens"),
+        )
+        for line in lines.values()
+        if line.get("state") not in ("aborted", "removed")
+    ]
+    kept = [
+        c for c in found if key in (None, c.key) and (request_id is None or _same_request(request_id, c.request_id))
+    ]
+    return sorted(kept, key=lambda c: c.started)
+
+
+def _same_request(wanted: str, stored: str | None) -> bool:
+    if stored is None:
+        return False
+    child, _, rest = stored.partition("_")
+    names = [stored, rest] if child.isdigit() and rest else [stored]
+    return any(name == wanted or name.startswith(wanted + "-") for name in names)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a store's metadata and checks it before zarr-python sees it.
+
+Only plain numbers and four codecs are accepted. So a store cannot name a pickle, an object dtype or a plugin's code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from dmi_connector.dtypes import ITEMSIZE
+from dmi_connector.layout import TOKEN_ARRAYS
+from dmi_connector.store.format import schema
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_KEYS = {*schema.array_document("uint8", [], [], [], [])}
+_CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
+
+
+def read_attrs(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The root attribute of a store. Raises ValueError when it is no store, or of another format version."""
+    root = Path(path) / "zarr.json"
+    try:
+        attrs = json.loads(root.read_bytes())["attributes"][schema.ATTR_KEY]
+        version = str(attrs["format_version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a capture: {root.name} has no {schema.ATTR_KEY!r} attribute ({error!r})"
+        ) from error
+    if version.split(".")[0] != schema.FORMAT_VERSION.split(".")[0]:
+        raise ValueError(
+            f"{path} has format version {version}, this package reads {schema.FORMAT_VERSION}: install a matching one"
+        )
+    return dict(attrs)
+
+
+def check_arrays(store: Path, attrs: dict[str, Any]) -> None:
+    """Check the metadata of every array that `attrs` names. Raises ValueError that names the array and the fault."""
+    names = [hook["array"] for hook in attrs["hooks"].values()]
+    extra = ["logits_positions"] if "logits" in names else []
+    for name in dict.fromkeys([*names, *TOKEN_ARRAYS, *extra]):
+        _check_array(store, name)
+
+
+def _check_array(store: Path, name: object) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"{store}: {name!r} is no name of an array")
+    where = f"{store}: the metadata of array {name!r}"
+    try:
+        document = json.loads((store / name / "zarr.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where} cannot be read ({error})") from error
+    if not isinstance(document, dict) or not document.keys() <= _KEYS or document.get("storage_transformers"):
+        raise ValueError(f"{where} has more than this format knows; refused")
+    dtype = document.get("data_type")
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+        raise ValueError(f"{where} has the data type {dtype!r}; this format has {', '.join(ITEMSIZE)}")
+    _check_codecs(where, document.get("codecs"))
+
+
+def _check_codecs(where: str, codecs: object) -> None:
+    for codec in codecs if isinstance(codecs, list) else [codecs]:
+        if not isinstance(codec, dict) or codec.get("name") not in _CODECS:
+            raise ValueError(f"{where} has the codec {codec!r}; this format has {', '.join(_CODECS)}")
+        if codec["name"] == "sharding_indexed":
+            for part in ("codecs", "index_codecs"):
+                _check_codecs(where, codec.get("configuration", {}).get(part))

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the sums of the residual stream, which hold in every pre-norm model.
+
+resid_mid[l] = resid_pre[l] + attn_out[l]
+resid_pre[l + 1] = resid_mid[l] + mlp_out[l]      (resid_final after the last layer)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.store.format.shard_index import EMPTY
+from dmi_connector.store.read.shard_reader import ShardReader, StoredArray
+
+TOLERANCE = {"bfloat16": 2 * 2.0**-8, "float16": 2 * 2.0**-11, "float32": 1e-5, "float64": 1e-12}
+"""Largest error as a part of the row's largest magnitude: 2 ulp at that scale; 1e-5 for float32."""
+Term = tuple[str, int]
+"""(hook, layer)."""
+
+
+def equations(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> list[tuple[Term, Term, Term]]:
+    """(sum, a, b) for each sum whose three terms are all stored."""
+    layers = {name: list(array.spec.layers) or [0] for name, array in arrays.items() if not array.spec.reduce}
+    last = int(attrs.get("num_layers") or max((max(ls) for ls in layers.values()), default=0) + 1) - 1
+    found = []
+    for layer in range(last + 1):
+        after: Term = ("resid_final", 0) if layer == last else ("resid_pre", layer + 1)
+        found.append((("resid_mid", layer), ("resid_pre", layer), ("attn_out", layer)))
+        found.append((after, ("resid_mid", layer), ("mlp_out", layer)))
+    return [e for e in found if all(name in layers and layer in layers[name] for name, layer in e)]
+
+
+def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> Iterator[tuple[str, str]]:
+    """Check every sum on every stored token. Yields (where, what) for each chunk of tokens in which one is wrong."""
+    wanted = equations(attrs, arrays)
+    if not wanted:
+        return
+    any_array = arrays[wanted[0][0][0]]
+    for segment in range(any_array.segments):
+        rows: dict[tuple[str, int, int], np.ndarray | None] = {}
+        spans = sorted({(slot[-1], first, stop) for slot, first, stop in any_array.chunks(segment)})
+        readers = {
+            name: arrays[name].shard(segment, 0)
+            for name in {name for equation in wanted for name, _ in equation}
+            if arrays[name].path(segment, 0) in attrs["files"]
+        }
+        for n, first, stop in spans:
+            rows.clear()  # all layers of one chunk of tokens fit in memory
+            for total, a, b in wanted:
+                for name, layer in (total, a, b):
+                    if (name, layer, n) not in rows:
+                        rows[name, layer, n] = _rows(arrays[name], readers.get(name), layer, n, stop - first)
+                x, y, z = (rows[name, layer, n] for name, layer in (total, a, b))
+                if x is None or y is None or z is None:
+                    continue  # missing rows, which an incomplete store lists
+                scale = np.maximum(np.abs(x), np.maximum(np.abs(y), np.abs(z))).max(axis=1)
+                error = np.abs(x - (y + z)).max(axis=1)
+                bad = np.flatnonzero(error > TOLERANCE[arrays[total[0]].spec.dtype] * scale)
+                if len(bad):
+                    worst = int(np.argmax(error))
+                    yield (
+                        f"{total[0]} layer {total[1]} token {first + int(bad[0])}",
+                        f"it is not {a[0]} + {b[0]} of layer {a[1]}: {len(bad)} of tokens {first}-{stop - 1}"
+                        f" are off, at most by {error[worst]:.3g} at magnitude {scale[worst]:.3g}",
+                    )
+
+
+def _rows(array: StoredArray, reader: ShardReader | None, layer: int, n: int, count: int) -> np.ndarray | None:
+    slot = (list(array.spec.layers).index(layer) if array.spec.layers else 0, n)
+    if reader is None or reader.index[slot][0] == EMPTY:
+        return None
+    wide = np.float64 if array.spec.dtype in ("float32", "float64") else np.float32
+    return np.asarray(reader.chunk(slot)[:count].astype(wide))

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks a store against docs/FORMAT.md, byte by byte, with a reader of its own (no zarr-python)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.dtypes import FLOATS
+from dmi_connector.layout import TOKEN_ARRAYS, ArraySpec
+from dmi_connector.store.format import schema
+from dmi_connector.store.format.checksum import crc32c
+from dmi_connector.store.format.schema import Grid
+from dmi_connector.store.format.shard_index import EMPTY
+from dmi_connector.store.read.residual_sums import check_identities
+from dmi_connector.store.read.shard_reader import StoredArray, decode_plain, read_file
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong. where: a file, or an array with layer and tokens. what: a sentence."""
+
+    store: Path
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.store}: {self.where}: {self.what}"
+
+
+def verify_dir(directory: str | os.PathLike[str]) -> list[Problem]:
+    """Verify every finished store of a directory. Returns [] when all are sound. Raises ValueError without a store."""
+    stores = sorted(Path(directory).glob("*.zarr"))
+    if not stores:
+        raise ValueError(f"{directory} holds no finished store (*.zarr)")
+    return [problem for store in stores for problem in verify_store(store)]
+
+
+def verify_store(path: str | os.PathLike[str]) -> list[Problem]:
+    """Check one store. Returns what is wrong, [] for a sound store.
+
+    Checked are: the file list, sizes and checksums; shard indexes; every inner chunk; metadata against shapes; token
+    arrays; that values are finite; and, with the attribute `identities`, the sums of the residual stream. An incomplete
+    store may lack the rows that it lists as missing.
+    """
+    return list(_Check(Path(path)).run())
+
+
+class _Check:
+    def __init__(self, store: Path) -> None:
+        self.store = store
+
+    def problem(self, where: str, what: str) -> Problem:
+        return Problem(self.store, where, what)
+
+    def run(self) -> Iterator[Problem]:
+        raw = read_file(self.store / "zarr.json")
+        attrs = self._attributes(raw)
+        if attrs is None:
+            yield self.problem("zarr.json", f"it has no readable {schema.ATTR_KEY!r} attribute")
+            return
+        if crc32c(schema.canonical(attrs)) != attrs.get("checksum"):
+            yield self.problem("zarr.json", "the attributes do not match their checksum")
+            return
+        if raw is None or bytes(raw) != schema.dump(schema.root_document(attrs)):
+            yield self.problem("zarr.json", "the document differs from the one that was written")
+        problems = [*self._files(attrs), *self._token_arrays(attrs)]
+        arrays: dict[str, StoredArray] = {}
+        for name, hook in attrs["hooks"].items():
+            if hook["array"] != name:
+                if attrs["hooks"].get(hook["array"], {}).get("array") != hook["array"]:
+                    problems.append(self.problem(name, f"its array {hook['array']!r} is no hook"))
+                continue
+            try:
+                array = self._open(attrs, name, hook)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                problems.append(self.problem(name, f"the array cannot be read: {error}"))
+                continue
+            arrays[name] = array
+            problems += self._array(attrs, array)
+        yield from problems
+        # Sums of damaged data would only repeat what was found.
+        if not problems and attrs.get("identities"):
+            for where, what in check_identities(attrs, arrays):
+                yield self.problem(where, what)
+
+    @staticmethod
+    def _attributes(raw: bytes | np.ndarray | None) -> dict[str, Any] | None:
+        try:
+            attrs = json.loads(b"" if raw is None else bytes(raw))["attributes"][schema.ATTR_KEY]
+        except (ValueError, KeyError, TypeError):
+            return None
+        return attrs if isinstance(attrs, dict) else None
+
+    def _files(self, attrs: dict[str, Any]) -> Iterator[Problem]:
+        """Names and sizes, and the checksum of all files but shards: those are checked chunk by chunk."""
+        present = {p.relative_to(self.store).as_posix() for p in self.store.rglob("*") if not p.is_dir()}
+        listed: dict[str, list[int]] = attrs["files"]
+        for path in sorted(present - set(listed) - {"zarr.json"}):
+            yield self.problem(path, "the file is not listed")
+        for path, (size, crc) in sorted(listed.items()):
+            if path.startswith("/") or ".." in path.split("/"):
+                yield self.problem("zarr.json", f"the file {path!r} lies outside the store")
+                continue
+            data = read_file(self.store / path)
+            if data is None:
+                yield self.problem(path, "the file is missing")
+            elif len(data) != size:
+                yield self.problem(path, f"the file has {len(data)} bytes, {size} were written")
+            elif crc32c(data) != crc:
+                yield self.problem(path, "the file does not match its crc32c")
+
+    def _token_arrays(self, attrs: dict[str, Any]) -> Iterator[Problem]:
+        length, start = attrs["num_tokens"], attrs["start"]
+        values: dict[str, np.ndarray] = {}
+        for name, dtype in TOKEN_ARRAYS.items():
+            try:
+                values[name] = decode_plain(self.store, name, dtype)
+                document = json.loads((self.store / name / "zarr.json").read_bytes())
+            except (OSError, ValueError) as error:
+                yield self.problem(name, str(error))
+                continue
+            if len(values[name]) != length:
+                yield self.problem(name, f"it has {len(values[name])} values for {length} tokens")
+            if document != schema.plain_document(dtype, length, "token"):
+                yield self.problem(name, "zarr.json is not that of a token array of this length")
+        positions = values.get("positions")
+        if positions is None or len(positions) != length:
+            return
+        wrong = np.flatnonzero(positions != np.arange(start, start + length))
+        if len(wrong):
+            yield self.problem("positions", f"row {wrong[0]} is position {positions[wrong[0]]}, not {start + wrong[0]}")
+        phase = values.get("phase")
+        if phase is not None and len(phase) == length and not np.array_equal(phase, positions >= attrs["prompt_len"]):
+            yield self.problem("phase", f"it does not change from 0 to 1 at prompt_len {attrs['prompt_len']}")
+
+    def _open(self, attrs: dict[str, Any], name: str, hook: dict[str, Any]) -> StoredArray:
+        document = json.loads((self.store / name / "zarr.json").read_bytes())
+        per_sample = len(document["shape"]) == 2
+        length = document["shape"][-2]
+        layers, reduce = tuple(hook["layers"]), hook.get("reduce")
+        spec = ArraySpec(name, hook["dtype"], layers, hook["width"], hook["shards"], 0, per_sample, reduce)
+        grid = Grid(attrs["chunk_tokens"], attrs["segment_tokens"])
+        if document != schema.hook_document(spec, length, grid, attrs["codec"]):
+            raise ValueError("zarr.json does not agree with the root attributes")
+        if not per_sample and length != attrs["num_tokens"]:
+            raise ValueError(f"its shape has {length} tokens, the store has {attrs['num_tokens']}")
+        if per_sample:
+            plain = f"{name}_positions"
+            if len(decode_plain(self.store, plain, "int32")) != length:
+                raise ValueError(f"{plain} does not have {length} values")
+            positions = json.loads((self.store / plain / "zarr.json").read_bytes())
+            if positions != schema.plain_document("int32", length, "sample"):
+                raise ValueError(f"zarr.json of {plain} is not that of {length} samples")
+        return StoredArray(self.store, spec, length, grid, attrs["codec"])
+
+    def _array(self, attrs: dict[str, Any], array: StoredArray) -> Iterator[Problem]:
+        spec = array.spec
+        for segment in range(array.segments):
+            for shard in range(spec.shards):
+                path = array.path(segment, shard)
+                if path not in attrs["files"]:
+                    first = segment * array.rows_per_segment
+                    if not self._excused(attrs, array, first, min(array.length, first + array.rows_per_segment)):
+                        yield self.problem(path, "the shard was never written")
+                    continue
+                try:
+                    reader = array.shard(segment, shard)
+                except (OSError, ValueError) as error:
+                    yield self.problem(path, str(error))
+                    continue
+                for slot, first, stop in array.chunks(segment):
+                    where = self._where(spec, slot, first, stop)
+                    if reader.index[slot][0] == EMPTY:
+                        if not self._excused(attrs, array, first, stop):
+                            yield self.problem(where, f"the chunk is missing in {path}")
+                        continue
+                    try:
+                        values = reader.chunk(slot)
+                    except ValueError as error:
+                        yield self.problem(where, f"{error} in {path}")
+                        continue
+                    bad = _not_finite(spec, values[: stop - first])
+                    if bad:
+                        yield self.problem(where, f"{bad} values are not finite")
+
+    @staticmethod
+    def _excused(attrs: dict[str, Any], array: StoredArray, first: int, stop: int) -> bool:
+        if attrs["complete"]:
+            return False
+        return array.spec.per_sample or any(a < stop and first < b for a, b in attrs["missing"])
+
+    @staticmethod
+    def _where(spec: ArraySpec, slot: tuple[int, ...], first: int, stop: int) -> str:
+        if spec.per_sample:
+            return f"{spec.name} sample {first}"
+        layer = f" layer {spec.layers[slot[0]]}" if spec.layers else ""
+        return f"{spec.name}{layer} tokens {first} to {stop - 1}"
+
+
+def _not_finite(spec: ArraySpec, values: np.ndarray) -> int:
+    """Values that are not finite. A logit of minus infinity is a masked token, and legal."""
+    if spec.dtype not in FLOATS:
+        return 0
+    wide: np.ndarray = values.astype(np.float64 if spec.dtype == "float64" else np.float32)
+    bad = np.isnan(wide) | (wide == np.inf) if spec.per_sample else ~np.isfinite(wide)
+    return int(bad.sum())

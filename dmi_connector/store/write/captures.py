@@ -1,0 +1,523 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The captures under way, from the first row to the store. Runs in the coordinator process (coordinator.py).
+
+A capture is in one state at a time:
+
+    OPEN         its rows come, and go on to the writers that have its arrays
+    CLOSING      no more rows come; its writers finish their files
+    COMMITTING   rank 0: one writer makes the store. Other ranks: it leaves their file list for rank 0. Or, after an
+                 abort, it removes what was written
+    COMPLETE, INCOMPLETE, FAILED, ABORTED    the end
+
+`close` and `abort` end OPEN. The answers of its writers, or their deaths, end CLOSING (`_advance`). The answer of the
+committing writer ends COMMITTING (`_end`).
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.layout import PayloadLayout
+from dmi_connector.store.format import schema
+from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json, losses_to_json, reason
+from dmi_connector.store.write.array_writer import FileList
+from dmi_connector.store.write.child_process import Child
+from dmi_connector.store.write.commit import now
+from dmi_connector.store.write.messages import ERRORS_KEPT, Message, pack_array
+from dmi_connector.store.write.ring import Extent, RingBase
+from dmi_connector.store.write.row_check import RowCheck
+from dmi_connector.store.write.settings import WriteSettings
+from dmi_connector.store.write.writer_pool import Assignment, WriterPool
+
+logger = logging.getLogger(__name__)
+
+_UNKNOWN_BYTES = 1 << 60
+"""Stands for an unknown number of bytes to come: more than any ring holds."""
+_ALL_ROWS = (0, 1 << 60)
+"""A range that holds every row of any capture."""
+
+
+class State(enum.StrEnum):
+    """States of a capture; see the module's text."""
+
+    OPEN = "open"
+    CLOSING = "closing"
+    COMMITTING = "committing"
+    COMPLETE = "complete"
+    INCOMPLETE = "incomplete"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+ENDS = (State.COMPLETE, State.INCOMPLETE, State.FAILED, State.ABORTED)
+
+
+@dataclass(frozen=True)
+class _End:
+    """What `close` said. attrs: root attributes, {} for ranks above 0. arrays: token arrays, packed."""
+
+    length: int
+    samples: dict[str, int]
+    attrs: dict[str, Any]
+    arrays: dict[str, str]
+    losses: list[Loss]
+
+
+@dataclass(eq=False)
+class CaptureRecord:
+    """One capture. For ranks above 0 COMPLETE means that this rank's part is.
+
+    final: path of the store. attrs: root attributes known so far. losses: reported by writers. to_come: payload bytes
+    that may still come. reason, label: why it is not complete, once that is known (see completeness.py).
+    """
+
+    number: int
+    final: str
+    layout: PayloadLayout
+    attrs: Mapping[str, Any]
+    request_id: str | None
+    key: str | None
+    rank: int
+    ranks: int
+    created: str
+    to_come: int
+    assignments: list[Assignment]
+    check: RowCheck
+    state: State = State.OPEN
+    losses: list[Loss] = field(default_factory=list)
+    reason: str | None = None
+    label: str | None = None
+    files: FileList = field(default_factory=dict)
+    bytes_raw: int = 0
+    bytes_stored: int = 0
+    sampled: dict[str, int] = field(default_factory=dict)  # rows that came of each per-sample array
+    end: _End | None = None  # None for an aborted capture
+    committer: Child | None = None
+    recommitted: bool = False  # whether a committing writer has died once
+
+    @property
+    def partial(self) -> str:
+        """Where the store is written until it is whole."""
+        return self.final + schema.PARTIAL_SUFFIX
+
+    @property
+    def start(self) -> int:
+        """Position of its first row."""
+        return int(self.attrs.get("start", 0))
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt, 0 where that is not known."""
+        return int(self.attrs.get("prompt_len", 0))
+
+    def about(self) -> dict[str, Any]:
+        """What a salvage has to know of this capture (docs/FORMAT.md, section 10)."""
+        facts: dict[str, Any] = {"request_id": self.request_id, "key": self.key, "created": self.created}
+        facts |= {"rank": self.rank, "ranks": self.ranks, "arrays": [a.to_json() for a in self.layout.arrays]}
+        return {**facts, "attrs": dict(self.attrs)}
+
+
+OnDone = Callable[[CaptureRecord], None]
+
+
+class Captures:
+    """Takes captures from their first row to the store. All methods may be called from any thread.
+
+    ring: where payloads lie. pass_fds: descriptors that writers keep open while they live. on_done: called once for
+    each capture that has ended, with the lock held: it must not block.
+    """
+
+    def __init__(
+        self,
+        ring: RingBase,
+        writers: int,
+        settings: WriteSettings,
+        on_done: OnDone,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.ring, self.settings = ring, settings
+        self._on_done = on_done
+        self._lock = threading.Condition(threading.RLock())
+        self._records: dict[int, CaptureRecord] = {}
+        self._opened = 0
+        self._open = 0  # captures that more rows may come for
+        self._to_come = 0  # payload bytes that they may still bring
+        self._largest = 0  # bytes of the largest payload: the ring's free bytes may not be in one place
+        self._counts = dict.fromkeys((*ENDS, "writers_died", "bytes_raw", "bytes_stored"), 0)
+        self._errors: deque[str] = deque(maxlen=ERRORS_KEPT)
+        self._stopping = False
+        self._over = False  # no process is started any more
+        with self._lock:
+            self.pool = WriterPool(writers, ring, settings, pass_fds, self._on_message, self._on_death)
+
+    # ---- what the engine asks for ---------------------------------------------------------------------------------
+
+    def register(self, layout: PayloadLayout) -> int:
+        """Send a layout to the writers. Returns the number by which `open` names it."""
+        with self._lock:
+            return self.pool.register(layout)
+
+    def open(
+        self,
+        layout: int,
+        final: str,
+        attrs: Mapping[str, Any],
+        request_id: str | None = None,
+        key: str | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        most_rows: int | None = None,
+    ) -> CaptureRecord:
+        """Begin a capture.
+
+        final: path of the store, NAME.zarr. attrs: facts for the root attribute (docs/FORMAT.md, section 5);
+        `prompt_len` is required on rank 0, `start` defaults to 0. rank, ranks: tensor-parallel rank and size.
+        most_rows: how many rows may come, None if unknown. Raises ValueError for a bad path or rank.
+        """
+        final = os.path.abspath(final)
+        if not final.endswith(".zarr"):
+            raise ValueError(f"store path {final!r} must end in .zarr")
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} is outside {ranks} ranks")
+        with self._lock:
+            if self._stopping:
+                raise RuntimeError("the coordinator is shut down: no capture can be opened")
+            payload = self.pool.layout(layout)
+            # Rows of logits of all requests of a step travel together, so how many bytes come is not known.
+            known = most_rows is not None and not payload.has_samples
+            to_come = (most_rows or 0) * payload.token_bytes if known else _UNKNOWN_BYTES
+            assignments, start = self.pool.assign_writers(payload), int(attrs.get("start", 0))
+            self._opened += 1
+            record = CaptureRecord(
+                self._opened,
+                final,
+                payload,
+                attrs,
+                request_id,
+                key,
+                rank,
+                ranks,
+                now(),
+                to_come,
+                assignments,
+                RowCheck(start),
+            )
+            self._records[record.number] = record
+            self._open += 1
+            self._to_come += to_come
+            for assignment in assignments:
+                message = {"type": "open", "id": record.number, "partial": record.partial, "layout": layout}
+                about = record.about() if assignment is assignments[0] else None
+                assignment.process.post({**message, "arrays": assignment.arrays, "about": about})
+            if rank == 0:
+                self._post_line(record, "start", "started")
+        return record
+
+    def chunk(self, record: CaptureRecord, extent: Extent, first: int, count: int, offset: int = 0) -> None:
+        """Write token rows [first, first + count), counted from the start of the store.
+
+        first: a multiple of chunk_tokens. count: chunk_tokens, or fewer in the last chunk. The payload (see
+        `PayloadLayout`) lies `offset` bytes into `extent`, which stays the caller's to release.
+        """
+        with self._lock:
+            self._expect_open(record)
+            layout = record.layout
+            headers = self.ring.view(extent)[offset + layout.header_base * count :]
+            ids = pack_array(record.check.positions(headers, first, count))
+            generated = record.start + first + count > record.prompt_len
+            message = {"type": "chunk", "id": record.number, "offset": extent.offset + offset, "first": first}
+            message |= {"count": count, "generated": generated}
+            more: Message = {"token_ids": ids}  # for the first writer's journal
+            for assignment in [a for a in record.assignments if a.tokens]:
+                if assignment.open:
+                    self.pool.send(assignment.process, extent, message | more)
+                more = {}
+            self._came(record, count * layout.token_bytes)
+            self._largest = max(self._largest, extent.nbytes)
+            self._set_pace()
+
+    def rows(
+        self, record: CaptureRecord, name: str, extent: Extent, first: int, positions: Sequence[int], offset: int = 0
+    ) -> None:
+        """Write samples from `first` on of a per-sample array: C-order [samples, local width], `offset` bytes into
+        `extent`. positions: the token position of each sample.
+        """
+        with self._lock:
+            self._expect_open(record)
+            record.sampled[name] = max(record.sampled.get(name, 0), first + len(positions))
+            message = {"type": "rows", "id": record.number, "offset": extent.offset + offset, "generated": True}
+            message |= {"name": name, "first": first, "positions": [int(p) for p in positions]}
+            for assignment in record.assignments:
+                if name in assignment.samples and assignment.open:
+                    self.pool.send(assignment.process, extent, message)
+            self._largest = max(self._largest, extent.nbytes)
+            self._set_pace()
+
+    def close(
+        self,
+        record: CaptureRecord,
+        length: int,
+        samples: Mapping[str, int] | None = None,
+        token_ids: Sequence[int] | np.ndarray = (),
+        attrs: Mapping[str, Any] | None = None,
+        losses: Sequence[Loss] = (),
+    ) -> None:
+        """No more rows come: finish a store of `length` token rows and `samples` rows of each per-sample array.
+
+        token_ids: `length` ids (not needed on ranks above 0). attrs: more root attributes. losses: what the caller
+        knows to be missing.
+
+        Raises ValueError when lengths differ or an attribute is lacking; the capture then stays open.
+        """
+        with self._lock:
+            self._expect_open(record)
+            end = _End(int(length), dict(samples or {}), {}, {}, list(losses))
+            if record.rank == 0:
+                end = self._rank_0_end(record, end, np.asarray(token_ids), {**record.attrs, **(attrs or {})})
+            record.end = end
+            self._finish_assignments(record, {"type": "close", "length": end.length, "samples": end.samples})
+
+    def abort(self, record: CaptureRecord) -> None:
+        """Forget the capture and remove what was written of it."""
+        with self._lock:
+            self._expect_open(record)
+            self._finish_assignments(record, {"type": "drop"})
+
+    def abandon(self, record: CaptureRecord, loss: Loss) -> bool:
+        """Close a capture with the rows that came, because nobody will say where it ends.
+
+        Returns False, and does nothing, for captures of several ranks: what the others have is not known.
+        """
+        with self._lock:
+            if record.ranks > 1:
+                return False
+            token_ids, came = record.check.rows()
+            length = len(token_ids)
+            rows = [[int(i), int(i) + 1] for i in np.flatnonzero(~came)]
+            if record.start + length < record.prompt_len:
+                rows.append([length, record.prompt_len - record.start])
+            samples = {a.name: record.sampled.get(a.name, 0) for a in record.layout.arrays if a.per_sample}
+            loss = replace(loss, rows=tuple((start, stop) for start, stop in rows))
+            self.close(record, length, samples, token_ids, {"finish_reason": None}, [loss])
+            return True
+
+    def abandon_all(self, loss: Loss) -> None:
+        """Abandon every capture that is still open."""
+        with self._lock:
+            for record in [r for r in self._records.values() if r.state is State.OPEN]:
+                self.abandon(record, loss)
+
+    # ---- the whole ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Captures by state, writers that died, bytes raw and stored, bytes waiting in the ring, the latest errors."""
+        with self._lock:
+            live = [record.state for record in self._records.values()]
+            states = {str(state): live.count(state) for state in (State.OPEN, State.CLOSING, State.COMMITTING)}
+            counts = {str(name): count for name, count in self._counts.items()}
+            return {**states, **counts, "backlog_bytes": self.ring.used, "errors": list(self._errors)}
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until every closed capture has ended. Returns False if `timeout` seconds were not enough."""
+        with self._lock:
+            return self._lock.wait_for(lambda: all(r.state is State.OPEN for r in self._records.values()), timeout)
+
+    def shutdown(self, timeout: float = 60.0) -> bool:
+        """Flush, then end the processes; kill them after `timeout` seconds. Returns whether all was committed."""
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._stopping = True
+            self._set_pace()
+        flushed = self.flush(timeout)
+        with self._lock:
+            self._over = True
+        return self.pool.end(deadline) and flushed
+
+    # ---- from state to state, with the lock held --------------------------------------------------------------------
+
+    def _expect_open(self, record: CaptureRecord) -> None:
+        if record.state is not State.OPEN:
+            raise RuntimeError(f"capture {record.final} is {record.state}: it takes no more rows and cannot be closed")
+
+    def _rank_0_end(self, record: CaptureRecord, end: _End, token_ids: np.ndarray, attrs: dict[str, Any]) -> _End:
+        """`end` with the root attributes and token arrays, which rank 0 writes."""
+        if "prompt_len" not in attrs:
+            raise ValueError("attribute prompt_len is missing: give it to open() or close()")
+        if len(token_ids) != end.length:
+            raise ValueError(f"{len(token_ids)} token_ids were given for length {end.length}")
+        layout = record.layout
+        grid = schema.effective_grid(end.length, layout.chunk_tokens, layout.segment_tokens)
+        positions = np.arange(record.start, record.start + end.length)
+        arrays = {
+            "token_ids": token_ids.astype("<i4"),
+            "positions": positions.astype("<i4"),
+            "phase": (positions >= int(attrs["prompt_len"])).astype("u1"),
+        }
+        root = {"format_version": schema.FORMAT_VERSION, "start": 0, "complete": True, "reason": None, "missing": []}
+        root |= attrs
+        root |= {"hooks": schema.hooks_attribute(layout.arrays), "num_tokens": end.length, "tp": record.ranks}
+        root |= {"created": record.created, "request_id": record.request_id, "key": record.key}
+        root |= {"chunk_tokens": grid.chunk, "segment_tokens": grid.segment, "codec": layout.codec}
+        packed = {name: pack_array(values) for name, values in arrays.items()}
+        return replace(end, attrs=root, arrays=packed, losses=end.losses + record.check.losses(token_ids))
+
+    def _finish_assignments(self, record: CaptureRecord, message: Message) -> None:
+        """OPEN -> CLOSING."""
+        record.state = State.CLOSING
+        self._open -= 1
+        self._came(record, record.to_come)
+        self._set_pace()
+        for assignment in record.assignments:
+            if assignment.open:
+                assignment.process.post({**message, "id": record.number})
+        self._advance(record)
+
+    def _advance(self, record: CaptureRecord) -> None:
+        """CLOSING -> COMMITTING, once no writer has a assignment any more."""
+        if record.state is not State.CLOSING or any(assignment.open for assignment in record.assignments):
+            return
+        record.state = State.COMMITTING
+        process = record.committer = self._first_process(record)
+        message: Message = {"id": record.number, "partial": record.partial}
+        end = record.end
+        if end is None:
+            if record.rank == 0:
+                self._post_line(record, "abort", "aborted")
+            process.post({**message, "type": "remove"})
+            return
+        losses = end.losses + [loss.before(end.length) for loss in record.losses]
+        losses = [replace(loss, rank=record.rank) for loss in losses]
+        message |= {"files": record.files, "bytes_raw": record.bytes_raw, "losses": losses_to_json(losses)}
+        if record.rank:
+            process.post({**message, "type": "rankdone", "rank": record.rank})
+            return
+        message |= {"final": record.final, "attrs": end.attrs, "arrays": end.arrays, "samples": end.samples}
+        message |= {"ranks": record.ranks, "rank_timeout": self.settings.rank_timeout, "fsync": self.settings.fsync}
+        process.post({**message, "type": "commit"})
+
+    def _recommit(self, record: CaptureRecord, loss: Loss) -> None:
+        """The committing writer died: commit once more elsewhere, unless the store has its name already."""
+        losses = (record.end.losses if record.end else []) + record.losses
+        if os.path.exists(record.final):
+            record.reason = reason(losses)
+            self._end(record, State.INCOMPLETE if losses else State.COMPLETE)
+        elif record.recommitted:  # this capture may be what kills it
+            record.reason = reason([*losses, loss])
+            self._end(record, State.FAILED)
+        else:
+            record.recommitted, record.state = True, State.CLOSING
+            self._advance(record)
+
+    def _end(self, record: CaptureRecord, state: State) -> None:
+        """COMMITTING -> the end."""
+        record.state = state
+        del self._records[record.number]
+        self._counts[state] += 1
+        self._counts["bytes_raw"] += record.bytes_raw
+        self._counts["bytes_stored"] += record.bytes_stored
+        if state in (State.FAILED, State.INCOMPLETE):
+            self._note(f"{record.final} is {state}: {record.reason}")
+        self._on_done(record)
+        self._lock.notify_all()
+
+    # ---- answers of the writers, on the threads that read them ------------------------------------------------------
+
+    def _on_message(self, process: Child, m: Message) -> None:
+        with self._lock:
+            if "ack" in m:
+                self.pool.read(process, m["ack"])
+                self._set_pace()
+            elif "closed" in m:
+                self._on_closed(self._records.get(m["closed"]), process, m)
+            elif "ended" in m:
+                self._on_ended(self._records.get(m["ended"]), process, m)
+            if "note" in m:
+                self._note(f"{process.name}: {m['note']}")
+
+    def _on_closed(self, record: CaptureRecord | None, process: Child, m: Message) -> None:
+        """A writer has finished its assignment."""
+        if record is None:  # it was given up
+            return
+        for assignment in record.assignments:
+            if assignment.process is process and assignment.open:
+                self.pool.leave(assignment)
+        record.files.update(m["files"])
+        record.losses += losses_from_json(m["losses"])
+        record.bytes_raw += m["bytes_raw"]
+        record.bytes_stored += m["bytes_stored"]
+        self._advance(record)
+
+    def _on_ended(self, record: CaptureRecord | None, process: Child, m: Message) -> None:
+        """A writer has made the store, or has done what there is to do instead."""
+        if record is None:
+            return
+        losses = (record.end.losses if record.end else []) + record.losses
+        if "error" in m:
+            record.reason = "; ".join(filter(None, [reason(losses), m["error"]]))
+            for other in {assignment.process for assignment in record.assignments} - {process}:
+                other.post({"type": "giveup", "id": record.number})
+            self._end(record, State.FAILED)
+        elif record.end is None:
+            self._end(record, State.ABORTED)
+        elif record.rank:
+            record.reason = reason(losses)
+            self._end(record, State.INCOMPLETE if losses else State.COMPLETE)
+        else:
+            record.reason, record.label = m["reason"], m["label"]
+            self._end(record, State.COMPLETE if m["complete"] else State.INCOMPLETE)
+
+    def _on_death(self, process: Child, how: str) -> None:
+        with self._lock:
+            loss = Loss.of(Cause.PROCESS_DIED, process=process.name, how=how)
+            unread = self.pool.bury(process)
+            if not self._stopping or unread:
+                self._counts["writers_died"] += 1
+                self._note(loss.words)
+            for record in [] if self._over else list(self._records.values()):  # when over, they wait for a repair
+                mine = [
+                    assignment for assignment in record.assignments if assignment.process is process and assignment.open
+                ]
+                for assignment in mine:
+                    self.pool.leave(assignment)
+                if mine:
+                    # Rank 0 writes the metadata, so another rank's columns would read as zeros.
+                    record.losses.append(replace(loss, rows=(_ALL_ROWS,) if record.rank else ()))
+                    self._advance(record)
+                elif record.committer is process:
+                    self._recommit(record, loss)
+
+    # ---- small things -----------------------------------------------------------------------------------------------
+
+    def _came(self, record: CaptureRecord, nbytes: int) -> None:
+        """Payload bytes of a capture came, or will not come any more."""
+        nbytes = min(nbytes, record.to_come)
+        record.to_come -= nbytes
+        self._to_come -= nbytes
+
+    def _set_pace(self) -> None:
+        self.pool.set_pace(None if self._stopping or not self._open else self._to_come + self._largest)
+
+    def _post_line(self, record: CaptureRecord, event: str, state: str) -> None:
+        """Have a line appended to the index."""
+        line: Message = {"event": event, "store": os.path.basename(record.final), "state": state}
+        line |= {"key": record.key, "request_id": record.request_id, "created": record.created}
+        directory = os.path.dirname(record.final)
+        self._first_process(record).post({"type": "line", "directory": directory, "line": line})
+
+    def _first_process(self, record: CaptureRecord) -> Child:
+        process = record.assignments[0].process
+        return process if self.pool.alive(process) else self.pool.process(record.number)
+
+    def _note(self, text: str) -> None:
+        self._errors.append(text)
+        logger.error("dmi: %s", text)

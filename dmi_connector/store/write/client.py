@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's side of writing: the shared ring, and short messages to the coordinator process.
+
+client = StoreClient(ring_bytes=1 << 30, writers=4)
+layout = client.register(PayloadLayout(arrays))
+capture = client.open_capture(layout, "/captures/a.zarr", attrs={"prompt_len": 5})
+extent = client.ring.alloc(nbytes)            # copy the payload to client.ring.view(extent)
+capture.chunk(extent, first=0, count=128)
+capture.close(length, token_ids=ids)
+client.shutdown(60)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.layout import PayloadLayout
+from dmi_connector.store.format.completeness import LABELS, Loss, losses_to_json
+from dmi_connector.store.write.child_process import Child
+from dmi_connector.store.write.messages import ERRORS_KEPT, Message, pack_array
+from dmi_connector.store.write.ring import Extent, Ring
+from dmi_connector.store.write.settings import WriteSettings
+
+logger = logging.getLogger(__name__)
+
+COORDINATOR = "dmi_connector.store.write.coordinator"
+_GRACE_S = 5.0
+"""Time beyond the limit of a shutdown before processes are killed."""
+SHORT_LIFE_S = 10.0
+"""A coordinator that dies younger than this is not started again."""
+
+
+class OpenCapture:
+    """Feeds one capture. No method blocks on I/O.
+
+    state: "open", "closing", then "complete", "incomplete" or "failed"; for ranks above 0 "complete" means that this
+    rank's part is. reason: why it is not complete.
+    """
+
+    def __init__(self, client: StoreClient, number: int, final: str, names: Message) -> None:
+        self.path, self.number, self.state = final, number, "open"
+        self.reason: str | None = None
+        self.names = names
+        self._client = client
+
+    def chunk(self, extent: Extent, first: int, count: int) -> None:
+        """Write token rows [first, first + count); see `Captures.chunk`. The client releases the extent."""
+        self._client.post_extent(extent, [self], {"type": "chunk", "id": self.number, "first": first, "count": count})
+
+    def close(
+        self,
+        length: int,
+        samples: Mapping[str, int] | None = None,
+        token_ids: Sequence[int] | np.ndarray = (),
+        attrs: Mapping[str, Any] | None = None,
+        losses: Sequence[Loss] = (),
+    ) -> None:
+        """Finish the capture; see `Captures.close`."""
+        message: Message = {"type": "close", "id": self.number, "length": length, "samples": dict(samples or {})}
+        message |= {"token_ids": pack_array(np.asarray(token_ids, "<i4")), "attrs": dict(attrs or {})}
+        self._client.post_close(self, {**message, "losses": losses_to_json(losses)})
+
+
+class StoreClient:
+    """Owns the ring and the coordinator process. All methods may be called from any thread.
+
+    `ring.memory` is the whole ring as one uint8 array, to be registered as pinned memory. If the coordinator dies, the
+    captures under way are lost: that is logged and written to the index, and a new coordinator serves later captures.
+    """
+
+    def __init__(self, ring_bytes: int, writers: int = 1, settings: WriteSettings | None = None) -> None:
+        self.settings, self.writers = settings or WriteSettings(), writers
+        self.ring = Ring(ring_bytes)
+        self._lock = threading.Condition()
+        self._layouts: list[Message] = []
+        self._captures: dict[int, OpenCapture] = {}
+        self._out: dict[int, Extent] = {}  # extents that the coordinator has, by number
+        self._count = 0
+        names = (
+            "started",
+            "complete",
+            *(f"incomplete.{name}" for name in LABELS),
+            "failed",
+            "bytes_raw",
+            "bytes_stored",
+        )
+        self._stats: dict[str, int] = dict.fromkeys(names, 0)
+        self._errors: deque[str] = deque(maxlen=ERRORS_KEPT)
+        self._stopping = False
+        self._broken: str | None = None
+        self._child = self._spawn()
+
+    def register(self, layout: PayloadLayout) -> int:
+        """Send a layout. Returns the number by which `open_capture` names it."""
+        with self._lock:
+            self._layouts.append({"type": "layout", "layout": layout.to_json()})
+            self._child.post(self._layouts[-1])
+            return len(self._layouts) - 1
+
+    def open_capture(
+        self,
+        layout: int,
+        final: str,
+        attrs: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        key: str | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        most_rows: int | None = None,
+    ) -> OpenCapture:
+        """Begin a capture; see `Captures.open`. What is wrong with it shows when it is closed."""
+        with self._lock:
+            self._count += 1
+            self._stats["started"] += 1
+            names: Message = {"final": final, "request_id": request_id, "key": key}
+            capture = OpenCapture(self, self._count, final, names)
+            if self._broken:
+                capture.reason, capture.state = self._broken, "failed"
+                self._stats["failed"] += 1
+                return capture
+            self._captures[self._count] = capture
+            message = {"type": "open", "id": self._count, "layout": layout, "attrs": dict(attrs or {}), **names}
+            self._child.post({**message, "rank": rank, "ranks": ranks, "most_rows": most_rows})
+            return capture
+
+    def rows(self, extent: Extent, rows: Sequence[tuple[OpenCapture, str, int, int, int]]) -> None:
+        """Write per-sample rows that lie in one extent: (capture, array, sample, position, byte offset) of each."""
+        items = [[c.number, *rest] for c, *rest in rows]
+        self.post_extent(extent, [c for c, *_ in rows], {"type": "rows", "rows": items})
+
+    @property
+    def group(self) -> int:
+        """Process group of the coordinator and the writers."""
+        return self._child.group
+
+    def stats(self) -> dict[str, Any]:
+        """Captures by state, bytes raw and stored, bytes waiting in the ring, the latest errors."""
+        with self._lock:
+            states = [c.state for c in self._captures.values()]
+            counts = {"open": states.count("open"), "closing": states.count("closing")}
+            counts["incomplete"] = sum(self._stats[f"incomplete.{name}"] for name in LABELS)
+            return {**counts, **self._stats, "backlog_bytes": self.ring.used, "errors": list(self._errors)}
+
+    def counts(self) -> dict[str, int]:
+        """The numbers of `stats` that only grow. Takes no lock, so that every step may ask."""
+        return dict(self._stats)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until every closed capture is committed. Returns False if `timeout` seconds were not enough."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not any(c.state == "closing" for c in self._captures.values()), timeout)
+
+    def shutdown(self, timeout: float | None = None) -> bool:
+        """Finish closed captures and end the processes. Returns whether all was committed.
+
+        The coordinator takes `shutdown_seconds` at most. It is killed `timeout` seconds (None: `shutdown_seconds`) and
+        _GRACE_S after the call. What was not finished stays as partial stores, for a repair.
+        """
+        timeout = (self.settings.shutdown_seconds if timeout is None else timeout) + _GRACE_S
+        with self._lock:
+            self._stopping = True
+        self._child.finish()
+        ended = self._child.join(timeout)
+        if not ended:
+            self._note(f"writing did not end within {timeout:g} s of the shutdown: dmi repair takes what is there")
+            _end_group(self._child.group)
+        return ended and self._child.status == 0
+
+    # ---- messages out, for OpenCapture ------------------------------------------------------------------------------
+
+    def post_extent(self, extent: Extent, captures: Sequence[OpenCapture], message: Message) -> None:
+        """Send a message about an extent. It is released when the writers have read it."""
+        with self._lock:
+            if all(c.state != "open" for c in captures):
+                self.ring.release(extent)  # lost with its coordinator
+                return
+            self._count += 1
+            self._out[self._count] = extent
+            where = {"extent": self._count, "offset": extent.offset, "nbytes": extent.nbytes}
+            self._child.post({**message, **where})
+
+    def post_close(self, capture: OpenCapture, message: Message) -> None:
+        """Send the end of a capture."""
+        with self._lock:
+            if capture.state == "open":
+                capture.state = "closing"
+                self._child.post(message)
+
+    # ---- answers in, on the reader thread ---------------------------------------------------------------------------
+
+    def _on_message(self, child: Child, m: Message) -> None:
+        with self._lock:
+            for number in m.get("free", ()):
+                self.ring.release(self._out.pop(number))
+            if "done" in m:
+                capture, label = self._captures[m["done"]], m["label"]
+                self._end(capture, m["state"], m["reason"], label, m["bytes_raw"], m["bytes_stored"])
+            if "note" in m:
+                self._note(m["note"])
+
+    def _end(
+        self,
+        capture: OpenCapture,
+        state: str,
+        reason: str | None,
+        label: str | None = None,
+        raw: int = 0,
+        stored: int = 0,
+    ) -> None:
+        capture.state, capture.reason = state, reason
+        self._captures.pop(capture.number, None)
+        outcome = f"incomplete.{label or 'other'}" if state == "incomplete" else state
+        for name, value in ((outcome, 1), ("bytes_raw", raw), ("bytes_stored", stored)):
+            self._stats[name] += value
+        if state != "complete":
+            self._note(f"{capture.path} is {state}: {reason}")
+        self._lock.notify_all()
+
+    def _note(self, text: str) -> None:
+        self._errors.append(text)
+        logger.error("dmi: %s", text)
+
+    # ---- the process ------------------------------------------------------------------------------------------------
+
+    def _spawn(self) -> Child:
+        self._life, life = os.pipe()  # its other end is open as long as the coordinator or a writer lives
+        self._born = time.monotonic()
+        arguments = ["--ring-fd", str(self.ring.fd), "--ring-bytes", str(self.ring.nbytes), "--life-fd", str(life)]
+        arguments += ["--writers", str(self.writers), "--settings", json.dumps(asdict(self.settings))]
+        # vLLM ties the threads of a CPU worker to single cores, but not the process that started it.
+        cores = os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid())
+        arguments += ["--cores", ",".join(map(str, sorted(cores))), "--engine-pid", str(os.getpid())]
+        arguments += ["--drain-seconds", str(self.settings.shutdown_seconds)]
+        fds = [self.ring.fd, life]
+        child = Child("the coordinator", COORDINATOR, arguments, fds, self._on_message, self._on_death, apart=True)
+        os.close(life)
+        for layout in self._layouts:
+            child.post(layout)
+        return child
+
+    def _on_death(self, child: Child, how: str) -> None:
+        """Kill what the coordinator left behind, take back its ring memory, and start another one."""
+        reason = f"{child.name} died ({how})"
+        with self._lock:
+            if self._stopping and not self._captures:
+                os.close(self._life)
+                return
+        if not select.select([self._life], [], [], 0)[0]:
+            _end_group(child.group)
+        os.read(self._life, 1)  # end of file: no writer reads the ring any more
+        os.close(self._life)
+        with self._lock:
+            for extent in self._out.values():
+                self.ring.release(extent)
+            self._out.clear()
+            lost = list(self._captures.values())
+            for capture in lost:
+                self._end(capture, "failed", reason)
+            if self._stopping:
+                return
+            self._note(reason)
+            if time.monotonic() - self._born < SHORT_LIFE_S:
+                self._broken = f"{reason}, soon after its start: nothing is captured until the engine is started again"
+                self._note(self._broken)
+                return
+            self._child = self._spawn()
+            for capture in lost:
+                self._child.post({"type": "lost", "reason": reason, **capture.names})
+
+
+def _end_group(pid: int) -> None:
+    """Kill what is left of a coordinator's process group."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # all have ended

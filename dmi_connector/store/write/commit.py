@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a partial directory into a store: token arrays, root document, final name, line in the index."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dmi_connector.layout import TOKEN_ARRAYS
+from dmi_connector.store.format import completeness, schema
+from dmi_connector.store.format.checksum import crc32c
+from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json
+from dmi_connector.store.format.paths import no_follow
+from dmi_connector.store.write.array_writer import FileList, plain_array
+from dmi_connector.store.write.journal import holds_rows, is_journal, remove_journals
+from dmi_connector.store.write.messages import Message, unpack_array
+
+Rebuild = Callable[[Message, set[str]], tuple[FileList, list[Loss], int]]
+"""(commit message, hooks) -> files made, losses, bytes of the rows; see `repair.rebuild`."""
+
+
+def now() -> str:
+    """The time in UTC as ISO 8601 with microseconds."""
+    return datetime.datetime.now(datetime.UTC).isoformat()
+
+
+def append_index(directory: str, record: dict[str, Any]) -> None:
+    """Append one line to the index of a store directory, in one write, so that lines of several writers never mix.
+
+    If a full disk cut the last line short, that line is ended first. Raises OSError, also where the index is a link.
+    """
+    line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    path = os.path.join(directory, schema.INDEX_NAME)
+    fd = no_follow(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{path} is no file: remove it")
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        if os.write(fd, line) != len(line):
+            raise OSError(f"the line for {record.get('store')} was cut short in {schema.INDEX_NAME}")
+    finally:
+        os.close(fd)
+
+
+def append_finish(final: str, attrs: dict[str, Any], bytes_raw: int) -> None:
+    """Append the line of a store that has just got its final name. Raises OSError."""
+    state = "complete" if attrs["complete"] else "incomplete"
+    line = {"event": "finish", "store": os.path.basename(final), "state": state, "reason": attrs["reason"]}
+    line |= {k: attrs.get(k) for k in ("key", "request_id", "created", "finished", "num_tokens")}
+    stored = sum(size for size, _ in attrs["files"].values())
+    append_index(os.path.dirname(final), {**line, "bytes": stored, "bytes_raw": bytes_raw})
+
+
+def rank_file(partial: str, rank: int) -> str:
+    """Where rank `rank` leaves its results for rank 0."""
+    return os.path.join(partial, f".rank-{rank}.json")
+
+
+def write_rank_done(message: Message) -> None:
+    """Say, atomically, that this rank has finished its files. Raises OSError."""
+    path = rank_file(message["partial"], message["rank"])
+    if os.path.islink(message["partial"]):
+        raise OSError(f"{message['partial']} is a link: remove it")
+    if not os.path.exists(message["partial"].removesuffix(schema.PARTIAL_SUFFIX)):  # else rank 0 gave this rank up
+        os.makedirs(message["partial"], exist_ok=True)  # the process that was to make it has died
+    with open(path + ".tmp", "w", opener=no_follow) as f:
+        json.dump({k: message[k] for k in ("files", "losses", "bytes_raw")}, f)
+    os.rename(path + ".tmp", path)
+
+
+def give_up(message: Message, reason: str) -> None:
+    """Say in the index that a capture failed. Its partial directory stays for a repair if it holds any rows.
+
+    Raises OSError.
+    """
+    partial, final = Path(message["partial"]), message["final"]
+    line = {"event": "finish", "store": os.path.basename(final), "state": "failed", "reason": reason}
+    line |= {k: message["attrs"].get(k) for k in ("key", "request_id", "created")}
+    try:
+        if partial.is_dir() and not holds_rows(partial):
+            sweep(str(partial), {})
+            remove_journals(str(partial))
+            partial.rmdir()
+    finally:
+        append_index(os.path.dirname(final), {**line, "finished": now()})
+
+
+@dataclass
+class Commit:
+    """One commit on its way, waiting for the other tensor-parallel ranks if there are any.
+
+    message: from captures.py. deadline: of time.monotonic(). losses: all that is known to be missing.
+    """
+
+    message: Message
+    deadline: float
+    losses: list[Loss]
+
+    @classmethod
+    def start(cls, message: Message) -> Commit:
+        """The other ranks have `message["rank_timeout"]` seconds from now."""
+        return cls(message, time.monotonic() + message["rank_timeout"], losses_from_json(message["losses"]))
+
+    def ready(self) -> bool:
+        """Whether every rank is there, or has been waited for long enough."""
+        return not self._waiting() or time.monotonic() >= self.deadline
+
+    def _waiting(self) -> list[int]:
+        partial, ranks = self.message["partial"], self.message["ranks"]
+        return [rank for rank in range(1, ranks) if not os.path.exists(rank_file(partial, rank))]
+
+    def run(self, rebuild: Rebuild | None = None) -> Message:
+        """Write what is left and give the store its final name. Returns facts for the answer. Raises OSError.
+
+        rebuild: makes arrays from the journals of a writer that died.
+        """
+        m = self.message
+        partial, final = m["partial"], m["final"]
+        files: FileList = dict(m["files"])
+        attrs: dict[str, Any] = dict(m["attrs"])
+        late = self._waiting()
+        bytes_raw = m["bytes_raw"] + self._merge_ranks(files, late)
+        self._drop_vanished(files)
+        if rebuild is not None and not late:  # a late rank may still write
+            bytes_raw += self._rebuild(rebuild, files)
+        os.makedirs(partial, exist_ok=True)
+        for name, dtype in TOKEN_ARRAYS.items():
+            plain_array(partial, name, dtype, unpack_array(m["arrays"][name]), "token", files)
+        self._drop_unreadable(attrs, files)
+        complete = not self.losses
+        if not complete:
+            sweep(partial, files)
+        attrs |= {"complete": complete, "reason": completeness.reason(self.losses)}
+        attrs |= {"missing": completeness.missing(self.losses), "finished": now(), "files": files}
+        attrs["checksum"] = crc32c(schema.canonical(attrs))
+        self._publish(schema.dump(schema.root_document(attrs)), files)
+        append_finish(final, attrs, bytes_raw)
+        label = None if complete else completeness.label(self.losses)
+        return {"complete": complete, "reason": attrs["reason"], "label": label}
+
+    def _all_rows(self) -> list[list[int]]:
+        return [[0, self.message["attrs"]["num_tokens"]]]
+
+    def _merge_ranks(self, files: FileList, late: list[int]) -> int:
+        """Take over what the other ranks have finished. Returns the bytes of their rows."""
+        bytes_raw = 0
+        if late:  # their columns would read as zeros
+            seconds = self.message["rank_timeout"]
+            self.losses.append(Loss.of(Cause.RANKS_LATE, self._all_rows(), ranks=late, seconds=seconds))
+        for rank in set(range(1, self.message["ranks"])) - set(late):
+            path = rank_file(self.message["partial"], rank)
+            with open(path) as f:
+                done = json.load(f)
+            os.unlink(path)
+            files.update(done["files"])
+            bytes_raw += done["bytes_raw"]
+            self.losses += losses_from_json(done["losses"])
+        return bytes_raw
+
+    def _drop_vanished(self, files: FileList) -> None:
+        """Forget files that somebody removed while the store was written: their rows would read as zeros."""
+        gone = [path for path, (size, _) in files.items() if not self._has(path, size)]
+        if gone:
+            self.losses.append(Loss.of(Cause.FILES_GONE, self._all_rows(), count=len(gone), first=gone[0]))
+        for path in gone:
+            del files[path]
+
+    def _has(self, path: str, size: int) -> bool:
+        try:
+            return os.stat(os.path.join(self.message["partial"], path)).st_size == size
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _rebuild(self, rebuild: Rebuild, files: FileList) -> int:
+        """Make arrays of hooks without metadata from the journals: their writer died, or failed."""
+        hooks = self.message["attrs"].get("hooks", {})
+        lacking = {name for name in hooks if f"{name}/zarr.json" not in files}
+        if not lacking:
+            return 0
+        try:
+            found, losses, bytes_raw = rebuild(self.message, lacking)
+        except (OSError, ValueError) as error:
+            self.losses.append(Loss.of(Cause.NOT_SALVAGED, hooks=", ".join(sorted(lacking)), error=str(error)))
+            return 0
+        files |= found
+        self.losses += losses
+        return bytes_raw
+
+    def _drop_unreadable(self, attrs: dict[str, Any], files: FileList) -> None:
+        """Forget hooks whose array never got its metadata: they cannot be opened."""
+        hooks = dict(attrs.get("hooks", {}))
+        gone = sorted(name for name, hook in hooks.items() if f"{hook['array']}/zarr.json" not in files)
+        if gone:
+            self.losses.append(Loss.of(Cause.HOOKS_WITHOUT_DATA, hooks=", ".join(gone)))
+        attrs["hooks"] = {name: hook for name, hook in hooks.items() if name not in gone}
+
+    def _publish(self, root: bytes, files: FileList) -> None:
+        """Write the root document, then give the directory its final name."""
+        partial, final = self.message["partial"], self.message["final"]
+        if os.path.lexists(final):
+            raise FileExistsError(f"store {final} exists already: use another name")
+        with open(os.path.join(partial, "zarr.json"), "wb", opener=no_follow) as f:
+            f.write(root)
+        if self.message["fsync"]:
+            paths = [os.path.join(partial, path) for path in ("zarr.json", *files)]
+            for path in paths + sorted({os.path.dirname(path) for path in paths}):
+                fsync_path(path)
+        remove_journals(partial)  # a store with its root document needs them no more
+        os.rename(partial, final)
+        if self.message["fsync"]:
+            fsync_path(os.path.dirname(final))
+
+
+def fsync_path(path: str) -> None:
+    """Flush a file or directory to its device. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sweep(partial: str, files: FileList) -> None:
+    """Remove what an incomplete store does not list: shards without an index, arrays without metadata. Not journals."""
+    for folder, names, leaves in os.walk(partial, topdown=False):
+        for leaf in leaves:
+            path = os.path.join(folder, leaf)
+            if os.path.relpath(path, partial) not in files and not is_journal(leaf):
+                os.unlink(path)
+        for name in names:
+            path = os.path.join(folder, name)
+            if not os.listdir(path):
+                os.rmdir(path)
+
+
+def remove_partial(partial: str) -> None:
+    """Remove an aborted capture. Raises OSError when something other than absence is in the way."""
+    if not partial.endswith(schema.PARTIAL_SUFFIX):
+        raise ValueError(f"{partial} is not a partial store")
+    with contextlib.suppress(FileNotFoundError):  # every rank removes it: another may be faster
+        shutil.rmtree(partial)

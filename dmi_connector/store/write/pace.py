@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pacing: the share of their time that writers work. The coordinator sets it in shared memory; writers follow it.
+
+Writers on all cores slow an engine whatever their priority, because they share execution units and memory with it. So
+they work the minimum share of their time
+
+- on all rows, while the ring has room for everything that open captures may still bring;
+- on rows of generated tokens, while half of the ring is free.
+
+Rows that have waited for LATE_S are written at once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from typing import NamedTuple
+
+EASY, FULL = 0.5, 0.75
+"""Shares of the ring in use: up to EASY writers work the minimum, from FULL on all the time."""
+SURE = 0.95
+"""The ring has room for everything while what waits and what may come take at most this share of it."""
+SOON_S, LATE_S = 1.0, 3.0
+"""Rows that have waited for SOON_S make a writer work more; for those that have waited for LATE_S it does not rest."""
+ROOM_BYTES = 16 << 30
+"""Of a larger ring only this much counts: what waits delays stores and the end of the engine. 16 writers with zstd take
+about 3 s for it.
+"""
+_SLICE_S = 0.01
+"""A resting writer looks this often whether the pace has changed."""
+
+
+class Shares(NamedTuple):
+    """Shares of a writer's time, 0 to 1, for rows of generated tokens and for rows of prompts."""
+
+    generated: float
+    prompt: float
+
+
+_STEPS = 255
+"""A share is one byte of shared memory."""
+
+
+class Pace:
+    """Shares that one process sets and others read. fd: descriptor of the shared memory, None to create it."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        if fd is None:
+            fd = os.memfd_create("dmi-pace", os.MFD_CLOEXEC)
+            os.ftruncate(fd, mmap.PAGESIZE)
+            self.fd, self._memory = fd, mmap.mmap(fd, mmap.PAGESIZE)
+            self.shares = Shares(1.0, 1.0)
+        else:
+            self.fd, self._memory = fd, mmap.mmap(fd, mmap.PAGESIZE)
+
+    @property
+    def shares(self) -> Shares:
+        """The current shares, in steps of 1/_STEPS."""
+        return Shares(self._memory[0] / _STEPS, self._memory[1] / _STEPS)
+
+    @shares.setter
+    def shares(self, shares: Shares) -> None:
+        for place, share in enumerate(shares):
+            self._memory[place] = max(1, min(_STEPS, round(share * _STEPS)))
+
+    def close(self) -> None:
+        """Close the descriptor; the memory stays mapped."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def rest(self, worked: float, generated: bool, since: float) -> None:
+        """Rest until `worked` seconds of work are no more than the share, which may change meanwhile.
+
+        generated: whether the waiting rows are of generated tokens. since: when they began to wait (time.monotonic()).
+        """
+        began = time.monotonic()
+        while True:
+            now, share = time.monotonic(), self.shares.generated if generated else self.shares.prompt
+            share += (1 - share) * _between(now - since, SOON_S, LATE_S)
+            left = began + worked * (1 / share - 1) - now
+            if left <= 0:
+                return
+            time.sleep(min(left, _SLICE_S))
+
+
+def shares_for(least: float, in_use: float, to_come: float) -> Shares:
+    """The shares for rows that have not waited for long.
+
+    least: the minimum share. in_use: share of the ring that waits for writers. to_come: what open captures may still
+    bring, as a share of the ring.
+    """
+    if in_use + to_come <= SURE:
+        return Shares(least, least)
+    return Shares(least + (1 - least) * _between(in_use, EASY, FULL), 1.0)
+
+
+def _between(value: float, low: float, high: float) -> float:
+    """0 up to `low`, 1 from `high` on."""
+    return max(0.0, min(1.0, (value - low) / (high - low)))

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ring: shared memory that the engine fills and the writer processes read."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+ALIGN = 4096
+"""Extents begin at multiples of this many bytes."""
+
+
+@dataclass(eq=False)
+class Extent:
+    """Contiguous bytes of the ring: `nbytes` from byte `offset`. They are free again when `refs` reaches 0."""
+
+    offset: int
+    nbytes: int
+    end: int = field(repr=False)  # where the next extent begins, counted without wrapping
+    refs: int = 1
+
+
+class RingBase:
+    """The shared memory, and the users of its extents. All methods may be called from any thread."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd, self.nbytes = fd, nbytes
+        # The array keeps the mapping alive for as long as anything uses it.
+        self.memory: np.ndarray = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+        self._changed = threading.Condition()
+
+    def hold(self, extent: Extent, refs: int = 1) -> None:
+        """Add users to an extent that is in use."""
+        with self._changed:
+            if extent.refs < 1:
+                raise ValueError(f"{extent} was released already")
+            extent.refs += refs
+
+    def release(self, extent: Extent) -> None:
+        """Remove one user of an extent; the last one frees it. Raises ValueError when it has none."""
+        with self._changed:
+            if extent.refs < 1:
+                raise ValueError(f"{extent} was released already")
+            extent.refs -= 1
+            if extent.refs == 0:
+                self._free(extent)
+
+    def _free(self, extent: Extent) -> None:
+        """Called with the lock held when an extent has no user any more."""
+        raise NotImplementedError
+
+    @property
+    def used(self) -> int:
+        """Bytes in use."""
+        raise NotImplementedError
+
+    def view(self, extent: Extent) -> np.ndarray:
+        """The bytes of an extent as a uint8 array on the shared memory."""
+        return self.memory[extent.offset : extent.offset + extent.nbytes]
+
+
+class Ring(RingBase):
+    """Variable-size FIFO allocator over shared memory (a memfd), aligned to 4096 bytes.
+
+    Extents are given out in order and may be released in any order. Space returns once everything given out before it
+    has been released too.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if nbytes < ALIGN:
+            raise ValueError(f"ring_bytes {nbytes} is too small: use {ALIGN} or more, large enough for a full chunk")
+        nbytes = nbytes // ALIGN * ALIGN
+        fd = os.memfd_create("dmi-ring", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        super().__init__(fd, nbytes)
+        self._extents: deque[Extent] = deque()
+        self._head = 0  # bytes given out since the start, with the gaps at the end of the ring
+        self._tail = 0  # bytes that came back
+
+    @property
+    def used(self) -> int:
+        """Bytes in use, alignment and gaps included."""
+        with self._changed:
+            return self._head - self._tail
+
+    def alloc(self, nbytes: int, timeout: float | None = None) -> Extent | None:
+        """Take `nbytes` bytes; wait up to `timeout` seconds for space (None: for ever, 0: not at all).
+
+        Returns None if there was no space in time. Raises ValueError for more than the ring holds.
+        """
+        size = max(1, -(-nbytes // ALIGN)) * ALIGN
+        if size > self.nbytes:
+            raise ValueError(
+                f"{nbytes} bytes do not fit in ring_bytes {self.nbytes}: use a larger ring, smaller chunks"
+            )
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while (extent := self._take(nbytes, size)) is None:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self._changed.wait(left)
+            return extent
+
+    def _take(self, nbytes: int, size: int) -> Extent | None:
+        at = self._head % self.nbytes
+        skip = self.nbytes - at if at + size > self.nbytes else 0
+        if not self._extents and skip:
+            # Nothing is in use: begin again at offset 0, or a large extent might never find contiguous space.
+            self._head = self._tail = 0
+            skip = 0
+        if self._head + skip + size - self._tail > self.nbytes:
+            return None
+        self._head += skip + size
+        extent = Extent((self._head - size) % self.nbytes, nbytes, self._head)
+        self._extents.append(extent)
+        return extent
+
+    def _free(self, extent: Extent) -> None:
+        while self._extents and self._extents[0].refs == 0:
+            self._tail = self._extents.popleft().end
+        self._changed.notify_all()

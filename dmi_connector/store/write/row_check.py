@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that rows belong to the request whose store they go to: each row carries its own token id and position."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dmi_connector.layout import HEADER_SENT_BYTES
+from dmi_connector.store.format.completeness import Cause, Loss
+
+
+class RowCheck:
+    """The row headers of one capture. start: position of its first row."""
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self._chunks: list[tuple[int, np.ndarray]] = []  # (first row, token ids that the rows carry)
+        self._losses: list[Loss] = []
+
+    def positions(self, headers: np.ndarray, first: int, count: int) -> np.ndarray:
+        """Check the positions of rows [first, first + count).
+
+        headers: uint8; begins with the headers of these rows. Returns the token ids that they carry, int32 [count].
+        """
+        pairs = headers[: HEADER_SENT_BYTES * count].view("<i4").reshape(count, 2)
+        ids = pairs[:, 0].copy()
+        self._chunks.append((first, ids))
+        begin = self._start + first
+        if not np.array_equal(pairs[:, 1], np.arange(begin, begin + count, dtype=np.int32)):
+            self._losses.append(Loss.of(Cause.WRONG_POSITIONS, first=begin, last=begin + count - 1))
+        return ids
+
+    def losses(self, token_ids: np.ndarray) -> list[Loss]:
+        """What is wrong with the rows that came. token_ids: those of the request, int [rows]."""
+        for first, ids in self._chunks:
+            expected = token_ids[first : first + len(ids)]
+            wrong = np.flatnonzero(ids[: len(expected)] != expected)
+            if len(wrong):
+                at = int(wrong[0])
+                position, found = self._start + first + at, int(ids[at])
+                token = Loss.of(Cause.WRONG_TOKEN, position=position, found=found, expected=int(expected[at]))
+                return [*self._losses, token]
+        return list(self._losses)
+
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """(token ids int32, whether the row came) of all rows up to the last one that came."""
+        length = max((first + len(ids) for first, ids in self._chunks), default=0)
+        token_ids, came = np.zeros(length, np.int32), np.zeros(length, bool)
+        for first, ids in self._chunks:
+            token_ids[first : first + len(ids)] = ids
+            came[first : first + len(ids)] = True
+        return token_ids, came

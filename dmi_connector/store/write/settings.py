@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How stores are written: what the engine tells the coordinator at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class WriteSettings:
+    """How the coordinator and its writers work.
+
+    fsync: flush each store to its device before it gets its final name. rank_timeout: seconds that rank 0 waits for the
+    other ranks. shutdown_seconds: time to finish what is under way when the engine ends. file_mode: who may read
+    stores. nice: nice level of the writers, 0 to 19. idle: put writers into the scheduling class for idle time.
+    least_share: minimum share of time that writers work while the ring has room (pace.py). keep: arguments of the
+    coordinator's `Keeper`, {} for none.
+    """
+
+    fsync: bool = False
+    rank_timeout: float = 60.0
+    shutdown_seconds: float = 60.0
+    file_mode: str = "private"
+    nice: int = 5
+    idle: bool = False
+    least_share: float = 1.0
+    keep: Mapping[str, Any] = field(default_factory=dict)

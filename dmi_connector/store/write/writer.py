@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The writer process: `python -m dmi_connector.store.write.writer ...`, started by the coordinator.
+
+It maps the ring that it shares with the engine, reads messages on standard input and answers on standard output (see
+messages.py). Every chunk and rows message is answered, whatever happens: ring memory is reused on that answer. At the
+end of input it stops and leaves partial directories as they are.
+
+messages    layout, open, chunk, rows, close, drop (of a capture's arrays); commit, rankdone, remove (of a capture);
+            line (for the index), giveup
+answers     ready, ack (of a payload), closed (a capture's arrays), ended (a capture), note
+
+One open message of a capture carries `about`, what a salvage has to know of it, and the chunk messages to that writer
+carry `token_ids` (journal.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numcodecs import blosc
+
+from dmi_connector.layout import PayloadLayout
+from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json, losses_to_json, reason
+from dmi_connector.store.format.locks import PartialLock
+from dmi_connector.store.format.paths import UMASKS
+from dmi_connector.store.write.array_writer import ArrayWriter, write_loss
+from dmi_connector.store.write.commit import Commit, append_index, give_up, remove_partial, write_rank_done
+from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, unpack_array, write_all
+from dmi_connector.store.write.pace import Pace
+from dmi_connector.store.write.repair import rebuild
+from dmi_connector.store.write.settings import WriteSettings
+from dmi_connector.store.write.shard_writer import FileCache
+
+POLL_S = 0.02
+"""How often commits look for other ranks."""
+IDLE_S = 1.0
+"""How often an idle writer checks that its parent lives."""
+_OPEN_FILES = 4096
+"""Files that a writer keeps open."""
+_MMAP_THRESHOLD_BYTES, _TRIM_THRESHOLD_BYTES = 32 << 20, 256 << 20
+"""The allocator maps larger blocks by themselves, and keeps this much free memory."""
+
+_MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+
+
+class Writer:
+    """Handles messages one after another, in the order they came.
+
+    ring: the shared memory, uint8. reply: sends an answer.
+    """
+
+    def __init__(self, ring: np.ndarray, reply: Callable[[Message], None], cache: FileCache, pace: Pace) -> None:
+        self._ring, self._reply, self._cache, self._pace = ring, reply, cache, pace
+        self._layouts: dict[int, PayloadLayout] = {}
+        self._writers: dict[int, ArrayWriter] = {}
+        self._broken: dict[int, Loss] = {}  # captures whose open failed, and why
+        self._locks: dict[int, PartialLock] = {}
+        self._closed_locks: list[tuple[int, PartialLock]] = []  # of closed captures, until the store has its name
+        self._worked = 0.0  # seconds that the last payload took; the next one is taken to need as many
+        self.commits: list[Commit] = []
+
+    def handle(self, message: Message) -> None:
+        """Act on one message and answer it. Errors go into the answer."""
+        getattr(self, "_" + message["type"])(message)
+
+    # ---- a capture's arrays -----------------------------------------------------------------------------------------
+
+    def _layout(self, m: Message) -> None:
+        self._layouts[m["number"]] = PayloadLayout.from_json(m["layout"])
+
+    def _open(self, m: Message) -> None:
+        try:
+            self._locks[m["id"]] = PartialLock(m["partial"])
+            layout = self._layouts[m["layout"]]
+            self._writers[m["id"]] = ArrayWriter(m["partial"], layout, m["arrays"], self._cache, m["about"])
+        except Exception as error:
+            self._broken[m["id"]] = write_loss(error)
+
+    def _chunk(self, m: Message) -> None:
+        rows = m["first"], m["first"] + m["count"]
+
+        def write(arrays: ArrayWriter, data: np.ndarray) -> None:
+            arrays.chunk(data, m["first"], m["count"], unpack_array(m.get("token_ids", "")))
+
+        self._data(m, write, rows)
+
+    def _rows(self, m: Message) -> None:
+        self._data(m, lambda arrays, data: arrays.rows(data, m["name"], m["first"], m["positions"]), None)
+
+    def _data(self, m: Message, write: Callable[[ArrayWriter, np.ndarray], None], rows: tuple[int, int] | None) -> None:
+        """Write a payload, then free its memory. rows: what is lost if that fails."""
+        # Rest before, not after: then the writers do not all begin at once when rows come.
+        self._pace.rest(self._worked, m["generated"], m["sent"])
+        began = time.process_time()
+        arrays = self._writers.get(m["id"])
+        if arrays is not None:
+            try:
+                write(arrays, self._ring[m["offset"] :])
+            except Exception as error:
+                arrays.failed(error, rows)
+        self._worked = time.process_time() - began
+        self._reply({"ack": m["seq"]})
+
+    def _close(self, m: Message) -> None:
+        arrays = self._forget(m["id"])
+        if arrays is None:
+            not_open = Loss.of(Cause.WRITE_REFUSED, error="the capture is not open")
+            self._closed(m["id"], [self._broken.pop(m["id"], not_open)])
+        else:
+            files = arrays.close(m["length"], m["samples"])
+            self._closed(m["id"], arrays.losses, files, arrays.bytes_raw, arrays.bytes_stored)
+
+    def _drop(self, m: Message) -> None:
+        """Give up arrays: their capture was aborted."""
+        arrays = self._forget(m["id"])
+        self._broken.pop(m["id"], None)
+        if arrays is not None:
+            arrays.release()
+        self._closed(m["id"], [])
+
+    def _closed(
+        self,
+        number: int,
+        losses: list[Loss],
+        files: dict[str, list[int]] | None = None,
+        bytes_raw: int = 0,
+        bytes_stored: int = 0,
+    ) -> None:
+        answer: Message = {"closed": number, "losses": losses_to_json(losses), "files": files or {}}
+        self._reply({**answer, "bytes_raw": bytes_raw, "bytes_stored": bytes_stored})
+
+    def _forget(self, number: int) -> ArrayWriter | None:
+        lock = self._locks.pop(number, None)
+        if lock is not None:
+            self._closed_locks.append((number, lock))
+        return self._writers.pop(number, None)
+
+    # ---- a capture as a whole ---------------------------------------------------------------------------------------
+
+    def _commit(self, m: Message) -> None:
+        try:
+            self._closed_locks.append((m["id"], PartialLock(m["partial"])))
+        except OSError as error:
+            self._reply({"ended": m["id"], "error": self._fail(m, error)})
+            return
+        self.commits.append(Commit.start(m))
+        self.poll()
+
+    def poll(self) -> None:
+        """Run the commits whose ranks are all there, and release the locks of finished stores."""
+        for commit in list(self.commits):
+            if commit.ready():
+                self.commits.remove(commit)
+                answer: Message = {"ended": commit.message["id"]}
+                try:
+                    answer |= commit.run(rebuild)
+                except Exception as error:
+                    answer["error"] = self._fail(commit.message, error)
+                self._reply(answer)
+        self._closed_locks = [(n, lock) for n, lock in self._closed_locks if not lock.release_if_renamed()]
+
+    def _fail(self, m: Message, error: Exception) -> str:
+        """A capture cannot be committed: say so in the index and leave its rows to a repair. Returns what is wrong."""
+        text = f"{type(error).__name__}: {error}"
+        self._giveup(m)
+        try:
+            give_up(m, "; ".join(filter(None, [text, reason(losses_from_json(m["losses"]))])))
+        except OSError as second:
+            text += f"; then, on cleaning up: {second}"
+        return text
+
+    def _giveup(self, m: Message) -> None:
+        """Release the locks of a capture that failed, so that a repair can take it."""
+        for number, lock in self._closed_locks:
+            if number == m["id"] and not lock.release_if_renamed():
+                lock.release()
+        self._closed_locks = [(number, lock) for number, lock in self._closed_locks if number != m["id"]]
+
+    def _rankdone(self, m: Message) -> None:
+        self._end(m, lambda: write_rank_done(m))
+
+    def _remove(self, m: Message) -> None:
+        self._end(m, lambda: remove_partial(m["partial"]))
+
+    def _end(self, m: Message, act: Callable[[], None]) -> None:
+        answer: Message = {"ended": m["id"]}
+        try:
+            act()
+        except Exception as error:
+            answer["error"] = f"{type(error).__name__}: {error}"
+        self._reply(answer)
+
+    def _line(self, m: Message) -> None:
+        try:
+            os.makedirs(m["directory"], exist_ok=True)
+            append_index(m["directory"], m["line"])
+        except Exception as error:
+            self._reply({"note": f"{type(error).__name__}: {error}"})
+
+
+# ---- the process --------------------------------------------------------------------------------------------------
+
+
+def serve(writer: Writer, stdin: int) -> None:
+    """Handle messages until the end of input, or until the parent process is gone."""
+    decoder, parent = Decoder(), os.getppid()
+    while True:
+        wait = POLL_S if writer.commits else IDLE_S
+        if select.select([stdin], [], [], wait)[0]:
+            data = os.read(stdin, READ_BYTES)
+            if not data:
+                break
+            for message in decoder.feed(data):
+                writer.handle(message)
+        elif os.getppid() != parent:
+            break  # a forked child of the engine may hold the pipe open, and then no end of input comes
+        writer.poll()
+    while writer.commits:  # captures that lack nothing but other ranks
+        time.sleep(POLL_S)
+        writer.poll()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the process."""
+    parser = argparse.ArgumentParser(prog="dmi-writer", description="Writes captures; started by the coordinator.")
+    parser.add_argument("--ring-fd", type=int, required=True, help="descriptor of the shared memory")
+    parser.add_argument("--ring-bytes", type=int, required=True, help="its size")
+    parser.add_argument("--pace-fd", type=int, required=True, help="descriptor of the memory that holds the pace")
+    parser.add_argument("--file-mode", choices=UMASKS, default="private", help="who may read the stores")
+    parser.add_argument("--nice", type=int, default=WriteSettings.nice, help="nice level: the engine goes first")
+    parser.add_argument("--idle", action="store_true", help="run only where nothing else wants to")
+    args = parser.parse_args(argv)
+    os.umask(UMASKS[args.file_mode])
+    # Ctrl-C reaches the whole process group, but what is in the ring must still be written. The pipe ends the process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open("/proc/self/comm", "w") as comm:
+        comm.write("dmi-writer")
+    blosc.set_nthreads(1)
+    blosc.use_threads = False
+    open_files = _allow_open_files()
+    # Only answers may reach the pipe: whatever else prints goes to standard error.
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    os.nice(args.nice)
+    if args.idle:
+        _only_idle_time()
+    _keep_memory()
+    memory = mmap.mmap(args.ring_fd, args.ring_bytes)
+    _map_pages(memory)
+
+    def reply(message: Message) -> None:
+        write_all(answers, pack(message))
+
+    cache = FileCache(limit=max(16, open_files // 2))
+    writer = Writer(np.frombuffer(memory, np.uint8), reply, cache, Pace(args.pace_fd))
+    reply({"ready": os.getpid()})
+    try:
+        serve(writer, 0)
+    except BrokenPipeError:
+        return 0  # the coordinator is gone; partial directories stay for a repair
+    return 0
+
+
+def _allow_open_files() -> int:
+    """Raise the limit of open files as far as that is allowed. Returns it."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    soft = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
+
+
+def _only_idle_time() -> None:
+    """Enter the scheduling class for idle time: any other thread that wakes up has this core at once.
+
+    With a nice level alone, a thread that wakes up may have to wait for the end of a time slice of some milliseconds.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except OSError as error:  # a sandbox may forbid it; the nice level stays
+        print(f"dmi-writer: not in the scheduling class for idle time: {error}", file=sys.stderr, flush=True)
+
+
+def _keep_memory() -> None:
+    """Let the allocator keep what is freed. Else each encoded chunk takes new pages, a quarter of a writer's time."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc only
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+
+
+def _map_pages(memory: mmap.mmap) -> None:
+    """Fill this process's page table now. Else the first pass over 8 GiB takes two million page faults."""
+    try:
+        memory.madvise(_MADV_POPULATE_READ)
+    except OSError:
+        return  # an older kernel maps pages when they are first read
+
+
+if __name__ == "__main__":
+    sys.exit(main())

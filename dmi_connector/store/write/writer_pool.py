@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The writer processes: which arrays each one writes, which payloads it has yet to read, and how fast it works."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dmi_connector.layout import ArraySpec, PayloadLayout
+from dmi_connector.store.write.child_process import Child
+from dmi_connector.store.write.messages import Message
+from dmi_connector.store.write.pace import ROOM_BYTES, Pace, Shares, shares_for
+from dmi_connector.store.write.ring import Extent, RingBase
+from dmi_connector.store.write.settings import WriteSettings
+
+WRITER = "dmi_connector.store.write.writer"
+_LEAST_END_S = 0.5
+"""Time that each process has to end, also when the deadline has passed."""
+SPREAD_BYTES = 16 << 20
+"""Chunks of this size and more are spread over several writers. For smaller ones the messages cost more than they gain.
+"""
+
+
+@dataclass(eq=False)
+class Assignment:
+    """The arrays of a capture that one writer has.
+
+    writer: its number in the pool. arrays: indexes in the layout. load: bytes of a token. tokens: whether token arrays
+    are among them. samples: names of the per-sample arrays among them. open: whether it still writes them.
+    """
+
+    process: Child
+    writer: int
+    arrays: list[int]
+    load: int
+    tokens: bool
+    samples: frozenset[str]
+    open: bool = True
+
+
+def assign(arrays: Sequence[ArraySpec], loads: list[int], spread: bool) -> dict[int, list[int]]:
+    """Share `arrays` out: {writer: indexes of its arrays}. The largest come first, to the least loaded writer.
+
+    loads: bytes of a token that each writer has open; the new ones are added. spread: False gives all to one writer.
+    """
+    parts: dict[int, list[int]] = {}
+    for i in sorted(range(len(arrays)), key=lambda i: -arrays[i].token_bytes):
+        writer = loads.index(min(loads)) if spread or not parts else next(iter(parts))
+        loads[writer] += arrays[i].token_bytes
+        parts.setdefault(writer, []).append(i)
+    return {writer: sorted(part) for writer, part in parts.items()} or {loads.index(min(loads)): []}
+
+
+class WriterPool:
+    """A fixed number of writer processes. One that has died is replaced when it is next needed.
+
+    Not thread-safe: call it with the owner's lock held. pass_fds: descriptors that writers keep open while they live.
+    on_message, on_death: see `Child`. loads: bytes of a token that each writer has open.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        ring: RingBase,
+        settings: WriteSettings,
+        pass_fds: Sequence[int],
+        on_message: Callable[[Child, Message], None],
+        on_death: Callable[[Child, str], None],
+    ) -> None:
+        if count < 1:
+            raise ValueError(f"writers {count} is too few: use 1 or more")
+        self._ring, self._settings, self._pass_fds = ring, settings, pass_fds
+        self._on_message, self._on_death = on_message, on_death
+        self._layouts: list[PayloadLayout] = []
+        self._unread: dict[Child, dict[int, Extent]] = {}  # by process and message number
+        self._sent = self._started = 0
+        self._pace = Pace()
+        self.loads = [0] * count
+        self.processes = [self._spawn() for _ in range(count)]
+
+    def _spawn(self) -> Child:
+        s, ring = self._settings, self._ring
+        self._started += 1
+        arguments = ["--ring-fd", str(ring.fd), "--ring-bytes", str(ring.nbytes), "--pace-fd", str(self._pace.fd)]
+        arguments += ["--file-mode", s.file_mode, "--nice", str(s.nice), *(["--idle"] if s.idle else [])]
+        fds = [ring.fd, self._pace.fd, *self._pass_fds]
+        process = Child(f"writer process {self._started}", WRITER, arguments, fds, self._on_message, self._on_death)
+        self._unread[process] = {}
+        for number, layout in enumerate(self._layouts):
+            process.post({"type": "layout", "number": number, "layout": layout.to_json()})
+        return process
+
+    def register(self, layout: PayloadLayout) -> int:
+        """Send a layout to all writers. Returns the number by which captures name it."""
+        number = len(self._layouts)
+        self._layouts.append(layout)
+        for process in self.processes:
+            process.post({"type": "layout", "number": number, "layout": layout.to_json()})
+        return number
+
+    def layout(self, number: int) -> PayloadLayout:
+        """A registered layout."""
+        return self._layouts[number]
+
+    def alive(self, process: Child) -> bool:
+        """Whether a process is not yet known to be dead."""
+        return process in self._unread
+
+    def process(self, writer: int) -> Child:
+        """The process of a writer (its number modulo their count); a new process if it has died."""
+        writer %= len(self.processes)
+        if not self.alive(self.processes[writer]):
+            self.processes[writer] = self._spawn()
+        return self.processes[writer]
+
+    def assign_writers(self, layout: PayloadLayout) -> list[Assignment]:
+        """Choose writers for the arrays of a new capture."""
+        spread = layout.header_base * layout.chunk_tokens >= SPREAD_BYTES
+        return [
+            self._assignment([layout.arrays[i] for i in part], part, writer)
+            for writer, part in assign(layout.arrays, self.loads, spread).items()
+        ]
+
+    def _assignment(self, arrays: Sequence[ArraySpec], part: list[int], writer: int) -> Assignment:
+        samples = frozenset(a.name for a in arrays if a.per_sample)
+        load = sum(a.token_bytes for a in arrays)
+        return Assignment(self.process(writer), writer, part, load, any(not a.per_sample for a in arrays), samples)
+
+    def leave(self, assignment: Assignment) -> None:
+        """An assignment is written, or given up."""
+        assignment.open = False
+        self.loads[assignment.writer] -= assignment.load
+
+    def send(self, process: Child, extent: Extent, message: Message) -> None:
+        """Send a message about a payload. The extent is held until the writer has read it."""
+        self._sent += 1
+        self._ring.hold(extent)
+        self._unread[process][self._sent] = extent
+        process.post({**message, "seq": self._sent, "sent": time.monotonic()})
+
+    def read(self, process: Child, seq: int) -> None:
+        """A writer has read the payload of message `seq`."""
+        self._ring.release(self._unread[process].pop(seq))
+
+    def bury(self, process: Child) -> int:
+        """Release what a dead process had yet to read. Returns how many payloads that were."""
+        extents = self._unread.pop(process, {})
+        for extent in extents.values():
+            self._ring.release(extent)
+        return len(extents)
+
+    def set_pace(self, to_come: int | None) -> None:
+        """Tell writers how fast to work. to_come: bytes that open captures may still bring; None: work all the time."""
+        if to_come is None:
+            self._pace.shares = Shares(1.0, 1.0)
+            return
+        room = min(self._ring.nbytes, ROOM_BYTES)
+        self._pace.shares = shares_for(self._settings.least_share, self._ring.used / room, to_come / room)
+
+    def end(self, deadline: float) -> bool:
+        """Let all processes stop after what was sent to them; kill them at `deadline` (of time.monotonic()).
+
+        Call it without the owner's lock. Returns whether all stopped by themselves.
+        """
+        for process in self.processes:
+            process.finish()
+        ended = [process.join(max(_LEAST_END_S, deadline - time.monotonic())) for process in self.processes]
+        self._pace.close()
+        return all(ended)

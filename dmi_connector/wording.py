@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How messages show a value that was given, and which known name it is nearest to."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Iterable
+
+_repr = reprlib.Repr()  # limits of its own, so that a huge value is not written out first
+_repr.maxlist = _repr.maxtuple = _repr.maxdict = 20
+_repr.maxstring = _repr.maxlong = _repr.maxother = 200
+_LONGEST = 500
+"""Characters of a shown value."""
+
+
+def show(value: object) -> str:
+    """`repr(value)`, cut to _LONGEST characters: clients can send values of any size."""
+    try:
+        text = _repr.repr(value)
+    except ValueError:  # Python prints no integer of more than 4300 digits
+        return f"a {type(value).__name__} that is too long to be shown"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`": did you mean 'x'?"` for the nearest of `known`, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f": did you mean {near[0]!r}?" if near else ""

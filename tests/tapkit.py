@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of taps share: taps without a model, and a forward context that has no cache."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dmi_connector.engine.taps.compilation import Compilation
+from dmi_connector.engine.taps.group import TapBatch
+from dmi_connector.engine.taps.op import Place
+from dmi_connector.layout import RowField
+
+CACHE_LAYER = "rows.0"
+
+
+def batch(in_place: bool = False, stream_lasts: bool = False, lasting: bool = False) -> TapBatch:
+    """A batch of layer 0 without a model."""
+    deferred: Any = SimpleNamespace(tokens=0)
+    taps: Any = SimpleNamespace(
+        token=torch.zeros(1, dtype=torch.int32),
+        deferred=deferred,
+        compilation=Compilation(in_place, stream_lasts),
+        context=SimpleNamespace(cache_layer=CACHE_LAYER),
+    )
+    return TapBatch(taps, torch.zeros(1, dtype=torch.int32), Place(0, 0, {}, deferred), lasting)
+
+
+def fields(*layers: int, width: int = 2560, hooks: tuple[str, ...] = ("resid_pre",)) -> list[RowField]:
+    """Fields of these hooks and layers in bfloat16, one after the other."""
+    names = [(hook, layer) for layer in layers for hook in hooks]
+    return [RowField(hook, layer, "bfloat16", width, 2 * width * i) for i, (hook, layer) in enumerate(names)]
+
+
+class ForwardContext(SimpleNamespace):
+    """Stands for vLLM's forward context, which others reference weakly."""
+
+
+def without_cache(patch: pytest.MonkeyPatch) -> None:
+    """Let ops run as in vLLM's profiling run, when there is no cache: they write nothing."""
+    context = ForwardContext(no_compile_layers={}, slot_mapping={})
+    patch.setattr("vllm.forward_context.get_forward_context", lambda: context)

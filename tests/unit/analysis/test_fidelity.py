@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi fit-pca` and `dmi fidelity` on stores whose rows have a known structure."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dmi_connector.analysis.fidelity import fidelity, markdown
+from dmi_connector.cli.main import main
+from dmi_connector.layout import ArraySpec
+from dmi_connector.reduce.basis import load
+from dmi_connector.store.format.pca_files import find_basis, keep_copy
+from tests import storekit as kit
+
+WIDTH, RANK, TOKENS = 96, 5, 150
+RESID = ArraySpec("resid_mid", "float32", (0, 1), WIDTH)
+NEURONS = ArraySpec("mlp_post", "float32", (0,), 700)
+INT8 = ArraySpec("q", "uint8", (0,), 68, reduce={"kind": "int8", "affine": False, "dtype": "float32", "width": 64})
+
+
+def rows(seed: int, layers: int) -> np.ndarray:
+    """Five directions of falling strength about a mean, and a little noise: [layers, TOKENS, WIDTH] as bits."""
+    rng = np.random.default_rng(seed)
+    directions = np.linalg.qr(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)))[0][:RANK]
+    found = [
+        rng.normal(size=(TOKENS, RANK)) * 0.7 ** np.arange(RANK) @ directions
+        + rng.normal(size=(TOKENS, WIDTH)) * 0.001
+        + 2 * (layer + 1)
+        for layer in range(layers)
+    ]
+    return np.stack(found).astype("<f4").view("u4")
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder, owner = tmp_path_factory.mktemp("stores"), kit.Store(4 << 20)
+    paths = [folder / f"{i}.zarr" for i in range(3)]
+    for i, path in enumerate(paths):
+        values = {spec.name: kit.random_bits(spec, TOKENS, seed=i) for spec in (NEURONS, INT8)}
+        owner.write(path, [RESID, NEURONS, INT8], TOKENS, values={"resid_mid": rows(i, 2), **values})
+    assert owner.shutdown(kit.PATIENCE)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def basis(stores: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("basis") / "basis.safetensors"
+    command = ["fit-pca", *map(str, stores[:2]), "--hook", "resid_mid", "--rank", str(RANK), "-o", str(out)]
+    assert main(command) == 0
+    return out
+
+
+def test_a_basis_finds_the_directions(basis: Path) -> None:
+    assert load(basis).hooks == {"resid_mid": {"width": WIDTH, "k": RANK, "layers": [0, 1]}}
+    directions = np.linalg.qr(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)))[0][:RANK]
+    for layer in (0, 1):
+        part = load(basis).of("resid_mid", layer, RANK)
+        overlap = np.linalg.svd(directions @ part.components, compute_uv=False)
+        assert overlap.min() > 0.9999 and abs(part.mean.mean() - 2 * (layer + 1)) < 0.1
+        np.testing.assert_allclose(part.std, 0.7 ** np.arange(RANK), rtol=0.15)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hook", "resid_mid", "--rank", "0"], "--rank 0 is not valid; keep 1 component or more"),
+        (["--hook", "resid_mid", "--rank", "97"], "rank 97 is more than the 96 values"),
+        (["--hook", "z", "--rank", "2"], "holds no z; it holds"),
+        (["--hook", "q", "--rank", "2"], "q of .* is reduced itself"),
+        (["--hook", "mlp_post", "--rank", "600"], "450 rows are too few for rank 600"),
+        (["--hook", "resid_mid", "--rank", "2", "--layer", "7"], "layer 7"),
+    ],
+)
+def test_fits_that_cannot_be(
+    stores: list[Path], tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "b.safetensors"
+    assert main(["fit-pca", *map(str, stores), *words, "-o", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_basis_is_not_overwritten(stores: list[Path], basis: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit-pca", str(stores[0]), "--hook", "resid_mid", "--rank", "2", "-o", str(basis)]) == 2
+    assert "exists; give a new name" in capsys.readouterr().err
+
+
+def test_fidelity_measures_what_is_known(stores: list[Path], basis: Path) -> None:
+    specs = ["int8", "fp8", "round(23)", "topk(64)", "topk(8,sample=512)", "rp(32)", f"pca({basis})", "rp(512)", "none"]
+    found = {(f.hook, f.layer, f.reduction): f for f in fidelity(stores[2:], specs, "resid_mid")}
+    assert {layer for _, layer, _ in found} == {0, 1}
+    assert not any("512" in spec or spec == "none" for _, _, spec in found), "wider than the row, or nothing to do"
+    at = {spec: found["resid_mid", 1, spec] for _, _, spec in found}
+    assert at["int8"].measures["cosine_least"] > 0.9999 > at["fp8"].measures["cosine_least"] > 0.999
+    assert at["round(23)"].measures["error"] == 0 and at["round(23)"].size == 1
+    assert at["int8"].size == pytest.approx((96 + 4) / 384)
+    assert at["topk(64)"].measures["recall"] == 1
+    assert at[f"pca({basis})"].measures["variance"] > 0.99
+    assert at["rp(32)"].measures["pairs"] > 0.5
+    neurons = {f.reduction: f for f in fidelity(stores, ["topk(64,exact)"], "mlp_*")}["topk(64,exact)"]
+    assert neurons.measures["recall"] == 1 and neurons.tokens == 3 * TOKENS and neurons.width == 700
+
+
+def test_topk_recall_counts_places(stores: list[Path]) -> None:
+    """Half the values of a row kept: the reference is a count by hand."""
+    [one] = fidelity(stores[:1], ["topk(48,exact)"], "resid_mid", [0])
+    assert one.measures["recall"] == 1
+    share = one.measures["error"] ** 2
+    exact = rows(0, 1)[0].view("f4").astype(np.float64)
+    lost = np.sort(exact**2, axis=1)[:, :48].sum() / (exact**2).sum()
+    assert share == pytest.approx(lost, rel=1e-3)
+
+
+def test_the_command_prints_a_table(stores: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["fidelity", str(stores[0]), "--hooks", "resid_*", "--reduce", "int8", "--reduce", "fp8"]
+    assert main(command) == 0
+    table = capsys.readouterr().out
+    assert table.startswith("| hook | width | reduction | size | cosine least |")
+    assert table.count("| resid_mid | 96 |") == 2 and "- cosine least: least cosine between a row" in table
+    assert main([*command, "--layer", "1", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(one["layer"], one["reduction"]) for one in listed] == [(1, "int8"), (1, "fp8")]
+    worst = min(one.measures["cosine_least"] for one in fidelity(stores[:1], ["int8"], "resid_mid"))
+    assert f"{worst:.5f}" in markdown(fidelity(stores[:1], ["int8"], "resid_mid"))
+    assert main(["fidelity", str(stores[0]), "--hooks", "q"]) == 2
+    assert "holds no hook in full that matches 'q'" in capsys.readouterr().err
+    assert main(["fidelity", str(stores[0]), "--reduce", "int9"]) == 2
+    assert "'int9' is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "/etc/passwd", "", "A" * 64, "0" * 63])
+def test_a_store_cannot_name_any_file_as_its_basis(tmp_path: Path, basis: Path, name: str) -> None:
+    (tmp_path / "bases").mkdir()
+    with pytest.raises(ValueError, match="which is no SHA-256"):
+        find_basis(name, tmp_path / "a.zarr")
+    with pytest.raises(ValueError, match="is another basis"):
+        find_basis("0" * 64, tmp_path / "a.zarr", basis)
+
+
+def test_copies_are_private_and_made_once(tmp_path: Path, basis: Path) -> None:
+    for _ in range(2):
+        keep_copy(load(basis), str(tmp_path), "private")
+    [copy] = (tmp_path / "bases").iterdir()
+    assert copy.stat().st_mode & 0o777 == 0o600 and copy.parent.stat().st_mode & 0o777 == 0o700
+    assert find_basis(load(basis).sha256, tmp_path / "a.zarr").sha256 == load(basis).sha256

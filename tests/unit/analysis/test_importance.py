@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`importance`: mean |x| of neurons over stores that hold them whole, in 8 bits, and as top k with a sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dmi_connector import importance, open_capture
+from dmi_connector.layout import ArraySpec
+from dmi_connector.reduce import parse
+from dmi_connector.reduce.topk import TopK
+from tests import storekit as kit
+
+WIDTH, TOKENS, STORES = 64, 300, 3
+SPECS = {"mlp_post": "topk(8)", "mlp_out": "topk(8,exact,sample=0)", "z": "int8", "ln2": "rp(16)"}
+IDS = ArraySpec("topk_ids", "int32", (0,), 2)
+SCALES = np.linspace(0.5, 1.5, WIDTH) ** 2
+
+
+def values(seed: int, layer: int) -> np.ndarray:
+    """Float32 [TOKENS, WIDTH]: neurons of growing strength, in layer 1 the other way round."""
+    drawn = np.random.default_rng([seed, layer]).normal(size=(TOKENS, WIDTH)) * SCALES[:: 1 - 2 * layer]
+    return drawn.astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder, owner = tmp_path_factory.mktemp("neurons"), kit.Store(4 << 20)
+    arrays, encode = [ArraySpec("q", "float32", (0, 1), WIDTH), IDS], {}
+    for hook, spec in SPECS.items():
+        reduction = parse(spec)
+        assert reduction is not None
+        settings = {**reduction.settings(), "dtype": "float32", "width": WIDTH}
+        arrays.append(ArraySpec(hook, "uint8", (0, 1), reduction.stored_width(WIDTH, "float32"), reduce=settings))
+        encode[hook] = reduction.encode
+    for i in range(STORES):
+        rows = [values(i, layer) for layer in (0, 1)]
+        stored = {h: np.stack([f(torch.from_numpy(r)).numpy() for r in rows]) for h, f in encode.items()}
+        values_of_all = {"q": np.stack(rows).view("u4"), "topk_ids": kit.random_bits(IDS, TOKENS), **stored}
+        owner.write(folder / f"{i}.zarr", arrays, TOKENS, values=values_of_all)
+    assert owner.shutdown(kit.PATIENCE)
+    return [folder / f"{i}.zarr" for i in range(STORES)]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_means_of_neurons(stores: list[Path], layer: int) -> None:
+    captures = [open_capture(store, 0) for store in stores]
+    rows = np.concatenate([values(i, layer) for i in range(STORES)]).astype(np.float64)
+    true = np.abs(rows).mean(0)
+    np.testing.assert_allclose(importance(captures, "q", layer), true, rtol=1e-6)
+    np.testing.assert_allclose(importance(captures, "z", layer - 2), true, rtol=0.02)
+    np.testing.assert_allclose(importance(captures[0], "q", layer), np.abs(rows[:TOKENS]).mean(0), rtol=1e-6)
+    # A neuron that is not kept is sampled in 2 of 64 rows, some 25 times: 3 standard errors are half of its mean.
+    found = importance(captures, "mlp_post", layer)
+    assert np.abs(found / true - 1).max() < 0.6 and abs(found.mean() / true.mean() - 1) < 0.05
+    kept = np.abs(rows) >= np.sort(np.abs(rows), axis=1)[:, -8:-7]
+    np.testing.assert_allclose(importance(captures, "mlp_out", layer), np.where(kept, np.abs(rows), 0).mean(0))
+
+
+def test_missing_rows_do_not_count(stores: list[Path]) -> None:
+    capture = open_capture(stores[0], 0)
+    capture.missing = [[0, 10], [290, 300]]
+    for hook in ("q", "mlp_post"):
+        left = capture.tally(hook, 0, np.arange(10, 290)).mean()
+        np.testing.assert_array_equal(importance([capture], hook, 0), left)
+    capture.missing = [[0, 300]]
+    with pytest.raises(ValueError, match="no capture has a row of 'q'"):
+        importance([capture], "q", 0)
+
+
+def test_massive_values_leave_the_others_their_rank() -> None:
+    """In 8 bits beside one value a thousand times as large, the other kept values are 0."""
+    rng = np.random.default_rng(1)
+    rows = (rng.normal(size=(2000, 256)) * np.linspace(0.5, 1.5, 256)).astype(np.float32)
+    rows[:, 77] = 1000
+    true, others = np.abs(rows).mean(0), np.arange(256) != 77
+    for spec, least in (("topk(32)", 0.9), ("topk(32,exact)", 0.9)):
+        reduction = TopK(32, exact="exact" in spec, sample=8)
+        stored = reduction.encode(torch.from_numpy(rows)).numpy()
+        found = reduction.tally(stored, 256, "float32").mean()
+        assert np.corrcoef(found[others], true[others])[0, 1] > least
+        assert np.abs(found / true - 1).max() < 0.6
+
+
+def test_few_samples_are_not_biased() -> None:
+    """Rectified values: most are 0, and the spread of few samples goes with their mean."""
+    rng = np.random.default_rng(2)
+    rows = np.maximum(rng.normal(size=(300, 512)) * np.linspace(0.2, 1.2, 512), 0).astype(np.float32)
+    reduction = TopK(32, exact=True, sample=8)
+    stored = reduction.encode(torch.from_numpy(rows)).numpy()
+    found = reduction.tally(stored, 512, "float32").mean()
+    assert abs(found.sum() / rows.mean(0).sum() - 1) < 0.08 and found.min() > 0
+
+
+def test_slices_of_ranks_stay_beside_each_other(tmp_path: Path) -> None:
+    """Two ranks' slices, and the output of the last layer, which is stored under another name and in another way."""
+    rows = [values(0, layer) for layer in (0, 1)]
+    halves = TopK(4, sample=2)
+    stored = [np.concatenate([halves.encode(torch.from_numpy(h)).numpy() for h in np.split(r, 2, 1)], 1) for r in rows]
+    final = TopK(8, exact=True).encode(torch.from_numpy(rows[1])).numpy()
+    of_values = {"dtype": "float32", "width": WIDTH}
+    arrays = [
+        ArraySpec("mlp_post", "uint8", (0, 1), stored[0].shape[1], 2, reduce={**halves.settings(), **of_values}),
+        ArraySpec("resid_pre", "float32", (0, 1), WIDTH),
+        ArraySpec("resid_final", "uint8", (0,), final.shape[1], reduce={**TopK(8, True).settings(), **of_values}),
+    ]
+    held = {"mlp_post": np.stack(stored), "resid_pre": np.stack(rows).view("u4"), "resid_final": final[None]}
+    ranks = [kit.Store(4 << 20) for _ in range(2)]
+    for rank, own in enumerate(ranks):
+        specs = kit.shard_specs(arrays, 2, rank)
+        own.write(tmp_path / "tp.zarr", specs, TOKENS, values=held, wait=rank == 1, rank=rank, ranks=2)
+    assert [own.shutdown(kit.PATIENCE) for own in ranks] == [True, True]
+    capture = open_capture(tmp_path / "tp.zarr", 0)
+    found = importance(capture, "mlp_post", 1)
+    assert np.corrcoef(found, np.abs(rows[1]).mean(0))[0, 1] > 0.8
+    np.testing.assert_allclose(importance(capture, "resid_post", 0), np.abs(rows[1]).mean(0), rtol=1e-6)
+    kept = np.abs(rows[1]) >= np.sort(np.abs(rows[1]), axis=1)[:, -8:-7]
+    true = np.where(kept, np.abs(rows[1]), 0).mean(0)
+    np.testing.assert_allclose(importance(capture, "resid_post", 1), true, rtol=1e-5)
+
+
+def test_captures_that_do_not_go_together(stores: list[Path], tmp_path: Path) -> None:
+    owner = kit.Store(4 << 20)
+    owner.write(tmp_path / "other.zarr", [ArraySpec("q", "float32", (0, 1), 32)], 100)
+    assert owner.shutdown(kit.PATIENCE)
+    captures = [open_capture(path, 0) for path in (stores[0], tmp_path / "other.zarr")]
+    with pytest.raises(ValueError, match="has 32 values of q a row, others 64"):
+        importance(captures, "q", 0)
+    with pytest.raises(ValueError, match="no capture has a row of 'q'"):
+        importance([], "q", 0)
+
+
+def test_what_has_no_neurons_is_refused(stores: list[Path]) -> None:
+    capture = open_capture(stores[0], 0)
+    with pytest.raises(ValueError, match="'ln2' was stored as rp, which keeps no neurons"):
+        importance(capture, "ln2", 0)
+    with pytest.raises(ValueError, match="name one layer"):
+        importance(capture, "q")
+    with pytest.raises(ValueError, match="'topk_ids' holds whole numbers"):
+        importance(capture, "topk_ids", 0)
+    with pytest.raises(KeyError):
+        importance(capture, "resid_pre", 0)
+    with pytest.raises(KeyError):
+        importance(capture, "q", 7)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All engine tests are measured against the oracle, so it is measured against the model's algebra here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoTokenizer
+
+from dmi_connector.analysis.transformers_oracle import ONCE, Oracle
+from dmi_connector.cli.tiny_models import ARCHS, CHAT_TEMPLATE, EOS, VOCAB, make_model
+
+IDS = [7, 300, 41, 41, 500, 260, 8, 99, 130, 64, 12, 345]
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
+    root = tmp_path_factory.mktemp("models")
+    return {arch: Oracle(make_model(arch, root / arch)) for arch in ARCHS}
+
+
+@pytest.fixture(scope="module")
+def hooks(oracles: dict[str, Oracle]) -> dict[str, dict[str, np.ndarray]]:
+    return {arch: oracle.run(IDS) for arch, oracle in oracles.items()}
+
+
+def close(a: np.ndarray | torch.Tensor, b: np.ndarray | torch.Tensor) -> None:
+    a, b = np.asarray(a), np.asarray(b)
+    np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * max(1.0, float(np.abs(b).max())))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_shapes_and_dtypes(arch: str, oracles: dict[str, Oracle], hooks: dict[str, dict[str, np.ndarray]]) -> None:
+    cfg, got = oracles[arch].config, hooks[arch]
+    h, t, layers = cfg.hidden_size, len(IDS), cfg.num_hidden_layers
+    head_dim = getattr(cfg, "head_dim", None) or h // cfg.num_attention_heads
+    q, kv = (
+        cfg.num_attention_heads * head_dim,
+        getattr(cfg, "num_key_value_heads", cfg.num_attention_heads) * head_dim,
+    )
+    widths = dict.fromkeys(("resid_pre", "ln1", "attn_out", "resid_mid", "ln2", "mlp_out"), h)
+    widths |= {"q": q, "k": kv, "v": kv, "z": q}
+    if arch != "gpt2":
+        widths |= {"q_rot": q, "k_rot": kv}
+    if arch == "qwen3_moe":
+        widths |= {"router_logits": cfg.num_experts, "topk_ids": 2, "topk_weights": 2}
+    else:
+        widths["mlp_post"] = 4 * h if arch == "gpt2" else cfg.intermediate_size
+    shapes = {name: (layers, t, width) for name, width in widths.items()}
+    shapes |= {name: (1, t, h) for name in ONCE}
+    shapes |= {"logits": (t, VOCAB), "token_ids": (t,), "positions": (t,)}
+    assert {name: value.shape for name, value in got.items()} == shapes
+    ints = {name for name, value in got.items() if value.dtype == np.int32}
+    assert ints == {"token_ids", "positions"} | ({"topk_ids"} if arch == "qwen3_moe" else set())
+    assert all(v.dtype == np.float32 for n, v in got.items() if n not in ints)
+    assert got["token_ids"].tolist() == IDS and got["positions"].tolist() == list(range(t))
+    assert head_dim % 32 == 0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_residual_stream_identities(arch: str, hooks: dict[str, dict[str, np.ndarray]]) -> None:
+    got = hooks[arch]
+    close(got["resid_mid"], got["resid_pre"] + got["attn_out"])
+    close(got["resid_pre"][1:], (got["resid_mid"] + got["mlp_out"])[:-1])
+    close(got["resid_final"][0], got["resid_mid"][-1] + got["mlp_out"][-1])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_hook_follows_from_the_ones_before_it(
+    arch: str, oracles: dict[str, Oracle], hooks: dict[str, dict[str, np.ndarray]]
+) -> None:
+    model, got = oracles[arch].model, {n: torch.from_numpy(v) for n, v in hooks[arch].items()}
+    base, ids = model.base_model, torch.tensor(IDS)
+    with torch.no_grad():
+        if arch == "gpt2":
+            close(got["embed"][0], base.wte.weight[ids])
+            close(got["resid_pre"][0], (base.wte.weight[ids] + base.wpe.weight[: len(IDS)]))
+            final = base.ln_f
+        else:
+            close(got["embed"][0], base.embed_tokens.weight[ids])
+            close(got["resid_pre"][0], got["embed"][0])
+            final = base.norm
+        close(got["final_ln"][0], final(got["resid_final"][0]))
+        close(got["logits"], model.lm_head(got["final_ln"][0]))
+        for i, layer in enumerate(base.h if arch == "gpt2" else base.layers):
+            row = {n: v[i] for n, v in got.items() if v.dim() == 3 and n not in ONCE}
+            check_layer_gpt2(layer, row) if arch == "gpt2" else check_layer(layer, row)
+
+
+def check_layer(layer: torch.nn.Module, row: dict[str, torch.Tensor]) -> None:
+    attn, d = layer.self_attn, layer.self_attn.head_dim
+    close(row["ln1"], layer.input_layernorm(row["resid_pre"]))
+    close(row["ln2"], layer.post_attention_layernorm(row["resid_mid"]))
+    for name, project in (("q", attn.q_proj), ("k", attn.k_proj)):
+        want = project(row["ln1"]).unflatten(-1, (-1, d))
+        norm = getattr(attn, f"{name}_norm", None)
+        close(row[name], (want if norm is None else norm(want)).flatten(1))
+        rotated, plain = row[f"{name}_rot"], row[name]
+        close(rotated[0], plain[0])  # position 0 is not rotated
+        close(rotated.unflatten(-1, (-1, d)).norm(dim=-1), plain.unflatten(-1, (-1, d)).norm(dim=-1))
+        assert not np.allclose(rotated[1:], plain[1:], atol=1e-2)
+    close(row["v"], attn.v_proj(row["ln1"]))
+    check_attention(row["q_rot"], row["k_rot"], row["v"], row["z"], d)
+    close(row["attn_out"], attn.o_proj(row["z"]))
+    if "mlp_post" in row:
+        mlp = layer.mlp
+        close(row["mlp_post"], (F.silu(mlp.gate_proj(row["ln2"])) * mlp.up_proj(row["ln2"])))
+        close(row["mlp_out"], mlp.down_proj(row["mlp_post"]))
+        return
+    experts = layer.mlp.experts
+    close(row["router_logits"], F.linear(row["ln2"], layer.mlp.gate.weight))
+    want = torch.zeros_like(row["mlp_out"])
+    for t, x in enumerate(row["ln2"]):
+        for e, weight in zip(row["topk_ids"][t].tolist(), row["topk_weights"][t], strict=True):
+            gate, up = (experts.gate_up_proj[e] @ x).chunk(2)
+            want[t] += weight * (experts.down_proj[e] @ (F.silu(gate) * up))
+    close(row["mlp_out"], want)
+
+
+def check_layer_gpt2(layer: torch.nn.Module, row: dict[str, torch.Tensor]) -> None:
+    close(row["ln1"], layer.ln_1(row["resid_pre"]))
+    close(row["ln2"], layer.ln_2(row["resid_mid"]))
+    close(torch.cat([row["q"], row["k"], row["v"]], -1), layer.attn.c_attn(row["ln1"]))
+    check_attention(row["q"], row["k"], row["v"], row["z"], layer.attn.head_dim)
+    close(row["attn_out"], layer.attn.c_proj(row["z"]))
+    close(row["mlp_post"], F.gelu(layer.mlp.c_fc(row["ln2"]), approximate="tanh"))
+    close(row["mlp_out"], layer.mlp.c_proj(row["mlp_post"]))
+
+
+def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, d: int) -> None:
+    """z is causal attention over q, k, v, and far from uniform, or a wrong mask could go unseen."""
+    q, k, v = (x.unflatten(-1, (-1, d)).transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
+    scores = q @ k.mT / d**0.5
+    weights = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    close(z, (weights @ v).transpose(0, 1).flatten(1))
+    assert weights[:, -1].amax(-1).mean() > 2 / q.shape[1]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_activations_are_of_order_one(arch: str, hooks: dict[str, dict[str, np.ndarray]]) -> None:
+    stds = {n: v.std(axis=(-2, -1)) for n, v in hooks[arch].items() if v.dtype == np.float32 and n != "topk_weights"}
+    assert {n: s for n, s in stds.items() if s.min() < 0.1 or s.max() > 10} == {}
+
+
+def test_routing_order_and_ties(oracles: dict[str, Oracle], hooks: dict[str, dict[str, np.ndarray]]) -> None:
+    got = hooks["qwen3_moe"]
+    assert np.all(got["topk_weights"][..., 0] >= got["topk_weights"][..., 1])
+    np.testing.assert_allclose(got["topk_weights"].sum(-1), 1, atol=1e-6)
+    assert len(np.unique(got["topk_ids"])) == 4
+    ids, weights = oracles["qwen3_moe"]._route(torch.tensor([[[0.0, 2.0, 2.0, 2.0]]]))
+    assert ids.tolist() == [[[1, 2]]] and weights.tolist() == [[[0.5, 0.5]]]
+
+
+def test_dense_layers_of_a_moe_model_have_no_router(tmp_path: Path) -> None:
+    got = Oracle(make_model("qwen3_moe", tmp_path, mlp_only_layers=[1])).run(IDS)
+    assert got["mlp_out"].shape[0] == 3
+    assert got["router_logits"].shape[0] == 2 and got["mlp_post"].shape[0] == 1
+
+
+def test_greedy_matches_the_teacher_forced_logits(oracles: dict[str, Oracle]) -> None:
+    for oracle in oracles.values():
+        new = oracle.greedy(IDS, 8)
+        logits = oracle.run([*IDS, *new])["logits"]
+        assert new == logits[len(IDS) - 1 : -1].argmax(-1).tolist()
+        assert EOS not in new and len(set(new)) > 2
+
+
+def test_run_leaves_no_hooks_behind(oracles: dict[str, Oracle]) -> None:
+    oracle = oracles["qwen3"]
+    oracle.run(IDS)
+    assert all(not module._forward_hooks for module in oracle.model.modules())
+
+
+def test_models_are_reproducible_and_bf16_is_rounded_float32(tmp_path: Path) -> None:
+    a = Oracle(make_model("qwen3", tmp_path / "a")).model.state_dict()
+    b = Oracle(make_model("qwen3", tmp_path / "b")).model.state_dict()
+    c = Oracle(make_model("qwen3", tmp_path / "c", dtype="bfloat16"), dtype=torch.bfloat16).model.state_dict()
+    d = Oracle(make_model("qwen3", tmp_path / "d", seed=1)).model.state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert all(torch.equal(a[name].bfloat16(), c[name]) for name in a)
+    assert not any(torch.equal(a[name], d[name]) for name in a)
+
+
+def test_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'qwen9' is unknown.*qwen3_moe"):
+        make_model("qwen9", tmp_path)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_saved_tokenizer_round_trips(arch: str, tmp_path: Path) -> None:
+    make_model(arch, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert len(tokenizer) == VOCAB and tokenizer.eos_token_id == EOS
+    for text in ("Hello, world!", "  naïve café 42\n\ttabs", "日本語 🙂"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and max(ids) < VOCAB
+    assert len(tokenizer.encode("the model reads a prompt")) <= 8  # merges are in use: it has 24 bytes
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode(chat))[0] == "<|im_start|>"

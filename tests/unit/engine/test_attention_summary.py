@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention that can be summarised, and the keys of vLLM's CPU backend."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.taps.attention_summary import _packing, check
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_keys_are_unpacked_in_order(dtype: torch.dtype) -> None:
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa, size = _get_attn_isa(dtype, 128, 32), 32
+    keys = torch.randn(128, 2, size).to(dtype)
+    cache = torch.zeros(3, 2, 256, size, dtype=dtype)
+    packed, values = cache.chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(
+        keys, keys, packed, values, torch.arange(128, 256), isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+    )
+    order = _packing(isa, dtype, 128, size)
+    assert torch.equal(packed[1].reshape(2, -1)[:, order].view(2, 128, size), keys.transpose(0, 1))
+
+
+def attention_layer(backend: str = "FLASH_ATTN", values: int = 64, **impl: object) -> SimpleNamespace:
+    """What `check` reads of vLLM's Attention."""
+    return SimpleNamespace(
+        impl=SimpleNamespace(**{"kv_cache_dtype": "auto", "sliding_window": (-1, -1), **impl}),
+        attn_backend=SimpleNamespace(get_name=lambda: backend),
+        head_size=64,
+        head_size_v=values,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"backend": "FLASHINFER"}, "attention backend FLASHINFER; choose one of CPU_ATTN, FLASH_ATTN, TRITON_ATTN"),
+        ({"sliding_window": (4095, 0)}, "pattern of layer 3 cannot be summarised: it has a sliding window"),
+        ({"sliding_window": 4096}, "a sliding window"),
+        ({"alibi_slopes": [0.5]}, "ALiBi"),
+        ({"logits_soft_cap": 30.0}, "a logits soft cap"),
+        ({"sinks": [0.0]}, "attention sinks"),
+        ({"kv_cache_dtype": "fp8"}, "a quantized KV cache"),
+        ({"values": 128}, "values of another width than its keys"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "shared keys"),
+    ],
+)
+def test_attention_whose_summary_would_be_wrong_is_refused(layer: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(attention_layer(**layer), 3)  # type: ignore[arg-type]
+
+
+def test_full_attention_is_accepted() -> None:
+    for plain in ({}, {"backend": "CPU_ATTN", "sliding_window": -1, "logits_soft_cap": 0}, {"backend": "TRITON_ATTN"}):
+        check(attention_layer(**plain), 0)  # type: ignore[arg-type]

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slices of copies off the GPU, with a driver that only takes notes. Its speed is measured on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dmi_connector.engine.transfer import gpu_copies as copies
+
+
+class Stream:
+    numbers = itertools.count(100)
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda_stream, self.waited = next(Stream.numbers), []
+
+    def wait_event(self, event: Any) -> None:
+        self.waited.append(event)
+
+
+class Event:
+    numbers = itertools.count(200)
+
+    def __init__(self, blocking: bool = False) -> None:
+        self.cuda_event, self.blocking, self.stream = next(Event.numbers), blocking, None
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream
+
+
+NAMES = {"cuMemcpyDtoHAsync_v2": "copy", "cuStreamWaitEvent": "wait", "cuEventRecord": "record"}
+failing: dict[str, int] = {}
+
+
+@pytest.fixture(params=["compiled", "interpreted"])
+def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[tuple[Any, ...]]]:
+    made: list[tuple[Any, ...]] = []
+    functions = []
+
+    def function(name: str, kinds: tuple[Any, ...]) -> Any:
+        def call(*arguments: int) -> int:
+            made.append((name, *arguments))
+            return failing.get(name, 0)
+
+        functions.append(ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(call))
+        return functions[-1]
+
+    failing.clear()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    driver = SimpleNamespace(**{name: function(NAMES[name], kinds) for name, kinds in copies._DRIVER.items()})
+    monkeypatch.setattr(copies.ctypes, "PyDLL", lambda _: driver)
+    if request.param == "interpreted":
+        monkeypatch.setitem(sys.modules, "numba", None)
+    yield made
+
+
+def test_slices_cover_every_byte_once_on_two_streams_in_turn(calls: list[tuple[Any, ...]]) -> None:
+    copier = copies.SliceCopier(100, torch.device("cuda"))
+    streams, events = copier._streams, copier._events
+    last = None
+    for nbytes, target in ((250, 5000), (100, 9000), (1, 9500), (400, 10_000)):
+        source, ready = torch.zeros(nbytes, dtype=torch.uint8), Event()
+        calls.clear()
+        copied = copier.copy(source, target, ready)
+        slices = [call[1:] for call in calls if call[0] == "copy"]
+        at = 0
+        for place, address, size, _ in slices:
+            assert (place, address) == (target + at, source.data_ptr() + at) and 0 < size <= 100
+            at += size
+        assert at == nbytes
+        used = [stream for *_, stream in slices]
+        assert used[0] != last and all(a != b for a, b in itertools.pairwise(used)), "no stream twice in a row"
+        last = used[-1]
+        first = streams[0] if streams[0].cuda_stream == used[0] else streams[1]
+        assert first.waited[-1] is ready
+        for wait, copy, record in zip(calls[0::3], calls[1::3], calls[2::3], strict=True):
+            assert (wait[0], copy[0], record[0]) == ("wait", "copy", "record")
+            assert wait[1] == copy[4] == record[2], "all three on one stream"
+            assert {wait[2], record[1]} == {event.cuda_event for event in events}, "it waits for the other's last slice"
+        assert copied.blocking and copied.stream.cuda_stream == last
+
+
+@pytest.mark.parametrize("name", NAMES.values())
+def test_an_error_of_the_driver_is_raised(calls: list[tuple[Any, ...]], name: str) -> None:
+    """At once: no slice behind it is issued."""
+    copier = copies.SliceCopier(100, torch.device("cuda"))
+    failing[name] = 700
+    with pytest.raises(RuntimeError, match="CUDA error 700"):
+        copier.copy(torch.zeros(250, dtype=torch.uint8), 5000, Event())
+    assert [call[0] for call in calls][-1] == name and len(calls) <= 3
+
+
+def test_without_numba_the_loop_is_interpreted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a warning says so."""
+    loop = copies.make_loop(lambda *_: 0, lambda *_: 0, lambda *_: 0)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with caplog.at_level("WARNING", "vllm.dmi_connector"):
+        assert copies.compiled(loop) is loop
+    assert "numba cannot be imported" in caplog.text
+
+
+def test_the_compiled_loop_runs_without_the_lock() -> None:
+    """Others go on while the driver works, here as long as `target` microseconds."""
+
+    def sleeping(*kinds: Any) -> Any:
+        function = ctypes.CDLL(None).usleep
+        function.argtypes, function.restype = kinds, ctypes.c_int
+        return function
+
+    loop = copies.compiled(copies.make_loop(*(sleeping(*kinds) for kinds in copies._DRIVER.values())))
+    thread = threading.Thread(target=loop, args=(0, 0, 0, 0, 0, 400_000, 0, 1, 1))
+    began = last = time.perf_counter()
+    longest = 0.0
+    thread.start()
+    while thread.is_alive():
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert last - began > 0.4 and longest < 0.3

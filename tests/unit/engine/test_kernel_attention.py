@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention summaries: the kernel equals its torch twin, and the twin equals dense attention."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from dmi_connector.engine.kernels.attention import summaries_torch, summarise
+from dmi_connector.reduce.attn import AttentionSummary
+from tests import kernelkit as kit
+
+# Rows of padding, which are not stored.
+pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered:RuntimeWarning")
+Spans = list[tuple[int, int]]
+"""(length, tokens of this step) of each request."""
+CASES: list[tuple[int, int, int, Spans, str, int]] = [
+    (4, 2, 32, [(1, 1), (40, 7), (130, 130), (65, 1)], "float32", 8),
+    (7, 1, 80, [(33, 20), (16, 1)], "float32", 3),
+    (8, 8, 64, [(17, 17), (90, 2)], kit.NARROW, 8),
+    (16, 1, 32, [(70, 5)], "float32", 1),
+    (32, 1, 32, [(50, 3)], "float32", 10),
+]
+NAMES = ("heads", "kv_heads", "size", "spans", "dtype", "m")
+OFFSET = 32
+"""Byte of a row where summaries go."""
+
+
+def scene(heads: int, kv_heads: int, size: int, spans: Spans, dtype: str = "float32") -> tuple[torch.Tensor, ...]:
+    """(queries, paged keys, block table, starts of the requests, their lengths), all on the CPU."""
+    g = torch.Generator().manual_seed(0)
+    kind, tokens, block = getattr(torch, dtype), sum(count for _, count in spans), 16
+    query = torch.randn(tokens, heads, size, generator=g).to(kind)
+    pages = max(-(-length // block) for length, _ in spans) + 1
+    keys = torch.randn(pages * len(spans) + 1, kv_heads, block, size, generator=g).to(kind)
+    keys[:, :, 5] = keys[:, :, 3]  # equal scores: the lower position comes first
+    table = (torch.randperm(pages * len(spans), generator=g) + 1).view(len(spans), pages).int()
+    starts = torch.tensor([0] + [count for _, count in spans]).cumsum(0).int()
+    lengths = torch.tensor([length for length, _ in spans]).int()
+    return query, keys, table, starts, lengths
+
+
+@pytest.mark.parametrize(NAMES, CASES)
+def test_summaries_equal_those_of_the_torch_twin(
+    heads: int, kv_heads: int, size: int, spans: Spans, dtype: str, m: int
+) -> None:
+    """Inputs are padded as a CUDA graph pads: more queries than tokens, more requests than there are."""
+    torch.manual_seed(0)
+    parts = scene(heads, kv_heads, size, spans, dtype)
+    words = heads * (2 * m + 1)
+    want = summaries_torch(parts[0], lambda n: parts[1][n.long()], parts[3], parts[4], parts[2], m, size**-0.5)
+    query, keys, table, starts, lengths = (part.to(kit.DEVICE) for part in parts)
+    tokens = len(query)
+    slots = torch.randperm(tokens + 4, device=kit.DEVICE)[:tokens]
+    slots[tokens // 2] = -1
+    rows = kit.untouched(tokens + 4, 2 * OFFSET + words * 4)
+    wide = torch.zeros(*keys.shape[:3], 2 * size, dtype=keys.dtype, device=kit.DEVICE)
+    wide[..., :size] = keys
+    summarise(
+        torch.cat([query, query[:3]]),
+        wide[..., :size],
+        torch.cat([table, table.new_zeros(1, table.shape[1])]),
+        torch.cat([starts, starts[-1:]]),
+        torch.cat([lengths, lengths.new_zeros(1)]),
+        slots,
+        rows,
+        OFFSET,
+        m,
+        size**-0.5,
+    )
+    got = rows[:, OFFSET : OFFSET + 4 * words].contiguous().view(torch.int32).cpu()
+    numbers = slots.tolist()
+    for token, slot in enumerate(numbers):
+        if slot < 0:
+            continue
+        mine, other = (x.view(heads, 2 * m + 1) for x in (got[slot], want[token]))
+        floats = [x[:, m:].contiguous().view(torch.float32) for x in (mine, other)]
+        assert torch.allclose(*floats, atol=2e-5), (token, *floats)
+        # Two programs may order weights that differ by rounding either way.
+        same = mine[:, :m] == other[:, :m]
+        close = (floats[0][:, :m] - floats[1][:, :m]).abs() < 2e-6
+        assert (same | close).all() and same.float().mean() > 0.95, (mine, other)
+        if dtype == "float32" and m == 8 and size == 32:
+            assert same.all(), (mine, other)
+    unused = [slot for slot in range(tokens + 4) if slot not in numbers]
+    assert (rows[unused] == kit.UNTOUCHED).all()
+    rows[:, OFFSET : OFFSET + 4 * words] = kit.UNTOUCHED
+    assert (rows == kit.UNTOUCHED).all(), "nothing else is written"
+
+
+@pytest.mark.parametrize(NAMES, CASES[:2])
+def test_the_torch_twin_equals_dense_attention(
+    heads: int, kv_heads: int, size: int, spans: Spans, dtype: str, m: int
+) -> None:
+    query, keys, table, starts, lengths = scene(heads, kv_heads, size, spans, dtype)
+    words = summaries_torch(query, lambda n: keys[n.long()], starts, lengths, table, m, size**-0.5)
+    summary = AttentionSummary(m)
+    raw = words.numpy().view(np.uint8)
+    assert raw.shape[1] == summary.stored_width(heads, dtype)
+    positions, weights, entropy = summary.split(summary.decode(raw, heads, dtype))
+    for request, (length, count) in enumerate(spans):
+        own = keys[table[request].long()].permute(1, 0, 2, 3).reshape(kv_heads, -1, size)[:, :length]
+        for i in range(count):
+            token, seen = int(starts[request]) + i, length - count + i + 1
+            for head in range(heads):
+                mine = own[head // (heads // kv_heads), :seen].double()
+                full = torch.softmax(mine @ query[token, head].double() * size**-0.5, 0)
+                best = sorted(range(seen), key=lambda p, full=full: (-round(float(full[p]), 12), p))[:m]
+                kept = positions[token, head]
+                assert kept[: len(best)].tolist() == best and (kept[len(best) :] == -1).all()
+                np.testing.assert_allclose(weights[token, head, : len(best)], full[best].numpy(), atol=1e-6)
+                assert (weights[token, head, len(best) :] == 0).all()
+                assert abs(entropy[token, head] + float((full * full.log()).sum())) < 1e-5

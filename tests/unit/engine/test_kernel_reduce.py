@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels that reduce values on their way into rows equal their torch twins."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+pytest.importorskip("triton")
+from dmi_connector.dtypes import ITEMSIZE
+from dmi_connector.engine.kernels.reduce import reduce_layers_torch, reduce_layers_triton
+from dmi_connector.engine.kernels.row_writer import RowWriter
+from dmi_connector.reduce import Reduction, parse
+from dmi_connector.reduce.basis import METADATA
+from tests import kernelkit as kit
+
+FAR = 60_000
+"""A slot: times the factor of topk's hash it is beyond 32 bits."""
+CASES = [
+    ("float32", ["int8", "int8(affine)", "fp8", "round(4)", "none"], [64, 50, 33, 100, 7], 5),
+    (
+        kit.NARROW,
+        ["int8", "topk(8)", "topk(5,exact,sample=9)", "round(3)", "none", "rp(16)"],
+        [1030, 200, 77, 40, 20, 128],
+        6,
+    ),
+    (
+        "float32",
+        ["topk(7)", "topk(3,exact,sample=5)", "topk(1)", "round(23)", "rp(9,sign)", "topk(2,sample=66)"],
+        [100, 128, 5, 12, 64, 150],
+        4,
+    ),
+    ("float32", ["int8(32)", "int8(16)", "int8(1024)", "int8(64)", "int8(128)"], [2050, 17, 1030, 64, 500], 5),
+    ("float32", ["topk(8)", "topk(5,exact)"], [40_001, 65_537], 3),  # wider counters, wider indexes
+    (kit.NARROW, ["int8"] * 13, [32 + i for i in range(13)], 2),
+]
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["at once", "deferred"])
+@pytest.mark.parametrize(
+    ("dtype", "specs", "widths", "tokens"), CASES, ids=[f"{dtype}-{'-'.join(specs[:3])}" for dtype, specs, *_ in CASES]
+)
+def test_reduced_rows_equal_those_of_the_torch_twin(
+    dtype: str, specs: list[str], widths: list[int], tokens: int, deferred: bool
+) -> None:
+    """Of values of all sizes, with ties, zeros and a constant row. Padding is skipped.
+
+    deferred: the second value and every third from there go to a buffer as they are.
+    """
+    torch.manual_seed(0)
+    kind = getattr(torch, dtype)
+    reductions = [parse(spec) for spec in specs]
+    values, sizes = [], []
+    for width, reduction in zip(widths, reductions, strict=True):
+        stored = (dtype, width)
+        if reduction is not None:
+            reduction.prepare(width, kit.DEVICE, 0, 0)
+            stored = reduction.stored_dtype(dtype), reduction.stored_width(width, dtype)
+        sizes.append(ITEMSIZE[stored[0]] * stored[1])
+        scales = torch.logspace(-3, 3, tokens, device=kit.DEVICE)
+        value = (torch.randn(tokens, width + 5, device=kit.DEVICE) * scales[:, None]).to(kind)[:, 2 : 2 + width]
+        value[0] = value[0].round()
+        value[-1] = (value[-1].float() * torch.logspace(-6, 0, width, device=kit.DEVICE)).to(kind)
+        if tokens > 3:
+            value[2], value[3] = 0, 2.5
+        values.append(value)
+    offsets, row_bytes = kit.side_by_side(sizes)
+    slots = kit.random_slots(tokens)
+    slots[0], slots[1] = FAR, -1
+    places: list[int | None] = [None] * len(specs)
+    end = 0
+    if deferred:
+        for i in range(1, len(specs), 3):
+            places[i], end = end, end + -(-widths[i] * kind.itemsize // 16) * 16
+    buffers = torch.full((2, tokens, end + 64), 5, dtype=torch.uint8, device=kit.DEVICE) if deferred else (None, None)
+    twin, rows = kit.untouched(FAR + 1, row_bytes), kit.untouched(FAR + 1, row_bytes)
+    writer = RowWriter(widths, kind, offsets, reductions, 0, places)
+    writer.in_torch(twin, slots, values, buffers[0])
+    for _ in range(2):  # the second launch takes what the first has compiled
+        rows.fill_(kit.UNTOUCHED)
+        writer.in_triton(rows, slots, values, buffers[1])
+    twin[0] = rows[0] = kit.UNTOUCHED
+    if not torch.equal(rows, twin):
+        for spec, (start, stop) in zip(specs, pairwise([*offsets, row_bytes]), strict=True):
+            mine, other = rows[:, start:stop], twin[:, start:stop]
+            off = mine != other
+            assert torch.equal(mine, other), (spec, off.nonzero()[:9].tolist(), mine[off][:9], other[off][:9])
+        raise AssertionError("bytes before the first value differ")
+    for i, place in enumerate(places):
+        if place is not None:
+            written = rows[:, offsets[i] : offsets[i] + sizes[i]]
+            assert (written == kit.UNTOUCHED).all()
+            for buffer in buffers:
+                put = buffer[:, place : place + widths[i] * kind.itemsize].contiguous().view(kind)
+                real = slots >= 0  # padding may be there or not
+                assert torch.equal(put[real], values[i][real])
+
+
+# ---- one hook of many layers ------------------------------------------------------------------------------------
+
+LAYERS_DTYPE = "bfloat16" if kit.NARROW == "bfloat16" else "float32"
+LAYERS_CASES = [
+    *((spec, 200, 4, 5) for spec in ("topk(8)", "topk(5,exact,sample=9)", "rp(16)", "int8", "pca(8)")),
+    *((spec, 2050, 2, 4) for spec in ("topk(64)", "topk(7,exact,sample=9)", "topk(128)", "topk(129)")),
+]
+
+
+def pca(k: int, width: int, layers: list[int], folder: Path) -> Reduction:
+    """A pca whose basis is random."""
+    rng, tensors = np.random.default_rng(0), {}
+    for layer in layers:
+        part = {"mean": rng.normal(size=width), "std": np.geomspace(2, 0.1, k), "variance": np.array([9.0])}
+        part["components"] = np.linalg.qr(rng.normal(size=(width, k)))[0]
+        tensors |= {f"mlp_out.{layer}.{name}": np.ascontiguousarray(a, "f4") for name, a in part.items()}
+    about = {"mlp_out": {"width": width, "k": k, "layers": layers}}
+    save_file(tensors, folder / "basis", metadata={METADATA: json.dumps({"hooks": about, "stores": 1})})
+    reduction = parse(f"pca({folder / 'basis'})")
+    assert reduction is not None
+    return reduction.bind("mlp_out", layers, width, 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "width", "count", "tokens"), LAYERS_CASES, ids=[f"{spec}-{width}" for spec, width, *_ in LAYERS_CASES]
+)
+def test_layers_reduced_at_once_equal_those_of_the_torch_twin(
+    spec: str, width: int, count: int, tokens: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    layers = [2 * i + 1 for i in range(count)]
+    reduction = pca(int(spec[4:-1]), width, layers, tmp_path) if spec.startswith("pca") else parse(spec)
+    assert reduction is not None
+    for layer in layers:
+        reduction.prepare(width, kit.DEVICE, layer, 0)
+    wide = torch.randn(tokens, 3 + (count + 1) * width, device=kit.DEVICE).to(getattr(torch, LAYERS_DTYPE))
+    wide[1] = wide[1].round()  # ties
+    wide[2] = 0
+    values = wide[:, 2 : 2 + count * width].unflatten(1, (count, width))
+    step = -(-reduction.stored_width(width, LAYERS_DTYPE) // 16) * 16
+    offsets = 64 + step * torch.randperm(count, device=kit.DEVICE)
+    slots = kit.random_slots(tokens)
+    slots[0] = -1
+    twin, rows = kit.untouched(kit.ROWS, 64 + step * count), kit.untouched(kit.ROWS, 64 + step * count)
+    reduce_layers_torch(twin, slots, values, offsets, reduction, layers)
+    reduce_layers_triton(rows, slots, values, offsets, reduction, layers)
+    twin[0] = rows[0] = kit.UNTOUCHED
+    if spec.startswith("rp"):  # many layers may be summed in another order than one
+        assert (rows != twin).float().mean() < 0.01
+    else:
+        assert torch.equal(rows, twin), (rows != twin).nonzero()[:10].tolist()
+    assert len(rows.unique(dim=0)) == tokens, "padding has no row; untouched rows are alike"

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What captures count: a real exporter and real processes below, vLLM's own logger and Prometheus classes above."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import REGISTRY
+
+from dmi_connector.args import CONNECTOR, CONNECTOR_MODULE
+from dmi_connector.engine.architectures import ARCHITECTURES
+from dmi_connector.engine.connector import DMIConnector
+from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.messages import Close, Open, Rows, StepMetadata
+from dmi_connector.engine.metrics import CaptureStats
+from dmi_connector.engine.transfer.exporter import Exporter
+from dmi_connector.hooks import ModelDims, parse_selection
+from dmi_connector.layout import row_layout
+from dmi_connector.settings import ServerOptions
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.write.child_process import Child
+from dmi_connector.store.write.client import StoreClient
+from tests.storekit import IDS, PATIENCE, begin, send, until
+
+CHUNK, CHUNKS = 64, 8
+TOKENS = CHUNK * CHUNKS
+DIMS = ModelDims("Qwen3ForCausalLM", 4, 512, 16, 16, 64, 512, 512)
+ATTRS = {"finish_reason": "length"}
+
+MakeExporter = Callable[..., Exporter]
+
+
+@pytest.fixture
+def make_exporter(tmp_path: Path) -> Iterator[MakeExporter]:
+    """make_exporter(policy, rank): an exporter over the rows of one request, with room for three of its chunks."""
+    made: list[Exporter] = []
+
+    def make(policy: str = "block", rank: int = 0) -> Exporter:
+        extra = {"store_dir": str(tmp_path), "hooks": "q", "codec": "none", "policy": policy, "writers": 1}
+        options = ServerOptions.parse({**extra, "chunk_tokens": CHUNK, "host_buffer_bytes": 3_300_000})
+        selection = parse_selection(options.hooks, DIMS)
+        arch, tp = ARCHITECTURES[DIMS.architecture], rank + 1
+        layout = row_layout(selection, DIMS, "float32", tp)
+        context = CaptureContext(options, arch, DIMS, selection, layout, "float32", tp, "target")
+        rows = torch.zeros(TOKENS, layout.row_bytes, dtype=torch.uint8)
+        rows.view(torch.int32)[:, :2] = torch.arange(TOKENS, dtype=torch.int32)[:, None]  # token id and position
+        config: Any = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=4), model_config=SimpleNamespace(model="tiny")
+        )
+        layer: Any = SimpleNamespace(rows=rows)
+        made.append(Exporter(context, layer, rank, config))
+        return made[-1]
+
+    yield make
+    for exporter in made:
+        exporter.shutdown()
+
+
+def run_capture(exporter: Exporter, path: Path, *losses: Loss) -> None:
+    """Open a capture, export all its chunks and close it. losses: what the scheduler says is missing."""
+    hooks = dict(exporter.context.selection.hooks)
+    exporter.before_forward(
+        StepMetadata(opens=[Open(1, str(path), hooks, "r", None, 0, TOKENS, {"prompt_len": TOKENS})])
+    )
+    slots = np.arange(TOKENS)
+    chunks = [Rows(1, first, slots[first : first + CHUNK]) for first in range(0, TOKENS, CHUNK)]
+    exporter.after_forward(StepMetadata(chunks=chunks))
+    close = Close(1, [], TOKENS, 0, list(range(TOKENS)), ATTRS, list(losses))
+    exporter.before_forward(StepMetadata(closes=[close]))
+
+
+def settled(exporter: Exporter) -> dict[str, int | float]:
+    """Wait until everything is written, then what the meter tells of it."""
+    until(lambda: not exporter.pending())
+    stats = exporter.meter.take()
+    assert stats is not None
+    return stats.data
+
+
+def coordinator(exporter: Exporter) -> int:
+    assert exporter.client is not None
+    assert exporter.client._child.ready.wait(PATIENCE)
+    return exporter.client._child.pid
+
+
+def test_most_steps_leave_the_lane_alone(make_exporter: MakeExporter) -> None:
+    """Its lock may be held by its threads, and asking torch for the current stream takes 20 us."""
+    exporter = make_exporter()
+    touched: list[list[Any]] = []
+    lane: Any = SimpleNamespace(send=touched.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporter, "lane", lane)
+        for _ in range(3):
+            exporter.before_forward(StepMetadata())
+            exporter.after_forward(StepMetadata())
+        assert touched == []
+
+
+def test_a_whole_capture(make_exporter: MakeExporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = make_exporter()
+    assert exporter.meter.take() is None
+    sent: list[dict[str, Any]] = []
+    post = Child.post
+    monkeypatch.setattr(Child, "post", lambda child, message: (sent.append(message), post(child, message))[1])
+    run_capture(exporter, tmp_path / "a.zarr")
+    assert [m["most_rows"] for m in sent if m["type"] == "open"] == [TOKENS], "which paces the writers"
+    told, raw = settled(exporter), TOKENS * 4 * 1024 * 4
+    stored = told.pop("bytes_stored")
+    assert told == {"started": 1, "complete": 1, "bytes_exported": raw + 8 * TOKENS, "bytes_raw": raw} | {
+        key: told[key] for key in ("blocked_seconds",) if key in told
+    }
+    assert raw < stored < raw + 4096
+    assert exporter.meter.take() is None, "told twice"
+
+
+def test_ranks_above_0_tell_bytes_alone(make_exporter: MakeExporter, tmp_path: Path) -> None:
+    exporter = make_exporter(rank=1)
+    run_capture(exporter, tmp_path / "a.zarr")
+    assert set(settled(exporter)) - {"blocked_seconds"} == {"bytes_exported", "bytes_raw", "bytes_stored"}
+
+
+def test_dropped_rows(make_exporter: MakeExporter, tmp_path: Path) -> None:
+    exporter = make_exporter("drop")
+    os.kill(coordinator(exporter), signal.SIGSTOP)
+    run_capture(exporter, tmp_path / "a.zarr")
+    told = exporter.meter.take()
+    os.kill(coordinator(exporter), signal.SIGCONT)
+    assert told is not None
+    kept = told.data["bytes_exported"] // exporter._layout(dict(exporter.context.selection.hooks)).payload.token_bytes
+    assert 0 < kept < TOKENS and told.data["lost_rows"] == TOKENS - kept
+    assert told.data["lost_ranges"] == (TOKENS - kept) / CHUNK
+    assert told.data["backlog_bytes.0"] >= told.data["bytes_exported"]
+    assert "blocked_seconds" not in told.data
+    told_later = settled(exporter)
+    assert told_later["incomplete.dropped"] == 1 and told_later["backlog_bytes.0"] == 0
+
+
+def test_time_blocked(make_exporter: MakeExporter, tmp_path: Path) -> None:
+    exporter = make_exporter("block")
+    pid = coordinator(exporter)
+    os.kill(pid, signal.SIGSTOP)
+    waker = threading.Timer(3, os.kill, (pid, signal.SIGCONT))
+    waker.start()
+    began = time.perf_counter()
+    run_capture(exporter, tmp_path / "a.zarr")
+    took = time.perf_counter() - began
+    told = settled(exporter)
+    assert 0 < told["blocked_seconds"] < took and told["complete"] == 1 and "lost_rows" not in told
+
+
+@pytest.mark.parametrize(
+    ("cause", "facts", "label"),
+    [(Cause.ENDED_EARLY, {"finish": "abort"}, "aborted"), (Cause.QUOTA, {"limit": 9}, "quota")],
+)
+def test_cut_short(
+    make_exporter: MakeExporter, tmp_path: Path, cause: Cause, facts: dict[str, Any], label: str
+) -> None:
+    exporter = make_exporter()
+    run_capture(exporter, tmp_path / "a.zarr", Loss.of(cause, [[512, 600]], **facts, end=512, expected=600))
+    assert settled(exporter)[f"incomplete.{label}"] == 1
+
+
+def test_rows_of_another_request(make_exporter: MakeExporter, tmp_path: Path) -> None:
+    exporter = make_exporter()
+    exporter.rows.view(torch.int32)[100, 1] = 7
+    run_capture(exporter, tmp_path / "a.zarr")
+    assert settled(exporter)["incomplete.other"] == 1
+
+
+def test_a_full_disk_counts_before_an_abort(tmp_path: Path) -> None:
+    client = StoreClient(1 << 20)
+    ended = Loss.of(Cause.ENDED_EARLY, finish="OSError: of the request", end=128, expected=300)
+    try:
+        capture = begin(client, tmp_path / "a.zarr")
+        send(client, capture, 0)
+        until(lambda: list(tmp_path.glob("a.zarr*/q/c/0/0/*")))
+        for path in tmp_path.glob("a.zarr*"):
+            (path / "q" / "zarr.json").mkdir()  # so that it cannot be written
+        capture.close(128, {}, IDS[:128], losses=[ended])
+        assert client.flush(PATIENCE) and client.counts()["incomplete.write_error"] == 1, capture.reason
+        capture = begin(client, tmp_path / "b.zarr")
+        send(client, capture, 0)
+        capture.close(128, {}, IDS[:128], losses=[ended])
+        assert client.flush(PATIENCE) and client.counts()["incomplete.aborted"] == 1, capture.reason
+        assert client.stats()["incomplete"] == 2
+    finally:
+        client.shutdown(PATIENCE)
+
+
+def test_captures_cut_by_the_shutdown_and_failed_ones(tmp_path: Path) -> None:
+    client = StoreClient(1 << 20)
+    begin(client, tmp_path / "not-a-store").close(0)
+    send(client, begin(client, tmp_path / "a.zarr"), 0)
+    assert client.shutdown(PATIENCE)
+    counts = client.counts()
+    assert (counts["started"], counts["failed"], counts["incomplete.shutdown"]) == (2, 1, 1)
+
+
+def test_the_last_line_of_the_log(
+    make_exporter: MakeExporter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    connector = DMIConnector.__new__(DMIConnector)
+    connector.exporter = make_exporter()
+    logger = logging.getLogger("vllm.dmi_connector")  # vLLM keeps its lines from the root logger
+    logger.addHandler(caplog.handler)
+    try:
+        run_capture(connector.exporter, tmp_path / "a.zarr")
+        with caplog.at_level(logging.INFO, "vllm.dmi_connector"):
+            connector.shutdown()
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "rank 0 since the start: captures_started=1, captures_complete=1, exported_bytes=" in caplog.messages[-1]
+
+
+def test_what_vllm_shows() -> None:
+    """Two ranks and the scheduler in one step, then another step: the endpoint, and the line in the log."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    transfer = KVTransferConfig(
+        kv_connector=CONNECTOR, kv_connector_module_path=CONNECTOR_MODULE, kv_role="kv_producer"
+    )
+    config: Any = SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(tensor_parallel_size=2))
+    ranks = CaptureStats({"started": 2, "bytes_raw": 100, "backlog_bytes.0": 7})
+    first = ranks.aggregate(CaptureStats({"bytes_raw": 50, "backlog_bytes.1": 9})).aggregate(
+        CaptureStats({"refused": 1})
+    )
+    second = CaptureStats({"complete": 1, "incomplete.dropped": 1, "backlog_bytes.1": 3, "blocked_seconds": 0.25})
+    prom, log, lines = KVConnectorProm(config, ["engine"], {0: ["0"]}), KVConnectorLogging(transfer), []
+    try:
+        for step in (first, second):
+            log.observe(step.to_dict())
+            prom.observe(step.to_dict())
+        log.log(lambda text, *args: lines.append(text % args))
+        log.log(lambda text, *args: lines.append(text % args))
+
+        def value(name: str, **labels: str) -> float | None:
+            return REGISTRY.get_sample_value(f"vllm:dmi_{name}", {"engine": "0", **labels})
+
+        assert value("captures_started_total") == 2 and value("captures_complete_total") == 1
+        assert value("captures_refused_total") == 1 and value("raw_bytes_total") == 150
+        assert value("captures_incomplete_total", reason="dropped") == 1
+        assert value("captures_incomplete_total", reason="aborted") == 0
+        assert value("backlog_bytes", rank="0") == 7 and value("backlog_bytes", rank="1") == 3
+        assert value("blocked_seconds_total") == 0.25
+    finally:
+        unregister_vllm_metrics()
+    assert lines == [
+        "KV Transfer metrics: captures_started=2, captures_complete=1, captures_incomplete.dropped=1, "
+        "captures_refused=1, raw_bytes=150, blocked_seconds=0.25, backlog_bytes=7"
+    ]
+
+
+def test_the_start_says_what_the_selection_costs(
+    make_exporter: MakeExporter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes a token, tokens that fit into the cache and the buffer, and the limit that will bind."""
+    from dmi_connector.engine import startup
+
+    monkeypatch.setattr(startup.logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger=startup.logger.name):
+        exporter = make_exporter()
+    [full] = [layout.payload for layout in exporter.layouts.values()]
+    buffer = f"host buffer 3 MiB = {3_300_000 // full.token_bytes} tokens"
+    rate = f"bound by 1 writers, codec none at about 1.6 GB/s = {1.6e9 / full.token_bytes:.0f} tokens/s"
+    cost = f"MB a token in the cache ({TOKENS} tokens fit), {full.token_bytes / 1e6:.3f} MB a token exported"
+    for said in (cost, buffer, rate, "policy block"):
+        assert said in caplog.text, caplog.text

@@ -1,0 +1,472 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits refuse captures and say why while requests go on; removal takes old stores that nobody reads or writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dmi_connector.cli.main import main
+from dmi_connector.engine import quota as quota_module
+from dmi_connector.engine.quota import FORGET_S, Quota, RequestBytes
+from dmi_connector.layout import ArraySpec
+from dmi_connector.settings import OptionError, ServerOptions
+from dmi_connector.store.format import completeness
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.format.locks import PartialLock
+from dmi_connector.store.format.paths import make_directory
+from dmi_connector.store.read.capture import open_capture
+from dmi_connector.store.read.index import find_captures, read_index
+from dmi_connector.store.write.client import StoreClient
+from dmi_connector.store.write.retention import (
+    REMOVING_SUFFIX,
+    USAGE_NAME,
+    Keeper,
+    Usage,
+    finished_stores,
+    measure,
+    prune,
+    read_usage,
+    remove_store,
+    write_usage,
+)
+from dmi_connector.store.write.settings import WriteSettings
+from tests import storekit as kit
+from tests.trackerkit import ask, generate, make_tracker
+
+Q = ArraySpec("q", "float32", (0, 1), 16)
+
+# ---- one request ------------------------------------------------------------------------------------------------
+
+counts = st.integers(0, 200)
+
+
+@given(counts, counts, st.integers(1, 50), counts, counts)
+def test_the_last_position_within_a_limit(start: int, prompt: int, row: int, sample: int, limit: int) -> None:
+    size = RequestBytes(start, max(prompt - 1, start), row, sample)
+    end = size.end_within(limit)
+    assert size.until(end) <= limit < size.until(end + 1)
+
+
+def run(tracker: Any, kv: object, prompt: int, count: int) -> tuple[list[Any], dict[str, Any]]:
+    request = ask(kv, prompt)
+    tracker.on_new_request(request)
+    steps, response = generate(tracker, request, count)
+    assert response is not None
+    return steps, response
+
+
+ROW = 2 * 3 * 64 * 4 + 9  # bytes: 2 hooks, 3 layers, width 64, float32; and the token arrays
+LOGITS = 512 * 4
+
+
+def test_a_prompt_beyond_max_request_bytes(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path, max_request_bytes=40 * ROW + LOGITS - 1)
+    _, response = run(tracker, {}, 40, 3)
+    assert response.keys() == {"dmi_error"}
+    for word in ("max_request_bytes", str(40 * ROW + LOGITS), str(40 * ROW + LOGITS - 1), "fewer"):
+        assert word in response["dmi_error"]
+    for narrowed in ({"tokens": [1, None]}, {"layers": [0]}, {"hooks": "resid_pre"}, {"tokens": [0, 39]}):
+        assert "dmi_store" in run(tracker, {"dmi": narrowed}, 40, 3)[1], narrowed
+    assert "dmi_store" in run(tracker, {}, 39, 3)[1]
+
+
+def test_generated_tokens_beyond_max_request_bytes(tmp_path: Path) -> None:
+    """Rows up to the limit are captured, the others are missing, in the store and in the response."""
+    tracker = make_tracker(tmp_path, max_request_bytes=50 * ROW + 11 * LOGITS + ROW)
+    steps, response = run(tracker, {"include_output_tokens": True}, 40, 30)  # 40 + 30 tokens, of which 69 have a row
+    close = tracker.pending_closes[0]
+    rows = [c for step in steps for c in step.chunks] + close.rows
+    assert sorted(r for c in rows for r in range(c.first, c.first + len(c.slots))) == list(range(50))
+    assert [s.position for step in steps for s in step.samples] == list(range(39, 50))
+    assert (close.length, close.samples, len(close.token_ids)) == (50, 11, 50)
+    assert [loss.cause for loss in close.losses] == [Cause.QUOTA]
+    assert completeness.missing(close.losses) == response["dmi_missing"] == [[50, 69]]
+    assert completeness.reason(close.losses) == response["dmi_reason"]
+    assert response["dmi_reason"].startswith("max_request_bytes: ") and "50 of 69" in response["dmi_reason"]
+    _, whole = run(tracker, {"include_output_tokens": True}, 40, 10)
+    assert "dmi_missing" not in whole and tracker.pending_closes[-1].losses == []
+
+
+# ---- all requests -----------------------------------------------------------------------------------------------
+
+
+def test_max_total_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there when the engine starts, what is let in, and what the coordinator measures."""
+    monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 3600)
+    stores = tmp_path / "stores"
+    (stores / "old.zarr").mkdir(parents=True)
+    (stores / "old.zarr" / "data").write_bytes(b"x" * 5000)
+    (stores / "new.zarr.partial").mkdir()
+    (stores / "new.zarr.partial" / "data").write_bytes(b"x" * 3000)
+    (tmp_path / "root" / "deep" / "c.zarr").mkdir(parents=True)
+    (tmp_path / "root" / "deep" / "c.zarr" / "data").write_bytes(b"x" * 1000)
+    options = {"store_dir": str(stores), "max_total_bytes": 12_000, "save_path_roots": [str(tmp_path / "root")]}
+    quota = Quota(ServerOptions.parse(options))
+    quota.admit(str(stores / "1.zarr"), 2000)
+    with pytest.raises(OptionError, match=r"^max_total_bytes: stores take 11000 bytes, 1001 more .* 12000; remove"):
+        quota.admit(str(stores / "2.zarr"), 1001)
+    quota.admit(str(stores / "2.zarr"), 1000)
+    write_usage(str(stores), Usage(4000, {}, [str(stores / "1.zarr")], time.time()))
+    with pytest.raises(OptionError):
+        quota.admit(str(stores / "3.zarr"), 1)  # the file is read at an interval
+    quota._read_at -= 3601
+    with pytest.raises(OptionError, match="stores take 5000 bytes, 7001 more"):
+        quota.admit(str(stores / "3.zarr"), 7001)
+    quota.admit(str(stores / "3.zarr"), 7000)
+    with pytest.raises(OptionError, match="12000 bytes, 1 more"):
+        quota.admit(str(stores / "4.zarr"), 1)
+
+
+def test_what_is_being_written_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture counts with its prompt or with what there is of it, until it was finished when stores were measured."""
+    monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 0)
+    real = tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "link").symlink_to(real)
+    directory = tmp_path / "link"
+    options = ServerOptions.parse({"store_dir": str(directory), "max_total_bytes": 10_000})
+    quota, store, partial = Quota(options), directory / "a.zarr", directory / "a.zarr.partial"
+    keeper, clock = Keeper(str(directory), measure=True), {"ahead": 0.0}
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + clock["ahead"])
+
+    def room() -> int:
+        """Bytes that could still be let in, after the coordinator has measured."""
+        time.sleep(0.002)
+        keeper.round()
+        with pytest.raises(OptionError) as refused:
+            quota.admit(str(directory / "big.zarr"), 10_001)
+        return 10_000 - int(re.search(r"take (\d+) bytes", str(refused.value))[1])  # type: ignore[index]
+
+    assert room() == 10_000
+    quota.admit(str(store), 4000)
+    assert [room(), room()] == [6000, 6000], "nothing of it is there yet"
+    lock = PartialLock(str(partial))
+    try:
+        (partial / "data").write_bytes(b"x" * 1000)
+        assert room() == 6000
+        (partial / "data").write_bytes(b"x" * 5000)
+        assert room() == 5000
+        quota.ended(str(store), nothing=False)
+        assert [room(), room()] == [5000, 5000], "it is still being written"
+        (partial / "zarr.json").touch()
+        partial.rename(store)
+    finally:
+        lock.release()
+    assert room() == 5000, "finished"
+    shutil.rmtree(store)
+    assert room() == 10_000
+    for name in ("never", "late", "given-up"):
+        quota.admit(str(directory / f"{name}.zarr"), 2000)
+    quota.ended(str(directory / "never.zarr"), nothing=True)
+    assert room() == 6000, "one ended before anything of it was computed"
+    (directory / "given-up.zarr.partial").mkdir()
+    (directory / "given-up.zarr.partial" / "data").write_bytes(b"x" * 100)
+    assert room() == 7900, "nobody writes one any more: what there is of it counts"
+    quota.ended(str(directory / "late.zarr"), nothing=False)
+    clock["ahead"] = 0.9 * FORGET_S
+    assert room() == 7900, "its rows may wait for a slow disk"
+    clock["ahead"] = 1.1 * FORGET_S
+    assert room() == 9900
+    (directory / USAGE_NAME).write_text('{"bytes": 1, "measured": "2026"}')
+    assert read_usage(str(directory)) is None, "of another version"
+
+
+def test_min_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"blocks": 100}
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free["blocks"], f_frsize=1000))
+    tracker = make_tracker(tmp_path / "stores", min_free_bytes=90_000, hooks="resid_pre@0")
+    row = 64 * 4 + 9
+    assert "dmi_store" in run(tracker, {}, 10_000 // row, 1)[1]
+    _, response = run(tracker, {}, 10_000 // row + 1, 1)
+    assert response["dmi_error"].startswith("min_free_bytes: 100000 bytes are free")
+    free["blocks"] = 1
+    assert "dmi_error" in run(tracker, {}, 2, 1)[1]
+    free["blocks"] = 1000
+    assert "dmi_store" in run(tracker, {}, 2, 1)[1], "space is there again"
+
+
+def test_no_limit_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("statvfs", "scandir"):
+        monkeypatch.setattr(os, name, lambda *_: pytest.fail("asked without need"))
+    tracker = make_tracker(tmp_path)
+    assert "dmi_store" in run(tracker, {}, 20, 1)[1]
+
+
+def test_a_limit_is_cheap_to_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores are walked when an engine starts, and never when a request arrives."""
+    options = {"store_dir": str(tmp_path), "max_total_bytes": 1 << 50, "min_free_bytes": 1, "max_request_bytes": 1000}
+    quota = Quota(ServerOptions.parse(options))
+    write_usage(str(tmp_path), Usage(5, {}, [], time.time()))
+    asked = [(os, name) for name in ("scandir", "listdir", "walk")]
+    stat = os.stat
+
+    def of_a_directory(path: str, *args: Any, **named: Any) -> os.stat_result:
+        assert ".zarr" not in os.fspath(path), "a store was looked at"
+        return stat(path, *args, **named)
+
+    for number in range(3):
+        quota._read_at = -1e9
+        with monkeypatch.context() as patch:
+            for module, name in (*asked, (quota_module, "measure")):
+                patch.setattr(module, name, lambda *_: pytest.fail("stores were walked"))
+            patch.setattr(os, "stat", of_a_directory)
+            quota.admit(str(tmp_path / f"{number}.zarr"), 10)
+            quota.ended(str(tmp_path / f"{number}.zarr"), nothing=False)
+
+
+# ---- removal ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Path:
+    """Five stores, s0 the oldest, one hour apart; and what is none."""
+    directory = tmp_path / "stores"
+    owner = kit.Store(1 << 20)
+    for i in range(5):
+        owner.write(directory / f"s{i}.zarr", [Q], 20)
+    assert owner.shutdown(kit.PATIENCE)
+    for i in range(5):
+        moment = time.time() - 3600 * (5 - i)
+        os.utime(directory / f"s{i}.zarr" / "zarr.json", (moment, moment))
+    (directory / "x.zarr.partial").mkdir()
+    (directory / "empty.zarr").mkdir()
+    (tmp_path / "elsewhere.zarr").mkdir()
+    (tmp_path / "elsewhere.zarr" / "zarr.json").write_text("{}")
+    os.utime(tmp_path / "elsewhere.zarr" / "zarr.json", (0, 0))
+    (directory / "link.zarr").symlink_to(tmp_path / "elsewhere.zarr")
+    return directory
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir() if p.name[0] == "s")
+
+
+def test_prune_by_age_and_by_bytes(stores: Path, tmp_path: Path) -> None:
+    assert [s.path.name for s in prune(stores, older_than=4.5 * 3600, dry_run=True)] == ["s0.zarr"]
+    assert len(names(stores)) == 5
+    assert [s.path.name for s in prune(stores, older_than=4.5 * 3600)] == ["s0.zarr"]
+    sizes = [s.nbytes for s in finished_stores(stores)]
+    total = sum(sizes)
+    assert prune(stores, keep_bytes=total) == []
+    assert [s.path.name for s in prune(stores, keep_bytes=total - sizes[0])] == ["s1.zarr"]
+    assert prune(stores) == []
+    assert [s.path.name for s in prune(stores, older_than=0)] == ["s2.zarr", "s3.zarr", "s4.zarr"]
+    left = {p.name for p in stores.iterdir()}
+    assert left == {"index.jsonl", "x.zarr.partial", "empty.zarr", "link.zarr"}
+    assert (tmp_path / "elsewhere.zarr" / "zarr.json").exists(), "a link is not followed"
+    assert find_captures(stores) == []
+    assert [line["store"] for line in read_index(stores) if line["event"] == "remove"] == [
+        f"s{i}.zarr" for i in range(5)
+    ]
+
+
+READER = """
+import sys, time
+from dmi_connector.store.read.capture import open_capture
+capture = open_capture(sys.argv[1], 0)
+print("open", flush=True)
+sys.stdin.readline()
+print(float(abs(capture.numpy("q")).sum()), len(capture.token_ids), flush=True)
+capture.close()
+print("closed", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_store_that_another_process_reads_stays(stores: Path) -> None:
+    """It stays until the reader lets go, or is killed; the next oldest goes instead."""
+    expected = f"{float(abs(open_capture(stores / 's0.zarr', 0).numpy('q')).sum())} 20\n"
+    command = [sys.executable, "-c", READER, str(stores / "s0.zarr")]
+    reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert reader.stdin and reader.stdout
+    try:
+        assert reader.stdout.readline() == "open\n"
+        three = sum(s.nbytes for s in finished_stores(stores) if s.path.name in ("s0.zarr", "s3.zarr", "s4.zarr"))
+        assert [s.path.name for s in prune(stores, keep_bytes=three)] == ["s1.zarr", "s2.zarr"]
+        assert not remove_store(stores / "s0.zarr")
+        reader.stdin.write("\n")
+        reader.stdin.flush()
+        assert reader.stdout.readline() == expected, "every value is still there"
+        assert reader.stdout.readline() == "closed\n"
+        assert [s.path.name for s in prune(stores, older_than=4.5 * 3600)] == ["s0.zarr"]
+    finally:
+        reader.kill()
+        reader.wait()
+        reader.stdin.close()
+        reader.stdout.close()
+    assert names(stores) == ["s3.zarr", "s4.zarr"]
+
+
+def test_a_capture_holds_its_store(stores: Path) -> None:
+    capture = open_capture(stores / "s0.zarr", 0)
+    assert not remove_store(capture.path)
+    with open_capture(stores / "s0.zarr", 0) as second:
+        capture.close()
+        assert not remove_store(second.path)
+    assert remove_store(capture.path) and not capture.path.exists()
+    third = open_capture(stores / "s1.zarr", 0)
+    assert not remove_store(third.path)
+    del third
+    assert remove_store(stores / "s1.zarr"), "the end of the object is enough"
+    copy = pickle.loads(pickle.dumps(open_capture(stores / "s2.zarr", 0)))
+    assert not remove_store(stores / "s2.zarr"), "a copy, as in a worker process, holds it by itself"
+    assert copy.numpy("q").shape == (2, 20, 16)
+    with pytest.raises(FileNotFoundError):
+        type(capture)(stores / "s1.zarr", capture.attrs)
+
+
+def test_a_store_that_is_written_stays(tmp_path: Path) -> None:
+    stores = kit.Store(1 << 20)
+    record = stores.open(tmp_path / "a.zarr", Q, attrs={"prompt_len": 300})
+    stores.feed(record, {"q": kit.random_bits(Q, 256)}, 256)
+    assert prune(tmp_path, older_than=0, keep_bytes=0) == []
+    stores.close(record, 256)
+    assert stores.flush(kit.PATIENCE) and stores.shutdown(kit.PATIENCE)
+    assert [s.path.name for s in prune(tmp_path, older_than=-1)] == ["a.zarr"]
+
+
+def test_a_removal_that_was_cut_short_is_finished(stores: Path) -> None:
+    os.rename(stores / "s0.zarr", stores / ("s0.zarr" + REMOVING_SUFFIX))
+    assert prune(stores, older_than=1e9) == []
+    assert names(stores) == [f"s{i}.zarr" for i in range(1, 5)]
+
+
+def test_one_that_cannot_be_removed_stops_nothing_else(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rmtree(path: os.PathLike[str] | str) -> None:
+        if "s0" in str(path):
+            raise PermissionError(f"no removal of {path}")
+        remove(path)
+
+    remove = shutil.rmtree
+    monkeypatch.setattr("dmi_connector.store.write.retention.shutil.rmtree", rmtree)
+    keeper = Keeper(str(stores), measure=True, retain_seconds=int(3.5 * 3600))
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"1 stores cannot be removed: s0\.zarr.*no removal"):
+            keeper.round()
+        assert names(stores) == ["s0.zarr.removing", "s2.zarr", "s3.zarr", "s4.zarr"]
+        assert read_usage(str(stores)).nbytes == measure(str(stores)).nbytes  # type: ignore[union-attr]
+
+
+def test_the_keeper_measures_and_removes(stores: Path) -> None:
+    sizes = [s.nbytes for s in finished_stores(stores)]
+    keeper = Keeper(str(stores), measure=True, retain_seconds=int(3.5 * 3600), retain_bytes=sizes[3] + sizes[4])
+    keeper.round()
+    assert names(stores) == ["s3.zarr", "s4.zarr"]
+    usage = read_usage(str(stores))
+    assert usage is not None and usage.nbytes == sizes[3] + sizes[4] == measure(str(stores)).nbytes
+    shutil.rmtree(stores / "s3.zarr")
+    keeper.round()
+    assert read_usage(str(stores)).nbytes == sizes[4]  # type: ignore[union-attr]
+
+
+def test_only_what_was_finished_lately_is_named(stores: Path) -> None:
+    """Also by a keeper that has just started: the scheduler reads the names."""
+    moment = time.time() - 59
+    os.utime(stores / "s4.zarr" / "zarr.json", (moment, moment))
+    Keeper(str(stores), measure=True).round()
+    usage = read_usage(str(stores))
+    assert usage is not None and usage.over == [os.path.realpath(stores / "s4.zarr")]
+
+
+def test_the_coordinator_keeps_the_directory(stores: Path) -> None:
+    """With a real coordinator: measured and removed while it runs, with private files, and no longer afterwards."""
+    keep = {"directory": str(stores), "measure": True, "retain_seconds": int(3.5 * 3600), "interval_s": 0.1}
+    client = StoreClient(1 << 20, 1, WriteSettings(keep=keep))
+    kit.until(lambda: len(names(stores)) <= 3 and (stores / USAGE_NAME).exists())
+    assert names(stores) == ["s2.zarr", "s3.zarr", "s4.zarr"]
+    assert (stores / USAGE_NAME).stat().st_mode & 0o777 == 0o600
+    assert client.shutdown(kit.PATIENCE)
+    os.utime(stores / "s2.zarr" / "zarr.json", (0, 0))
+    time.sleep(0.5)
+    assert names(stores) == ["s2.zarr", "s3.zarr", "s4.zarr"]
+
+
+def test_make_directory_keeps_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir(mode=0o755)
+    make_directory(str(tmp_path / "a"), "private")
+    make_directory(str(tmp_path / "b" / "c"), "private")
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "b" / "c").stat().st_mode & 0o777 == 0o700
+
+
+# ---- the command line -------------------------------------------------------------------------------------------
+
+
+def test_dmi_prune(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prune", str(stores), "--older-than", "270m", "--dry-run"]) == 0
+    assert "s0.zarr: would be removed" in capsys.readouterr().out and len(names(stores)) == 5
+    assert main(["prune", str(stores), "--older-than", "270m", "--json"]) == 0
+    assert [Path(line["store"]).name for line in json.loads(capsys.readouterr().out)] == ["s0.zarr"]
+    assert main(["prune", str(stores), "--keep-bytes", "0"]) == 0
+    assert "4 removed, " in capsys.readouterr().out and names(stores) == []
+    assert main(["prune", str(stores)]) == 2
+    assert "give --older-than, --keep-bytes or both" in capsys.readouterr().err
+    for flags in (["--older-than", "7w"], ["--keep-bytes", "-1"], ["--keep-bytes", "1.5G"], ["--older-than", ""]):
+        with pytest.raises(SystemExit):
+            main(["prune", str(stores), *flags])
+        assert "give a whole number" in capsys.readouterr().err or flags[1] == "-1"
+
+
+def test_dmi_ls_stats(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    owner = kit.Store(1 << 20)
+    for i, stop in enumerate((25, 26)):
+        loss = Loss.of(Cause.ENDED_EARLY, [[20, stop]], finish="abort", end=20, expected=stop)
+        owner.write(stores / f"t{i}.zarr", [Q], 20, losses=[loss])
+    assert owner.shutdown(kit.PATIENCE)
+    remove_store(stores / "s0.zarr")
+    shutil.rmtree(stores / "s1.zarr")
+    assert main(["ls", str(stores), "--stats", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    infos = [info for info in find_captures(stores) if info.store.exists()]
+    assert found == {
+        "captures": 6,
+        "states": {"complete": 4, "incomplete": 2},
+        "absent": 1,
+        "bytes": sum(info.bytes or 0 for info in infos),
+        "tokens": 100,
+        "missing_rows": 11,
+        "reasons": {"the request ended (abort) after # of # tokens were computed": 2},
+        "oldest": infos[0].started,
+        "newest": infos[-1].started,
+    }
+    assert main(["ls", str(stores), "--stats"]) == 0
+    text = capsys.readouterr().out
+    assert "2 x the request ended (abort) after # of # tokens were computed" in text
+    assert dict(line.rsplit(None, 1) for line in text.splitlines() if line.startswith(("missing", "state c"))) == {
+        "missing rows": "11",
+        "state complete": "4",
+    }
+
+
+def test_engines_that_start_at_once_make_their_directory_once(tmp_path: Path) -> None:
+    """Each of two data-parallel engines, started together, used to fail when the other was faster by microseconds."""
+    together = threading.Barrier(8)
+
+    def make(path: Path) -> None:
+        together.wait()
+        make_directory(str(path), "group")
+
+    with ThreadPoolExecutor(8) as pool:
+        for i in range(200):
+            list(pool.map(make, [tmp_path / f"{i}" / "stores"] * 8))
+            assert (tmp_path / f"{i}" / "stores").stat().st_mode & 0o777 == 0o750
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        make_directory(str(tmp_path / "file"), "group")

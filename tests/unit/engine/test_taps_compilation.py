@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a compiled model lasts, and what Inductor may overwrite."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._functorch import config as functorch_config
+
+pytest.importorskip("vllm")
+from vllm.config import CompilationConfig
+from vllm.config.compilation import PassConfig
+
+from dmi_connector.engine.taps import compilation
+
+ATTENTION = CompilationConfig._attention_ops
+ONLY_NATIVE: dict[str, Any] = {"priority": ["native"], "splitting_ops": ATTENTION, "mode": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "in_place", "stream_lasts"),
+    [
+        (ONLY_NATIVE, False, True),
+        ({**ONLY_NATIVE, "priority": ["vllm_c", "native"]}, True, False),
+        ({**ONLY_NATIVE, "priority": []}, True, False),
+        ({**ONLY_NATIVE, "invariant": True}, True, False),
+        ({**ONLY_NATIVE, "backend": "eager"}, False, True),
+        ({**ONLY_NATIVE, "mode": 2, "backend": "a.compiler.of_ones_own"}, True, False),
+        ({**ONLY_NATIVE, "splitting_ops": []}, False, False),
+        ({**ONLY_NATIVE, "mode": 2}, False, False),
+        ({**ONLY_NATIVE, "partition": True}, False, False),
+        ({**ONLY_NATIVE, "fuse_allreduce_rms": True}, False, True),
+        ({**ONLY_NATIVE, "fuse_allreduce_rms": True, "tp": 2}, False, False),
+        ({**ONLY_NATIVE, "tp": 2}, False, True),
+        ({**ONLY_NATIVE, "fuse_norm_quant": True}, False, True),
+        ({**ONLY_NATIVE, "fuse_norm_quant": True, "quantised": True}, False, False),
+        ({**ONLY_NATIVE, "quantised": True}, False, True),
+    ],
+)
+def test_what_lasts_depends_on_how_vllm_compiles(
+    config: dict[str, Any], in_place: bool, stream_lasts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only norms that Inductor compiles leave their inputs, and only pieces hand the residual stream on."""
+    get = config.get
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(get("invariant", False))))
+    passes = PassConfig(**{name: get(name, False) for name in ("fuse_norm_quant", "fuse_allreduce_rms")})
+    ops = list(get("splitting_ops"))
+    vllm_config: Any = SimpleNamespace(
+        kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(fused_add_rms_norm=get("priority"))),
+        compilation_config=CompilationConfig(
+            mode=get("mode"),
+            splitting_ops=ops,
+            use_inductor_graph_partition=get("partition", False),
+            pass_config=passes,
+            backend=get("backend", ""),
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=get("tp", 1)),
+        quant_config=object() if get("quantised") else None,
+    )
+    assert compilation.compilation_of(vllm_config) == (in_place, stream_lasts)
+
+
+def test_inductor_writes_no_buffer_twice() -> None:
+    """What an op was given stays as it was while it is held; with any of the options on, it does not."""
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(inductor_compile_config={}))
+    compilation.write_once(config)
+    compilation.write_once(config)  # for a second model of one engine
+    once = config.compilation_config.inductor_compile_config
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    library = torch.library.Library("dmi_test", "FRAGMENT")
+    library.define("hold(Tensor value, Tensor(a!) token) -> ()", tags=(torch.Tag.flexible_layout,))
+    library.impl("hold", lambda value, _token: held.append((value, value.clone())), "CPU")
+    library.impl("hold", lambda *_: None, "Meta")
+
+    def model(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.mm(x, x)
+            torch.ops.dmi_test.hold(x, token)
+            x = torch.mm(x + 1, token.expand_as(x))
+        return x
+
+    changed = []
+    for options in (once, *({**once, name: True} for name in once)):
+        torch._dynamo.reset()
+        held.clear()
+        # Memory planning takes buffers out of a pool with an op that torch's own check of ops refuses where CI is set.
+        checked = functorch_config.error_on_custom_op_aliasing and not options["memory_planning"]
+        with torch.inference_mode(), functorch_config.patch(error_on_custom_op_aliasing=checked):
+            torch.compile(model, options=options)(torch.eye(64) + 1, torch.zeros(1))
+        changed.append(sum(not torch.equal(value, before) for value, before in held))
+    assert changed[0] == 0 and all(changed[1:]), f"values written over: {changed}"

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which values one op writes together, and how that looks to torch.compile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.taps.group import batches_of_layers
+from dmi_connector.layout import RowField
+from dmi_connector.reduce import parse
+from tests import tapkit as kit
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    kit.without_cache(monkeypatch)
+
+
+def outputs_of(graph: torch.fx.GraphModule) -> int:
+    """Tensors that a compiled graph returns."""
+    (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
+    return len(outputs)
+
+
+def taps_of(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """The tap ops of a graph."""
+    return [node for node in graph.graph.nodes if node.target is torch.ops.dmi.tap]
+
+
+def test_tapped_values_are_no_outputs_of_the_graph() -> None:
+    """Outputs live until the forward ends: for all layers together that would be gigabytes."""
+    batch = kit.batch()
+    seen: list[tuple[int, int]] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        seen.append((outputs_of(graph), len(taps_of(graph))))
+        return graph.forward
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        for name in ("resid_pre", "attn_out"):
+            batch.add(RowField(name, 0, "float32", 4, 64), x)
+            x = x * 2
+            batch.pause(more_compiled=True)
+        batch.add(RowField("mlp_out", 0, "float32", 4, 128), x)
+        batch.write()
+        return x + 1
+
+    x = torch.ones(3, 4)
+    torch.testing.assert_close(torch.compile(layer, backend=backend, fullgraph=True)(x), x * 4 + 1)
+    assert seen == [(1, 1)] and batch.values == [] and batch.fields == []
+
+
+def test_layers_share_an_op_up_to_13_values_and_64_kib() -> None:
+    hidden = batches_of_layers(kit.fields(*range(36)))
+    assert hidden == [list(range(12)), list(range(12, 24)), list(range(24, 36))]
+    assert batches_of_layers(kit.fields(*range(20), width=64)) == [list(range(13)), list(range(13, 20))]
+    assert batches_of_layers(kit.fields(4, 9, 10, hooks=("resid_pre", "resid_mid"))) == [[4, 9, 10]]
+
+
+def test_layers_whose_values_do_not_last_share_no_op() -> None:
+    wide = [*kit.fields(0, 1, 2), RowField("mlp_out", 1, "bfloat16", 64, 1 << 20)]
+    assert batches_of_layers(wide) == [[0, 2]]
+    reduced = [replace(f, reduction=parse("int8")) if f.layer else f for f in kit.fields(0, 1)]
+    assert batches_of_layers(reduced) == [[0]]
+
+
+def test_values_of_several_layers_are_no_outputs_of_the_graph() -> None:
+    seen: list[tuple[int, list[int]]] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        seen.append((outputs_of(graph), [len(node.args[0]) for node in taps_of(graph)]))
+        return graph.forward
+
+    fields = kit.fields(*range(15), width=4)
+    batches = {layers[0]: kit.batch(lasting=True) for layers in batches_of_layers(fields)}
+    of_layer = {layer: (batches[layers[0]], layers[-1]) for layers in batches_of_layers(fields) for layer in layers}
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for field in fields:
+            x = x * 2
+            batch, last = of_layer[field.layer]
+            batch.add(field, x)
+            batch.pause(more_compiled=field.layer != last)
+        return x + 1
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(torch.ones(3, 4)), torch.full((3, 4), 2.0**15 + 1))
+    assert seen == [(1, [13, 2])]
+    assert all((batch.values, batch.fields) == ([], []) for batch in batches.values())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_ops_write_beside_the_model_unless_norms_work_in_place(in_place: bool) -> None:
+    """And no value goes on from an op, so none has to outlive the piecewise graph that made it."""
+    overlaps: list[list[bool]] = []
+    batch, fields = kit.batch(in_place), kit.fields(0, 1, 2, width=4)
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        overlaps.append([node.args[4] for node in taps_of(graph)])
+        assert [len(n.args) for n in graph.graph.nodes if n.target is torch.ops.dmi.tap_end] == [4]
+        assert outputs_of(graph) == 1
+        return graph.forward
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for field in fields:
+            x = x * 2
+            batch.add(field, x)
+            batch.write()
+        batch.end(x)
+        return x + 1
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(torch.ones(3, 4)), torch.full((3, 4), 9.0))
+    torch.testing.assert_close(model(torch.ones(3, 4)), torch.full((3, 4), 9.0))
+    assert overlaps == [[not in_place] * 3]

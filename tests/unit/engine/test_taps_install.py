@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which values are copied before a compiled model may overwrite them, and where taps are waited for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.architectures import Architecture
+from dmi_connector.engine.taps import install
+from dmi_connector.engine.taps.group import TapBatch
+from dmi_connector.hooks import HOOKS
+from dmi_connector.layout import RowField
+from dmi_connector.reduce import parse
+from tests import tapkit as kit
+
+
+class Linear(torch.nn.Module):
+    def __init__(self, bias: bool = False, quantised: bool = False) -> None:
+        super().__init__()
+        self.bias = torch.ones(1) if bias else None
+        self.quant_method = None if quantised else object.__new__(install.UnquantizedLinearMethod)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x * 2, None
+
+
+class Norm(torch.nn.Module):
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + residual, x + residual
+
+
+class Attention(torch.nn.Module):
+    head_size = 4
+
+    def __init__(self, heads: int = 1) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = heads, 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Block(torch.nn.Module):
+    """The second half of a layer, of one head. o_proj: options of its output projection."""
+
+    def __init__(self, **o_proj: bool) -> None:
+        super().__init__()
+        self.attn, self.o_proj, self.ln2, self.down_proj = Attention(), Linear(**o_proj), Norm(), Linear()
+        self.mlp = self.down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, _ = self.o_proj(self.attn(x))
+        normed, _ = self.ln2(out, x)
+        return self.mlp(normed)[0]
+
+
+class Rotated(torch.nn.Module):
+    """The part of a layer before its attention: two heads of four, rotated by halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln1, self.qkv, self.attn = Norm(), Linear(), Attention(heads=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed, residual = self.ln1(x, x)
+        qkv, _ = self.qkv(normed)
+        first, second = qkv[..., :8].view(-1, 2, 4).chunk(2, -1)
+        return self.attn(torch.cat([second, first], -1).flatten(1)) + residual[..., :8]
+
+
+def tap(block: torch.nn.Module, batch: TapBatch, fields: list[RowField], **modules: str) -> None:
+    """Install taps of `fields` on a layer that has only these modules."""
+    by_hook = {f.hook: f for f in fields}
+    every = {"ln1", "qkv", "attn", "o_proj", "ln2", "mlp", "down_proj"}
+    context: Any = SimpleNamespace(
+        arch=Architecture("Block", "", **{**dict.fromkeys(every, ""), **modules}),
+        dims=SimpleNamespace(moe_layers=()),
+        layout=SimpleNamespace(find=lambda name, _layer: by_hook.get(name)),
+        cache_layer=kit.CACHE_LAYER,
+    )
+    install.install_layer(block, 0, context, batch.taps.compilation, batch)
+
+
+def the_tap(graph: torch.fx.GraphModule) -> torch.fx.Node:
+    """The one tap op of a graph."""
+    (op,) = (node for node in graph.graph.nodes if node.target is torch.ops.dmi.tap)
+    return op
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    kit.without_cache(monkeypatch)
+
+
+def test_the_table_has_a_row_for_every_hook_of_a_layer() -> None:
+    """Routing and attention summaries run inside opaque ops and have functions of their own."""
+    special = {"router_logits", "topk_ids", "topk_weights", "pattern"}
+    assert {point.hook for point in install.TAP_POINTS} == {
+        name for name, hook in HOOKS.items() if hook.scope == "layer" and name not in special
+    }
+    assert {point.module for point in install.TAP_POINTS} <= set(install.MODULES)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "in_place", "o_proj", "copied"),
+    [
+        ("attn_out,mlp_out", False, {}, False),
+        ("attn_out,mlp_out", True, {}, True),
+        ("attn_out", True, {}, False),
+        ("attn_out,mlp_out", False, {"bias": True}, True),
+        ("attn_out,mlp_out", False, {"quantised": True}, True),
+    ],
+)
+def test_attn_out_is_copied_where_it_may_change(
+    hooks: str, in_place: bool, o_proj: dict[str, bool], copied: bool
+) -> None:
+    """By a norm that works in place before it is written; or by a compiler that would have to round what follows a
+    matrix product.
+    """
+    names = hooks.split(",")
+    block = Block(**o_proj)
+    fields = [RowField(name, 0, "float32", 4, 16 * i) for i, name in enumerate(names)]
+    tap(block, kit.batch(in_place), fields, attn="attn", o_proj="o_proj", ln2="ln2", mlp="mlp", down_proj="down_proj")
+    found: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        steps, node = [], the_tap(graph).args[0][0]  # attn_out, from the op back to the product that made it
+        while "mul" not in str(node.target):
+            steps.append(node)
+            node = node.args[0]
+        found.append([str(step.target) for step in steps])
+        order = list(graph.graph.nodes)
+        norm = min(order.index(user) for user in node.users if "add" in str(user.target))
+        renamed = order.index(steps[-1]) < norm
+        assert renamed or hooks == "attn_out", "vLLM refuses graphs that use a norm's input under the same name"
+        return graph.forward
+
+    torch.compile(block, backend=backend, fullgraph=True)(torch.ones(3, 4))
+    (steps,) = found
+    assert sum("neg" in step for step in steps) == (2 if copied else 0), steps
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_stream_that_lasts_is_not_copied_and_heads_are_copied_by_halves(
+    lasts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, fields = Rotated(), [RowField("resid_pre", 0, "float32", 16, 0), RowField("q", 0, "float32", 8, 64)]
+    tap(block, kit.batch(stream_lasts=lasts), fields, attn="attn", qkv="qkv", ln1="ln1")
+    found: list[tuple[int, list[int]]] = []
+    written: list[list[torch.Tensor]] = []
+
+    def negated(node: torch.fx.Node) -> int:
+        return 1 + negated(node.args[0]) if "neg" in str(node.target) else 0
+
+    def made_by(node: torch.fx.Node, what: str) -> torch.fx.Node:
+        while what not in str(node.target) and "neg" not in str(node.target):
+            node = node.args[0]
+        return node
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        stream, q = the_tap(graph).args[0]
+        halves = made_by(q, "cat").args[0]
+        assert len(halves) == 2, "one for each half"
+        found.append((negated(made_by(stream, "add")), [negated(half) for half in halves]))
+        return graph.forward
+
+    x = torch.arange(48.0).view(3, 16)
+    compiled = torch.compile(block, backend=backend, fullgraph=True)(x)
+    monkeypatch.setattr(TapBatch, "write", lambda self, _beside=True: written.append(list(self.values)))
+    torch.testing.assert_close(block(x), compiled)
+    assert found == [(0 if lasts else 2, [2, 2])]
+    torch.testing.assert_close(written[0][0], 2 * x)
+    torch.testing.assert_close(written[0][1], 4 * x[:, :8])
+
+
+@pytest.mark.parametrize("shape", [(3, 16), (3, 4, 4), (2, 4), (2, 6), (3, 2, 3)])
+def test_a_copy_by_halves_equals_its_source(shape: tuple[int, ...]) -> None:
+    copied = torch.compile(lambda value: install._copy_halves(value, 4), backend="eager", fullgraph=True)
+    value = torch.randn(shape)
+    torch.testing.assert_close(copied(value).reshape(shape), value, rtol=0, atol=0)
+
+
+def test_the_attention_after_a_layer_that_reduces_waits_for_its_tap() -> None:
+    """Not after copies, nor for attention summaries or what exists once."""
+    specs = [("q", 0, "none"), ("z", 1, "int8"), ("q", 1, "none"), ("mlp_post", 3, "topk(4)")]
+    specs += [("pattern", 5, "attn(2)"), ("final_ln", 0, "int8"), ("resid_pre", 7, "rp(4)")]
+    fields = [RowField(hook, layer, "float32", 8, 64 * i, parse(spec)) for i, (hook, layer, spec) in enumerate(specs)]
+    assert install.joined_before_attention(fields) == {2, 4, 8}

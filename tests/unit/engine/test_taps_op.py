@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tap op prepares and how many tokens it writes at a time."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.kernels.launch import DECODE_TOKENS
+from dmi_connector.engine.taps import op
+from dmi_connector.engine.taps.deferred import DeferredReductions
+from dmi_connector.layout import RowField
+from dmi_connector.reduce import parse
+
+
+@pytest.mark.parametrize(("spec", "taps"), [("none", 1), ("int8", 1), ("topk(16)", 2), ("rp(8)", 2)])
+@pytest.mark.parametrize("tokens", [3, 600])
+def test_kernels_of_other_steps_are_compiled_on_padding(
+    spec: str, taps: int, tokens: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One token, many, and more than are deferred. No row changes but the null block, where the torch twins write
+    padding. What fails is logged and left to the step that needs it.
+    """
+    width, reduction = 64, parse(spec)
+    if reduction is not None:
+        reduction.prepare(width, torch.device("cpu"), 0, 0)
+    deferred = DeferredReductions([RowField("mlp_out", 0, "bfloat16", width, 0, reduction)], torch.device("cpu"))
+    place = op.Place(0, 0, {} if reduction is None else {0: reduction}, deferred)
+    rows = torch.full((700, 256), 7, dtype=torch.uint8)
+    seen: list[int] = []
+    write = op.Tap.write
+
+    def noted(self: op.Tap, rows: torch.Tensor, slots: torch.Tensor, values: Any) -> None:
+        seen.append(len(values[0]))
+        write(self, rows, slots, values)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(op.Tap, "write", noted)
+    values = [torch.randn(tokens, width).bfloat16()]
+    place.tap(values, [0])
+    op.compile_others(place, rows, values, [0])
+    undeferred = [deferred.tokens + 1] if reduction is not None else []
+    assert sorted(seen) == sorted({1, *undeferred, DECODE_TOKENS + 1})
+    assert len(place.taps) == taps and bool((rows[1:] == 7).all())
+    monkeypatch.setattr(op.Tap, "write", fails)
+    op.compile_others(place, rows, values, [0])
+    assert "could not be compiled ahead (RuntimeError: no memory)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device", "specs", "dtype", "tokens"),
+    [
+        ("cuda", ["int8", "topk(64)", "none"], torch.bfloat16, sys.maxsize),
+        ("cuda", ["rp(512)", "int8"], torch.bfloat16, (64 << 20) // (4 * 512)),
+        ("cuda", ["rp(512)", "rp(512)"], torch.float32, (64 << 20) // (2 * 4 * (512 + 2 * 2560))),
+        ("cuda", ["rp(512)"] * 40, torch.float32, 1024),
+        ("cpu", ["int8"], torch.bfloat16, 1024),
+        ("cpu", ["none"], torch.bfloat16, sys.maxsize),
+    ],
+)
+def test_only_projections_split_a_step(device: str, specs: list[str], dtype: torch.dtype, tokens: int) -> None:
+    """A value on a GPU is stood for by what is asked of it."""
+    value: Any = SimpleNamespace(is_cuda=device == "cuda", shape=(20_000, 2560), dtype=dtype)
+    assert op.tokens_at_once([value] * len(specs), [parse(spec) for spec in specs]) == tokens

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames of compressed planes: Blosc's own decoder reads them, they are no longer than a copy and shorter than its."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numcodecs import blosc
+
+from dmi_connector.store.write.blosc_frame import blosc_frame, recurs
+
+HEADER_BYTES = 16
+
+
+def decoded(frame: bytes, dtype: str) -> np.ndarray:
+    return np.frombuffer(blosc.decompress(frame), dtype)
+
+
+@given(
+    dtype=st.sampled_from(["u1", "u2", "u4", "u8"]),
+    count=st.integers(1, 3000),
+    spread=st.sampled_from([0, 1, 40, 2**63]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_blosc_decodes_every_frame(dtype: str, count: int, spread: int, seed: int) -> None:
+    most = min(spread, int(np.iinfo(dtype).max))
+    chunk = np.random.default_rng(seed).integers(0, most, count, dtype=dtype, endpoint=True)
+    frame = blosc_frame(chunk, "zstd")
+    assert len(frame) <= chunk.nbytes + HEADER_BYTES
+    np.testing.assert_array_equal(decoded(frame, dtype), chunk)
+
+
+@pytest.mark.parametrize("count", [127, 128, 65536, 65537, 200_000])
+def test_planes_at_their_limits(count: int) -> None:
+    chunk = np.arange(count, dtype="u2") * 7
+    np.testing.assert_array_equal(decoded(blosc_frame(chunk, "zstd"), "u2"), chunk)
+
+
+def test_frames_of_other_sizes_do_not_meet_in_memory() -> None:
+    rng = np.random.default_rng(1)
+    chunks = [rng.integers(0, 99, count, dtype="u2") for count in (5000, 70_000, 300, 70_000)]
+    frames = [blosc_frame(chunk, "zstd") for chunk in chunks]
+    for chunk, frame in zip(chunks, frames, strict=True):
+        np.testing.assert_array_equal(decoded(frame, "u2"), chunk)
+
+
+def as_bf16(values: np.ndarray) -> np.ndarray:
+    return (values.astype("f4").view("u4") >> 16).astype("u2")
+
+
+@pytest.mark.parametrize("rows", ["every 7th", "every 64th", "a text's embeddings"])
+def test_rows_that_recur_are_found(rows: str) -> None:
+    rng = np.random.default_rng(3)
+    table = as_bf16(rng.standard_normal((500, 2560)))
+    number = {"every 7th": np.arange(128) % 7, "every 64th": np.arange(128) % 64}.get(rows, rng.zipf(1.3, 128) % 500)
+    chunk = table[number]
+    own = blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, chunk.nbytes)
+    assert len(blosc_frame(chunk, "zstd")) < 1.02 * len(own) < chunk.nbytes / 2
+
+
+def test_recurring_rows_are_told_by_their_heads() -> None:
+    rng = np.random.default_rng(4)
+    rows = rng.integers(1, 2**16, (64, 100), dtype="u2")
+    assert not recurs(rows)
+    rows[:4] = rows[4]
+    assert not recurs(rows), "four of 64 are a part of 1/16"
+    rows[5] = rows[4]
+    assert recurs(rows)
+    rows[:] = 0
+    assert not recurs(rows), "padding"
+    assert recurs(rows[:, :3]), "too narrow to tell"
+
+
+def test_it_shrinks_more_than_bloscs_own() -> None:
+    bits = as_bf16(np.random.default_rng(2).standard_normal((128, 2560)))
+    own = blosc.compress(bits, b"zstd", 1, blosc.SHUFFLE, bits.nbytes)
+    assert bits.nbytes / len(blosc_frame(bits, "zstd")) > 1.48 > bits.nbytes / len(own)
+    assert len(blosc_frame(np.zeros_like(bits), "zstd")) < 200

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's side of stores with a real coordinator: what it writes, and what survives when either side dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from dmi_connector.layout import ArraySpec, PayloadLayout
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.read.capture import open_capture
+from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.write.client import StoreClient
+from dmi_connector.store.write.repair import repair
+from dmi_connector.store.write.settings import WriteSettings
+from tests import storekit as kit
+from tests.storekit import IDS, PATIENCE, VALUES, Q, begin, send, until
+
+LOGITS = ArraySpec("logits", "float32", (), 32)
+
+
+@pytest.fixture
+def client() -> Iterator[StoreClient]:
+    c = StoreClient(1 << 20, 2)
+    yield c
+    c.shutdown(PATIENCE)
+
+
+def coordinator(client: StoreClient) -> int:
+    """Its process id, once it is up."""
+    assert client._child.ready.wait(PATIENCE)
+    return client._child.pid
+
+
+def test_processes_start_without_what_they_do_not_need() -> None:
+    modules = "dmi_connector.store.write.coordinator, dmi_connector.store.write.writer"
+    code = f"import sys, {modules}; print(sorted({{'torch', 'vllm', 'zarr'}} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-P", "-c", code], text=True) == "[]\n"
+
+
+def test_a_whole_capture(client: StoreClient, tmp_path: Path) -> None:
+    capture = begin(client, tmp_path / "a.zarr", (Q, LOGITS))
+    for first in (0, 128, 256):
+        send(client, capture, first)
+    logits = kit.random_bits(LOGITS, 3)
+    extent = client.ring.alloc(logits.nbytes, PATIENCE)
+    assert extent is not None
+    client.ring.view(extent)[:] = logits.view("u1").ravel()
+    client.rows(extent, [(capture, "logits", i, 249 + i, i * LOGITS.token_bytes) for i in range(3)])
+    capture.close(300, {"logits": 3}, IDS)
+    assert client.flush(PATIENCE) and capture.state == "complete" and client.ring.used == 0
+    assert verify_store(tmp_path / "a.zarr") == []
+    cap = open_capture(tmp_path / "a.zarr", timeout=0)
+    np.testing.assert_array_equal(kit.bits(cap.numpy("q")), VALUES)
+    np.testing.assert_array_equal(kit.bits(cap.numpy("logits")), logits)
+    stats = client.stats()
+    assert stats["complete"] == 1 and stats["bytes_raw"] >= VALUES.nbytes and stats["errors"] == []
+
+
+@pytest.mark.parametrize(("what", "reason"), [("token", "holds token 5, not 1"), ("position", "carry other positions")])
+def test_rows_of_another_request_are_found(client: StoreClient, tmp_path: Path, what: str, reason: str) -> None:
+    capture = begin(client, tmp_path / "a.zarr")
+    ids = IDS.copy()
+    ids[98] = 5
+    send(client, capture, 0, start=int(what == "position"), ids=ids if what == "token" else IDS)
+    capture.close(128, {}, IDS[:128])
+    assert client.flush(PATIENCE) and capture.state == "incomplete" and reason in str(capture.reason)
+    assert not open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True).complete
+
+
+def test_what_cannot_be_opened_fails_alone(client: StoreClient, tmp_path: Path) -> None:
+    bad = client.open_capture(client.register(PayloadLayout((Q,))), str(tmp_path / "not-a-store"), {"prompt_len": 3})
+    extent = client.ring.alloc(100, PATIENCE)
+    assert extent is not None
+    bad.chunk(extent, 0, 1)
+    bad.close(1, {}, [1])
+    good = begin(client, tmp_path / "a.zarr")
+    send(client, good, 0)
+    good.close(128, {}, IDS[:128])
+    assert client.flush(PATIENCE) and bad.state == "failed" and "must end in .zarr" in str(bad.reason)
+    assert good.state == "complete" and client.ring.used == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_capture_that_cannot_be_closed_is_over_all_the_same(client: StoreClient, tmp_path: Path, ranks: int) -> None:
+    """With the rows that came; of several ranks none can say what the others have, so it is given up."""
+    layout = client.register(PayloadLayout((Q,), segment_tokens=256))
+    attrs = {"prompt_len": 250, "model": "tiny"}
+    capture = client.open_capture(layout, str(tmp_path / "a.zarr"), attrs, "r", "k", 0, ranks)
+    send(client, capture, 0)
+    capture.close(300, {}, IDS[:299])
+    assert client.flush(PATIENCE) and client.ring.used == 0
+    assert capture.state == ("incomplete" if ranks == 1 else "failed") and "299 token_ids" in str(capture.reason)
+    if ranks == 1:
+        found = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+        assert "299 token_ids" in str(found.reason)
+        np.testing.assert_array_equal(kit.bits(found.numpy("q")), VALUES.view("f4")[:, :128].view("u4"))
+    again = begin(client, tmp_path / "b.zarr")
+    send(client, again, 0)
+    again.close(128, {}, IDS[:128])
+    assert client.flush(PATIENCE) and again.state == "complete"
+
+
+def test_coordinator_killed(client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmi_connector.store.write.client.SHORT_LIFE_S", 0.0)
+    lost = begin(client, tmp_path / "lost.zarr")
+    send(client, lost, 0)
+    os.kill(coordinator(client), signal.SIGKILL)
+    until(lambda: lost.state == "failed")
+    assert lost.reason == "the coordinator died (killed)"
+    send(client, lost, 128)  # goes nowhere, and does not fill the ring
+    lost.close(256, {}, IDS[:256])
+    again = begin(client, tmp_path / "again.zarr")
+    send(client, again, 0)
+    again.close(128, {}, IDS[:128])
+    assert client.flush(PATIENCE) and again.state == "complete" and client.ring.used == 0
+    found = {c.store.name: c for c in find_captures(tmp_path)}
+    assert found["lost.zarr"].reason == "the coordinator died (killed)", found
+
+
+def test_coordinator_that_cannot_live(client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmi_connector.store.write.client.SHORT_LIFE_S", 1e9)
+    os.kill(coordinator(client), signal.SIGKILL)
+    until(lambda: client._broken is not None)
+    capture = begin(client, tmp_path / "a.zarr")
+    assert capture.state == "failed" and "nothing is captured until the engine is started again" in str(capture.reason)
+    send(client, capture, 0)
+    assert client.ring.used == 0
+
+
+def test_signals_to_the_group_do_not_reach_it(client: StoreClient, tmp_path: Path) -> None:
+    begin(client, tmp_path / "first.zarr").close(0)
+    assert client.flush(PATIENCE)  # it is up
+    capture = begin(client, tmp_path / "a.zarr")
+    send(client, capture, 0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(coordinator(client), number)
+    capture.close(128, {}, IDS[:128])
+    assert client.flush(PATIENCE) and capture.state == "complete"
+    assert os.getpgid(coordinator(client)) != os.getpgid(0)
+
+
+def test_engine_killed(tmp_path: Path) -> None:
+    """kill -9 of the engine's process: closed captures are finished, open ones keep every row that came."""
+    script = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).resolve().parents[3])!r})
+from pathlib import Path
+from tests.unit.store import test_coordinator as t
+client = t.StoreClient(1 << 20, 2)
+whole, part = (t.begin(client, Path({str(tmp_path)!r}) / f"{{n}}.zarr") for n in ("whole", "part"))
+for first in (0, 128, 256):
+    t.send(client, whole, first)
+whole.close(300, {{}}, t.IDS)
+for first in (0, 128):
+    t.send(client, part, first)
+t.until(lambda: client.ring.used == 0)  # the last rows have arrived, and with them what was sent before
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
+    whole = open_capture(tmp_path / "whole.zarr", timeout=PATIENCE)
+    np.testing.assert_array_equal(kit.bits(whole.numpy("q")), VALUES)
+    part = open_capture(tmp_path / "part.zarr", timeout=PATIENCE, allow_incomplete=True)
+    assert part.reason == "the engine ended before the request did" and list(part.token_ids) == list(IDS[:256])
+    np.testing.assert_array_equal(kit.bits(part.numpy("q")), VALUES[:, :256])
+    for store in ("whole", "part"):
+        assert verify_store(tmp_path / f"{store}.zarr") == []
+
+
+def test_rows_that_another_rank_gave_up_are_missing(tmp_path: Path) -> None:
+    clients = [StoreClient(1 << 20, 1) for _ in range(2)]
+    captures = []
+    for rank, client in enumerate(clients):
+        spec = ArraySpec("q", "float32", (0, 1), 128, 2, rank)
+        layout = client.register(PayloadLayout((spec,), segment_tokens=256, codec="none"))
+        attrs = {"prompt_len": 250, "start": 0, "model": "tiny"}
+        captures.append(client.open_capture(layout, str(tmp_path / "a.zarr"), attrs, "r", None, rank, 2))
+        for first in (0, 256) if rank else (0, 128, 256):
+            send(client, captures[-1], first)
+    captures[1].close(300, {}, IDS, losses=[Loss.of(Cause.FELL_BEHIND, [[128, 256]])])
+    captures[0].close(300, {}, IDS)
+    assert all([client.flush(PATIENCE) for client in clients])
+    assert [c.state for c in captures] == ["incomplete", "incomplete"]
+    capture = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    assert capture.missing == [[128, 256]] and capture.reason == "rank 1: writing fell behind (policy drop)"
+    assert verify_store(tmp_path / "a.zarr") == []
+    assert all([client.shutdown(PATIENCE) for client in clients])
+
+
+def writers(client: StoreClient) -> list[psutil.Process]:
+    return [p for p in psutil.Process(coordinator(client)).children(recursive=True) if p.name() == "dmi-writer"]
+
+
+def test_shutdown_writes_everything(tmp_path: Path) -> None:
+    """At once after the last message: nothing was waited for before."""
+    client = StoreClient(32 << 20, 2)
+    for i in range(40):
+        capture = begin(client, tmp_path / f"{i}.zarr")
+        for first in (0, 128, 256):
+            send(client, capture, first)
+        capture.close(300, {}, IDS)
+    began = time.monotonic()
+    assert client.shutdown()
+    print(f"40 captures were finished {time.monotonic() - began:.2f} s after the end of the engine")
+    assert [info.state for info in find_captures(tmp_path)] == ["complete"] * 40
+    assert all(verify_store(path) == [] for path in tmp_path.glob("*.zarr"))
+
+
+def test_shutdown_ends_in_time_when_the_disk_does_not(tmp_path: Path) -> None:
+    client = StoreClient(1 << 20, 2, WriteSettings(shutdown_seconds=1))
+    capture = begin(client, tmp_path / "a.zarr")
+    send(client, capture, 0)
+    until(lambda: not client.ring.used and len(writers(client)) == 2)
+    stuck = writers(client)
+    assert len(stuck) == 2 and not client.ring.used
+    for process in stuck:
+        process.suspend()
+    send(client, capture, 128)
+    capture.close(256, {}, IDS[:256])
+    began = time.monotonic()
+    assert not client.shutdown()
+    took = time.monotonic() - began
+    assert took < 30, f"{took:.1f} s: without a limit it would be 60"
+    assert not [p for p in stuck if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not (tmp_path / "a.zarr").exists()
+    [outcome] = repair(tmp_path)
+    assert (outcome.state, outcome.num_tokens) == ("salvaged", 128), outcome
+    salvaged = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    np.testing.assert_array_equal(kit.bits(salvaged.numpy("q")), VALUES[:, :128])
+    assert not salvaged.complete

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Disks fill up, processes die, requests are aborted: no store may pass for whole that is not."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dmi_connector.layout import ArraySpec, PayloadLayout
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
+from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.write.captures import CaptureRecord, State
+from dmi_connector.store.write.repair import repair
+from tests import storekit as kit
+from tests.storekit import PATIENCE, until
+
+SPEC = ArraySpec("q", "float32", (0, 1), 64)
+CHUNK_BYTES = SPEC.token_bytes * 128
+
+
+@pytest.fixture
+def done() -> list[tuple[str, str | None]]:
+    return []
+
+
+@pytest.fixture
+def stores(done: list[tuple[str, str | None]]) -> Iterator[kit.Store]:
+    p = kit.Store(on_done=lambda record: done.append((record.state, record.reason)))
+    yield p
+    p.shutdown(PATIENCE)
+    assert p.ring.used == 0
+
+
+def writer_pid(record: CaptureRecord) -> int:
+    return record.assignments[0].process.process.pid
+
+
+def held(pid: int, folder: Path) -> list[str]:
+    """What a process has open below `folder`."""
+    links = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was just closed
+            links.append(os.readlink(path))
+    return [link for link in links if link.startswith(str(folder))]
+
+
+def test_full_disk(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
+    """A limit on file sizes stands in for a full disk: the second chunk of the first segment fails."""
+    record = stores.open(tmp_path / "a.zarr", SPEC)
+    pid = writer_pid(record)
+    limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (CHUNK_BYTES + 1000, limits[1]))
+    values = {"q": kit.random_bits(SPEC, 300)}
+    stores.feed(record, values, 300)
+    stores.close(record, 300)
+    assert stores.flush(PATIENCE)
+    assert done == [("incomplete", record.reason)] and "File too large" in str(record.reason)
+    with pytest.raises(CaptureIncomplete, match="File too large") as caught:
+        open_capture(tmp_path / "a.zarr", timeout=0)
+    assert caught.value.missing == [[128, 256]]
+    cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    kept = np.r_[0:128, 256:300]
+    np.testing.assert_array_equal(kit.bits(cap.numpy("q", tokens=kept)), values["q"][:, kept])
+    assert verify_store(tmp_path / "a.zarr") == []
+    # The process goes on, and so do later captures once there is room.
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+    stores.write(tmp_path / "b.zarr", [SPEC], 300)
+    assert done[1] == ("complete", None) and verify_store(tmp_path / "b.zarr") == []
+    assert stores.stats()["incomplete"] == 1 and stores.stats()["complete"] == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB of its own."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_disk_without_a_byte_left(small_disk: Path, stores: kit.Store, done: list[tuple[str, str | None]]) -> None:
+    """Not even the metadata fits: what holds rows waits for a repair, what holds none goes, later captures work."""
+    stores.write(small_disk / "before.zarr", [SPEC], 10)
+    pid = stores.pool.processes[0].process.pid
+    record = stores.open(small_disk / "rows.zarr", SPEC)
+    values = {"q": kit.random_bits(SPEC, 300)}
+    stores.feed(record, values, 300, skip=[256])
+    until(lambda: stores.ring.used == 0)
+    with open(small_disk / "ballast", "wb", buffering=0) as ballast, pytest.raises(OSError, match="No space left"):
+        while True:
+            ballast.write(bytes(4096))
+    stores.close(record, 300)
+    for i in range(3):
+        stores.write(small_disk / f"none{i}.zarr", [SPEC], 300)
+    assert [state for state, _ in done[1:]] == ["failed"] * 4 and all("No space left" in str(e) for _, e in done[1:])
+    assert {p.name for p in small_disk.glob("*.zarr*")} == {"before.zarr", "rows.zarr.partial"}
+    until(lambda: not held(pid, small_disk))
+    (small_disk / "ballast").unlink()
+    [outcome] = repair(small_disk)
+    assert (outcome.state, outcome.missing, outcome.num_tokens) == ("salvaged", [[256, 300]], 300)
+    cap = open_capture(small_disk / "rows.zarr", timeout=0, allow_incomplete=True)
+    np.testing.assert_array_equal(kit.bits(cap.numpy("q"))[:, :256], values["q"][:, :256])
+    stores.write(small_disk / "after.zarr", [SPEC], 300)
+    assert done[-1] == ("complete", None) and verify_store(small_disk / "after.zarr") == []
+
+
+@pytest.mark.parametrize("spare", [0, 2])
+def test_no_descriptor_left(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]], spare: int) -> None:
+    """With two left there is one for the lock and one for the journal; and the failure can be noted."""
+    stores.write(tmp_path / "warm.zarr", [SPEC], 1)
+    pid = stores.pool.processes[0].process.pid
+    until(lambda: not held(pid, tmp_path))
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    free = [number for number in range(1000) if not os.path.lexists(f"/proc/{pid}/fd/{number}")]
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free[spare], limits[1]))
+    stores.write(tmp_path / "a.zarr", [SPEC], 300)
+    assert done[1][0] == "failed" and "Too many open files" in str(done[1][1])
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    if spare:
+        assert [c.state for c in find_captures(tmp_path)] == ["complete", "failed"]
+    assert [outcome.state for outcome in repair(tmp_path, remove_empty=True)] == ["removed"] * (not spare)
+    stores.write(tmp_path / "b.zarr", [SPEC], 300)
+    assert done[2] == ("complete", None)
+
+
+@pytest.mark.parametrize("what", ["q", "."])
+def test_files_that_somebody_removed(stores: kit.Store, tmp_path: Path, what: str) -> None:
+    """A file that is open can still be written to: the store must not pass for whole."""
+    record = stores.open(tmp_path / "dir/a.zarr", SPEC, replace(SPEC, name="k"))
+    values = {name: kit.random_bits(replace(SPEC, name=name), 300) for name in "qk"}
+    stores.feed(record, values, 300)
+    until(lambda: stores.ring.used == 0)
+    shutil.rmtree(tmp_path / "dir/a.zarr.partial" / what)
+    stores.close(record, 300)
+    assert stores.flush(PATIENCE) and record.state == "incomplete"
+    with pytest.raises(CaptureIncomplete, match="gone from the partial store") as caught:
+        open_capture(tmp_path / "dir/a.zarr", timeout=0)
+    assert caught.value.missing == [[0, 300]] and verify_store(tmp_path / "dir/a.zarr") == []
+    if what == "q":
+        cap = open_capture(tmp_path / "dir/a.zarr", timeout=0, allow_incomplete=True)
+        np.testing.assert_array_equal(kit.bits(cap.numpy("k")), values["k"])
+
+
+def test_nothing_can_be_written(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    stores.write(tmp_path / "file" / "a.zarr", [SPEC], 300)
+    state, error = done[0]
+    assert state == "failed" and "NotADirectoryError" in str(error)
+    assert any("NotADirectoryError" in e for e in stores.stats()["errors"])
+
+
+def test_a_name_that_is_taken(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
+    stores.write(tmp_path / "a.zarr", [SPEC], 40)
+    before = (tmp_path / "a.zarr/zarr.json").read_bytes()
+    stores.write(tmp_path / "a.zarr", [SPEC], 50)
+    assert done[1][0] == "failed" and "exists already" in str(done[1][1])
+    assert (tmp_path / "a.zarr/zarr.json").read_bytes() == before
+
+
+def test_writer_killed(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
+    record = stores.open(tmp_path / "a.zarr", SPEC)
+    pid = writer_pid(record)
+    os.kill(pid, signal.SIGSTOP)  # so that chunks are still in the ring when it dies
+    stores.feed(record, {"q": kit.random_bits(SPEC, 300)}, 300)
+    assert stores.stats()["backlog_bytes"] > 0
+    os.kill(pid, signal.SIGKILL)
+    stores.close(record, 300)
+    assert stores.flush(PATIENCE)
+    assert done[0][0] == "incomplete" and "writer process 1 died (signal 9)" in str(done[0][1])
+    with pytest.raises(CaptureIncomplete, match=r"writer process 1 died \(signal 9\)"):
+        open_capture(tmp_path / "a.zarr", timeout=0)
+    assert open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True).hooks == []
+    assert verify_store(tmp_path / "a.zarr") == []
+    assert stores.stats()["backlog_bytes"] == 0 and stores.stats()["writers_died"] == 1
+    stores.write(tmp_path / "b.zarr", [SPEC], 300)  # on a new process
+    assert done[1] == ("complete", None)
+
+
+def test_writer_killed_after_some_chunks(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
+    """What it had written stays in the store, beside what other writers hold."""
+    logits = ArraySpec("logits", "float32", (), 32)
+    record = stores.open(tmp_path / "a.zarr", SPEC, logits)
+    values = {"q": kit.random_bits(SPEC, 300), "logits": kit.random_bits(logits, 3)}
+    stores.feed(record, values, 300, skip=[256])
+    stores.put_rows(record, "logits", values["logits"][:2], 0, 9)
+    until(lambda: stores.ring.used == 0)
+    os.kill(writer_pid(record), signal.SIGSTOP)
+    stores.feed(record, values, 300, skip=[0, 128])
+    os.kill(writer_pid(record), signal.SIGKILL)
+    stores.close(record, 300, {"logits": 3})
+    assert stores.flush(PATIENCE) and record.state == "incomplete" and verify_store(tmp_path / "a.zarr") == []
+    cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    assert (cap.hooks, cap.missing) == (["q", "logits"], [[256, 300]])
+    assert "died (signal 9)" in cap.reason and "1 of 3 samples are lost" in cap.reason
+    np.testing.assert_array_equal(kit.bits(cap.numpy("q"))[:, :256], values["q"][:, :256])
+    np.testing.assert_array_equal(kit.bits(cap.numpy("logits"))[:2], values["logits"][:2])
+    assert cap.logits_positions.tolist() == [9, 10, -1] and cap.token_ids.tolist() == list(range(300))
+
+
+def test_writer_of_another_rank_killed(stores: kit.Store, tmp_path: Path) -> None:
+    """Rank 0 writes the metadata, so columns of rank 1 would read as zeros: all rows are missing."""
+    wide = [replace(SPEC, shards=2, rank=rank) for rank in range(2)]
+    values = {"q": kit.random_bits(SPEC, 300)}
+    other = kit.Store()
+    owners, records = (stores, other), []
+    for rank, owner in enumerate(owners):
+        records.append(owner.open(tmp_path / "a.zarr", wide[rank], rank=rank, ranks=2))
+        owner.feed(records[rank], values, 300)
+    os.kill(writer_pid(records[1]), signal.SIGKILL)
+    for owner, record in zip(owners, records, strict=True):
+        owner.close(record, 300)
+    assert other.shutdown(PATIENCE) and stores.flush(PATIENCE)
+    with pytest.raises(CaptureIncomplete, match=r"rank 1: writer process 1 died \(signal 9\)") as caught:
+        open_capture(tmp_path / "a.zarr", timeout=0)
+    assert caught.value.missing == [[0, 300]] and verify_store(tmp_path / "a.zarr") == []
+
+
+def test_a_sample_that_never_came(stores: kit.Store, tmp_path: Path) -> None:
+    logits = ArraySpec("logits", "float32", (), 32)
+    rows = kit.random_bits(logits, 3)
+    record = stores.open(tmp_path / "a.zarr", logits)
+    for i in (0, 2):
+        stores.put_rows(record, "logits", rows[i : i + 1], i, 9 + i)
+    stores.close(record, 0, {"logits": 3}, losses=[Loss.of(Cause.FELL_BEHIND)])
+    assert stores.flush(PATIENCE) and record.state == "incomplete" and verify_store(tmp_path / "a.zarr") == []
+    cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    assert cap.reason == f"{Loss(Cause.FELL_BEHIND).words}; logits: 1 of 3 samples are lost, their position is -1"
+    rows[1] = 0
+    np.testing.assert_array_equal(kit.bits(cap.numpy("logits")), rows)
+    assert cap.logits_positions.tolist() == [9, -1, 11]
+
+
+def test_writer_killed_before_the_commit(stores: kit.Store, tmp_path: Path) -> None:
+    stores.write(tmp_path / "warm.zarr", [SPEC], 1)  # the process is up
+    record = stores.open(tmp_path / "a.zarr", SPEC)
+    os.kill(writer_pid(record), signal.SIGSTOP)
+    stores.close(record, 0)
+    os.kill(writer_pid(record), signal.SIGKILL)
+    assert stores.flush(PATIENCE) and record.state == "incomplete"
+
+
+def test_writer_killed_in_the_commit(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
+    """The rows are safe by then: another process commits the whole store."""
+    record = stores.open(tmp_path / "a.zarr", SPEC, ranks=2)
+    stores.feed(record, {"q": kit.random_bits(SPEC, 40)}, 40)
+    stores.close(record, 40)  # and now it waits for rank 1
+    until(lambda: record.state is State.COMMITTING)
+    os.kill(writer_pid(record), signal.SIGKILL)
+    other = kit.Store()
+    other.close(other.open(tmp_path / "a.zarr", rank=1, ranks=2), 40)
+    assert other.shutdown(PATIENCE) and stores.flush(PATIENCE)
+    assert done == [("complete", None)] and verify_store(tmp_path / "a.zarr") == []
+
+
+def test_interrupt_is_ignored(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
+    stores.write(tmp_path / "a.zarr", [SPEC], 30)
+    record = stores.open(tmp_path / "b.zarr", SPEC)
+    os.kill(writer_pid(record), signal.SIGINT)
+    stores.feed(record, {"q": kit.random_bits(SPEC, 300)}, 300)
+    stores.close(record, 300)
+    assert stores.flush(PATIENCE) and done == [("complete", None)] * 2
+    assert Path(f"/proc/{writer_pid(record)}/comm").read_text() == "dmi-writer\n"
+
+
+def test_abort(stores: kit.Store, tmp_path: Path) -> None:
+    record = stores.open(tmp_path / "a.zarr", SPEC)
+    stores.feed(record, {"q": kit.random_bits(SPEC, 256)}, 256)
+    stores.abort(record)
+    assert stores.flush(PATIENCE) and record.state == "aborted"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["index.jsonl"]
+    assert find_captures(tmp_path) == []
+    with pytest.raises(RuntimeError, match="is aborted"):
+        stores.close(record, 256)
+
+
+def test_rows_the_caller_knows_are_missing(stores: kit.Store, tmp_path: Path) -> None:
+    record = stores.open(tmp_path / "a.zarr", SPEC)
+    values = {"q": kit.random_bits(SPEC, 300)}
+    stores.feed(record, values, 300, skip=[128])
+    stores.close(record, 300, losses=[Loss.of(Cause.FELL_BEHIND, [[128, 256]])])
+    assert stores.flush(PATIENCE)
+    with pytest.raises(CaptureIncomplete, match="writing fell behind"):
+        open_capture(tmp_path / "a.zarr", timeout=0)
+    assert verify_store(tmp_path / "a.zarr") == []
+
+
+def test_a_hole_that_nobody_owned_up_to(stores: kit.Store, tmp_path: Path) -> None:
+    record = stores.open(tmp_path / "a.zarr", SPEC)
+    stores.feed(record, {"q": kit.random_bits(SPEC, 300)}, 300, skip=[128])
+    stores.close(record, 300)
+    assert stores.flush(PATIENCE)
+    assert "tokens 128 to 255" in " ".join(p.where for p in verify_store(tmp_path / "a.zarr"))
+
+
+@pytest.mark.parametrize(("first", "count"), [(5, 128), (0, 129), (256, 44)])
+def test_rows_off_the_grid(stores: kit.Store, tmp_path: Path, first: int, count: int) -> None:
+    record = stores.open(tmp_path / "a.zarr", SPEC)
+    stores.put(record, {"q": kit.random_bits(SPEC, first + count)}, first, count)
+    stores.close(record, 128)  # shorter than the last chunk says
+    assert stores.flush(PATIENCE) and record.state == "incomplete"
+
+
+def test_wrong_arguments(stores: kit.Store, tmp_path: Path) -> None:
+    record = stores.open(tmp_path / "a.zarr", SPEC)
+    with pytest.raises(ValueError, match="2 token_ids were given for length 3"):
+        stores.close(record, 3, ids=[1, 2])
+    stores.abort(record)
+    with pytest.raises(ValueError, match=r"must end in \.zarr"):
+        stores.open(tmp_path / "a", SPEC)
+    with pytest.raises(ValueError, match="multiple of chunk_tokens"):
+        PayloadLayout((SPEC,), chunk_tokens=100)
+    with pytest.raises(ValueError, match="codec 'gzip' is unknown: use one of none, lz4, zstd"):
+        PayloadLayout((SPEC,), codec="gzip")
+    with pytest.raises(ValueError, match="array names repeat"):
+        PayloadLayout((SPEC, SPEC))
+    with pytest.raises(ValueError, match="writers 0 is too few"):
+        kit.Store(writers=0)
+
+
+def test_timeouts_say_what_was_seen(stores: kit.Store, tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match="nothing of it exists"):
+        open_capture(tmp_path / "a.zarr", timeout=0.05)
+    record = stores.open(tmp_path / "a.zarr", SPEC)
+    until((tmp_path / "a.zarr.partial").exists)
+    with pytest.raises(TimeoutError, match="still being written"):
+        open_capture(tmp_path / "a.zarr", timeout=0)
+    timer = threading.Timer(0.2, lambda: stores.close(record, 0))
+    timer.start()
+    assert open_capture(tmp_path / "a.zarr", timeout=PATIENCE).numpy("q").shape == (2, 0, 64)
+    timer.join()
+    (tmp_path / "other.zarr").mkdir()
+    with pytest.raises(ValueError, match="is not a capture"):
+        open_capture(tmp_path / "other.zarr")
+
+
+def test_a_directory_made_just_now_is_not_taken_for_an_abandoned_one(tmp_path: Path) -> None:
+    partial = tmp_path / "a.zarr.partial"
+    partial.mkdir()  # a writer that has yet to lock it
+    with pytest.raises(TimeoutError, match="still being written"):
+        open_capture(tmp_path / "a.zarr", timeout=0)
+    os.utime(partial, (time.time() - 60, time.time() - 60))
+    with pytest.raises(TimeoutError, match="its writers ended"):
+        open_capture(tmp_path / "a.zarr", timeout=0)
+
+
+def test_engine_dies(tmp_path: Path) -> None:
+    """The writer ends with its engine and leaves the partial directory, even if a fork holds the pipe."""
+    script = (
+        "import os, sys, time\n"
+        "from tests import storekit as kit\n"
+        "from tests.unit.store import test_failures as t\n"
+        "p = kit.Store(1 << 20)\n"
+        "h = p.open(sys.argv[1], t.SPEC)\n"
+        "p.feed(h, {'q': kit.random_bits(t.SPEC, 128)}, 128)\n"
+        "while p.ring.used: time.sleep(0.01)\n"
+        "fork = os.fork()\n"
+        "if fork == 0: os.close(1); time.sleep(10 * kit.PATIENCE); os._exit(0)\n"
+        "print(t.writer_pid(h), fork, flush=True)\n"
+        "os._exit(1)\n"
+    )
+    root = Path(__file__).resolve().parents[3]
+    command = [sys.executable, "-c", script, str(tmp_path / "a.zarr")]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    out = subprocess.run(command, env=env, stdout=subprocess.PIPE, timeout=PATIENCE).stdout
+    pid, fork = map(int, out.split())
+    try:
+        until(lambda: not Path(f"/proc/{pid}/cmdline").exists())
+    finally:
+        os.kill(fork, signal.SIGKILL)
+    assert (tmp_path / "a.zarr.partial/q/c/0/0/0").stat().st_size >= CHUNK_BYTES
+    with pytest.raises(TimeoutError, match="dmi repair makes a store"):
+        open_capture(tmp_path / "a.zarr", timeout=0)
+    [found] = find_captures(tmp_path)
+    assert found.state == "unfinished" and "run dmi repair" in str(found.reason)
+    assert [outcome.state for outcome in repair(tmp_path)] == ["salvaged"]
+    assert [c.state for c in find_captures(tmp_path)] == ["incomplete"]

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of a store directory finds captures by key and request id, torn lines or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dmi_connector.layout import ArraySpec
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.format.schema import INDEX_NAME
+from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.write.commit import append_index
+from tests import storekit as kit
+
+SPEC = ArraySpec("q", "float32", (0,), 4)
+
+
+def start(directory: Path, store: str, created: str, **more: str) -> None:
+    append_index(directory, {"event": "start", "store": store, "state": "started", "created": created, **more})
+
+
+def test_request_ids_as_vllm_decorates_them(tmp_path: Path) -> None:
+    ids = ["cmpl-7", "cmpl-7-0-ab12", "0_cmpl-7-ff00", "11_cmpl-7", "cmpl-77", "x_cmpl-7", "cmpl-8"]
+    for i, name in enumerate(ids):
+        start(tmp_path, f"{i}.zarr", f"2025-01-01T00:00:0{9 - i}", request_id=name)
+    start(tmp_path, "none.zarr", "2025-01-02")
+    found = [c.request_id for c in find_captures(tmp_path, request_id="cmpl-7")]
+    assert found == ["11_cmpl-7", "0_cmpl-7-ff00", "cmpl-7-0-ab12", "cmpl-7"]  # by start, the latest last
+    assert len(find_captures(tmp_path)) == 8 and find_captures(tmp_path, key="k") == []
+    assert find_captures(tmp_path / "nowhere") == []
+
+
+def test_torn_lines(tmp_path: Path) -> None:
+    start(tmp_path, "a.zarr", "1", key="k")
+    with open(tmp_path / INDEX_NAME, "ab") as f:
+        f.write(b'{"event":"start","store":"torn.za')
+    assert [c.store.name for c in find_captures(tmp_path)] == ["a.zarr"]
+    start(tmp_path, "b.zarr", "2", key="k")
+    with open(tmp_path / INDEX_NAME, "ab") as f:
+        f.write(b'\xff\xfe\n[1]\n{"event":"finish"}\n')
+    assert [c.store.name for c in find_captures(tmp_path, key="k")] == ["a.zarr", "b.zarr"]
+
+
+def test_states_of_real_captures(tmp_path: Path) -> None:
+    stores = kit.Store(1 << 20)
+    stores.write(tmp_path / "a.zarr", [SPEC], 10, key="mine", request_id="r1")
+    loss = Loss.of(Cause.ENDED_EARLY, [[10, 12]], finish="abort", end=10, expected=12)
+    stores.write(tmp_path / "b.zarr", [SPEC], 10, losses=[loss])
+    assert stores.shutdown(kit.PATIENCE)
+    a, b = find_captures(tmp_path)
+    assert (a.key, a.request_id, a.state, a.num_tokens) == ("mine", "r1", "complete", 10)
+    listed = sum(p.stat().st_size for p in a.store.rglob("*") if p.is_file() and p != a.store / "zarr.json")
+    assert a.bytes == listed and a.finished is not None and a.finished > a.started
+    assert (b.state, b.reason) == ("incomplete", loss.words)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ring never gives the same byte out twice, and always drains."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dmi_connector.store.write.ring import ALIGN, Extent, Ring
+
+PAGES = 16
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Ring]:
+    ring = Ring(PAGES * ALIGN)
+    yield ring
+    os.close(ring.fd)
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, PAGES * ALIGN)), max_size=60))
+def test_any_order_of_releases(shared: Ring, steps: list[tuple[bool, int]]) -> None:
+    ring = shared
+    held: list[Extent] = []
+    for take, number in steps:
+        if take or not held:
+            extent = ring.alloc(number, timeout=0)
+            if extent is None:
+                assert held, "an empty ring refused an extent that fits"
+                continue
+            assert extent.offset % ALIGN == 0 and extent.offset + number <= ring.nbytes
+            for other in held:
+                apart = extent.offset + number <= other.offset or other.offset + other.nbytes <= extent.offset
+                assert apart or 0 in (number, other.nbytes)
+            held.append(extent)
+        else:
+            ring.release(held.pop(number % len(held)))
+        assert sum(e.nbytes for e in held) <= ring.used <= ring.nbytes
+    for extent in held:
+        ring.release(extent)
+    assert ring.used == 0
+    whole = ring.alloc(ring.nbytes, timeout=0)
+    assert whole is not None and ring.view(whole).nbytes == ring.nbytes
+    ring.release(whole)
+
+
+def test_waiting_for_space(shared: Ring) -> None:
+    first = shared.alloc(shared.nbytes)
+    assert first is not None
+    start = time.monotonic()
+    assert shared.alloc(1, timeout=0.05) is None and time.monotonic() - start >= 0.05
+    timer = threading.Timer(0.1, shared.release, [first])
+    timer.start()
+    second = shared.alloc(100)
+    assert second is not None and time.monotonic() - start >= 0.1
+    shared.release(second)
+    timer.join()
+
+
+def test_shared_extent_and_misuse(shared: Ring) -> None:
+    extent = shared.alloc(10)
+    assert extent is not None
+    shared.hold(extent, 2)
+    for _ in range(3):
+        assert shared.used == ALIGN
+        shared.release(extent)
+    assert shared.used == 0
+    with pytest.raises(ValueError, match="released already"):
+        shared.release(extent)
+    with pytest.raises(ValueError, match="released already"):
+        shared.hold(extent)
+    with pytest.raises(ValueError, match="ring_bytes"):
+        shared.alloc(shared.nbytes + 1)
+    with pytest.raises(ValueError, match="too small"):
+        Ring(100)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-sample rows past the end: an engine may sample once more before it learns that a request has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dmi_connector.layout import ArraySpec
+from dmi_connector.store.read.capture import open_capture
+from dmi_connector.store.read.verify import verify_store
+from tests import storekit as kit
+
+Q = ArraySpec("q", "float32", (0,), 4)
+LOGITS = ArraySpec("logits", "float32", (), 33, per_sample=True)
+
+
+@pytest.mark.parametrize("samples", [0, 1, 5, 63, 64, 65])
+def test_a_surplus_sample_is_left_out(tmp_path: Path, samples: int) -> None:
+    stores = kit.Store(1 << 20, writers=1)
+    values = {"q": kit.random_bits(Q, 8), "logits": kit.random_bits(LOGITS, samples + 1)}
+    path = tmp_path / "a.zarr"
+    record = stores.open(path, Q, LOGITS, attrs={"prompt_len": 4})
+    stores.feed(record, values, 8)
+    for i in range(samples + 1):
+        stores.put_rows(record, "logits", values["logits"][i : i + 1], i, 3 + i)
+    stores.close(record, 8, {"logits": samples})
+    assert stores.shutdown(kit.PATIENCE)
+    assert verify_store(path) == []
+    capture = open_capture(path, timeout=0)
+    assert capture.complete, capture.reason
+    assert capture.logits_positions.tolist() == [3 + i for i in range(samples)]
+    np.testing.assert_array_equal(kit.bits(capture.array("logits")[:]), values["logits"][:samples])
+
+
+def test_a_lacking_sample_is_told(tmp_path: Path) -> None:
+    stores = kit.Store(1 << 20, writers=1)
+    values = {"q": kit.random_bits(Q, 8), "logits": kit.random_bits(LOGITS, 1)}
+    path = tmp_path / "a.zarr"
+    record = stores.open(path, Q, LOGITS, attrs={"prompt_len": 4})
+    stores.feed(record, values, 8)
+    stores.put_rows(record, "logits", values["logits"], 0, 3)
+    stores.close(record, 8, {"logits": 2})
+    assert stores.shutdown(kit.PATIENCE)
+    capture = open_capture(path, timeout=0, allow_incomplete=True)
+    assert not capture.complete and "logits" in str(capture.reason)

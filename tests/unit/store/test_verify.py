@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verify finds every kind of damage, and says where."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dmi_connector.layout import ArraySpec
+from dmi_connector.store.format import schema
+from dmi_connector.store.format.checksum import crc32c
+from dmi_connector.store.read.verify import verify_dir, verify_store
+from tests import storekit as kit
+
+ARRAYS = (
+    ArraySpec("q", "bfloat16", (0, 3), 16),
+    ArraySpec("embed", "float32", (), 8),
+    ArraySpec("logits", "float32", (), 21, per_sample=True),
+)
+
+
+@pytest.fixture(scope="module")
+def stores() -> Iterator[kit.Store]:
+    p = kit.Store(4 << 20)
+    yield p
+    assert p.shutdown(kit.PATIENCE)
+
+
+@pytest.fixture(scope="module", params=["none", "zstd"])
+def sound(request: pytest.FixtureRequest, stores: kit.Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sound") / "a.zarr"
+    stores.write(path, ARRAYS, 300, 5, codec=request.param)
+    assert verify_store(path) == []
+    return path
+
+
+def copy(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "a.zarr"))
+
+
+def test_random_bit_flips(sound: Path, tmp_path: Path) -> None:
+    """200 flips spread over the bytes of the whole store, and one in every single file. No byte of a store is padding:
+    every flip must be found. Other bits each time; DMI_TEST_SEED repeats a run.
+    """
+    path = copy(sound, tmp_path)
+    seed = int(os.environ.get("DMI_TEST_SEED") or secrets.randbits(32))
+    print(f"DMI_TEST_SEED={seed}")
+    rng = np.random.default_rng(seed)
+    files = sorted(p for p in path.rglob("*") if p.is_file())
+    sizes = [p.stat().st_size for p in files]
+    ends = np.cumsum(sizes)
+    flat = [int(x) for x in rng.integers(0, ends[-1], 200)]
+    flat += [int(end - 1 - rng.integers(0, size)) for end, size in zip(ends, sizes, strict=True)]
+    for at in flat:
+        n = int(np.searchsorted(ends, at, side="right"))
+        data = bytearray(files[n].read_bytes())
+        offset = at - int(ends[n] - sizes[n])
+        bit = int(rng.integers(0, 8))
+        data[offset] ^= 1 << bit
+        original = files[n].read_bytes()
+        files[n].write_bytes(data)
+        where = f"bit {bit} of byte {offset} of {files[n].relative_to(path)}, DMI_TEST_SEED={seed}"
+        assert verify_store(path), f"the flip of {where} was not found"
+        files[n].write_bytes(original)
+    assert verify_store(path) == []
+
+
+def test_a_flip_in_a_chunk_is_pinned_to_its_tokens(sound: Path, tmp_path: Path) -> None:
+    path = copy(sound, tmp_path)
+    shard = path / "q/c/0/1/0"  # the second segment begins at token 256
+    data = bytearray(shard.read_bytes())
+    data[5] ^= 4
+    shard.write_bytes(data)
+    assert "q layer 0 tokens 256 to 299" in [p.where for p in verify_store(path)]
+
+
+@pytest.mark.parametrize(
+    "victim", ["q/c/0/1/0", "q/zarr.json", "token_ids/c/0", "zarr.json", "logits_positions/zarr.json"]
+)
+def test_missing_file(sound: Path, tmp_path: Path, victim: str) -> None:
+    path = copy(sound, tmp_path)
+    (path / victim).unlink()
+    assert any(victim.split("/")[0] in p.where for p in verify_store(path))
+
+
+def test_files_that_do_not_belong(sound: Path, tmp_path: Path) -> None:
+    path = copy(sound, tmp_path)
+    (path / "q/c/0/7").mkdir()
+    (path / "q/c/0/7/0").write_bytes(b"x")
+    assert [p.where for p in verify_dir(tmp_path)] == ["q/c/0/7/0"]
+    with pytest.raises(ValueError, match="no finished store"):
+        verify_dir(path)
+
+
+def test_edited_attributes(sound: Path, tmp_path: Path) -> None:
+    """Even with a right checksum, attributes that contradict the arrays are found."""
+    path = copy(sound, tmp_path)
+    document = json.loads((path / "zarr.json").read_bytes())
+    attrs = document["attributes"]["dmi"]
+    attrs["num_tokens"], attrs["prompt_len"] = 299, 20
+    attrs["checksum"] = crc32c(schema.canonical(attrs))
+    (path / "zarr.json").write_bytes(schema.dump(document))
+    where = [p.where for p in verify_store(path)]
+    assert {"q", "embed", "token_ids", "positions"} <= set(where)
+
+
+def test_not_finite(stores: kit.Store, tmp_path: Path) -> None:
+    values = {s.name: kit.random_bits(s, 5 if s.per_sample else 300) for s in ARRAYS}
+    values["q"][1, 140, 3] = 0x7F80  # +inf
+    values["logits"].view("f4")[2, 4] = np.nan
+    values["logits"].view("f4")[3, 4] = -np.inf  # a masked token: legal
+    stores.write(tmp_path / "a.zarr", ARRAYS, 300, 5, values=values)
+    found = [(p.where, p.what) for p in verify_store(tmp_path / "a.zarr")]
+    assert found == [
+        ("q layer 3 tokens 128 to 255", "1 values are not finite"),
+        ("logits sample 2", "1 values are not finite"),
+    ]
+
+
+RESIDUAL = ("resid_pre", "attn_out", "resid_mid", "mlp_out")
+
+
+def residual_stream(dtype: str, length: int, layers: int = 3, width: int = 32) -> kit.Values:
+    """A stream that adds up with the rounding of `dtype`."""
+    native = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+    rng = np.random.default_rng(0)
+    out: dict[str, list[np.ndarray]] = {name: [] for name in RESIDUAL}
+    x = rng.standard_normal((length, width)).astype(native)
+    for _ in range(layers):
+        attn, mlp = (rng.standard_normal((2, length, width)) * 3).astype(native)
+        mid = (x.astype("f8") + attn.astype("f8")).astype(native)
+        for name, value in zip(RESIDUAL, (x, attn, mid, mlp), strict=True):
+            out[name].append(value)
+        x = (mid.astype("f8") + mlp.astype("f8")).astype(native)
+    values = {name: kit.bits(np.stack(v)) for name, v in out.items()}
+    return values | {"resid_final": kit.bits(x[None])}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_identities(stores: kit.Store, tmp_path: Path, dtype: str) -> None:
+    values = residual_stream(dtype, 200)
+    specs = [ArraySpec(n, dtype, (0, 1, 2), 32) for n in RESIDUAL] + [ArraySpec("resid_final", dtype, (), 32)]
+    attrs = {"identities": True, "num_layers": 3}
+    stores.write(tmp_path / "good.zarr", specs, 200, values=values, attrs=attrs)
+    assert verify_store(tmp_path / "good.zarr") == []
+    for name, layer, token, expected in (
+        ("attn_out", 1, 130, ["resid_mid layer 1 token 130"]),
+        ("resid_final", 0, 7, ["resid_final layer 0 token 7"]),
+        ("resid_mid", 2, 199, ["resid_mid layer 2 token 199", "resid_final layer 0 token 199"]),
+    ):
+        wrong = {k: v.copy() for k, v in values.items()}
+        wrong[name][layer, token, 5] = wrong[name][layer, (token + 50) % 200, 5] ^ 0x100
+        path = tmp_path / f"{name}.zarr"
+        stores.write(path, specs, 200, values=wrong, attrs=attrs)
+        assert [p.where for p in verify_store(path)] == expected
+        stores.write(tmp_path / f"unflagged-{name}.zarr", specs, 200, values=wrong)
+        assert verify_store(tmp_path / f"unflagged-{name}.zarr") == []

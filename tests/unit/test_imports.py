@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which room imports which. The rules stand in pyproject.toml, [tool.importlinter]."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True, no_logo=True))"
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Check the package in a folder against the rules of the pyproject.toml there."""
+    return subprocess.run([sys.executable, "-c", LINT], cwd=folder, capture_output=True, text=True)
+
+
+def test_imports_keep_the_rules() -> None:
+    done = lint(ROOT)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "broken"),
+    [
+        ("hooks.py", "import dmi_connector.layout", "Imports run downwards"),
+        ("store/format/schema.py", "import dmi_connector.store.read.verify", "Imports run downwards"),
+        ("store/read/verify.py", "import dmi_connector.analysis.plot", "Imports run downwards"),
+        ("engine/contract.py", "import dmi_connector.engine.context", "No circles"),
+        ("settings.py", "import vllm", "Only the engine imports vllm"),
+        ("store/read/metadata.py", "import torch", "Stores need no torch"),
+    ],
+)
+def test_an_import_against_the_rules_is_found(file: str, line: str, broken: str, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    package = shutil.copytree(ROOT / "dmi_connector", tmp_path / "dmi_connector")
+    source = package / file
+    source.write_text(source.read_text() + f"\n{line}\n")
+    done = lint(tmp_path)
+    assert done.returncode == 1
+    assert any(broken in row and "BROKEN" in row for row in done.stdout.splitlines()), done.stdout
