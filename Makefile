@@ -5,18 +5,23 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PY := $(VENV)/bin/python
-LOCKS := requirements/cpu.txt requirements/test.txt
+LOCKS := requirements/cpu.txt requirements/test.txt requirements/docs.txt
+PIP_INSTALL := $(PY) -m pip install -q --no-deps
+# PyTorch's index of CPU wheels: used where the package index serves a torch that cannot be imported, a CUDA build.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH := $(shell grep -h ^torch== $(LOCKS))
 # On two cores: engines that start leave some of them idle.
 JOBS ?= 3
 STAMP := $(VENV)/.stamp-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: help env demo test soak lint bench
+.PHONY: help env demo test soak lint docs bench
 
 help:
 	@echo "make env    build $(VENV) from requirements/ (minutes, once)"
 	@echo "make demo   capture every hook of a tiny model and compare it with transformers"
 	@echo "make test   the test suite          make soak   its long-running part"
-	@echo "make lint   ruff and mypy           make bench  capture throughput (ARGS=--help)"
+	@echo "make lint   ruff, mypy, imports     make bench  capture throughput (ARGS=--help)"
+	@echo "make docs   the documentation, as a website in site/"
 
 env: $(STAMP)
 	@:
@@ -24,34 +29,42 @@ env: $(STAMP)
 $(STAMP):
 	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else \
 	  f"PYTHON={sys.executable} is Python {v[0]}.{v[1]}, not 3.11 to 3.13: run make env PYTHON=python3.11")'
-	@echo "env 1/3: $(VENV), $$("$(PYTHON)" --version)"
 	@test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
-	@echo "env 2/3: $$(cat $(LOCKS) | grep -c ==) pinned packages (about 1 GB, some minutes)"
-	@$(PY) -m pip install -q --no-deps $(addprefix -r ,$(LOCKS))
-	@echo "env 3/3: dmi_connector, editable"
-	@$(PY) -m pip install -q --no-deps -e .
-	@$(PY) -c 'import torch' || { echo "torch $$(grep ^torch== requirements/cpu.txt) cannot be imported: the" \
-	  "package index served its CUDA build. Name an index with CPU wheels in PIP_EXTRA_INDEX_URL and run" \
-	  "make env again after rm -r $(VENV)"; exit 1; }
 	@rm -f $(VENV)/.stamp-*
+	@echo "env 1/3: $(VENV), $$($(PY) --version)"
+	@echo "env 2/3: $$(cat $(LOCKS) | grep -c ==) pinned packages (about 1 GB, some minutes)"
+	@$(PIP_INSTALL) $(addprefix -r ,$(LOCKS))
+	@$(PY) -c 'import torch' 2>/dev/null || { \
+	  echo "env 2/3: $(TORCH) of the package index cannot be imported: taking its CPU wheel from $(TORCH_INDEX)"; \
+	  { PIP_EXTRA_INDEX_URL=$(TORCH_INDEX) $(PIP_INSTALL) --force-reinstall --index-url $(TORCH_INDEX) $(TORCH) && \
+	    $(PY) -c 'import torch'; } || { echo "$(TORCH) cannot be imported, nor replaced by a CPU wheel from" \
+	    "$(TORCH_INDEX): see above. Name an index that has it: make env TORCH_INDEX=URL" >&2; exit 1; }; }
+	@echo "env 3/3: dmi_connector, editable"
+	@$(PIP_INSTALL) --no-build-isolation -e .
+	@$(PY) -P -c 'import vllm, dmi_connector' || { echo "vllm cannot be imported: see above. Build anew:" \
+	  "rm -r $(VENV), then make env" >&2; exit 1; }
 	@touch $@
 
 demo: env
 	@$(VENV)/bin/dmi demo
 
 test: env
-	@$(PY) -m pytest tests -n $(JOBS) --dist loadscope --no-loadscope-reorder
+	@$(PY) -m pytest tests -n $(JOBS) --dist loadscope --no-loadscope-reorder --durations=20
 
 soak: env
-	@rm -f benchmarks/results/v2-runner-cpu.jsonl
-	@SOAK_RESULT=benchmarks/results/soak-cpu.json V2_RESULT=benchmarks/results/v2-runner-cpu.jsonl \
+	@rm -f benchmarks/results/cpu-v2-runner.jsonl
+	@SOAK_RESULT=benchmarks/results/cpu-soak.json V2_RESULT=benchmarks/results/cpu-v2-runner.jsonl \
 	  $(PY) -m pytest tests -m soak -s
 	@$(PY) -m pytest tests/unit -m hypothesis --hypothesis-profile=random
 
 lint: env
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
-	@$(VENV)/bin/mypy dmi_connector
+	@$(VENV)/bin/mypy dmi_connector benchmarks
+	@$(VENV)/bin/lint-imports --no-cache --no-logo
+
+docs: env
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 bench: env
 	@$(PY) -m benchmarks.capture $(ARGS)
