@@ -11,6 +11,9 @@ verify and account for every row. Both are checked, and recorded beside the numb
 every measurement, so a run that is cut off leaves what it had. Exit status 1: an engine failed, or something did not
 verify.
 
+With --before DIR each setup of ours is also measured on the code in DIR, another checkout of this repository. With
+--together the rounds of both alternate, so a change shows although the machine's speed varies.
+
 With --together all engines are up at once and alternate the rounds of a case, so that the numbers that are compared are
 measured within seconds of each other. The engines share one GPU, so give each its part of the memory: --kv-gigabytes.
 """
@@ -25,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -32,7 +36,19 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import common
 from benchmarks.report import report
-from benchmarks.setups import CASES, CURVES, PROFILE, Setup, Turn, choose, in_groups, in_phases, in_sequence
+from benchmarks.setups import (
+    BEFORE,
+    CASES,
+    CURVES,
+    PROFILE,
+    Setup,
+    Turn,
+    choose,
+    in_groups,
+    in_phases,
+    in_sequence,
+    with_before,
+)
 
 if TYPE_CHECKING:
     from benchmarks.engine import Bench
@@ -109,16 +125,18 @@ class Run:
         left: dict[Turn, int] = {}
         alternate = len(group) > 1
         for turn in group:
+            name = turn.setup.name.removesuffix(BEFORE)  # as its engine knows it
             if turn.case == PROFILE:
-                self._add(turn, self._answer(turn.engine, {"profile": turn.setup.name}), False)
+                self._add(turn, self._answer(turn.engine, {"profile": name}), False)
                 continue
-            answer = self._answer(turn.engine, {"begin": turn.setup.name, "case": turn.case})
+            answer = self._answer(turn.engine, {"begin": name, "case": turn.case})
             left[turn] = answer.pop("rounds") if answer else 0
             self._add(turn, answer, alternate)
         while any(left.values()):
             for turn in [turn for turn in left if left[turn]]:
                 cores = common.quickest_cores(_PINNED) if self._pin else None
-                answer = self._answer(turn.engine, {"again": turn.setup.name, "cores": cores})
+                name = turn.setup.name.removesuffix(BEFORE)
+                answer = self._answer(turn.engine, {"again": name, "cores": cores})
                 left[turn] = left[turn] - 1 if answer is not None else 0
                 self._add(turn, answer, alternate)
 
@@ -201,6 +219,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--limit-seconds", type=float, default=1.0, help="for each limit of the machine; 0: measure none")
     p.add_argument("--limits-from", type=Path, help="former result file of this machine: its limits are copied")
     p.add_argument("--together", action="store_true", help="start all engines at once and alternate their rounds")
+    p.add_argument("--before", type=Path, help="another checkout of this repository: its engines are measured too")
     p.add_argument(
         "--stand-still",
         action="store_true",
@@ -246,14 +265,49 @@ def _run_all(args: argparse.Namespace, argv: list[str], setups: list[Setup]) -> 
         results["engines"]["ehs"] = {"setups": {}, "not_run": reason}
         setups = [s for s in setups if s.engine != "ehs"]
 
+    path_before = ""
+    if args.before:
+        setups = with_before(setups)
+        results["before"] = common.commit(args.before, "DMI_BEFORE")
+        path_before = python_path(args.before, Path(f"{args.store_dir}-before") / "metadata")
+
     def start(engine: str) -> common.Child:
         env = common.child_env(VLLM_ALLOW_INSECURE_SERIALIZATION="1")  # functions travel to the worker
-        return common.Child(common.child_command(MODULE, argv, engine), env)
+        if not engine.endswith(BEFORE):
+            return common.Child(common.child_command(MODULE, argv, engine), env)
+        command = common.child_command(MODULE, before_argv(argv, args), engine.removesuffix(BEFORE))
+        path = os.pathsep.join([path_before, *filter(None, [env.get("PYTHONPATH")])])
+        return common.Child(command, env | {"PYTHONPATH": path}, args.before)
 
     with closing(Run(start, results, args.out, args.pin)) as run:
         run.measure((in_phases if args.together else in_sequence)(setups), args.together)
     common.save(args.out, results)
     return results
+
+
+def before_argv(argv: list[str], args: argparse.Namespace) -> list[str]:
+    """The options of an engine that runs the code of another checkout: without --before, with stores of its own."""
+    at = next(i for i, word in enumerate(argv) if word.split("=")[0] == "--before")
+    rest = argv[:at] + argv[at + (1 if "=" in argv[at] else 2) :]
+    absolute = {"--model": args.model, "--store-dir": f"{args.store_dir}-before"}
+    return [*rest, *(word for name, path in absolute.items() for word in (name, os.path.abspath(path)))]
+
+
+def python_path(checkout: Path, folder: Path) -> str:
+    """PYTHONPATH that stands for an installation of the package of a checkout, entry points included.
+
+    folder: for the metadata of that installation.
+    """
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
+    info = folder / f"{project['name']}-{project['version']}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    groups = [
+        f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in entries.items())
+        for group, entries in project["entry-points"].items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(groups))
+    return os.pathsep.join([str(checkout.absolute()), str(folder.absolute())])
 
 
 def _sound(results: dict[str, Any]) -> bool:

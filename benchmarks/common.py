@@ -61,10 +61,10 @@ def header(module: str, argv: list[str]) -> dict[str, Any]:
     }
 
 
-def commit(root: Path = ROOT) -> str | None:
+def commit(root: Path = ROOT, variable: str = "DMI_COMMIT") -> str | None:
     """Short hash of the commit in `root`, with DIRTY if the tree has changes.
 
-    Where `root` is no git repository, it is the environment variable DMI_COMMIT; without that None.
+    Where `root` is no git repository, it is the environment variable `variable`; without that None.
     """
     try:
         if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() == root.resolve():
@@ -73,7 +73,7 @@ def commit(root: Path = ROOT) -> str | None:
             return _git(root, "rev-parse", "--short", "HEAD") + (DIRTY if changes else "")
     except (OSError, subprocess.CalledProcessError):
         pass  # no git, no repository, or no commit yet
-    return os.environ.get("DMI_COMMIT") or None
+    return os.environ.get(variable) or None
 
 
 def _git(root: Path, *arguments: str) -> str:
@@ -169,14 +169,17 @@ def run_child(module: str, argv: list[str], name: str, **env: str) -> int:
 
 
 class Child:
-    """A process that answers lines of JSON with lines of JSON. Its option `--fd` names the socket."""
+    """A process that answers lines of JSON with lines of JSON. Its option `--fd` names the socket.
 
-    def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
+    cwd: its working directory, by default this process's.
+    """
+
+    def __init__(self, command: list[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
         self._socket, end = socket.socketpair()
         with end:
             fd = end.fileno()
             self._process = subprocess.Popen(
-                [*command, "--fd", str(fd)], env=env, pass_fds=[fd], start_new_session=True
+                [*command, "--fd", str(fd)], env=env, cwd=cwd, pass_fds=[fd], start_new_session=True
             )
         self._lines = self._socket.makefile()
         # Processes that the child forked keep the socket open, so its death does not end the stream.

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # gpu.sh MODEL OUT PHASE...: what docs/PERFORMANCE.md measures, for Qwen3-4B's shapes on one GPU of 139 GiB beside 126 GiB of memory.
 #
-# REPEAT: rounds of each case (5). SECONDS_EACH: after which a phase of engines is ended (600). Exit status 1: one failed.
+# REPEAT: rounds of each case (5). SECONDS_EACH: after which a phase of engines is ended (600). BEFORE: another checkout,
+# for the last two phases. DMI_COMMIT, DMI_BEFORE: the commits, where the code is no git repository. Exit status 1: one
+# failed.
 # Phases, each a result file OUT/PHASE.json and a log beside it, in the order given:
 #   kernels  taps in CUDA graphs, without vLLM (half a minute)
 #   check    tokens and values with CUDA graphs: full surface, principal components, values of several layers, reduced hooks (5 minutes)
@@ -13,6 +15,7 @@
 #   pace     writers of hidden-states and the full surface, paced in other ways (6 minutes)
 #   long     hidden-states of requests that decode for seconds, so that writers keep pace (4 minutes)
 #   ehs      vLLM's own extraction (4 minutes)
+#   before-hidden, before-full   hidden-states, the full surface: with this code and with that in BEFORE (4 minutes each)
 set -euo pipefail
 status=0
 failed() { echo "$1 ended with status $2"; status=1; }
@@ -72,6 +75,12 @@ for phase in "$@"; do
       capture long '{"stock": 9, "hidden": 20}' 'stock,hidden-states null,hidden-states disk' decode32x1500 --profile '' ;;
     ehs)
       capture ehs '{"stock": 5, "ehs": 20, "hidden": 9}' 'stock,ehs,hidden-states disk' "$decode,prefill32" --profile '' ;;
+    before-hidden)
+      capture before-hidden '{"stock": 5, "hidden": 9}' 'stock,hidden-states null,hidden-states disk' "$decode,prefill32" \
+        --profile '' --before "${BEFORE:?BEFORE=DIR names another checkout}" ;;
+    before-full)
+      capture before-full '{"stock": 5, "full": 48}' 'stock,full null,full disk none' decode1,decode32,prefill32 \
+        --profile '' --before "${BEFORE:?BEFORE=DIR names another checkout}" ;;
     *)
       echo "gpu.sh: no phase $phase" >&2
       exit 2 ;;

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 FULL = "vllm-full,-logits"
 HIDDEN = "hidden-states"
+BEFORE = ", before"
+"""Suffix of setups, and of their engines, that run the code of another checkout (--before)."""
 
 
 class Case(NamedTuple):
@@ -216,6 +218,16 @@ def choose(args: argparse.Namespace) -> list[Setup]:
         in_order = tuple(case for case in CASES if case in others)
         chosen = [replace(s, cases=in_order) if s.engine == "stock" else s for s in chosen]
     return [s for s in chosen if s.cases]
+
+
+def with_before(setups: list[Setup]) -> list[Setup]:
+    """Each setup, and behind it the same on the code of another checkout. Setups that are not ours stay single."""
+    both: list[Setup] = []
+    for setup in setups:
+        both.append(setup)
+        if setup.hooks:
+            both.append(replace(setup, name=setup.name + BEFORE, engine=setup.engine + BEFORE))
+    return both
 
 
 def in_sequence(setups: list[Setup]) -> list[Turn]:

@@ -28,6 +28,7 @@ from benchmarks.setups import (
     in_groups,
     in_phases,
     in_sequence,
+    with_before,
 )
 from dmi_connector.engine.architectures import ARCHITECTURES
 from dmi_connector.hooks import parse_selection
@@ -316,6 +317,35 @@ def test_an_engine_that_fails_or_dies_leaves_the_others_alone(together: bool, tm
     first, second = times["stock"], times["good"]
     assert len(first) == 3 and max(first) < min(second) if not together else first[1] < second[1] < first[2]
     assert not capture._sound(results)
+
+
+def test_code_before_a_change_alternates_with_the_code_after() -> None:
+    stock, null = Setup("stock", "stock", cases=("decode1",)), Setup("a null", "a", FULL, cases=("decode1",))
+    turns = in_phases(with_before([stock, null]))
+    (group,) = in_groups(turns, together=True)
+    assert [(turn.setup.name, turn.engine) for turn in group] == [
+        ("stock", "stock"),
+        ("a null", "a"),
+        ("a null, before", "a, before"),
+    ]
+
+
+@pytest.mark.parametrize("given", [["--before", "DIR"], ["--before=DIR"]])
+def test_an_engine_before_a_change_has_its_own_stores_and_entry_points(given: list[str], tmp_path: Path) -> None:
+    args = capture.parser().parse_args([*given, "--store-dir", "/stores", "--model", "/model"])
+    argv = capture.before_argv([*given, "--repeat", "1"], args)
+    assert argv == ["--repeat", "1", "--model", "/model", "--store-dir", "/stores-before"]
+    code = "from importlib.metadata import entry_points; import dmi_connector; print(dmi_connector.__file__)"
+    code += "; print(entry_points(name='x'))"
+    project = (ROOT / "pyproject.toml").read_text()
+    checkout = tmp_path / "checkout"
+    (checkout / "dmi_connector").mkdir(parents=True)
+    (checkout / "dmi_connector/__init__.py").touch()
+    (checkout / "pyproject.toml").write_text(project.replace("dmi_connector = ", "x = "))
+    path = capture.python_path(checkout, tmp_path / "metadata")
+    env = {**os.environ, "PYTHONPATH": path}
+    found = subprocess.check_output([sys.executable, "-c", code], env=env, cwd=tmp_path, text=True)
+    assert found.startswith(str(checkout)) and found.count("EntryPoint(name='x'") == 2, found
 
 
 def test_engines_that_are_up_together_take_rounds_alternately() -> None:
