@@ -10,7 +10,7 @@ import torch
 from dmi_connector.layout import HEADER_BYTES, ROW_ALIGN, ROW_BYTES_ALIGN
 from tests import runner
 
-DEVICE = torch.device("cuda" if runner.GPU else "cpu")
+DEVICE = torch.device("cuda:0" if runner.GPU else "cpu")
 NARROW = "bfloat16" if runner.GPU else "float16"
 """The float of 16 bits for kernels that compute: the interpreter computes nothing in bfloat16."""
 ROWS = 41
