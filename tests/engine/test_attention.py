@@ -39,7 +39,7 @@ def test_attention_is_that_of_transformers(captured: tuple[Capture, np.ndarray])
     np.testing.assert_allclose(some, want[0, -1, 100:130, :130], rtol=0, atol=1e-5)
 
 
-def test_what_cannot_be_rebuilt_is_refused(captured: tuple[Capture, np.ndarray]) -> None:
+def test_attention_that_cannot_be_rebuilt_is_refused(captured: tuple[Capture, np.ndarray]) -> None:
     capture, _ = captured
     heads = capture.attrs["dims"]["heads"]
     with pytest.raises(ValueError, match=f"head {heads} does not exist: the model has heads 0 to {heads - 1}"):

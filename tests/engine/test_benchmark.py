@@ -110,7 +110,7 @@ def test_stores_are_verified_and_whole(run: tuple[dict[str, Any], str], setup: s
     assert got["GB_per_s"] * got["finished_s"] == pytest.approx(got["exported_GB"])
 
 
-def test_dropped_rows_are_accounted_for(run: tuple[dict[str, Any], str]) -> None:
+def test_dropped_rows_are_counted_as_missing_rows(run: tuple[dict[str, Any], str]) -> None:
     got = report.measured(run[0], "full disk slow drop")["decode32"]
     assert got["verified"] is True, got
     assert 0 < got["missing_rows"] < got["rows"]
@@ -132,7 +132,7 @@ def test_the_printed_tables_hold_the_ratios(run: tuple[dict[str, Any], str]) -> 
     assert "tiny: a fixed piece of Python took " in printed
 
 
-def test_several_files_each_with_their_own_stock(run: tuple[dict[str, Any], str]) -> None:
+def test_the_table_compares_each_file_with_its_own_stock(run: tuple[dict[str, Any], str]) -> None:
     other = json.loads((ROOT / "benchmarks/results/h200-overhead.json").read_text())
     lines = report.table({"tiny": run[0], "h200": other}).splitlines()
     for name, results in (("tiny", run[0]), ("h200", other)):
@@ -179,7 +179,7 @@ def test_engines_together_take_turns_on_each_case_of_a_phase() -> None:
     assert _order(in_phases(ORDERED[:1])) == [(0, "stock", case) for case in (*ORDERED[0].cases, PROFILE)]
 
 
-def test_engines_in_sequence_are_each_done_in_one_go() -> None:
+def test_engines_in_sequence_run_one_after_the_other() -> None:
     turns = in_sequence(ORDERED)
     assert sorted(_order(turns)) == sorted({(0, name, case) for _, name, case in _order(in_phases(ORDERED))})
     engines = [turn.engine for turn in turns]
@@ -187,7 +187,7 @@ def test_engines_in_sequence_are_each_done_in_one_go() -> None:
     assert _order(turns)[6:9] == [(0, "a null", "prefill8"), (0, "a null", "decode32"), (0, "a null", PROFILE)]
 
 
-def test_setups_of_an_engine_differ_only_in_what_can_be_switched() -> None:
+def test_setups_of_one_engine_share_hooks_reductions_and_owner() -> None:
     setups = all_setups(["hooks"], "zstd", "")
     assert len({s.name for s in setups}) == len(setups)
     for setup in setups:
@@ -195,7 +195,7 @@ def test_setups_of_an_engine_differ_only_in_what_can_be_switched() -> None:
     assert {s.owner for s in setups if "target" in s.name} == {"target"}
 
 
-def test_stock_counts_all_its_runs_and_others_its_runs_of_their_phase() -> None:
+def test_a_ratio_uses_the_stock_runs_of_its_own_phase() -> None:
     stock, null, disk = (Setup(name, name) for name in ("stock", "null", "disk"))
     results: dict[str, Any] = {"limits": {}, "engines": {name: {"setups": {}} for name in ("stock", "null", "disk")}}
     then: capture.Stock = {}
@@ -220,8 +220,8 @@ def test_stock_counts_all_its_runs_and_others_its_runs_of_their_phase() -> None:
 
 
 @pytest.mark.parametrize("alternate", [True, False])
-def test_rounds_taken_by_turns_are_compared_in_pairs(alternate: bool) -> None:
-    """A machine that is slow for two rounds slows both that were then under way."""
+def test_only_rounds_that_alternate_are_compared_in_pairs(alternate: bool) -> None:
+    """A machine that is slow for a while slows both rounds of a pair."""
     stock, null = (Setup(name, name) for name in ("stock", "null"))
     results: dict[str, Any] = {"limits": {}, "engines": {name: {"setups": {}} for name in ("stock", "null")}}
     then: capture.Stock = {}
@@ -275,7 +275,7 @@ serve(fd, Bench, [Setup(f"{name} {what}", name) for what in ("null", "disk")])
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_an_engine_that_fails_or_dies_leaves_the_others_alone(together: bool, tmp_path: Path) -> None:
+def test_an_engine_that_fails_or_dies_does_not_stop_the_others(together: bool, tmp_path: Path) -> None:
     names = ("stock", "no start", "fails", "dies", "ends badly", "good")
     cases = ("decode1", "decode32")
     setups = [Setup(f"{n} null", n, "" if n == "stock" else FULL, sink="null", cases=cases) for n in names]
@@ -374,14 +374,14 @@ def test_limits_of_a_former_run_are_copied() -> None:
         ({0, 3}, {1, 2}, {2, 3}, "calls 1 rows missing that the store does not"),
     ],
 )
-def test_accounting_finds_what_does_not_add_up(
+def test_accounting_finds_rows_that_do_not_add_up(
     there: set[int], missing: set[int], claimed: set[int], words: str | None
 ) -> None:
     problems = account(4, there, missing, claimed)
     assert (problems == []) if words is None else words in problems[0]
 
 
-def test_layer_curves_cut_the_full_selection(tiny_model: Callable[..., Path]) -> None:
+def test_layer_curves_take_the_first_layers_of_the_full_selection(tiny_model: Callable[..., Path]) -> None:
     from transformers import AutoConfig
 
     model = tiny_model("qwen3")

@@ -75,7 +75,7 @@ def test_stores_are_whole_and_in_bfloat16(run: Run, captures: dict[str, Capture]
             assert value.float().abs().max() > 0.05, f"{name}: {hook} is all but zero"
 
 
-def test_bit_equal_where_the_order_of_operations_is_the_same(
+def test_values_are_bit_equal_where_the_order_of_operations_is_the_same(
     run: Run, captures: dict[str, Capture], half: Oracle
 ) -> None:
     if not run.facts["eager"]:

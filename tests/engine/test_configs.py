@@ -41,7 +41,7 @@ def register() -> None:
 
 
 @pytest.mark.parametrize("name", [path.name for path in sorted(CONFIGS.iterdir())])
-def test_config_reaches_the_engine(
+def test_each_config_file_reaches_the_engine(
     name: str, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs

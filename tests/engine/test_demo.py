@@ -53,7 +53,7 @@ def test_the_demo_captures_every_hook_of_its_prompts(result: Result) -> None:
         assert capture.numpy("logits").shape == (demo.NEW_TOKENS, 512), capture
 
 
-def test_the_demo_prints_what_it_says(result: Result) -> None:
+def test_the_demo_prints_each_store_and_the_error_of_each_hook(result: Result) -> None:
     for capture in result.captures():
         line = next(line for line in result.out.splitlines() if line.startswith(capture.path.name))
         assert f"{capture.prompt_len} + {demo.NEW_TOKENS - 1}" in line, line
@@ -67,8 +67,7 @@ def test_the_demo_prints_what_it_says(result: Result) -> None:
     assert str(picture) in result.out and picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_wrong_value_would_be_seen(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison is not vacuous: with the keys of another layer's hook it fails."""
+def test_the_comparison_finds_keys_of_another_layer(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     capture = result.captures()[0]
     oracle = Oracle(result.directory / "model")
     assert max(compare(capture, oracle).values()) <= demo.TOLERANCE

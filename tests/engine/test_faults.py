@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults in the middle of 20 captures: requests are answered, stores say what they lack, and it goes on afterwards."""
+"""Faults in the middle of 20 captures: requests are answered, and stores say what they lack.
+
+Each test may run alone or in any order: a test that kills the engine leaves the next one to start another.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -34,21 +39,49 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
     disk.unmount()
 
 
-def alive(disk: Disk, model: Path, oracle: Oracle, **options: object) -> Iterator[Live]:
-    """An engine that captures into `disk`; in a process of its own, with a worker process of its own."""
-    tp = options.pop("tensor_parallel_size", 1)
-    args = capture_args(
-        HOOKS, disk.path, chunk_tokens=CHUNK, segment_tokens=SEGMENT, host_buffer_bytes=BUFFER, **options
-    )
-    args |= {"enforce_eager": True, "max_num_seqs": 32, "tensor_parallel_size": tp}
-    with engine(model, in_process=False, distributed_executor_backend="mp", **args) as llm:
-        yield Live(llm, Run(disk.path), oracle)
+class Engines:
+    """One engine at a time, all in one directory. After a test that kills it the next test starts another one there."""
+
+    def __init__(self, disk: Disk, model: Path, oracle: Oracle) -> None:
+        self._disk, self._model, self._oracle = disk, model, oracle
+        self._started, self._options, self._stack = 0, {}, ExitStack()
+        self._live: Live | None = None
+
+    def get(self, **options: object) -> Live:
+        """The engine that runs if it has these options, else a new one: it works, whatever the one before left."""
+        if self._live is None or not processes("EngineCore") or not options.items() <= self._options.items():
+            self.stop()
+            self._live = self._stack.enter_context(self._start(**options))
+            self._options, self._started = {"policy": "block", **options}, self._started + 1
+            self._live.works(f"start-{self._started}")
+        return self._live
+
+    @contextmanager
+    def _start(self, tensor_parallel_size: int = 1, **options: object) -> Iterator[Live]:
+        """An engine in a process of its own, with a worker process of its own."""
+        sizes = {"chunk_tokens": CHUNK, "segment_tokens": SEGMENT, "host_buffer_bytes": BUFFER}
+        args: dict[str, Any] = capture_args(HOOKS, self._disk.path, **sizes, **options)
+        args |= {"enforce_eager": True, "max_num_seqs": 32, "tensor_parallel_size": tensor_parallel_size}
+        with engine(self._model, in_process=False, distributed_executor_backend="mp", **args) as llm:
+            yield Live(llm, Run(self._disk.path), self._oracle)
+
+    def stop(self) -> None:
+        """Stop the engine that runs, if any."""
+        self._stack.close()
+        self._live = None
 
 
-@pytest.fixture(scope="class")
-def live(disk: Disk, tiny_model: Callable[..., Path], oracle: Callable[..., Oracle]) -> Iterator[Live]:
-    """The engine of a class of tests, unless that has its own."""
-    yield from alive(disk, tiny_model("qwen3"), oracle("qwen3"))
+@pytest.fixture(scope="module")
+def engines(disk: Disk, tiny_model: Callable[..., Path], oracle: Callable[..., Oracle]) -> Iterator[Engines]:
+    found = Engines(disk, tiny_model("qwen3"), oracle("qwen3"))
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def live(engines: Engines) -> Live:
+    """An engine with policy "block": nothing is lost but what a fault itself destroys."""
+    return engines.get(policy="block")
 
 
 def removed(path: Path) -> bool:
@@ -91,236 +124,221 @@ def at_rest() -> bool:
     return True
 
 
-class TestOneEngineLivesOn:
-    """policy "block": nothing is lost but what the fault itself destroys."""
+def test_a_killed_writer_costs_what_it_had_not_written(live: Live) -> None:
+    asks = many("writer")
+    future = live.begin(asks)
+    [writer] = processes("dmi-writer")
+    kill([writer])
+    live.answered(asks, future)
+    states = [info.state for info in finished(live.run.store_dir, "writer")]
+    assert "incomplete" in states and set(states) <= {"complete", "incomplete"}
+    kept = 0
+    for name in asks:
+        capture = open_capture(live.run.store(name), timeout=0, allow_incomplete=True)
+        kept += check_rows(capture, live.oracle, live.run.tokens(name))
+        assert capture.complete or "died (signal 9)" in str(capture.reason)
+    assert kept > CHUNK, "chunks that were written before are kept"
+    assert [p.pid for p in processes("dmi-writer")] != [writer.pid]
+    live.works("after-writer")
 
-    def test_writer_killed(self, live: Live) -> None:
-        asks = many("writer")
-        future = live.begin(asks)
-        [writer] = processes("dmi-writer")
-        kill([writer])
+
+def test_a_killed_coordinator_leaves_captures_to_a_repair(live: Live) -> None:
+    [coordinator] = processes("dmi-coordinator")
+    until(lambda: time.time() - coordinator.create_time() > 11, "it is young")
+    asks = many("coordinator")
+    future = live.begin(asks)
+    kill([coordinator])
+    live.answered(asks, future)
+    live.works("after-coordinator")
+    found = finished(live.run.store_dir, "coordinator")
+    failed = {info.store for info in found if info.state == "failed"}
+    assert failed and all("the coordinator died (killed)" in str(i.reason) for i in found if i.state == "failed")
+    with pytest.raises(TimeoutError, match="dmi repair makes a store"):
+        open_capture(min(failed), timeout=0)
+    outcomes = repair(live.run.store_dir, remove_empty=True)
+    assert {o.state for o in outcomes} <= {"salvaged", "removed", "published"} and not live.partials("")
+    rows = 0
+    for outcome in outcomes:
+        if outcome.store:
+            capture = open_capture(outcome.store, timeout=0, allow_incomplete=True)
+            rows += check_rows(capture, live.oracle, live.run.tokens(capture.attrs["key"]))
+    assert rows > MANY * CHUNK / 2
+
+
+def test_a_slow_disk_loses_nothing(live: Live) -> None:
+    asks = many("slow")
+    future = live.begin(asks)
+    [worker] = processes("Worker")
+    before = faults.memory(worker.pid, "RssAnon", "RssShmem")
+    with stopped(processes("dmi-writer")):
+        time.sleep(3)
+        assert not future.done(), "the engine waits for room"
+        assert faults.memory(worker.pid, "RssAnon", "RssShmem") - before < BUFFER + (16 << 20)
+    live.answered(asks, future)
+    assert [info.state for info in finished(live.run.store_dir, "slow")] == ["complete"] * MANY
+    for name in list(asks)[::7]:
+        check_rows(open_capture(live.run.store(name)), live.oracle, live.run.tokens(name))
+
+
+def test_a_full_disk_costs_captures_but_no_answers(live: Live, disk: Disk) -> None:
+    asks = many("full")
+    future = live.begin(asks)
+    with disk.full(processes("dmi-writer")):
         live.answered(asks, future)
-        states = [info.state for info in finished(live.run.store_dir, "writer")]
-        assert "incomplete" in states and set(states) <= {"complete", "incomplete"}
-        kept = 0
-        for name in asks:
-            capture = open_capture(live.run.store(name), timeout=0, allow_incomplete=True)
-            kept += check_rows(capture, live.oracle, live.run.tokens(name))
-            assert capture.complete or "died (signal 9)" in str(capture.reason)
-        assert kept > CHUNK, "chunks that were written before are kept"
-        assert [p.pid for p in processes("dmi-writer")] != [writer.pid]
-        live.works("after-writer")
-
-    def test_coordinator_killed(self, live: Live) -> None:
-        [coordinator] = processes("dmi-coordinator")
-        until(lambda: time.time() - coordinator.create_time() > 11, "it is young")
-        asks = many("coordinator")
-        future = live.begin(asks)
-        kill([coordinator])
-        live.answered(asks, future)
-        live.works("after-coordinator")
-        found = finished(live.run.store_dir, "coordinator")
-        failed = {info.store for info in found if info.state == "failed"}
-        assert failed and all("the coordinator died (killed)" in str(i.reason) for i in found if i.state == "failed")
-        with pytest.raises(TimeoutError, match="dmi repair makes a store"):
-            open_capture(min(failed), timeout=0)
-        outcomes = repair(live.run.store_dir, remove_empty=True)
-        assert {o.state for o in outcomes} <= {"salvaged", "removed", "published"} and not live.partials("")
-        rows = 0
-        for outcome in outcomes:
-            if outcome.store:
-                capture = open_capture(outcome.store, timeout=0, allow_incomplete=True)
-                rows += check_rows(capture, live.oracle, live.run.tokens(capture.attrs["key"]))
-        assert rows > MANY * CHUNK / 2
-
-    def test_slow_disk_loses_nothing(self, live: Live) -> None:
-        asks = many("slow")
-        future = live.begin(asks)
-        [worker] = processes("Worker")
-        before = faults.memory(worker.pid, "RssAnon", "RssShmem")
-        with stopped(processes("dmi-writer")):
-            time.sleep(3)
-            assert not future.done(), "the engine waits for room"
-            assert faults.memory(worker.pid, "RssAnon", "RssShmem") - before < BUFFER + (16 << 20)
-        live.answered(asks, future)
-        assert [info.state for info in finished(live.run.store_dir, "slow")] == ["complete"] * MANY
-        for name in list(asks)[::7]:
-            check_rows(open_capture(live.run.store(name)), live.oracle, live.run.tokens(name))
-
-    def test_full_disk(self, live: Live, disk: Disk) -> None:
-        asks = many("full")
-        future = live.begin(asks)
-        with disk.full(processes("dmi-writer")):
-            live.answered(asks, future)
-            more = many("none", 40, tokens=8)
-            live.ask(more)
-            live.ask(many("last", 1, tokens=8))  # by then the stores before it are dealt with
-            until(lambda: len(list(disk.path.glob("none-*.partial"))) < 5, "directories without a row pile up")
-        live.works("after-full")
-        for outcome in repair(disk.path, remove_empty=True):
-            assert outcome.state in ("salvaged", "removed"), outcome
-        for name in asks:
-            [info] = find_captures(disk.path, key=name)
-            if info.state == "incomplete":
-                capture = open_capture(info.store, timeout=0, allow_incomplete=True)
-                assert capture.reason
-                check_rows(capture, live.oracle, live.run.tokens(name))
-        assert "complete" not in [info.state for info in find_captures(disk.path, key="none-39")]
-
-    def test_no_descriptors_left(self, live: Live, disk: Disk) -> None:
-        writers = processes("dmi-writer")
-        limits = [process.rlimit(psutil.RLIMIT_NOFILE) for process in writers]
-        for process, (_, hard) in zip(writers, limits, strict=True):
-            process.rlimit(psutil.RLIMIT_NOFILE, (faults.descriptors(process.pid) + 8, hard))
-        asks = many("open", tokens=40)
-        live.ask(asks)
-
-        def states() -> list[str]:
-            """Of some not even the beginning could be written down."""
-            found = {capture.key: capture.state for capture in find_captures(disk.path)}
-            return [found.get(key, "started") for key in asks]
-
-        until(lambda: "started" not in states(), "they have no end")
-        assert set(states()) & {"failed", "incomplete", "unfinished"}
-        for process, limit in zip(writers, limits, strict=True):
-            process.rlimit(psutil.RLIMIT_NOFILE, limit)
-        live.works("after-open")
-        repair(disk.path, remove_empty=True)
-        assert verify_all(disk.path) > 0
-
-    @pytest.mark.parametrize("fault", ["removed", "read-only"])
-    def test_directory(self, live: Live, disk: Disk, fault: str) -> None:
-        """Removed amid captures; read-only before they begin, as no file system becomes that while files are open."""
-        if fault == "read-only" and not disk.mounted and os.geteuid() == 0:
-            pytest.skip("root writes wherever it cannot mount, and nothing is mounted here")
-        asks = many(fault)
-        if fault == "removed":
-            for path in disk.path.iterdir():  # of earlier tests: so the captures have to race with few removals only
-                until(lambda path=path: removed(path), "somebody puts back what was removed")
-            future = live.begin(asks)
-            for path in sorted(disk.path.iterdir(), key=lambda path: path.suffix == ".partial"):
-                until(lambda path=path: removed(path), "writers put back what was removed")
-            live.answered(asks, future)
-            live.works("after-removed")
-            for info in finished(disk.path, fault):
-                assert info.state == "incomplete", "a store whose files were removed must not pass for whole"
-        else:
-            live.works("quiet")
-            read_only(disk, True)
-            try:
-                live.ask(asks)
-                until(at_rest, "writers are still at work")
-            finally:
-                read_only(disk, False)
-            assert all(len(live.run.tokens(name)) == len(asks[name].prompt) + TOKENS for name in asks)
-            assert not live.partials(fault) and not list(disk.path.glob(f"{fault}-*"))
-            live.works("after-read-only")
-        assert verify_all(disk.path) > 0
-
-    def test_everything_killed_at_once(self, live: Live, disk: Disk) -> None:
-        """As by a machine that runs out of memory: directories are left, and say so."""
-        live.begin(many("all"))
-        kill(processes("dmi-coordinator") + processes("dmi-writer") + processes("EngineCore") + processes("Worker"))
-        engine_ended()
-
-        def found() -> dict[Path, str]:
-            return {c.store: c.state for c in find_captures(disk.path) if (c.key or "").startswith("all-")}
-
-        until(lambda: "started" not in found().values(), "a killed process still holds its locks")
-        states = found()
-        assert list(states.values()) == ["unfinished"] * MANY
-        with pytest.raises(TimeoutError, match="its writers ended and left"):
-            open_capture(min(states), timeout=0)
-        assert main(["repair", str(disk.path), "--remove-empty"]) == 0 and not live.partials("")
-        stores = [store for store in states if store.exists()]
-        assert len(stores) > MANY / 2
-        captures = [open_capture(store, timeout=0, allow_incomplete=True) for store in stores]
-        assert sum(check_rows(capture, live.oracle) for capture in captures) > MANY * CHUNK / 2
-
-
-class TestTheNextEngine:
-    """policy "drop", in the directory that the first engine left."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def live(cls, disk: Disk, tiny_model: Callable[..., Path], oracle: Callable[..., Oracle]) -> Iterator[Live]:
-        yield from alive(disk, tiny_model("qwen3"), oracle("qwen3"), policy="drop")
-
-    def test_it_works(self, live: Live) -> None:
-        live.works("next")
-
-    def test_what_is_dropped_is_listed_row_by_row(self, live: Live) -> None:
-        asks = many("drop")
-        future = live.begin(asks)
-        with stopped(processes("dmi-writer")):
-            live.answered(asks, future)  # nobody waits for the disk, not for logits either
-        assert "incomplete" in [info.state for info in finished(live.run.store_dir, "drop")]
-        told = 0
-        for name in asks:
-            capture = open_capture(live.run.store(name), timeout=0, allow_incomplete=True)
+        more = many("none", 40, tokens=8)
+        live.ask(more)
+        live.ask(many("last", 1, tokens=8))  # by then the stores before it are dealt with
+        until(lambda: len(list(disk.path.glob("none-*.partial"))) < 5, "directories without a row pile up")
+    live.works("after-full")
+    for outcome in repair(disk.path, remove_empty=True):
+        assert outcome.state in ("salvaged", "removed"), outcome
+    for name in asks:
+        [info] = find_captures(disk.path, key=name)
+        if info.state == "incomplete":
+            capture = open_capture(info.store, timeout=0, allow_incomplete=True)
+            assert capture.reason
             check_rows(capture, live.oracle, live.run.tokens(name))
-            missing = {row for start, stop in capture.missing for row in range(start, stop)}
-            assert missing == lost_rows(capture), name
-            assert capture.complete or "writing fell behind (policy drop)" in str(capture.reason)
-            response = live.run.replies[name].kv_transfer_params.get("dmi_missing", [])
-            told += len(response)
-            assert {row for start, stop in response for row in range(start, stop)} <= missing
-        assert told, "responses tell what was lost before they left"
-        live.works("after-drop")
-
-    def test_engine_core_killed(self, live: Live, disk: Disk) -> None:
-        live.begin(many("core"))
-        kill(processes("EngineCore"))
-        engine_ended()
-        closed_by_the_coordinator(disk.path, "core", live.oracle)
+    assert "complete" not in [info.state for info in find_captures(disk.path, key="none-39")]
 
 
-class TestTheOneAfterThat:
-    """In the directory that an engine left whose core was killed."""
+def test_writers_without_descriptors_cost_captures_but_no_answers(live: Live, disk: Disk) -> None:
+    writers = processes("dmi-writer")
+    limits = [process.rlimit(psutil.RLIMIT_NOFILE) for process in writers]
+    for process, (_, hard) in zip(writers, limits, strict=True):
+        process.rlimit(psutil.RLIMIT_NOFILE, (faults.descriptors(process.pid) + 8, hard))
+    asks = many("open", tokens=40)
+    live.ask(asks)
 
-    def test_it_works(self, live: Live) -> None:
-        live.works("third")
+    def states() -> list[str]:
+        """Of some not even the beginning could be written down."""
+        found = {capture.key: capture.state for capture in find_captures(disk.path)}
+        return [found.get(key, "started") for key in asks]
 
-    def test_worker_killed(
-        self, live: Live, disk: Disk, tiny_model: Callable[..., Path], oracle: Callable[..., Oracle]
-    ) -> None:
-        future = live.begin(many("worker"))
-        kill(processes("Worker"))
-        with pytest.raises(Exception, match="EngineCore"):
-            future.result(60)
-        engine_ended()
-        closed_by_the_coordinator(disk.path, "worker", live.oracle)
-        assert not live.partials("worker") and repair(disk.path, remove_empty=True) == []
-        for last in alive(disk, tiny_model("qwen3"), oracle("qwen3")):
-            last.works("fourth")
-        assert verify_all(disk.path) > 0
+    until(lambda: "started" not in states(), "they have no end")
+    assert set(states()) & {"failed", "incomplete", "unfinished"}
+    for process, limit in zip(writers, limits, strict=True):
+        process.rlimit(psutil.RLIMIT_NOFILE, limit)
+    live.works("after-open")
+    repair(disk.path, remove_empty=True)
+    assert verify_all(disk.path) > 0
 
 
-@pytest.mark.soak  # two ranks take long to start; the rest of this file has one
+def test_a_removed_directory_leaves_no_store_that_passes_for_whole(live: Live, disk: Disk) -> None:
+    """Removed amid captures."""
+    for path in disk.path.iterdir():  # of earlier tests: so the captures have to race with few removals only
+        until(lambda path=path: removed(path), "somebody puts back what was removed")
+    asks = many("removed")
+    future = live.begin(asks)
+    for path in sorted(disk.path.iterdir(), key=lambda path: path.suffix == ".partial"):
+        until(lambda path=path: removed(path), "writers put back what was removed")
+    live.answered(asks, future)
+    live.works("after-removed")
+    for info in finished(disk.path, "removed"):
+        assert info.state == "incomplete", "a store whose files were removed must not pass for whole"
+    assert verify_all(disk.path) > 0
+
+
+def test_a_read_only_directory_costs_captures_but_no_answers(live: Live, disk: Disk) -> None:
+    """Read-only before captures begin: no file system becomes that while files are open."""
+    if not disk.mounted and os.geteuid() == 0:
+        pytest.skip("root writes wherever it cannot mount, and nothing is mounted here")
+    asks = many("read-only")
+    live.works("quiet")
+    read_only(disk, True)
+    try:
+        live.ask(asks)
+        until(at_rest, "writers are still at work")
+    finally:
+        read_only(disk, False)
+    assert all(len(live.run.tokens(name)) == len(asks[name].prompt) + TOKENS for name in asks)
+    assert not live.partials("read-only") and not list(disk.path.glob("read-only-*"))
+    live.works("after-read-only")
+    assert verify_all(disk.path) > 0
+
+
+def test_captures_of_killed_processes_are_unfinished_until_a_repair(engines: Engines, disk: Disk) -> None:
+    """As by a machine that runs out of memory: directories are left, and say so."""
+    live = engines.get()
+    live.begin(many("all"))
+    kill(processes("dmi-coordinator") + processes("dmi-writer") + processes("EngineCore") + processes("Worker"))
+    engine_ended()
+
+    def found() -> dict[Path, str]:
+        return {c.store: c.state for c in find_captures(disk.path) if (c.key or "").startswith("all-")}
+
+    until(lambda: "started" not in found().values(), "a killed process still holds its locks")
+    states = found()
+    assert list(states.values()) == ["unfinished"] * MANY
+    with pytest.raises(TimeoutError, match="its writers ended and left"):
+        open_capture(min(states), timeout=0)
+    assert main(["repair", str(disk.path), "--remove-empty"]) == 0 and not live.partials("")
+    stores = [store for store in states if store.exists()]
+    assert len(stores) > MANY / 2
+    captures = [open_capture(store, timeout=0, allow_incomplete=True) for store in stores]
+    assert sum(check_rows(capture, live.oracle) for capture in captures) > MANY * CHUNK / 2
+
+
+def test_dropped_rows_are_listed_one_by_one(engines: Engines) -> None:
+    live = engines.get(policy="drop")
+    asks = many("drop")
+    future = live.begin(asks)
+    with stopped(processes("dmi-writer")):
+        live.answered(asks, future)  # nobody waits for the disk, not for logits either
+    assert "incomplete" in [info.state for info in finished(live.run.store_dir, "drop")]
+    told = 0
+    for name in asks:
+        capture = open_capture(live.run.store(name), timeout=0, allow_incomplete=True)
+        check_rows(capture, live.oracle, live.run.tokens(name))
+        missing = {row for start, stop in capture.missing for row in range(start, stop)}
+        assert missing == lost_rows(capture), name
+        assert capture.complete or "writing fell behind (policy drop)" in str(capture.reason)
+        response = live.run.replies[name].kv_transfer_params.get("dmi_missing", [])
+        told += len(response)
+        assert {row for start, stop in response for row in range(start, stop)} <= missing
+    assert told, "responses tell what was lost before they left"
+    live.works("after-drop")
+
+
+def test_a_killed_engine_core_leaves_stores_of_the_rows_that_came(engines: Engines, disk: Disk) -> None:
+    live = engines.get()
+    live.begin(many("core"))
+    kill(processes("EngineCore"))
+    engine_ended()
+    closed_by_the_coordinator(disk.path, "core", live.oracle)
+
+
+def test_a_killed_worker_leaves_stores_of_the_rows_that_came(engines: Engines, disk: Disk) -> None:
+    live = engines.get()
+    future = live.begin(many("worker"))
+    kill(processes("Worker"))
+    with pytest.raises(Exception, match="EngineCore"):
+        future.result(60)
+    engine_ended()
+    closed_by_the_coordinator(disk.path, "worker", live.oracle)
+    assert not live.partials("worker") and repair(disk.path, remove_empty=True) == []
+    assert verify_all(disk.path) > 0
+
+
+@pytest.mark.soak  # two ranks take long to start; the other tests here have one
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
-class TestTwoRanks:
-    @pytest.fixture(scope="class")
-    @classmethod
-    def live(cls, disk: Disk, tiny_model: Callable[..., Path], oracle: Callable[..., Oracle]) -> Iterator[Live]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-            yield from alive(disk, tiny_model("qwen3"), oracle("qwen3"), tensor_parallel_size=2)
-
-    def test_worker_killed(self, live: Live, disk: Disk) -> None:
-        """Neither rank knows how far the other came: the directories wait for a repair."""
-        live.works("ranks")
-        future = live.begin(many("ranks"))
-        kill(processes("Worker")[:1])
-        with pytest.raises(Exception, match="EngineCore"):
-            future.result(60)
-        engine_ended()
-        states = [c.state for c in find_captures(disk.path) if (c.key or "").startswith("ranks-")]
-        assert states == ["unfinished"] * MANY
-        stores = [Path(outcome.store) for outcome in repair(disk.path, remove_empty=True) if outcome.store]
-        assert len(stores) > MANY / 2
-        captures = [open_capture(store, timeout=0, allow_incomplete=True) for store in stores]
-        assert {capture.attrs["tp"] for capture in captures} == {2}
-        assert sum(check_rows(capture, live.oracle) for capture in captures) > MANY * CHUNK / 2
+def test_a_killed_worker_of_two_ranks_leaves_captures_to_a_repair(
+    engines: Engines, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither rank knows how far the other came: the directories wait for a repair."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    live = engines.get(tensor_parallel_size=2)
+    future = live.begin(many("ranks"))
+    kill(processes("Worker")[:1])
+    with pytest.raises(Exception, match="EngineCore"):
+        future.result(60)
+    engine_ended()
+    states = [c.state for c in find_captures(disk.path) if (c.key or "").startswith("ranks-")]
+    assert states == ["unfinished"] * MANY
+    stores = [Path(outcome.store) for outcome in repair(disk.path, remove_empty=True) if outcome.store]
+    assert len(stores) > MANY / 2
+    captures = [open_capture(store, timeout=0, allow_incomplete=True) for store in stores]
+    assert {capture.attrs["tp"] for capture in captures} == {2}
+    assert sum(check_rows(capture, live.oracle) for capture in captures) > MANY * CHUNK / 2
 
 
 def read_only(disk: Disk, on: bool) -> None:

@@ -62,7 +62,7 @@ def check(run: Run, name: str, twin: Oracle, arch: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHS)
-def test_no_two_hooks_or_layers_could_be_mistaken(name: str, oracle: Callable[..., Oracle]) -> None:
+def test_no_two_hooks_or_layers_have_nearly_the_same_values(name: str, oracle: Callable[..., Oracle]) -> None:
     values = oracle(name).run(prompt(40))
     rows = {
         f"{hook} layer {layer}": value
@@ -78,13 +78,13 @@ def test_no_two_hooks_or_layers_could_be_mistaken(name: str, oracle: Callable[..
             assert np.abs(x - y)[1:].max(-1).min() > 0.01, f"{a} is too near {b}"
 
 
-def test_prompts_on_and_around_chunk_and_block_edges(run: Run, twin: Oracle, arch: str) -> None:
+def test_prompts_that_end_near_chunk_and_block_edges_have_right_values(run: Run, twin: Oracle, arch: str) -> None:
     assert run.block_size == BLOCK, "the lengths no longer lie around block edges"
     for length in LENGTHS:
         check(run, f"len{length}", twin, arch)
 
 
-def test_a_long_prompt_was_prefilled_in_several_steps(run: Run) -> None:
+def test_a_long_prompt_is_prefilled_in_several_steps(run: Run) -> None:
     request = run.replies["len300"].kv_transfer_params["dmi_request_id"]
     prefill = [step[request] for step in run.steps if step.get(request, 0) > 1]
     assert sum(prefill) == 300 and len(prefill) >= 3, prefill
@@ -125,7 +125,7 @@ def test_a_single_generated_token_has_no_row(run: Run, twin: Oracle, arch: str) 
     check(run, "one", twin, arch, rows=(0, 40))
 
 
-def test_one_token_a_decode_step_for_each_request(run: Run) -> None:
+def test_each_request_gets_one_token_per_decode_step(run: Run) -> None:
     assert run.drafts == 0, f"{run.drafts} draft tokens were scheduled"
     for name, reply in run.replies.items():
         request = reply.kv_transfer_params["dmi_request_id"]

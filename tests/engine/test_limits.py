@@ -48,14 +48,14 @@ def run(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
     ("name", "reason"),
     [("long", "max_request_bytes: "), ("elsewhere", "dmi.save_path: "), ("full", "max_total_bytes: ")],
 )
-def test_refused(run: Run, name: str, reason: str) -> None:
+def test_a_refused_capture_says_why_and_its_request_is_served(run: Run, name: str, reason: str) -> None:
     reply = run.replies[name]
     assert reply.kv_transfer_params is not None and reply.kv_transfer_params.keys() == {"dmi_error"}
     assert reply.kv_transfer_params["dmi_error"].startswith(reason)
     assert len(reply.outputs[0].token_ids) == 12, "it was served all the same"
 
 
-def test_a_store_that_reached_the_limit(run: Run) -> None:
+def test_a_store_that_reaches_max_request_bytes_keeps_the_rows_before_it(run: Run) -> None:
     params = run.replies["cut"].kv_transfer_params
     capture = open_capture(run.store("cut"), 60, allow_incomplete=True)
     assert params["dmi_missing"] == capture.missing == [[100, 119]]
@@ -66,7 +66,7 @@ def test_a_store_that_reached_the_limit(run: Run) -> None:
     assert len(run.replies["cut"].outputs[0].token_ids) == 30
 
 
-def test_others_are_whole(run: Run) -> None:
+def test_captures_within_the_limits_are_whole(run: Run) -> None:
     for name, rows in (("whole", 89), ("small", 15), ("custom", 20)):
         capture = open_capture(run.store(name), 60)
         assert len(capture.token_ids) == rows and verify_store(capture.path) == []

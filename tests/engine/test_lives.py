@@ -244,7 +244,7 @@ def test_the_runner_is_the_one_asked_for(run: Run) -> None:
     assert run.facts["runner"] == (V2, ASYNC)
 
 
-def test_prompts_go_in_uneven_pieces(run: Run, twin: Oracle) -> None:
+def test_prompts_computed_in_uneven_pieces_have_right_values(run: Run, twin: Oracle) -> None:
     assert pieces(run, "model-len-prompt") != [BUDGET] * 6 + [31], "alone in its steps: this shows less"
     for name, length in {"first": 250, "aligned": 256, "model-len-prompt": 511}.items():
         prefill = [count for count in pieces(run, name) if count > 1]
@@ -269,7 +269,7 @@ def test_rows_of_cached_blocks_are_exported_again(run: Run, twin: Oracle, name: 
     check(run, name, twin)
 
 
-def test_what_ran_beside_them(run: Run, twin: Oracle) -> None:
+def test_a_narrowed_capture_stays_narrow_and_a_disabled_one_has_no_store(run: Run, twin: Oracle) -> None:
     check(run, "narrow", twin, hooks=["q"], layers={"q": [1]})
     assert find_captures(run.store_dir, key="hidden") == []
     assert run.replies["hidden"].kv_transfer_params is None
@@ -325,7 +325,7 @@ def test_an_abort_in_decode_gives_a_whole_store(run: Run, twin: Oracle) -> None:
 
 
 @pytest.mark.parametrize("name", [*OWNERS, "beside"])
-def test_a_crowd(runs: dict[str, Run], twin: Oracle, name: str) -> None:
+def test_each_of_many_mixed_requests_has_exactly_its_own_rows(runs: dict[str, Run], twin: Oracle, name: str) -> None:
     run = runs[name]
     if name in OWNERS:
         at_once = max(len(step) for step in run.steps[run.facts["alone"] :])
@@ -347,7 +347,7 @@ def test_a_crowd(runs: dict[str, Run], twin: Oracle, name: str) -> None:
         check(run, name, twin, **options.get(kind, {}))
 
 
-def test_engines_agree(runs: dict[str, Run]) -> None:
+def test_all_engines_give_the_same_tokens(runs: dict[str, Run]) -> None:
     sampled = {"three", *(f"crowd-{index}" for index in range(6, CROWD, 8))}
     crowd = sum(index % 8 != 6 for index in range(CROWD))
     for a, b, least in (("draft", "target", crowd + 14), ("draft", "beside", crowd)):

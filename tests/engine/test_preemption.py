@@ -67,9 +67,7 @@ def test_preempted_requests_have_whole_stores(run: Run, oracle: Callable[..., Or
         check_store(run.store(name), oracle("qwen3"), run.tokens(name), len(ask.prompt), hooks_of("qwen3"))
 
 
-def test_a_request_given_up_while_it_is_preempted_keeps_its_whole_chunks(
-    run: Run, oracle: Callable[..., Oracle]
-) -> None:
+def test_a_request_aborted_while_preempted_keeps_its_whole_chunks(run: Run, oracle: Callable[..., Oracle]) -> None:
     for name, ask in AGAIN.items():
         [capture] = find_captures(run.store_dir, key=name)
         tokens, options = run.tokens(name), {}

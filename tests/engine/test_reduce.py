@@ -96,8 +96,8 @@ def run(
 
 
 @pytest.mark.parametrize("run", [1], ids=["tp1"], indirect=True)  # two ranks run eagerly, each in its own process
-def test_taps_that_reduce_are_waited_for_before_attention(run: Run) -> None:
-    """t: header, embedding, three layers and the final norm; j: before the attention of the second and third layer."""
+def test_attention_waits_for_the_taps_that_reduce(run: Run) -> None:
+    """t: a tap (header, embedding, three layers, final norm). j: a wait before the attention of layer 1 or 2."""
     *steps, after = "".join({"_tap": "t", "_tap_join": "j", "_tap_end": "e"}[op] for op in run.facts["ops"]).split("e")
     assert len(steps) > 20 and after == ""
     steps[0] = steps[0].lstrip("j")  # in a profiling run there are no rows, so taps do not get that far
@@ -159,7 +159,7 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> No
         assert (np.abs(mine - values) <= allowed + NOISE).all(), (hook, np.abs(mine - values).max())
 
 
-def test_every_row_decodes_to_what_was_there(run: Run, oracle: Callable[..., Oracle]) -> None:
+def test_every_row_decodes_to_the_values_of_transformers(run: Run, oracle: Callable[..., Oracle]) -> None:
     for length in LENGTHS:
         store, tokens = run.store(f"len{length}"), run.tokens(f"len{length}")
         capture = open_capture(store, timeout=30)
@@ -203,8 +203,8 @@ def test_directions_can_be_projected(run: Run, oracle: Callable[..., Oracle]) ->
         capture.project("q", direction)
 
 
-def test_principal_components_go_back_to_rows(run: Run, oracle: Callable[..., Oracle], tmp_path: Path) -> None:
-    """Twelve of 64 components of a model without structure keep little, so compare with what they can keep."""
+def test_principal_components_can_be_restored_to_rows(run: Run, oracle: Callable[..., Oracle], tmp_path: Path) -> None:
+    """Twelve of 64 components keep little of these rows, so the best that twelve can keep is compared."""
     capture, tokens = open_capture(run.store("len300"), timeout=30), run.tokens("len300")
     exact = reference(oracle("qwen3"), tuple(tokens))["ln2"][1, : len(tokens) - 1]
     reduction = capture.reduction("ln2")
@@ -230,7 +230,7 @@ def test_principal_components_go_back_to_rows(run: Run, oracle: Callable[..., Or
 
 
 def test_attention_summaries_are_those_of_transformers(run: Run, tiny_model: Callable[..., Path]) -> None:
-    """Prompts in one step and in two, decode steps, and a hit of the prefix cache."""
+    """Requests have prompts in one step and in two, decode steps, and a hit of the prefix cache."""
     for name in (*(f"len{n}" for n in LENGTHS), "again"):
         tokens = run.tokens(name)[:-1]
         capture, want = open_capture(run.store(name), timeout=30), attention_weights(tiny_model("qwen3"), tokens)

@@ -62,7 +62,7 @@ def test_a_bad_server_option_is_refused(model: Path, tmp_path: Path, extra: dict
     assert [part for part in parts if part not in str(caught.value)] == [], caught.value
 
 
-def test_a_bad_server_option_stops_start_up(model: Path, tmp_path: Path) -> None:
+def test_a_bad_server_option_keeps_the_engine_from_starting(model: Path, tmp_path: Path) -> None:
     args = capture_args("hidden-states", tmp_path)
     args["kv_transfer_config"]["kv_connector_extra_config"]["hooks"] = "resid_per"
     with (
@@ -72,7 +72,7 @@ def test_a_bad_server_option_stops_start_up(model: Path, tmp_path: Path) -> None
         pytest.fail("the engine started")
 
 
-def test_an_architecture_without_a_row_is_refused_with_the_page_that_helps(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_with_the_page_that_helps(tmp_path: Path) -> None:
     from transformers import GPTNeoXConfig
 
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -123,7 +123,7 @@ def test_pipeline_parallelism_is_refused(model: Path, tmp_path: Path, owner: str
         ("prefill_context_parallel_size", 2, r"context parallelism .*set it to 1"),
     ],
 )
-def test_what_splits_a_batch_is_refused(
+def test_an_option_that_splits_a_batch_is_refused(
     model: Path, tmp_path: Path, owner: str, option: str, value: object, reason: str
 ) -> None:
     config = vllm_config(model, tmp_path, owner=owner)  # as arguments they need several GPUs
@@ -133,7 +133,7 @@ def test_what_splits_a_batch_is_refused(
         capture_context(config)
 
 
-def test_hybrid_models_and_an_odd_additional_config_are_refused(
+def test_hybrid_models_and_a_list_as_additional_config_are_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = vllm_config(model, tmp_path)
@@ -147,7 +147,7 @@ def test_hybrid_models_and_an_odd_additional_config_are_refused(
 
 
 @pytest.mark.parametrize("schedule", [None, [[1, 65536, 1]]])
-def test_drafts_left_on_under_the_v2_runner_are_refused(
+def test_draft_tokens_under_the_v2_runner_are_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: list[list[int]] | None
 ) -> None:
     config, good = (vllm_config(model, tmp_path, owner="draft") for _ in range(2))
@@ -182,7 +182,7 @@ def test_a_second_engine_in_one_process_is_refused(
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-def test_logits_that_pass_by_the_hook_are_refused(model: Path, tmp_path: Path, owner: str) -> None:
+def test_batch_sharded_sampling_is_refused_with_logits(model: Path, tmp_path: Path, owner: str) -> None:
     configs = [vllm_config(model, tmp_path, {"hooks": hooks}, owner=owner) for hooks in ("vllm-full", "hidden-states")]
     for config in configs:  # as an argument it needs two GPUs: only the V2 runner, under tensor parallelism, has it
         assert config.parallel_config.enable_batch_sharded_sampling is False
@@ -200,7 +200,7 @@ def test_data_parallelism_is_accepted(model: Path, tmp_path: Path, owner: str) -
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-def test_async_scheduling_is_a_matter_of_the_platform(model: Path, tmp_path: Path, owner: str) -> None:
+def test_async_scheduling_is_accepted_where_vllm_has_it(model: Path, tmp_path: Path, owner: str) -> None:
     """Where vLLM has it, benchmarks/check_gpu.py compares all hooks under it."""
     config = vllm_config(model, tmp_path, owner=owner, async_scheduling=True)
     if not config.scheduler_config.async_scheduling:
@@ -222,7 +222,7 @@ def test_async_scheduling_is_a_matter_of_the_platform(model: Path, tmp_path: Pat
     ],
     ids=["pipeline", "speculation"],
 )
-def test_an_engine_option_that_scatters_rows_is_refused(
+def test_the_contract_refuses_pipeline_parallelism_and_ngram_drafts(
     model: Path, tmp_path: Path, args: dict[str, Any], reason: str
 ) -> None:
     config = vllm_config(model, tmp_path, **args)
@@ -231,8 +231,8 @@ def test_an_engine_option_that_scatters_rows_is_refused(
 
 
 @pytest.mark.parametrize("name", ["allow_buffer_reuse", "inplace_buffers", "memory_planning"])
-def test_an_option_of_inductor_with_which_values_change_is_refused(model: Path, tmp_path: Path, name: str) -> None:
-    """Where nothing is compiled it does not matter."""
+def test_an_option_of_inductor_that_changes_values_is_refused(model: Path, tmp_path: Path, name: str) -> None:
+    """It is accepted where nothing is compiled."""
     asked = {"compilation_config": {"inductor_compile_config": {name: True}}}
     contract.check(vllm_config(model, tmp_path, **asked))
     config = vllm_config(model, tmp_path, **asked, enforce_eager=False)
@@ -249,7 +249,9 @@ def test_a_missing_name_in_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("version", "accepted"), [("0.28.1", False), ("0.29.0", True), ("0.34.0", False)])
-def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str, accepted: bool) -> None:
+def test_only_supported_versions_of_vllm_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, version: str, accepted: bool
+) -> None:
     import vllm
 
     monkeypatch.setattr(vllm, "__version__", version)
@@ -260,7 +262,7 @@ def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str, accep
             contract.check_names()
 
 
-def test_names_of_one_module_are_what_they_are_relied_on_as() -> None:
+def test_every_name_of_the_contract_exists_and_has_a_reason() -> None:
     for item, (path, why) in contract.NAMES.items():
         assert contract._resolve(path) is not None, item
         assert len(why) > 20, f"{item}: say why"

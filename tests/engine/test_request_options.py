@@ -116,7 +116,7 @@ def test_a_bad_request_does_not_harm_its_neighbour(run: Run, oracle: Callable[..
         ("generated", SERVED, (44, 48), {}),
     ],
 )
-def test_a_narrowed_capture_holds_just_that(
+def test_a_narrowed_capture_holds_only_what_was_asked_for(
     run: Run,
     oracle: Callable[..., Oracle],
     name: str,

@@ -64,13 +64,13 @@ def test_tokens_are_those_of_plain_vllm(plain: Run, captured: Run, name: str) ->
     assert len(set(captured.tokens(name)[-24:])) > 4, "nearly constant output would hide a difference"
 
 
-def test_seeds_matter(plain: Run, oracle: Callable[..., Any]) -> None:
+def test_seeded_tokens_are_not_those_of_greedy_decoding(plain: Run, oracle: Callable[..., Any]) -> None:
     for name, ask in SEEDED.items():
         greedy = oracle("qwen3").greedy(list(ask.prompt), 24)
         assert plain.tokens(name)[-24:] != greedy, f"{name} sampled what greedy decoding gives"
 
 
-def test_no_more_tokens_are_computed_than_in_plain_vllm(captured: Run) -> None:
+def test_each_request_computes_its_tokens_once_and_at_most_one_more(captured: Run) -> None:
     assert captured.drafts == 0
     for name, reply in captured.replies.items():
         request = reply.kv_transfer_params["dmi_request_id"]
@@ -80,14 +80,16 @@ def test_no_more_tokens_are_computed_than_in_plain_vllm(captured: Run) -> None:
         assert steps[-23:] == [1] * 23, f"{name}: {steps}"
 
 
-def test_sampled_captures_agree_with_transformers(captured: Run, oracle: Callable[..., Any]) -> None:
+def test_captures_of_greedy_and_sampled_tokens_agree_with_transformers(
+    captured: Run, oracle: Callable[..., Any]
+) -> None:
     for name, ask in ASKS.items():
         tokens = captured.tokens(name)
         greedy = name.startswith("greedy")
         check_store(captured.store(name), oracle("qwen3"), tokens, len(ask.prompt), hooks_of("qwen3"), greedy=greedy)
 
 
-def test_an_engine_without_our_connector_has_nothing_of_it(plain: Run, captured: Run) -> None:
+def test_an_engine_without_our_connector_has_no_hooks_or_buffers_of_it(plain: Run, captured: Run) -> None:
     worker = plain.facts["worker"]
     assert worker["hooks"] == 0 and worker["ours"] == [], worker
     assert worker["additional_config"] == {}, worker
@@ -97,7 +99,7 @@ def test_an_engine_without_our_connector_has_nothing_of_it(plain: Run, captured:
     assert captured.facts["worker"]["hooks"] > 0 and captured.facts["worker"]["ours"]
 
 
-def test_installing_changes_no_compile_hash(tiny_model: Callable[..., Path]) -> None:
+def test_installing_the_package_changes_no_compile_hash(tiny_model: Callable[..., Path]) -> None:
     from vllm import EngineArgs
 
     def compile_hash(**args: Any) -> str:

@@ -55,7 +55,7 @@ def run(
     return run
 
 
-def test_ranks_read_together_as_the_whole_model(run: Run, oracle: Callable[..., Oracle]) -> None:
+def test_a_store_of_two_ranks_reads_like_that_of_the_whole_model(run: Run, oracle: Callable[..., Oracle]) -> None:
     for name in ("len1", "len33", "len128", "len300", "again"):
         length = len(run.replies[name].prompt_token_ids)
         check_store(run.store(name), oracle("qwen3"), run.tokens(name), length, run.facts["hooks"])

@@ -42,7 +42,7 @@ CASES = [
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "runner", "crowd"), CASES)
-def test_on_the_v2_runner(name: str, runner: str, crowd: int, tmp_path: Path) -> None:
+def test_the_engine_tests_pass_on_the_v2_runner(name: str, runner: str, crowd: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", f"tests/engine/{name}.py", "--basetemp", str(tmp_path / "pytest")]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     environment |= {"TEST_RUNNER": runner, "TEST_CROWD": str(crowd)}

@@ -34,7 +34,7 @@ wait until the clients have gone.
 """
 
 
-def test_sigterm(
+def test_sigterm_leaves_a_finished_store_for_every_capture(
     tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path, vllm_cache_root: Path
 ) -> None:
     port, log, folder = free_port(), tmp_path / "server.log", tmp_path / "captures"

@@ -24,7 +24,7 @@ def twin(oracle: Callable[..., Oracle]) -> Oracle:
     return oracle("qwen3")
 
 
-def test_a_stop_string_at_the_first_token_leaves_the_prompt(server: Server, twin: Oracle) -> None:
+def test_a_stop_string_at_the_first_token_keeps_the_rows_of_the_prompt(server: Server, twin: Oracle) -> None:
     """The server stops such a request from outside, so its response does not name the store."""
     first = server.client.completions.create(model=MODEL, prompt=TEXT, max_tokens=1, temperature=0).choices[0].text
     assert first, "no text to stop at"
@@ -73,7 +73,7 @@ def test_what_vllm_refuses_with_a_draft_works_with_the_target(server: Server, tw
 
 
 def test_parallel_requests_have_a_store_each(server: Server, twin: Oracle) -> None:
-    """With data parallelism: from both engines, in one directory."""
+    """With rows of the target, two data-parallel engines share the directory."""
 
     def ask(index: int) -> Any:
         prompt = tokens(20 + index, index)

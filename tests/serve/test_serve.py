@@ -47,7 +47,7 @@ def twin(oracle: Callable[..., Oracle]) -> Oracle:
     return oracle("qwen3")
 
 
-def test_completion(server: Server, twin: Oracle) -> None:
+def test_a_completion_gives_a_correct_store_found_by_key_and_request_id(server: Server, twin: Oracle) -> None:
     reply = server.client.completions.create(
         model=MODEL, prompt=TEXT, max_tokens=40, temperature=0, extra_body=body("completion")
     )
@@ -61,7 +61,7 @@ def test_completion(server: Server, twin: Oracle) -> None:
     assert find_captures(server.store_dir, request_id=reply.id) == [found]
 
 
-def test_chat(server: Server, twin: Oracle) -> None:
+def test_a_chat_gives_a_correct_store_found_by_request_id(server: Server, twin: Oracle) -> None:
     messages = [{"role": "user", "content": TEXT}]
     reply = server.client.chat.completions.create(
         model=MODEL, messages=messages, max_tokens=20, temperature=0, extra_body=body()
@@ -74,7 +74,7 @@ def test_chat(server: Server, twin: Oracle) -> None:
     assert str(found.store) == params["dmi_store"]
 
 
-def test_streaming_is_found_by_key(server: Server, twin: Oracle) -> None:
+def test_the_store_of_a_streamed_completion_is_found_by_key(server: Server, twin: Oracle) -> None:
     prompt: list[int] = []
     generated: list[int] = []
     with server.client.completions.create(
@@ -89,7 +89,7 @@ def test_streaming_is_found_by_key(server: Server, twin: Oracle) -> None:
     check_store(found.store, twin, [*prompt, *generated], len(prompt), HOOKS)
 
 
-def test_every_child_of_n_2_is_found(server: Server, twin: Oracle) -> None:
+def test_both_children_of_a_request_with_n_2_have_a_store_each(server: Server, twin: Oracle) -> None:
     reply = server.client.completions.create(
         model=MODEL, prompt=TEXT, max_tokens=16, temperature=0.9, n=2, extra_body=body("pair")
     )
@@ -99,7 +99,7 @@ def test_every_child_of_n_2_is_found(server: Server, twin: Oracle) -> None:
     check_each(finished(server, "pair", 2), wanted, {tokens: len(prompt) for tokens in wanted}, twin)
 
 
-def test_both_prompts_of_one_call_are_found(server: Server, twin: Oracle) -> None:
+def test_both_prompts_of_one_call_have_a_store_each(server: Server, twin: Oracle) -> None:
     reply = server.client.completions.create(
         model=MODEL,
         prompt=[TEXT, "hello world"],
@@ -167,7 +167,7 @@ def test_a_bad_option_is_answered_and_the_server_goes_on(server: Server, twin: O
     assert len(reply.choices) == 1 and reply.usage.completion_tokens >= 1
     assert "did you mean 'resid_pre'" in reply.model_extra["kv_transfer_params"]["dmi_error"]
     assert set(server.store_dir.glob("*.zarr*")) == before
-    test_chat(server, twin)
+    test_a_chat_gives_a_correct_store_found_by_request_id(server, twin)
 
 
 def metrics(server: Server) -> list[Sample]:

@@ -160,7 +160,7 @@ def check(soak: Soak, warm: int, mib: float, worker_mib: float) -> None:
         assert b["anonymous_mib"] <= a["anonymous_mib"] + more, f"{role}: {a} became {b}"
 
 
-def test_a_short_while(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_stores_are_sound_and_nothing_leaks_in_90_requests(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     soak = run_soak(tiny_model("qwen3"), tmp_path / "captures", total=90, parts=3)
     # So early allocators still grow: this finds only what leaks hundreds of kB a request.
     check(soak, warm=1, mib=40, worker_mib=40)
@@ -168,8 +168,8 @@ def test_a_short_while(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_long_while(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """SOAK_RESULT: a file for the figures."""
+def test_stores_are_sound_and_nothing_leaks_in_4000_requests(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Figures go to the file that SOAK_RESULT names."""
     start = time.monotonic()
     soak = run_soak(tiny_model("qwen3"), tmp_path / "captures", total=4000, parts=20, touch=True)
     result = {

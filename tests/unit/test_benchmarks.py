@@ -11,7 +11,7 @@ import pytest
 from benchmarks import kernels, niceness, stores
 
 
-def test_kernels(tmp_path: Path) -> None:
+def test_the_kernel_benchmark_measures_every_rule(tmp_path: Path) -> None:
     out = tmp_path / "kernels.json"
     assert kernels.main(["--out", str(out), "--tokens", "1,3", "--layers", "2", "--repeat", "1"]) == 0
     results = json.loads(out.read_text())
@@ -22,7 +22,7 @@ def test_kernels(tmp_path: Path) -> None:
         assert all(set(us) == {"at_once_us", "thread_us"} | at_end and min(us.values()) > 0 for us in found.values())
 
 
-def test_stores(tmp_path: Path) -> None:
+def test_the_store_benchmark_measures_rates_and_removes_its_files(tmp_path: Path) -> None:
     out, directory = tmp_path / "stores.json", tmp_path / "stores"
     small = {"--ring-bytes": 32 << 20, "--captures": 2, "--length": 130, "--layers": 1, "--repeat": 1, "--writers": 1}
     argv = [str(word) for option in small.items() for word in option]
@@ -34,7 +34,7 @@ def test_stores(tmp_path: Path) -> None:
     assert not directory.exists()
 
 
-def test_niceness(tmp_path: Path) -> None:
+def test_the_niceness_benchmark_measures_each_way_and_leaves_no_file(tmp_path: Path) -> None:
     out = tmp_path / "niceness.json"
     names = ["none", "nice 19", "nice 5, a core free"]
     small = ["--seconds", "0.2", "--repeat", "1", "--megabytes", "1", "--ways", *names]

@@ -61,7 +61,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int, str
     return status, out, err
 
 
-def test_ls(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_lists_captures_and_filters_by_key_and_request_id(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, "ls", stores)
     assert (status, err) == (0, "")
     lines = out.splitlines()
@@ -132,7 +132,7 @@ def test_plot_draws_a_png(stores: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert imread(out).shape[1] > one.shape[1], "two stores stand side by side"
 
 
-def test_norms_and_labels_of_a_plot(stores: Path, tmp_path: Path) -> None:
+def test_plots_have_true_norms_and_token_labels(stores: Path, tmp_path: Path) -> None:
     capture = open_capture(stores / "one.zarr")
     values, layers = plot.residual_norms(capture)
     assert layers == ["0", "1", "2", "final"] and values.shape == (4, TOKENS)
@@ -169,8 +169,10 @@ def test_norms_and_labels_of_a_plot(stores: Path, tmp_path: Path) -> None:
         ([], ["COMMAND"]),
     ],
 )
-def test_user_mistakes_are_one_line(stores: Path, tmp_path: Path, argv: list[str], words: list[str]) -> None:
-    """In a process of its own: argparse ends it, and a traceback would show."""
+def test_a_mistake_of_the_user_is_answered_in_one_line(
+    stores: Path, tmp_path: Path, argv: list[str], words: list[str]
+) -> None:
+    """Each runs in a process of its own, which argparse may end, and whose output would show a traceback."""
     command = [sys.executable, "-m", "dmi_connector.cli", *(a.replace("{stores}", str(stores)) for a in argv)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2, done
@@ -200,7 +202,7 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-c", script], check=True, cwd=stores, capture_output=True)
 
 
-def test_a_reader_that_goes_away_is_no_error(stores: Path) -> None:
+def test_a_pipe_that_closes_early_is_no_error(stores: Path) -> None:
     command = f"{sys.executable} -m dmi_connector.cli info {stores / 'one.zarr'} | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -242,7 +244,7 @@ def test_serve_refuses_a_second_configuration(flag: str) -> None:
         serve("m", flag, "{}")
 
 
-def test_serve_leaves_a_file_that_configures_capture_alone(tmp_path: Path) -> None:
+def test_serve_does_not_replace_the_capture_options_of_a_config_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("kv_transfer_config:\n  kv_connector: DMIConnector\n")
     assert serve("m", "--config", str(file))[4:] == ["--model", "m", "--config", str(file)]
@@ -256,7 +258,7 @@ def test_serve_leaves_a_file_that_configures_capture_alone(tmp_path: Path) -> No
 # ---- pieces ---------------------------------------------------------------------------------------------
 
 
-def test_formatting() -> None:
+def test_tables_format_layers_bytes_and_columns() -> None:
     assert tables.format_layers([0, 1, 2, 5, 7, 8]) == "0-2+5+7-8" and tables.format_layers([]) == "-"
     assert [tables.format_bytes(n) for n in (None, 0, 999, 1000, 2_560_000)] == [
         "-",
@@ -268,7 +270,7 @@ def test_formatting() -> None:
     assert tables.format_table(("a", "raw"), [("x", 1), ("long", 20)]) == "a     raw\n----  ---\nx       1\nlong   20"
 
 
-def test_the_demo_removes_nothing_but_its_own(tmp_path: Path) -> None:
+def test_the_demo_removes_only_what_it_made(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign"
     (foreign / "captures").mkdir(parents=True)
     with pytest.raises(ValueError, match="not empty, and no demo made it"):
@@ -280,7 +282,7 @@ def test_the_demo_removes_nothing_but_its_own(tmp_path: Path) -> None:
     assert not (demo.prepare_dir(own, keep=False) / "captures").exists()
 
 
-def test_the_demo_judges(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_fails_on_wrong_values_and_damaged_stores(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.judge([], {"q": 9e-6, "k": 0.0}) == 0
     assert "9.0e-06 (q)" in capsys.readouterr().out
     assert demo.judge([], {"q": 2e-5}) == 1 and "q is 2.0e-05 away" in capsys.readouterr().err

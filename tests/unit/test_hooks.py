@@ -59,7 +59,7 @@ def chosen(spec: str | list[str], dims: ModelDims = DENSE, only: Selection | Non
         ("logits", {"logits": (0,)}),
     ],
 )
-def test_selection(spec: str, hooks: dict[str, tuple[int, ...]]) -> None:
+def test_a_selection_gives_the_hooks_and_layers_that_it_names(spec: str, hooks: dict[str, tuple[int, ...]]) -> None:
     assert chosen(spec) == hooks
     assert chosen(spec.split(",")) == hooks, "a list of items means the same as the string"
 
@@ -87,7 +87,7 @@ def test_selection_keeps_the_order_of_the_vocabulary() -> None:
         (["q", 3], "strings"),
     ],
 )
-def test_refusals_say_what_to_write(spec: str, message: str) -> None:
+def test_a_bad_selection_is_refused_with_what_to_write(spec: str, message: str) -> None:
     with pytest.raises(SelectionError, match=message) as caught:
         parse_selection(spec, DENSE)
     assert str(caught.value).startswith("hooks: ")
@@ -115,7 +115,7 @@ def test_presets_are_what_the_pages_promise() -> None:
         assert not missing, f"{page} does not name {missing}"
 
 
-def test_only_narrows() -> None:
+def test_a_request_can_select_only_what_the_server_captures() -> None:
     served = parse_selection("q@0-3,mlp", DENSE)
     assert chosen("q", only=served) == {"q": (0, 1, 2, 3)}
     assert chosen("vllm-full,-mlp_out", only=served) == {
@@ -161,7 +161,7 @@ def test_the_owners_of_a_hook_hold_each_column_once(name: str, tp: int) -> None:
         assert owned == [0]
 
 
-def test_reductions_by_pattern() -> None:
+def test_the_first_rule_that_matches_a_hook_gives_its_reduction() -> None:
     selection = parse_selection("vllm-full,q_rot,k_rot", DENSE)
     rules = [("resid_*", "rp(8)"), ("q,k", "int8"), ("mlp_in", "topk(4)"), ("mlp_post", "none"), ("*", "fp8")]
     found = hook_reductions(rules, selection, DENSE, 1)
@@ -186,13 +186,13 @@ def test_reductions_by_pattern() -> None:
         ([("q", "attn(8)")], r"q cannot be reduced so \(attn\(8\)\); leave it out"),
     ],
 )
-def test_reductions_that_cannot_be(rules: list[tuple[str, str]], message: str) -> None:
+def test_reductions_that_cannot_be_applied_are_refused(rules: list[tuple[str, str]], message: str) -> None:
     selection = parse_selection("vllm-full", MIXED)
     with pytest.raises(ReduceError, match=message):
         hook_reductions(rules, selection, MIXED, 1)
 
 
-def test_the_pattern_comes_in_summary_only_and_never_by_chance() -> None:
+def test_the_hook_pattern_must_be_named_and_reduced_to_a_summary() -> None:
     assert "pattern" not in chosen("*") and "pattern" not in chosen("vllm-full,*t*")
     selection = parse_selection("pattern@1-2,q", DENSE)
     found = hook_reductions([("*", "int8"), ("pat*", "attn(4)")], selection, DENSE, 2)

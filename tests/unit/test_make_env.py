@@ -77,7 +77,7 @@ def make_env(project: Path, cpu_index: Path) -> subprocess.CompletedProcess[str]
 
 
 def test_a_torch_that_cannot_be_imported_is_replaced_by_a_cpu_wheel(project: Path, tmp_path: Path) -> None:
-    """In one line of output, and without a setting. The second time nothing is left to do."""
+    """`make env` says so in one line and needs no setting. A second run does nothing."""
     add_wheel(tmp_path / "cpu", "torch", "2.0+cpu", "")
     done = make_env(project, tmp_path / "cpu")
     assert done.returncode == 0, done.stderr

@@ -54,14 +54,14 @@ def roundtrip(reduction: Reduction, x: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_settings_come_back(spec: str) -> None:
+def test_a_reduction_is_rebuilt_from_its_settings(spec: str) -> None:
     reduction = parse(spec)
     assert reduction is not None and from_settings(reduction.settings()) == reduction
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("width", [50, 64, 1])
-def test_int8(dtype: torch.dtype, width: int) -> None:
+def test_int8_rounds_by_at_most_half_a_step(dtype: torch.dtype, width: int) -> None:
     x = rows(width=width, dtype=torch.float32)
     x = x.clamp(-60000, 60000).to(dtype)
     exact = x.float().numpy()
@@ -72,8 +72,8 @@ def test_int8(dtype: torch.dtype, width: int) -> None:
     assert (error <= span * 0.51 + np.abs(exact) * 1e-6).all()
 
 
-def test_groups_keep_directions_of_any_row() -> None:
-    """One value of a thousand times the others in a row, or in each group, or growing ones."""
+def test_int8_in_groups_keeps_the_direction_of_any_row() -> None:
+    """Rows have one value a thousand times the others, one in each group, or values that grow along the row."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(60, 2050, generator=generator)
     x[10:20, 5] *= 1000
@@ -105,7 +105,7 @@ def test_fp8_decodes_every_bit_pattern_as_torch_does() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bits", [1, 3, 6])
-def test_round(dtype: torch.dtype, bits: int) -> None:
+def test_round_gives_the_nearest_value_with_that_many_mantissa_bits(dtype: torch.dtype, bits: int) -> None:
     x = torch.randn(50, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
     x[0, :4] = torch.tensor([float("inf"), float("-inf"), float("nan"), 0])
     got = parse(f"round({bits})").encode(x)  # type: ignore[union-attr]
@@ -120,7 +120,7 @@ def test_round(dtype: torch.dtype, bits: int) -> None:
 
 @pytest.mark.parametrize("width", [40, 70_000])
 @pytest.mark.parametrize("exact", [True, False])
-def test_topk(width: int, exact: bool) -> None:
+def test_topk_keeps_the_largest_values_and_a_sample_of_the_row(width: int, exact: bool) -> None:
     x = rows(6, width)
     x[3] = x[3].round()  # many ties
     reduction = TopK(8, exact, sample=5)
@@ -143,8 +143,8 @@ def test_topk(width: int, exact: bool) -> None:
     assert (np.abs(values - taken) <= (0 if exact else largest / 127 * 0.5001)).all()
 
 
-def test_the_sample_takes_each_place_as_often() -> None:
-    """Also where the same neurons are always the largest, and where all rows are one; what it says is then right."""
+def test_the_sample_takes_each_place_equally_often() -> None:
+    """Also where all rows are equal, or where the same neurons are always the largest: means from it are right then."""
     tokens, width = 20_000, 96
     same = torch.randn(1, width, generator=torch.Generator().manual_seed(4)).bfloat16().expand(tokens, width)
     places, _ = TopK(8, sample=4).sampled(TopK(8, sample=4).encode(same).numpy(), width, "bfloat16")
@@ -171,7 +171,7 @@ def test_topk_of_slices_is_topk_of_the_whole() -> None:
     np.testing.assert_array_equal(reduction.merge(parts), roundtrip(reduction, x))
 
 
-def test_orthogonal_projections_lose_only_what_they_drop() -> None:
+def test_orthogonal_projections_have_orthogonal_columns_spread_over_a_row() -> None:
     basis = matrix(256, 64, 5, "orthogonal").astype(np.float64)
     np.testing.assert_allclose(basis.T @ basis, np.eye(64) * 4, atol=0.02)  # bfloat16 numbers
     whole = matrix(64, 64, 0, "orthogonal").astype(np.float64)
@@ -185,7 +185,7 @@ def test_orthogonal_projections_lose_only_what_they_drop() -> None:
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_projection_keeps_geometry(distribution: str) -> None:
+def test_projections_nearly_keep_angles_and_lengths(distribution: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(60, 20, generator=generator) @ torch.randn(20, 2560, generator=generator)
     reduction = RandomProjection(512, distribution=distribution)
@@ -202,8 +202,8 @@ def test_projection_keeps_geometry(distribution: str) -> None:
     assert np.corrcoef(y @ reduction.project(direction), exact @ direction)[0, 1] >= 0.95
 
 
-def test_the_matrix_is_fixed() -> None:
-    """Stores are decoded with it for ever: these bits must never change."""
+def test_projection_matrices_never_change() -> None:
+    """Old stores are decoded with them."""
     import hashlib
 
     def digest(*args: int, distribution: str) -> str:
@@ -238,7 +238,7 @@ DIGESTS = ["955a41009337fc32", "2961c6e7fcac72b7", "078c1c37c0023d58"]
         (7, "not valid"),
     ],
 )
-def test_bad_specs(spec: str, message: str | None) -> None:
+def test_bad_reduction_specs_are_refused(spec: str, message: str | None) -> None:
     if message is None:
         assert parse(spec) == TopK(64, sample=16)
         return
@@ -247,7 +247,7 @@ def test_bad_specs(spec: str, message: str | None) -> None:
 
 
 @pytest.mark.parametrize("spec", ["topk(65)", "rp(65)"])
-def test_wider_than_the_row(spec: str) -> None:
+def test_a_reduction_wider_than_the_row_is_refused(spec: str) -> None:
     reduction = parse(spec)
     assert reduction is not None
     with pytest.raises(ReduceError, match="the 64 values of a row; give a smaller k"):
@@ -273,7 +273,7 @@ def basis_file(tmp_path: Path) -> Path:
     return tmp_path / "b (1).safetensors"
 
 
-def test_a_fit_in_blocks_is_that_of_all_rows() -> None:
+def test_a_fit_in_blocks_equals_a_fit_of_all_rows() -> None:
     x = structured(300, 32)
     part, variance = fit((x[i : i + 7] for i in range(0, 300, 7)), 8)
     values, vectors = np.linalg.eigh(np.cov(x.astype(np.float64).T))
@@ -288,7 +288,7 @@ def test_a_fit_in_blocks_is_that_of_all_rows() -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_pca(basis_file: Path, shards: int) -> None:
+def test_pca_scores_are_those_of_the_basis_and_restore_rows(basis_file: Path, shards: int) -> None:
     reduction = parse(f"pca({basis_file})")
     assert isinstance(reduction, Pca)
     bound = reduction.bind("mlp_out", [2], 32 // shards, shards)
@@ -308,7 +308,7 @@ def test_pca(basis_file: Path, shards: int) -> None:
     assert np.abs(bound.restore(scores, part) - best).max() < 0.05 * np.abs(best).max()
 
 
-def test_bases_that_do_not_fit(basis_file: Path, tmp_path: Path) -> None:
+def test_bases_that_do_not_fit_are_refused(basis_file: Path, tmp_path: Path) -> None:
     reduction = parse(f"pca({basis_file}, k=5)")
     assert isinstance(reduction, Pca) and reduction.bind("mlp_out", [2], 32, 1).k == 5
     for hook, layers, width, spec, message in (

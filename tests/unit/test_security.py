@@ -39,8 +39,8 @@ HOSTILE = ["../../etc/x", "/etc/passwd", "a/../../b", "a\0b", "..", ".", "", "-r
 
 
 @pytest.mark.parametrize("request_id", HOSTILE)
-def test_store_names(request_id: str) -> None:
-    """vLLM takes request ids from clients (X-Request-Id); keys are checked before, and yet tried here."""
+def test_store_names_are_unique_and_safe_for_any_key_and_request_id(request_id: str) -> None:
+    """Clients choose request ids (X-Request-Id). Keys are checked earlier, but are tried here too."""
     for key in (None, request_id):
         names = {store_name(key, request_id) for _ in range(50)}
         assert len(names) == 50, "two requests of one id have stores of their own"
@@ -113,7 +113,7 @@ def test_a_planted_index_is_not_followed(client: StoreClient, tmp_path: Path) ->
         append_index(str(tmp_path), {"event": "start", "store": "a.zarr"})
 
 
-def test_custom_paths(tmp_path: Path) -> None:
+def test_custom_paths_stay_below_their_roots_and_follow_no_link(tmp_path: Path) -> None:
     root, outside = tmp_path / "root", tmp_path / "outside"
     (root / "real").mkdir(parents=True)
     outside.mkdir()
@@ -135,7 +135,7 @@ def test_custom_paths(tmp_path: Path) -> None:
             CaptureParams.parse({"dmi": {"save_path": path}})
 
 
-def test_custom_paths_need_the_servers_leave(client: StoreClient, tmp_path: Path) -> None:
+def test_custom_paths_need_allow_custom_save_path(client: StoreClient, tmp_path: Path) -> None:
     root, stores = tmp_path / "root", tmp_path / "stores"
     root.mkdir()
     asked = {"dmi": {"save_path": f"{root}/mine", "key": "k"}}
@@ -158,7 +158,7 @@ def test_custom_paths_need_the_servers_leave(client: StoreClient, tmp_path: Path
         ServerOptions.parse({"store_dir": "/x", "allow_custom_save_path": True})
 
 
-def test_roots_are_looked_at_when_the_engine_starts(tmp_path: Path) -> None:
+def test_a_missing_save_path_root_is_refused_when_the_engine_starts(tmp_path: Path) -> None:
     options = {"store_dir": str(tmp_path / "s"), "allow_custom_save_path": True, "save_path_roots": f"{tmp_path}/no"}
     with pytest.raises(ValueError, match=r"^save_path_roots: '.*/no' is no directory; create it or leave it out"):
         _check_directories(ServerOptions.parse(options))
@@ -175,8 +175,8 @@ def modes(directory: Path) -> list[tuple[Path, int]]:
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])
 @pytest.mark.parametrize("mode", UMASKS)
-def test_modes_of_every_file_and_directory(tmp_path: Path, mode: str, umask: int) -> None:
-    """Finished stores, partial ones, the index and the directory, whatever the umask of the engine."""
+def test_every_file_and_directory_has_the_mode_of_file_mode(tmp_path: Path, mode: str, umask: int) -> None:
+    """Finished and partial stores, the index and the directory have it, whatever the umask of the engine."""
     directory, file = {"private": (0o700, 0o600), "group": (0o750, 0o640), "world": (0o755, 0o644)}[mode]
     stores = tmp_path / "stores"
     arrays = [Q, ArraySpec("logits", "float32", (), 8)]
@@ -253,7 +253,7 @@ FORGED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ["q", "token_ids", "logits_positions"])
 @pytest.mark.parametrize("kind", FORGED)
-def test_readers_refuse_what_is_no_plain_array(sound: Path, kind: str, name: str) -> None:
+def test_readers_refuse_unknown_dtypes_codecs_and_transformers(sound: Path, kind: str, name: str) -> None:
     open_capture(sound, 0)
     assert verify_store(sound) == []
     forge(sound, name, FORGED[kind])
@@ -264,7 +264,7 @@ def test_readers_refuse_what_is_no_plain_array(sound: Path, kind: str, name: str
 
 @pytest.mark.parametrize("array", ["../b.zarr/q", "/etc", "..", "q/../q", "", 5, "token_ids"])
 def test_readers_stay_inside_the_store(sound: Path, array: object) -> None:
-    """`hooks` may not lead elsewhere; verify does not even accept another array of the same store."""
+    """The attribute `hooks` cannot name files elsewhere; for verify not even another array of the same store."""
     hook = {"array": array, "layers": [0, 1], "width": 16, "dtype": "float32", "shards": 1}
     forge(sound, "", {}, {"hooks": {"q": hook}})
     if array != "token_ids":

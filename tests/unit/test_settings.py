@@ -17,7 +17,7 @@ from dmi_connector.settings import CaptureParams, OptionError, ServerOptions
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_server_defaults() -> None:
+def test_server_options_left_out_have_their_defaults() -> None:
     options = ServerOptions.parse({"store_dir": "captures"})
     assert options == ServerOptions(store_dir=os.path.abspath("captures"))
     assert ServerOptions.parse({"store_dir": "/x", "hooks": "q, k"}).hooks == ("q", "k")
@@ -66,7 +66,7 @@ def test_server_refusals_name_option_value_and_fix(option: str, value: object, f
     assert repr(value) in message or option == "store_dirs", message
 
 
-def test_request_options() -> None:
+def test_request_options_are_read_and_foreign_ones_are_ignored() -> None:
     assert CaptureParams.parse(None) == CaptureParams.parse({}) == CaptureParams()
     assert CaptureParams.parse({"include_output_tokens": True}).include_output_tokens
     assert CaptureParams.parse({"do_remote_decode": False, "other": 1}) == CaptureParams()
@@ -105,7 +105,7 @@ def test_request_refusals_name_option_value_and_fix(given: Any, words: list[str]
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_capture_args_of_both_owners() -> None:
+def test_capture_args_gives_the_flags_of_each_owner() -> None:
     draft = capture_args(hooks="vllm-full", store_dir="somewhere", codec="lz4")
     assert set(draft) == {"speculative_config", "kv_transfer_config"}
     extra = draft["kv_transfer_config"]["kv_connector_extra_config"]
@@ -115,7 +115,7 @@ def test_capture_args_of_both_owners() -> None:
     assert json.loads(json.dumps([draft, target])) == [draft, target], "plain JSON, as the flags need it"
 
 
-def test_capture_args_refuses_before_an_engine_starts() -> None:
+def test_capture_args_refuses_unknown_owners_and_options() -> None:
     with pytest.raises(OptionError, match=r"owner: 'me' is unknown; choose one of draft, target"):
         capture_args(owner="me")
     with pytest.raises(OptionError, match="did you mean 'codec'"):

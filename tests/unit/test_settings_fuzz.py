@@ -53,7 +53,7 @@ def check_message(error: Exception, names: set[str]) -> None:
 
 
 @given(st.sampled_from(SERVER), junk)
-def test_one_server_option(name: str, value: object) -> None:
+def test_any_value_of_a_server_option_is_parsed_or_refused(name: str, value: object) -> None:
     try:
         options = ServerOptions.parse({"store_dir": "/x", name: value})
     except OptionError as error:
@@ -65,7 +65,7 @@ def test_one_server_option(name: str, value: object) -> None:
 
 
 @given(junk | st.dictionaries(st.sampled_from(SERVER) | text | st.integers(), junk, max_size=6))
-def test_server_options_together(extra: Any) -> None:
+def test_any_set_of_server_options_is_parsed_or_refused(extra: Any) -> None:
     try:
         assert isinstance(ServerOptions.parse(extra), ServerOptions)
     except OptionError as error:
@@ -73,7 +73,7 @@ def test_server_options_together(extra: Any) -> None:
 
 
 @given(st.sampled_from(REQUEST), junk)
-def test_one_request_option(name: str, value: object) -> None:
+def test_any_value_of_a_request_option_is_parsed_or_refused(name: str, value: object) -> None:
     try:
         params = CaptureParams.parse({"dmi": {name: value}})
     except OptionError as error:
@@ -86,7 +86,7 @@ def test_one_request_option(name: str, value: object) -> None:
 
 
 @given(junk | st.fixed_dictionaries({}, optional={"include_output_tokens": junk, "dmi": junk, "do_remote": junk}))
-def test_request_options_together(params: object) -> None:
+def test_any_set_of_request_options_is_parsed_or_refused(params: object) -> None:
     try:
         assert isinstance(CaptureParams.parse(params), CaptureParams)
     except OptionError as error:
@@ -94,7 +94,7 @@ def test_request_options_together(params: object) -> None:
 
 
 @pytest.mark.parametrize("value", [deep(), 10**5000, "x" * 10**7, {"a" * 10**6: 1}], ids=["deep", "int", "str", "dict"])
-def test_what_python_cannot_print_or_should_not(value: object) -> None:
+def test_huge_or_nested_values_are_refused_with_a_short_message(value: object) -> None:
     for parse, name in ((ServerOptions.parse, "writers"), (CaptureParams.parse, "dmi")):
         given_: Mapping[str, Any] = {"store_dir": "/x", name: value}
         with pytest.raises(OptionError) as caught:
@@ -116,7 +116,7 @@ items = st.builds(
 
 
 @given(st.lists(items | text | st.integers(), max_size=5) | text)
-def test_selections(spec: Any) -> None:
+def test_any_selection_is_parsed_or_refused(spec: Any) -> None:
     served = parse_selection("q,resid_pre,logits", DIMS)
     for only in (None, served):
         try:
@@ -151,8 +151,8 @@ requests = junk | st.fixed_dictionaries(
 
 @given(requests, text)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
-def test_the_tracker_goes_on(tmp_path: Path, kv: object, request_id: str) -> None:
-    """A request with any options runs to its end; its response can be sent, and its store would lie in store_dir."""
+def test_a_request_with_any_options_runs_to_its_end(tmp_path: Path, kv: object, request_id: str) -> None:
+    """Its response can be sent, and its store would lie in store_dir."""
     tracker = make_tracker(tmp_path, max_request_bytes=80_000)
     request = ask(kv, request_id=request_id)
     tracker.on_new_request(request)  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def test_the_tracker_goes_on(tmp_path: Path, kv: object, request_id: str) -> Non
         assert Path(response["dmi_store"]).parent == tmp_path
 
 
-def test_a_fault_of_our_own_is_refused_and_logged(
+def test_a_fault_in_our_code_refuses_the_capture_and_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = make_tracker(tmp_path)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from benchmarks.timeline import Event, summarise
 
 
-def test_kernels_that_overlap_count_once_and_copies_apart() -> None:
+def test_overlapping_kernels_count_once_and_copies_count_separately() -> None:
     events = [
         Event("Memcpy DtoH", 0, 5000),
         Event("gemm", 1500, 1000),  # not in order
@@ -26,11 +26,11 @@ def test_kernels_that_overlap_count_once_and_copies_apart() -> None:
     }
 
 
-def test_gaps_count_by_length() -> None:
+def test_gaps_are_counted_by_length() -> None:
     found = summarise([Event("a" * 100, 0, 1), Event("b", 2.5, 1), Event("b", 5.5, 4.5), Event("c", 14, 1)])
     assert found["gaps"] == {"under 2 us": [1, 0.002], "2 to 10 us": [2, 0.006]}
     assert list(found["others"]) == ["b", "a" * 80, "c"], "the longest first, names cut"
 
 
-def test_nothing_is_recorded_where_nothing_ran() -> None:
+def test_a_timeline_without_events_has_a_window_of_0_ms() -> None:
     assert summarise([])["window_ms"] == 0

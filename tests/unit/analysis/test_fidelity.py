@@ -55,7 +55,7 @@ def basis(stores: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_basis_finds_the_directions(basis: Path) -> None:
+def test_a_fitted_basis_finds_the_directions_of_the_rows(basis: Path) -> None:
     assert load(basis).hooks == {"resid_mid": {"width": WIDTH, "k": RANK, "layers": [0, 1]}}
     directions = np.linalg.qr(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)))[0][:RANK]
     for layer in (0, 1):
@@ -76,7 +76,7 @@ def test_a_basis_finds_the_directions(basis: Path) -> None:
         (["--hook", "resid_mid", "--rank", "2", "--layer", "7"], "layer 7"),
     ],
 )
-def test_fits_that_cannot_be(
+def test_fits_that_cannot_be_made_are_refused(
     stores: list[Path], tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "b.safetensors"
@@ -91,7 +91,7 @@ def test_a_basis_is_not_overwritten(stores: list[Path], basis: Path, capsys: pyt
     assert "exists; give a new name" in capsys.readouterr().err
 
 
-def test_fidelity_measures_what_is_known(stores: list[Path], basis: Path) -> None:
+def test_fidelity_gives_the_known_measures_of_each_reduction(stores: list[Path], basis: Path) -> None:
     specs = ["int8", "fp8", "round(23)", "topk(64)", "topk(8,sample=512)", "rp(32)", f"pca({basis})", "rp(512)", "none"]
     found = {(f.hook, f.layer, f.reduction): f for f in fidelity(stores[2:], specs, "resid_mid")}
     assert {layer for _, layer, _ in found} == {0, 1}
@@ -107,8 +107,8 @@ def test_fidelity_measures_what_is_known(stores: list[Path], basis: Path) -> Non
     assert neurons.measures["recall"] == 1 and neurons.tokens == 3 * TOKENS and neurons.width == 700
 
 
-def test_topk_recall_counts_places(stores: list[Path]) -> None:
-    """Half the values of a row kept: the reference is a count by hand."""
+def test_the_error_of_topk_is_the_share_of_the_values_it_drops(stores: list[Path]) -> None:
+    """Half of the values of each row are kept; the reference is computed by hand."""
     [one] = fidelity(stores[:1], ["topk(48,exact)"], "resid_mid", [0])
     assert one.measures["recall"] == 1
     share = one.measures["error"] ** 2
@@ -117,7 +117,7 @@ def test_topk_recall_counts_places(stores: list[Path]) -> None:
     assert share == pytest.approx(lost, rel=1e-3)
 
 
-def test_the_command_prints_a_table(stores: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_dmi_fidelity_prints_a_table_or_json(stores: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     command = ["fidelity", str(stores[0]), "--hooks", "resid_*", "--reduce", "int8", "--reduce", "fp8"]
     assert main(command) == 0
     table = capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_the_command_prints_a_table(stores: list[Path], capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("name", ["../../elsewhere", "/etc/passwd", "", "A" * 64, "0" * 63])
-def test_a_store_cannot_name_any_file_as_its_basis(tmp_path: Path, basis: Path, name: str) -> None:
+def test_a_store_can_name_its_basis_only_by_its_sha256(tmp_path: Path, basis: Path, name: str) -> None:
     (tmp_path / "bases").mkdir()
     with pytest.raises(ValueError, match="which is no SHA-256"):
         find_basis(name, tmp_path / "a.zarr")
@@ -143,7 +143,7 @@ def test_a_store_cannot_name_any_file_as_its_basis(tmp_path: Path, basis: Path, 
         find_basis("0" * 64, tmp_path / "a.zarr", basis)
 
 
-def test_copies_are_private_and_made_once(tmp_path: Path, basis: Path) -> None:
+def test_the_copy_of_a_basis_is_private_and_made_once(tmp_path: Path, basis: Path) -> None:
     for _ in range(2):
         keep_copy(load(basis), str(tmp_path), "private")
     [copy] = (tmp_path / "bases").iterdir()

@@ -47,7 +47,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_means_of_neurons(stores: list[Path], layer: int) -> None:
+def test_importance_is_the_mean_magnitude_of_each_neuron(stores: list[Path], layer: int) -> None:
     captures = [open_capture(store, 0) for store in stores]
     rows = np.concatenate([values(i, layer) for i in range(STORES)]).astype(np.float64)
     true = np.abs(rows).mean(0)
@@ -72,8 +72,8 @@ def test_missing_rows_do_not_count(stores: list[Path]) -> None:
         importance([capture], "q", 0)
 
 
-def test_massive_values_leave_the_others_their_rank() -> None:
-    """In 8 bits beside one value a thousand times as large, the other kept values are 0."""
+def test_a_massive_value_does_not_hide_the_means_of_other_neurons() -> None:
+    """Beside a value a thousand times as large, the other kept values are 0 in 8 bits."""
     rng = np.random.default_rng(1)
     rows = (rng.normal(size=(2000, 256)) * np.linspace(0.5, 1.5, 256)).astype(np.float32)
     rows[:, 77] = 1000
@@ -86,8 +86,8 @@ def test_massive_values_leave_the_others_their_rank() -> None:
         assert np.abs(found / true - 1).max() < 0.6
 
 
-def test_few_samples_are_not_biased() -> None:
-    """Rectified values: most are 0, and the spread of few samples goes with their mean."""
+def test_means_from_few_samples_are_not_biased() -> None:
+    """Half of the values are 0, and the spread of few samples grows with their mean."""
     rng = np.random.default_rng(2)
     rows = np.maximum(rng.normal(size=(300, 512)) * np.linspace(0.2, 1.2, 512), 0).astype(np.float32)
     reduction = TopK(32, exact=True, sample=8)
@@ -96,8 +96,8 @@ def test_few_samples_are_not_biased() -> None:
     assert abs(found.sum() / rows.mean(0).sum() - 1) < 0.08 and found.min() > 0
 
 
-def test_slices_of_ranks_stay_beside_each_other(tmp_path: Path) -> None:
-    """Two ranks' slices, and the output of the last layer, which is stored under another name and in another way."""
+def test_importance_joins_the_slices_of_two_ranks(tmp_path: Path) -> None:
+    """It also reads the output of the last layer, which has another name and another reduction."""
     rows = [values(0, layer) for layer in (0, 1)]
     halves = TopK(4, sample=2)
     stored = [np.concatenate([halves.encode(torch.from_numpy(h)).numpy() for h in np.split(r, 2, 1)], 1) for r in rows]
@@ -123,7 +123,7 @@ def test_slices_of_ranks_stay_beside_each_other(tmp_path: Path) -> None:
     np.testing.assert_allclose(importance(capture, "resid_post", 1), true, rtol=1e-5)
 
 
-def test_captures_that_do_not_go_together(stores: list[Path], tmp_path: Path) -> None:
+def test_captures_of_different_widths_and_no_captures_are_refused(stores: list[Path], tmp_path: Path) -> None:
     owner = kit.Store(4 << 20)
     owner.write(tmp_path / "other.zarr", [ArraySpec("q", "float32", (0, 1), 32)], 100)
     assert owner.shutdown(kit.PATIENCE)
@@ -134,7 +134,7 @@ def test_captures_that_do_not_go_together(stores: list[Path], tmp_path: Path) ->
         importance([], "q", 0)
 
 
-def test_what_has_no_neurons_is_refused(stores: list[Path]) -> None:
+def test_importance_refuses_hooks_without_neurons_and_absent_layers(stores: list[Path]) -> None:
     capture = open_capture(stores[0], 0)
     with pytest.raises(ValueError, match="'ln2' was stored as rp, which keeps no neurons"):
         importance(capture, "ln2", 0)

@@ -34,7 +34,9 @@ def close(a: np.ndarray | torch.Tensor, b: np.ndarray | torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_shapes_and_dtypes(arch: str, oracles: dict[str, Oracle], hooks: dict[str, dict[str, np.ndarray]]) -> None:
+def test_every_hook_has_its_shape_and_dtype(
+    arch: str, oracles: dict[str, Oracle], hooks: dict[str, dict[str, np.ndarray]]
+) -> None:
     cfg, got = oracles[arch].config, hooks[arch]
     h, t, layers = cfg.hidden_size, len(IDS), cfg.num_hidden_layers
     head_dim = getattr(cfg, "head_dim", None) or h // cfg.num_attention_heads
@@ -62,7 +64,7 @@ def test_shapes_and_dtypes(arch: str, oracles: dict[str, Oracle], hooks: dict[st
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_residual_stream_identities(arch: str, hooks: dict[str, dict[str, np.ndarray]]) -> None:
+def test_the_residual_stream_adds_up(arch: str, hooks: dict[str, dict[str, np.ndarray]]) -> None:
     got = hooks[arch]
     close(got["resid_mid"], got["resid_pre"] + got["attn_out"])
     close(got["resid_pre"][1:], (got["resid_mid"] + got["mlp_out"])[:-1])
@@ -147,7 +149,9 @@ def test_activations_are_of_order_one(arch: str, hooks: dict[str, dict[str, np.n
     assert {n: s for n, s in stds.items() if s.min() < 0.1 or s.max() > 10} == {}
 
 
-def test_routing_order_and_ties(oracles: dict[str, Oracle], hooks: dict[str, dict[str, np.ndarray]]) -> None:
+def test_experts_are_ordered_by_weight_and_ties_by_number(
+    oracles: dict[str, Oracle], hooks: dict[str, dict[str, np.ndarray]]
+) -> None:
     got = hooks["qwen3_moe"]
     assert np.all(got["topk_weights"][..., 0] >= got["topk_weights"][..., 1])
     np.testing.assert_allclose(got["topk_weights"].sum(-1), 1, atol=1e-6)
@@ -186,13 +190,13 @@ def test_models_are_reproducible_and_bf16_is_rounded_float32(tmp_path: Path) -> 
     assert not any(torch.equal(a[name], d[name]) for name in a)
 
 
-def test_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_and_known_ones_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'qwen9' is unknown.*qwen3_moe"):
         make_model("qwen9", tmp_path)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_saved_tokenizer_round_trips(arch: str, tmp_path: Path) -> None:
+def test_a_saved_tokenizer_decodes_what_it_encodes(arch: str, tmp_path: Path) -> None:
     make_model(arch, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     assert len(tokenizer) == VOCAB and tokenizer.eos_token_id == EOS

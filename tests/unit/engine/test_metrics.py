@@ -94,8 +94,8 @@ def coordinator(exporter: Exporter) -> int:
     return exporter.client._child.pid
 
 
-def test_most_steps_leave_the_lane_alone(make_exporter: MakeExporter) -> None:
-    """Its lock may be held by its threads, and asking torch for the current stream takes 20 us."""
+def test_steps_without_work_do_not_touch_the_lane(make_exporter: MakeExporter) -> None:
+    """Its threads may hold its lock, and asking torch for the current stream takes 20 us."""
     exporter = make_exporter()
     touched: list[list[Any]] = []
     lane: Any = SimpleNamespace(send=touched.append)
@@ -107,7 +107,9 @@ def test_most_steps_leave_the_lane_alone(make_exporter: MakeExporter) -> None:
         assert touched == []
 
 
-def test_a_whole_capture(make_exporter: MakeExporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_capture_counts_as_complete_with_its_bytes(
+    make_exporter: MakeExporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exporter = make_exporter()
     assert exporter.meter.take() is None
     sent: list[dict[str, Any]] = []
@@ -124,13 +126,13 @@ def test_a_whole_capture(make_exporter: MakeExporter, tmp_path: Path, monkeypatc
     assert exporter.meter.take() is None, "told twice"
 
 
-def test_ranks_above_0_tell_bytes_alone(make_exporter: MakeExporter, tmp_path: Path) -> None:
+def test_ranks_above_0_report_only_bytes(make_exporter: MakeExporter, tmp_path: Path) -> None:
     exporter = make_exporter(rank=1)
     run_capture(exporter, tmp_path / "a.zarr")
     assert set(settled(exporter)) - {"blocked_seconds"} == {"bytes_exported", "bytes_raw", "bytes_stored"}
 
 
-def test_dropped_rows(make_exporter: MakeExporter, tmp_path: Path) -> None:
+def test_dropped_rows_are_counted_as_lost(make_exporter: MakeExporter, tmp_path: Path) -> None:
     exporter = make_exporter("drop")
     os.kill(coordinator(exporter), signal.SIGSTOP)
     run_capture(exporter, tmp_path / "a.zarr")
@@ -146,7 +148,7 @@ def test_dropped_rows(make_exporter: MakeExporter, tmp_path: Path) -> None:
     assert told_later["incomplete.dropped"] == 1 and told_later["backlog_bytes.0"] == 0
 
 
-def test_time_blocked(make_exporter: MakeExporter, tmp_path: Path) -> None:
+def test_the_time_blocked_on_a_full_ring_is_counted(make_exporter: MakeExporter, tmp_path: Path) -> None:
     exporter = make_exporter("block")
     pid = coordinator(exporter)
     os.kill(pid, signal.SIGSTOP)
@@ -163,7 +165,7 @@ def test_time_blocked(make_exporter: MakeExporter, tmp_path: Path) -> None:
     ("cause", "facts", "label"),
     [(Cause.ENDED_EARLY, {"finish": "abort"}, "aborted"), (Cause.QUOTA, {"limit": 9}, "quota")],
 )
-def test_cut_short(
+def test_an_incomplete_capture_counts_under_the_cause_of_its_loss(
     make_exporter: MakeExporter, tmp_path: Path, cause: Cause, facts: dict[str, Any], label: str
 ) -> None:
     exporter = make_exporter()
@@ -171,14 +173,14 @@ def test_cut_short(
     assert settled(exporter)[f"incomplete.{label}"] == 1
 
 
-def test_rows_of_another_request(make_exporter: MakeExporter, tmp_path: Path) -> None:
+def test_a_capture_with_rows_of_another_request_counts_as_other(make_exporter: MakeExporter, tmp_path: Path) -> None:
     exporter = make_exporter()
     exporter.rows.view(torch.int32)[100, 1] = 7
     run_capture(exporter, tmp_path / "a.zarr")
     assert settled(exporter)["incomplete.other"] == 1
 
 
-def test_a_full_disk_counts_before_an_abort(tmp_path: Path) -> None:
+def test_a_capture_with_a_write_error_and_an_abort_counts_as_write_error(tmp_path: Path) -> None:
     client = StoreClient(1 << 20)
     ended = Loss.of(Cause.ENDED_EARLY, finish="OSError: of the request", end=128, expected=300)
     try:
@@ -198,7 +200,7 @@ def test_a_full_disk_counts_before_an_abort(tmp_path: Path) -> None:
         client.shutdown(PATIENCE)
 
 
-def test_captures_cut_by_the_shutdown_and_failed_ones(tmp_path: Path) -> None:
+def test_failed_captures_and_those_cut_by_the_shutdown_are_counted(tmp_path: Path) -> None:
     client = StoreClient(1 << 20)
     begin(client, tmp_path / "not-a-store").close(0)
     send(client, begin(client, tmp_path / "a.zarr"), 0)
@@ -207,7 +209,7 @@ def test_captures_cut_by_the_shutdown_and_failed_ones(tmp_path: Path) -> None:
     assert (counts["started"], counts["failed"], counts["incomplete.shutdown"]) == (2, 1, 1)
 
 
-def test_the_last_line_of_the_log(
+def test_the_last_line_of_the_log_gives_the_totals(
     make_exporter: MakeExporter, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     connector = DMIConnector.__new__(DMIConnector)
@@ -223,8 +225,8 @@ def test_the_last_line_of_the_log(
     assert "rank 0 since the start: captures_started=1, captures_complete=1, exported_bytes=" in caplog.messages[-1]
 
 
-def test_what_vllm_shows() -> None:
-    """Two ranks and the scheduler in one step, then another step: the endpoint, and the line in the log."""
+def test_vllm_shows_our_counts_on_its_endpoint_and_in_its_log() -> None:
+    """The first step has counts of two ranks and of the scheduler, the second those of one rank."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
@@ -263,10 +265,10 @@ def test_what_vllm_shows() -> None:
     ]
 
 
-def test_the_start_says_what_the_selection_costs(
+def test_the_log_says_at_the_start_what_the_selection_costs(
     make_exporter: MakeExporter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes a token, tokens that fit into the cache and the buffer, and the limit that will bind."""
+    """It gives bytes a token, the tokens that fit into the cache and the buffer, and the limit of the rate."""
     from dmi_connector.engine import startup
 
     monkeypatch.setattr(startup.logger, "propagate", True)

@@ -57,7 +57,9 @@ counts = st.integers(0, 200)
 
 
 @given(counts, counts, st.integers(1, 50), counts, counts)
-def test_the_last_position_within_a_limit(start: int, prompt: int, row: int, sample: int, limit: int) -> None:
+def test_end_within_a_limit_is_the_last_position_that_fits(
+    start: int, prompt: int, row: int, sample: int, limit: int
+) -> None:
     size = RequestBytes(start, max(prompt - 1, start), row, sample)
     end = size.end_within(limit)
     assert size.until(end) <= limit < size.until(end + 1)
@@ -75,7 +77,7 @@ ROW = 2 * 3 * 64 * 4 + 9  # bytes: 2 hooks, 3 layers, width 64, float32; and the
 LOGITS = 512 * 4
 
 
-def test_a_prompt_beyond_max_request_bytes(tmp_path: Path) -> None:
+def test_a_prompt_beyond_max_request_bytes_is_refused(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path, max_request_bytes=40 * ROW + LOGITS - 1)
     _, response = run(tracker, {}, 40, 3)
     assert response.keys() == {"dmi_error"}
@@ -86,7 +88,7 @@ def test_a_prompt_beyond_max_request_bytes(tmp_path: Path) -> None:
     assert "dmi_store" in run(tracker, {}, 39, 3)[1]
 
 
-def test_generated_tokens_beyond_max_request_bytes(tmp_path: Path) -> None:
+def test_generated_tokens_beyond_max_request_bytes_are_missing_rows(tmp_path: Path) -> None:
     """Rows up to the limit are captured, the others are missing, in the store and in the response."""
     tracker = make_tracker(tmp_path, max_request_bytes=50 * ROW + 11 * LOGITS + ROW)
     steps, response = run(tracker, {"include_output_tokens": True}, 40, 30)  # 40 + 30 tokens, of which 69 have a row
@@ -106,8 +108,8 @@ def test_generated_tokens_beyond_max_request_bytes(tmp_path: Path) -> None:
 # ---- all requests -----------------------------------------------------------------------------------------------
 
 
-def test_max_total_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there when the engine starts, what is let in, and what the coordinator measures."""
+def test_a_capture_beyond_max_total_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores count that exist when the engine starts, captures let in since, and what the coordinator measures."""
     monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 3600)
     stores = tmp_path / "stores"
     (stores / "old.zarr").mkdir(parents=True)
@@ -133,8 +135,8 @@ def test_max_total_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         quota.admit(str(stores / "4.zarr"), 1)
 
 
-def test_what_is_being_written_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture counts with its prompt or with what there is of it, until it was finished when stores were measured."""
+def test_a_capture_that_is_being_written_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts with the bytes of its prompt, or of its files if these are more, until it is measured as finished."""
     monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 0)
     real = tmp_path / "real"
     real.mkdir()
@@ -188,7 +190,9 @@ def test_what_is_being_written_counts_once(tmp_path: Path, monkeypatch: pytest.M
     assert read_usage(str(directory)) is None, "of another version"
 
 
-def test_min_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_that_would_leave_less_than_min_free_bytes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free = {"blocks": 100}
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free["blocks"], f_frsize=1000))
     tracker = make_tracker(tmp_path / "stores", min_free_bytes=90_000, hooks="resid_pre@0")
@@ -202,14 +206,16 @@ def test_min_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "dmi_store" in run(tracker, {}, 2, 1)[1], "space is there again"
 
 
-def test_no_limit_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_limits_neither_free_space_nor_stores_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("statvfs", "scandir"):
         monkeypatch.setattr(os, name, lambda *_: pytest.fail("asked without need"))
     tracker = make_tracker(tmp_path)
     assert "dmi_store" in run(tracker, {}, 20, 1)[1]
 
 
-def test_a_limit_is_cheap_to_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_are_checked_without_walking_the_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores are walked when an engine starts, and never when a request arrives."""
     options = {"store_dir": str(tmp_path), "max_total_bytes": 1 << 50, "min_free_bytes": 1, "max_request_bytes": 1000}
     quota = Quota(ServerOptions.parse(options))
@@ -258,7 +264,7 @@ def names(directory: Path) -> list[str]:
     return sorted(p.name for p in directory.iterdir() if p.name[0] == "s")
 
 
-def test_prune_by_age_and_by_bytes(stores: Path, tmp_path: Path) -> None:
+def test_prune_removes_the_oldest_stores_by_age_and_by_bytes(stores: Path, tmp_path: Path) -> None:
     assert [s.path.name for s in prune(stores, older_than=4.5 * 3600, dry_run=True)] == ["s0.zarr"]
     assert len(names(stores)) == 5
     assert [s.path.name for s in prune(stores, older_than=4.5 * 3600)] == ["s0.zarr"]
@@ -290,8 +296,8 @@ sys.stdin.readline()
 """
 
 
-def test_a_store_that_another_process_reads_stays(stores: Path) -> None:
-    """It stays until the reader lets go, or is killed; the next oldest goes instead."""
+def test_a_store_that_another_process_reads_is_not_removed(stores: Path) -> None:
+    """It stays until the reader closes it; the next oldest store is removed instead."""
     expected = f"{float(abs(open_capture(stores / 's0.zarr', 0).numpy('q')).sum())} 20\n"
     command = [sys.executable, "-c", READER, str(stores / "s0.zarr")]
     reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -314,7 +320,7 @@ def test_a_store_that_another_process_reads_stays(stores: Path) -> None:
     assert names(stores) == ["s3.zarr", "s4.zarr"]
 
 
-def test_a_capture_holds_its_store(stores: Path) -> None:
+def test_an_open_capture_keeps_its_store_from_removal(stores: Path) -> None:
     capture = open_capture(stores / "s0.zarr", 0)
     assert not remove_store(capture.path)
     with open_capture(stores / "s0.zarr", 0) as second:
@@ -332,7 +338,7 @@ def test_a_capture_holds_its_store(stores: Path) -> None:
         type(capture)(stores / "s1.zarr", capture.attrs)
 
 
-def test_a_store_that_is_written_stays(tmp_path: Path) -> None:
+def test_a_store_that_is_being_written_is_not_removed(tmp_path: Path) -> None:
     stores = kit.Store(1 << 20)
     record = stores.open(tmp_path / "a.zarr", Q, attrs={"prompt_len": 300})
     stores.feed(record, {"q": kit.random_bits(Q, 256)}, 256)
@@ -342,13 +348,13 @@ def test_a_store_that_is_written_stays(tmp_path: Path) -> None:
     assert [s.path.name for s in prune(tmp_path, older_than=-1)] == ["a.zarr"]
 
 
-def test_a_removal_that_was_cut_short_is_finished(stores: Path) -> None:
+def test_an_interrupted_removal_is_finished_by_the_next_one(stores: Path) -> None:
     os.rename(stores / "s0.zarr", stores / ("s0.zarr" + REMOVING_SUFFIX))
     assert prune(stores, older_than=1e9) == []
     assert names(stores) == [f"s{i}.zarr" for i in range(1, 5)]
 
 
-def test_one_that_cannot_be_removed_stops_nothing_else(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_failed_removal_does_not_stop_the_others(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def rmtree(path: os.PathLike[str] | str) -> None:
         if "s0" in str(path):
             raise PermissionError(f"no removal of {path}")
@@ -364,7 +370,7 @@ def test_one_that_cannot_be_removed_stops_nothing_else(stores: Path, monkeypatch
         assert read_usage(str(stores)).nbytes == measure(str(stores)).nbytes  # type: ignore[union-attr]
 
 
-def test_the_keeper_measures_and_removes(stores: Path) -> None:
+def test_the_keeper_removes_old_stores_and_measures_the_rest(stores: Path) -> None:
     sizes = [s.nbytes for s in finished_stores(stores)]
     keeper = Keeper(str(stores), measure=True, retain_seconds=int(3.5 * 3600), retain_bytes=sizes[3] + sizes[4])
     keeper.round()
@@ -376,8 +382,8 @@ def test_the_keeper_measures_and_removes(stores: Path) -> None:
     assert read_usage(str(stores)).nbytes == sizes[4]  # type: ignore[union-attr]
 
 
-def test_only_what_was_finished_lately_is_named(stores: Path) -> None:
-    """Also by a keeper that has just started: the scheduler reads the names."""
+def test_the_usage_file_names_only_stores_that_were_finished_lately(stores: Path) -> None:
+    """A keeper that has just started names them too, since the scheduler reads the names."""
     moment = time.time() - 59
     os.utime(stores / "s4.zarr" / "zarr.json", (moment, moment))
     Keeper(str(stores), measure=True).round()
@@ -385,8 +391,8 @@ def test_only_what_was_finished_lately_is_named(stores: Path) -> None:
     assert usage is not None and usage.over == [os.path.realpath(stores / "s4.zarr")]
 
 
-def test_the_coordinator_keeps_the_directory(stores: Path) -> None:
-    """With a real coordinator: measured and removed while it runs, with private files, and no longer afterwards."""
+def test_the_coordinator_removes_old_stores_while_it_runs(stores: Path) -> None:
+    """It measures the directory too, into a private file, and removes nothing once it has ended."""
     keep = {"directory": str(stores), "measure": True, "retain_seconds": int(3.5 * 3600), "interval_s": 0.1}
     client = StoreClient(1 << 20, 1, WriteSettings(keep=keep))
     kit.until(lambda: len(names(stores)) <= 3 and (stores / USAGE_NAME).exists())
@@ -398,7 +404,7 @@ def test_the_coordinator_keeps_the_directory(stores: Path) -> None:
     assert names(stores) == ["s2.zarr", "s3.zarr", "s4.zarr"]
 
 
-def test_make_directory_keeps_what_is_there(tmp_path: Path) -> None:
+def test_make_directory_keeps_the_mode_of_an_existing_directory(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir(mode=0o755)
     make_directory(str(tmp_path / "a"), "private")
     make_directory(str(tmp_path / "b" / "c"), "private")
@@ -409,7 +415,9 @@ def test_make_directory_keeps_what_is_there(tmp_path: Path) -> None:
 # ---- the command line -------------------------------------------------------------------------------------------
 
 
-def test_dmi_prune(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dmi_prune_removes_by_age_and_bytes_and_refuses_bad_values(
+    stores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["prune", str(stores), "--older-than", "270m", "--dry-run"]) == 0
     assert "s0.zarr: would be removed" in capsys.readouterr().out and len(names(stores)) == 5
     assert main(["prune", str(stores), "--older-than", "270m", "--json"]) == 0
@@ -424,7 +432,7 @@ def test_dmi_prune(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "give a whole number" in capsys.readouterr().err or flags[1] == "-1"
 
 
-def test_dmi_ls_stats(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dmi_ls_stats_adds_up_the_captures_of_a_directory(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
     owner = kit.Store(1 << 20)
     for i, stop in enumerate((25, 26)):
         loss = Loss.of(Cause.ENDED_EARLY, [[20, stop]], finish="abort", end=20, expected=stop)
@@ -455,8 +463,8 @@ def test_dmi_ls_stats(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_engines_that_start_at_once_make_their_directory_once(tmp_path: Path) -> None:
-    """Each of two data-parallel engines, started together, used to fail when the other was faster by microseconds."""
+def test_engines_that_start_together_can_make_the_same_directory(tmp_path: Path) -> None:
+    """Of two data-parallel engines that started together, one used to fail because the other had just made it."""
     together = threading.Barrier(8)
 
     def make(path: Path) -> None:

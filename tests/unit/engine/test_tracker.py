@@ -132,7 +132,9 @@ EVENTS = st.lists(st.one_of(ADD, STEP, DECODE, DECODE, DECODE, DECODE, DECODE, F
 @pytest.mark.parametrize("hooks", ["resid_pre,mlp_out", "resid_pre,logits"])
 @given(events=EVENTS)
 @settings(max_examples=40, deadline=None)
-def test_steps_tell_the_same_whatever_is_looked_at(hooks: str, events: list[tuple[Any, ...]]) -> None:
+def test_the_tracker_reports_the_same_as_one_that_checks_every_request(
+    hooks: str, events: list[tuple[Any, ...]]
+) -> None:
     with tempfile.TemporaryDirectory() as directory:
         worlds = []
         for kind in (Tracker, Thorough):
@@ -145,8 +147,8 @@ def test_steps_tell_the_same_whatever_is_looked_at(hooks: str, events: list[tupl
         assert worlds[0].told == worlds[1].told
 
 
-def test_most_steps_look_at_few_requests(tmp_path: object) -> None:
-    """Of 8 requests in 63 steps each gets a block four times and completes a chunk as often."""
+def test_steps_skip_requests_that_have_nothing_due(tmp_path: object) -> None:
+    """In 63 steps each of the 8 requests gets four blocks and completes four chunks."""
     world = World(make_tracker(tmp_path, "resid_pre"))
     for i in range(8):
         world.add(17 + i, 0)
@@ -166,8 +168,8 @@ def test_most_steps_look_at_few_requests(tmp_path: object) -> None:
     assert chunks == 8 * 5 and len(looked) < 0.6 * 8 * 63
 
 
-def test_requests_of_which_only_the_prompt_is_wanted_are_looked_at_no_more(tmp_path: object) -> None:
-    """Once its whole chunks are exported; the rest goes when it ends."""
+def test_a_prompt_only_request_is_skipped_once_its_chunks_are_exported(tmp_path: object) -> None:
+    """The rows after its last whole chunk are exported when it ends."""
     world = World(make_tracker(tmp_path, "resid_pre"))
     world.add(40, 0, output=False)
     world.step([40], -1, -1, 0)

@@ -33,12 +33,12 @@ def test_blosc_decodes_every_frame(dtype: str, count: int, spread: int, seed: in
 
 
 @pytest.mark.parametrize("count", [127, 128, 65536, 65537, 200_000])
-def test_planes_at_their_limits(count: int) -> None:
+def test_frames_at_the_edges_of_plane_and_split_sizes_are_decoded(count: int) -> None:
     chunk = np.arange(count, dtype="u2") * 7
     np.testing.assert_array_equal(decoded(blosc_frame(chunk, "zstd"), "u2"), chunk)
 
 
-def test_frames_of_other_sizes_do_not_meet_in_memory() -> None:
+def test_frames_of_different_sizes_do_not_overwrite_each_other() -> None:
     rng = np.random.default_rng(1)
     chunks = [rng.integers(0, 99, count, dtype="u2") for count in (5000, 70_000, 300, 70_000)]
     frames = [blosc_frame(chunk, "zstd") for chunk in chunks]
@@ -51,7 +51,7 @@ def as_bf16(values: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("rows", ["every 7th", "every 64th", "a text's embeddings"])
-def test_rows_that_recur_are_found(rows: str) -> None:
+def test_recurring_rows_shrink_about_as_much_as_with_blosc(rows: str) -> None:
     rng = np.random.default_rng(3)
     table = as_bf16(rng.standard_normal((500, 2560)))
     number = {"every 7th": np.arange(128) % 7, "every 64th": np.arange(128) % 64}.get(rows, rng.zipf(1.3, 128) % 500)
@@ -60,7 +60,7 @@ def test_rows_that_recur_are_found(rows: str) -> None:
     assert len(blosc_frame(chunk, "zstd")) < 1.02 * len(own) < chunk.nbytes / 2
 
 
-def test_recurring_rows_are_told_by_their_heads() -> None:
+def test_recurs_needs_more_than_a_sixteenth_of_the_rows_to_begin_alike() -> None:
     rng = np.random.default_rng(4)
     rows = rng.integers(1, 2**16, (64, 100), dtype="u2")
     assert not recurs(rows)
@@ -73,7 +73,7 @@ def test_recurring_rows_are_told_by_their_heads() -> None:
     assert recurs(rows[:, :3]), "too narrow to tell"
 
 
-def test_it_shrinks_more_than_bloscs_own() -> None:
+def test_a_frame_of_bfloat16_is_shorter_than_bloscs_own() -> None:
     bits = as_bf16(np.random.default_rng(2).standard_normal((128, 2560)))
     own = blosc.compress(bits, b"zstd", 1, blosc.SHUFFLE, bits.nbytes)
     assert bits.nbytes / len(blosc_frame(bits, "zstd")) > 1.48 > bits.nbytes / len(own)

@@ -42,7 +42,7 @@ def written(stores: kit.Store, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return cap, {s.name: kit.to_float(values[s.name], s.dtype) for s in ARRAYS}
 
 
-def test_names_and_layers(written: tuple[Capture, kit.Values]) -> None:
+def test_a_capture_lists_its_hooks_aliases_and_layers(written: tuple[Capture, kit.Values]) -> None:
     cap, _ = written
     assert cap.hooks == ["resid_pre", "ln2", "z", "embed", "resid_final", "mlp_in", "resid_post"]
     assert cap.layers["mlp_in"] == [1, 3] and cap.layers["embed"] == []
@@ -50,7 +50,7 @@ def test_names_and_layers(written: tuple[Capture, kit.Values]) -> None:
     assert "mlp_in" in cap and "q" not in cap and "4 tokens" not in repr(cap)
 
 
-def test_aliases(written: tuple[Capture, kit.Values]) -> None:
+def test_aliases_read_the_rows_of_the_hooks_they_stand_for(written: tuple[Capture, kit.Values]) -> None:
     cap, v = written
     post = np.concatenate([v["resid_pre"][1:], v["resid_final"]])
     np.testing.assert_array_equal(cap.numpy("resid_post"), post)
@@ -65,7 +65,7 @@ def test_aliases(written: tuple[Capture, kit.Values]) -> None:
         cap.array("resid_post")
 
 
-def test_selecting_layers_and_tokens(written: tuple[Capture, kit.Values]) -> None:
+def test_layers_and_tokens_can_be_selected(written: tuple[Capture, kit.Values]) -> None:
     cap, v = written
     np.testing.assert_array_equal(cap.numpy("z", -2), v["z"][1])  # layer 2 of 4, by the model's count
     np.testing.assert_array_equal(cap.numpy("z", 2, [299, 0, -1]), v["z"][1, [299, 0, -1]])
@@ -84,12 +84,14 @@ def test_selecting_layers_and_tokens(written: tuple[Capture, kit.Values]) -> Non
         ("embed", 1, "leave layer out"),
     ],
 )
-def test_refusals(written: tuple[Capture, kit.Values], hook: str, layer: int | None, message: str) -> None:
+def test_an_unknown_hook_or_layer_is_refused(
+    written: tuple[Capture, kit.Values], hook: str, layer: int | None, message: str
+) -> None:
     with pytest.raises(KeyError, match=message):
         written[0].numpy(hook, layer)
 
 
-def test_more_refusals(written: tuple[Capture, kit.Values]) -> None:
+def test_foreign_names_without_a_hook_and_absent_logits_are_refused(written: tuple[Capture, kit.Values]) -> None:
     with pytest.raises(KeyError, match="no equal here"):
         written[0]["blocks.0.ln1.hook_normalized"]
     with pytest.raises(KeyError, match="logits"):
@@ -97,7 +99,7 @@ def test_more_refusals(written: tuple[Capture, kit.Values]) -> None:
 
 
 @given(st.integers(0, 5000), st.integers(1, 300), st.integers(1, 20))
-def test_effective_grid(length: int, chunk: int, per_segment: int) -> None:
+def test_the_effective_grid_shrinks_only_for_short_stores(length: int, chunk: int, per_segment: int) -> None:
     grid = effective_grid(length, chunk, chunk * per_segment)
     assert grid.segment % grid.chunk == 0 and 1 <= grid.chunk <= chunk and grid.segment <= chunk * per_segment
     if length < chunk:
@@ -120,13 +122,13 @@ def test_effective_grid(length: int, chunk: int, per_segment: int) -> None:
         ({"per_sample": True}, "has no layers"),
     ],
 )
-def test_bad_specs(arguments: dict[str, object], message: str) -> None:
+def test_bad_array_specs_are_refused(arguments: dict[str, object], message: str) -> None:
     good = {"name": "q", "dtype": "bfloat16", "layers": (0, 1), "width": 8}
     with pytest.raises(ValueError, match=message):
         ArraySpec(**{**good, **arguments})  # type: ignore[arg-type]
 
 
-def test_scope_of_known_hooks_decides() -> None:
+def test_the_scope_of_a_known_hook_overrides_its_spec() -> None:
     assert ArraySpec("resid_final", "float32", (0,), 8).layers == ()
     assert ArraySpec("logits", "float32", (0,), 8).per_sample
 
@@ -150,7 +152,9 @@ def test_export_is_the_file_safetensors_would_write(
     assert not (tmp_path / "out.safetensors.partial").exists()
 
 
-def test_export_refusals(stores: kit.Store, written: tuple[Capture, kit.Values], tmp_path: Path) -> None:
+def test_an_export_of_absent_layers_or_hooks_is_refused(
+    stores: kit.Store, written: tuple[Capture, kit.Values], tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=r"layer_ids \[7\] are not in"):
         export_safetensors(written[0].path, tmp_path / "out", [1, 7])
     stores.write(tmp_path / "z.zarr", [ARRAYS[2]], 5)

@@ -42,13 +42,13 @@ def coordinator(client: StoreClient) -> int:
     return client._child.pid
 
 
-def test_processes_start_without_what_they_do_not_need() -> None:
+def test_coordinator_and_writers_import_no_torch_vllm_or_zarr() -> None:
     modules = "dmi_connector.store.write.coordinator, dmi_connector.store.write.writer"
     code = f"import sys, {modules}; print(sorted({{'torch', 'vllm', 'zarr'}} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-P", "-c", code], text=True) == "[]\n"
 
 
-def test_a_whole_capture(client: StoreClient, tmp_path: Path) -> None:
+def test_a_capture_through_the_coordinator_holds_what_was_sent(client: StoreClient, tmp_path: Path) -> None:
     capture = begin(client, tmp_path / "a.zarr", (Q, LOGITS))
     for first in (0, 128, 256):
         send(client, capture, first)
@@ -78,7 +78,7 @@ def test_rows_of_another_request_are_found(client: StoreClient, tmp_path: Path, 
     assert not open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True).complete
 
 
-def test_what_cannot_be_opened_fails_alone(client: StoreClient, tmp_path: Path) -> None:
+def test_a_capture_that_cannot_be_opened_fails_alone(client: StoreClient, tmp_path: Path) -> None:
     bad = client.open_capture(client.register(PayloadLayout((Q,))), str(tmp_path / "not-a-store"), {"prompt_len": 3})
     extent = client.ring.alloc(100, PATIENCE)
     assert extent is not None
@@ -92,8 +92,8 @@ def test_what_cannot_be_opened_fails_alone(client: StoreClient, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_capture_that_cannot_be_closed_is_over_all_the_same(client: StoreClient, tmp_path: Path, ranks: int) -> None:
-    """With the rows that came; of several ranks none can say what the others have, so it is given up."""
+def test_a_capture_that_cannot_be_closed_still_ends(client: StoreClient, tmp_path: Path, ranks: int) -> None:
+    """It keeps the rows that came. With several ranks it fails, since none knows what the others have."""
     layout = client.register(PayloadLayout((Q,), segment_tokens=256))
     attrs = {"prompt_len": 250, "model": "tiny"}
     capture = client.open_capture(layout, str(tmp_path / "a.zarr"), attrs, "r", "k", 0, ranks)
@@ -111,7 +111,9 @@ def test_a_capture_that_cannot_be_closed_is_over_all_the_same(client: StoreClien
     assert client.flush(PATIENCE) and again.state == "complete"
 
 
-def test_coordinator_killed(client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_coordinator_fails_open_captures_and_is_replaced(
+    client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dmi_connector.store.write.client.SHORT_LIFE_S", 0.0)
     lost = begin(client, tmp_path / "lost.zarr")
     send(client, lost, 0)
@@ -128,7 +130,9 @@ def test_coordinator_killed(client: StoreClient, tmp_path: Path, monkeypatch: py
     assert found["lost.zarr"].reason == "the coordinator died (killed)", found
 
 
-def test_coordinator_that_cannot_live(client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_fail_after_a_coordinator_died_soon_after_its_start(
+    client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dmi_connector.store.write.client.SHORT_LIFE_S", 1e9)
     os.kill(coordinator(client), signal.SIGKILL)
     until(lambda: client._broken is not None)
@@ -138,7 +142,7 @@ def test_coordinator_that_cannot_live(client: StoreClient, tmp_path: Path, monke
     assert client.ring.used == 0
 
 
-def test_signals_to_the_group_do_not_reach_it(client: StoreClient, tmp_path: Path) -> None:
+def test_the_coordinator_ignores_signals_and_has_its_own_process_group(client: StoreClient, tmp_path: Path) -> None:
     begin(client, tmp_path / "first.zarr").close(0)
     assert client.flush(PATIENCE)  # it is up
     capture = begin(client, tmp_path / "a.zarr")
@@ -150,8 +154,8 @@ def test_signals_to_the_group_do_not_reach_it(client: StoreClient, tmp_path: Pat
     assert os.getpgid(coordinator(client)) != os.getpgid(0)
 
 
-def test_engine_killed(tmp_path: Path) -> None:
-    """kill -9 of the engine's process: closed captures are finished, open ones keep every row that came."""
+def test_captures_of_a_killed_engine_keep_every_row_that_came(tmp_path: Path) -> None:
+    """Closed captures are complete, open ones incomplete."""
     script = f"""
 import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).resolve().parents[3])!r})
@@ -202,7 +206,7 @@ def writers(client: StoreClient) -> list[psutil.Process]:
 
 
 def test_shutdown_writes_everything(tmp_path: Path) -> None:
-    """At once after the last message: nothing was waited for before."""
+    """It comes right after the last message; nothing was waited for before."""
     client = StoreClient(32 << 20, 2)
     for i in range(40):
         capture = begin(client, tmp_path / f"{i}.zarr")
@@ -216,7 +220,7 @@ def test_shutdown_writes_everything(tmp_path: Path) -> None:
     assert all(verify_store(path) == [] for path in tmp_path.glob("*.zarr"))
 
 
-def test_shutdown_ends_in_time_when_the_disk_does_not(tmp_path: Path) -> None:
+def test_the_shutdown_ends_in_time_when_writers_hang(tmp_path: Path) -> None:
     client = StoreClient(1 << 20, 2, WriteSettings(shutdown_seconds=1))
     capture = begin(client, tmp_path / "a.zarr")
     send(client, capture, 0)

@@ -59,7 +59,9 @@ def held(pid: int, folder: Path) -> list[str]:
     return [link for link in links if link.startswith(str(folder))]
 
 
-def test_full_disk(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
+def test_a_full_disk_costs_only_the_chunk_that_did_not_fit(
+    stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]
+) -> None:
     """A limit on file sizes stands in for a full disk: the second chunk of the first segment fails."""
     record = stores.open(tmp_path / "a.zarr", SPEC)
     pid = writer_pid(record)
@@ -93,8 +95,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
-def test_disk_without_a_byte_left(small_disk: Path, stores: kit.Store, done: list[tuple[str, str | None]]) -> None:
-    """Not even the metadata fits: what holds rows waits for a repair, what holds none goes, later captures work."""
+def test_rows_on_a_disk_without_a_byte_left_wait_for_a_repair(
+    small_disk: Path, stores: kit.Store, done: list[tuple[str, str | None]]
+) -> None:
+    """Not even the metadata fits. Partial stores without rows are removed, and later captures work."""
     stores.write(small_disk / "before.zarr", [SPEC], 10)
     pid = stores.pool.processes[0].process.pid
     record = stores.open(small_disk / "rows.zarr", SPEC)
@@ -120,8 +124,10 @@ def test_disk_without_a_byte_left(small_disk: Path, stores: kit.Store, done: lis
 
 
 @pytest.mark.parametrize("spare", [0, 2])
-def test_no_descriptor_left(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]], spare: int) -> None:
-    """With two left there is one for the lock and one for the journal; and the failure can be noted."""
+def test_a_capture_without_descriptors_fails_and_the_next_one_works(
+    stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]], spare: int
+) -> None:
+    """With two left, the lock and the journal take one each, and the index notes the failure."""
     stores.write(tmp_path / "warm.zarr", [SPEC], 1)
     pid = stores.pool.processes[0].process.pid
     until(lambda: not held(pid, tmp_path))
@@ -139,8 +145,8 @@ def test_no_descriptor_left(stores: kit.Store, tmp_path: Path, done: list[tuple[
 
 
 @pytest.mark.parametrize("what", ["q", "."])
-def test_files_that_somebody_removed(stores: kit.Store, tmp_path: Path, what: str) -> None:
-    """A file that is open can still be written to: the store must not pass for whole."""
+def test_a_store_whose_files_were_removed_is_incomplete(stores: kit.Store, tmp_path: Path, what: str) -> None:
+    """A removed file that is open can still be written to, so no write fails."""
     record = stores.open(tmp_path / "dir/a.zarr", SPEC, replace(SPEC, name="k"))
     values = {name: kit.random_bits(replace(SPEC, name=name), 300) for name in "qk"}
     stores.feed(record, values, 300)
@@ -156,7 +162,9 @@ def test_files_that_somebody_removed(stores: kit.Store, tmp_path: Path, what: st
         np.testing.assert_array_equal(kit.bits(cap.numpy("k")), values["k"])
 
 
-def test_nothing_can_be_written(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
+def test_a_capture_fails_where_nothing_can_be_written(
+    stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]
+) -> None:
     (tmp_path / "file").write_text("not a directory")
     stores.write(tmp_path / "file" / "a.zarr", [SPEC], 300)
     state, error = done[0]
@@ -164,7 +172,9 @@ def test_nothing_can_be_written(stores: kit.Store, tmp_path: Path, done: list[tu
     assert any("NotADirectoryError" in e for e in stores.stats()["errors"])
 
 
-def test_a_name_that_is_taken(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
+def test_a_capture_whose_name_is_taken_fails_and_changes_nothing(
+    stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]
+) -> None:
     stores.write(tmp_path / "a.zarr", [SPEC], 40)
     before = (tmp_path / "a.zarr/zarr.json").read_bytes()
     stores.write(tmp_path / "a.zarr", [SPEC], 50)
@@ -172,7 +182,9 @@ def test_a_name_that_is_taken(stores: kit.Store, tmp_path: Path, done: list[tupl
     assert (tmp_path / "a.zarr/zarr.json").read_bytes() == before
 
 
-def test_writer_killed(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
+def test_a_killed_writer_makes_the_capture_incomplete_and_is_replaced(
+    stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]
+) -> None:
     record = stores.open(tmp_path / "a.zarr", SPEC)
     pid = writer_pid(record)
     os.kill(pid, signal.SIGSTOP)  # so that chunks are still in the ring when it dies
@@ -191,8 +203,9 @@ def test_writer_killed(stores: kit.Store, tmp_path: Path, done: list[tuple[str, 
     assert done[1] == ("complete", None)
 
 
-def test_writer_killed_after_some_chunks(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
-    """What it had written stays in the store, beside what other writers hold."""
+def test_a_killed_writer_costs_only_its_unwritten_chunks(
+    stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]
+) -> None:
     logits = ArraySpec("logits", "float32", (), 32)
     record = stores.open(tmp_path / "a.zarr", SPEC, logits)
     values = {"q": kit.random_bits(SPEC, 300), "logits": kit.random_bits(logits, 3)}
@@ -212,8 +225,8 @@ def test_writer_killed_after_some_chunks(stores: kit.Store, tmp_path: Path, done
     assert cap.logits_positions.tolist() == [9, 10, -1] and cap.token_ids.tolist() == list(range(300))
 
 
-def test_writer_of_another_rank_killed(stores: kit.Store, tmp_path: Path) -> None:
-    """Rank 0 writes the metadata, so columns of rank 1 would read as zeros: all rows are missing."""
+def test_a_killed_writer_of_another_rank_makes_all_rows_missing(stores: kit.Store, tmp_path: Path) -> None:
+    """Rank 0 writes the metadata, so the columns of rank 1 would read as zeros."""
     wide = [replace(SPEC, shards=2, rank=rank) for rank in range(2)]
     values = {"q": kit.random_bits(SPEC, 300)}
     other = kit.Store()
@@ -230,7 +243,7 @@ def test_writer_of_another_rank_killed(stores: kit.Store, tmp_path: Path) -> Non
     assert caught.value.missing == [[0, 300]] and verify_store(tmp_path / "a.zarr") == []
 
 
-def test_a_sample_that_never_came(stores: kit.Store, tmp_path: Path) -> None:
+def test_a_sample_that_never_came_reads_as_zeros_at_position_minus_1(stores: kit.Store, tmp_path: Path) -> None:
     logits = ArraySpec("logits", "float32", (), 32)
     rows = kit.random_bits(logits, 3)
     record = stores.open(tmp_path / "a.zarr", logits)
@@ -245,7 +258,7 @@ def test_a_sample_that_never_came(stores: kit.Store, tmp_path: Path) -> None:
     assert cap.logits_positions.tolist() == [9, -1, 11]
 
 
-def test_writer_killed_before_the_commit(stores: kit.Store, tmp_path: Path) -> None:
+def test_a_capture_whose_writer_dies_before_the_commit_is_incomplete(stores: kit.Store, tmp_path: Path) -> None:
     stores.write(tmp_path / "warm.zarr", [SPEC], 1)  # the process is up
     record = stores.open(tmp_path / "a.zarr", SPEC)
     os.kill(writer_pid(record), signal.SIGSTOP)
@@ -254,8 +267,10 @@ def test_writer_killed_before_the_commit(stores: kit.Store, tmp_path: Path) -> N
     assert stores.flush(PATIENCE) and record.state == "incomplete"
 
 
-def test_writer_killed_in_the_commit(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
-    """The rows are safe by then: another process commits the whole store."""
+def test_a_capture_whose_writer_dies_in_the_commit_is_still_complete(
+    stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]
+) -> None:
+    """Its rows are written by then, and another process commits the store."""
     record = stores.open(tmp_path / "a.zarr", SPEC, ranks=2)
     stores.feed(record, {"q": kit.random_bits(SPEC, 40)}, 40)
     stores.close(record, 40)  # and now it waits for rank 1
@@ -267,7 +282,7 @@ def test_writer_killed_in_the_commit(stores: kit.Store, tmp_path: Path, done: li
     assert done == [("complete", None)] and verify_store(tmp_path / "a.zarr") == []
 
 
-def test_interrupt_is_ignored(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
+def test_writers_ignore_an_interrupt(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
     stores.write(tmp_path / "a.zarr", [SPEC], 30)
     record = stores.open(tmp_path / "b.zarr", SPEC)
     os.kill(writer_pid(record), signal.SIGINT)
@@ -277,7 +292,7 @@ def test_interrupt_is_ignored(stores: kit.Store, tmp_path: Path, done: list[tupl
     assert Path(f"/proc/{writer_pid(record)}/comm").read_text() == "dmi-writer\n"
 
 
-def test_abort(stores: kit.Store, tmp_path: Path) -> None:
+def test_an_aborted_capture_leaves_no_store(stores: kit.Store, tmp_path: Path) -> None:
     record = stores.open(tmp_path / "a.zarr", SPEC)
     stores.feed(record, {"q": kit.random_bits(SPEC, 256)}, 256)
     stores.abort(record)
@@ -288,7 +303,7 @@ def test_abort(stores: kit.Store, tmp_path: Path) -> None:
         stores.close(record, 256)
 
 
-def test_rows_the_caller_knows_are_missing(stores: kit.Store, tmp_path: Path) -> None:
+def test_a_loss_named_at_the_close_makes_a_sound_but_incomplete_store(stores: kit.Store, tmp_path: Path) -> None:
     record = stores.open(tmp_path / "a.zarr", SPEC)
     values = {"q": kit.random_bits(SPEC, 300)}
     stores.feed(record, values, 300, skip=[128])
@@ -299,7 +314,7 @@ def test_rows_the_caller_knows_are_missing(stores: kit.Store, tmp_path: Path) ->
     assert verify_store(tmp_path / "a.zarr") == []
 
 
-def test_a_hole_that_nobody_owned_up_to(stores: kit.Store, tmp_path: Path) -> None:
+def test_verify_finds_missing_rows_that_no_loss_names(stores: kit.Store, tmp_path: Path) -> None:
     record = stores.open(tmp_path / "a.zarr", SPEC)
     stores.feed(record, {"q": kit.random_bits(SPEC, 300)}, 300, skip=[128])
     stores.close(record, 300)
@@ -308,14 +323,16 @@ def test_a_hole_that_nobody_owned_up_to(stores: kit.Store, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("first", "count"), [(5, 128), (0, 129), (256, 44)])
-def test_rows_off_the_grid(stores: kit.Store, tmp_path: Path, first: int, count: int) -> None:
+def test_a_chunk_off_the_grid_makes_the_capture_incomplete(
+    stores: kit.Store, tmp_path: Path, first: int, count: int
+) -> None:
     record = stores.open(tmp_path / "a.zarr", SPEC)
     stores.put(record, {"q": kit.random_bits(SPEC, first + count)}, first, count)
     stores.close(record, 128)  # shorter than the last chunk says
     assert stores.flush(PATIENCE) and record.state == "incomplete"
 
 
-def test_wrong_arguments(stores: kit.Store, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(stores: kit.Store, tmp_path: Path) -> None:
     record = stores.open(tmp_path / "a.zarr", SPEC)
     with pytest.raises(ValueError, match="2 token_ids were given for length 3"):
         stores.close(record, 3, ids=[1, 2])
@@ -332,7 +349,7 @@ def test_wrong_arguments(stores: kit.Store, tmp_path: Path) -> None:
         kit.Store(writers=0)
 
 
-def test_timeouts_say_what_was_seen(stores: kit.Store, tmp_path: Path) -> None:
+def test_open_capture_says_at_a_timeout_what_it_found(stores: kit.Store, tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match="nothing of it exists"):
         open_capture(tmp_path / "a.zarr", timeout=0.05)
     record = stores.open(tmp_path / "a.zarr", SPEC)
@@ -348,7 +365,7 @@ def test_timeouts_say_what_was_seen(stores: kit.Store, tmp_path: Path) -> None:
         open_capture(tmp_path / "other.zarr")
 
 
-def test_a_directory_made_just_now_is_not_taken_for_an_abandoned_one(tmp_path: Path) -> None:
+def test_a_new_partial_directory_without_a_lock_counts_as_being_written(tmp_path: Path) -> None:
     partial = tmp_path / "a.zarr.partial"
     partial.mkdir()  # a writer that has yet to lock it
     with pytest.raises(TimeoutError, match="still being written"):
@@ -358,8 +375,8 @@ def test_a_directory_made_just_now_is_not_taken_for_an_abandoned_one(tmp_path: P
         open_capture(tmp_path / "a.zarr", timeout=0)
 
 
-def test_engine_dies(tmp_path: Path) -> None:
-    """The writer ends with its engine and leaves the partial directory, even if a fork holds the pipe."""
+def test_a_writer_ends_with_its_engine_and_leaves_a_partial_store(tmp_path: Path) -> None:
+    """It ends even if a fork of the engine still holds the pipe."""
     script = (
         "import os, sys, time\n"
         "from tests import storekit as kit\n"

@@ -19,7 +19,7 @@ def start(directory: Path, store: str, created: str, **more: str) -> None:
     append_index(directory, {"event": "start", "store": store, "state": "started", "created": created, **more})
 
 
-def test_request_ids_as_vllm_decorates_them(tmp_path: Path) -> None:
+def test_a_request_id_is_found_with_the_parts_that_vllm_adds_to_it(tmp_path: Path) -> None:
     ids = ["cmpl-7", "cmpl-7-0-ab12", "0_cmpl-7-ff00", "11_cmpl-7", "cmpl-77", "x_cmpl-7", "cmpl-8"]
     for i, name in enumerate(ids):
         start(tmp_path, f"{i}.zarr", f"2025-01-01T00:00:0{9 - i}", request_id=name)
@@ -30,7 +30,7 @@ def test_request_ids_as_vllm_decorates_them(tmp_path: Path) -> None:
     assert find_captures(tmp_path / "nowhere") == []
 
 
-def test_torn_lines(tmp_path: Path) -> None:
+def test_torn_lines_of_the_index_are_skipped(tmp_path: Path) -> None:
     start(tmp_path, "a.zarr", "1", key="k")
     with open(tmp_path / INDEX_NAME, "ab") as f:
         f.write(b'{"event":"start","store":"torn.za')
@@ -41,7 +41,7 @@ def test_torn_lines(tmp_path: Path) -> None:
     assert [c.store.name for c in find_captures(tmp_path, key="k")] == ["a.zarr", "b.zarr"]
 
 
-def test_states_of_real_captures(tmp_path: Path) -> None:
+def test_the_index_gives_the_state_of_each_capture(tmp_path: Path) -> None:
     stores = kit.Store(1 << 20)
     stores.write(tmp_path / "a.zarr", [SPEC], 10, key="mine", request_id="r1")
     loss = Loss.of(Cause.ENDED_EARLY, [[10, 12]], finish="abort", end=10, expected=12)

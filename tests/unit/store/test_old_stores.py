@@ -32,7 +32,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_stores_of_this_format_version_are_kept() -> None:
+def test_the_test_data_has_stores_of_this_format_version() -> None:
     assert FORMAT_VERSION in VERSIONS
 
 

@@ -76,22 +76,22 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_the_share_grows_with_what_waits() -> None:
-    """Where the ring may not hold all that comes; rows of prompts are written at once then."""
+def test_the_share_grows_as_the_ring_fills() -> None:
+    """The ring may not hold all that comes here, so rows of prompts are written at once."""
     grown = [shares_for(LEAST, used, 9.0) for used in (0.0, 0.5, 0.625, 0.75, 1.0)]
     assert [s.generated for s in grown] == [0.25, 0.25, 0.625, 1.0, 1.0] and {s.prompt for s in grown} == {1.0}
     assert [shares_for(1.0, used, 9.0) for used in (0.0, 0.7, 1.0)] == [(1.0, 1.0)] * 3
 
 
-def test_nothing_hurries_while_the_ring_is_sure_to_hold_all() -> None:
+def test_writers_do_not_hurry_while_the_ring_is_sure_to_hold_all() -> None:
     for used, to_come in ((0.0, SURE), (SURE, 0.0), (0.5, 0.45), (0.0, 0.0)):
         assert shares_for(LEAST, used, to_come) == (LEAST, LEAST)
     for used, to_come in ((0.0, 0.96), (0.5, 0.46)):
         assert shares_for(LEAST, used, to_come) == (LEAST, 1.0)
 
 
-def test_what_waits_for_long_is_written_anyway() -> None:
-    """Whatever is heard from the coordinator meanwhile."""
+def test_a_rest_ends_once_the_rows_have_waited_long_enough() -> None:
+    """The coordinator changes no share meanwhile."""
     pace = Pace()
     pace.shares = Shares(0.01, 0.01)
     for generated in (True, False):
@@ -131,7 +131,7 @@ def test_a_rest_lasts_as_long_as_the_share_asks() -> None:
 
 
 def test_writers_hurry_when_much_waits_and_when_nobody_decodes(paced: kit.Store, tmp_path: Path) -> None:
-    """With the writer stopped all that is sent waits."""
+    """The writer is stopped, so all that is sent waits."""
     assert share(paced) == 1.0
     record = begin(paced, tmp_path / "a.zarr")
     pid = paced.pool.processes[0].pid
@@ -155,7 +155,7 @@ def test_writers_hurry_when_much_waits_and_when_nobody_decodes(paced: kit.Store,
     assert paced.flush(kit.PATIENCE) and verify_store(tmp_path / "a.zarr") == []
 
 
-def test_a_large_ring_is_no_reason_to_wait_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_room_bytes_of_a_larger_ring_count_for_the_pace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("dmi_connector.store.write.writer_pool.ROOM_BYTES", 2 * TAKEN)
     stores = kit.Store(RING, settings=WriteSettings(least_share=LEAST))
     record = begin(stores, tmp_path / "a.zarr")
@@ -172,7 +172,7 @@ def test_a_large_ring_is_no_reason_to_wait_longer(monkeypatch: pytest.MonkeyPatc
     assert stores.shutdown(kit.PATIENCE)
 
 
-def test_writers_hurry_at_the_end_whatever_is_open(tmp_path: Path) -> None:
+def test_writers_hurry_at_the_shutdown_even_with_an_open_capture(tmp_path: Path) -> None:
     """A capture of several ranks stays open when its engine dies."""
     stores = kit.Store(RING, settings=WriteSettings(least_share=LEAST))
     record = begin(stores, tmp_path / "a.zarr", attrs={"prompt_len": 1}, ranks=2)
@@ -186,7 +186,7 @@ def test_writers_hurry_at_the_end_whatever_is_open(tmp_path: Path) -> None:
     assert stores.shutdown(kit.PATIENCE) and seen == [1.0]
 
 
-def test_a_capture_that_cannot_begin_is_not_waited_for(paced: kit.Store, tmp_path: Path) -> None:
+def test_a_capture_that_cannot_begin_does_not_slow_the_writers(paced: kit.Store, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no process"):
         patch.setattr(paced.pool, "assign_writers", lambda *_: (_ for _ in ()).throw(OSError("no process")))
         begin(paced, tmp_path / "a.zarr")
@@ -198,8 +198,10 @@ def test_a_capture_that_cannot_begin_is_not_waited_for(paced: kit.Store, tmp_pat
     assert share(paced) == 1.0
 
 
-def test_which_rows_are_of_generated_tokens(paced: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks up to the last row of the prompt, counted from where the capture begins, are none."""
+def test_chunks_after_the_prompt_and_rows_of_logits_count_as_generated(
+    paced: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the prompt is counted from where the capture begins."""
     attrs = {"prompt_len": 3 * CHUNK, "start": CHUNK, "model": "m"}
     record = paced.open(tmp_path / "a.zarr", WIDE, LOGITS, attrs=attrs, segment=1024)
     sent: list[Message] = []
@@ -212,8 +214,8 @@ def test_which_rows_are_of_generated_tokens(paced: kit.Store, tmp_path: Path, mo
     paced.abort(record)
 
 
-def test_generated_rows_are_written_at_leisure(paced: kit.Store, tmp_path: Path) -> None:
-    """A quarter of the writer's time. A busy machine only makes it less."""
+def test_generated_rows_take_only_a_share_of_the_writers_time(paced: kit.Store, tmp_path: Path) -> None:
+    """The share is a quarter. A busy machine only makes it less."""
     chunks, pid = 40, paced.pool.processes[0].pid
     record = begin(paced, tmp_path / "a.zarr", attrs={"prompt_len": 1})
     worked, began = cpu_seconds(pid), time.monotonic()
@@ -228,7 +230,7 @@ def test_generated_rows_are_written_at_leisure(paced: kit.Store, tmp_path: Path)
     assert worked / lasted < 0.35
 
 
-def test_writers_rest_before_each_chunk_for_the_one_before(tmp_path: Path) -> None:
+def test_writers_rest_before_each_chunk_for_the_work_on_the_last_one(tmp_path: Path) -> None:
     class Rests(list[tuple[float, bool, float]]):
         def rest(self, *rest: Any) -> None:
             self.append(rest)
@@ -247,9 +249,9 @@ def test_writers_rest_before_each_chunk_for_the_one_before(tmp_path: Path) -> No
     assert all(0 < worked < 10 for worked, *_ in rests[1:])
 
 
-def test_the_ring_is_sure_to_hold_what_is_known_to_come(paced: kit.Store, tmp_path: Path) -> None:
-    """RING are 16 chunks of 1 MiB: 15 fit, one of them for what is in pieces. What came, and what a closed capture had
-    left, is to come no more.
+def test_prompt_rows_are_paced_while_the_ring_can_hold_all_that_may_come(paced: kit.Store, tmp_path: Path) -> None:
+    """The ring has room for 15 chunks, one of which is kept free. Rows that came, and those of a capture that has
+    ended, may come no more.
     """
     pid = paced.pool.processes[0].pid
     os.kill(pid, signal.SIGSTOP)
@@ -271,8 +273,8 @@ def test_the_ring_is_sure_to_hold_what_is_known_to_come(paced: kit.Store, tmp_pa
     assert shares(paced) == (1.0, 1.0)
 
 
-def test_how_many_bytes_may_come(paced: kit.Store, tmp_path: Path) -> None:
-    """Where rows of logits come nobody can say: those of all requests of a step travel together."""
+def test_the_bytes_to_come_follow_from_the_most_rows_of_a_capture(paced: kit.Store, tmp_path: Path) -> None:
+    """With logits they are unknown, since the rows of all requests of a step travel together."""
 
     def most(rows: int | None, *arrays: ArraySpec) -> int:
         record = paced.open(tmp_path / "a.zarr", *arrays, most_rows=rows)
@@ -284,8 +286,8 @@ def test_how_many_bytes_may_come(paced: kit.Store, tmp_path: Path) -> None:
     assert most(None, WIDE) > 1 << 50 and most(10, WIDE, LOGITS) > 1 << 50
 
 
-def test_nothing_is_to_come_once_all_captures_are_over(tmp_path: Path) -> None:
-    """However they ended, also those whose writer died."""
+def test_no_bytes_are_to_come_once_all_captures_have_ended(tmp_path: Path) -> None:
+    """They end by a close, an abort or the death of their writer."""
     stores = kit.Store(RING, 2, settings=WriteSettings(least_share=LEAST))
     records = [begin(stores, tmp_path / f"{i}.zarr", 8 * CHUNK) for i in range(4)]
     assert stores.captures._to_come == 4 * 8 * CHUNK_BYTES
@@ -307,8 +309,8 @@ def test_nothing_is_to_come_once_all_captures_are_over(tmp_path: Path) -> None:
     assert stores.captures._to_come == 0 and stores.shutdown(kit.PATIENCE)
 
 
-def test_what_waits_is_written_without_another_word(tmp_path: Path) -> None:
-    """A rest of many seconds ends when the rows have waited for three, though no message comes."""
+def test_rows_that_have_waited_long_are_written_without_a_new_message(tmp_path: Path) -> None:
+    """A rest of many seconds ends when the rows have waited for three, although no message comes."""
     stores = kit.Store(RING, settings=WriteSettings(least_share=0.004))
     assert stores.pool.processes[0].ready.wait(kit.PATIENCE)
     record = begin(stores, tmp_path / "a.zarr", 14 * CHUNK)
@@ -335,7 +337,7 @@ def test_what_waits_is_written_without_another_word(tmp_path: Path) -> None:
 def test_the_engine_says_how_many_rows_may_come(
     tmp_path: Path, tokens: list[int | None] | None, output: bool, most: int
 ) -> None:
-    """Of a prompt of 40 tokens and 4 generated at most."""
+    """The prompt has 40 tokens, and at most 4 are generated."""
     params = {"include_output_tokens": output, "dmi": {"tokens": tokens} if tokens else {}}
     tracker, request = make_tracker(tmp_path), ask(params, prompt=40)
     request.max_tokens = 4

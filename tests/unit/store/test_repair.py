@@ -162,8 +162,10 @@ def check(
 
 @pytest.mark.parametrize("codec", ["none", "lz4", "zstd"])
 @pytest.mark.parametrize(("chunks", "tail"), [(1, 0), (2, 0), (3, 0), (8, 0), (0, 7), (1, 7), (5, 1)])
-def test_writer_killed(writer: Writing, tmp_path: Path, codec: str, chunks: int, tail: int) -> None:
-    """Within a segment, at its end, in a later one; with a last chunk shorter than others, or shorter than a chunk."""
+def test_every_chunk_of_a_killed_writer_is_salvaged(
+    writer: Writing, tmp_path: Path, codec: str, chunks: int, tail: int
+) -> None:
+    """It is killed within a segment, at its end or in a later one, after whole chunks or after a shorter last one."""
     values = write(writer, tmp_path / "a.zarr", chunks, codec, tail)
     outcome = only(repair.repair(tmp_path))
     length = chunks * CHUNK + tail
@@ -172,7 +174,7 @@ def test_writer_killed(writer: Writing, tmp_path: Path, codec: str, chunks: int,
     check(tmp_path / "a.zarr", values, length)
 
 
-def test_nothing_to_salvage(writer: Writing, tmp_path: Path) -> None:
+def test_a_partial_store_without_rows_is_empty_and_can_be_removed(writer: Writing, tmp_path: Path) -> None:
     final = tmp_path / "a.zarr"
     commit.append_index(str(tmp_path), {"event": "start", "store": "a.zarr", "state": "started", "created": ""})
     writer.open(final, SPECS, "zstd", facts(SPECS))
@@ -184,7 +186,7 @@ def test_nothing_to_salvage(writer: Writing, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["index.jsonl"] and find_captures(tmp_path) == []
 
 
-def test_no_facts(writer: Writing, tmp_path: Path) -> None:
+def test_a_capture_without_recorded_facts_cannot_be_salvaged(writer: Writing, tmp_path: Path) -> None:
     writer.open(tmp_path / "a.zarr", SPECS)
     writer.chunk(SPECS, make_values(SPECS), 0, CHUNK)
     writer.kill()
@@ -192,7 +194,7 @@ def test_no_facts(writer: Writing, tmp_path: Path) -> None:
     assert (outcome.state, outcome.notes) == ("empty", ["what it captures is not recorded"])
 
 
-def test_no_token_ids(writer: Writing, tmp_path: Path) -> None:
+def test_rows_without_token_ids_are_salvaged_with_ids_of_0(writer: Writing, tmp_path: Path) -> None:
     values = make_values(SPECS)
     writer.open(tmp_path / "a.zarr", SPECS, "zstd", facts(SPECS))
     writer.chunk(SPECS, values, 0, CHUNK, ids=False)
@@ -215,8 +217,10 @@ def engine(final: str) -> None:
 
 @pytest.mark.parametrize("delay", [0.0, 0.003, 0.011, 0.02, 0.05])
 @pytest.mark.parametrize("all_of_them", [True, False])
-def test_process_group_killed(tmp_path: Path, delay: float, all_of_them: bool) -> None:
-    """Whatever a writer answered is there. Where the engine alone dies, its writers find the end of their input."""
+def test_every_chunk_a_writer_answered_survives_the_death_of_the_engine(
+    tmp_path: Path, delay: float, all_of_them: bool
+) -> None:
+    """All processes are killed, or the engine alone: then its writers find the end of their input."""
     final, root = tmp_path / "a.zarr", Path(__file__).resolve().parents[3]
     script = "import sys; from tests.unit.store.test_repair import engine; engine(sys.argv[1])"
     env = {**os.environ, "PYTHONPATH": str(root)}
@@ -240,8 +244,8 @@ def test_process_group_killed(tmp_path: Path, delay: float, all_of_them: bool) -
     check(final, make_values(SPECS, 4096), outcome.num_tokens, missing)
 
 
-def test_a_rank_dies_early(tmp_path: Path) -> None:
-    """Rows of sharded hooks need both ranks; what lies on rank 0 alone is whole without the other."""
+def test_rows_that_only_one_rank_wrote_are_missing_after_a_repair(tmp_path: Path) -> None:
+    """Only rows of sharded hooks need both ranks: hooks that rank 0 alone holds stay whole."""
     wide = ArraySpec("z", "bfloat16", (0, 2), 20, shards=2)
     values, ranks = make_values([wide, EMBED]), [Writing(), Writing()]
     for rank, writing in enumerate(ranks):
@@ -261,7 +265,7 @@ def test_a_rank_dies_early(tmp_path: Path) -> None:
     np.testing.assert_array_equal(kit.bits(capture.array("embed")[:]), values["embed"][:, :96])
 
 
-def test_a_rank_that_wrote_nothing(tmp_path: Path, writer: Writing) -> None:
+def test_sharded_hooks_are_left_out_if_a_rank_wrote_nothing(tmp_path: Path, writer: Writing) -> None:
     wide = ArraySpec("z", "bfloat16", (0, 2), 20, shards=2)
     values = make_values([wide, EMBED])
     writer.open(tmp_path / "a.zarr", [wide, EMBED], "zstd", facts([wide, EMBED], 0, 2))
@@ -275,8 +279,8 @@ def test_a_rank_that_wrote_nothing(tmp_path: Path, writer: Writing) -> None:
 # ---- samples and closed captures -------------------------------------------
 
 
-def test_rows_of_logits(writer: Writing, tmp_path: Path) -> None:
-    """More samples than one shard holds, and none of token rows past the first chunk."""
+def test_all_rows_of_logits_but_a_damaged_one_are_salvaged(writer: Writing, tmp_path: Path) -> None:
+    """There are more samples than one shard holds, and only one chunk of token rows."""
     values = make_values((*SPECS, LOGITS))
     writer.open(tmp_path / "a.zarr", (*SPECS, LOGITS), "zstd", facts((*SPECS, LOGITS)))
     writer.chunk(SPECS, values, 0, CHUNK)
@@ -300,7 +304,7 @@ def test_rows_of_logits(writer: Writing, tmp_path: Path) -> None:
     )
 
 
-def test_samples_without_rows(writer: Writing, tmp_path: Path) -> None:
+def test_samples_are_salvaged_where_no_chunk_was_written(writer: Writing, tmp_path: Path) -> None:
     values = make_values((*SPECS, LOGITS))
     writer.open(tmp_path / "a.zarr", (*SPECS, LOGITS), "zstd", facts((*SPECS, LOGITS)))
     writer.rows(LOGITS, values, 0, 2)
@@ -319,8 +323,10 @@ def close(writer: Writing, final: Path, length: int, samples: int) -> tuple[kit.
 
 
 @pytest.mark.parametrize("length", [7, 70])
-def test_killed_between_close_and_commit(writer: Writing, tmp_path: Path, length: int) -> None:
-    """The true length is known then, and shards have an index narrowed to it."""
+def test_all_rows_are_salvaged_if_the_writer_dies_before_the_commit(
+    writer: Writing, tmp_path: Path, length: int
+) -> None:
+    """The capture was closed, so its true length is known, and the indexes of its shards are cut to it."""
     values, _ = close(writer, tmp_path / "a.zarr", length, 3)
     writer.kill()
     assert only(repair.repair(tmp_path)).notes == []
@@ -329,8 +335,10 @@ def test_killed_between_close_and_commit(writer: Writing, tmp_path: Path, length
     np.testing.assert_array_equal(kit.bits(capture.array("logits")[:]), values["logits"][:3])
 
 
-def test_killed_in_the_commit(writer: Writing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its root document a store is whole and lacks its name alone."""
+def test_a_store_that_lacks_only_its_name_is_published(
+    writer: Writing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that has its root document is whole."""
     final = tmp_path / "a.zarr"
     values, closed = close(writer, final, 70, 3)
     writer.kill()
@@ -357,8 +365,8 @@ def test_killed_in_the_commit(writer: Writing, tmp_path: Path, monkeypatch: pyte
 # ---- damage -------------------------------------------
 
 
-def test_torn_journal(writer: Writing, tmp_path: Path) -> None:
-    """Cut at every byte of the last record: the chunks before it are there."""
+def test_a_torn_journal_keeps_the_chunks_before_the_tear(writer: Writing, tmp_path: Path) -> None:
+    """It is cut at every byte of the last record."""
     values = write(writer, tmp_path / "from/a.zarr", 3)
     partial = tmp_path / "from/a.zarr.partial"
     name = next(partial.glob(".journal-*")).name
@@ -378,8 +386,8 @@ def test_torn_journal(writer: Writing, tmp_path: Path) -> None:
     assert (outcome.num_tokens, outcome.notes) == (48, ["a journal ends in 100 bytes of a torn record"])
 
 
-def test_flipped_bits_in_a_journal(writer: Writing, tmp_path: Path) -> None:
-    """What follows the damage is lost, what comes before is not; without a header nothing can be told."""
+def test_a_flipped_bit_in_a_journal_costs_only_the_chunks_after_it(writer: Writing, tmp_path: Path) -> None:
+    """Without the header of its journal nothing is salvaged."""
     values = write(writer, tmp_path / "from/a.zarr", 3)
     partial = tmp_path / "from/a.zarr.partial"
     name = next(partial.glob(".journal-*")).name
@@ -397,7 +405,7 @@ def test_flipped_bits_in_a_journal(writer: Writing, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 1, 500, -1])
-def test_torn_shard(writer: Writing, tmp_path: Path, left: int) -> None:
+def test_a_torn_shard_costs_only_the_chunks_that_are_cut(writer: Writing, tmp_path: Path, left: int) -> None:
     values = write(writer, tmp_path / "a.zarr", 5, "none")
     shard = tmp_path / "a.zarr.partial/q/c/0/1/0"
     with open(shard, "r+b") as f:
@@ -408,7 +416,7 @@ def test_torn_shard(writer: Writing, tmp_path: Path, left: int) -> None:
     check(tmp_path / "a.zarr", values, 80, [damaged])
 
 
-def test_missing_shards(writer: Writing, tmp_path: Path) -> None:
+def test_a_hook_whose_shards_are_missing_is_left_out(writer: Writing, tmp_path: Path) -> None:
     values = write(writer, tmp_path / "a.zarr", 5)
     for name in ("q/c/0/0/0", "q/c/0/1/0", "q/c/0/2/0"):
         (tmp_path / "a.zarr.partial" / name).unlink()
@@ -418,7 +426,7 @@ def test_missing_shards(writer: Writing, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_flipped_bit_in_a_chunk(writer: Writing, tmp_path: Path, codec: str) -> None:
+def test_a_flipped_bit_costs_only_its_own_chunk(writer: Writing, tmp_path: Path, codec: str) -> None:
     values = write(writer, tmp_path / "a.zarr", 5, codec)
     partial = tmp_path / "a.zarr.partial"
     place = read_journal(partial / ".journal-0-q").arrays[0].places[48][1]
@@ -434,8 +442,8 @@ def test_flipped_bit_in_a_chunk(writer: Writing, tmp_path: Path, codec: str) -> 
     np.testing.assert_array_equal(kit.bits(capture.numpy("q", layer=3)), values["q"][2, :80])  # only layer 1 is lost
 
 
-def test_writers_that_disagree(tmp_path: Path) -> None:
-    """A chunk said to be the last, and rows after it: its padding must not pass for rows."""
+def test_rows_that_writers_disagree_about_are_missing(tmp_path: Path) -> None:
+    """One writer has a short last chunk, the other has rows after it: padding must not count as rows."""
     values, partial = make_values(SPECS), tmp_path / "a.zarr.partial"
     for spec, rows in ((Q, 20), (EMBED, 32)):
         layout = PayloadLayout((spec,), CHUNK, SEGMENT, "none")
@@ -448,8 +456,8 @@ def test_writers_that_disagree(tmp_path: Path) -> None:
     check(tmp_path / "a.zarr", values, 32, [[16, 32]])
 
 
-def test_a_journal_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The chunks are as safe as without it, and the log says so once."""
+def test_a_journal_that_cannot_be_written_costs_no_chunk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log says once that nothing could be salvaged."""
     (tmp_path / ".journal-0-q").mkdir()
     arrays = ArrayWriter(str(tmp_path), PayloadLayout((Q,), CHUNK, SEGMENT, "none"), [0], FileCache(10))
     for first in (0, 16):
@@ -463,8 +471,8 @@ def test_a_journal_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCapt
 # ---- what must be left alone -------------------------------------------
 
 
-def test_a_capture_that_is_being_written(writer: Writing, tmp_path: Path) -> None:
-    """From the open to the rename, also after its arrays are closed; a later repair finds nothing to do."""
+def test_a_repair_does_not_touch_a_capture_that_is_being_written(writer: Writing, tmp_path: Path) -> None:
+    """It is being written until its directory is renamed, also after its arrays are closed."""
     values = make_values(SPECS)
     writer.open(tmp_path / "a.zarr", SPECS, "zstd", facts(SPECS))
     for first in (0, 16):
@@ -478,8 +486,8 @@ def test_a_capture_that_is_being_written(writer: Writing, tmp_path: Path) -> Non
     check(tmp_path / "a.zarr", values, 32)
 
 
-def test_locks_end_with_the_capture(writer: Writing, tmp_path: Path) -> None:
-    """A writer keeps no descriptor of a capture that has its final name or was aborted."""
+def test_a_writer_closes_all_files_of_a_capture_that_has_ended(writer: Writing, tmp_path: Path) -> None:
+    """A capture ends with its final name, or with an abort."""
 
     def held() -> list[str]:
         links = []
@@ -501,7 +509,7 @@ def test_locks_end_with_the_capture(writer: Writing, tmp_path: Path) -> None:
         kit.until(lambda: not held())
 
 
-def test_a_name_that_is_taken(writer: Writing, tmp_path: Path) -> None:
+def test_a_repair_refuses_a_name_that_is_taken(writer: Writing, tmp_path: Path) -> None:
     write(writer, tmp_path / "a.zarr", 2)
     (tmp_path / "a.zarr").mkdir()
     outcome = only(repair.repair(tmp_path, remove_empty=True))
@@ -523,7 +531,7 @@ STEPS = [(repair, "_seal"), (repair, "write_file"), (commit, "plain_array"), (co
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(("module", "name"), STEPS)
-def test_a_repair_that_is_killed(
+def test_a_repair_that_is_killed_can_be_run_again(
     writer: Writing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, after: bool
 ) -> None:
     values = write(writer, tmp_path / "a.zarr", 3)
@@ -546,8 +554,8 @@ def test_a_repair_that_is_killed(
         check(tmp_path / "a.zarr", values, 48)
 
 
-def test_many_at_once(tmp_path: Path) -> None:
-    """One of them is beyond help, which does not keep the others from it; and other things are left alone."""
+def test_a_repair_of_many_stores_goes_on_after_a_failure(tmp_path: Path) -> None:
+    """One cannot be repaired, the others are. What is no partial store is not touched."""
     values = {}
     for name in ("a", "b"):
         values[name] = write(Writing(), tmp_path / f"{name}.zarr", 2)
@@ -563,8 +571,10 @@ def test_many_at_once(tmp_path: Path) -> None:
     assert all(verify_store(tmp_path / f"{name}.zarr") == [] for name in values)
 
 
-def test_damaged_after_the_commit(writer: Writing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole store without journals whose file was damaged since: neither published nor removed."""
+def test_a_whole_store_damaged_since_is_neither_published_nor_removed(
+    writer: Writing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its journals are removed already."""
     write(writer, tmp_path / "a.zarr", 3)
     with monkeypatch.context() as patch:
         patch.setattr(commit.os, "rename", killed)
@@ -579,7 +589,9 @@ def test_damaged_after_the_commit(writer: Writing, tmp_path: Path, monkeypatch: 
 # ---- the command -------------------------------------------
 
 
-def test_command(writer: Writing, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dmi_repair_prints_outcomes_and_exits_with_1_if_something_is_left(
+    writer: Writing, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(writer, tmp_path / "a.zarr", 3)
     (tmp_path / "b.zarr.partial").mkdir()
     assert main(["repair", str(tmp_path), "--json"]) == 1
@@ -594,7 +606,9 @@ def test_command(writer: Writing, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["repair", str(tmp_path / "a.zarr")]) == 2 and "finished store" in capsys.readouterr().err
 
 
-def test_a_text_for_people(writer: Writing, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dmi_repair_prints_a_line_for_each_store_and_each_damage(
+    writer: Writing, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(writer, tmp_path / "a.zarr", 3)
     os.truncate(tmp_path / "a.zarr.partial/embed/c/0/1/0", 3)
     assert main(["repair", str(tmp_path)]) == 0

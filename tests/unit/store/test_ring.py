@@ -26,7 +26,7 @@ def shared() -> Iterator[Ring]:
 
 @settings(max_examples=200, deadline=None)
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, PAGES * ALIGN)), max_size=60))
-def test_any_order_of_releases(shared: Ring, steps: list[tuple[bool, int]]) -> None:
+def test_extents_never_overlap_and_the_ring_drains_in_any_order(shared: Ring, steps: list[tuple[bool, int]]) -> None:
     ring = shared
     held: list[Extent] = []
     for take, number in steps:
@@ -51,7 +51,7 @@ def test_any_order_of_releases(shared: Ring, steps: list[tuple[bool, int]]) -> N
     ring.release(whole)
 
 
-def test_waiting_for_space(shared: Ring) -> None:
+def test_alloc_waits_for_space_until_its_timeout(shared: Ring) -> None:
     first = shared.alloc(shared.nbytes)
     assert first is not None
     start = time.monotonic()
@@ -64,7 +64,7 @@ def test_waiting_for_space(shared: Ring) -> None:
     timer.join()
 
 
-def test_shared_extent_and_misuse(shared: Ring) -> None:
+def test_a_held_extent_is_freed_by_its_last_release_and_misuse_is_refused(shared: Ring) -> None:
     extent = shared.alloc(10)
     assert extent is not None
     shared.hold(extent, 2)

@@ -43,7 +43,9 @@ def stores() -> Iterator[kit.Store]:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("codec", ["none", "lz4", "zstd"])
-def test_every_dtype_and_length(stores: kit.Store, tmp_path: Path, codec: str, length: int) -> None:
+def test_every_dtype_and_length_reads_as_it_was_written(
+    stores: kit.Store, tmp_path: Path, codec: str, length: int
+) -> None:
     samples = {0: 0, 1: 1, 300: 130}.get(length, 64)
     path = tmp_path / "a.zarr"
     values = stores.write(path, ALL, length, samples, codec=codec)
@@ -66,7 +68,7 @@ def test_every_dtype_and_length(stores: kit.Store, tmp_path: Path, codec: str, l
     assert cap.logits_positions.tolist() == list(range(length // 2, length // 2 + samples))
 
 
-def test_short_store_is_not_padded(stores: kit.Store, tmp_path: Path) -> None:
+def test_a_short_store_is_not_padded(stores: kit.Store, tmp_path: Path) -> None:
     stores.write(tmp_path / "a.zarr", ALL[:1], 50, codec="none")
     cap = open_capture(tmp_path / "a.zarr", timeout=0)
     assert cap.attrs["chunk_tokens"] == cap.attrs["segment_tokens"] == 50
@@ -75,7 +77,7 @@ def test_short_store_is_not_padded(stores: kit.Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("gpu", "policy"), [(True, "block"), (True, "drop"), (False, "block")])
-def test_writers_give_way_to_the_engine_as_far_as_told(gpu: bool, policy: str, tmp_path: Path) -> None:
+def test_writers_run_at_the_priority_that_gpu_and_policy_ask_for(gpu: bool, policy: str, tmp_path: Path) -> None:
     from dmi_connector.engine.startup import write_settings
 
     settings = write_settings(ServerOptions.parse({"store_dir": str(tmp_path), "policy": policy}), 0, gpu)
@@ -91,7 +93,7 @@ def test_writers_give_way_to_the_engine_as_far_as_told(gpu: bool, policy: str, t
         p.shutdown()
 
 
-def test_a_full_disk_is_told_once_and_other_errors_with_their_file(tmp_path: Path) -> None:
+def test_a_full_disk_is_listed_once_and_other_errors_with_their_file(tmp_path: Path) -> None:
     from dmi_connector.store.write.array_writer import ArrayWriter
     from dmi_connector.store.write.shard_writer import FileCache
 
@@ -106,7 +108,7 @@ def test_a_full_disk_is_told_once_and_other_errors_with_their_file(tmp_path: Pat
     ]
 
 
-def test_a_sandbox_may_forbid_the_class_for_idle_time(
+def test_a_writer_that_may_not_run_at_idle_time_says_so_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from dmi_connector.store.write import writer
@@ -119,7 +121,7 @@ def test_a_sandbox_may_forbid_the_class_for_idle_time(
     assert "not in the scheduling class for idle time: [Errno 1]" in capsys.readouterr().err
 
 
-def test_writers_work_at_leisure_beside_a_gpu_that_may_wait_for_them() -> None:
+def test_writers_are_paced_only_on_a_gpu_with_policy_block() -> None:
     from dmi_connector.engine.startup import write_settings
 
     def share(gpu: bool, policy: str) -> float:
@@ -130,13 +132,13 @@ def test_writers_work_at_leisure_beside_a_gpu_that_may_wait_for_them() -> None:
     assert {share(True, "drop"), share(False, "block"), share(False, "drop")} == {1.0}
 
 
-def test_fsync_changes_nothing_else(tmp_path: Path) -> None:
+def test_a_store_written_with_fsync_is_sound(tmp_path: Path) -> None:
     p = kit.Store(1 << 20, settings=WriteSettings(fsync=True))
     p.write(tmp_path / "a.zarr", ALL, 300, 3)
     assert p.shutdown(kit.PATIENCE) and verify_store(tmp_path / "a.zarr") == []
 
 
-def test_torch_in_the_stored_dtype(stores: kit.Store, tmp_path: Path) -> None:
+def test_torch_tensors_have_the_stored_dtype(stores: kit.Store, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     values = stores.write(tmp_path / "a.zarr", ALL, 20, 2)
     cap = open_capture(tmp_path / "a.zarr", timeout=0)
@@ -158,8 +160,8 @@ def test_tensorstore_reads_all_arrays(stores: kit.Store, tmp_path: Path) -> None
             np.testing.assert_array_equal(kit.bits(got), values[spec.name].reshape(got.shape))
 
 
-def test_plain_zarr_in_a_fresh_interpreter(stores: kit.Store, tmp_path: Path) -> None:
-    """Nothing but the installed entry point makes bfloat16 known; here its metadata lies beside the test."""
+def test_plain_zarr_reads_a_store_in_a_fresh_interpreter(stores: kit.Store, tmp_path: Path) -> None:
+    """Only an installed entry point makes bfloat16 known; the test writes the metadata of one."""
     values = stores.write(tmp_path / "a.zarr", ALL[:2], 300)
     values["q"].tofile(tmp_path / "expected.bin")
     info = tmp_path / "site" / "dmi_probe-1.0.dist-info"
@@ -193,7 +195,7 @@ TP = (
 
 
 @pytest.mark.parametrize("length", [0, 1, 128, 300])
-def test_two_ranks_merge(stores: kit.Store, tmp_path: Path, length: int) -> None:
+def test_the_slices_of_two_ranks_read_as_one_array(stores: kit.Store, tmp_path: Path, length: int) -> None:
     other = kit.Store(1 << 20, settings=WriteSettings())
     values = {s.name: kit.random_bits(s, length) for s in TP}
     stores.write(
@@ -213,7 +215,7 @@ def test_two_ranks_merge(stores: kit.Store, tmp_path: Path, length: int) -> None
     assert not list((tmp_path / "a.zarr").glob(".rank*"))
 
 
-def test_a_rank_that_never_finishes(tmp_path: Path) -> None:
+def test_a_rank_that_never_finishes_makes_all_rows_missing(tmp_path: Path) -> None:
     alone = kit.Store(1 << 20, settings=WriteSettings(rank_timeout=0.5))
     alone.write(tmp_path / "a.zarr", kit.shard_specs(TP, 2, 0), 200, ranks=2)
     assert alone.shutdown(kit.PATIENCE)
@@ -222,7 +224,9 @@ def test_a_rank_that_never_finishes(tmp_path: Path) -> None:
     assert verify_store(tmp_path / "a.zarr") == []
 
 
-def test_arrays_spread_over_writers(stores: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_of_one_capture_are_spread_over_writers(
+    stores: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dmi_connector.store.write.writer_pool.SPREAD_BYTES", 1)
     record = stores.open(tmp_path / "b.zarr", *ALL)
     assert len({a.process for a in record.assignments}) == 2
@@ -234,7 +238,7 @@ def test_arrays_spread_over_writers(stores: kit.Store, tmp_path: Path, monkeypat
     np.testing.assert_array_equal(cap.numpy("q"), kit.to_float(values["q"], "bfloat16"))
 
 
-def test_two_captures_share_an_extent_and_chunks_come_out_of_order(stores: kit.Store, tmp_path: Path) -> None:
+def test_captures_that_share_an_extent_may_send_chunks_out_of_order(stores: kit.Store, tmp_path: Path) -> None:
     spec = ArraySpec("q", "float32", (0,), 4)
     values = kit.random_bits(spec, 256)
     records = [stores.open(tmp_path / f"{i}.zarr", spec) for i in range(2)]
@@ -256,7 +260,7 @@ def test_two_captures_share_an_extent_and_chunks_come_out_of_order(stores: kit.S
     assert verify_dir(tmp_path) == []
 
 
-def test_what_a_short_chunk_is_filled_up_with_is_zeros() -> None:
+def test_a_short_chunk_is_padded_with_zeros() -> None:
     from numcodecs import blosc
 
     from dmi_connector.store.write.shard_writer import encode
@@ -269,7 +273,7 @@ def test_what_a_short_chunk_is_filled_up_with_is_zeros() -> None:
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_rows_a_last_chunk_lacks_take_no_room(stores: kit.Store, tmp_path: Path, codec: str) -> None:
+def test_the_padding_of_a_last_chunk_takes_no_disk_space(stores: kit.Store, tmp_path: Path, codec: str) -> None:
     wide, path = ArraySpec("mlp_post", "bfloat16", (0, 1), 1024), tmp_path / "a.zarr"
     values = stores.write(path, (wide,), 130, 0, codec=codec)
     assert verify_store(path) == []
@@ -348,14 +352,14 @@ def test_an_append_that_fails_halfway_leaves_no_trace(
 
 
 @pytest.mark.parametrize("sizes", [(0, 0), (0, 5), (5, 0), (1, 1), (1000, 77777), (3, 1 << 20)])
-def test_checksums_join(sizes: tuple[int, int]) -> None:
+def test_checksums_of_two_parts_join_to_that_of_the_whole(sizes: tuple[int, int]) -> None:
     from dmi_connector.store.format.checksum import crc32c, crc32c_join
 
     a, b = (np.random.default_rng(n).bytes(n) for n in sizes)
     assert crc32c_join(crc32c(a), crc32c(b), len(b)) == crc32c(a + b)
 
 
-def test_arrays_are_shared_out_by_load() -> None:
+def test_arrays_are_given_to_the_least_loaded_writers() -> None:
     from dmi_connector.store.write.writer_pool import assign
 
     arrays = [ArraySpec(name, "float32", (0,), width) for name, width in (("a", 100), ("b", 40), ("c", 30), ("d", 20))]

@@ -35,7 +35,7 @@ def test_a_surplus_sample_is_left_out(tmp_path: Path, samples: int) -> None:
     np.testing.assert_array_equal(kit.bits(capture.array("logits")[:]), values["logits"][:samples])
 
 
-def test_a_lacking_sample_is_told(tmp_path: Path) -> None:
+def test_a_missing_sample_makes_the_capture_incomplete(tmp_path: Path) -> None:
     stores = kit.Store(1 << 20, writers=1)
     values = {"q": kit.random_bits(Q, 8), "logits": kit.random_bits(LOGITS, 1)}
     path = tmp_path / "a.zarr"

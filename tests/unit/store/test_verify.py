@@ -46,9 +46,9 @@ def copy(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "a.zarr"))
 
 
-def test_random_bit_flips(sound: Path, tmp_path: Path) -> None:
-    """200 flips spread over the bytes of the whole store, and one in every single file. No byte of a store is padding:
-    every flip must be found. Other bits each time; DMI_TEST_SEED repeats a run.
+def test_verify_finds_every_flipped_bit(sound: Path, tmp_path: Path) -> None:
+    """200 flips over the whole store, and one in each file: no byte of a store is padding. Each run flips other bits;
+    DMI_TEST_SEED repeats a run.
     """
     path = copy(sound, tmp_path)
     seed = int(os.environ.get("DMI_TEST_SEED") or secrets.randbits(32))
@@ -73,7 +73,7 @@ def test_random_bit_flips(sound: Path, tmp_path: Path) -> None:
     assert verify_store(path) == []
 
 
-def test_a_flip_in_a_chunk_is_pinned_to_its_tokens(sound: Path, tmp_path: Path) -> None:
+def test_verify_names_the_tokens_of_a_flipped_bit(sound: Path, tmp_path: Path) -> None:
     path = copy(sound, tmp_path)
     shard = path / "q/c/0/1/0"  # the second segment begins at token 256
     data = bytearray(shard.read_bytes())
@@ -85,13 +85,13 @@ def test_a_flip_in_a_chunk_is_pinned_to_its_tokens(sound: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     "victim", ["q/c/0/1/0", "q/zarr.json", "token_ids/c/0", "zarr.json", "logits_positions/zarr.json"]
 )
-def test_missing_file(sound: Path, tmp_path: Path, victim: str) -> None:
+def test_verify_finds_a_missing_file(sound: Path, tmp_path: Path, victim: str) -> None:
     path = copy(sound, tmp_path)
     (path / victim).unlink()
     assert any(victim.split("/")[0] in p.where for p in verify_store(path))
 
 
-def test_files_that_do_not_belong(sound: Path, tmp_path: Path) -> None:
+def test_verify_finds_files_that_do_not_belong_to_the_store(sound: Path, tmp_path: Path) -> None:
     path = copy(sound, tmp_path)
     (path / "q/c/0/7").mkdir()
     (path / "q/c/0/7/0").write_bytes(b"x")
@@ -100,8 +100,8 @@ def test_files_that_do_not_belong(sound: Path, tmp_path: Path) -> None:
         verify_dir(path)
 
 
-def test_edited_attributes(sound: Path, tmp_path: Path) -> None:
-    """Even with a right checksum, attributes that contradict the arrays are found."""
+def test_verify_finds_attributes_that_contradict_the_arrays(sound: Path, tmp_path: Path) -> None:
+    """The checksum of the attributes is right."""
     path = copy(sound, tmp_path)
     document = json.loads((path / "zarr.json").read_bytes())
     attrs = document["attributes"]["dmi"]
@@ -112,7 +112,7 @@ def test_edited_attributes(sound: Path, tmp_path: Path) -> None:
     assert {"q", "embed", "token_ids", "positions"} <= set(where)
 
 
-def test_not_finite(stores: kit.Store, tmp_path: Path) -> None:
+def test_verify_finds_values_that_are_not_finite(stores: kit.Store, tmp_path: Path) -> None:
     values = {s.name: kit.random_bits(s, 5 if s.per_sample else 300) for s in ARRAYS}
     values["q"][1, 140, 3] = 0x7F80  # +inf
     values["logits"].view("f4")[2, 4] = np.nan
@@ -145,7 +145,7 @@ def residual_stream(dtype: str, length: int, layers: int = 3, width: int = 32) -
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_identities(stores: kit.Store, tmp_path: Path, dtype: str) -> None:
+def test_verify_finds_where_the_residual_stream_does_not_add_up(stores: kit.Store, tmp_path: Path, dtype: str) -> None:
     values = residual_stream(dtype, 200)
     specs = [ArraySpec(n, dtype, (0, 1, 2), 32) for n in RESIDUAL] + [ArraySpec("resid_final", dtype, (), 32)]
     attrs = {"identities": True, "num_layers": 3}
