@@ -24,7 +24,6 @@ from benchmarks.common import store_problems
 from benchmarks.setups import CASES, PROFILED, Case, Setup
 from benchmarks.timeline import worker_timeline
 from benchmarks.worker import (
-    worker_confine,
     worker_pending,
     worker_pin,
     worker_profile,
@@ -270,10 +269,6 @@ class Bench:
         if setup.stores and (lack := self._lacks_space(self._case)):
             return {**self._case._asdict(), "not_run": lack, "rounds": 0}
         self.round(setup, CASES["decode1"].shrunk(self.args.shrink) if setup.slow else self._case)
-        if setup.confined:
-            cores = sorted(os.sched_getaffinity(0))
-            [confined] = self.llm.collective_rpc(worker_confine, args=(cores[len(cores) // 2 :],))
-            assert confined > 0, "the writers were not found"
         return {"rounds": self._repeat(setup)}
 
     def _repeat(self, setup: Setup) -> int:

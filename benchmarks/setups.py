@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 FULL = "vllm-full,-logits"
 HIDDEN = "hidden-states"
@@ -56,12 +56,12 @@ PROFILE = f"profile {PROFILED}"
 
 @dataclass(frozen=True)
 class Setup:
-    """One configuration to measure. engine: those with the same one share an engine process.
+    """One configuration to measure. Setups with the same `engine` share an engine process.
 
     hooks: selection, "" for an engine without our connector. reduce: pairs of the option. slow: one writer and a host
-    buffer of two chunks, so that the sink is by far slower than the link. share: of their time that writers work while
-    an engine decodes, 0 for the package's own. confined: they run on half of the cores. owner: of the rows, "" is that
-    of the run. profile: whether decode is profiled too, where it is among the cases.
+    buffer of two chunks, so that the sink is far slower than the link. share: minimum share of time that writers work
+    while the engine decodes, 0 for the package's own. owner: of the rows, "" for that of the run. profile: whether
+    decode is profiled too, where it is among the cases.
     """
 
     name: str
@@ -72,7 +72,6 @@ class Setup:
     policy: str = "block"
     slow: bool = False
     share: float = 0.0
-    confined: bool = False
     cases: tuple[str, ...] = ()
     reduce: tuple[tuple[str, str], ...] = ()
     owner: str = ""
@@ -90,7 +89,7 @@ class Setup:
     @property
     def phase(self) -> tuple[object, ...]:
         """Setups that have this in common are compared with each other."""
-        return self.sink, self.codec, self.policy, self.slow, self.share, self.confined
+        return self.sink, self.codec, self.policy, self.slow, self.share
 
 
 class Turn(NamedTuple):
@@ -175,11 +174,10 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
         Setup("full disk slow drop", "full", FULL, codec="none", policy="drop", slow=True, cases=_BOTH),
     ]
     decode, prefill = ("decode1", "decode32", "decode128"), ("prefill32", "prefill32x4")
-    for how, share, confined in (("unpaced", 1.0, False), ("gentle", 0.05, False), ("confined", 1.0, True)):
-        other: dict[str, Any] = {"share": share, "confined": confined}
+    for how, share in (("unpaced", 1.0), ("gentle", 0.05)):
         setups += [
-            Setup(f"hidden-states disk {how}", "hidden", HIDDEN, codec=default_codec, cases=decode[1:], **other),
-            Setup(f"full disk none {how}", "full", FULL, codec="none", cases=_ONE, **other),
+            Setup(f"hidden-states disk {how}", "hidden", HIDDEN, codec=default_codec, cases=decode[1:], share=share),
+            Setup(f"full disk none {how}", "full", FULL, codec="none", cases=_ONE, share=share),
         ]
     for name, rules in REDUCE.items():
         setups += [

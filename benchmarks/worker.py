@@ -71,14 +71,6 @@ def _writers() -> list[int]:
     return writers
 
 
-def worker_confine(worker: Any, cores: list[int]) -> int:
-    """Let the writers run on these cores only. Returns the number of writers."""
-    writers = _writers()
-    for writer in writers:
-        os.sched_setaffinity(writer, cores)
-    return len(writers)
-
-
 def worker_stand_still(worker: Any, still: bool) -> int:
     """Stop the writers (SIGSTOP), or let them go on. Returns the number of writers."""
     writers = _writers()

@@ -43,7 +43,7 @@ OPTIONS = {
     "--dtype": "float32",
     "--engine-args": '{"enforce_eager": true}',
     "--options": json.dumps({"chunk_tokens": CHUNK}),  # 8 requests reach a chunk's end at once; a slow sink holds 3
-    "--only": ",".join((*SETUPS, "full disk none unpaced", "full disk none confined")),
+    "--only": ",".join((*SETUPS, "full disk none unpaced")),
     "--cases": ",".join(CASE_NAMES),
     "--curves": "tokens",
     "--limit-seconds": 0.02,
@@ -98,7 +98,6 @@ def test_rates_are_medians_of_the_runs(run: tuple[dict[str, Any], str]) -> None:
         *(("full disk none", case) for case in ("decode32", "prefill8")),
         *(("full disk slow block", case) for case in ("decode32", "prefill8")),
         ("full disk none unpaced", "decode32"),
-        ("full disk none confined", "decode32"),
     ],
 )
 def test_stores_are_verified_and_whole(run: tuple[dict[str, Any], str], setup: str, case: str) -> None:
