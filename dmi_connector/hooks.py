@@ -68,21 +68,6 @@ ALIASES = {"mlp_in": "ln2"}
 """Other names of the same tensor, which is stored once. `resid_post` is one too: that of layer l is the resid_pre of
 layer l + 1, that of the last layer is resid_final."""
 
-TL_NAMES = {
-    "hook_embed": "embed",
-    "hook_resid_pre": "resid_pre",
-    "attn.hook_v": "v",
-    "attn.hook_rot_q": "q_rot",
-    "attn.hook_rot_k": "k_rot",
-    "attn.hook_z": "z",
-    "hook_attn_out": "attn_out",
-    "hook_resid_mid": "resid_mid",
-    "mlp.hook_post": "mlp_post",
-    "hook_mlp_out": "mlp_out",
-    "hook_resid_post": "resid_post",
-}
-"""TransformerLens names (without the block prefix) of tensors that are equal to ours."""
-
 PRESETS: dict[str, tuple[str, ...]] = {
     "hidden-states": ("resid_pre", "resid_final"),
     "vllm-full": tuple(n for n in HOOKS if n not in ("q_rot", "k_rot", "pattern")),

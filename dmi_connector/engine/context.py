@@ -76,9 +76,9 @@ def capture_context(vllm_config: VllmConfig) -> CaptureContext:
 
 def _build(vllm_config: VllmConfig) -> CaptureContext:
     """Check the configuration, make the store directory, and work out the selection and its layout."""
-    from dmi_connector.engine import contract
+    from dmi_connector.engine import refusals
 
-    contract.check(vllm_config)
+    refusals.check(vllm_config)
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     options = ServerOptions.parse(transfer.kv_connector_extra_config or {})
@@ -92,13 +92,13 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     dims = arch.dims(model.hf_text_config)
     selection = parse_selection(options.hooks, dims)
     if "logits" in selection.hooks:
-        contract.check_logits(vllm_config)
+        refusals.check_logits(vllm_config)
     dtype = str(model.dtype).removeprefix("torch.")
     tp = vllm_config.parallel_config.tensor_parallel_size
     _check_directories(options)
     reductions = hook_reductions(options.reduce, selection, dims, tp)
     if reductions:
-        contract.check_reductions(vllm_config)
+        refusals.check_reductions(vllm_config)
     if options.sink == "disk":
         _keep_bases(options, reductions)
     layout = row_layout(selection, dims, dtype, tp, reductions)

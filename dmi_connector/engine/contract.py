@@ -7,10 +7,7 @@ docs/CONTRACT.md lists the same items for readers.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from typing import Any
 
 SUPPORTED = ">=0.29,<0.34"
 REUSE = ("allow_buffer_reuse", "inplace_buffers", "memory_planning")
@@ -162,101 +159,6 @@ def check_names() -> None:
             raise ValueError(
                 f"{package}: {path} is missing in version {version} ({why}); install vllm{SUPPORTED}"
             ) from error
-
-
-def check(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for configurations in which rows could not be captured, each with its fix."""
-    check_names()
-    parallel, cache, speculative = (
-        vllm_config.parallel_config,
-        vllm_config.cache_config,
-        vllm_config.speculative_config,
-    )
-    model = vllm_config.model_config
-    if parallel.pipeline_parallel_size > 1:
-        raise ValueError(
-            f"pipeline_parallel_size: {parallel.pipeline_parallel_size} is not supported: rows would be spread over "
-            "stages; use tensor_parallel_size instead"
-        )
-    if (
-        getattr(parallel, "decode_context_parallel_size", 1) > 1
-        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
-    ):
-        raise ValueError(
-            "context parallelism spreads a request's tokens over ranks, which capture does not support; set it to 1"
-        )
-    if getattr(parallel, "enable_dbo", False):
-        raise ValueError("enable_dbo: True splits a batch in two, which capture does not support; remove --enable-dbo")
-    if (parts := getattr(parallel, "ubatch_size", 0)) > 1:
-        raise ValueError(
-            f"ubatch_size: {parts} splits a batch into so many, which capture does not support; remove --ubatch-size"
-        )
-    if model.use_mla:
-        raise ValueError(
-            f"model: {model.model!r} uses multi-head latent attention, whose hooks are not defined yet; "
-            "use a model with plain attention"
-        )
-    if not isinstance(vllm_config.additional_config, dict):
-        raise ValueError(
-            "additional_config: must be a JSON object, since the hook selection is written into it for the compile hash"
-        )
-    inductor = vllm_config.compilation_config.inductor_compile_config
-    for name in () if model.enforce_eager else REUSE:
-        if inductor.get(name):
-            raise ValueError(
-                f"compilation_config: inductor_compile_config has {name}={inductor[name]!r}, with which values could "
-                "be overwritten while they are captured; leave it out"
-            )
-    if cache.sliding_window is not None or model.is_hybrid:
-        raise ValueError(
-            f"model: {model.model!r} has sliding-window or hybrid layers, whose caches drop rows before "
-            "they are exported; use a model with full attention in every layer"
-        )
-    if speculative is None:
-        return
-    if speculative.method != "extract_hidden_states":
-        raise ValueError(
-            f"speculative_config: method {speculative.method!r} verifies several tokens a step, which capture "
-            "does not support; use the one that capture_args() returns, or none"
-        )
-    schedule = speculative.num_speculative_tokens_per_batch_size
-    if vllm_config.use_v2_model_runner and not (schedule and all(entry[-1] == 0 for entry in schedule)):
-        raise ValueError(
-            f"speculative_config: num_speculative_tokens_per_batch_size is {schedule!r}; set it to [[1, 65536, 0]] so "
-            "that each request decodes one token a step (data parallelism turns it off: use owner='target' there)"
-        )
-
-
-def check_logits(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for configurations in which `logits` could not be captured."""
-    if getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False):
-        raise ValueError(
-            "enable_batch_sharded_sampling: True computes logits past compute_logits, where they are captured; remove "
-            "--enable-batch-sharded-sampling, or take logits out of the hooks"
-        )
-
-
-def check_reductions(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for configurations in which rows could not be reduced."""
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        raise ValueError(
-            "enable_sleep_mode: True gives up GPU memory in which reductions keep their matrices and places; remove "
-            "--enable-sleep-mode, or the option reduce"
-        )
-
-
-def check_one_engine() -> None:
-    """Raises ValueError in a process where another engine has its worker.
-
-    vLLM keeps one connector in a process, which would mix the rows of both engines.
-    """
-    from vllm.distributed.kv_transfer.kv_transfer_state import has_kv_transfer_group
-
-    if has_kv_transfer_group():
-        raise ValueError(
-            "VLLM_ENABLE_V1_MULTIPROCESSING: 0 starts this engine in a process where another one has its KV connector, "
-            "and vLLM keeps one for both; set it to 1, or shut the other engine down first"
-        )
 
 
 def schedule_no_drafts() -> None:

@@ -13,7 +13,7 @@ from vllm.model_executor.models import extract_hidden_states as stock
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheSpec
 
-from dmi_connector.engine import contract
+from dmi_connector.engine import contract, refusals
 from dmi_connector.engine.context import CaptureContext, capture_context, is_active
 
 
@@ -52,7 +52,7 @@ class CaptureLayer(nn.Module, AttentionLayerBase):
 
     def __init__(self, context: CaptureContext) -> None:
         super().__init__()
-        contract.check_one_engine()
+        refusals.check_one_engine()
         vllm_config = get_current_vllm_config()
         self.layer_name = context.cache_layer
         self.context = context

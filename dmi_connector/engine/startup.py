@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker computes at start: buffer sizes, writer settings, attributes of all stores, costs for the log."""
+"""What a worker computes at start: buffer sizes, writer settings, costs for the log."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
@@ -164,33 +164,3 @@ def announce(
             limits[name] / full.payload.token_bytes,
             ", ".join(f"{n} {v / 1e9:.1f} GB/s" for n, v in limits.items()),
         )
-
-
-def store_attrs(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, Any]:
-    """The root attributes that all stores of this engine share."""
-    import vllm
-
-    import dmi_connector
-
-    dims = context.dims
-    return {
-        "model": vllm_config.model_config.model,
-        "architecture": context.arch.name,
-        "dtype": context.dtype,
-        "num_layers": dims.layers,
-        "identities": True,
-        "tp": context.tp,
-        "owner": context.owner,
-        "versions": {
-            "dmi_connector": dmi_connector.__version__,
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-        },
-        "dims": {
-            "hidden": dims.hidden,
-            "heads": dims.heads,
-            "kv_heads": dims.kv_heads,
-            "head_dim": dims.head_dim,
-            "vocab": dims.vocab,
-        },
-    }

@@ -12,7 +12,7 @@ import pytest
 
 from dmi_connector import capture_args
 from dmi_connector.args import OWNERS
-from dmi_connector.engine import contract
+from dmi_connector.engine import contract, refusals
 from dmi_connector.engine.context import capture_context
 from tests.engine.harness import engine
 
@@ -227,17 +227,17 @@ def test_the_contract_refuses_pipeline_parallelism_and_ngram_drafts(
 ) -> None:
     config = vllm_config(model, tmp_path, **args)
     with pytest.raises(ValueError, match=reason):
-        contract.check(config)
+        refusals.check(config)
 
 
 @pytest.mark.parametrize("name", ["allow_buffer_reuse", "inplace_buffers", "memory_planning"])
 def test_an_option_of_inductor_that_changes_values_is_refused(model: Path, tmp_path: Path, name: str) -> None:
     """It is accepted where nothing is compiled."""
     asked = {"compilation_config": {"inductor_compile_config": {name: True}}}
-    contract.check(vllm_config(model, tmp_path, **asked))
+    refusals.check(vllm_config(model, tmp_path, **asked))
     config = vllm_config(model, tmp_path, **asked, enforce_eager=False)
     with pytest.raises(ValueError, match=rf"inductor_compile_config has {name}=True.*leave it out"):
-        contract.check(config)
+        refusals.check(config)
 
 
 def test_a_missing_name_in_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
 from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.engine.metrics import Meter
+from dmi_connector.engine.store_attributes import store_attributes
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Progress
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
@@ -52,7 +53,7 @@ class Exporter:
         self.finished: set[str] = set()
         self.progress = Progress()
         self.meter = Meter(self)
-        self.store_attrs = startup.store_attrs(context, vllm_config)
+        self.store_attrs = store_attributes(context, vllm_config)
         options = context.options
         full = self._layout(dict(context.selection.hooks))
         assert layer.rows is not None

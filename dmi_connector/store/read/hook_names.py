@@ -8,10 +8,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dmi_connector.hooks import ALIASES, TL_NAMES
+from dmi_connector.hooks import ALIASES
 from dmi_connector.wording import suggest
 
 RESID_POST = "resid_post"
+TL_NAMES = {
+    "hook_embed": "embed",
+    "hook_resid_pre": "resid_pre",
+    "attn.hook_v": "v",
+    "attn.hook_rot_q": "q_rot",
+    "attn.hook_rot_k": "k_rot",
+    "attn.hook_z": "z",
+    "hook_attn_out": "attn_out",
+    "hook_resid_mid": "resid_mid",
+    "mlp.hook_post": "mlp_post",
+    "hook_mlp_out": "mlp_out",
+    "hook_resid_post": "resid_post",
+}
+"""TransformerLens names (without the block prefix) of tensors that are equal to ours."""
 _BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)$")
 
 
