@@ -49,7 +49,7 @@ BUDGET = 80
 """Tokens of a step: pieces of prompts end beside the edges of chunks (32) and blocks (128)."""
 LIMITS = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 64, "num_gpu_blocks_override": 200, "enforce_eager": True}
 PROCESSOR = f"tests.engine.force_token{'_v2' if V2 else ''}:ForceToken"
-CROWD = int(os.environ.get("TEST_CROWD", 64))
+CROWD = int(os.environ.get("TEST_CROWD", 40))
 
 
 def asked(name: str, ids: Sequence[int], include: bool = True, sampling: Any = None, **dmi: Any) -> dict[str, Ask]:
