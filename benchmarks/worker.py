@@ -29,7 +29,7 @@ def worker_switch(worker: Any, changes: dict[str, Any], least_share: float = 0.0
     """
     from unittest import mock
 
-    from dmi_connector.engine import startup
+    from dmi_connector.engine import sizing
     from dmi_connector.engine.tracker import Tracker
     from dmi_connector.engine.transfer.exporter import Exporter
 
@@ -44,7 +44,7 @@ def worker_switch(worker: Any, changes: dict[str, Any], least_share: float = 0.0
     trackers = [found for found in gc.get_objects() if type(found) is Tracker]
     gc.freeze()
     connector.context = replace(connector.context, options=replace(connector.context.options, **changes))
-    with mock.patch.object(startup, "LEAST_SHARE", least_share or startup.LEAST_SHARE):
+    with mock.patch.object(sizing, "LEAST_SHARE", least_share or sizing.LEAST_SHARE):
         connector.exporter = Exporter(connector.context, layer, rank, connector._vllm_config)
     connector.exporter.progress.gathered = gathered
     if layer.rows.is_cuda and len(trackers) != 1:

@@ -40,10 +40,10 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
         self.context = capture_context(vllm_config)
         self._group, self._block_size = self._rows_group(kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            from dmi_connector.engine import startup
+            from dmi_connector.engine import sizing
             from dmi_connector.engine.tracker import Tracker
 
-            self.tracker = Tracker(self.context, self._block_size, startup.keep_rows(self.context, vllm_config))
+            self.tracker = Tracker(self.context, self._block_size, sizing.keep_rows(self.context, vllm_config))
             self._refused = 0  # requests answered with dmi_error since the last step
         else:
             from dmi_connector.engine.transfer.exporter import Exporter

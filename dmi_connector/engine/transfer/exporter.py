@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from dmi_connector.engine import startup
+from dmi_connector.engine import sizing
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
 from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
@@ -61,18 +61,18 @@ class Exporter:
         gpu = self.rows.is_cuda
         seqs = vllm_config.scheduler_config.max_num_seqs
         logits = 0 if full.logits is None else seqs * (full.logits.token_bytes + 2 * _SLOT_BYTES)
-        sizes = startup.buffer_sizes(options, full.payload.token_bytes, gpu, logits)
+        sizes = sizing.buffer_sizes(options, full.payload.token_bytes, gpu, logits)
         self.client: StoreClient | None = None
         writers = 0
         if options.sink == "disk":
-            writers = options.writers or startup.default_writers(gpu)
-            self.client = StoreClient(sizes.host, writers, startup.write_settings(options, rank, gpu))
+            writers = options.writers or sizing.default_writers(gpu)
+            self.client = StoreClient(sizes.host, writers, sizing.write_settings(options, rank, gpu))
         self.ring = self.client.ring if self.client else Ring(sizes.host)
         self.lane: DeviceLane | None = None
         if gpu and options.sink != "null":
             self.lane = DeviceLane(self.ring, sizes.staging, self.rows)
             self.lane.warm_up(full.table)
-        startup.announce(context, full, self.rows, sizes, self.lane, writers)
+        sizing.announce(context, full, self.rows, sizes, self.lane, writers)
 
     def _layout(self, hooks: dict[str, tuple[int, ...]]) -> ChunkLayout:
         key = tuple(hooks.items())

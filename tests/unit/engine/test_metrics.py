@@ -269,11 +269,11 @@ def test_the_log_says_at_the_start_what_the_selection_costs(
     make_exporter: MakeExporter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gives bytes a token, the tokens that fit into the cache and the buffer, and the limit of the rate."""
-    from dmi_connector.engine import startup
+    from dmi_connector.engine import sizing
 
-    monkeypatch.setattr(startup.logger, "propagate", True)
+    monkeypatch.setattr(sizing.logger, "propagate", True)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.INFO, logger=startup.logger.name):
+    with caplog.at_level(logging.INFO, logger=sizing.logger.name):
         exporter = make_exporter()
     [full] = [layout.payload for layout in exporter.layouts.values()]
     buffer = f"host buffer 3 MiB = {3_300_000 // full.token_bytes} tokens"

@@ -78,7 +78,7 @@ def test_a_short_store_is_not_padded(stores: kit.Store, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("gpu", "policy"), [(True, "block"), (True, "drop"), (False, "block")])
 def test_writers_run_at_the_priority_that_gpu_and_policy_ask_for(gpu: bool, policy: str, tmp_path: Path) -> None:
-    from dmi_connector.engine.startup import write_settings
+    from dmi_connector.engine.sizing import write_settings
 
     settings = write_settings(ServerOptions.parse({"store_dir": str(tmp_path), "policy": policy}), 0, gpu)
     p = kit.Store(1 << 20, settings=settings)
@@ -122,7 +122,7 @@ def test_a_writer_that_may_not_run_at_idle_time_says_so_and_goes_on(
 
 
 def test_writers_are_paced_only_on_a_gpu_with_policy_block() -> None:
-    from dmi_connector.engine.startup import write_settings
+    from dmi_connector.engine.sizing import write_settings
 
     def share(gpu: bool, policy: str) -> float:
         options = ServerOptions.parse({"store_dir": "/x", "policy": policy})
