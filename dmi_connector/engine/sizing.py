@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults that follow from the machine: buffer sizes, number and priority of writers. And what they cost, for the log."""
+"""Defaults that follow from the machine: buffer sizes, number and priority of writers; what they cost, for the log."""
 
 from __future__ import annotations
 
