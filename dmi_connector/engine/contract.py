@@ -40,6 +40,34 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.v1.kv_cache_interface:HiddenStateCacheSpec",
         "the cache spec that gives rows a page size of their own and keeps them for prefix-cache hits",
     ),
+    "layer": (
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
+        "the cache layer is one, so that vLLM gives it pages",
+    ),
+    "layer_number": (
+        "vllm.model_executor.models.utils:extract_layer_index",
+        "vLLM sorts cache layers by it; it reads one integer out of the name of ours",
+    ),
+    "full_graphs": (
+        "vllm.v1.attention.backend:AttentionCGSupport.ALWAYS",
+        "our metadata builder claims it, so that full CUDA graphs stay on",
+    ),
+    "query_starts": (
+        "vllm.v1.attention.backend:CommonAttentionMetadata.__dataclass_fields__.query_start_loc",
+        "query starts of a batch, which place rows of logits",
+    ),
+    "batch_slots": (
+        "vllm.v1.attention.backend:CommonAttentionMetadata.__dataclass_fields__.slot_mapping",
+        "slots of a batch, which place rows of logits",
+    ),
+    "static_layers": (
+        "vllm.config:CompilationConfig.__dataclass_fields__.static_forward_context",
+        "the cache layer is entered there under its name",
+    ),
+    "no_drafts": (
+        "vllm.config:SpeculativeConfig.__dataclass_fields__.num_speculative_tokens_per_batch_size",
+        "V2 runner: the schedule of 0 drafts, with which each request decodes one token a step",
+    ),
     # ---- the forward pass
     "slots": (
         "vllm.forward_context:ForwardContext.__dataclass_fields__.slot_mapping",
@@ -53,9 +81,33 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.forward_context:ForwardContext.__dataclass_fields__.cudagraph_runtime_mode",
         "tells full CUDA graphs from piecewise ones",
     ),
+    "piecewise": (
+        "vllm.config:CUDAGraphMode.PIECEWISE",
+        "the mode in which a graph ends before the next tap",
+    ),
+    "forward": (
+        "vllm.forward_context:get_forward_context",
+        "the running forward, in which an op finds rows and slots",
+    ),
+    "in_forward": (
+        "vllm.forward_context:is_forward_context_available",
+        "says whether a forward is running",
+    ),
     "connector": (
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.handle_preemptions",
         "called before a forward overwrites freed blocks",
+    ),
+    "metadata": (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1._get_connector_metadata",
+        "the scheduler's message for this step",
+    ),
+    "group": (
+        "vllm.distributed.kv_transfer.kv_transfer_state:get_kv_transfer_group",
+        "the connector of this process, which takes the logits of a step",
+    ),
+    "has_group": (
+        "vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group",
+        "says whether this process has a connector: vLLM keeps one",
     ),
     # ---- hooks inside opaque ops
     "attention": (
@@ -75,7 +127,7 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.config.kernel:IrOpPriorityConfig.__dataclass_fields__.fused_add_rms_norm",
         "says whether Inductor compiles an add-and-norm, which then overwrites no input",
     ),
-    "pieces": (
+    "graphs_split": (
         "vllm.config:CompilationConfig.splitting_ops_contain_attention",
         "says whether each graph of a layer writes the residual stream to memory",
     ),
@@ -99,6 +151,18 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.config.compilation:PassConfig.__dataclass_fields__.fuse_allreduce_rms",
         "a pass that fuses an add-and-norm with the all-reduce, into an op that overwrites the residual stream",
     ),
+    "passes": (
+        "vllm.config:CompilationConfig.__dataclass_fields__.pass_config",
+        "has the two passes above",
+    ),
+    "invariant": (
+        "vllm.envs:environment_variables.VLLM_BATCH_INVARIANT",
+        "switches Inductor's add-and-norm off; vLLM's own overwrites its inputs",
+    ),
+    "unquantised": (
+        "vllm.model_executor.layers.linear:UnquantizedLinearMethod",
+        "says that a matrix product writes a linear layer's output",
+    ),
     "compiler": (
         "vllm.config:CompilationConfig.__dataclass_fields__.backend",
         "says whether Inductor compiles the model",
@@ -119,6 +183,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._inductor.config:inplace_buffers",
         "Inductor's option to write a result over its input",
     ),
+    "layout": (
+        "torch:Tag.flexible_layout",
+        "lets Inductor hand values to taps in any layout, without a copy",
+    ),
     "hash": (
         "vllm.config:VllmConfig.compute_hash",
         "covers additional_config, where the selection is written: a graph with other taps is never reused",
@@ -131,6 +199,11 @@ NAMES: dict[str, tuple[str, str]] = {
     "launch": (
         "triton.compiler.compiler:CompiledKernel.__getitem__",
         "launches a compiled kernel with addresses, without a look at each argument",
+    ),
+    # ---- copies off the GPU
+    "pinning": (
+        "torch.cuda:cudart",
+        "its cudaHostRegister pins the ring's memory, which other processes share",
     ),
 }
 
