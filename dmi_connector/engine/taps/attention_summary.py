@@ -34,13 +34,13 @@ def check(attn: nn.Module, layer: int) -> None:
             f"{', '.join(BACKENDS)} (--attention-backend) or leave pattern out"
         )
     special = {
-        "a sliding window": getattr(impl, "sliding_window", None) not in (None, -1, (-1, -1), [-1, -1]),
-        "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
-        "a logits soft cap": bool(getattr(impl, "logits_soft_cap", None)),
-        "attention sinks": getattr(impl, "sinks", None) is not None,
+        "a sliding window": impl.sliding_window not in (None, -1, (-1, -1), [-1, -1]),
+        "ALiBi": impl.alibi_slopes is not None,
+        "a logits soft cap": bool(impl.logits_soft_cap),
+        "attention sinks": impl.sinks is not None,
         "a quantized KV cache": impl.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
         "values of another width than its keys": attn.head_size_v != attn.head_size,
-        "shared keys": getattr(impl, "kv_sharing_target_layer_name", None) is not None,
+        "shared keys": impl.kv_sharing_target_layer_name is not None,
     }
     for what, there in special.items():
         if there:

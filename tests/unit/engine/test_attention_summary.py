@@ -30,8 +30,16 @@ def test_packed_keys_are_unpacked_in_order(dtype: torch.dtype) -> None:
 
 def attention_layer(backend: str = "FLASH_ATTN", values: int = 64, **impl: object) -> SimpleNamespace:
     """What `check` reads of vLLM's Attention."""
+    plain = {
+        "kv_cache_dtype": "auto",
+        "sliding_window": (-1, -1),
+        "alibi_slopes": None,
+        "logits_soft_cap": None,
+        "sinks": None,
+        "kv_sharing_target_layer_name": None,
+    }
     return SimpleNamespace(
-        impl=SimpleNamespace(**{"kv_cache_dtype": "auto", "sliding_window": (-1, -1), **impl}),
+        impl=SimpleNamespace(**{**plain, **impl}),
         attn_backend=SimpleNamespace(get_name=lambda: backend),
         head_size=64,
         head_size_v=values,
