@@ -8,57 +8,71 @@ from typing import TYPE_CHECKING
 from dmi_connector.engine import contract
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
 
 def check(vllm_config: VllmConfig) -> None:
     """Raises ValueError for configurations in which rows could not be captured, each with its fix."""
     contract.check_names()
-    parallel, cache, speculative = (
-        vllm_config.parallel_config,
-        vllm_config.cache_config,
-        vllm_config.speculative_config,
-    )
-    model = vllm_config.model_config
+    _check_parallel(vllm_config.parallel_config)
+    _check_model(vllm_config)
+    _check_compilation(vllm_config)
+    _check_speculative(vllm_config)
+
+
+def _check_parallel(parallel: ParallelConfig) -> None:
+    """Rows of a request's tokens lie on every tensor-parallel rank, and a batch is one forward."""
     if parallel.pipeline_parallel_size > 1:
         raise ValueError(
             f"pipeline_parallel_size: {parallel.pipeline_parallel_size} is not supported: rows would be spread over "
             "stages; use tensor_parallel_size instead"
         )
-    if (
-        getattr(parallel, "decode_context_parallel_size", 1) > 1
-        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
-    ):
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError(
             "context parallelism spreads a request's tokens over ranks, which capture does not support; set it to 1"
         )
-    if getattr(parallel, "enable_dbo", False):
+    if parallel.enable_dbo:
         raise ValueError("enable_dbo: True splits a batch in two, which capture does not support; remove --enable-dbo")
-    if (parts := getattr(parallel, "ubatch_size", 0)) > 1:
+    if parallel.ubatch_size > 1:
         raise ValueError(
-            f"ubatch_size: {parts} splits a batch into so many, which capture does not support; remove --ubatch-size"
+            f"ubatch_size: {parallel.ubatch_size} splits a batch into so many, which capture does not support; "
+            "remove --ubatch-size"
         )
+
+
+def _check_model(vllm_config: VllmConfig) -> None:
+    """The model has the hooks, and its caches keep rows until they are exported."""
+    model = vllm_config.model_config
     if model.use_mla:
         raise ValueError(
             f"model: {model.model!r} uses multi-head latent attention, whose hooks are not defined yet; "
             "use a model with plain attention"
         )
+    if vllm_config.cache_config.sliding_window is not None or model.is_hybrid:
+        raise ValueError(
+            f"model: {model.model!r} has sliding-window or hybrid layers, whose caches drop rows before "
+            "they are exported; use a model with full attention in every layer"
+        )
+
+
+def _check_compilation(vllm_config: VllmConfig) -> None:
+    """The compiled graph is that of the selection, and overwrites nothing that taps read."""
     if not isinstance(vllm_config.additional_config, dict):
         raise ValueError(
             "additional_config: must be a JSON object, since the hook selection is written into it for the compile hash"
         )
     inductor = vllm_config.compilation_config.inductor_compile_config
-    for name in () if model.enforce_eager else contract.REUSE:
+    for name in () if vllm_config.model_config.enforce_eager else contract.REUSE:
         if inductor.get(name):
             raise ValueError(
                 f"compilation_config: inductor_compile_config has {name}={inductor[name]!r}, with which values could "
                 "be overwritten while they are captured; leave it out"
             )
-    if cache.sliding_window is not None or model.is_hybrid:
-        raise ValueError(
-            f"model: {model.model!r} has sliding-window or hybrid layers, whose caches drop rows before "
-            "they are exported; use a model with full attention in every layer"
-        )
+
+
+def _check_speculative(vllm_config: VllmConfig) -> None:
+    """Each request decodes one token a step."""
+    speculative = vllm_config.speculative_config
     if speculative is None:
         return
     if speculative.method != "extract_hidden_states":
@@ -76,7 +90,7 @@ def check(vllm_config: VllmConfig) -> None:
 
 def check_logits(vllm_config: VllmConfig) -> None:
     """Raises ValueError for configurations in which `logits` could not be captured."""
-    if getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False):
+    if vllm_config.parallel_config.enable_batch_sharded_sampling:
         raise ValueError(
             "enable_batch_sharded_sampling: True computes logits past compute_logits, where they are captured; remove "
             "--enable-batch-sharded-sampling, or take logits out of the hooks"
@@ -85,7 +99,7 @@ def check_logits(vllm_config: VllmConfig) -> None:
 
 def check_reductions(vllm_config: VllmConfig) -> None:
     """Raises ValueError for configurations in which rows could not be reduced."""
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+    if vllm_config.model_config.enable_sleep_mode:
         raise ValueError(
             "enable_sleep_mode: True gives up GPU memory in which reductions keep their matrices and places; remove "
             "--enable-sleep-mode, or the option reduce"
