@@ -35,12 +35,14 @@ def summarise(
     """Write the summary of each query at byte `offset` (a multiple of 4) of its row. The kernel's launch.
 
     query: [tokens, heads, head_dim], last dimension contiguous. keys: [blocks, kv heads, block, head_dim], last
-    dimension contiguous. block_table, query_start_loc, seq_lens: as in vLLM's attention metadata. slots: int64;
-    negative ones are padding. rows: uint8 [slots, row bytes], contiguous. scale: of the scores.
+    dimension contiguous, of the queries' dtype. block_table, query_start_loc, seq_lens: int32, as in vLLM's attention
+    metadata. slots: int64; negative ones are padding. rows: uint8 [slots, row bytes], contiguous. scale: of the scores.
 
     Every query looks at all keys up to its own: heads x head_dim x context multiply-adds, once more than attention.
     """
     assert query.stride(2) == keys.stride(3) == 1 and rows.is_contiguous() and offset % 4 == 0
+    assert query.dtype == keys.dtype and rows.dtype == torch.uint8 and slots.dtype == torch.int64
+    assert block_table.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32
     tokens, heads, size = query.shape
     kv_heads, block = keys.shape[1], keys.shape[2]
     group = heads // kv_heads

@@ -14,10 +14,13 @@ _BLOCK = 1024
 """Units of 4 bytes that a program copies at a time."""
 _TOKENS = 8
 """Rows that a program copies."""
+_ALIGN = 16
+"""Payloads begin at multiples of this many bytes."""
 
 
 def gather_index(slots: np.ndarray, start: int) -> np.ndarray:
     """Index entries (see `gather_rows`) of rows that together make the payload at byte `start`. int64 [rows, 4]."""
+    assert start % _ALIGN == 0, start
     count = len(slots)
     index = np.empty((count, 4), np.int64)
     index[:, 0], index[:, 1], index[:, 2], index[:, 3] = slots, start, count, np.arange(count)

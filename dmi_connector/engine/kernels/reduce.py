@@ -24,6 +24,8 @@ _SHAPES = {True: (4096, 8), False: (2048, 4)}
 """(values that a program reduces at a time, its warps), in decode steps and in larger ones. In decode programs wait for
 memory, in larger steps for room on the GPU (measured on an H200).
 """
+_AS_THEY_ARE = ("copy", "round", "deferred")
+"""Modes that store values of the dtype they have. The others also store words of 4 bytes."""
 _SEARCHES = ("topk", "exact")
 """Modes that search a row for its largest values."""
 _FEW_TOKENS, _THREAD_VALUES = 16, {True: 64, False: 128}
@@ -42,9 +44,11 @@ class Target(NamedTuple):
 
 
 class ReduceRows:
-    """Reduces up to MAX_VALUES values in one launch. Values of mode "deferred" go to a buffer as they are."""
+    """Reduces up to MAX_VALUES values of `dtype` in one launch. Mode "deferred" puts them in a buffer as they are."""
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[Target], dtype: torch.dtype) -> None:
+        units = [dtype.itemsize if target.mode in _AS_THEY_ARE else 4 for target in targets]
+        assert all(target.offset % unit == 0 for target, unit in zip(targets, units, strict=True)), targets
         self._targets = targets
         self._launches: dict[tuple[torch.device, bool], Launch] = {}
 
@@ -110,6 +114,7 @@ def reduce_layers_torch(
     """The kernel's twin in plain torch."""
     numbers = slots[: values.shape[0]]
     for index, (layer, offset) in enumerate(zip(layers, offsets.tolist(), strict=True)):
+        assert offset % 16 == 0, offset  # as the kernel assumes
         encoded = as_words(reduction.encode(values[: len(numbers), index], layer, numbers))
         copy_rows_torch(rows, numbers, [encoded], [base + offset])
 

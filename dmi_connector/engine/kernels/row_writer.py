@@ -51,7 +51,7 @@ class RowWriter:
         for first in range(0, len(joint), MAX_VALUES):
             sources, targets = zip(*joint[first : first + MAX_VALUES], strict=True)
             copies = CopyRows([t.width for t in targets], dtype, [t.offset for t in targets]) if plain else None
-            self._launches.append((list(sources), copies or ReduceRows(targets)))
+            self._launches.append((list(sources), copies or ReduceRows(targets, dtype)))
 
     def __call__(
         self,

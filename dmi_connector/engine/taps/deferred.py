@@ -58,6 +58,7 @@ class DeferredReductions:
             first, start = of_hook[0], -(-end // ROW_ALIGN) * ROW_ALIGN
             step = first.width * ITEMSIZE[first.dtype]
             self._places |= {f.offset: start + i * step for i, f in enumerate(of_hook)}
+            assert all(f.offset % ROW_ALIGN == 0 for f in of_hook), of_hook  # as `reduce_layers` needs
             offsets = torch.tensor([f.offset for f in of_hook], dtype=torch.int64, device=device)
             layers = tuple(f.layer for f in of_hook)
             assert first.reduction is not None

@@ -53,6 +53,7 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
         fields = [f for layer in layers if (f := context.layout.find(name, layer)) is not None]
         assert len(fields) == len(layers) > 0, (name, layers)
         for row_field in fields:
+            assert row_field.nbytes % 4 == 0, f"{name}: {row_field.nbytes} bytes; the gather kernel would cut the row"
             table.append((row_field.offset, row_field.nbytes, base))
             base += row_field.nbytes
         (stored_dtype, stored_width), reduction = fields[0].stored, fields[0].reduction
