@@ -318,7 +318,7 @@ class DeviceLane:
         self._work.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
-            logger.error("copies did not end within %g s of the shutdown: what they held is missing", seconds)
+            logger.error("copies did not end within %g s of the shutdown: their rows are missing", seconds)
             return  # it still uses the memory
         torch.cuda.cudart().cudaHostUnregister(self.ring.data_ptr())
 
