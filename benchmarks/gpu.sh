@@ -52,7 +52,7 @@ for phase in "$@"; do
       python3 -m benchmarks.kernels --out "$out/kernels.json" >"$out/kernels.log" 2>&1 || failed kernels $? ;;
     check)
       check check target,pca
-      check check-held target --hooks resid_pre,resid_mid,q,k
+      check check-batches target --hooks resid_pre,resid_mid,q,k
       check check-reduced reduced ;;
     main)
       capture main '{"stock": 5, "full": 72, "hidden": 9}' \
