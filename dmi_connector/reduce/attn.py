@@ -43,7 +43,7 @@ class AttentionSummary(Reduction):
     def stored_width(self, width: int, dtype: str) -> int:
         return 4 * self.words * width
 
-    def encode(self, values: torch.Tensor, layer: int = 0, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         raise ReduceError("reduce: attn(m) summarises attention as it runs; stored values cannot be reduced so")
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:

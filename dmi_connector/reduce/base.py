@@ -51,11 +51,11 @@ class Reduction:
         """Elements of a stored row for `width` values of `dtype`."""
         raise NotImplementedError
 
-    def encode(self, values: torch.Tensor, layer: int = 0, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         """Rows [tokens, width] of a float dtype -> [tokens, stored width] of the stored dtype, on the same device.
 
-        numbers: int64 [tokens]. An encoder that samples starts from them, so that equal rows get different samples.
-        They are the slots of the rows; None: the order of the rows.
+        slots: of the rows, int64 [tokens]; None: the order of the rows. An encoder that samples starts from them, so
+        that equal rows get different samples.
         """
         raise NotImplementedError
 

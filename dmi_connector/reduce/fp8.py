@@ -30,7 +30,7 @@ class Fp8(Reduction):
     def stored_width(self, width: int, dtype: str) -> int:
         return pad(width) + 4
 
-    def encode(self, values: torch.Tensor, layer: int = 0, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         import torch
 
         x = values.float()

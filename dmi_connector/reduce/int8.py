@@ -59,7 +59,7 @@ class Int8(Reduction):
             return pad(width) + pad(2 * self._groups(width))
         return pad(width) + (8 if self.affine else 4)
 
-    def encode(self, values: torch.Tensor, layer: int = 0, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         import torch
 
         x = values.float()

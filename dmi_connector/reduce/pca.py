@@ -91,7 +91,7 @@ class Pca(Reduction):
     def stored_width(self, width: int, dtype: str) -> int:
         return Int8().stored_width(self.k, dtype)
 
-    def encode(self, values: torch.Tensor, layer: int = 0, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         return Int8().encode(self.before(values, layer))
 
     def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Round(Reduction):
     def stored_width(self, width: int, dtype: str) -> int:
         return width
 
-    def encode(self, values: torch.Tensor, layer: int = 0, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         import torch
 
         drop = MANTISSA[str(values.dtype).removeprefix("torch.")] - self.bits

@@ -91,7 +91,7 @@ class TopK(Reduction):
         sample = 4 + self._values_bytes(self.sample, dtype) if self.sample else 0
         return self._sample_at(width, dtype) + sample
 
-    def encode(self, values: torch.Tensor, layer: int = 0, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         import torch
 
         width = values.shape[1]
@@ -104,9 +104,9 @@ class TopK(Reduction):
         chosen = values.gather(1, kept)
         parts = [_padded(kept.to(narrow).contiguous().view(torch.uint8)), *self._encoded(chosen, chosen)]
         if self.sample:
-            numbers = torch.arange(len(values), device=values.device) if numbers is None else numbers
+            slots = torch.arange(len(values), device=values.device) if slots is None else slots
             # 20 bits of each kept value and its place, added up: the same on every device, in any order.
-            mixed = (((magnitude.gather(1, kept) >> 12) * 31 + kept) & 0xFFFFF).sum(1) + numbers * HASH_ROW
+            mixed = (((magnitude.gather(1, kept) >> 12) * 31 + kept) & 0xFFFFF).sum(1) + slots * HASH_ROW
             start = (((mixed & 0x7FFFFFFF) * HASH_STEP) >> 20) % width
             places = (start[:, None] + torch.arange(self.sample, device=values.device) * (width // self.sample)) % width
             taken = values.gather(1, places)
