@@ -214,12 +214,12 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
                     )
                 layers = layers & available
                 if only is not None and not match["drop"]:
-                    held = set(only.hooks.get(target, ()))
-                    if not layers & held and not lenient:
+                    served = set(only.hooks.get(target, ()))
+                    if not layers & served and not lenient:
                         raise SelectionError(
                             f"hooks: {item!r} is not captured by this server; it captures {', '.join(only.hooks)}"
                         )
-                    layers = layers & held
+                    layers = layers & served
                 if match["drop"]:
                     chosen[target] = chosen.get(target, set()) - layers
                 else:

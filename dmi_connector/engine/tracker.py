@@ -34,8 +34,8 @@ _LONGEST_ERROR = 2000
 class Tracked:
     """One request under capture.
 
-    quota: first position that `max_request_bytes` has no room for. exported: position up to which rows were handed to
-    the workers. due: number of computed tokens at which the next rows are ready (or, with logits, the next sample is
+    quota_end: first position that `max_request_bytes` has no room for. exported: position up to which rows were handed
+    to the workers. due: number of computed tokens at which the next rows are ready (or, with logits, the next sample is
     taken). blocks: the request's blocks in the cache group of the rows.
     """
 
@@ -44,7 +44,7 @@ class Tracked:
     capture: int
     path: str
     selection: Selection
-    quota: int
+    quota_end: int
     exported: int
     due: int
     opened: bool = False
@@ -59,7 +59,7 @@ class Tracked:
     @property
     def limit(self) -> int:
         """First position that is not captured."""
-        return min(self.wanted, self.quota)
+        return min(self.wanted, self.quota_end)
 
     @property
     def first_sample(self) -> int:
@@ -124,7 +124,7 @@ class Tracker:
         prompt = request.num_prompt_tokens
         rows = self._row_bytes if selection is context.selection else row_bytes(context, selection)
         size = RequestBytes.of(rows, params.start, prompt)
-        quota = size.end_within(options.max_request_bytes) if options.max_request_bytes else UNLIMITED
+        quota_end = size.end_within(options.max_request_bytes) if options.max_request_bytes else UNLIMITED
         directory = options.store_dir
         if params.save_path is not None:
             roots = options.save_path_roots if options.allow_custom_save_path else ()
@@ -134,7 +134,7 @@ class Tracker:
             self.quota.admit(path, size.until(prompt if params.stop is None else min(prompt, params.stop)))
         self._captures += 1
         due = 0 if "logits" in selection.hooks else params.start + options.chunk_tokens
-        return Tracked(request, params, self._captures, path, selection, quota, params.start, due)
+        return Tracked(request, params, self._captures, path, selection, quota_end, params.start, due)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
@@ -309,8 +309,8 @@ class Tracker:
         if end < expected:
             facts: dict[str, Any] = {"end": end, "expected": expected}
             limit = self.context.options.max_request_bytes
-            facts |= {"limit": limit} if end == tracked.quota else {"finish": str(finish)}
-            cause = Cause.QUOTA if end == tracked.quota else Cause.ENDED_EARLY
+            facts |= {"limit": limit} if end == tracked.quota_end else {"finish": str(finish)}
+            cause = Cause.QUOTA if end == tracked.quota_end else Cause.ENDED_EARLY
             losses = [Loss.of(cause, [[end - start, expected - start]], **facts)]
         return Close(
             capture=tracked.capture,

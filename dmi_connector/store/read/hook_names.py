@@ -96,8 +96,8 @@ class HookTable:
         for source in sources:
             if source.layer == number:
                 return source
-        held = self.layers(name) or "no layer axis: leave layer out"
-        raise KeyError(f"hook {name!r} has no layer {layer} in this store; it has {held}")
+        captured = self.layers(name) or "no layer axis: leave layer out"
+        raise KeyError(f"hook {name!r} has no layer {layer} in this store; it has {captured}")
 
 
 def parse_name(name: str) -> tuple[str, int | None]:

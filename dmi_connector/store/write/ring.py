@@ -35,7 +35,7 @@ class RingBase:
         self.memory: np.ndarray = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
         self._changed = threading.Condition()
 
-    def hold(self, extent: Extent, refs: int = 1) -> None:
+    def add_users(self, extent: Extent, refs: int = 1) -> None:
         """Add users to an extent that is in use."""
         with self._changed:
             if extent.refs < 1:

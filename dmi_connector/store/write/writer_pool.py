@@ -135,7 +135,7 @@ class WriterPool:
     def send(self, process: Child, extent: Extent, message: Message) -> None:
         """Send a message about a payload. The extent is held until the writer has read it."""
         self._sent += 1
-        self._ring.hold(extent)
+        self._ring.add_users(extent)
         self._unread[process][self._sent] = extent
         process.post({**message, "seq": self._sent, "sent": time.monotonic()})
 

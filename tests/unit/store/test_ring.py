@@ -67,7 +67,7 @@ def test_alloc_waits_for_space_until_its_timeout(shared: Ring) -> None:
 def test_a_held_extent_is_freed_by_its_last_release_and_misuse_is_refused(shared: Ring) -> None:
     extent = shared.alloc(10)
     assert extent is not None
-    shared.hold(extent, 2)
+    shared.add_users(extent, 2)
     for _ in range(3):
         assert shared.used == ALIGN
         shared.release(extent)
@@ -75,7 +75,7 @@ def test_a_held_extent_is_freed_by_its_last_release_and_misuse_is_refused(shared
     with pytest.raises(ValueError, match="released already"):
         shared.release(extent)
     with pytest.raises(ValueError, match="released already"):
-        shared.hold(extent)
+        shared.add_users(extent)
     with pytest.raises(ValueError, match="ring_bytes"):
         shared.alloc(shared.nbytes + 1)
     with pytest.raises(ValueError, match="too small"):
