@@ -13,6 +13,8 @@ OWNERS = ("draft", "target")
 """Which model owns the rows in its paged cache."""
 MAX_BATCH = 65536
 """More requests than any vLLM engine runs in one step."""
+EXTRACT_HIDDEN_STATES = "extract_hidden_states"
+"""The method of vLLM's speculative config under which the draft owns the rows."""
 CONNECTOR, CONNECTOR_MODULE = "DMIConnector", "dmi_connector.engine.connector"
 """The connector's name and home, as vLLM's options have them."""
 
@@ -46,7 +48,7 @@ def capture_args(
     if owner == "target":
         return {"kv_transfer_config": transfer}
     speculative = {
-        "method": "extract_hidden_states",
+        "method": EXTRACT_HIDDEN_STATES,
         "num_speculative_tokens": 1,
         "num_speculative_tokens_per_batch_size": [[1, MAX_BATCH, 0]],  # no drafts at any batch size
         "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dmi_connector.args import EXTRACT_HIDDEN_STATES
 from dmi_connector.engine import contract
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _check_speculative(vllm_config: VllmConfig) -> None:
     speculative = vllm_config.speculative_config
     if speculative is None:
         return
-    if speculative.method != "extract_hidden_states":
+    if speculative.method != EXTRACT_HIDDEN_STATES:
         raise ValueError(
             f"speculative_config: method {speculative.method!r} verifies several tokens a step, which capture "
             "does not support; use the one that capture_args() returns, or none"

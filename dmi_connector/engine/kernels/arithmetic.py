@@ -8,18 +8,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dmi_connector.reduce.base import LEAST_SPAN
+from dmi_connector.reduce.fp8 import LARGEST
+
 INT8_MAX = tl.constexpr(127.0)
 """Largest magnitude of a stored int8."""
-E4M3_MAX = tl.constexpr(448.0)
-"""Largest e4m3 number (`reduce.fp8.LARGEST`)."""
+E4M3_MAX = tl.constexpr(LARGEST)
+"""Largest e4m3 number."""
 _NEAREST = tl.constexpr(12582912.0)
 """1.5 * 2**23. Added and subtracted again, it rounds a small float32 to the nearest integer, ties to even."""
 _NEAREST_SUBNORMAL = tl.constexpr(24576.0)
 """1.5 * 2**14. Added and subtracted again, it rounds to a multiple of 2**-9, the step of subnormal e4m3 numbers."""
 _LEAST_NORMAL = tl.constexpr(0.015625)
 """2**-6, the smallest normal e4m3 number."""
-_LEAST = tl.constexpr(2.0**-100)
-"""`reduce.base.LEAST_SPAN`: rows and groups with a smaller span become zeros, so that no quotient overflows."""
+_LEAST = tl.constexpr(LEAST_SPAN)
+"""Rows and groups with a smaller span become zeros, so that no quotient overflows."""
 
 
 @triton.jit

@@ -9,9 +9,9 @@ import re
 import uuid
 from collections.abc import Iterator, Sequence
 
-from dmi_connector.settings import OptionError
+from dmi_connector.settings import FILE_MODES, OptionError
 
-UMASKS = {"private": 0o077, "group": 0o027, "world": 0o022}
+UMASKS = dict(zip(FILE_MODES, (0o077, 0o027, 0o022), strict=True))
 """umask for each `file_mode`. Processes that write stores set it."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _STEM_LENGTH = 160
