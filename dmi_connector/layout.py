@@ -40,7 +40,9 @@ TOKEN_ARRAYS = {"token_ids": "int32", "positions": "int32", "phase": "uint8"}
 """The 1-D arrays that each store has beside its hooks."""
 
 RESERVED = (*TOKEN_ARRAYS, "logits_positions")
+"""Names of arrays that stores have themselves: no hook array may take them."""
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+"""Names that arrays may have: each is a directory of the store."""
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ MEASURES = {
     "importance": "Spearman correlation of mean |x| by neuron over all rows, before and after",
     "variance": "share of the variance about the mean that is read back",
 }
+"""What is measured, with its meaning, in the order of the tables."""
 
 
 def fidelity(

@@ -148,6 +148,7 @@ def make_model(arch: str, dir: str | Path, dtype: str = "float32", seed: int = 0
 
 _NORM = 0.5  # gain of the norms of the residual stream
 _QK = 1.3  # size of queries and keys: attention logits of standard deviation about 1.7
+# sizes of other weights, 1 for those not named: attention and routing far from uniform, MLPs that matter
 _GAIN = {"q_proj": _QK / _NORM, "k_proj": _QK / _NORM, "v_proj": 0.5, "gate": 3.0, "down_proj": 2.0}
 
 

@@ -35,6 +35,8 @@ CPU_HOST_BYTES, GPU_HOST_SHARE, GPU_STAGING_BYTES = 256 << 20, 1 / 8, 1 << 30
 WRITER_GB_PER_S = {"none": 1.6, "lz4": 0.7, "zstd": 0.4}
 """Raw GB/s of one writer process on bf16 activations, by codec, for the estimate in the log (docs/PERFORMANCE.md)."""
 
+MOST_GPU_WRITERS, MOST_CPU_WRITERS, CPU_CORES_A_WRITER = 32, 4, 4
+"""Default writers at most, beside a GPU and on a CPU; on a CPU one for so many cores, the rest being the model's."""
 
 _SLACK_BYTES = 1 << 20
 """Room for alignment in a buffer."""
@@ -109,7 +111,7 @@ def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSetting
 def default_writers(gpu: bool) -> int:
     """Writer processes of a rank: one for each core beside a GPU, where they give way to the engine; fewer on a CPU."""
     cores = len(os.sched_getaffinity(0))
-    return min(32, cores) if gpu else max(1, min(4, cores // 4))
+    return min(MOST_GPU_WRITERS, cores) if gpu else max(1, min(MOST_CPU_WRITERS, cores // CPU_CORES_A_WRITER))
 
 
 def announce(

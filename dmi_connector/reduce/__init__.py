@@ -31,8 +31,11 @@ _FLAGS: dict[str, dict[str, tuple[str, Any]]] = {
     "topk": {"exact": ("exact", True), "int8": ("exact", False)},
     "rp": {name: ("distribution", name) for name in DISTRIBUTIONS},
 }
+"""Words in the brackets of a kind: the field that each sets, and to what."""
 _NUMBER = {"int8": "group", "round": "bits", "topk": "k", "rp": "k", "attn": "m"}
+"""The field of a kind that a number without a name sets."""
 _NAMED = {("rp", "seed"), ("topk", "sample")}
+"""(kind, field) that is set by name only, as in seed=7."""
 _SPEC = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 

@@ -44,6 +44,7 @@ _BREATH_S = 0.002
 _ROUND = 4
 """A round waits for a quarter of the copies; the others keep the link busy until more is gathered."""
 _MEASURED_BYTES = 64 << 20
+"""Bytes copied to measure the link's speed at start."""
 _SLICE_BYTES = 8 << 20
 """Copies reach 53.5 of 55.2 GB/s, and a small copy in between takes 154 us instead of 111 (H200). Whole copies would
 make it wait for up to 37 ms.

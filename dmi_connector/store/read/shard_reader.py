@@ -18,6 +18,7 @@ from dmi_connector.store.format.schema import Grid
 from dmi_connector.store.format.shard_index import read_index
 
 _MAPPED_BYTES = 1 << 20
+"""From this size on a file is mapped, so that only what is asked for is read from disk."""
 
 
 def read_file(path: Path) -> bytes | np.ndarray | None:

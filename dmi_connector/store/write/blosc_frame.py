@@ -28,7 +28,10 @@ _VERSION, _ZSTD_VERSION = 2, 1
 _SHUFFLED, _ZSTD = 0x1, 4 << 5
 """Flags of the header."""
 _HEADER = struct.Struct("<4B3Ii")
+"""Versions of format and codec, flags, item size; bytes, bytes of a block, bytes of the frame; where the block begins.
+"""
 _LENGTH = struct.Struct("<i")
+"""Bytes of a compressed plane, before it."""
 _LEAST_PLANE = 128
 """Blosc's readers expect blocks with smaller planes (in bytes) not to be split into planes."""
 _SPLIT_ELEMENTS = 1 << 16
