@@ -187,7 +187,8 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
     """Parse a selection such as ``"hidden-states,mlp_post@10-20,-logits"`` (or a list of such items) for a model.
 
     Items add hooks from left to right; an item that starts with ``-`` takes hooks (or some of their layers) away.
-    `only` narrows: names stand for what `only` holds of them, and naming a hook outside it is an error.
+    only: a selection to stay inside. A name means those of its layers that are in `only`. A hook with none there is an
+    error; presets and wildcards leave it out.
 
     Raises:
         SelectionError: an unknown name (with the nearest known one), a hook or layer the model lacks, an empty result.

@@ -72,8 +72,8 @@ class Sample:
 class StepMetadata(KVConnectorMetadata):
     """The scheduler's message to the workers for one step.
 
-    opens and closes are carried out before the forward, which may overwrite freed blocks; chunks after it. preempted:
-    captures whose blocks were taken away since the last step.
+    opens, closes: carried out before the forward, because it may overwrite freed blocks. chunks: exported after it.
+    preempted: captures whose blocks were taken away since the last step.
     """
 
     opens: list[Open] = field(default_factory=list)

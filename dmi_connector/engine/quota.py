@@ -86,8 +86,8 @@ class _Reservation:
 class Quota:
     """Decides on new captures for one scheduler. Measures the existing stores when it is made.
 
-    Stores take what was last measured, plus, for captures that were unfinished then or admitted since, the bytes of
-    their prompts that were not there yet.
+    What stores take is measured now and then. Captures that were unfinished at that time, or were admitted since, count
+    with more: the bytes of their prompts that were not there yet.
     """
 
     def __init__(self, options: ServerOptions) -> None:

@@ -86,8 +86,8 @@ def keep_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:
 def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSettings:
     """The settings of a rank's coordinator. That of rank 0 also measures and prunes the directory.
 
-    Beside a GPU writers give way to the engine's thread at once. Beside a CPU model that keeps all cores busy they
-    would then never run. Under policy drop room in the ring is worth more than the engine's speed.
+    Beside a GPU writers give way to the engine's thread at once. On a CPU they do not: the model keeps all cores busy,
+    and they would never run. Under policy drop they do not either: a full ring loses rows.
     """
     give_way = gpu and options.policy == "block"
     keep = {

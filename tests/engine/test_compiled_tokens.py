@@ -8,8 +8,9 @@ attention layers. Both are tested.
 
 On a GPU an op may read its values until the next op waits for its branch (taps/overlap.py). Two runs write as late.
 
-Plain vLLM itself had other last bits in 2 of some 130 starts on a CPU, with two threads. So the first start that
-differs is repeated, and if it differs again plain vLLM is. A warning then says which start it was, of how many.
+Plain vLLM itself had other last bits in 2 of some 130 starts on a CPU, with two threads. So the first capturing start
+of a model that differs is repeated. If it differs again, plain vLLM is started once more, and counts instead. A warning
+says which start was repeated, of how many.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a capture lacks rows. Every part of the package reports a `Loss`; the commit puts losses into words, once."""
+"""Why a capture lacks rows.
+
+Every part of the package reports a `Loss`. The commit puts losses into words, once. A capture that ends without a
+commit has its words made at its end.
+"""
 
 from __future__ import annotations
 

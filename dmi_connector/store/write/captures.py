@@ -383,7 +383,7 @@ class Captures:
         self._advance(record)
 
     def _advance(self, record: CaptureRecord) -> None:
-        """CLOSING -> COMMITTING, once no writer has a assignment any more."""
+        """CLOSING -> COMMITTING, once no writer has an assignment any more."""
         if record.state is not State.CLOSING or any(assignment.open for assignment in record.assignments):
             return
         record.state = State.COMMITTING
