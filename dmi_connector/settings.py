@@ -19,6 +19,7 @@ from dmi_connector.wording import show, suggest
 CODECS = ("none", "lz4", "zstd")
 POLICIES = ("block", "drop")
 SINKS = ("disk", "host", "null")
+CHECKS = ("none", "poison")
 FILE_MODES = ("private", "group", "world")
 _MOST_BYTES, _MOST_TOTAL, _MOST_TOKENS = 1 << 44, 1 << 60, 1 << 40
 """Upper bounds of options: bytes of a buffer; bytes and seconds of limits; token positions."""
@@ -124,6 +125,8 @@ class ServerOptions:
     than retain_seconds, and while finished ones take more than retain_bytes; 0 keeps all.
     shutdown_seconds: how long finishing what is under way may take when the engine ends.
     reduce: {hook patterns: reduction}, the first that matches a hook counts (docs/REDUCTIONS.md).
+    check: "poison" fills rows with a pattern before each forward and lists rows as missing in which some of it is left.
+    Slow, for tests of new models and engine features.
     """
 
     store_dir: str
@@ -147,6 +150,7 @@ class ServerOptions:
     retain_bytes: int = 0
     shutdown_seconds: int = 60
     reduce: tuple[tuple[str, str], ...] = ()
+    check: str = "none"
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> ServerOptions:
@@ -182,6 +186,7 @@ class ServerOptions:
                 "shutdown_seconds", extra.get("shutdown_seconds", cls.shutdown_seconds), 1, 86400
             ),
             reduce=_reduce(extra.get("reduce", {})),
+            check=_one_of("check", extra.get("check", cls.check), CHECKS),
             **{name: _integer(name, extra.get(name, 0), 0, _MOST_TOTAL) for name in numbers},
         )
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from dmi_connector.engine.taps.batches import TapBatch
 from dmi_connector.engine.taps.compilation import Compilation
-from dmi_connector.engine.taps.group import TapBatch
 from dmi_connector.engine.taps.op import Place
 from dmi_connector.layout import RowField
 
@@ -41,5 +41,10 @@ class ForwardContext(SimpleNamespace):
 
 def without_cache(patch: pytest.MonkeyPatch) -> None:
     """Let ops run as in vLLM's profiling run, when there is no cache: they write nothing."""
-    context = ForwardContext(no_compile_layers={}, slot_mapping={})
+    in_forward(patch, ForwardContext(no_compile_layers={}, slot_mapping={}))
+
+
+def in_forward(patch: pytest.MonkeyPatch, context: Any) -> None:
+    """Let `context` be vLLM's forward context."""
     patch.setattr("vllm.forward_context.get_forward_context", lambda: context)
+    patch.setattr("vllm.forward_context.is_forward_context_available", lambda: True)

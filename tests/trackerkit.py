@@ -36,6 +36,8 @@ class FakeRequest:
     num_prompt_tokens: int
     num_computed_tokens: int = 0
     max_tokens: int = 64
+    pooling_params: object = None
+    lora_request: Any = None
     sampling_params: Any = field(default_factory=lambda: SimpleNamespace(seed=None))
 
     @property

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dmi_connector.args import OWNERS, capture_args
-from dmi_connector.settings import CODECS, FILE_MODES, POLICIES, SINKS, OptionError, ServerOptions
+from dmi_connector.settings import CHECKS, CODECS, FILE_MODES, POLICIES, SINKS, OptionError, ServerOptions
 
 SERVER = "vllm.entrypoints.openai.api_server"
 """Run as a module: the `vllm` command fails if vLLM was installed from a distribution of another name."""
@@ -23,7 +23,7 @@ SERVER = "vllm.entrypoints.openai.api_server"
 _CONFLICT = re.compile(
     r"^(?:--(?P<long>kv[-_]transfer[-_]config|speculative[-_]config)(?:[.=]|$)|(?P<short>-sc)(?:[.=]|$))"
 )
-_CHOICES = {"codec": CODECS, "policy": POLICIES, "sink": SINKS, "file_mode": FILE_MODES}
+_CHOICES = {"codec": CODECS, "policy": POLICIES, "sink": SINKS, "file_mode": FILE_MODES, "check": CHECKS}
 
 USAGE = """dmi serve MODEL [--hooks HOOKS] [--store-dir DIR] [--owner OWNER] [option ...] [any vllm flag ...]
 

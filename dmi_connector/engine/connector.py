@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 
+from dmi_connector.args import CONNECTOR
 from dmi_connector.engine.context import capture_context
 from dmi_connector.engine.messages import Report, StepMetadata
 from dmi_connector.engine.metrics import CaptureProm, CaptureStats, described
@@ -105,9 +106,22 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
 
         from dmi_connector.engine.transfer.exporter import Exporter
 
+        self._check_coverage()
         layer = self._vllm_config.compilation_config.static_forward_context[self.context.cache_layer]
         rank = get_tensor_model_parallel_rank()
         self.exporter = Exporter(self.context, layer, rank, self._vllm_config)
+
+    def _check_coverage(self) -> None:
+        """Raises ValueError for hooks that the model's first forward did not write (coverage.py)."""
+        coverage = self.context.coverage
+        if not coverage.begun:
+            from dmi_connector.engine.first_forward import first_forward
+
+            assert coverage.model is not None, "the tapped model was built before"
+            first_forward(coverage.model(), self._vllm_config)
+        coverage.check()
+        if "logits" in self.context.selection.hooks:
+            coverage.check_logits()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the forward, which may overwrite blocks that were freed since the last step."""
@@ -168,6 +182,19 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> CaptureProm | None:
         return CaptureProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def __getattr__(name: str) -> Any:
+    """vLLM looks for the class that `kv_connector` names in the module that `kv_connector_module_path` names.
+
+    With kv_offloading_size it puts a connector of its own in the place of ours, but leaves our module.
+    """
+    if name.endswith("Connector"):
+        raise ValueError(
+            f"kv_offloading_size: it puts {name} in the place of {CONNECTOR}, so nothing would be captured; "
+            "remove --kv-offloading-size"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def offer_logits(logits: torch.Tensor) -> None:

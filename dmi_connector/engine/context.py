@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dmi_connector.args import CONNECTOR
+from dmi_connector.args import CONNECTOR, EXTRACT_HIDDEN_STATES
 from dmi_connector.engine.architectures import ARCHITECTURES, Architecture
+from dmi_connector.engine.coverage import Coverage
 from dmi_connector.hooks import ModelDims, Selection, parse_selection
 from dmi_connector.layout import Reductions, RowLayout, hook_reductions, row_layout
 from dmi_connector.reduce.basis import load
@@ -20,15 +21,13 @@ from dmi_connector.store.format.pca_files import keep_copy
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-EXTRACT_HIDDEN_STATES = "extract_hidden_states"
-"""The method of vLLM's speculative config under which the draft owns the rows."""
-
 
 @dataclass(frozen=True)
 class CaptureContext:
     """What one engine captures.
 
-    dtype: the model's. tp: tensor-parallel size. owner: of the rows, "draft" or "target".
+    dtype: the model's. tp: tensor-parallel size. owner: of the rows, "draft" or "target". coverage: what the taps of
+    this process have written.
     """
 
     options: ServerOptions
@@ -39,6 +38,7 @@ class CaptureContext:
     dtype: str
     tp: int
     owner: str
+    coverage: Coverage = field(default_factory=Coverage, compare=False, repr=False)
 
     @property
     def cache_layer(self) -> str:
@@ -53,7 +53,10 @@ class CaptureContext:
 
 
 def is_active(vllm_config: VllmConfig) -> bool:
-    """Whether this engine runs with our connector."""
+    """Whether this engine runs with our connector. Raises ValueError where it is one of several."""
+    from dmi_connector.engine import refusals
+
+    refusals.check_alone(vllm_config)
     transfer = vllm_config.kv_transfer_config
     return transfer is not None and transfer.kv_connector == CONNECTOR
 
@@ -102,7 +105,8 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     if options.sink == "disk":
         _keep_bases(options, reductions)
     layout = row_layout(selection, dims, dtype, tp, reductions)
-    return CaptureContext(options, arch, dims, selection, layout, dtype, tp, _owner(vllm_config))
+    coverage = Coverage(layout.fields, options.check == "poison")
+    return CaptureContext(options, arch, dims, selection, layout, dtype, tp, _owner(vllm_config), coverage)
 
 
 def _owner(vllm_config: VllmConfig) -> str:

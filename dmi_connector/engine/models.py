@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import weakref
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ class Tapped:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.dmi_context = context
         assert isinstance(self, nn.Module)
-        install(self, context, compilation)
+        self.dmi_taps = install(self, context, compilation)
+        context.coverage.model = weakref.ref(self)
         if context.owner == "target":
             self.dmi_rows = CaptureLayer(context)
         elif not getattr(self, "supports_eagle3", False):
@@ -50,6 +52,16 @@ class Tapped:
                 "has_own_embed_tokens": False,
             }.items():
                 setattr(self, name, value)
+
+    def dmi_begin(self) -> None:
+        """The first forward begins: what vLLM puts in the place of modules after it built them is there."""
+        if self.dmi_context is not None and not self.dmi_context.coverage.checked:
+            self.dmi_taps.follow()
+
+    def dmi_end(self, positions: torch.Tensor) -> None:
+        """A forward ended. positions: int [..., tokens]. Raises ValueError if it was the first and lacks a hook."""
+        if self.dmi_context is not None and not self.dmi_context.coverage.checked:
+            self.dmi_context.coverage.check(positions.shape[-1])
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Ignored: our draft reads no hidden states of the target."""
@@ -63,6 +75,8 @@ class Tapped:
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         logits = super().compute_logits(hidden_states)  # type: ignore[misc]
+        if self.dmi_context is not None:
+            self.dmi_context.coverage.logits = True
         if self.dmi_context is not None and logits is not None and "logits" in self.dmi_context.selection.hooks:
             from dmi_connector.engine.connector import offer_logits
 
@@ -77,7 +91,12 @@ def _tapped_class(name: str) -> type:
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        traced = torch.compiler.is_compiling()  # the model as a whole: its forwards are not seen here
+        if not traced:
+            self.dmi_begin()
         output = base.forward(self, *args, **kwargs)
+        if not traced:
+            self.dmi_end(kwargs["positions"] if "positions" in kwargs else args[1])
         if self.dmi_context is not None and self.dmi_context.owner == "draft" and isinstance(output, torch.Tensor):
             return output, [output]  # the proposer expects one auxiliary tensor
         return output

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of an engine that capture refuses at start, each with its fix. docs/CONTRACT.md lists them."""
+"""Configurations of an engine that capture refuses at start, each with its fix. docs/COMPATIBILITY.md lists them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dmi_connector.args import EXTRACT_HIDDEN_STATES
+from dmi_connector.args import CONNECTOR, EXTRACT_HIDDEN_STATES
 from dmi_connector.engine import contract
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ def _check_model(vllm_config: VllmConfig) -> None:
             f"model: {model.model!r} uses multi-head latent attention, whose hooks are not defined yet; "
             "use a model with plain attention"
         )
+    if model.enable_prompt_embeds:
+        raise ValueError(
+            "enable_prompt_embeds: True embeds every prompt outside the model's forward, where neither token ids nor "
+            "embeddings can be captured; remove --enable-prompt-embeds"
+        )
     if vllm_config.cache_config.sliding_window is not None or model.is_hybrid:
         raise ValueError(
             f"model: {model.model!r} has sliding-window or hybrid layers, whose caches drop rows before "
@@ -76,6 +81,10 @@ def _check_speculative(vllm_config: VllmConfig) -> None:
     speculative = vllm_config.speculative_config
     if speculative is None:
         return
+    if vllm_config.model_config.runner_type == "pooling":
+        raise ValueError(
+            "runner: 'pooling' skips the step in which vLLM lets a draft's rows be exported; use owner='target'"
+        )
     if speculative.method != EXTRACT_HIDDEN_STATES:
         raise ValueError(
             f"speculative_config: method {speculative.method!r} verifies several tokens a step, which capture "
@@ -91,6 +100,8 @@ def _check_speculative(vllm_config: VllmConfig) -> None:
 
 def check_logits(vllm_config: VllmConfig) -> None:
     """Raises ValueError for configurations in which `logits` could not be captured."""
+    if vllm_config.model_config.runner_type == "pooling":
+        raise ValueError("runner: 'pooling' computes no logits; take them out of the hooks, as in 'vllm-full,-logits'")
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
         raise ValueError(
             "enable_batch_sharded_sampling: True computes logits past compute_logits, where they are captured; remove "
@@ -104,6 +115,22 @@ def check_reductions(vllm_config: VllmConfig) -> None:
         raise ValueError(
             "enable_sleep_mode: True gives up GPU memory in which reductions keep their matrices and places; remove "
             "--enable-sleep-mode, or the option reduce"
+        )
+
+
+def check_alone(vllm_config: VllmConfig) -> None:
+    """Raises ValueError where our connector is one of several.
+
+    Rows of tokens whose keys and values another connector loads were never computed here.
+    """
+    transfer = vllm_config.kv_transfer_config
+    beside = [] if transfer is None else (transfer.kv_connector_extra_config or {}).get("connectors") or []
+    names = [one.get("kv_connector") for one in beside if isinstance(one, dict)]
+    if CONNECTOR in names:
+        others = ", ".join(str(name) for name in names if name != CONNECTOR)
+        raise ValueError(
+            f"kv_connector: {transfer.kv_connector} runs {CONNECTOR} beside {others}, which may load keys and values "
+            f"of tokens that have no rows; let kv_transfer_config name {CONNECTOR} alone, as capture_args() returns it"
         )
 
 

@@ -244,6 +244,7 @@ class Tracker:
                 "prompt_len": request.num_prompt_tokens,
                 "seed": None if sampling is None else sampling.seed,
                 "include_output_tokens": tracked.params.include_output_tokens,
+                "adapter": None if request.lora_request is None else request.lora_request.lora_name,
             },
         )
 
@@ -296,9 +297,9 @@ class Tracker:
         return response
 
     def _close(self, tracked: Tracked, blocks: list[int]) -> Close:
-        """The end of a capture. Its last sampled token was no input and has no row."""
+        """The end of a capture. Its last sampled token was no input and has no row. Pooling samples none."""
         request, params = tracked.request, tracked.params
-        exist = min(request.num_computed_tokens, request.num_tokens - 1)
+        exist = min(request.num_computed_tokens, request.num_tokens - (request.pooling_params is None))
         end = max(min(exist, tracked.limit), tracked.exported)
         expected = min(max(request.num_prompt_tokens, request.num_tokens - 1), tracked.wanted)
         chunk = self.context.options.chunk_tokens

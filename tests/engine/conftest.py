@@ -11,8 +11,7 @@ import pytest
 from dmi_connector import capture_args
 from tests.engine.harness import (
     ALL_HOOKS,
-    CHUNK,
-    SEGMENT,
+    SMALL,
     Ask,
     Run,
     engine,
@@ -64,7 +63,7 @@ def core_run(
     def get(arch: str, mode: str, owner: str) -> Run:
         if (arch, mode, owner) not in done:
             run = Run(tmp_path_factory.mktemp(f"{arch}-{mode}-{owner}"))
-            args = capture_args(ALL_HOOKS, run.store_dir, owner, chunk_tokens=CHUNK, segment_tokens=SEGMENT)
+            args = capture_args(ALL_HOOKS, run.store_dir, owner, **SMALL)
             with engine(tiny_model(arch), **args, **(EAGER if mode == "eager" else COMPILED)) as llm:
                 watch_scheduler(llm, run)
                 run.block_size = llm.llm_engine.vllm_config.cache_config.block_size

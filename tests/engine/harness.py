@@ -27,17 +27,21 @@ ALL_HOOKS = "vllm-full,attention"
 CHUNK, SEGMENT, BLOCK = 32, 64, 128
 """Rows of a chunk and of a shard in these tests, and the block size vLLM chooses on the CPU."""
 
+SMALL: dict[str, Any] = {"chunk_tokens": CHUNK, "segment_tokens": SEGMENT, "check": "poison"}
+"""Options of captures: many chunks and shards, and values that no tap wrote are found."""
+
 ENGINE = {"max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 16, "dtype": "float32"}
 """Small enough that a prompt of 300 tokens is prefilled in several steps, beside others."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: token ids, `kv_transfer_params` and SamplingParams fields."""
+    """One request: token ids, `kv_transfer_params`, SamplingParams fields, and vLLM's LoRARequest."""
 
     prompt: Sequence[int]
     kv: dict[str, Any] | None = field(default_factory=lambda: {"include_output_tokens": True})
     sampling: dict[str, Any] = field(default_factory=dict)
+    lora: Any = None
 
 
 @dataclass
@@ -80,6 +84,10 @@ def engine(model: Path, in_process: bool = True, **kwargs: Any) -> Iterator[LLM]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     try:
         llm = LLM(str(model), **{**ENGINE, **kwargs, **runner.ENGINE})
+    except BaseException:
+        if in_process:
+            _forget_engine()
+        raise
     finally:
         if old is None:
             del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
@@ -96,6 +104,15 @@ def engine(model: Path, in_process: bool = True, **kwargs: Any) -> Iterator[LLM]
         gc.collect()
 
 
+def _forget_engine() -> None:
+    """Remove what an engine that did not start leaves in this process."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+
+
 def sampling_params(ask: Ask) -> SamplingParams:
     """Greedy and 12 tokens unless `ask` says otherwise."""
     from vllm import SamplingParams
@@ -109,7 +126,9 @@ def sampling_params(ask: Ask) -> SamplingParams:
 def generate(llm: LLM, run: Run, asks: dict[str, Ask]) -> None:
     """Answer all of `asks` at once into run.replies."""
     prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks.values()]
-    replies = llm.generate(prompts, [sampling_params(ask) for ask in asks.values()], use_tqdm=False)
+    adapters = [ask.lora for ask in asks.values()]
+    wanted = {"lora_request": adapters} if any(adapters) else {}
+    replies = llm.generate(prompts, [sampling_params(ask) for ask in asks.values()], use_tqdm=False, **wanted)
     run.replies.update(zip(asks, replies, strict=True))
 
 

@@ -21,7 +21,7 @@ from dmi_connector import Capture, capture_args, open_capture
 from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.store.read.verify import verify_store
 from tests.engine.check import check_header, hooks_of
-from tests.engine.harness import ALL_HOOKS, CHUNK, SEGMENT, Ask, Run, engine, generate, prompt
+from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 
 LENGTHS = (5, 33, 130, 300)
 EXACT = ("embed", "resid_pre", "ln1", "q", "k", "v")  # in layer 0
@@ -33,7 +33,7 @@ def run(
 ) -> Run:
     run = Run(tmp_path_factory.mktemp(f"bf16-{request.param}"))
     run.facts["eager"] = request.param == "eager"
-    args = capture_args(ALL_HOOKS, run.store_dir, chunk_tokens=CHUNK, segment_tokens=SEGMENT)
+    args = capture_args(ALL_HOOKS, run.store_dir, **SMALL)
     model = tiny_model("qwen3", "bfloat16")
     with engine(model, dtype="bfloat16", enforce_eager=run.facts["eager"], **args) as llm:
         generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})

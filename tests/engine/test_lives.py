@@ -27,7 +27,7 @@ from tests.engine.harness import (
     ALL_HOOKS,
     BLOCK,
     CHUNK,
-    SEGMENT,
+    SMALL,
     Ask,
     Run,
     engine,
@@ -184,7 +184,7 @@ def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
 
     def start(name: str, owner: str, in_process: bool = True) -> LLM:
         store_dir = runs[name].store_dir
-        args: dict[str, Any] = capture_args(ALL_HOOKS, store_dir, owner, chunk_tokens=CHUNK, segment_tokens=SEGMENT)
+        args: dict[str, Any] = capture_args(ALL_HOOKS, store_dir, owner, **SMALL)
         if owner == "target" or V2:
             args["logits_processors"] = [PROCESSOR]
         return stack.enter_context(engine(tiny_model("qwen3"), in_process, **args, **LIMITS))

@@ -12,7 +12,7 @@ import pytest
 from dmi_connector import capture_args, find_captures
 from dmi_connector.analysis.transformers_oracle import Oracle
 from tests.engine.check import check_store, hooks_of
-from tests.engine.harness import ALL_HOOKS, CHUNK, SEGMENT, Ask, Run, engine, finish, generate, prompt, step, submit
+from tests.engine.harness import ALL_HOOKS, CHUNK, SMALL, Ask, Run, engine, finish, generate, prompt, step, submit
 
 # Each ends in its second or third block of 128, and there are six for all of them (one more is never used).
 LENGTHS = (90, 100, 110, 200)
@@ -36,7 +36,7 @@ def run(
 ) -> Run:
     run = Run(tmp_path_factory.mktemp("preemption"))
     owner, caching = CONFIGURATIONS[request.param]
-    args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, chunk_tokens=CHUNK, segment_tokens=SEGMENT)
+    args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, **SMALL)
     args |= {"num_gpu_blocks_override": BLOCKS, "enable_prefix_caching": caching}
     run.facts["preempted"] = []
     with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:

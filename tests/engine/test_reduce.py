@@ -24,7 +24,7 @@ from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.format.pca_files import find_basis
 from dmi_connector.store.read.verify import verify_store
 from tests.engine.check import attention_weights, hooks_of, reference
-from tests.engine.harness import ALL_HOOKS, CHUNK, SEGMENT, Ask, Run, engine, generate, prompt
+from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 
 REDUCE = {
     "resid_*": "rp(16,seed=3)",
@@ -79,9 +79,7 @@ def run(
         pytest.skip("each rank needs a core")
     run = Run(tmp_path_factory.mktemp(f"reduce-tp{tp}"))
     reduce = REDUCE | {",".join(PCA): f"pca({basis})", "pattern": f"attn({TOP})"}
-    args = capture_args(
-        f"{ALL_HOOKS},pattern", run.store_dir, chunk_tokens=CHUNK, segment_tokens=SEGMENT, reduce=reduce
-    )
+    args = capture_args(f"{ALL_HOOKS},pattern", run.store_dir, reduce=reduce, **SMALL)
     args["max_num_batched_tokens"] = STEP
     with pytest.MonkeyPatch.context() as patch:
         if tp > 1:

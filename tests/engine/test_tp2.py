@@ -14,7 +14,7 @@ from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.hooks import HOOKS
 from dmi_connector.store.read.metadata import read_attrs
 from tests.engine.check import check_store, hooks_of
-from tests.engine.harness import ALL_HOOKS, CHUNK, SEGMENT, Ask, Run, engine, generate, prompt
+from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
 
@@ -39,7 +39,7 @@ def run(
 ) -> Run:
     run = Run(tmp_path_factory.mktemp("tp2"))
     hooks, run.facts["hooks"], owner = SELECTIONS[request.param]
-    args = capture_args(hooks, run.store_dir, owner, chunk_tokens=CHUNK, segment_tokens=SEGMENT)
+    args = capture_args(hooks, run.store_dir, owner, **SMALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         with engine(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmi_connector.engine.coverage import Coverage
 from dmi_connector.engine.kernels.attention import summaries_torch, summarise
 from dmi_connector.engine.kernels.copy import copy_rows_torch
 from dmi_connector.engine.taps.op import rows_and_slots
@@ -47,7 +48,7 @@ def check(attn: nn.Module, layer: int) -> None:
             raise ValueError(f"hooks: pattern of layer {layer} cannot be summarised: it has {what}; leave it out")
 
 
-def install(attn: nn.Module, field: RowField, cache_layer: str) -> None:
+def install(attn: nn.Module, field: RowField, cache_layer: str, coverage: Coverage) -> None:
     """Let an attention layer write its summary into this step's rows. Raises ValueError, see `check`."""
     check(attn, field.layer)
     impl: Any = attn.impl
@@ -60,6 +61,7 @@ def install(attn: nn.Module, field: RowField, cache_layer: str) -> None:
         layer: Any, query: torch.Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, *a: Any, **k: Any
     ) -> Any:
         result = inner(layer, query, key, value, kv_cache, metadata, *a, **k)
+        coverage.wrote(0, (field.offset,), query.shape[0])
         found = rows_and_slots(cache_layer)
         if metadata is not None and found is not None:
             _write(layer, query, kv_cache, metadata, *found, field.offset, reduction.m)

@@ -22,11 +22,13 @@ class Compilation(NamedTuple):
 
     in_place: the model may overwrite a tap's input before the next tap, whoever references it. vLLM's own kernel for an
     add-and-norm does (`UnsafeCloneEliminationPass`), and compilers other than Inductor may. stream_lasts: the residual
-    stream before a layer is written to memory in the model's dtype, and not overwritten in this forward.
+    stream before a layer is written to memory in the model's dtype, and not overwritten in this forward. products_last:
+    the output of a linear layer is that of its matrix product; LoRA adds to it.
     """
 
     in_place: bool
     stream_lasts: bool
+    products_last: bool = True
 
 
 def compilation_of(vllm_config: VllmConfig) -> Compilation:
@@ -44,7 +46,7 @@ def compilation_of(vllm_config: VllmConfig) -> Compilation:
     passes, ranks = config.pass_config, vllm_config.parallel_config.tensor_parallel_size
     quantised = vllm_config.quant_config is not None
     fused = (passes.fuse_allreduce_rms and ranks > 1) or (passes.fuse_norm_quant and quantised)
-    return Compilation(in_place, stream_lasts=piecewise and not in_place and not fused)
+    return Compilation(in_place, piecewise and not in_place and not fused, vllm_config.lora_config is None)
 
 
 def write_once(vllm_config: VllmConfig) -> None:

@@ -3,7 +3,7 @@
 
 TAP_POINTS is the table of what is tapped where. A stage of a layer ends where its values may be overwritten; they are
 written by then. In eager mode each stage is written by one op. Under torch.compile one op writes the whole layer at its
-end, and narrow layers share an op (group.py); `Keep` says what of that a value needs.
+end, and narrow layers share an op (batches.py); `Keep` says what of that a value needs.
 
     stage           hooks                               written before
     ATTENTION_IN    resid_pre, ln1, q, k, v             rotary, which may rotate q and k in place
@@ -24,9 +24,10 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from dmi_connector.engine.architectures import Architecture
 from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.coverage import POSITIONS, TOKEN_IDS
 from dmi_connector.engine.taps import attention_summary
+from dmi_connector.engine.taps.batches import ModelTaps, TapBatch, batches_of_layers
 from dmi_connector.engine.taps.compilation import Compilation
-from dmi_connector.engine.taps.group import ModelTaps, TapBatch, batches_of_layers
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import RowField, RowLayout
 
@@ -164,25 +165,26 @@ inside opaque ops of vLLM and have functions of their own.
 """
 
 
-def install(model: nn.Module, context: CaptureContext, compilation: Compilation) -> None:
+def install(model: nn.Module, context: CaptureContext, compilation: Compilation) -> ModelTaps:
     """Register the taps of the selection on a freshly built model, before its first forward."""
     taps = ModelTaps(model, context, compilation)
     fields, arch = context.layout.fields, context.arch
     once = taps.once()
-    _install_inputs(model, context, once)
+    _install_inputs(taps, once)
     shared = {layer: batch for batch in batches_of_layers(fields) for layer in batch}
     batches: dict[int, TapBatch] = {}
     joined = joined_before_attention(fields)
     layers: Any = model.get_submodule(arch.layers)
     for index in range(context.dims.layers):
         if index in joined:
-            layers[index].get_submodule(arch.attn).register_forward_pre_hook(lambda _module, _args: taps.join())
+            taps.hook(f"{arch.layers}.{index}.{arch.attn}", lambda _module, _args: taps.join(), before=True)
         if any(f.layer == index and HOOKS[f.hook].scope != "once" for f in fields):
             mine = shared.get(index, [index])
             if mine[0] not in batches:
                 batches[mine[0]] = taps.batch(mine, lasting=index in shared)
-            install_layer(layers[index], index, context, compilation, batches[mine[0]], more=index != mine[-1])
-    _install_final(model, context, once.again())
+            install_layer(taps, layers[index], index, batches[mine[0]], more=index != mine[-1])
+    _install_final(taps, once.again())
+    return taps
 
 
 def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
@@ -194,31 +196,34 @@ def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
     return {f.layer + 1 for f in reduced if HOOKS[f.hook].scope != "once"}
 
 
-def _install_inputs(model: nn.Module, context: CaptureContext, header: TapBatch) -> None:
+def _install_inputs(taps: ModelTaps, header: TapBatch) -> None:
     """The row header (token id and position, as the model saw them) and the embedding."""
+    context = taps.context
     embed, arch = context.layout.find("embed", 0), context.arch
-    token_id, position = RowField("token_ids", 0, "int32", 1, 0), RowField("positions", 0, "int32", 1, 4)
     embedding = header.again()
 
     def at_embed(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        header.add(token_id, args[0])
+        header.add(TOKEN_IDS, args[0])
         if embed:
             embedding.add(embed, output)
             embedding.write()
 
-    model.get_submodule(arch.embed).register_forward_hook(at_embed)
+    taps.hook(arch.embed, at_embed)
 
     def before_layer(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        header.add(position, kwargs["positions"] if "positions" in kwargs else args[0])
+        header.add(POSITIONS, kwargs["positions"] if "positions" in kwargs else args[0])
         header.write()
 
-    layers: Any = model.get_submodule(arch.layers)
-    source = model.get_submodule(arch.positions) if arch.positions else layers[0]
-    source.register_forward_pre_hook(before_layer, with_kwargs=True)
+    source = arch.positions or f"{arch.layers}.0"
+    taps.hook(source, before_layer, before=True, with_kwargs=True)
+    for row_field, module in ((TOKEN_IDS, arch.embed), (embed, arch.embed), (POSITIONS, source)):
+        if row_field is not None:
+            context.coverage.expect(row_field, module)
 
 
-def _install_final(model: nn.Module, context: CaptureContext, batch: TapBatch) -> None:
+def _install_final(taps: ModelTaps, batch: TapBatch) -> None:
     """The final norm, after which a step's taps end."""
+    context = taps.context
     final, normed = context.layout.find("resid_final", 0), context.layout.find("final_ln", 0)
 
     def at_final_norm(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -229,22 +234,18 @@ def _install_final(model: nn.Module, context: CaptureContext, batch: TapBatch) -
         batch.write()
         batch.end(values[0])
 
-    model.get_submodule(context.arch.final_norm).register_forward_hook(at_final_norm)
+    taps.hook(context.arch.final_norm, at_final_norm)
+    for row_field in filter(None, (final, normed)):
+        context.coverage.expect(row_field, context.arch.final_norm)
 
 
 # ---- a layer --------------------------------------------------------------------------------------------------------
 
 
-def install_layer(
-    module: nn.Module,
-    index: int,
-    context: CaptureContext,
-    compilation: Compilation,
-    batch: TapBatch,
-    more: bool = False,
-) -> None:
+def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatch, more: bool = False) -> None:
     """Register the taps of one layer. more: further layers of the batch follow."""
-    arch = context.arch
+    context, compilation = taps.context, taps.compilation
+    arch, path = context.arch, f"{context.arch.layers}.{index}"
     experts = index in context.dims.moe_layers
     points = _points(arch, context.layout, index, experts)
     attn: Any = module.get_submodule(arch.attn)
@@ -258,11 +259,14 @@ def install_layer(
         if not here and stage is None:
             continue
         pause = _pause(stage, points, more) if stage is not None else None
-        _register(module.get_submodule(getattr(arch, name)), name, layer, here, pause, batch)
+        _register(taps, f"{path}.{getattr(arch, name)}", name, layer, here, pause, batch)
+    for point, row_field in points:
+        context.coverage.expect(row_field, f"{path}.{getattr(arch, point.module)}")
     if pattern := context.layout.find("pattern", index):
-        attention_summary.install(attn, pattern, context.cache_layer)
+        attention_summary.install(attn, pattern, context.cache_layer, context.coverage)
+        context.coverage.expect(pattern, f"{path}.{arch.attn}")
     if experts:
-        _install_routing(module, index, context, batch)
+        _install_routing(taps, module, index, batch)
 
 
 Points = Sequence[tuple[TapPoint, RowField]]
@@ -303,14 +307,15 @@ def _pause(stage: Stage, points: Points, more: bool) -> _Pause:
 
 
 def _register(
-    module: nn.Module,
+    taps: ModelTaps,
+    path: str,
     name: str,
     layer: LayerFacts,
     here: Sequence[tuple[RowField, Read]],
     pause: _Pause | None,
     batch: TapBatch,
 ) -> None:
-    """Register one hook that takes the values of `here`, and ends a stage with `pause`."""
+    """Register one hook at `path` that takes the values of `here`, and ends a stage with `pause`."""
 
     def tap(args: tuple[Any, ...], output: Any) -> None:
         for row_field, read in here:
@@ -319,9 +324,9 @@ def _register(
             batch.pause(*pause)
 
     if name == "attn":  # its inputs, before anything works on them
-        module.register_forward_pre_hook(lambda _module, args: tap(args, None))
+        taps.hook(path, lambda _module, args: tap(args, None), before=True)
     else:
-        module.register_forward_hook(lambda _module, args, output: tap(args, output))
+        taps.hook(path, lambda _module, args, output: tap(args, output))
 
 
 def _reader(point: TapPoint, layer: LayerFacts) -> Read:
@@ -334,7 +339,7 @@ def _reader(point: TapPoint, layer: LayerFacts) -> Read:
     lasts = keep is Keep.STREAM and compilation.stream_lasts
     if keep is Keep.PRODUCT:
         product = _written_by_product(layer.module.get_submodule(layer.arch.o_proj))
-        lasts = product and not (layer.mlp_taps and compilation.in_place)
+        lasts = product and compilation.products_last and not (layer.mlp_taps and compilation.in_place)
     kept = _rename if lasts else _copy
     return lambda facts, args, output: kept(read(facts, args, output))
 
@@ -374,8 +379,9 @@ def _copy_halves(value: torch.Tensor, head_size: int) -> torch.Tensor:
     return torch.cat([_copy(half) for half in heads.chunk(2, -1)], -1)
 
 
-def _install_routing(module: nn.Module, index: int, context: CaptureContext, batch: TapBatch) -> None:
+def _install_routing(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatch) -> None:
     """Routing hooks. They run inside vLLM's opaque MoE op, so each is written where it appears."""
+    context, path = taps.context, f"{taps.context.arch.layers}.{index}"
     scores, ids, weights = (context.layout.find(n, index) for n in ("router_logits", "topk_ids", "topk_weights"))
     scored, chosen = batch.again(), batch.again()
     if scores:
@@ -384,7 +390,8 @@ def _install_routing(module: nn.Module, index: int, context: CaptureContext, bat
             scored.add(scores, output[0] if isinstance(output, tuple) else output)
             scored.write(beside=False)
 
-        module.get_submodule(context.arch.moe_gate).register_forward_hook(at_gate)
+        taps.hook(f"{path}.{context.arch.moe_gate}", at_gate)
+        context.coverage.expect(scores, f"{path}.{context.arch.moe_gate}")
     if ids or weights:
         router: Any = module.get_submodule(context.arch.moe_experts).router
         select = router.select_experts
@@ -397,3 +404,5 @@ def _install_routing(module: nn.Module, index: int, context: CaptureContext, bat
             return topk_weights, topk_ids
 
         router.select_experts = select_experts
+        for row_field in filter(None, (ids, weights)):
+            context.coverage.expect(row_field, f"{path}.{context.arch.moe_experts}.router.select_experts")

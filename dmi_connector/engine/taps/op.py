@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from vllm import forward_context
 
+from dmi_connector.engine.coverage import UNWRITTEN, Coverage
 from dmi_connector.engine.kernels.launch import DECODE_TOKENS
 from dmi_connector.engine.kernels.row_writer import RowWriter
 from dmi_connector.engine.taps.deferred import SCRATCH, DeferredReductions
@@ -66,13 +67,14 @@ class Place:
     """Where the taps of a batch write: what the op cannot be told through the graph.
 
     start: byte of a row that their offsets count from. layer: for reductions. reductions: by byte offset in a row.
-    deferred: the model's. taps: those that have run.
+    deferred, coverage: the model's. taps: those that have run.
     """
 
     start: int
     layer: int
     reductions: Mapping[int, Reduction]
     deferred: DeferredReductions
+    coverage: Coverage = field(default_factory=Coverage)
     taps: dict[tuple[object, ...], Tap] = field(default_factory=dict)
 
     def tap(self, values: Sequence[torch.Tensor], offsets: Sequence[int]) -> Tap:
@@ -100,7 +102,9 @@ def stand_for(tensor: torch.Tensor, place: Place) -> None:
 
 
 def rows_and_slots(cache_layer: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(paged rows, slots of this step's tokens). None in a profiling run, when there is no cache yet."""
+    """(paged rows, slots of this step's tokens). None in a profiling run, when there is no cache yet, and outside."""
+    if not forward_context.is_forward_context_available():
+        return None
     context = forward_context.get_forward_context()
     owner = context.no_compile_layers.get(cache_layer)
     slots = context.slot_mapping.get(cache_layer) if isinstance(context.slot_mapping, dict) else None
@@ -121,11 +125,16 @@ def _tap(
     values: [tokens, width] each. offsets: bytes from the start of the place. beside: the values stay as they are until
     the next tap, so this one may run on a branch.
     """
+    where = _PLACES[place.data_ptr()]
+    if not forward_context.is_forward_context_available():
+        return  # nothing that runs outside a forward belongs to a row
+    where.coverage.wrote(where.start, offsets, values[0].shape[0])
     found = rows_and_slots(cache_layer)
     if found is None:
         return
     rows, slots = found
-    where = _PLACES[place.data_ptr()]
+    if where.start + offsets[0] == where.coverage.poisoned_at:
+        _poison(rows, slots[: values[0].shape[0]])
     known = len(where.taps)
     tap = where.tap(values, offsets)
     branch = captured_branch(rows.device) if beside else None
@@ -138,6 +147,11 @@ def _tap(
             tap.write(rows, slots, values)
     if len(where.taps) > known and rows.is_cuda and not torch.cuda.is_current_stream_capturing():
         compile_others(where, rows, values, offsets)
+
+
+def _poison(rows: torch.Tensor, slots: torch.Tensor) -> None:
+    """Fill the rows of this forward, so that what no tap writes is found (`check="poison"`). Padding goes to row 0."""
+    rows.view(torch.int16).index_fill_(0, slots.clamp(min=0), UNWRITTEN)
 
 
 def compile_others(place: Place, rows: torch.Tensor, values: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:

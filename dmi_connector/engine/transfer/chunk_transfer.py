@@ -10,6 +10,7 @@ import numpy as np
 
 from dmi_connector.engine.messages import Report
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout
+from dmi_connector.engine.transfer.unwritten import unwritten
 from dmi_connector.store.format.completeness import Cause, Loss, add_loss
 from dmi_connector.store.write.client import OpenCapture
 from dmi_connector.store.write.ring import Extent, Ring
@@ -53,7 +54,7 @@ class CaptureExport:
     """One capture on this worker.
 
     out: where its rows go, None for sinks without stores. start: position of its first row. losses: rows given up.
-    waiting: transfers that were left to the lane's thread.
+    waiting: transfers that were left to the lane's thread. checked: whether values that no tap wrote are looked for.
     """
 
     number: int
@@ -64,6 +65,7 @@ class CaptureExport:
     progress: Progress
     losses: list[Loss] = field(default_factory=list)
     waiting: list[ChunkTransfer] = field(default_factory=list)
+    checked: bool = False
 
     def lose(self, first: int, rows: int, cause: Cause, **facts: object) -> None:
         """Rows [first, first + rows) are given up."""
@@ -111,10 +113,17 @@ class ChunkTransfer:
         """The payload is in the ring: hand it to the coordinator."""
         assert self.extent is not None
         self.capture.progress.counts["bytes_exported"] += self.extent.nbytes
-        if self.capture.out is None:
+        if self.capture.checked and (hooks := self._unwritten(self.extent)):
+            self.capture.lose(self.first, len(self.slots), Cause.UNWRITTEN, hooks=", ".join(hooks))
+            self.capture.ring.release(self.extent)
+        elif self.capture.out is None:
             self.capture.ring.release(self.extent)
         else:
             self.capture.out.chunk(self.extent, self.first, len(self.slots))
+
+    def _unwritten(self, extent: Extent) -> list[str]:
+        """Hooks that no tap wrote in some row of the payload."""
+        return unwritten(self.capture.ring.view(extent), self.capture.layout.payload, len(self.slots))
 
     def lose(self, cause: Cause, **facts: object) -> None:
         """Give the rows up."""

@@ -132,8 +132,9 @@ class Exporter:
                 self.context.tp,
                 message.most_rows,
             )
+        checked = self.context.options.check == "poison"
         self.captures[message.capture] = CaptureExport(
-            message.capture, layout, out, message.start, self.ring, self.progress
+            message.capture, layout, out, message.start, self.ring, self.progress, checked=checked
         )
 
     def _export(self, batch: Sequence[tuple[CaptureExport, Rows]]) -> None:

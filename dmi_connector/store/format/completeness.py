@@ -27,7 +27,9 @@ class Cause(enum.Enum):
     ENDED_EARLY = "aborted", "the request ended ({finish}) after {end} of {expected} tokens were computed"
     FELL_BEHIND = "dropped", "writing fell behind (policy drop)"
     NOT_GATHERED = "other", "rows could not be gathered ({error})"
+    UNWRITTEN = "other", "no tap wrote {hooks} in some row (check poison)"
     # In the coordinator.
+    NEVER_CAME = "other", "rows never came from the engine"
     WRONG_POSITIONS = "other", "the rows of positions {first} to {last} carry other positions"
     WRONG_TOKEN = "other", "the row at position {position} holds token {found}, not {expected}"
     CLOSE_REFUSED = "other", "{error}"

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.dtypes import FLOATS
+from dmi_connector.dtypes import FLOATS, numpy_dtype
 from dmi_connector.layout import TOKEN_ARRAYS, ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.schema import Grid
 from dmi_connector.store.format.shard_index import EMPTY
-from dmi_connector.store.read.residual_sums import check_identities
+from dmi_connector.store.read.residual_sums import check_identities, equations
 from dmi_connector.store.read.shard_reader import StoredArray, decode_plain, read_file
 
 
@@ -46,15 +46,21 @@ def verify_store(path: str | os.PathLike[str]) -> list[Problem]:
     """Check one store. Returns what is wrong, [] for a sound store.
 
     Checked are: the file list, sizes and checksums; shard indexes; every inner chunk; metadata against shapes; token
-    arrays; that values are finite; and, with the attribute `identities`, the sums of the residual stream. An incomplete
-    store may lack the rows that it lists as missing.
+    arrays; that values are finite; that no layer of a hook is constant, as memory is that nothing wrote; and, with the
+    attribute `identities`, the sums of the residual stream. An incomplete store may lack the rows that it lists as
+    missing.
     """
     return list(_Check(Path(path)).run())
+
+
+_FED_BY = {"attn_out": ("v", "z"), "mlp_out": ("mlp_post",)}
+"""Hooks that are zero in a layer whose output is, where the weights of that layer are zero."""
 
 
 class _Check:
     def __init__(self, store: Path) -> None:
         self.store = store
+        self.constant: dict[tuple[str, int], bytes | None] = {}  # (hook, layer): its one value, None if it has several
 
     def problem(self, where: str, what: str) -> Problem:
         return Problem(self.store, where, what)
@@ -86,9 +92,21 @@ class _Check:
             problems += self._array(attrs, array)
         yield from problems
         # Sums of damaged data would only repeat what was found.
-        if not problems and attrs.get("identities"):
-            for where, what in check_identities(attrs, arrays):
-                yield self.problem(where, what)
+        sums = [] if problems or not attrs.get("identities") else list(check_identities(attrs, arrays))
+        yield from (self.problem(where, what) for where, what in sums)
+        right = bool(attrs.get("identities")) and not problems and not sums
+        yield from self._constant(arrays, {term for e in equations(attrs, arrays) for term in e} if right else set())
+
+    def _constant(self, arrays: dict[str, StoredArray], summed: set[tuple[str, int]]) -> Iterator[Problem]:
+        """Layers of which all values are the same. summed: what the sums of the residual stream show to be right."""
+        excused = {(hook, layer) for output, layer in summed for hook in (output, *_FED_BY.get(output, ()))}
+        for (hook, layer), value in self.constant.items():
+            if value is None or (not any(value) and (hook, layer) in excused):
+                continue
+            spec = arrays[hook].spec
+            where = f"{hook} layer {layer}" if spec.layers else hook
+            shown = np.frombuffer(value, numpy_dtype(spec.dtype))[0]
+            yield self.problem(where, f"suspect: every value is {shown}, as in memory that no tap wrote")
 
     @staticmethod
     def _attributes(raw: bytes | np.ndarray | None) -> dict[str, Any] | None:
@@ -186,9 +204,20 @@ class _Check:
                     except ValueError as error:
                         yield self.problem(where, f"{error} in {path}")
                         continue
+                    self._note(spec, slot[0], values[: stop - first])
                     bad = _not_finite(spec, values[: stop - first])
                     if bad:
                         yield self.problem(where, f"{bad} values are not finite")
+
+    def _note(self, spec: ArraySpec, index: int, values: np.ndarray) -> None:
+        """Remember whether all values of a layer are one. Integers, weights of one expert and reduced hooks: 0."""
+        if spec.per_sample or not values.size:
+            return
+        key = spec.name, spec.layers[index] if spec.layers else 0
+        one = values.reshape(-1)[0].tobytes()
+        before = self.constant.get(key, one)
+        wide = spec.local_width > 1 and (not any(one) or (spec.dtype in FLOATS and spec.name != "topk_weights"))
+        self.constant[key] = one if before == one and wide and bool((values == values.flat[0]).all()) else None
 
     @staticmethod
     def _excused(attrs: dict[str, Any], array: StoredArray, first: int, stop: int) -> bool:

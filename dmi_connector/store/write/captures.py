@@ -281,7 +281,10 @@ class Captures:
         """
         with self._lock:
             self._expect_open(record)
-            end = _End(int(length), dict(samples or {}), {}, {}, list(losses))
+            has_rows = any(not array.per_sample for array in record.layout.arrays)
+            if absent := record.check.absent(int(length), losses) if has_rows else []:
+                losses = [*losses, Loss.of(Cause.NEVER_CAME, absent)]
+            end = _End(int(length), dict(samples or {}), {}, {}, [*losses])
             if record.rank == 0:
                 end = self._rank_0_end(record, end, np.asarray(token_ids), {**record.attrs, **(attrs or {})})
             record.end = end

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from dmi_connector.layout import HEADER_SENT_BYTES
@@ -41,6 +43,16 @@ class RowCheck:
                 token = Loss.of(Cause.WRONG_TOKEN, position=position, found=found, expected=int(expected[at]))
                 return [*self._losses, token]
         return list(self._losses)
+
+    def absent(self, length: int, losses: Sequence[Loss]) -> list[list[int]]:
+        """Ranges of rows [0, length) that neither came nor are listed in `losses`."""
+        there = np.zeros(length, bool)
+        for first, ids in self._chunks:
+            there[first : first + len(ids)] = True
+        for start, stop in (rows for loss in losses for rows in loss.rows):
+            there[start:stop] = True
+        edges = np.flatnonzero(np.diff(np.concatenate([[True], there, [True]]).astype(np.int8)))
+        return [[int(start), int(stop)] for start, stop in edges.reshape(-1, 2)]
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
         """(token ids int32, whether the row came) of all rows up to the last one that came."""

@@ -38,6 +38,7 @@ ONLY_NATIVE: dict[str, Any] = {"priority": ["native"], "splitting_ops": ATTENTIO
         ({**ONLY_NATIVE, "fuse_norm_quant": True}, False, True),
         ({**ONLY_NATIVE, "fuse_norm_quant": True, "quantised": True}, False, False),
         ({**ONLY_NATIVE, "quantised": True}, False, True),
+        ({**ONLY_NATIVE, "lora": True}, False, True),
     ],
 )
 def test_what_lasts_depends_on_how_vllm_compiles(
@@ -59,8 +60,9 @@ def test_what_lasts_depends_on_how_vllm_compiles(
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=get("tp", 1)),
         quant_config=object() if get("quantised") else None,
+        lora_config=object() if get("lora") else None,
     )
-    assert compilation.compilation_of(vllm_config) == (in_place, stream_lasts)
+    assert compilation.compilation_of(vllm_config) == (in_place, stream_lasts, not get("lora"))
 
 
 def test_inductor_writes_no_buffer_twice() -> None:

@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.architectures import Architecture
+from dmi_connector.engine.coverage import Coverage
 from dmi_connector.engine.taps import install
-from dmi_connector.engine.taps.group import TapBatch
+from dmi_connector.engine.taps.batches import ModelTaps, TapBatch
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import RowField
 from dmi_connector.reduce import parse
@@ -80,10 +81,15 @@ def tap(block: torch.nn.Module, batch: TapBatch, fields: list[RowField], **modul
     context: Any = SimpleNamespace(
         arch=Architecture("Block", "", **{**dict.fromkeys(every, ""), **modules}),
         dims=SimpleNamespace(moe_layers=()),
-        layout=SimpleNamespace(find=lambda name, _layer: by_hook.get(name)),
+        layout=SimpleNamespace(find=lambda name, _layer: by_hook.get(name), fields=fields),
         cache_layer=kit.CACHE_LAYER,
+        coverage=Coverage(),
     )
-    install.install_layer(block, 0, context, batch.taps.compilation, batch)
+    holder = torch.nn.Module()
+    holder.model = torch.nn.Module()
+    holder.model.layers = torch.nn.ModuleList([block])
+    taps = ModelTaps(holder, context, batch.taps.compilation)
+    install.install_layer(taps, block, 0, batch)
 
 
 def the_tap(graph: torch.fx.GraphModule) -> torch.fx.Node:

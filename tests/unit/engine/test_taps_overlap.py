@@ -18,7 +18,7 @@ from dmi_connector.engine.taps import op, overlap
 from dmi_connector.engine.taps.deferred import DeferredReductions
 from dmi_connector.layout import RowField
 from dmi_connector.reduce import parse
-from tests.tapkit import ForwardContext
+from tests.tapkit import ForwardContext, in_forward
 
 
 class Streams:
@@ -57,7 +57,7 @@ def test_an_op_waits_for_the_branch_of_the_one_before(monkeypatch: pytest.Monkey
     def forward(*besides: bool, end: bool = True, join: bool = False) -> list[list[bool]]:
         """After each op (join: and what waits for it): which of the values are there yet."""
         context = ForwardContext(no_compile_layers={"rows": SimpleNamespace(rows=rows)}, slot_mapping={"rows": slots})
-        monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
+        in_forward(monkeypatch, context)
         values: list[weakref.ref[torch.Tensor]] = []
         there = []
         streams.done.clear()
@@ -92,7 +92,7 @@ def test_a_cpu_has_no_branch() -> None:
 @pytest.mark.parametrize("mode", ["NONE", "FULL", "PIECEWISE"])
 def test_a_piecewise_graph_has_no_branch(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode[mode])
-    monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
+    in_forward(monkeypatch, context)
     monkeypatch.setattr(overlap, "branch_of", lambda _device: "branch")
     for capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
@@ -117,7 +117,7 @@ def test_a_captured_step_writes_the_rows_of_an_uncaptured_one(spec: str, monkeyp
         slot_mapping={"rows": slots},
         cudagraph_runtime_mode=CUDAGraphMode.NONE,
     )
-    monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
+    in_forward(monkeypatch, context)
     deferred, tensors, places = DeferredReductions(fields, device), [], []
     for field in fields:
         tensors.append(torch.zeros(1, dtype=torch.int32, device=device))

@@ -26,6 +26,7 @@ from dmi_connector.store.read.index import find_captures
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.captures import CaptureRecord, State
 from dmi_connector.store.write.repair import repair
+from dmi_connector.store.write.row_check import RowCheck
 from tests import storekit as kit
 from tests.storekit import PATIENCE, until
 
@@ -314,7 +315,21 @@ def test_a_loss_named_at_the_close_makes_a_sound_but_incomplete_store(stores: ki
     assert verify_store(tmp_path / "a.zarr") == []
 
 
-def test_verify_finds_missing_rows_that_no_loss_names(stores: kit.Store, tmp_path: Path) -> None:
+def test_rows_that_never_came_are_missing(stores: kit.Store, tmp_path: Path) -> None:
+    """Nobody names a loss: what came is compared with what the end says."""
+    record = stores.open(tmp_path / "a.zarr", SPEC)
+    stores.feed(record, {"q": kit.random_bits(SPEC, 300)}, 300, skip=[128])
+    stores.close(record, 300)
+    assert stores.flush(PATIENCE) and record.state == "incomplete"
+    capture = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    assert capture.missing == [[128, 256]]
+    assert capture.reason == "rows never came from the engine"
+
+
+def test_verify_finds_missing_rows_that_no_loss_names(
+    stores: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RowCheck, "absent", lambda *_: [])
     record = stores.open(tmp_path / "a.zarr", SPEC)
     stores.feed(record, {"q": kit.random_bits(SPEC, 300)}, 300, skip=[128])
     stores.close(record, 300)

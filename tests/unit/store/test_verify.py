@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c
@@ -163,3 +164,52 @@ def test_verify_finds_where_the_residual_stream_does_not_add_up(stores: kit.Stor
         assert [p.where for p in verify_store(path)] == expected
         stores.write(tmp_path / f"unflagged-{name}.zarr", specs, 200, values=wrong)
         assert verify_store(tmp_path / f"unflagged-{name}.zarr") == []
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize(
+    ("spec", "value", "suspect"),
+    [
+        (ArraySpec("q", "bfloat16", (0, 3), 16), 0, True),
+        (ArraySpec("q", "float32", (0, 3), 16), 2.5, True),
+        (ArraySpec("embed", "float32", (), 16), 0, True),
+        (ArraySpec("topk_ids", "int32", (0, 3), 2), 0, True),
+        (ArraySpec("topk_ids", "int32", (0, 3), 2), 1, False),
+        (ArraySpec("topk_ids", "int32", (0, 3), 1), 0, False),
+        (ArraySpec("topk_weights", "float32", (0, 3), 2), 0, True),
+        (ArraySpec("topk_weights", "float32", (0, 3), 2), 0.5, False),
+    ],
+    ids=str,
+)
+def test_a_layer_of_one_value_is_suspect(
+    spec: ArraySpec, value: float, suspect: bool, codec: str, stores: kit.Store, tmp_path: Path
+) -> None:
+    """As memory is that no tap wrote. One expert of many tokens, and equal weights, are legal."""
+    arrays = (spec, ArraySpec("ln2", "float32", (0, 3), 8))
+    values = {one.name: kit.random_bits(one, 300) for one in arrays}
+    values[spec.name][-1] = np.array(value, numpy_dtype(spec.dtype)).view(f"u{spec.itemsize}")
+    stores.write(tmp_path / "a.zarr", arrays, 300, values=values, codec=codec)
+    where = f"{spec.name} layer 3" if spec.layers else spec.name
+    shown = np.array(value, numpy_dtype(spec.dtype))
+    found = [(p.where, p.what) for p in verify_store(tmp_path / "a.zarr")]
+    assert found == ([(where, f"suspect: every value is {shown}, as in memory that no tap wrote")] if suspect else [])
+
+
+@pytest.mark.parametrize("zero", ["attn_out", "mlp_out"])
+def test_a_zero_that_the_residual_stream_shows_is_not_suspect(zero: str, stores: kit.Store, tmp_path: Path) -> None:
+    """The weights of such a layer are zero, as those of layers that are added to a model are at first."""
+    values = residual_stream("float32", 200)
+    before, after = {"attn_out": ("resid_pre", "resid_mid"), "mlp_out": ("resid_mid", "resid_final")}[zero]
+    values[zero][2] = 0
+    values[after][-1] = values[before][2]
+    if zero == "attn_out":
+        values["mlp_out"][2] = values["resid_final"][0] = values["resid_mid"][2]
+        values["resid_final"][0] = kit.bits(2 * values["resid_mid"][2].view("f4"))
+    specs = [ArraySpec(n, "float32", (0, 1, 2), 32) for n in RESIDUAL] + [ArraySpec("resid_final", "float32", (), 32)]
+    fed = ArraySpec({"attn_out": "z", "mlp_out": "mlp_post"}[zero], "float32", (2,), 16)
+    values[fed.name] = np.zeros((1, 200, 16), "u4")
+    attrs = {"identities": True, "num_layers": 3}
+    stores.write(tmp_path / "sums.zarr", [*specs, fed], 200, values=values, attrs=attrs)
+    assert verify_store(tmp_path / "sums.zarr") == []
+    stores.write(tmp_path / "alone.zarr", [fed], 200, values={fed.name: values[fed.name]}, attrs=attrs)
+    assert [p.where for p in verify_store(tmp_path / "alone.zarr")] == [f"{fed.name} layer 2"]

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,8 +29,8 @@ _BATCH_BYTES = 64 << 10
 def batches_of_layers(fields: Sequence[RowField]) -> list[list[int]]:
     """Layers that one op can write together in a compiled model, in ascending order.
 
-    Layers qualify of which only values that last are selected, as they are. A batch has at most MAX_VALUES values and
-    _BATCH_BYTES bytes of a token.
+    A layer qualifies if all its selected hooks are in _LASTING and none is reduced. A batch has at most MAX_VALUES
+    values and _BATCH_BYTES bytes of a token.
     """
     batches: list[list[int]] = []
     values = nbytes = 0
@@ -45,6 +47,25 @@ def batches_of_layers(fields: Sequence[RowField]) -> list[list[int]]:
     return batches
 
 
+@dataclass
+class _Hook:
+    """A forward hook on the module at `path`. options: of its registration, a pre-hook if `before`."""
+
+    path: str
+    call: Callable[..., Any]
+    before: bool
+    options: dict[str, bool]
+    module: nn.Module | None = None
+    handle: torch.utils.hooks.RemovableHandle | None = None
+
+    def register(self, module: nn.Module) -> None:
+        """Let it fire in `module`, and no longer elsewhere."""
+        if self.handle is not None:
+            self.handle.remove()
+        register = module.register_forward_pre_hook if self.before else module.register_forward_hook
+        self.module, self.handle = module, register(self.call, **self.options)
+
+
 class ModelTaps:
     """What the taps of one model share: the token buffer, the deferred reductions, the way it is compiled."""
 
@@ -54,6 +75,20 @@ class ModelTaps:
         self.context, self.compilation = context, compilation
         self.deferred = DeferredReductions(context.layout.fields, self.token.device)
         self._model = model
+        self._hooks: list[_Hook] = []
+
+    def hook(self, path: str, call: Callable[..., Any], before: bool = False, **options: bool) -> None:
+        """Register a forward hook (a pre-hook if `before`) on the module at `path`."""
+        hook = _Hook(path, call, before, options)
+        hook.register(self._model.get_submodule(path))
+        self._hooks.append(hook)
+
+    def follow(self) -> None:
+        """Move hooks to modules that stand in the place of those they were registered on, such as LoRA's layers."""
+        for hook in self._hooks:
+            module = self._model.get_submodule(hook.path)
+            if module is not hook.module:
+                hook.register(module)
 
     def once(self) -> TapBatch:
         """The batch of what exists once in the model. Call it once; `TapBatch.again` gives more of them."""
@@ -78,7 +113,7 @@ class ModelTaps:
         buffer = f"dmi_place_{name}"
         self._model.register_buffer(buffer, torch.zeros(1, dtype=torch.int32), persistent=False)
         layer = fields[0].layer if fields else 0
-        place = Place(start, layer, reductions, self.deferred)
+        place = Place(start, layer, reductions, self.deferred, self.context.coverage)
         return TapBatch(self, self._model.get_buffer(buffer), place, lasting)
 
     def join(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.taps.group import batches_of_layers
+from dmi_connector.engine.taps.batches import batches_of_layers
 from dmi_connector.layout import RowField
 from dmi_connector.reduce import parse
 from tests import tapkit as kit

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coverage: the first forward of a model must write every selected hook.
+
+A feature of vLLM may replace a tapped module, and a kernel may skip it. Its hook then never fires, and its part of a
+row would hold what was in memory before. So each selected hook of each layer must be written once in the first
+forward, with one value for each token. vLLM runs that forward before it serves, to measure memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dmi_connector.layout import RowField
+
+TOKEN_IDS = RowField("token_ids", 0, "int32", 1, 0)
+POSITIONS = RowField("positions", 0, "int32", 1, 4)
+"""The row header: token id and position, as the model saw them."""
+
+UNWRITTEN = 0x7FC1
+"""What `check="poison"` fills rows with, as 16-bit words: not a number in bfloat16, float16 and float32, and an
+integer that no hook stores.
+"""
+
+
+class Coverage:
+    """What the taps of one model have written in its first forward.
+
+    fields: of a row. poison: whether rows are filled with UNWRITTEN before each forward writes them. tokens: of the
+    running forward; None before the first. logits: whether compute_logits has run.
+    """
+
+    def __init__(self, fields: Iterable[RowField] = (), poison: bool = False) -> None:
+        self._fields = {f.offset: f for f in (TOKEN_IDS, POSITIONS, *fields)}
+        self._modules: dict[int, str] = {}
+        self._written: dict[int, list[int]] = {}
+        # The embedding is written before the header, if it is selected.
+        first = next((f for f in self._fields.values() if f.hook == "embed"), TOKEN_IDS)
+        self._begins = frozenset((TOKEN_IDS.offset, first.offset))
+        self.poisoned_at = first.offset if poison else None
+        self.tokens: int | None = None
+        self.checked = False
+        self.logits = False
+        self.model: weakref.ref[Any] | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a forward has run."""
+        return self.checked or bool(self._written)
+
+    def expect(self, field: RowField, module: str) -> None:
+        """The hook of a field fires in `module`, a path in the model."""
+        self._modules[field.offset] = module
+
+    def wrote(self, start: int, offsets: Sequence[int], tokens: int) -> None:
+        """Values of `tokens` tokens go to bytes `start + offsets` of their rows.
+
+        Raises RuntimeError, once the first forward was checked, if the forward has another number of tokens.
+        """
+        first = start + offsets[0]
+        if first in self._begins:
+            self.tokens = tokens
+            if not self.checked and first in self._written:  # another forward
+                self._written.clear()
+        if not self.checked:
+            for offset in offsets:
+                self._written.setdefault(start + offset, []).append(tokens)
+        elif tokens != self.tokens:
+            names = ", ".join(_name(self._fields[start + offset]) for offset in offsets)
+            raise RuntimeError(
+                f"hooks: {names} got values of {tokens} tokens in a forward of {self.tokens}; "
+                "leave these hooks out, or turn off the feature that splits the batch"
+            )
+
+    def check(self, tokens: int | None = None) -> None:
+        """Look at the first forward, once. tokens: those it had; None: as many as token ids were written.
+
+        Raises ValueError that names each hook that was not written as it should be, its module and the fix.
+        """
+        if self.checked:
+            return
+        self.checked = True
+        count = self.tokens if tokens is None else tokens
+        wrong: dict[tuple[str, tuple[int, ...]], list[RowField]] = {}
+        for offset, row_field in self._fields.items():
+            seen = self._written.get(offset, [])
+            if seen != [count]:
+                wrong.setdefault((row_field.hook, tuple(seen)), []).append(row_field)
+        self._written.clear()
+        if wrong:
+            raise ValueError(
+                "; ".join(self._words(fields, seen, count) for (_, seen), fields in wrong.items())
+                + ". Leave these hooks out (as in hooks='vllm-full,-topk_ids'), or turn off the feature of the engine "
+                "that replaces or skips the module. docs/COMPATIBILITY.md lists the features"
+            )
+
+    def check_logits(self) -> None:
+        """Raises ValueError if the engine's first forward took logits past `compute_logits`."""
+        if not self.logits:
+            raise ValueError(
+                "hooks: logits are not captured: compute_logits did not run in the model's first forward; leave "
+                "logits out, or turn off the feature that samples without it"
+            )
+
+    def _words(self, fields: Sequence[RowField], seen: tuple[int, ...], tokens: int | None) -> str:
+        module = self._modules.get(fields[0].offset, "no module of this model")
+        if not seen:
+            what = "would hold nothing"
+        elif len(seen) > 1:
+            what = f"was written {len(seen)} times"
+        else:
+            what = f"got values of {seen[0]} tokens"
+        layers = sorted({f.layer for f in fields})
+        where = f" of layer {', '.join(map(str, layers))}" if len(self._fields) > 2 and fields[0].offset > 4 else ""
+        return f"hooks: {fields[0].hook}{where} {what} in a forward of {tokens} tokens; it is tapped at {module}"
+
+
+def _name(row_field: RowField) -> str:
+    return f"{row_field.hook} of layer {row_field.layer}"

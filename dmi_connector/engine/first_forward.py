@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A first forward, in which coverage.py sees all hooks, where vLLM runs none before it serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+
+_FEW_TOKENS = 2
+
+
+def first_forward(model: Any, vllm_config: VllmConfig) -> None:
+    """Run the first forward, where vLLM runs none before it serves: on a CPU, without compilation.
+
+    As in vLLM's own there is no cache, and attention computes nothing.
+    """
+    device = next(model.parameters()).device
+    ids = torch.zeros(_FEW_TOKENS, dtype=torch.int32, device=device)
+    positions = torch.arange(_FEW_TOKENS, dtype=torch.int64, device=device)
+    if vllm_config.lora_config is not None:
+        _use_no_adapter(model, vllm_config)
+    with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=_FEW_TOKENS):
+        output = model(input_ids=ids, positions=positions)
+        hidden = output[0] if isinstance(output, tuple) else output
+        if vllm_config.model_config.runner_type != "pooling":
+            model.compute_logits(hidden[:1])
+
+
+def _use_no_adapter(model: Any, vllm_config: VllmConfig) -> None:
+    """Let LoRA's layers, which share one mapping of tokens to adapters, use none for the first forward."""
+    from vllm.lora.layers import LoRAMapping
+
+    wrapper = next(m.punica_wrapper for m in model.modules() if hasattr(m, "punica_wrapper"))
+    slots = vllm_config.lora_config.max_loras
+    mapping = LoRAMapping((0,) * _FEW_TOKENS, (0,) * _FEW_TOKENS, is_prefill=True)
+    wrapper.update_metadata(mapping, [None] * slots, slots, vllm_config.model_config.get_vocab_size())

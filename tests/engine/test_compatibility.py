@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features of vLLM that people combine with capture: each works, or is refused at start (docs/COMPATIBILITY.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dmi_connector import capture_args, find_captures, open_capture
+from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.args import OWNERS
+from dmi_connector.cli.tiny_models import make_model
+from tests.engine.check import check_header, check_store, hooks_of, reference, same
+from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
+
+HOOKS = hooks_of("qwen3")
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+
+
+def beside(transfer: dict[str, Any]) -> dict[str, Any]:
+    """Our connector and vLLM's offloading one, in one engine."""
+    extra = {"connectors": [transfer, OFFLOADING]}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"enable_prompt_embeds": True}, r"enable_prompt_embeds: True .*; remove --enable-prompt-embeds"),
+        ({"kv_offloading_size": 0.1}, r"kv_offloading_size: it puts OffloadingConnector .*; remove --kv-offloading"),
+        ({"kv_transfer_config": beside}, r"kv_connector: MultiConnector runs DMIConnector beside OffloadingConnector"),
+        ({"runner": "pooling"}, r"runner: 'pooling' (computes no logits; take them|skips .* use owner='target')"),
+    ],
+    ids=["prompt-embeds", "offloading-size", "multi-connector", "pooling-logits"],
+)
+def test_a_feature_that_would_lose_rows_is_refused_with_the_fix(
+    tiny_model: Callable[..., Path], tmp_path: Path, owner: str, args: dict[str, Any], reason: str
+) -> None:
+    given: dict[str, Any] = capture_args("hidden-states,logits", tmp_path, owner)
+    for name, value in args.items():
+        given[name] = value(given[name]) if callable(value) else value
+    with pytest.raises(Exception, match=reason), engine(tiny_model("qwen3"), enforce_eager=True, **given):
+        pytest.fail("the engine started")
+
+
+def test_an_embedding_engine_captures_all_rows_of_its_prompts(
+    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path
+) -> None:
+    args: dict[str, Any] = capture_args("vllm-full,attention,-logits", tmp_path, "target", **SMALL)
+    prompts = [prompt(100), prompt(33)]
+    with engine(tiny_model("qwen3"), runner="pooling", enforce_eager=True, **args) as llm:
+        replies = llm.embed([{"prompt_token_ids": ids} for ids in prompts], use_tqdm=False)
+    assert [len(reply.outputs.embedding) for reply in replies] == [64, 64]
+    captures = [open_capture(found.store, timeout=30) for found in find_captures(tmp_path)]
+    assert sorted(len(capture.token_ids) for capture in captures) == [33, 100]
+    for capture in captures:
+        ids = prompt(len(capture.token_ids))
+        check_header(capture, ids, len(ids), 0, len(ids), capture.path.name)
+        want = reference(oracle("qwen3"), ids)
+        for hook in set(HOOKS) - {"logits"}:
+            value = capture.numpy(hook)
+            same(value, want[hook] if value.ndim == 3 else want[hook][0], hook)
+
+
+def test_structured_output_and_priorities_change_no_row(
+    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path
+) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    run, twin = Run(tmp_path), oracle("qwen3")
+    args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, "target", **SMALL)
+    choice = {"structured_outputs": StructuredOutputsParams(choice=["hello", "world"]), "ignore_eos": False}
+    with engine(tiny_model("qwen3"), enforce_eager=True, scheduling_policy="priority", **args) as llm:
+        generate(llm, run, {"choice": Ask(prompt(40), sampling=choice), "free": Ask(prompt(50))})
+    assert run.replies["choice"].outputs[0].text in ("hello", "world")
+    check_store(run.store("choice"), twin, run.tokens("choice"), 40, HOOKS, greedy=False)
+    check_store(run.store("free"), twin, run.tokens("free"), 50, HOOKS)
+
+
+def test_weights_that_are_loaded_while_serving_give_their_own_values(known_models: None, tmp_path: Path) -> None:
+    """As trainers by reinforcement do between rounds. (Of tied embeddings vLLM reloads one on a CPU.)"""
+    run = Run(tmp_path / "captures")
+    one, other = (make_model("qwen3", tmp_path / f"{i}", seed=i, tie_word_embeddings=False) for i in (0, 7))
+    args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, "target", **SMALL)
+    with engine(one, enforce_eager=True, **args) as llm:
+        generate(llm, run, {"before": Ask(prompt(40))})
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        llm.reset_prefix_cache()
+        generate(llm, run, {"after": Ask(prompt(40))})
+    check_store(run.store("before"), Oracle(one), run.tokens("before"), 40, HOOKS)
+    check_store(run.store("after"), Oracle(other), run.tokens("after"), 40, HOOKS)
+    first, second = (open_capture(run.store(name)).numpy("resid_final") for name in ("before", "after"))
+    assert np.abs(first[:40] - second[:40]).max() > 0.1
