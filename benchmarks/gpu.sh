@@ -3,7 +3,7 @@
 # gpu.sh MODEL OUT PHASE...: what docs/PERFORMANCE.md measures, for Qwen3-4B's shapes on one GPU of 139 GiB beside 126 GiB of memory.
 #
 # REPEAT: rounds of each case (5). SECONDS_EACH: after which a phase of engines is ended (600). BEFORE: another checkout,
-# for the last two phases. DMI_COMMIT, DMI_BEFORE: the commits, where the code is no git repository. Exit status 1: one
+# for the last three phases. DMI_COMMIT, DMI_BEFORE: the commits, where the code is no git repository. Exit status 1: one
 # failed.
 # Phases, each a result file OUT/PHASE.json and a log beside it, in the order given:
 #   kernels  taps in CUDA graphs, without vLLM (half a minute)
@@ -16,6 +16,7 @@
 #   long     hidden-states of requests that decode for seconds, so that writers keep pace (4 minutes)
 #   ehs      vLLM's own extraction (4 minutes)
 #   before-hidden, before-full   hidden-states, the full surface: with this code and with that in BEFORE (4 minutes each)
+#   before-prefill               prompts of both, 40 rounds (5 minutes)
 set -euo pipefail
 status=0
 failed() { echo "$1 ended with status $2"; status=1; }
@@ -81,6 +82,10 @@ for phase in "$@"; do
     before-full)
       capture before-full '{"stock": 5, "full": 48}' 'stock,full null,full disk none' decode1,decode32,prefill32 \
         --profile '' --before "${BEFORE:?BEFORE=DIR names another checkout}" ;;
+    before-prefill)
+      REPEAT=${REPEAT:-40} capture before-prefill '{"stock": 5, "full": 24, "hidden": 6}' \
+        'stock,hidden-states null,hidden-states disk,full null' prefill32 --profile '' \
+        --before "${BEFORE:?BEFORE=DIR names another checkout}" ;;
     *)
       echo "gpu.sh: no phase $phase" >&2
       exit 2 ;;
