@@ -33,11 +33,13 @@ OWNERS = {
 
 @dataclass(frozen=True)
 class Server:
-    """client: points at the running server. store_dir: where it writes. owner: of the rows."""
+    """client: points at the running server. store_dir: where it writes. owner: of the rows. pid, log: of the server."""
 
     client: OpenAI
     store_dir: Path
     owner: str
+    pid: int
+    log: Path
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -76,8 +78,10 @@ def server(
     command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
     command += ["--max-num-batched-tokens", "128", "--max-num-seqs", "16", "--owner", owner, *OWNERS[owner]]
+    command += ["--enable-log-requests"]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # of the logits processor
     environment = {**os.environ, "VLLM_CACHE_ROOT": str(vllm_cache_root), "PYTHONPATH": paths}
+    environment["VLLM_LOGGING_LEVEL"] = "INFO"  # says when a request was aborted
     with log.open("wb") as out:
         # In a session of its own, so that the engine's processes can be ended with it if it hangs.
         process = subprocess.Popen(
@@ -85,7 +89,9 @@ def server(
         )
     try:
         _wait(process, f"http://127.0.0.1:{port}/health", log)
-        yield Server(OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none"), root / "captures", owner)
+        yield Server(
+            OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none"), root / "captures", owner, process.pid, log
+        )
     finally:
         process.terminate()
         try:

@@ -17,6 +17,7 @@ from dmi_connector import find_captures, open_capture
 from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.store.read.index import CaptureInfo
 from tests.engine.check import check_store, hooks_of, reference, same
+from tests.engine.faults import processes, stopped, until
 from tests.serve.conftest import MODEL, Server
 
 HOOKS = hooks_of("qwen3")
@@ -126,18 +127,31 @@ def check_each(
         check_store(by_rows[tokens[:-1]], twin, tokens, lengths[tokens], HOOKS, greedy=False)
 
 
-def test_a_client_that_goes_away_leaves_a_store_that_says_what_it_holds(server: Server, twin: Oracle) -> None:
-    seen: list[int] = []
+def leave(server: Server, key: str) -> tuple[list[int], list[int]]:
+    """Begin a long streamed completion and go away. The engines stand still until the server has seen that.
+
+    Returns the prompt and the generated tokens that came.
+    """
     prompt: list[int] = []
-    with server.client.completions.create(
-        model=MODEL, prompt=TEXT, max_tokens=440, temperature=0, stream=True, extra_body=body("gone")
-    ) as stream:
-        for event in stream:
-            for choice in event.choices:
-                prompt += choice.model_extra.get("prompt_token_ids") or []
-                seen += choice.model_extra.get("token_ids") or []
-            if len(seen) >= 5:
-                break
+    seen: list[int] = []
+    aborted = server.log.read_text().count(" aborted.")
+    stream = server.client.completions.create(
+        model=MODEL, prompt=TEXT, max_tokens=440, temperature=0, stream=True, extra_body=body(key)
+    )
+    for event in stream:
+        for choice in event.choices:
+            prompt += choice.model_extra.get("prompt_token_ids") or []
+            seen += choice.model_extra.get("token_ids") or []
+        if len(seen) >= 5:
+            break
+    with stopped(processes("EngineCore", server.pid)):
+        stream.close()
+        until(lambda: server.log.read_text().count(" aborted.") > aborted, "the server has not seen the client go")
+    return prompt, seen
+
+
+def test_a_client_that_goes_away_leaves_a_store_that_says_what_it_holds(server: Server, twin: Oracle) -> None:
+    prompt, seen = leave(server, "gone")
     [found] = finished(server, "gone", 1)
     capture = open_capture(found.store, allow_incomplete=True)
     held = capture.token_ids.tolist()
