@@ -10,7 +10,7 @@ import numpy as np
 
 from dmi_connector.engine.messages import Report
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout
-from dmi_connector.engine.transfer.unwritten import unwritten
+from dmi_connector.engine.transfer.poison_check import unwritten
 from dmi_connector.store.format.completeness import Cause, Loss, add_loss
 from dmi_connector.store.write.client import OpenCapture
 from dmi_connector.store.write.ring import Extent, Ring

@@ -8,7 +8,7 @@ import pytest
 
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.engine.coverage import UNWRITTEN
-from dmi_connector.engine.transfer.unwritten import unwritten
+from dmi_connector.engine.transfer.poison_check import unwritten
 from dmi_connector.layout import ArraySpec, PayloadLayout
 
 ROWS = 6
