@@ -122,6 +122,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.model_executor.layers.fused_moe.router.fused_moe_router:FusedMoERouter.select_experts",
         "wrapped in layers whose routing is captured",
     ),
+    "experts": (
+        "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter._apply_eplb_mapping",
+        "takes the chosen experts by the model's numbers, before they become places of redundant experts",
+    ),
     # ---- how a model is compiled
     "norms": (
         "vllm.config.kernel:IrOpPriorityConfig.__dataclass_fields__.fused_add_rms_norm",

@@ -54,6 +54,11 @@ def _check_model(vllm_config: VllmConfig) -> None:
             "enable_prompt_embeds: True embeds every prompt outside the model's forward, where neither token ids nor "
             "embeddings can be captured; remove --enable-prompt-embeds"
         )
+    if vllm_config.cache_config.kv_sharing_fast_prefill:
+        raise ValueError(
+            "kv_sharing_fast_prefill: True skips most tokens of a prompt in layers that share a cache, so their rows "
+            "would lack values; remove --kv-sharing-fast-prefill"
+        )
     if vllm_config.cache_config.sliding_window is not None or model.is_hybrid:
         raise ValueError(
             f"model: {model.model!r} has sliding-window or hybrid layers, whose caches drop rows before "

@@ -9,22 +9,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dmi_connector import capture_args, find_captures, open_capture
 from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.args import OWNERS
 from dmi_connector.cli.tiny_models import make_model
+from tests import runner
 from tests.engine.check import check_header, check_store, hooks_of, reference, same
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 
 HOOKS = hooks_of("qwen3")
-OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "ExampleConnector")
+"""Of vLLM: they load keys and values that were computed before."""
 
 
-def beside(transfer: dict[str, Any]) -> dict[str, Any]:
-    """Our connector and vLLM's offloading one, in one engine."""
-    extra = {"connectors": [transfer, OFFLOADING]}
-    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+def beside(other: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Our connector and another of vLLM's, in one engine."""
+
+    def both(transfer: dict[str, Any]) -> dict[str, Any]:
+        extra = {"connectors": [transfer, {"kv_connector": other, "kv_role": "kv_both"}]}
+        return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+    return both
 
 
 @pytest.mark.parametrize("owner", OWNERS)
@@ -33,10 +40,14 @@ def beside(transfer: dict[str, Any]) -> dict[str, Any]:
     [
         ({"enable_prompt_embeds": True}, r"enable_prompt_embeds: True .*; remove --enable-prompt-embeds"),
         ({"kv_offloading_size": 0.1}, r"kv_offloading_size: it puts OffloadingConnector .*; remove --kv-offloading"),
-        ({"kv_transfer_config": beside}, r"kv_connector: MultiConnector runs DMIConnector beside OffloadingConnector"),
+        *(
+            ({"kv_transfer_config": beside(name)}, rf"kv_connector: MultiConnector runs DMIConnector beside {name}")
+            for name in CONNECTORS
+        ),
+        ({"kv_sharing_fast_prefill": True}, r"kv_sharing_fast_prefill: True .*; remove --kv-sharing-fast-prefill"),
         ({"runner": "pooling"}, r"runner: 'pooling' (computes no logits; take them|skips .* use owner='target')"),
     ],
-    ids=["prompt-embeds", "offloading-size", "multi-connector", "pooling-logits"],
+    ids=["prompt-embeds", "offloading-size", *CONNECTORS, "fast-prefill", "pooling-logits"],
 )
 def test_a_feature_that_would_lose_rows_is_refused_with_the_fix(
     tiny_model: Callable[..., Path], tmp_path: Path, owner: str, args: dict[str, Any], reason: str
@@ -96,3 +107,62 @@ def test_weights_that_are_loaded_while_serving_give_their_own_values(known_model
     check_store(run.store("after"), Oracle(other), run.tokens("after"), 40, HOOKS)
     first, second = (open_capture(run.store(name)).numpy("resid_final") for name in ("before", "after"))
     assert np.abs(first[:40] - second[:40]).max() > 0.1
+
+
+@pytest.mark.skipif(not runner.GPU, reason="vLLM's sleep mode needs a GPU")
+@pytest.mark.parametrize("level", [1, 2])
+def test_rows_before_and_after_sleep_are_true(
+    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path, level: int
+) -> None:
+    """What ended before sleep is exported before the engine gives up its memory."""
+    run, twin = Run(tmp_path), oracle("qwen3")
+    args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, "target", **SMALL)
+    asks = {f"{length}": Ask(prompt(length)) for length in (40, 130, 200)}
+    with engine(tiny_model("qwen3"), in_process=False, enforce_eager=True, enable_sleep_mode=True, **args) as llm:
+        generate(llm, run, {f"before-{name}": ask for name, ask in asks.items()})
+        llm.sleep(level)
+        llm.wake_up()
+        if level == 2:
+            llm.collective_rpc("reload_weights")
+        generate(llm, run, {f"after-{name}": ask for name, ask in asks.items()})
+    for name in run.replies:
+        check_store(run.store(name), twin, run.tokens(name), int(name.partition("-")[2]), HOOKS)
+
+
+def test_redundant_experts_are_captured_by_the_models_numbers(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As expert load balancing does, the mapping gives other numbers to the kernel."""
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    run, seen = Run(tmp_path), []
+
+    def elsewhere(self: Any, topk_ids: torch.Tensor) -> torch.Tensor:
+        seen.append(topk_ids.flip(-1))
+        return seen[-1]
+
+    monkeypatch.setattr(BaseRouter, "_apply_eplb_mapping", elsewhere)
+    args: dict[str, Any] = capture_args("router_logits,topk_ids", tmp_path, "target", **SMALL)
+    with engine(tiny_model("qwen3_moe"), enforce_eager=True, **args) as llm:
+        generate(llm, run, {"one": Ask(prompt(100))})
+    capture = open_capture(run.store("one"), timeout=30)
+    ids, scores = capture.numpy("topk_ids"), capture.numpy("router_logits")
+    assert seen and ids.shape[-1] > 1
+    assert np.array_equal(ids, np.argsort(-scores, axis=-1, kind="stable")[..., : ids.shape[-1]])
+
+
+@pytest.mark.skipif(not runner.V2, reason="vLLM gives routed experts on its V2 runner")
+@pytest.mark.parametrize("owner", OWNERS)
+def test_chosen_experts_are_those_that_vllm_returns(
+    tiny_model: Callable[..., Path], tmp_path: Path, owner: str
+) -> None:
+    run = Run(tmp_path)
+    args: dict[str, Any] = capture_args("hidden-states,topk_ids", tmp_path, owner, **SMALL)
+    asks = {f"{length}": Ask(prompt(length)) for length in (40, 130, 200)}
+    with engine(tiny_model("qwen3_moe"), enforce_eager=True, enable_return_routed_experts=True, **args) as llm:
+        generate(llm, run, asks)
+    for name in asks:
+        returned = run.replies[name].outputs[0].routed_experts
+        ids = open_capture(run.store(name), timeout=30).numpy("topk_ids")
+        assert returned.shape == (ids.shape[1], ids.shape[0], ids.shape[2])
+        assert np.array_equal(ids, returned.transpose(1, 0, 2)), name

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from dmi_connector import capture_args
 from dmi_connector.analysis.transformers_oracle import Oracle
@@ -18,6 +19,7 @@ from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, p
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
 
+TWO_GPUS = torch.cuda.device_count() > 1
 LENGTHS = (1, 33, 128, 300)
 SELECTIONS = {
     "all": (ALL_HOOKS, hooks_of("qwen3"), "draft"),
@@ -71,3 +73,29 @@ def test_sharded_hooks_are_written_by_both_ranks(run: Run) -> None:
         assert hook["shards"] == ranks, f"{name} has {hook['shards']} shards"
         columns = {path.rsplit("/", 1)[1] for path in attrs["files"] if path.startswith(f"{name}/c/")}
         assert columns == {str(rank) for rank in range(ranks)}, f"{name} lies in {columns}"
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        pytest.param(False, id="sliced"),
+        pytest.param(True, id="spread", marks=pytest.mark.skipif(not TWO_GPUS, reason="vLLM's CPU kernels crash")),
+    ],
+)
+def test_routing_is_that_of_the_whole_model_however_experts_are_spread(
+    tiny_model: Callable[..., Path],
+    oracle: Callable[..., Oracle],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spread: bool,
+) -> None:
+    """Expert parallelism: each rank has half of the experts."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    run = Run(tmp_path)
+    parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_expert_parallel": spread}
+    args = capture_args(ALL_HOOKS, run.store_dir, "target", **SMALL)
+    with engine(tiny_model("qwen3_moe"), in_process=False, enforce_eager=True, **parallel, **args) as llm:
+        generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in (33, 200)})
+    for name in run.replies:
+        length = len(run.replies[name].prompt_token_ids)
+        check_store(run.store(name), oracle("qwen3_moe"), run.tokens(name), length, hooks_of("qwen3_moe"))

@@ -394,15 +394,19 @@ def _install_routing(taps: ModelTaps, module: nn.Module, index: int, batch: TapB
         context.coverage.expect(scores, f"{path}.{context.arch.moe_gate}")
     if ids or weights:
         router: Any = module.get_submodule(context.arch.moe_experts).router
-        select = router.select_experts
+        select, to_places = router.select_experts, router._apply_eplb_mapping
+
+        def apply_eplb_mapping(topk_ids: torch.Tensor) -> torch.Tensor:
+            """Takes the model's numbers of experts; with redundant experts the result numbers their places."""
+            chosen.add(ids, topk_ids)
+            return to_places(topk_ids)
 
         def select_experts(*args: Any, **kwargs: Any) -> Any:
             topk_weights, topk_ids = select(*args, **kwargs)
-            chosen.add(ids, topk_ids)
             chosen.add(weights, topk_weights)
             chosen.write(beside=False)
             return topk_weights, topk_ids
 
-        router.select_experts = select_experts
+        router._apply_eplb_mapping, router.select_experts = apply_eplb_mapping, select_experts
         for row_field in filter(None, (ids, weights)):
             context.coverage.expect(row_field, f"{path}.{context.arch.moe_experts}.router.select_experts")
