@@ -116,6 +116,22 @@ def check_store(
     return errors
 
 
+def cosines(
+    path: Path, oracle: Oracle, tokens: Sequence[int], prompt_len: int, hooks: Sequence[str]
+) -> dict[str, float]:
+    """The least of a hook's rows in a whole store with the oracle's, where values are rounded or quantised."""
+    capture = open_capture(path, timeout=60)
+    check_header(capture, tokens, prompt_len, 0, len(tokens) - 1, path.name)
+    want, least = reference(oracle, tokens), {}
+    for hook in hooks:
+        at = capture.logits_positions if hook == "logits" else slice(0, len(tokens) - 1)
+        value = capture.numpy(hook)
+        expected = want[hook][..., at, :].reshape(value.shape)
+        norms = np.linalg.norm(value, axis=-1) * np.linalg.norm(expected, axis=-1)
+        least[hook] = float(((value * expected).sum(-1) / norms).min())
+    return least
+
+
 def attention_weights(model: Path, tokens: list[int]) -> np.ndarray:
     """Eager attention weights of transformers, [layers, heads, queries, keys]."""
     import torch

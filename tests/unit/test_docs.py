@@ -365,6 +365,21 @@ def test_operations_names_tests_that_exist() -> None:
     assert len(named) > 25 and not lacking, f"docs/OPERATIONS.md names {sorted(lacking)}"
 
 
+def test_compatibility_has_each_refused_option_and_names_tests_that_exist() -> None:
+    page = (DOCS / "COMPATIBILITY.md").read_text()
+    said = Source(PACKAGE / "engine" / "refusals.py").messages()
+    refused = {found[1] for m in said if (found := re.match(r"(\w+): ", m.template))}
+    shown = set(re.findall(r"`(\w+)", page[page.index("## Refused") :]))
+    assert len(refused) > 10 and refused <= shown, f"docs/COMPATIBILITY.md lacks {sorted(refused - shown)}"
+    named = set(re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py|test_\w+\.py)`", page))
+    code = {str(path.relative_to(ROOT)): path for path in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py"))}
+    lacking = {name for name in named if not any(path.endswith(name) for path in code)}
+    assert len(named) > 8 and not lacking, f"docs/COMPATIBILITY.md names {sorted(lacking)}"
+    tests = "".join(code[path].read_text() for path in code if any(path.endswith(name) for name in named))
+    untested = {name for name in refused if name not in tests}
+    assert not untested, f"no test that the page names has {sorted(untested)}"
+
+
 def test_the_api_reference_has_every_public_name() -> None:
     shown = {line.split(".")[-1] for line in (DOCS / "API.md").read_text().splitlines() if line.startswith("::: ")}
     public = set(dmi_connector.__all__) - {"__version__"}
