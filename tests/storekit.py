@@ -125,12 +125,13 @@ class Store:
         wait: bool = True,
         attrs: Mapping[str, Any] | None = None,
         losses: Sequence[Loss] = (),
+        ids: np.ndarray | None = None,
         **options: Any,
     ) -> Values:
         """Write one capture, half of whose rows are a prompt. Returns its values by array name."""
         values = values or {s.name: random_bits(s, samples if s.per_sample else length) for s in arrays}
         record = self.open(path, *arrays, attrs={"prompt_len": length // 2, **(attrs or {})}, codec=codec, **options)
-        ids = np.arange(length) % 97
+        ids = np.arange(length) % 97 if ids is None else ids
         self.feed(record, values, length, ids=ids)
         counts = {s.name: samples for s in arrays if s.per_sample}
         for name in counts:

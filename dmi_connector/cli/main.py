@@ -196,21 +196,22 @@ def _info(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from dmi_connector.store.read.metadata import read_attrs
-    from dmi_connector.store.read.verify import verify_store
+    from dmi_connector.store.read.verify import begun_stores, unseen, verify_store
 
     path = _directory(options.path, "a store (*.zarr) or a directory of stores")
     stores = [path] if (path / "zarr.json").exists() or path.suffix == ".zarr" else sorted(path.glob("*.zarr"))
     if not stores:
         raise ValueError(f"{path} holds no finished store (*.zarr); give a store or a directory of stores")
-    damaged = 0
+    damaged, begun = 0, begun_stores(stores[0].absolute().parent)
     for store in stores:
-        problems = verify_store(store)
+        problems = verify_store(store, begun)
         damaged += bool(problems)
         for problem in problems:
             print(problem)
         if not problems:
             attrs = read_attrs(store)
-            print(f"{store}: sound" + ("" if attrs["complete"] else f", but incomplete: {attrs['reason']}"))
+            incomplete = None if attrs["complete"] else f"but incomplete: {attrs['reason']}"
+            print(", ".join(filter(None, (f"{store}: sound", incomplete, unseen(attrs)))))
     print(f"{len(stores)} checked, {damaged} damaged")
     return 1 if damaged else 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""crc32c of data, and of joined data from the crc32c of its parts."""
+"""crc32c of data, of joined data from the crc32c of its parts, and the checksum of a store's file."""
 
 from __future__ import annotations
 
@@ -17,6 +17,15 @@ _ONE, _X8 = 0x80000000, 0x00800000
 def crc32c(data: bytes | np.ndarray, start: int = 0) -> int:
     """crc32c of `data` (bytes or a contiguous uint8 array). start: the crc32c of the data before it."""
     return int(google_crc32c.extend(start, data))
+
+
+def file_checksum(path: str, content: bytes | np.ndarray) -> int:
+    """The checksum of a file of a store (docs/FORMAT.md, section 5). path: in the store.
+
+    content: of a shard what `shard_index.shard_content` returns, of the chunk of a 1-D array its values, else the file.
+    Not the whole file: data followed by their own crc32c have a crc32c that depends on their length alone.
+    """
+    return crc32c(content, crc32c(path.encode() + b"\0"))
 
 
 def crc32c_join(first: int, second: int, nbytes: int) -> int:

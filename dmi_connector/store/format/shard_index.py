@@ -26,6 +26,11 @@ def index_bytes(index: np.ndarray) -> bytes:
     return body + crc32c(body).to_bytes(4, "little")
 
 
+def shard_content(crcs: bytes, index: np.ndarray) -> bytes:
+    """What the checksum of a shard file covers. crcs: the crc32c of each inner chunk, in the order of the file."""
+    return crcs + np.ascontiguousarray(index).tobytes()
+
+
 def read_index(tail: bytes, slots: tuple[int, ...]) -> np.ndarray:
     """Decode the last `16 * prod(slots) + 4` bytes of a shard file.
 

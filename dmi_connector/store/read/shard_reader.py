@@ -15,7 +15,7 @@ from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.schema import Grid
-from dmi_connector.store.format.shard_index import read_index
+from dmi_connector.store.format.shard_index import EMPTY, read_index, shard_content
 
 _MAPPED_BYTES = 1 << 20
 """From this size on a file is mapped, so that only what is asked for is read from disk."""
@@ -50,6 +50,15 @@ class ShardReader:
     dtype: np.dtype
     chunk_shape: tuple[int, int]
     codec: str
+
+    def content(self) -> bytes:
+        """What the checksum of the file covers. Raises ValueError when a chunk lies outside the file."""
+        places = self.index.reshape(-1, 2)
+        ends = np.sort(places[places[:, 0] != EMPTY].sum(axis=1).astype(np.int64))
+        if len(ends) and not 4 <= ends[0] <= ends[-1] <= len(self.data):
+            raise ValueError("a chunk lies outside the file")
+        crcs = np.frombuffer(self.data, np.uint8)[ends[:, None] + np.arange(-4, 0)]
+        return shard_content(crcs.tobytes(), self.index)
 
     def chunk(self, slot: tuple[int, ...]) -> np.ndarray:
         """Decode one inner chunk, [rows, columns]. Raises ValueError when its bytes are not what was written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ import numpy as np
 from dmi_connector.dtypes import FLOATS, numpy_dtype
 from dmi_connector.layout import TOKEN_ARRAYS, ArraySpec
 from dmi_connector.store.format import schema
-from dmi_connector.store.format.checksum import crc32c
+from dmi_connector.store.format.checksum import crc32c, file_checksum
 from dmi_connector.store.format.schema import Grid
 from dmi_connector.store.format.shard_index import EMPTY
+from dmi_connector.store.read.index import read_index
 from dmi_connector.store.read.residual_sums import check_identities, equations
-from dmi_connector.store.read.shard_reader import StoredArray, decode_plain, read_file
+from dmi_connector.store.read.shard_reader import ShardReader, StoredArray, decode_plain, read_file
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,44 @@ def verify_dir(directory: str | os.PathLike[str]) -> list[Problem]:
     stores = sorted(Path(directory).glob("*.zarr"))
     if not stores:
         raise ValueError(f"{directory} holds no finished store (*.zarr)")
-    return [problem for store in stores for problem in verify_store(store)]
+    begun = begun_stores(directory)
+    return [problem for store in stores for problem in verify_store(store, begun)]
 
 
-def verify_store(path: str | os.PathLike[str]) -> list[Problem]:
+def verify_store(path: str | os.PathLike[str], begun: Mapping[str, dict[str, Any]] | None = None) -> list[Problem]:
     """Check one store. Returns what is wrong, [] for a sound store.
 
     Checked are: the file list, sizes and checksums; shard indexes; every inner chunk; metadata against shapes; token
-    arrays; that values are finite; that no layer of a hook is constant, as memory is that nothing wrote; and, with the
-    attribute `identities`, the sums of the residual stream. An incomplete store may lack the rows that it lists as
-    missing.
+    arrays; that values are finite; that no layer of a hook is constant, as memory is that nothing wrote; with the
+    attribute `identities`, the sums of the residual stream; and that the store is the one that the index of its
+    directory names. An incomplete store may lack the rows that it lists as missing.
+
+    begun: what `begun_stores` returned for the directory, to read it once for many stores.
     """
-    return list(_Check(Path(path)).run())
+    store = Path(path)
+    return list(_Check(store).run(begun_stores(store.absolute().parent) if begun is None else begun))
+
+
+def begun_stores(directory: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """The index's line of each store that was begun in a directory, by its name."""
+    return {line["store"]: line for line in read_index(directory) if line["event"] == "start"}
+
+
+def damaged_files(path: str | os.PathLike[str], attrs: dict[str, Any]) -> list[Problem]:
+    """What is wrong with the files that a store lists, whose attributes were checked. [] if they are as written."""
+    return list(_Check(Path(path)).damage(attrs))
+
+
+def unseen(attrs: dict[str, Any]) -> str | None:
+    """What verify cannot see in a store of an old format version, or None."""
+    if not _old(attrs):
+        return None
+    return f"format {attrs['format_version']}: files of equal size that changed places are not seen"
+
+
+def _old(attrs: dict[str, Any]) -> bool:
+    """Whether a file's checksum is the crc32c of all its bytes, which says nothing of most files but their size."""
+    return str(attrs["format_version"]) == "1.0"
 
 
 _FED_BY = {"attn_out": ("v", "z"), "mlp_out": ("mlp_post",)}
@@ -61,11 +88,12 @@ class _Check:
     def __init__(self, store: Path) -> None:
         self.store = store
         self.constant: dict[tuple[str, int], bytes | None] = {}  # (hook, layer): its one value, None if it has several
+        self.arrays: dict[str, StoredArray] = {}
 
     def problem(self, where: str, what: str) -> Problem:
         return Problem(self.store, where, what)
 
-    def run(self) -> Iterator[Problem]:
+    def run(self, begun: Mapping[str, dict[str, Any]]) -> Iterator[Problem]:
         raw = read_file(self.store / "zarr.json")
         attrs = self._attributes(raw)
         if attrs is None:
@@ -76,34 +104,57 @@ class _Check:
             return
         if raw is None or bytes(raw) != schema.dump(schema.root_document(attrs)):
             yield self.problem("zarr.json", "the document differs from the one that was written")
-        problems = [*self._files(attrs), *self._token_arrays(attrs)]
-        arrays: dict[str, StoredArray] = {}
+        problems = [*self._place(attrs, begun), *self._unlisted(attrs), *self.damage(attrs)]
+        yield from problems
+        # Sums of damaged data would only repeat what was found.
+        sums = [] if problems or not attrs.get("identities") else list(check_identities(attrs, self.arrays))
+        yield from (self.problem(where, what) for where, what in sums)
+        right = bool(attrs.get("identities")) and not problems and not sums
+        yield from self._constant({term for e in equations(attrs, self.arrays) for term in e} if right else set())
+
+    def damage(self, attrs: dict[str, Any]) -> Iterator[Problem]:
+        """What differs from what was written, in the files that are listed."""
+        shards = {hook["array"] for hook in attrs["hooks"].values()}
+        listed: dict[str, list[int]] = attrs["files"]
+        in_shards = {path for path in listed if path.split("/")[1:2] == ["c"] and path.split("/")[0] in shards}
+        yield from self._files(attrs, in_shards)
+        yield from self._token_arrays(attrs)
         for name, hook in attrs["hooks"].items():
             if hook["array"] != name:
                 if attrs["hooks"].get(hook["array"], {}).get("array") != hook["array"]:
-                    problems.append(self.problem(name, f"its array {hook['array']!r} is no hook"))
+                    yield self.problem(name, f"its array {hook['array']!r} is no hook")
                 continue
             try:
                 array = self._open(attrs, name, hook)
             except (OSError, ValueError, KeyError, TypeError) as error:
-                problems.append(self.problem(name, f"the array cannot be read: {error}"))
+                yield self.problem(name, f"the array cannot be read: {error}")
                 continue
-            arrays[name] = array
-            problems += self._array(attrs, array)
-        yield from problems
-        # Sums of damaged data would only repeat what was found.
-        sums = [] if problems or not attrs.get("identities") else list(check_identities(attrs, arrays))
-        yield from (self.problem(where, what) for where, what in sums)
-        right = bool(attrs.get("identities")) and not problems and not sums
-        yield from self._constant(arrays, {term for e in equations(attrs, arrays) for term in e} if right else set())
+            self.arrays[name] = array
+            places = [
+                (array.path(n, shard), n, shard) for n in range(array.segments) for shard in range(hook["shards"])
+            ]
+            for path, segment, shard in places:
+                yield from self._shard(attrs, array, path, segment, shard)
+            of_array = {path for path in in_shards if path.split("/")[0] == name}
+            for path in sorted(of_array - {path for path, *_ in places}):
+                yield self.problem(path, "the file lies outside its array")
 
-    def _constant(self, arrays: dict[str, StoredArray], summed: set[tuple[str, int]]) -> Iterator[Problem]:
+    def _place(self, attrs: dict[str, Any], begun: Mapping[str, dict[str, Any]]) -> Iterator[Problem]:
+        """The index of the directory names the request whose store has this name."""
+        line = begun.get(self.store.name, {})
+        for name in ("request_id", "key", "created"):
+            if name in line and line[name] != attrs.get(name):
+                what = f"{name} is {attrs.get(name)!r}, but the directory's index has {line[name]!r}"
+                yield self.problem("zarr.json", what)
+                return
+
+    def _constant(self, summed: set[tuple[str, int]]) -> Iterator[Problem]:
         """Layers of which all values are the same. summed: what the sums of the residual stream show to be right."""
         excused = {(hook, layer) for output, layer in summed for hook in (output, *_FED_BY.get(output, ()))}
         for (hook, layer), value in self.constant.items():
             if value is None or (not any(value) and (hook, layer) in excused):
                 continue
-            spec = arrays[hook].spec
+            spec = self.arrays[hook].spec
             where = f"{hook} layer {layer}" if spec.layers else hook
             shown = np.frombuffer(value, numpy_dtype(spec.dtype))[0]
             yield self.problem(where, f"suspect: every value is {shown}, as in memory that no tap wrote")
@@ -116,13 +167,16 @@ class _Check:
             return None
         return attrs if isinstance(attrs, dict) else None
 
-    def _files(self, attrs: dict[str, Any]) -> Iterator[Problem]:
-        """Names and sizes, and the checksum of all files but shards: those are checked chunk by chunk."""
+    def _unlisted(self, attrs: dict[str, Any]) -> Iterator[Problem]:
         present = {p.relative_to(self.store).as_posix() for p in self.store.rglob("*") if not p.is_dir()}
-        listed: dict[str, list[int]] = attrs["files"]
-        for path in sorted(present - set(listed) - {"zarr.json"}):
+        for path in sorted(present - set(attrs["files"]) - {"zarr.json"}):
             yield self.problem(path, "the file is not listed")
-        for path, (size, crc) in sorted(listed.items()):
+
+    def _files(self, attrs: dict[str, Any], in_shards: Iterable[str]) -> Iterator[Problem]:
+        """Names and sizes, and the checksum of all files but shards: those are checked chunk by chunk."""
+        chunks = {f"{name}/c/0" for name in (*TOKEN_ARRAYS, *(f"{hook}_positions" for hook in attrs["hooks"]))}
+        listed: dict[str, list[int]] = attrs["files"]
+        for path, (size, checksum) in sorted(listed.items()):
             if path.startswith("/") or ".." in path.split("/"):
                 yield self.problem("zarr.json", f"the file {path!r} lies outside the store")
                 continue
@@ -131,8 +185,11 @@ class _Check:
                 yield self.problem(path, "the file is missing")
             elif len(data) != size:
                 yield self.problem(path, f"the file has {len(data)} bytes, {size} were written")
-            elif crc32c(data) != crc:
-                yield self.problem(path, "the file does not match its crc32c")
+            elif _old(attrs):
+                if crc32c(data) != checksum:
+                    yield self.problem(path, "the file does not match its checksum")
+            elif path not in in_shards and file_checksum(path, data[:-4] if path in chunks else data) != checksum:
+                yield self.problem(path, "the file does not match its checksum")
 
     def _token_arrays(self, attrs: dict[str, Any]) -> Iterator[Problem]:
         length, start = attrs["num_tokens"], attrs["start"]
@@ -178,36 +235,48 @@ class _Check:
                 raise ValueError(f"zarr.json of {plain} is not that of {length} samples")
         return StoredArray(self.store, spec, length, grid, attrs["codec"])
 
-    def _array(self, attrs: dict[str, Any], array: StoredArray) -> Iterator[Problem]:
+    def _shard(
+        self, attrs: dict[str, Any], array: StoredArray, path: str, segment: int, shard: int
+    ) -> Iterator[Problem]:
         spec = array.spec
-        for segment in range(array.segments):
-            for shard in range(spec.shards):
-                path = array.path(segment, shard)
-                if path not in attrs["files"]:
-                    first = segment * array.rows_per_segment
-                    if not self._excused(attrs, array, first, min(array.length, first + array.rows_per_segment)):
-                        yield self.problem(path, "the shard was never written")
-                    continue
+        if path not in attrs["files"]:
+            first = segment * array.rows_per_segment
+            if not self._excused(attrs, array, first, min(array.length, first + array.rows_per_segment)):
+                yield self.problem(path, "the shard was never written")
+            return
+        try:
+            reader = array.shard(segment, shard)
+            if not _old(attrs) and file_checksum(path, reader.content()) != attrs["files"][path][1]:
+                yield self.problem(path, "the file does not match its checksum")
+        except (OSError, ValueError) as error:
+            yield self.problem(path, str(error))
+            return
+        chunks = list(array.chunks(segment))
+        for slot, first, stop in chunks:
+            where = self._where(spec, slot, first, stop)
+            if reader.index[slot][0] == EMPTY:
+                if not self._excused(attrs, array, first, stop):
+                    yield self.problem(where, f"the chunk is missing in {path}")
+                continue
+            try:
+                values = reader.chunk(slot)
+            except ValueError as error:
+                yield self.problem(where, f"{error} in {path}")
+                continue
+            self._note(spec, slot[0], values[: stop - first])
+            bad = _not_finite(spec, values[: stop - first])
+            if bad:
+                yield self.problem(where, f"{bad} values are not finite")
+        yield from self._surplus(path, reader, {slot for slot, *_ in chunks})
+
+    def _surplus(self, path: str, reader: ShardReader, known: set[tuple[int, ...]]) -> Iterator[Problem]:
+        """Chunks behind the end of the array, which the engine sampled before it learnt that the request had ended."""
+        for slot in np.ndindex(reader.index.shape[:-1]):
+            if slot not in known and reader.index[slot][0] != EMPTY:
                 try:
-                    reader = array.shard(segment, shard)
-                except (OSError, ValueError) as error:
+                    reader.chunk(slot)
+                except ValueError as error:
                     yield self.problem(path, str(error))
-                    continue
-                for slot, first, stop in array.chunks(segment):
-                    where = self._where(spec, slot, first, stop)
-                    if reader.index[slot][0] == EMPTY:
-                        if not self._excused(attrs, array, first, stop):
-                            yield self.problem(where, f"the chunk is missing in {path}")
-                        continue
-                    try:
-                        values = reader.chunk(slot)
-                    except ValueError as error:
-                        yield self.problem(where, f"{error} in {path}")
-                        continue
-                    self._note(spec, slot[0], values[: stop - first])
-                    bad = _not_finite(spec, values[: stop - first])
-                    if bad:
-                        yield self.problem(where, f"{bad} values are not finite")
 
     def _note(self, spec: ArraySpec, index: int, values: np.ndarray) -> None:
         """Remember whether all values of a layer are one. Integers, weights of one expert and reduced hooks: 0."""

@@ -15,7 +15,7 @@ import numpy as np
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format import schema
-from dmi_connector.store.format.checksum import crc32c
+from dmi_connector.store.format.checksum import crc32c, file_checksum
 from dmi_connector.store.format.completeness import Cause, Loss, add_loss
 from dmi_connector.store.format.paths import no_follow
 from dmi_connector.store.format.schema import Grid
@@ -23,23 +23,26 @@ from dmi_connector.store.write.journal import Journal
 from dmi_connector.store.write.shard_writer import FileCache, ShardWriter, encode
 
 FileList = dict[str, list[int]]
-"""Path in the store -> [size, crc32c]."""
+"""Path in the store -> [size, checksum]: docs/FORMAT.md, section 5."""
 
 
-def write_file(root: str, path: str, data: bytes, files: FileList) -> None:
-    """Write one small file of a store and add it to `files`. Raises OSError."""
+def write_file(root: str, path: str, data: bytes, files: FileList, tail: bytes = b"") -> None:
+    """Write one small file of a store, `data` and then `tail`, and add it to `files`. Raises OSError.
+
+    tail: what the file's checksum leaves out.
+    """
     full = os.path.join(root, path)
     os.makedirs(os.path.dirname(full), exist_ok=True)
     with open(full, "wb", opener=no_follow) as f:
-        f.write(data)
-    files[path] = [len(data), crc32c(data)]
+        f.write(data + tail)
+    files[path] = [len(data) + len(tail), file_checksum(path, data)]
 
 
 def plain_array(root: str, name: str, dtype: str, data: bytes, dimension: str, files: FileList) -> None:
     """Write a 1-D array (docs/FORMAT.md, section 4): its one chunk with a crc32c, and its metadata. Raises OSError."""
     length = len(data) // ITEMSIZE[dtype]
     if length:
-        write_file(root, f"{name}/c/0", data + crc32c(data).to_bytes(4, "little"), files)
+        write_file(root, f"{name}/c/0", data, files, crc32c(data).to_bytes(4, "little"))
     write_file(root, f"{name}/zarr.json", schema.dump(schema.plain_document(dtype, length, dimension)), files)
 
 
@@ -158,7 +161,8 @@ class ArrayWriter:
     def _finish(self, spec: ArraySpec, segment: int, slots: tuple[int, ...] | None) -> None:
         """Write the index of a shard. slots: the shape it is narrowed to, None to keep it."""
         path = schema.shard_path(spec, segment)
-        self._files[path] = list(self._shards[path].close(slots))
+        size, content = self._shards[path].close(slots)
+        self._files[path] = [size, file_checksum(path, content)]
         del self._shards[path]
 
     # ---- the end ----------------------------------------------------------------------------------------------------

@@ -203,6 +203,8 @@ class Commit:
         gone = sorted(name for name, hook in hooks.items() if f"{hook['array']}/zarr.json" not in files)
         if gone:
             self.losses.append(Loss.of(Cause.HOOKS_WITHOUT_DATA, hooks=", ".join(gone)))
+        for path in [path for path in files if path.split("/")[0] in {hooks[name]["array"] for name in gone}]:
+            del files[path]
         attrs["hooks"] = {name: hook for name, hook in hooks.items() if name not in gone}
 
     def _publish(self, root: bytes, files: FileList) -> None:

@@ -15,13 +15,14 @@ import numpy as np
 from dmi_connector.dtypes import ITEMSIZE, numpy_dtype
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format import schema
-from dmi_connector.store.format.checksum import crc32c
+from dmi_connector.store.format.checksum import crc32c, file_checksum
 from dmi_connector.store.format.completeness import Cause, Loss, losses_to_json, merge_ranges
 from dmi_connector.store.format.locks import claim
 from dmi_connector.store.format.paths import umask_of
 from dmi_connector.store.format.shard_index import EMPTY, empty_index, index_bytes
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.shard_reader import ShardReader, StoredArray, read_file
+from dmi_connector.store.read.verify import damaged_files
 from dmi_connector.store.write.array_writer import FileList, plain_array, write_file
 from dmi_connector.store.write.commit import Commit, append_finish, append_index, now, remove_partial
 from dmi_connector.store.write.journal import (
@@ -135,13 +136,11 @@ def _is_whole(partial: Path) -> bool:
         return False
     if attrs.get("checksum") != crc32c(schema.canonical(attrs)):
         return False
-    for path, (size, crc) in attrs["files"].items():
-        data = read_file(partial / path)
-        if data is None or len(data) != size or crc32c(data) != crc:
-            if any(partial.glob(JOURNAL_PREFIX + "*")):
-                return False
-            raise ValueError(f"{path} is not what the root document says: mend or remove the partial store by hand")
-    return True
+    damaged = damaged_files(partial, attrs)
+    if damaged and not any(partial.glob(JOURNAL_PREFIX + "*")):
+        where = damaged[0].where
+        raise ValueError(f"{where} is not what the root document says: mend or remove the partial store by hand")
+    return not damaged
 
 
 def _publish(partial: Path, final: Path) -> None:
@@ -313,7 +312,8 @@ class _Salvage:
                 layer = f" layer {spec.layers[slot[0]]}" if spec.layers else ""
                 damaged.append(f"{error} ({path},{layer} rows {first} to {stop - 1})")
         if (index[..., 0] != EMPTY).any():
-            files[path] = _seal(self.partial / path, reader.data, index)
+            checksum = file_checksum(path, reader.content())
+            files[path] = [_seal(self.partial / path, index), checksum]
         return sound
 
     # ---- the store --------------------------------------------------------------------------------------------------
@@ -339,14 +339,13 @@ class _Salvage:
         Commit.start(message).run()
 
 
-def _seal(path: Path, data: bytes | np.ndarray, index: np.ndarray) -> list[int]:
-    """Write the index of a shard file, right after the last chunk in it. Returns the size and crc32c of the file."""
+def _seal(path: Path, index: np.ndarray) -> int:
+    """Write the index of a shard file, right after the last chunk in it. Returns the size of the file."""
     places = index[index[..., 0] != EMPTY].astype(np.int64)
     end = int(places.sum(axis=1).max())
     tail = index_bytes(index)
-    crc = crc32c(tail, crc32c(data[:end]))
     with open(path, "r+b") as f:
         f.truncate(end)
         f.seek(end)
         f.write(tail)
-    return [end + len(tail), crc]
+    return end + len(tail)

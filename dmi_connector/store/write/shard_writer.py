@@ -13,7 +13,7 @@ import numpy as np
 
 from dmi_connector.store.format.checksum import crc32c, crc32c_join, crc32c_of_zeros
 from dmi_connector.store.format.paths import no_follow
-from dmi_connector.store.format.shard_index import EMPTY, empty_index, index_bytes
+from dmi_connector.store.format.shard_index import EMPTY, empty_index, index_bytes, shard_content
 from dmi_connector.store.write.blosc_frame import blosc_frame
 
 Buffer = bytes | np.ndarray
@@ -22,8 +22,6 @@ _WRITE_BYTES = 1 << 22
 """Bytes written at a time: few enough that what the checksum has just read is still in a cache."""
 _IOV_MAX = 1024
 """Linux takes at most this many buffers in one pwritev."""
-_JOIN_BYTES = 1 << 18
-"""From this size on, joining a chunk's crc32c to its file's is faster than reading the chunk again."""
 _HOLE_BYTES = 1 << 16
 """Fewer zeros are written out: a hole costs a system call, and file systems keep whole pages."""
 
@@ -113,7 +111,7 @@ class ShardWriter:
         self.index = empty_index(slots)
         self._files = files
         self._end = 0
-        self._crc = 0
+        self._crcs = b""  # of the chunks, in the order of the file
         self._torn = True  # there may be bytes past the end
 
     @property
@@ -130,10 +128,10 @@ class ShardWriter:
         entries: list[tuple[int, int]] = []
         buffers: list[Buffer] = []
         start = end = self._end  # of what is in `buffers`
-        crc = self._crc
+        crcs: list[bytes] = []
         for chunk in chunks:
             tail = chunk.crc.to_bytes(4, "little")
-            crc = crc32c(tail, self._joined(crc, chunk))
+            crcs.append(tail)
             entries.append((end, chunk.nbytes))
             end += chunk.nbytes
             if chunk.zeros >= _HOLE_BYTES:
@@ -148,22 +146,15 @@ class ShardWriter:
         self._torn = False
         for slot, entry in zip(slots, entries, strict=True):
             self.index[slot] = entry
-        added, self._end, self._crc = end - self._end, end, crc
+        added, self._end = end - self._end, end
+        self._crcs += b"".join(crcs)
         return added
 
-    @staticmethod
-    def _joined(crc: int, chunk: Encoded) -> int:
-        """The file's crc32c after the body and zeros of a chunk."""
-        size = chunk.nbytes - 4
-        if chunk.zeros or (isinstance(chunk.body, np.ndarray) and size >= _JOIN_BYTES):
-            return crc32c_join(crc, chunk.crc, size)
-        return crc32c(chunk.body, crc)
-
-    def close(self, slots: tuple[int, ...] | None = None) -> tuple[int, int]:
+    def close(self, slots: tuple[int, ...] | None = None) -> tuple[int, bytes]:
         """Write the index, narrowed to the shape `slots`, and close the file.
 
-        Returns the size and the crc32c of the whole file. Raises OSError, and ValueError when a chunk lies outside
-        `slots`.
+        Returns the size of the file and what its checksum covers. Raises OSError, and ValueError when a chunk lies
+        outside `slots`.
         """
         index = self.index
         if slots is not None:
@@ -175,7 +166,7 @@ class ShardWriter:
         _put(self._begin(), [tail], self._end)
         self._torn = False
         self._files.close(self.path)
-        return self._end + len(tail), crc32c(tail, self._crc)
+        return self._end + len(tail), shard_content(self._crcs, index)
 
     def release(self) -> None:
         """Close the file without an index."""

@@ -22,6 +22,7 @@ import pytest
 
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec, PayloadLayout
+from dmi_connector.store.format import schema
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
 from dmi_connector.store.read.index import find_captures
@@ -348,7 +349,13 @@ def test_a_store_that_lacks_only_its_name_is_published(
              for s in (*SPECS, LOGITS)}  # fmt: skip
     about = facts(SPECS)
     attrs = {**about["attrs"], **{k: about[k] for k in ("request_id", "key", "created")}, "hooks": hooks, "tp": 1}
-    attrs |= {"format_version": "1.0", "num_tokens": 70, "chunk_tokens": 16, "segment_tokens": 32, "codec": "zstd"}
+    attrs |= {
+        "format_version": schema.FORMAT_VERSION,
+        "num_tokens": 70,
+        "chunk_tokens": 16,
+        "segment_tokens": 32,
+        "codec": "zstd",
+    }
     message = {"partial": f"{final}.partial", "final": str(final), "files": closed["files"], "attrs": attrs, "ranks": 1}
     message |= {"arrays": {k: pack_array(a) for k, a in arrays.items()}, "losses": []}
     message |= {"bytes_raw": 1, "rank_timeout": 0}

@@ -126,6 +126,52 @@ def test_verify_finds_values_that_are_not_finite(stores: kit.Store, tmp_path: Pa
     ]
 
 
+# ---- files that changed places ------------------------------------------------------------------------------------
+
+EXCHANGED = (
+    ArraySpec("k", "bfloat16", (0, 1), 16),
+    ArraySpec("v", "bfloat16", (0, 1), 16),
+    ArraySpec("embed", "float32", (), 8),
+    ArraySpec("logits", "float32", (), 21, per_sample=True),
+)
+EXCHANGES = {
+    "two shards of a hook": ("a", "k/c/0/0/0", "a", "k/c/0/1/0"),
+    "a shard of two stores": ("a", "k/c/0/0/0", "b", "k/c/0/0/0"),
+    "the last shard of two stores": ("a", "v/c/0/2/0", "b", "v/c/0/2/0"),
+    "two hooks": ("a", "k/c/0/0/0", "a", "v/c/0/0/0"),
+    "all of two hooks": ("a", "k", "a", "v"),
+    "a hook of two stores": ("a", "embed", "b", "embed"),
+    "token ids of two stores": ("a", "token_ids", "b", "token_ids"),
+    "logits of two stores": ("a", "logits/c/0/0", "b", "logits/c/0/0"),
+    "two stores": ("a", "", "b", ""),
+}
+
+
+@pytest.fixture(scope="module", params=["none", "zstd"])
+def pair(request: pytest.FixtureRequest, stores: kit.Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two stores whose files have the same sizes with codec none."""
+    root, length, samples = tmp_path_factory.mktemp("pair"), 300, 5
+    for seed, name in enumerate("ab"):
+        rows = {s.name: samples if s.per_sample else length for s in EXCHANGED}
+        values = {s.name: kit.random_bits(s, rows[s.name], 10 * seed + i) for i, s in enumerate(EXCHANGED)}
+        options = {"codec": request.param, "segment": 128, "chunk": 32, "request_id": name}
+        ids = np.random.default_rng(seed).integers(0, 500, length)
+        stores.write(root / f"{name}.zarr", EXCHANGED, length, samples, values, ids=ids, **options)
+    assert verify_dir(root) == []
+    return root
+
+
+@pytest.mark.parametrize("what", EXCHANGES)
+def test_verify_finds_files_that_changed_places(pair: Path, tmp_path: Path, what: str) -> None:
+    root = Path(shutil.copytree(pair, tmp_path / "root"))
+    first, one, second, other = EXCHANGES[what]
+    a, b, aside = root / f"{first}.zarr" / one, root / f"{second}.zarr" / other, tmp_path / "aside"
+    a.rename(aside)
+    b.rename(a)
+    aside.rename(b)
+    assert verify_dir(root)
+
+
 RESIDUAL = ("resid_pre", "attn_out", "resid_mid", "mlp_out")
 
 
