@@ -262,15 +262,19 @@ def test_readers_refuse_unknown_dtypes_codecs_and_transformers(sound: Path, kind
     assert any(name in p.where or name in p.what for p in verify_store(sound))
 
 
-@pytest.mark.parametrize("array", ["../b.zarr/q", "/etc", "..", "q/../q", "", 5, "token_ids"])
+@pytest.mark.parametrize("array", ["../b.zarr/q", "/etc", "..", "q/../q", "", 5, ["q"], "token_ids"])
 def test_readers_stay_inside_the_store(sound: Path, array: object) -> None:
     """The attribute `hooks` cannot name files elsewhere; for verify not even another array of the same store."""
     hook = {"array": array, "layers": [0, 1], "width": 16, "dtype": "float32", "shards": 1}
-    forge(sound, "", {}, {"hooks": {"q": hook}})
+    attrs = json.loads((sound / "zarr.json").read_bytes())["attributes"]["dmi"]
+    orphans = [path for path in sorted(attrs["files"]) if path.startswith("q/")]
+    forge(sound, "", {}, {"hooks": {**attrs["hooks"], "q": hook}})
     if array != "token_ids":
         with pytest.raises(ValueError, match="is no name of an array"):
             open_capture(sound, 0)
-    assert [p.where for p in verify_store(sound)] == ["q"]
+    problems = verify_store(sound)
+    assert [p.where for p in problems] == [*orphans, "q"]
+    assert {p.what for p in problems[:-1]} == {"the file belongs to no array"}
 
 
 def test_consolidated_metadata_is_not_read(sound: Path) -> None:

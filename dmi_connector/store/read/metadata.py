@@ -41,13 +41,16 @@ def read_attrs(path: str | os.PathLike[str]) -> dict[str, Any]:
 def check_arrays(store: Path, attrs: dict[str, Any]) -> None:
     """Check the metadata of every array that `attrs` names. Raises ValueError that names the array and the fault."""
     names = [hook["array"] for hook in attrs["hooks"].values()]
+    for name in names:
+        if not isinstance(name, str):  # may not be hashable
+            raise ValueError(f"{store}: {name!r} is no name of an array")
     extra = ["logits_positions"] if "logits" in names else []
     for name in dict.fromkeys([*names, *TOKEN_ARRAYS, *extra]):
         _check_array(store, name)
 
 
-def _check_array(store: Path, name: object) -> None:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+def _check_array(store: Path, name: str) -> None:
+    if not _NAME.fullmatch(name):
         raise ValueError(f"{store}: {name!r} is no name of an array")
     where = f"{store}: the metadata of array {name!r}"
     try:

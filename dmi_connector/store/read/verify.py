@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,14 +114,13 @@ class _Check:
 
     def damage(self, attrs: dict[str, Any]) -> Iterator[Problem]:
         """What differs from what was written, in the files that are listed."""
-        shards = {hook["array"] for hook in attrs["hooks"].values()}
-        listed: dict[str, list[int]] = attrs["files"]
-        in_shards = {path for path in listed if path.split("/")[1:2] == ["c"] and path.split("/")[0] in shards}
-        yield from self._files(attrs, in_shards)
+        own = {name for name, hook in attrs["hooks"].items() if hook["array"] == name}
+        in_shards = {path for path in attrs["files"] if path.split("/")[1:2] == ["c"] and path.split("/")[0] in own}
+        yield from self._files(attrs, own, in_shards)
         yield from self._token_arrays(attrs)
         for name, hook in attrs["hooks"].items():
             if hook["array"] != name:
-                if attrs["hooks"].get(hook["array"], {}).get("array") != hook["array"]:
+                if hook["array"] not in list(own):  # of a forged store, not always hashable
                     yield self.problem(name, f"its array {hook['array']!r} is no hook")
                 continue
             try:
@@ -172,13 +171,20 @@ class _Check:
         for path in sorted(present - set(attrs["files"]) - {"zarr.json"}):
             yield self.problem(path, "the file is not listed")
 
-    def _files(self, attrs: dict[str, Any], in_shards: Iterable[str]) -> Iterator[Problem]:
-        """Names and sizes, and the checksum of all files but shards: those are checked chunk by chunk."""
-        chunks = {f"{name}/c/0" for name in (*TOKEN_ARRAYS, *(f"{hook}_positions" for hook in attrs["hooks"]))}
+    def _files(self, attrs: dict[str, Any], own: set[str], in_shards: set[str]) -> Iterator[Problem]:
+        """Names and sizes, and the checksum of all files but shards: those are checked chunk by chunk.
+
+        own: hooks with an array of their own. in_shards: files of these arrays.
+        """
+        plain = {*TOKEN_ARRAYS, *(f"{hook}_positions" for hook in own)}
+        chunks = {f"{name}/c/0" for name in plain}
         listed: dict[str, list[int]] = attrs["files"]
         for path, (size, checksum) in sorted(listed.items()):
             if path.startswith("/") or ".." in path.split("/"):
                 yield self.problem("zarr.json", f"the file {path!r} lies outside the store")
+                continue
+            if path.split("/")[0] not in own | plain:
+                yield self.problem(path, "the file belongs to no array")
                 continue
             data = read_file(self.store / path)
             if data is None:
