@@ -110,7 +110,8 @@ def child(args: argparse.Namespace) -> None:
             "pca": (args.hooks, "target", {",".join(PCA_HOOKS): f"pca({_basis(args)})"}),
         }
         hooks, owner, reduce = reduces.get(args.child, (args.hooks, args.child, {}))
-        extra = capture_args(hooks=hooks, store_dir=args.store_dir, owner=owner, chunk_tokens=64, reduce=reduce)
+        graphs = args.engine_args.get("compilation_config")
+        extra = capture_args(hooks, args.store_dir, owner, graphs, chunk_tokens=64, reduce=reduce)
     llm = LLM(args.model, **{**ENGINE, "enforce_eager": args.eager, **args.engine_args, **extra})
     counts = _count_tokens(llm)
     outputs = _generate(llm)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 
 from dmi_connector.engine.context import CaptureContext
@@ -44,9 +45,10 @@ _SLACK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """Bytes of the shared host buffer and of the GPU staging buffer (0 on the CPU)."""
+    """Bytes of the shared host buffer, of its least size, and of the GPU staging buffer (0 on the CPU)."""
 
     host: int
+    least_host: int
     staging: int
 
 
@@ -68,11 +70,11 @@ def buffer_sizes(options: ServerOptions, token_bytes: int, gpu: bool, step_bytes
                 "choose fewer hooks or reduce chunk_tokens"
             )
     if options.sink == "null":
-        return BufferSizes(_SLACK_BYTES, 0)
+        return BufferSizes(_SLACK_BYTES, _SLACK_BYTES, 0)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     host = options.host_buffer_bytes or max(int(memory * GPU_HOST_SHARE) if gpu else CPU_HOST_BYTES, host_least)
     staging = (options.staging_bytes or max(GPU_STAGING_BYTES, chunks)) if gpu else 0
-    return BufferSizes(host, staging)
+    return BufferSizes(host, host_least, staging)
 
 
 def keep_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:
@@ -165,4 +167,29 @@ def announce(
             limits[name] / 1e9,
             limits[name] / full.payload.token_bytes,
             ", ".join(f"{n} {v / 1e9:.1f} GB/s" for n, v in limits.items()),
+        )
+
+
+_GRAPH_TOKENS = 512
+"""Steps of an engine that is always busy have up to about this many tokens; vLLM's own largest graph, too."""
+
+
+def announce_graphs(vllm_config: VllmConfig) -> None:
+    """Log in which steps capture costs more than it must, and what to do. docs/PERFORMANCE.md has the figures."""
+    config = vllm_config.compilation_config
+    mode, largest = config.cudagraph_mode, config.max_cudagraph_capture_size
+    if vllm_config.device_config.device_type == "cpu" or vllm_config.model_config.enforce_eager:
+        return
+    if mode != CUDAGraphMode.FULL:
+        logger.info(
+            "dmi_connector: cudagraph_mode is %s: steps in which prompts join decoding requests run in pieces, in "
+            "which capture costs more. FULL avoids that where the attention backend allows it",
+            mode.name,
+        )
+    elif largest < min(_GRAPH_TOKENS, vllm_config.scheduler_config.max_num_batched_tokens):
+        logger.info(
+            "dmi_connector: CUDA graphs end at %d tokens: longer steps run in pieces, in which capture costs more. "
+            "max_cudagraph_capture_size of %d in the compilation config avoids that",
+            largest,
+            _GRAPH_TOKENS,
         )

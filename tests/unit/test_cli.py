@@ -227,6 +227,27 @@ def test_serve_builds_both_flags_and_passes_the_rest_on(tmp_path: Path) -> None:
     assert "--speculative_config" not in serve("m", "--owner", "target")
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--compilation-config", '{"mode": 3}'],
+        ["--compilation_config.mode=3"],
+        ["-cc.cudagraph_mode=PIECEWISE"],
+        ["-cc", "{}"],
+        ["-O0"],
+        ["-O", "1"],
+        ["--optimization-level=2"],
+    ],
+)
+def test_serve_leaves_cuda_graphs_to_whoever_configures_them(flags: list[str], tmp_path: Path) -> None:
+    command = serve("m", "--owner", "target")
+    assert json.loads(command[command.index("--compilation_config") + 1]) == {"cudagraph_mode": "FULL"}
+    assert "--compilation_config" not in serve("m", "--owner", "target", *flags)[: -len(flags)]
+    file = tmp_path / "c.yaml"
+    file.write_text("compilation-config:\n  mode: 3\n")
+    assert "--compilation_config" not in serve("m", "--owner", "target", "--config", str(file))
+
+
 def test_serve_has_a_flag_for_every_server_option() -> None:
     known = make_serve_parser().format_help()
     missing = [f.name for f in fields(ServerOptions) if "--" + f.name.replace("_", "-") not in known]

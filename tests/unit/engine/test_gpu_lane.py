@@ -17,7 +17,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.transfer import gpu_lane
+from dmi_connector.engine.transfer import gpu_lane, pinning
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Progress
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.store.format.completeness import Cause
@@ -142,6 +142,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(gpu_lane, "SliceCopier", Copier)
+    monkeypatch.setattr(pinning, "relax_captures", lambda: None)
 
     def gather_rows(rows: torch.Tensor, index: torch.Tensor, *rest: torch.Tensor) -> None:
         assert _streams == [Engine.stream], "kernels on another stream slow down graphs that are replayed later"
