@@ -192,6 +192,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", help="model directory (weights are random); default: a tiny Qwen3")
     p.add_argument("--setups", default="stock,hidden-states zstd", help="comma-separated; a semicolon begins a group")
     p.add_argument("--loads", default="short64", help=f"comma-separated: {', '.join(LOADS)}")
+    p.add_argument(
+        "--loads-of", type=json.loads, default={}, help='JSON: other loads of a setup, as in {"stock": "short16"}'
+    )
     p.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: %(default)s)")
     p.add_argument("--warm", type=float, default=6.0, help="seconds before it (default: %(default)s)")
     p.add_argument("--repeat", type=int, default=1, help="rounds (default: %(default)s)")
@@ -234,7 +237,7 @@ def run(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> d
             common.save(args.out, results)
             for load in args.loads.split(","):
                 for _ in range(args.repeat):
-                    for name in [*children]:
+                    for name in [n for n in children if load in args.loads_of.get(n, args.loads).split(",")]:
                         answer = children[name].answer({"load": load})
                         note(f"{name:32s} {load:9s} {json.dumps(answer)}")
                         if "failed" in answer:
