@@ -7,7 +7,7 @@
 # failed.
 # Phases, each a result file OUT/PHASE.json and a log beside it, in the order given:
 #   kernels  taps in CUDA graphs, without vLLM (half a minute)
-#   check    tokens and values with CUDA graphs: full surface, principal components, values of several layers, reduced hooks (5 minutes)
+#   check    tokens and values with CUDA graphs: full surface, principal components, values of several layers, reduced hooks, graphs of whole steps (7 minutes)
 #   main     stock, hidden-states and the full surface, copied to the host and with stores (8 minutes)
 #   reduced  int8 and mixed (6 minutes)
 #   curves   hooks and layers, seven engines at once (5 minutes)
@@ -31,7 +31,7 @@ sizes='"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]'
 engine="{\"gpu_memory_utilization\": 0.03, \"max_num_seqs\": 256, \"compilation_config\": {$sizes}}"
 steps='"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512]'
 whole="{\"gpu_memory_utilization\": 0.03, \"max_num_seqs\": 256, \"compilation_config\": {\"cudagraph_mode\": \"FULL\", $steps}}"
-small='{"max_num_batched_tokens": 320, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 8000000000, "compilation_config": {"cudagraph_mode": "FULL"}}'
+small='{"max_num_batched_tokens": 320, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 8000000000}'
 decode=decode1,decode32,decode128
 roomy='{"host_buffer_bytes": 17179869184, "staging_bytes": 4294967296}'
 
@@ -69,7 +69,8 @@ for phase in "$@"; do
     check)
       check check target,pca
       check check-batches target --hooks resid_pre,resid_mid,q,k
-      check check-reduced reduced ;;
+      check check-reduced reduced
+      check check-whole draft,target --head-dim 128 ;;
     main)
       capture main '{"stock": 5, "full": 72, "hidden": 9}' \
         'stock,hidden-states null,full null,full host,hidden-states disk,full disk none,full disk zstd,full disk lz4' \
@@ -94,7 +95,7 @@ for phase in "$@"; do
     sustained)
       busy sustained '{"stock": 13, "hidden-states zstd": 29, "hidden-states zstd draft": 29, "narrow zstd": 7}' \
         'stock,hidden-states zstd,hidden-states zstd draft,narrow zstd' short64,short256 \
-        --loads-of '{"narrow zstd": "short64"}' ;;
+        --loads-of '{"narrow zstd": "short64"}' --repeat 2 --profile 3 ;;
     sustained-full)
       busy sustained-full '{"stock": 4, "full null": 66}' 'stock,full null' short64 ;;
     sustained-int8)

@@ -33,7 +33,7 @@ from benchmarks.engine import Bench
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms
 from benchmarks.setups import FULL, HIDDEN, REDUCE, Setup
 from benchmarks.without import MECHANISMS
-from benchmarks.worker import worker_backlog
+from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile, worker_python_us
 
 MODULE = "benchmarks.sustained"
 _GROWS = 0.02
@@ -105,10 +105,12 @@ class Busy(Bench):
         if setup.without:
             engine_args["worker_extension_cls"] = f"benchmarks.without.{setup.without}"
         options = {"sink": setup.sink, "codec": setup.codec, **args.options} if setup.hooks else {}
+        if setup.hooks and setup.graphs:
+            options["cuda_graphs"] = "vllm"
         mine = argparse.Namespace(**{**vars(args), "engine_args": engine_args, "options": options, "together": False})
         super().__init__(mine, setup.engine, setup)
         self.setup, self._current = setup, setup
-        self.facts["cudagraph_mode"] = self.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
+        self.facts["cudagraph_mode"] = self.llm.collective_rpc(worker_graph_mode)[0]
 
     def measure(self, name: str) -> dict[str, Any]:
         """Run one load and say what a client saw, and whether the files kept up."""
@@ -120,13 +122,24 @@ class Busy(Bench):
         client = Client(self.llm.llm_engine, load, self.vocab, setup.hooks != "", self._seed)
         client.run(self.args.warm, lambda: None)
         samples: list[tuple[float, dict[str, float]]] = []
+        speeds: list[float] = []
         began = time.perf_counter()
-        seconds = client.run(self.args.seconds, lambda: samples.append((time.perf_counter() - began, self._backlog())))
+
+        def look() -> None:
+            samples.append((time.perf_counter() - began, self._backlog()))
+            speeds.append(self.llm.collective_rpc(worker_python_us)[0])
+
+        seconds = client.run(self.args.seconds, look)
         result: dict[str, Any] = {**load._asdict(), "seconds": round(seconds, 1), "requests": client.requests}
-        result |= {"tok_per_s": round(client.tokens / seconds, 1)}
+        result |= {"tok_per_s": round(client.tokens / seconds, 1), "python_us": speeds}
         result |= {"first_token_ms": latency_ms(client.first_s), "between_tokens_ms": latency_ms(client.between_s)}
         if setup.hooks:
             result |= flow(samples, result["tok_per_s"])
+        if self.args.profile:
+            self.llm.collective_rpc(worker_profile, args=(True,))
+            client.run(self.args.profile, lambda: None)
+            result["profile"] = self.llm.collective_rpc(worker_profile, args=(False,))[0]
+            result["profile"].get("step", {}).pop("each_us", None)
         client.finish()
         ended = time.perf_counter()
         self.drain()
@@ -197,6 +210,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: %(default)s)")
     p.add_argument("--warm", type=float, default=6.0, help="seconds before it (default: %(default)s)")
+    p.add_argument("--profile", type=float, default=0.0, help="seconds after it in which parts of a step are timed")
     p.add_argument("--repeat", type=int, default=1, help="rounds (default: %(default)s)")
     p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of all loads, for small machines")
     p.add_argument("--dtype", default="bfloat16")

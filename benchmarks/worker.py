@@ -97,6 +97,11 @@ def worker_stand_still(worker: Any, still: bool) -> int:
     return len(writers)
 
 
+def worker_graph_mode(worker: Any) -> str:
+    """Which CUDA graphs the worker makes."""
+    return str(worker.vllm_config.compilation_config.cudagraph_mode.name)
+
+
 def worker_python_us(worker: Any) -> float:
     """`python_us` on the engine's thread."""
     return python_us()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from dmi_connector.settings import OptionError, ServerOptions
@@ -15,10 +15,6 @@ MAX_BATCH = 65536
 """More requests than any vLLM engine runs in one step."""
 EXTRACT_HIDDEN_STATES = "extract_hidden_states"
 """The method of vLLM's speculative config under which the draft owns the rows."""
-CUDA_GRAPHS = {"cudagraph_mode": "FULL"}
-"""vLLM's compilation config with which capture is fastest: one CUDA graph for a whole step, also where prompts join
-decoding requests. Where the attention backend has no such graphs, vLLM takes FULL_AND_PIECEWISE.
-"""
 CONNECTOR, CONNECTOR_MODULE = "DMIConnector", "dmi_connector.engine.connector"
 """The connector's name and home, as vLLM's options have them."""
 
@@ -27,16 +23,14 @@ def capture_args(
     hooks: str | Iterable[str] = "hidden-states",
     store_dir: str | os.PathLike[str] = "captures",
     owner: str = "draft",
-    compilation_config: Mapping[str, Any] | int | None = None,
     **options: Any,
-) -> dict[str, Any]:
-    """Arguments for `vllm.LLM`, which are also the JSON of flags of `vllm serve`.
+) -> dict[str, dict[str, Any]]:
+    """Arguments for `vllm.LLM`, which are also the JSON of two flags of `vllm serve`.
 
     hooks: the selection, as in "hidden-states,mlp_post@10-20,-logits", or a list. store_dir: where stores are written.
     owner: "draft" gives `speculative_config` (vLLM's extract_hidden_states path, whose draft model owns the rows) and
-    `kv_transfer_config`; "target" gives only `kv_transfer_config`, and the served model owns the rows.
-    compilation_config: yours for vLLM. What it does not set is as in CUDA_GRAPHS. options: the other fields of
-    `ServerOptions`.
+    `kv_transfer_config`; "target" gives only `kv_transfer_config`, and the served model owns the rows. options: the
+    other fields of `ServerOptions`.
 
     Raises OptionError for a bad option. Hook names are checked against the model when the engine starts.
     """
@@ -51,15 +45,12 @@ def capture_args(
         "kv_role": "kv_producer",
         "kv_connector_extra_config": extra,
     }
-    if isinstance(compilation_config, int):  # vLLM's short form
-        compilation_config = {"mode": compilation_config}
-    engine = {"kv_transfer_config": transfer, "compilation_config": {**CUDA_GRAPHS, **(compilation_config or {})}}
     if owner == "target":
-        return engine
+        return {"kv_transfer_config": transfer}
     speculative = {
         "method": EXTRACT_HIDDEN_STATES,
         "num_speculative_tokens": 1,
         "num_speculative_tokens_per_batch_size": [[1, MAX_BATCH, 0]],  # no drafts at any batch size
         "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}},
     }
-    return {"speculative_config": speculative, **engine}
+    return {"speculative_config": speculative, "kv_transfer_config": transfer}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dmi_connector.args import OWNERS, capture_args
-from dmi_connector.settings import CHECKS, CODECS, FILE_MODES, POLICIES, SINKS, OptionError, ServerOptions
+from dmi_connector.settings import CHECKS, CODECS, CUDA_GRAPHS, FILE_MODES, POLICIES, SINKS, OptionError, ServerOptions
 
 SERVER = "vllm.entrypoints.openai.api_server"
 """Run as a module: the `vllm` command fails if vLLM was installed from a distribution of another name."""
@@ -23,9 +23,16 @@ SERVER = "vllm.entrypoints.openai.api_server"
 _CONFLICT = re.compile(
     r"^(?:--(?P<long>kv[-_]transfer[-_]config|speculative[-_]config)(?:[.=]|$)|(?P<short>-sc)(?:[.=]|$))"
 )
-_GRAPHS = re.compile(r"^(--compilation[-_]config|-cc|--optimization[-_]level|-O)([.=\d]|$)")
+_CHOICES = {
+    "codec": CODECS,
+    "policy": POLICIES,
+    "sink": SINKS,
+    "file_mode": FILE_MODES,
+    "check": CHECKS,
+    "cuda_graphs": CUDA_GRAPHS,
+}
+_GRAPHS = re.compile(r"^(--compilation[-_]config|-cc)([.=]|$)")
 """Flags of vLLM with which a user says how CUDA graphs are made."""
-_CHOICES = {"codec": CODECS, "policy": POLICIES, "sink": SINKS, "file_mode": FILE_MODES, "check": CHECKS}
 
 USAGE = """dmi serve MODEL [--hooks HOOKS] [--store-dir DIR] [--owner OWNER] [option ...] [any vllm flag ...]
 
@@ -84,38 +91,32 @@ def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> list
     command += ["--model", *model] if model else []
     if _config_captures(passed, given):
         return [*command, *passed]
-    wanted = capture_args(**given)
-    if any(_GRAPHS.match(flag) for flag in passed) or _in_files(passed, "compilation[-_]config"):
-        del wanted["compilation_config"]
+    if any(_GRAPHS.match(flag) for flag in passed):
+        given.setdefault("cuda_graphs", "vllm")
     flags: list[str] = []
-    for name, value in wanted.items():
+    for name, value in capture_args(**given).items():
         flags += [f"--{name}", json.dumps(value)]
     return [*command, *flags, *passed]
 
 
 def _config_captures(passed: Sequence[str], given: dict[str, Any]) -> bool:
     """Whether vLLM's --config file configures the connector. Raises OptionError if our flags do so too."""
-    name = _in_files(passed, "kv[-_]transfer[-_]config")
-    if name and given:
-        flags = ", ".join("--" + option.replace("_", "-") for option in given)
-        raise OptionError(
-            f"config: {name!r} has a kv-transfer-config, which {flags} would replace; put these settings "
-            "into the file, or take its kv-transfer-config and speculative-config out"
-        )
-    return bool(name)
-
-
-def _in_files(passed: Sequence[str], option: str) -> str:
-    """The first of vLLM's --config files that sets an option (a regular expression), or "". Raises OptionError."""
     names = [passed[i + 1] for i, flag in enumerate(passed[:-1]) if flag == "--config"]
     names += [flag.partition("=")[2] for flag in passed if flag.startswith("--config=")]
     for name in names:
         path = Path(name)
         if not path.is_file():
             raise OptionError(f"config: {name!r} is no file; give a YAML file of vLLM flags, as in configs/")
-        if re.search(rf"^[\"']?{option}\b", path.read_text(), re.MULTILINE):
-            return name
-    return ""
+        if not re.search(r"^[\"']?kv[-_]transfer[-_]config\b", path.read_text(), re.MULTILINE):
+            continue
+        if given:
+            flags = ", ".join("--" + option.replace("_", "-") for option in given)
+            raise OptionError(
+                f"config: {name!r} has a kv-transfer-config, which {flags} would replace; put these settings "
+                "into the file, or take its kv-transfer-config and speculative-config out"
+            )
+        return True
+    return False
 
 
 def serve(argv: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:

@@ -52,6 +52,14 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.v1.attention.backend:AttentionCGSupport.ALWAYS",
         "our metadata builder claims it, so that full CUDA graphs stay on",
     ),
+    "graph_support": (
+        "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
+        "says whether a graph of a whole step can hold an attention layer",
+    ),
+    "graph_mode": (
+        "vllm.config:CompilationConfig.__dataclass_fields__.cudagraph_mode",
+        "set to FULL after the model is built, where graphs of whole steps are right",
+    ),
     "query_starts": (
         "vllm.v1.attention.backend:CommonAttentionMetadata.__dataclass_fields__.query_start_loc",
         "query starts of a batch, which place rows of logits",

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 
 from dmi_connector.engine.context import CaptureContext
@@ -167,29 +166,4 @@ def announce(
             limits[name] / 1e9,
             limits[name] / full.payload.token_bytes,
             ", ".join(f"{n} {v / 1e9:.1f} GB/s" for n, v in limits.items()),
-        )
-
-
-_GRAPH_TOKENS = 512
-"""Steps of an engine that is always busy have up to about this many tokens; vLLM's own largest graph, too."""
-
-
-def announce_graphs(vllm_config: VllmConfig) -> None:
-    """Log in which steps capture costs more than it must, and what to do. docs/PERFORMANCE.md has the figures."""
-    config = vllm_config.compilation_config
-    mode, largest = config.cudagraph_mode, config.max_cudagraph_capture_size
-    if vllm_config.device_config.device_type == "cpu" or vllm_config.model_config.enforce_eager:
-        return
-    if mode != CUDAGraphMode.FULL:
-        logger.info(
-            "dmi_connector: cudagraph_mode is %s: steps in which prompts join decoding requests run in pieces, in "
-            "which capture costs more. FULL avoids that where the attention backend allows it",
-            mode.name,
-        )
-    elif largest < min(_GRAPH_TOKENS, vllm_config.scheduler_config.max_num_batched_tokens):
-        logger.info(
-            "dmi_connector: CUDA graphs end at %d tokens: longer steps run in pieces, in which capture costs more. "
-            "max_cudagraph_capture_size of %d in the compilation config avoids that",
-            largest,
-            _GRAPH_TOKENS,
         )

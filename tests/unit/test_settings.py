@@ -107,25 +107,12 @@ def test_request_refusals_name_option_value_and_fix(given: Any, words: list[str]
 
 def test_capture_args_gives_the_flags_of_each_owner() -> None:
     draft = capture_args(hooks="vllm-full", store_dir="somewhere", codec="lz4")
-    assert set(draft) == {"speculative_config", "kv_transfer_config", "compilation_config"}
+    assert set(draft) == {"speculative_config", "kv_transfer_config"}
     extra = draft["kv_transfer_config"]["kv_connector_extra_config"]
     assert extra == {"hooks": "vllm-full", "store_dir": os.path.abspath("somewhere"), "codec": "lz4"}
     target = capture_args(hooks=("q", "k"), store_dir=Path("somewhere"), owner="target")
-    assert set(target) == {"kv_transfer_config", "compilation_config"}
+    assert set(target) == {"kv_transfer_config"}
     assert json.loads(json.dumps([draft, target])) == [draft, target], "plain JSON, as the flags need it"
-
-
-@pytest.mark.parametrize(
-    ("given", "engine"),
-    [
-        (None, {"cudagraph_mode": "FULL"}),
-        (2, {"cudagraph_mode": "FULL", "mode": 2}),
-        ({"max_cudagraph_capture_size": 64}, {"cudagraph_mode": "FULL", "max_cudagraph_capture_size": 64}),
-        ({"cudagraph_mode": "NONE"}, {"cudagraph_mode": "NONE"}),
-    ],
-)
-def test_capture_args_changes_nothing_of_a_compilation_config(given: Any, engine: dict[str, Any]) -> None:
-    assert capture_args(compilation_config=given)["compilation_config"] == engine
 
 
 def test_capture_args_refuses_unknown_owners_and_options() -> None:

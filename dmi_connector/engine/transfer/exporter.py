@@ -73,8 +73,6 @@ class Exporter:
             self.lane = DeviceLane(self.ring, sizes.staging, self.rows, sizes.least_host)
             self.lane.warm_up(full.table)
         sizing.announce(context, full, self.rows, sizes, self.lane, writers)
-        if rank == 0:
-            sizing.announce_graphs(vllm_config)
 
     def _layout(self, hooks: dict[str, tuple[int, ...]]) -> ChunkLayout:
         key = tuple(hooks.items())
