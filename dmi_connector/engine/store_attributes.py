@@ -26,6 +26,7 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
         "dtype": context.dtype,
         "num_layers": dims.layers,
         "identities": True,
+        **({"parallel": True} if context.arch.parallel else {}),
         "tp": context.tp,
         "owner": context.owner,
         "versions": {

@@ -13,6 +13,7 @@ from dmi_connector.hooks import (
     ALIASES,
     HOOKS,
     PRESETS,
+    USUAL,
     ModelDims,
     Selection,
     SelectionError,
@@ -24,7 +25,7 @@ from dmi_connector.reduce import ReduceError
 
 DENSE = ModelDims("Dense", 8, hidden=64, heads=4, kv_heads=2, head_dim=32, intermediate=96, vocab=512)
 MIXED = ModelDims("Mixed", 4, 64, 4, 2, head_dim=32, intermediate=96, vocab=512, experts=5, top_k=3, moe_layers=(1, 3))
-LEARNED = ModelDims("Learned", 3, 128, 4, 4, head_dim=32, intermediate=512, vocab=512, rotary=False)
+LEARNED = ModelDims("Learned", 3, 128, 4, 4, head_dim=32, intermediate=512, vocab=512, features=USUAL - {"rotary"})
 ALL = tuple(range(8))
 ROOT = Path(__file__).parents[2]
 
