@@ -14,7 +14,7 @@ TORCH := $(shell grep -h ^torch== $(LOCKS))
 JOBS ?= 3
 STAMP := $(VENV)/.stamp-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: help env demo test soak lint docs bench
+.PHONY: help env demo test soak compat lint docs bench
 
 help:
 	@echo "make env    build $(VENV) from requirements/ (minutes, once)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test   the test suite          make soak   its long-running part"
 	@echo "make lint   ruff, mypy, imports     make bench  capture throughput (ARGS=--help)"
 	@echo "make docs   the documentation, as a website in site/"
+	@echo "make compat the core of the tests with each supported vLLM and Python (ARGS=--help)"
 
 env: $(STAMP)
 	@:
@@ -36,9 +37,12 @@ $(STAMP):
 	@$(PIP_INSTALL) $(addprefix -r ,$(LOCKS))
 	@$(PY) -c 'import torch' 2>/dev/null || { \
 	  echo "env 2/3: $(TORCH) of the package index cannot be imported: taking its CPU wheel from $(TORCH_INDEX)"; \
-	  { PIP_EXTRA_INDEX_URL=$(TORCH_INDEX) $(PIP_INSTALL) --force-reinstall --index-url $(TORCH_INDEX) $(TORCH) && \
-	    $(PY) -c 'import torch'; } || { echo "$(TORCH) cannot be imported, nor replaced by a CPU wheel from" \
-	    "$(TORCH_INDEX): see above. Name an index that has it: make env TORCH_INDEX=URL" >&2; exit 1; }; }
+	  PIP_EXTRA_INDEX_URL=$(TORCH_INDEX) $(PIP_INSTALL) --force-reinstall --index-url $(TORCH_INDEX) $(TORCH) && \
+	    $(PY) -c 'import torch'; } || { \
+	  echo "env 2/3: no CPU wheel there: taking the libraries of the CUDA build (requirements/cuda.txt, 2.5 GB)"; \
+	  $(PIP_INSTALL) -r requirements/cuda.txt && $(PY) -c 'import torch'; } || { \
+	  echo "$(TORCH) cannot be imported, nor replaced by a CPU wheel from $(TORCH_INDEX): see above." \
+	    "Name an index that has it: make env TORCH_INDEX=URL" >&2; exit 1; }
 	@echo "env 3/3: dmi_connector, editable"
 	@$(PIP_INSTALL) --no-build-isolation -e .
 	@$(PY) -P -c 'import vllm, dmi_connector' || { echo "vllm cannot be imported: see above. Build anew:" \
@@ -56,6 +60,9 @@ soak: env
 	@SOAK_RESULT=benchmarks/results/cpu-soak.json V2_RESULT=benchmarks/results/cpu-v2-runner.jsonl \
 	  $(PY) -m pytest tests -m soak -s
 	@$(PY) -m pytest tests/unit -m hypothesis --hypothesis-profile=random
+
+compat: env
+	@$(PY) -m benchmarks.compat $(ARGS)
 
 lint: env
 	@$(VENV)/bin/ruff check .

@@ -106,6 +106,7 @@ class DMIConnector(KVConnectorBase_V1):
 
         self._check_coverage()
         layer = self._vllm_config.compilation_config.static_forward_context[self.context.cache_layer]
+        layer.check_cache()
         rank = get_tensor_model_parallel_rank()
         self.exporter = Exporter(self.context, layer, rank, self._vllm_config)
 

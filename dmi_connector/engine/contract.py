@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-SUPPORTED = ">=0.29,<0.34"
+SUPPORTED = ">=0.31,<0.33"
+"""Versions with which `make compat` passed. docs/COMPATIBILITY.md says why others are excluded."""
 REUSE = ("allow_buffer_reuse", "inplace_buffers", "memory_planning")
 """Options of Inductor that let it put a value where another one was."""
 

@@ -244,11 +244,13 @@ def test_a_missing_name_in_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     contract.check_names()
     gone = ("vllm.v1.kv_cache_interface:HiddenStateCacheSpec.no_such_name", "a made-up reason")
     monkeypatch.setitem(contract.NAMES, "bogus", gone)
-    with pytest.raises(ValueError, match=r"no_such_name is missing in version .*a made-up reason.*>=0\.29"):
+    with pytest.raises(ValueError, match=r"no_such_name is missing in version .*a made-up reason.*>=0\.31"):
         contract.check_names()
 
 
-@pytest.mark.parametrize(("version", "accepted"), [("0.28.1", False), ("0.29.0", True), ("0.34.0", False)])
+@pytest.mark.parametrize(
+    ("version", "accepted"), [("0.30.0", False), ("0.31.0", True), ("0.32.1+cpu", True), ("0.33.0", False)]
+)
 def test_only_supported_versions_of_vllm_are_accepted(
     monkeypatch: pytest.MonkeyPatch, version: str, accepted: bool
 ) -> None:
@@ -258,7 +260,7 @@ def test_only_supported_versions_of_vllm_are_accepted(
     if accepted:
         contract.check_names()
     else:
-        with pytest.raises(ValueError, match=rf"version {version} is not supported; install vllm>=0\.29"):
+        with pytest.raises(ValueError, match=rf"version {version} is not supported; install vllm>=0\.31"):
             contract.check_names()
 
 
