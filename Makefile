@@ -14,7 +14,7 @@ TORCH := $(shell grep -h ^torch== $(LOCKS))
 JOBS ?= 3
 STAMP := $(VENV)/.stamp-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: help env demo test soak compat lint docs bench
+.PHONY: help env demo test soak compat lint docs bench models
 
 help:
 	@echo "make env    build $(VENV) from requirements/ (minutes, once)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test   the test suite          make soak   its long-running part"
 	@echo "make lint   ruff, mypy, imports     make bench  capture throughput (ARGS=--help)"
 	@echo "make docs   the documentation, as a website in site/"
+	@echo "make models every hook of every family of models, compared with transformers (an hour)"
 	@echo "make compat the core of the tests with each supported vLLM and Python (ARGS=--help)"
 
 env: $(STAMP)
@@ -60,6 +61,9 @@ soak: env
 	@SOAK_RESULT=benchmarks/results/cpu-soak.json V2_RESULT=benchmarks/results/cpu-v2-runner.jsonl \
 	  $(PY) -m pytest tests -m soak -s
 	@$(PY) -m pytest tests/unit -m hypothesis --hypothesis-profile=random
+
+models: env
+	@$(PY) -m benchmarks.models $(ARGS)
 
 compat: env
 	@$(PY) -m benchmarks.compat $(ARGS)

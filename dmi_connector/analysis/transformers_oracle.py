@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dmi_connector.store.read.capture import Capture
@@ -48,7 +48,9 @@ class Twin:
     points: in a layer; those of which a layer has no module are left out, and of two with one name the later counts.
     once: in the base model. layers: its list of layers. attn: the attention module of a layer. gate: the router of a
     layer, which returns scores, weights and experts. by_head: the fused projection has queries, keys and values of one
-    head side by side. scale: field of the config by which the output of a block is multiplied.
+    head side by side. norms_heads: q_norm and k_norm get [heads, tokens, head_dim]. scale: field of the config by which
+    the output of a block is multiplied. weights_scale: field by which transformers multiplies the weights of experts,
+    and vLLM the sum of their outputs.
     """
 
     points: tuple[Point, ...]
@@ -58,7 +60,9 @@ class Twin:
     gate: str = "mlp.gate"
     rotary: bool = True
     by_head: bool = False
+    norms_heads: bool = False
     scale: str = ""
+    weights_scale: str = ""
 
     def but(self, *points: Point, **changes: Any) -> Twin:
         """The same with other points of these names, and other fields."""
@@ -99,7 +103,8 @@ _GEMMA = _LLAMA.but(
 _ABSENT = "-"  # no module has this name
 TWINS = {
     "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,
+    "gemma3_text": replace(_GEMMA, norms_heads=True),
+    "glm4_moe": replace(_LLAMA, weights_scale="routed_scaling_factor"),
     "glm4": _LLAMA.but(
         Point("attn_proj", "self_attn.o_proj"),
         Point("attn_out", "post_self_attn_layernorm"),
@@ -168,13 +173,24 @@ TWINS = {
 
 
 class Oracle:
-    """A transformers model with eager attention that computes every hook for a token sequence."""
+    """A transformers model with eager attention that computes every hook for a token sequence.
 
-    def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float32) -> None:
+    without: hooks to leave out.
+    """
+
+    def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float32, without: Sequence[str] = ()) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, attn_implementation="eager", local_files_only=True
+            model_dir,
+            config=_as_vllm(AutoConfig.from_pretrained(model_dir, local_files_only=True)),
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
         ).eval()
-        self.config = self.model.config
+        self.config, self._without = self.model.config, without
+        if self.config.model_type == "bloom":
+            for module in self.model.modules():
+                if hasattr(module, "gelu_impl"):
+                    module.gelu_impl = torch.nn.GELU()  # as vLLM has it; transformers takes the approximation by tanh
         base = self.model.base_model
         self._base = self.model.model if base is self.model else base  # Llama 4's text model has no base of its own
         self.twin = TWINS.get(self.config.model_type, _LLAMA)
@@ -205,10 +221,13 @@ class Oracle:
         if self.twin.scale:
             for name in ("attn_out", "mlp_out"):
                 values[name] = values[name] * getattr(self.config, self.twin.scale)
+        if self.twin.weights_scale:
+            values["topk_weights"] = values["topk_weights"] / getattr(self.config, self.twin.weights_scale)
         if self.config.model_type == "llama4_text":
             for name in ("q", "k", "q_rot", "k_rot"):
                 values[name] = self._in_halves(values[name])
         values["logits"] = logits[0]
+        values = {name: value for name, value in values.items() if name not in self._without}
         values = {name: value.int() if name == "topk_ids" else value.float() for name, value in values.items()}
         values["token_ids"] = ids[0].int()
         values["positions"] = torch.arange(len(token_ids), dtype=torch.int32)
@@ -227,6 +246,8 @@ class Oracle:
         present = dict(layer.named_modules())
         for point in {point.name: point for point in self.twin.points if point.module in present}.values():
             pick = functools.partial(self._part, part=point.part) if point.part else None
+            if self.twin.norms_heads and point.module.endswith(("q_norm", "k_norm")):
+                pick = functools.partial(self._heads_last, heads=self._sizes[0 if point.name == "q" else 1])
             recorder.watch(present[point.module], point.name, point.side, pick)
         if self.twin.gate in present:
             recorder.watch_router(present[self.twin.gate], self.config.num_experts_per_tok)
@@ -238,9 +259,20 @@ class Oracle:
             return value.unflatten(-1, (-1, 3, self._head_dim))[:, :, index].flatten(1)
         return value.split(self._sizes, -1)[index]
 
+    def _heads_last(self, value: torch.Tensor, heads: int) -> torch.Tensor:
+        """[tokens, width] of values that were [heads, tokens, head_dim]. heads: their width."""
+        return value.reshape(heads // self._head_dim, -1, self._head_dim).transpose(0, 1).flatten(1)
+
     def _in_halves(self, value: torch.Tensor) -> torch.Tensor:
         """Heads whose pairs of values are rotated, as vLLM keeps them: first values of all pairs, then second ones."""
         return value.unflatten(-1, (-1, self._head_dim // 2, 2)).transpose(-1, -2).flatten(-3)
+
+
+def _as_vllm(config: Any) -> Any:
+    """A config with which transformers computes what vLLM does."""
+    if config.model_type == "cohere2":
+        config.sliding_window += 1  # vLLM's windows have the token itself and so many before it
+    return config
 
 
 class _Recorder(ExitStack):

@@ -104,7 +104,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": None,
     },
     "mixtral": {**_ODD, "num_key_value_heads": 3, "num_local_experts": 5, "num_experts_per_tok": 3},
-    "olmoe": {**_EXPERTS, "num_attention_heads": 3, "num_key_value_heads": 3, "num_experts": 4},
+    "olmoe": {
+        **_EXPERTS,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "num_experts": 4,
+        "norm_topk_prob": False,
+    },
     "glm4_moe": {
         **_EXPERTS,
         "n_routed_experts": 8,
@@ -149,7 +155,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 64,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 512,
+        },
     },
     "llama4_text": {
         **_ODD,
@@ -160,7 +174,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "interleave_moe_layer_step": 2,
         "no_rope_layer_interval": 4,
-        "attention_chunk_size": 64,
+        "attention_chunk_size": 128,
         "use_qk_norm": True,
     },
     "opt": {
@@ -262,10 +276,11 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
     """
     import torch
 
-    tied = getattr(model.config, "tie_word_embeddings", False)
-    gemma = model.config.model_type.startswith("gemma")
+    config: Any = model.config
+    tied = getattr(config, "tie_word_embeddings", False)
+    gemma = config.model_type.startswith("gemma")
     offset = 1.0 if gemma else 0.0  # Gemma's norms multiply by 1 + weight
-    embed = 0.3 / math.sqrt(model.config.hidden_size) if gemma else 0.3  # and its embeddings by this root
+    embed = 0.3 / math.sqrt(config.hidden_size) if gemma else 0.3  # and its embeddings by this root
     for name, weight in sorted(model.named_parameters()):
         leaf = name.split(".")[-2] if name.endswith((".weight", ".bias")) else name.split(".")[-1]
         noise = torch.randn(weight.shape, generator=generator)
@@ -282,12 +297,12 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
             if leaf == "lm_head" or (tied and leaf not in _POSITIONS):
                 weight[: len(SPECIAL)] *= 0.1  # greedy decoding must not end early
         else:
-            axis = -2 if model.config.model_type in _INPUT_FIRST and weight.dim() == 3 else _input_axis(leaf)
+            axis = -2 if config.model_type in _INPUT_FIRST and weight.dim() == 3 else _input_axis(leaf)
             weight.copy_(_GAIN.get(leaf, 1.0) * noise / math.sqrt(weight.shape[axis]))
             if leaf in ("c_attn", "qkv_proj"):
                 heads = weight.T if leaf == "c_attn" else weight
-                values = model.config.num_attention_heads if leaf == "c_attn" else model.config.num_key_value_heads
-                size = values * (getattr(model.config, "head_dim", None) or weight.shape[0] // values)
+                values = config.num_attention_heads if leaf == "c_attn" else config.num_key_value_heads
+                size = values * (getattr(config, "head_dim", None) or weight.shape[0] // values)
                 heads[:-size] *= _GAIN["q_proj"]
                 heads[-size:] *= _GAIN["v_proj"]
 

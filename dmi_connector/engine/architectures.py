@@ -18,11 +18,12 @@ class Architecture:
     stream), a plain norm gets the residual stream as input; taps tell them apart by the output. plain_norms: norms
     return something else behind the normed values, and get the stream as input. qkv: the projection that returns q, k
     and v side by side. q_norm, k_norm: norms of q and k. attn_norm, mlp_norm: norms of a block's output, before it is
-    added to the stream. moe_gate, moe_experts: router and experts, in layers that have them. rotary: whether q and k are
-    rotated. parallel: attention and MLP read the same stream, and both are added to it.
+    added to the stream. moe_gate, moe_experts: router and experts, in layers that have them. rotary: whether q and k
+    are rotated. parallel: attention and MLP read the same stream, and both are added to it.
 
-    scale: field of the config by which a block's output is multiplied before it is added. one_rank: hooks that a rank
-    does not have whole or as its slice under tensor parallelism.
+    scale: field of the config by which a block's output is multiplied before it is added. embed_scaled: embeddings are
+    multiplied by the root of their width. one_rank: hooks that a rank does not have whole or as its slice under tensor
+    parallelism.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Architecture:
     rotary: bool = True
     parallel: bool = False
     scale: str = ""
+    embed_scaled: bool = False
     one_rank: tuple[str, ...] = ()
 
     def fit(self, config: Any) -> Architecture:
@@ -65,7 +67,9 @@ class Architecture:
         """What models of this row have, of `hooks.FEATURES`."""
         lacks = {"rotary": not self.rotary, "sequential": self.parallel, "mlp_norm": not self.ln2}
         has = {"post_norms": bool(self.attn_norm)}
-        return USUAL - {name for name, absent in lacks.items() if absent} | {name for name, there in has.items() if there}
+        return USUAL - {name for name, absent in lacks.items() if absent} | {
+            name for name, there in has.items() if there
+        }
 
     def dims(self, config: Any) -> ModelDims:
         """The sizes in a Hugging Face text config."""
@@ -80,7 +84,8 @@ class Architecture:
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or hidden // heads,
-            intermediate=_first(config, "intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden,
+            intermediate=_first(config, "intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner")
+            or 4 * hidden,
             vocab=config.vocab_size,
             experts=experts,
             top_k=getattr(config, "num_experts_per_tok", 0) or 0 if experts else 0,
@@ -135,6 +140,7 @@ class Bloom(Architecture):
 _MODELS = "vllm.model_executor.models"
 _QK_NORM: dict[str, Any] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 _GEMMA: dict[str, Any] = {
+    "embed_scaled": True,
     "attn_norm": "post_attention_layernorm",
     "ln2": "pre_feedforward_layernorm",
     "mlp_norm": "post_feedforward_layernorm",
@@ -181,6 +187,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "GptOssForCausalLM",
             f"{_MODELS}.gpt_oss:GptOssForCausalLM",
+            embed="model.embedding",
             positions_at=1,
             qkv="attn.qkv_proj",
             attn="attn.attn",

@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dmi_connector.args import CONNECTOR, EXTRACT_HIDDEN_STATES
 from dmi_connector.engine.architectures import ARCHITECTURES, Architecture
 from dmi_connector.engine.coverage import Coverage
@@ -40,6 +42,7 @@ class CaptureContext:
     tp: int
     owner: str
     block_scale: float = 1.0
+    embed_scale: float = 1.0
     coverage: Coverage = field(default_factory=Coverage, compare=False, repr=False)
 
     @property
@@ -110,8 +113,13 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
         _keep_bases(options, reductions)
     layout = row_layout(selection, dims, dtype, tp, reductions)
     coverage = Coverage(layout.fields, options.check == "poison")
-    scale = arch.block_scale(model.hf_text_config)
-    return CaptureContext(options, arch, dims, selection, layout, dtype, tp, _owner(vllm_config), scale, coverage)
+    scales = arch.block_scale(model.hf_text_config), _embed_scale(arch, dims, model.dtype)
+    return CaptureContext(options, arch, dims, selection, layout, dtype, tp, _owner(vllm_config), *scales, coverage)
+
+
+def _embed_scale(arch: Architecture, dims: ModelDims, dtype: torch.dtype) -> float:
+    """vLLM keeps the factor in the model's dtype."""
+    return float(torch.tensor(dims.hidden**0.5, dtype=dtype)) if arch.embed_scaled else 1.0
 
 
 def _owner(vllm_config: VllmConfig) -> str:

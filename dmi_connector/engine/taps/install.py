@@ -219,7 +219,7 @@ def _install_inputs(taps: ModelTaps, header: TapBatch) -> None:
     def at_embed(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         header.add(TOKEN_IDS, args[0])
         if embed:
-            embedding.add(embed, output)
+            embedding.add(embed, output if context.embed_scale == 1.0 else _copy(output * context.embed_scale))
             embedding.write()
 
     taps.hook(arch.embed, at_embed)

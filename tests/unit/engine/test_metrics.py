@@ -56,7 +56,9 @@ def make_exporter(tmp_path: Path) -> Iterator[MakeExporter]:
         rows = torch.zeros(TOKENS, layout.row_bytes, dtype=torch.uint8)
         rows.view(torch.int32)[:, :2] = torch.arange(TOKENS, dtype=torch.int32)[:, None]  # token id and position
         config: Any = SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_seqs=4), model_config=SimpleNamespace(model="tiny")
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
+            model_config=SimpleNamespace(model="tiny"),
+            compilation_config=SimpleNamespace(static_forward_context={}),
         )
         layer: Any = SimpleNamespace(rows=rows)
         made.append(Exporter(context, layer, rank, config))
