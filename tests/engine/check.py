@@ -11,17 +11,15 @@ import numpy as np
 
 from dmi_connector import Capture, open_capture
 from dmi_connector.analysis.transformers_oracle import Oracle
-from dmi_connector.hooks import HOOKS
+from dmi_connector.hooks import HOOKS, USUAL
 from dmi_connector.store.read.verify import verify_store
 from tests.runner import ATOL
 
 
 def hooks_of(arch: str) -> list[str]:
-    """The hooks a tiny model of `arch` has and can give in full."""
-    absent = {"moe"} if arch != "qwen3_moe" else {"dense"}
-    if arch == "gpt2":
-        absent.add("rotary")
-    return [name for name, hook in HOOKS.items() if hook.only not in absent and name != "pattern"]
+    """The hooks a tiny model of `arch` (of ARCHS) has and can give in full."""
+    has = {None, "moe" if arch == "qwen3_moe" else "dense", *USUAL} - ({"rotary"} if arch == "gpt2" else set())
+    return [name for name, hook in HOOKS.items() if hook.only in has and name != "pattern"]
 
 
 @lru_cache(maxsize=256)
