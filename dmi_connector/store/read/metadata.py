@@ -38,18 +38,21 @@ def read_attrs(path: str | os.PathLike[str]) -> dict[str, Any]:
     return dict(attrs)
 
 
-def check_arrays(store: Path, attrs: dict[str, Any]) -> None:
-    """Check the metadata of every array that `attrs` names. Raises ValueError that names the array and the fault."""
+def check_arrays(store: Path, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Check the metadata of every array that `attrs` names. Returns them by name.
+
+    Raises ValueError that names the array and the fault.
+    """
     names = [hook["array"] for hook in attrs["hooks"].values()]
     for name in names:
         if not isinstance(name, str):  # may not be hashable
             raise ValueError(f"{store}: {name!r} is no name of an array")
     extra = ["logits_positions"] if "logits" in names else []
-    for name in dict.fromkeys([*names, *TOKEN_ARRAYS, *extra]):
-        _check_array(store, name)
+    return {name: read_array(store, name) for name in dict.fromkeys([*names, *TOKEN_ARRAYS, *extra])}
 
 
-def _check_array(store: Path, name: str) -> None:
+def read_array(store: Path, name: str) -> dict[str, Any]:
+    """The checked zarr.json of one array. Raises ValueError that names the array and the fault."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{store}: {name!r} is no name of an array")
     where = f"{store}: the metadata of array {name!r}"
@@ -63,6 +66,7 @@ def _check_array(store: Path, name: str) -> None:
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise ValueError(f"{where} has the data type {dtype!r}; this format has {', '.join(ITEMSIZE)}")
     _check_codecs(where, document.get("codecs"))
+    return document
 
 
 def _check_codecs(where: str, codecs: object) -> None:
