@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dmi_connector.analysis.importance import importance
     from dmi_connector.args import capture_args
     from dmi_connector.store.read.capture import Capture, CaptureIncomplete, open_capture
+    from dmi_connector.store.read.captures import Captures, open_captures
     from dmi_connector.store.read.index import find_captures
 
 __version__ = "0.1.0"
@@ -17,20 +18,24 @@ __version__ = "0.1.0"
 __all__ = [
     "Capture",
     "CaptureIncomplete",
+    "Captures",
     "__version__",
     "capture_args",
     "find_captures",
     "importance",
     "open_capture",
+    "open_captures",
 ]
 
 _HOME = {
     "capture_args": "dmi_connector.args",
     "Capture": "dmi_connector.store.read.capture",
     "CaptureIncomplete": "dmi_connector.store.read.capture",
+    "Captures": "dmi_connector.store.read.captures",
     "find_captures": "dmi_connector.store.read.index",
     "importance": "dmi_connector.analysis.importance",
     "open_capture": "dmi_connector.store.read.capture",
+    "open_captures": "dmi_connector.store.read.captures",
 }
 
 

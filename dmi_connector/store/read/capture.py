@@ -197,6 +197,10 @@ class Capture:
         """
         return self._read(hook, layer, tokens, convert)
 
+    def sources(self, hook: str, layer: int | None = None) -> list[Source]:
+        """Where a hook lies, or one layer of it: arrays, and indexes along their layer axes. Raises KeyError."""
+        return self._table.sources(hook) if layer is None else [self._table.source(hook, layer)]
+
     def reduction(self, hook: str) -> Reduction | None:
         """The reduction that was applied to `hook` before it was stored, None without one."""
         settings = self.attrs["hooks"][self._table.sources(hook)[0].array].get("reduce")
@@ -321,10 +325,8 @@ class Capture:
 
     def _read(self, hook: str, layer: int | None, tokens: Tokens, convert: bool) -> np.ndarray:
         """Decoded rows, as float32 with `convert`; shapes as in `numpy`."""
-        sources = self._table.sources(hook)
+        sources = self.sources(hook, layer)
         one = layer is not None or sources[0].layer is None
-        if layer is not None:
-            sources = [self._table.source(hook, layer)]
         by_array = {
             name: [s.index for s in sources if s.array == name] for name in dict.fromkeys(s.array for s in sources)
         }

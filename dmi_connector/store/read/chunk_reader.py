@@ -15,8 +15,9 @@ from dmi_connector.store.read.hook_array import HookArray, Piece, ShardPieces
 from dmi_connector.store.read.store_files import StoredFile
 from dmi_connector.store.read.thread_pool import Scratch, in_threads, read_threads
 
-_LEAST_JOB, _MOST_JOB = 1 << 20, 8 << 20
+_LEAST_JOB, _MOST_JOB = 1 << 20, 16 << 20
 """Decoded bytes that a thread takes at a time."""
+_ABSENT = int(EMPTY)
 _BFLOAT16 = numpy_dtype("bfloat16")
 _scratch = Scratch()
 
@@ -33,7 +34,7 @@ def read_pieces(planned: Iterable[ShardPieces]) -> None:
 def _jobs(planned: list[ShardPieces]) -> Iterator[list[ShardPieces]]:
     """The work of one thread at a time: few pieces of a large shard, or several small shards."""
     total = sum(len(some.pieces) * some.array.chunk_bytes for some in planned)
-    limit = min(max(_LEAST_JOB, total // (4 * read_threads())), _MOST_JOB)
+    limit = min(max(_LEAST_JOB, total // (2 * read_threads())), _MOST_JOB)
     job: list[ShardPieces] = []
     size = 0
     for some in planned:
@@ -69,15 +70,20 @@ def _read_shard(some: ShardPieces) -> None:
         return
     with file:
         try:
-            entries = array.index(file, some.segment, some.shard)[tuple(np.transpose([p.slot for p in some.pieces]))]
-            for at in np.argsort(entries[:, 0]).tolist():
-                _read_piece(array, file, int(entries[at, 0]), int(entries[at, 1]), some.pieces[at])
+            index = array.index(file, some.segment, some.shard)
+            entries = [(index[piece.slot].tolist(), piece) for piece in some.pieces]
+            for (offset, size), piece in sorted(entries, key=_offset):
+                _read_piece(array, file, offset, size, piece)
         except ValueError as error:
             raise ValueError(f"{array.files}/{path}: {error}; dmi verify says what else is damaged") from error
 
 
+def _offset(entry: tuple[list[int], Piece]) -> int:
+    return entry[0][0]
+
+
 def _read_piece(array: HookArray, file: StoredFile, offset: int, size: int, piece: Piece) -> None:
-    if offset == EMPTY:
+    if offset == _ABSENT:
         if array.complete:
             raise ValueError(f"chunk {piece.slot} is missing")
         piece.out[piece.places] = 0
@@ -92,7 +98,8 @@ def _read_piece(array: HookArray, file: StoredFile, offset: int, size: int, piec
     elif target is not None:
         rest = _scratch.take("rest", size - len(target))
         file.read_into(offset, [target.data, rest.data])
-        _check(crc32c(rest[:-4], crc32c(target)), rest)
+        crc = crc32c(target)
+        _check(crc32c(rest[:-4], crc) if len(rest) > 4 else crc, rest)
     else:
         raw = _scratch.take("raw", size)
         file.read_into(offset, [raw.data])
@@ -102,7 +109,7 @@ def _read_piece(array: HookArray, file: StoredFile, offset: int, size: int, piec
 
 def _target(array: HookArray, piece: Piece) -> np.ndarray | None:
     """The bytes of the result that the first bytes of the decoded chunk are, uint8 [n]; None where they are not."""
-    if not isinstance(piece.places, slice) or not isinstance(piece.rows, slice) or piece.rows.start:
+    if type(piece.places) is not slice or type(piece.rows) is not slice or piece.rows.start:
         return None
     rows = piece.out[piece.places]
     if rows.dtype != array.bits or not rows.flags.c_contiguous:
@@ -111,7 +118,7 @@ def _target(array: HookArray, piece: Piece) -> np.ndarray | None:
 
 
 def _check(found: int, end: np.ndarray) -> None:
-    if found != int.from_bytes(end[-4:].tobytes(), "little"):
+    if found != int.from_bytes(end[-4:], "little"):
         raise ValueError("the chunk does not match its crc32c")
 
 

@@ -8,7 +8,6 @@ result where they can.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -44,7 +43,7 @@ class ShardPieces(NamedTuple):
     pieces: list[Piece]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HookArray:
     """The geometry of an array, as its zarr.json says.
 
@@ -64,7 +63,7 @@ class HookArray:
     complete: bool
     layers: tuple[int, ...] = ()
     reduce: dict[str, Any] | None = None
-    _indexes: dict[tuple[int, int], np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+    _indexes: dict[tuple[int, int], np.ndarray] = field(default_factory=dict, repr=False)
 
     @classmethod
     def parse(cls, files: StoreFiles, name: str, document: dict[str, Any], complete: bool) -> HookArray:
@@ -112,11 +111,6 @@ class HookArray:
             tuple(document.get("attributes", {}).get("layers", ())),
             document.get("attributes", {}).get("reduce"),
         )
-
-    @classmethod
-    def open(cls, files: StoreFiles, name: str, complete: bool) -> HookArray:
-        """Read the array's zarr.json. Raises FileNotFoundError, ValueError."""
-        return cls.parse(files, name, json.loads(files.read(f"{name}/zarr.json")), complete)
 
     @property
     def columns(self) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 Buffer = memoryview
 """A writable, contiguous view of bytes."""
@@ -26,16 +25,23 @@ class StoredFile:
 
     def read_into(self, offset: int, parts: Sequence[Buffer]) -> None:
         """Fill `parts`, one after the other, with the bytes from `offset` on. Raises ValueError behind the end."""
+        wanted = sum(map(len, parts))
+        got = os.preadv(self._fd, parts, offset)
+        if got != wanted:
+            self._read_rest(offset, parts, got)
+
+    def _read_rest(self, offset: int, parts: Sequence[Buffer], got: int) -> None:
+        """Go on after `got` bytes."""
         views = list(parts)
         while views:
-            got = os.preadv(self._fd, views, offset)
-            if got == 0 and any(len(view) for view in views):
-                raise ValueError("the file ends before its chunks do")
             offset += got
             while views and got >= len(views[0]):
                 got -= len(views.pop(0))
             if views:
                 views[0] = views[0][got:]
+                got = os.preadv(self._fd, views, offset)
+                if got == 0:
+                    raise ValueError("the file ends before its chunks do")
 
     def __enter__(self) -> StoredFile:
         return self
@@ -48,7 +54,7 @@ class StoreFiles:
     """The files of one store on a local file system."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(root)
+        self.root = os.fspath(root)
 
     def open(self, path: str) -> StoredFile:
         """Open a file by its path in the store. Raises FileNotFoundError."""
@@ -60,4 +66,4 @@ class StoreFiles:
             return file.read(0, file.size)
 
     def __str__(self) -> str:
-        return str(self.root)
+        return self.root

@@ -62,7 +62,7 @@ def set_read_threads(threads: int | None) -> None:
     _pool.resize(threads)
 
 
-def in_threads(work: Callable[[Item], None], items: Iterable[Item]) -> None:
+def in_threads(work: Callable[[Item], object], items: Iterable[Item]) -> None:
     """Do `work` on each of `items` in the pool, and wait. Raises the first error; work that has not begun is dropped.
 
     One item, one thread, and work that is itself in the pool run in the calling thread.
