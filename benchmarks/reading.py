@@ -11,7 +11,7 @@ read once, in turns. A ratio is the median over the rounds of limit and read of 
 | whole | `Capture.numpy(hook, convert=False)` of all layers, store by store |
 | float32 | the same with conversion, as `Capture.numpy(hook)` gives it |
 | random | 4,096 random tokens of one layer out of all stores, `RowView.read` |
-| in order | the same chunks, whole and in the order of the files: read raw, and with `zstd` decoded by the codec alone |
+| in order | the same chunks in the order of the files: read raw, and with `zstd` decoded by the codec alone |
 | zarr | `Capture.array(hook)[:]`, by zarr-python |
 | open | `open_captures`, then open and close each store |
 """
@@ -90,7 +90,7 @@ def read_raw(path: str) -> None:
     """One file into fresh memory."""
     fd = os.open(path, os.O_RDONLY)
     size = os.fstat(fd).st_size
-    memory = memoryview(np.empty(size, np.uint8))
+    memory = np.empty(size, np.uint8).data
     for at in range(0, size, _PIECE):
         os.preadv(fd, [memory[at : at + _PIECE]], at)
     os.close(fd)
@@ -256,8 +256,8 @@ def main(argv: list[str] | None = None) -> int:
         "runs": {name: [common.three_digits(value) for value in values] for name, values in runs.items()},
     }
     common.save(args.out, results)
-    print(common.markdown([["", "GB/s"], *([n, f"{v:g}"] for n, v in results["median"].items())]))  # type: ignore[attr-defined]
-    print(common.markdown([["read", "of", "bar", "ratio"], *_table(results["of_limit"])]))  # type: ignore[arg-type]
+    print(common.markdown([["", "GB/s"], *([n, f"{v:g}"] for n, v in results["median"].items())]))
+    print(common.markdown([["read", "of", "bar", "ratio"], *_table(results["of_limit"])]))
     return 0
 
 

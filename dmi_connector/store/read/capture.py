@@ -15,7 +15,7 @@ import numpy as np
 
 from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.layout import TOKEN_ARRAYS
-from dmi_connector.reduce import Reduction, from_settings
+from dmi_connector.reduce import Reduction
 from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.reduce.basis import LayerBasis
 from dmi_connector.reduce.pca import Pca
@@ -32,15 +32,15 @@ from dmi_connector.store.read.hook_names import HookTable, Source, parse_name
 from dmi_connector.store.read.metadata import check_arrays, read_attrs
 from dmi_connector.store.read.shard_reader import decode_plain
 from dmi_connector.store.read.store_files import StoreFiles
+from dmi_connector.store.read.stored_reduction import StoredReduction
 
 if TYPE_CHECKING:
     import torch
+    import xarray
     import zarr
 
 Tokens = slice | Sequence[int] | np.ndarray | None
 _BFLOAT16 = numpy_dtype("bfloat16")
-_OF_VALUES = ("dtype", "width")
-"""Entries of a `reduce` attribute that describe the values before reduction."""
 
 
 class CaptureIncomplete(RuntimeError):
@@ -203,8 +203,8 @@ class Capture:
 
     def reduction(self, hook: str) -> Reduction | None:
         """The reduction that was applied to `hook` before it was stored, None without one."""
-        settings = self.attrs["hooks"][self._table.sources(hook)[0].array].get("reduce")
-        return None if settings is None else from_settings({k: v for k, v in settings.items() if k not in _OF_VALUES})
+        reduced = self._reduced(self._table.sources(hook)[0].array)
+        return None if reduced is None else reduced.reduction
 
     def attention(self, layer: int, head: int | None = None, queries: slice | None = None) -> np.ndarray:
         """Attention weights rebuilt from stored queries and keys; see `store.read.attention.attention`."""
@@ -283,20 +283,20 @@ class Capture:
         if hook == "logits":
             raise ValueError("logits have a row for each sampled token, not for each token; average numpy('logits')")
         source = self._only(hook, layer, "neurons")
-        reduction = self.reduction(source.array)
+        reduced = self._reduced(source.array)
+        reduction = None if reduced is None else reduced.reduction
         if isinstance(reduction, RandomProjection | Pca | AttentionSummary):
             raise ValueError(
                 f"{hook!r} was stored as {reduction.kind}, which keeps no neurons; capture it in full, as int8 or topk"
             )
         (rows,) = self._values({source.array: [source.index]}, tokens)
-        if reduction is None and rows.dtype.kind in "iu":
+        if reduced is None and rows.dtype.kind in "iu":
             raise ValueError(f"{hook!r} holds whole numbers, which have no magnitude to average; name another hook")
-        if reduction is None:
+        if reduced is None:
             return Tally.of(rows.astype(np.float32))
-        parts, width, dtype = self._slices(source.array, rows)
         if isinstance(reduction, TopK):
-            return Tally.beside([reduction.tally(part, width, dtype) for part in parts])
-        return Tally.of(reduction.merge([reduction.decode(part, width, dtype) for part in parts]))
+            return Tally.beside([reduction.tally(part, reduced.width, reduced.dtype) for part in reduced.slices(rows)])
+        return Tally.of(reduced.decode(rows))
 
     def runs(self, most: int) -> Iterator[slice]:
         """Slices of at most `most` rows that together hold all rows that are not missing."""
@@ -305,6 +305,24 @@ class Capture:
             for begin in range(first, start, most):
                 yield slice(begin, min(begin + most, start))
             first = max(first, stop)
+
+    def xarray(self, hooks: Sequence[str] | None = None) -> xarray.Dataset:
+        """Hooks as a lazy xarray Dataset, see `store.read.xarray_view.dataset`."""
+        from dmi_connector.store.read.xarray_view import dataset
+
+        return dataset(self, self.attrs["hooks"] if hooks is None else hooks)
+
+    def shape(self, hook: str) -> tuple[int, ...]:
+        """The shape of `numpy(hook)`. Reads no values. Raises KeyError for an unknown hook."""
+        sources = self.sources(hook)
+        array, reduced = self._hook_array(sources[0].array), self._reduced(sources[0].array)
+        width = array.shape[2] if reduced is None else reduced.decoded_width
+        return (array.shape[1], width) if sources[0].layer is None else (len(sources), array.shape[1], width)
+
+    def chunk_rows(self, hook: str) -> tuple[int, int]:
+        """(rows of an inner chunk, rows of a shard file) of the array that holds a hook."""
+        array = self._hook_array(self.sources(hook)[0].array)
+        return array.chunk_rows, array.segment_rows
 
     def torch(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> torch.Tensor:
         """Like `numpy`, as a torch tensor in the stored dtype."""
@@ -330,7 +348,7 @@ class Capture:
         by_array = {
             name: [s.index for s in sources if s.array == name] for name in dict.fromkeys(s.array for s in sources)
         }
-        if any(self._hook_array(name).reduce for name in by_array):
+        if any("reduce" in self.attrs["hooks"][name] for name in by_array):
             parts = [self._decoded(name, indexes, tokens) for name, indexes in by_array.items()]
             values = parts[0] if len(parts) == 1 else np.concatenate(parts)
         else:
@@ -358,19 +376,12 @@ class Capture:
         return out if widened else out.view(dtype)
 
     def _decoded(self, name: str, indexes: list[int], tokens: Tokens) -> np.ndarray:
+        reduced = self._reduced(name)
         rows = self._values({name: indexes}, tokens)
-        reduction = self.reduction(name)
-        if reduction is None:
-            return rows.astype(np.float32)
-        parts, width, dtype = self._slices(name, rows)
-        values = reduction.merge([reduction.decode(part, width, dtype) for part in parts])
-        return values if values.dtype.kind in "iu" else values.astype(np.float32, copy=False)
+        return rows.astype(np.float32) if reduced is None else reduced.decode(rows)
 
-    def _slices(self, name: str, rows: np.ndarray) -> tuple[list[np.ndarray], int, str]:
-        """(what each tensor-parallel rank stored of reduced rows, width of a rank's values, their dtype)."""
-        info = self.attrs["hooks"][name]
-        width, dtype = int(info["reduce"]["width"]), str(info["reduce"]["dtype"])
-        return np.split(rows, info["shards"], axis=-1), width // info["shards"], dtype
+    def _reduced(self, name: str) -> StoredReduction | None:
+        return StoredReduction.of(self.attrs["hooks"][name])
 
     def _hook_array(self, name: str) -> HookArray:
         found = self._arrays.get(name)

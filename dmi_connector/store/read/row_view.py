@@ -17,6 +17,7 @@ from dmi_connector.store.read.hook_array import HookArray, ShardPieces
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.store.read.metadata import read_array, read_attrs
 from dmi_connector.store.read.store_files import StoreFiles
+from dmi_connector.store.read.stored_reduction import StoredReduction
 from dmi_connector.store.read.thread_pool import in_threads
 
 if TYPE_CHECKING:
@@ -49,14 +50,12 @@ class RowView:
         self._lock = threading.Lock()
         with open_capture(self.stores[0], timeout=0, allow_incomplete=True) as first:
             self._array, self._layers, self.layers = _source(first, hook, layer)
-            self._reduction = first.reduction(self._array)
-            self._reduced = first.attrs["hooks"][self._array].get("reduce")
+            self._reduced = StoredReduction.of(first.attrs["hooks"][self._array])
         array, _ = self._of(0)
         if array.per_sample:
             raise ValueError(f"{hook!r} has a row for each sampled token, not for each token; read it store by store")
         self._stored_width, self.stored_dtype, self._settings = array.shape[2], array.dtype, array.reduce
-        # A projection or a summary has rows of another width than the hook: decoding says which.
-        self.width = self._decoded(np.zeros((1, 1, self._stored_width), self.stored_dtype)).shape[-1]
+        self.width = self._stored_width if self._reduced is None else self._reduced.decoded_width
         self._segment(infos, skip)
 
     def _segment(self, infos: Sequence[CaptureInfo], skip: int) -> None:
@@ -103,13 +102,15 @@ class RowView:
         """
         numbers = self._numbers(rows)
         dtype = self.stored_dtype
-        widened = convert and self._reduction is None and dtype.kind not in "iu" and dtype != np.float32
+        widened = convert and self._reduced is None and dtype.kind not in "iu" and dtype != np.float32
         out = np.empty(
             (len(self._layers), len(numbers), self._stored_width),
             np.float32 if widened else np.dtype(f"<u{dtype.itemsize}"),
         )
         read_pieces(self._plan(numbers, out))
-        values = self._decoded(out if widened else out.view(dtype))
+        values = out if widened else out.view(dtype)
+        if self._reduced is not None:
+            values = self._reduced.decode(values)
         return values if self._stacked else values[0]
 
     def torch(self, rows: slice | Sequence[int] | np.ndarray) -> torch.Tensor:
@@ -188,15 +189,6 @@ class RowView:
             while len(self._open) > _MOST_OPEN:
                 self._open.popitem(last=False)
         return array, layers
-
-    def _decoded(self, rows: np.ndarray) -> np.ndarray:
-        if self._reduction is None:
-            return rows
-        assert self._reduced is not None and self._settings is not None
-        shards = int(self._settings["shards"])
-        width, dtype = int(self._reduced["width"]) // shards, str(self._reduced["dtype"])
-        parts = [self._reduction.decode(part, width, dtype) for part in np.split(rows, shards, axis=-1)]
-        return self._reduction.merge(parts).astype(np.float32, copy=False)
 
 
 def _source(capture: Capture, hook: str, layer: int | None) -> tuple[str, list[int | None], list[int]]:
