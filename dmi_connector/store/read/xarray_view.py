@@ -24,7 +24,9 @@ _SHOWN = ("model", "request_id", "key", "prompt_len", "complete", "reason", "cre
 
 
 class LazyHook:
-    """A hook that is read when it is indexed, for dask.array.from_array. Indexes are slices, one for each dimension."""
+    """A hook that is read when it is indexed, for dask.array.from_array. An index has a slice or a number for each
+    dimension.
+    """
 
     def __init__(self, capture: Capture, hook: str) -> None:
         self._capture, self._hook = capture, hook
@@ -34,20 +36,23 @@ class LazyHook:
         stored = numpy_dtype(info["dtype"])
         self.dtype = stored if stored.kind in "iu" and "reduce" not in info else np.dtype(np.float32)
 
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        *layer, rows, columns = index
-        if not layer:
-            return self._capture.numpy(self._hook, tokens=rows)[:, columns]
-        wanted = self._capture.layers[self._hook][layer[0]]
-        return np.stack([self._capture.numpy(self._hook, number, rows)[:, columns] for number in wanted])
+    def __getitem__(self, index: tuple[slice | int, ...]) -> np.ndarray:
+        *layer, rows, columns = (
+            part if isinstance(part, slice) else slice(range(length)[part], range(length)[part] + 1)
+            for part, length in zip(index, self.shape, strict=True)
+        )
+        numbers: list[Any] = self._capture.layers[self._hook][layer[0]] if layer else [None]
+        parts = [self._capture.numpy(self._hook, number, rows)[:, columns] for number in numbers]
+        values = np.stack(parts) if layer else parts[0]
+        return values[tuple(slice(None) if isinstance(part, slice) else 0 for part in index)]
 
 
 def dataset(capture: Capture, hooks: Iterable[str]) -> xarray.Dataset:
     """Hooks of a capture as dask arrays: float32, integer hooks in their own dtype.
 
     Dimensions: `layer`, `token`, and the width: `hidden` for hooks of the residual stream's width, else `q_width` and
-    so on. Hooks that exist once have no layer dimension. Where hooks have several sets of layers, `layer` is that of most
-    hooks, others are called `layer_0+4`. Logits have `sample` instead of `token`.
+    so on. Hooks that exist once have no layer dimension. Where hooks have several sets of layers, `layer` is that of
+    most hooks, others are called `layer_0+4`. Logits have `sample` instead of `token`.
 
     Coordinates: the layer numbers; `position` (an index: `ds.sel(position=5)`), `token_id` and `phase` of each token,
     and `missing` in an incomplete store; `sample_position` of each row of logits. A dask chunk is one layer of one
