@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dmi_connector.analysis.importance import importance
+    from dmi_connector.analysis.token_dataset import TokenDataset
     from dmi_connector.args import capture_args
     from dmi_connector.store.read.capture import Capture, CaptureIncomplete, open_capture
     from dmi_connector.store.read.captures import Captures, open_captures
@@ -19,6 +20,7 @@ __all__ = [
     "Capture",
     "CaptureIncomplete",
     "Captures",
+    "TokenDataset",
     "__version__",
     "capture_args",
     "find_captures",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "TokenDataset": "dmi_connector.analysis.token_dataset",
     "capture_args": "dmi_connector.args",
     "Capture": "dmi_connector.store.read.capture",
     "CaptureIncomplete": "dmi_connector.store.read.capture",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dmi_connector.dtypes import numpy_dtype
+from dmi_connector.dtypes import as_torch
 from dmi_connector.layout import TOKEN_ARRAYS
 from dmi_connector.reduce import Reduction
 from dmi_connector.reduce.attn import AttentionSummary
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     import zarr
 
 Tokens = slice | Sequence[int] | np.ndarray | None
-_BFLOAT16 = numpy_dtype("bfloat16")
 
 
 class CaptureIncomplete(RuntimeError):
@@ -326,13 +325,7 @@ class Capture:
 
     def torch(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> torch.Tensor:
         """Like `numpy`, as a torch tensor in the stored dtype."""
-        import torch  # optional, and slow to import
-
-        values = self._read(hook, layer, tokens, False)
-        if values.dtype == _BFLOAT16:
-            # torch takes no array of ml_dtypes' bfloat16. The bits are the same.
-            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(values)
+        return as_torch(self._read(hook, layer, tokens, False))
 
     def __getitem__(self, name: str) -> np.ndarray:
         hook, layer = parse_name(name)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dmi_connector.dtypes import numpy_dtype
+from dmi_connector.dtypes import as_torch
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.chunk_reader import read_pieces
 from dmi_connector.store.read.hook_array import HookArray, ShardPieces
@@ -73,6 +73,12 @@ class RowView:
         self._first = np.array(firsts, np.int64)
         self._begin = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
     def __len__(self) -> int:
         return int(self._begin[-1])
 
@@ -115,12 +121,7 @@ class RowView:
 
     def torch(self, rows: slice | Sequence[int] | np.ndarray) -> torch.Tensor:
         """Like `read`, as a torch tensor in the stored dtype."""
-        import torch
-
-        values = self.read(rows, convert=False)
-        if values.dtype == numpy_dtype("bfloat16"):
-            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(values)
+        return as_torch(self.read(rows, convert=False))
 
     def batches(self, size: int) -> Iterator[np.ndarray]:
         """All rows in order, `size` at a time; the last batch may be smaller. Raises ValueError below 1."""
@@ -134,6 +135,35 @@ class RowView:
         numbers = self._numbers(rows)
         run = np.searchsorted(self._begin, numbers, "right") - 1
         return self._store[run], self._first[run] + numbers - self._begin[run]
+
+    def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The view cut where chunks end: (number in `stores`, first row there, rows) of each part, int64 [parts].
+
+        Chunks are as long as those of the store with the most rows.
+        """
+        ends = self._first + np.diff(self._begin)
+        chunk = self._of(int(self._store[np.argmax(ends)]))[0].chunk_rows if len(ends) else 1
+        counts = (ends - 1) // chunk - self._first // chunk + 1
+        run = np.repeat(np.arange(len(ends)), counts)
+        number = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
+        start = np.maximum((self._first[run] // chunk + number) * chunk, self._first[run])
+        stop = np.minimum((self._first[run] // chunk + number + 1) * chunk, ends[run])
+        return self._store[run], start, stop - start
+
+    def buffer(self, rows: int) -> np.ndarray:
+        """Memory for `rows` rows as they are stored, [layers, rows, stored width], for `plan_block`."""
+        return np.empty((len(self._layers), rows, self._stored_width), f"<u{self.stored_dtype.itemsize}")
+
+    def plan_block(self, store: int, first: int, places: np.ndarray, out: np.ndarray) -> Iterator[ShardPieces]:
+        """What `read_pieces` needs for `len(places)` rows of a store from row `first` on. places: where they go."""
+        array, layers = self._of(store)
+        return array.plan(layers, array.rows(slice(first, first + len(places))), out, places)
+
+    def decoded(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of a `buffer`, [layers, n, stored width] -> values in the stored dtype; reduced hooks as float32."""
+        values = rows.view(self.stored_dtype)
+        values = values if self._reduced is None else self._reduced.decode(values)
+        return values if self._stacked else values[0]
 
     def _numbers(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
         length = len(self)
