@@ -12,6 +12,9 @@ read once, in turns. A ratio is the median over the rounds of limit and read of 
 | float32 | the same with conversion, as `Capture.numpy(hook)` gives it |
 | random | 4,096 random tokens of one layer out of all stores, `RowView.read` |
 | in order | the same chunks in the order of the files: read raw, and with `zstd` decoded by the codec alone |
+| batches | an epoch of `TokenDataset` over all stores, batches of 4,096 tokens of one layer |
+| in that order | the chunks of that epoch, in its order, read and decoded like "in order" |
+| files and codec | raw reads and decoding of the chunks of "whole" with `zstd`: what a reader without checksums takes |
 | zarr | `Capture.array(hook)[:]`, by zarr-python |
 | open | `open_captures`, then open and close each store |
 """
@@ -24,7 +27,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ import numpy as np
 from numcodecs import blosc
 
 from benchmarks import common
-from dmi_connector import open_captures
+from dmi_connector import Capture, TokenDataset, open_captures
 from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout
 from dmi_connector.store.read.captures import Captures
 from dmi_connector.store.read.chunk_reader import ShardPieces
@@ -44,13 +47,16 @@ from dmi_connector.store.write.settings import WriteSettings
 
 HOOK, WIDTH, CHUNK = "resid_pre", 2560, 128
 TOKENS = 256
-BARS = {
-    "whole none": ("raw files", 0.7),
-    "whole zstd": ("codec alone", 0.8),
-    "random none": ("in order none", 0.5),
-    "random zstd": ("in order zstd", 0.5),
-}
-"""Read -> (the limit it is compared with, the least part of it)."""
+BARS = (
+    ("whole none", "raw files", 0.7),
+    ("whole zstd", "codec alone", 0.8),
+    ("whole zstd", "files and codec", 0.8),
+    ("random none", "in order none", 0.5),
+    ("random zstd", "in order zstd", 0.5),
+    ("batches none", "in that order none", 0.7),
+    ("batches zstd", "in that order zstd", 0.7),
+)
+"""(read, the limit it is compared with, the least part of it)."""
 _THREADS = len(os.sched_getaffinity(0))
 _PIECE = 1 << 20
 """Bytes that raw reads take at a time: fewer and more are slower here."""
@@ -167,6 +173,26 @@ def chunks_in_order(planned: list[ShardPieces], out: np.ndarray) -> int:
     return int(starts[-1])
 
 
+def whole_chunks(capture: Capture) -> Iterator[ShardPieces]:
+    """All chunks of a store."""
+    array = capture._hook_array(HOOK)
+    return array.plan(range(array.shape[0]), array.rows(None), np.empty(array.shape, np.uint16))
+
+
+def epoch_chunks(data: TokenDataset) -> list[ShardPieces]:
+    """The chunks of the first epoch in their order."""
+    (view,) = data.views.values()
+    out = view.buffer(CHUNK)
+    store, first, count = data._blocks
+    blocks = data._stream(0, 0, 1).blocks.tolist()
+    return [p for b in blocks for p in view.plan_block(int(store[b]), int(first[b]), np.arange(count[b]), out)]
+
+
+def count(data: TokenDataset) -> int:
+    """Go through an epoch."""
+    return sum(1 for _ in data)
+
+
 def _seconds(work: Callable[[], object]) -> float:
     begin = time.perf_counter()
     work()
@@ -184,6 +210,7 @@ class Round:
         self.few, self.many = open_captures(self.few_dir), open_captures(self.many_dir)
         self.view: RowView = self.many.rows(HOOK, layer=1)
         self.encoded = frames(self.few) if codec != "none" else []
+        self.whole = [p for capture in self.few for p in whole_chunks(capture)]
         self.memory = np.zeros((64, CHUNK * WIDTH * 2 + 64), np.uint8)
         self.raw_bytes = few * layers * TOKENS * WIDTH * 2
 
@@ -196,6 +223,8 @@ class Round:
             found["raw files"] = size / _seconds(lambda: _in_threads(read_raw, files)) / 1e9
         else:
             found["codec alone"] = self.raw_bytes / _seconds(lambda: decode_alone(self.encoded)) / 1e9
+            seconds = _seconds(lambda: chunks_in_order(self.whole, self.memory))
+            found["files and codec"] = self.raw_bytes / seconds / 1e9
         for name, convert in (("whole", False), ("float32", True)):
             seconds = _seconds(functools.partial(read_whole, self.few, convert))
             found[f"{name} {self.codec}"] = self.raw_bytes / seconds / 1e9
@@ -212,6 +241,12 @@ class Round:
         found[f"random {self.codec}"] = nbytes / seconds / 1e9
         found[f"random {self.codec}, ms"] = seconds * 1e3
         found[f"random {self.codec}, chunks"] = chunks
+        data = TokenDataset(self.many, f"{HOOK}@1", min(batch, len(self.view)), seed=seed)
+        planned = epoch_chunks(data)
+        nbytes = data.batches() * data.batch_size * WIDTH * 2
+        seconds = _seconds(lambda: chunks_in_order(planned, self.memory))
+        found[f"in that order {self.codec}"] = nbytes / seconds / 1e9
+        found[f"batches {self.codec}"] = nbytes / _seconds(lambda: count(data)) / 1e9
         found[f"open {self.codec}, s"] = _seconds(lambda: [None for _ in open_captures(self.many_dir)])
         return found
 
@@ -239,30 +274,25 @@ def main(argv: list[str] | None = None) -> int:
                     runs.setdefault(name, []).append(value)
         finally:
             shutil.rmtree(root, ignore_errors=True)
-    ratios = {read: [a / b for a, b in zip(runs[read], runs[limit], strict=True)] for read, (limit, _) in BARS.items()}
-    results = {
+    results: dict[str, Any] = {
         "header": header,
         "stores": {"whole": [args.few, args.layers, TOKENS, WIDTH], "random": [args.many, 2, TOKENS, WIDTH]},
         "median": {name: common.three_digits(statistics.median(values)) for name, values in runs.items()},
-        "of_limit": {
-            read: {
-                "limit": limit,
-                "bar": bar,
-                "ratio": common.three_digits(statistics.median(ratios[read])),
-                "runs": [common.three_digits(ratio) for ratio in ratios[read]],
-            }
-            for read, (limit, bar) in BARS.items()
-        },
+        "of_limit": [of_limit(runs, *bar) for bar in BARS],
         "runs": {name: [common.three_digits(value) for value in values] for name, values in runs.items()},
     }
     common.save(args.out, results)
-    print(common.markdown([["", "GB/s"], *([n, f"{v:g}"] for n, v in results["median"].items())]))
-    print(common.markdown([["read", "of", "bar", "ratio"], *_table(results["of_limit"])]))
+    shown = [[name, f"{statistics.median(values):.3g}"] for name, values in runs.items()]
+    print(common.markdown([["", "GB/s"], *shown]))
+    rows = [[one["read"], one["limit"], f"{one['bar']:g}", f"{one['ratio']:g}"] for one in results["of_limit"]]
+    print(common.markdown([["read", "of", "bar", "ratio"], *rows]))
     return 0
 
 
-def _table(of_limit: dict[str, dict[str, Any]]) -> list[list[str]]:
-    return [[read, f["limit"], f"{f['bar']:g}", f"{f['ratio']:g}"] for read, f in of_limit.items()]
+def of_limit(runs: dict[str, list[float]], read: str, limit: str, bar: float) -> dict[str, Any]:
+    """What part of its limit a read reaches."""
+    ratios = [common.three_digits(a / b) for a, b in zip(runs[read], runs[limit], strict=True)]
+    return {"read": read, "limit": limit, "bar": bar, "ratio": statistics.median(ratios), "runs": ratios}
 
 
 if __name__ == "__main__":

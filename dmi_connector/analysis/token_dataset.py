@@ -99,6 +99,8 @@ class TokenDataset(IterableDataset[Batch]):
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is outside the world of {self.world_size}")
         self._blocks = next(iter(self.views.values())).blocks()
+        most = self.buffer_tokens + int(max(self._blocks[2], default=0))
+        self._memory = _Memory(self.views, min(self.num_tokens, most))
         self._start = self._at = (0, 0)
 
     @property
@@ -170,7 +172,7 @@ class TokenDataset(IterableDataset[Batch]):
 
     def stream(self, worker: int, workers: int, epoch: int, batch: int) -> Iterator[Batch]:
         """The batches of one worker from `batch` of `epoch` on."""
-        memory = _Memory(self.views, min(self.num_tokens, self.buffer_tokens + int(self._blocks[2].max())))
+        memory = self._memory
         with ThreadPoolExecutor(1, "dmi-prefetch") as ahead:
             while self.epochs is None or epoch < self.epochs:
                 self._at = (epoch, batch)
@@ -298,11 +300,17 @@ class TokenLoader:
 
 
 class _Memory:
-    """Buffers of `most` rows of each hook, which are used again when nobody has a part of them any more."""
+    """Buffers of `most` rows of each hook, which are used again when nobody has a part of them any more.
+
+    Fresh memory for each would cost as many page faults. A copy in another process begins without a buffer.
+    """
 
     def __init__(self, views: dict[str, RowView], most: int) -> None:
         self._views, self._most = views, most
         self._made: dict[str, list[np.ndarray]] = {name: [] for name in views}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Memory, (self._views, self._most)
 
     def take(self, rows: int) -> dict[str, np.ndarray]:
         """name -> [1, rows, stored width]."""

@@ -112,17 +112,17 @@ class HookArray:
             document.get("attributes", {}).get("reduce"),
         )
 
-    @property
+    @functools.cached_property
     def columns(self) -> int:
         """Columns of a shard: the width, or a rank's part of it."""
         return self.shape[2] // self.shards
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         """Bytes of a row of one layer in one shard."""
         return self.columns * self.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def chunk_bytes(self) -> int:
         """Bytes of a decoded inner chunk."""
         return self.chunk_rows * self.row_bytes
@@ -177,19 +177,38 @@ class HookArray:
         default 0, 1, ... out: in `bits` of the stored dtype, or float32.
         """
         layers = list(layers)
+        if isinstance(rows, slice) and rows.start // self.chunk_rows == (rows.stop - 1) // self.chunk_rows:
+            chunk, start = divmod(rows.start, self.chunk_rows)
+            part = slice(start, start + rows.stop - rows.start)
+            segment, number = divmod(chunk, self.segment_rows // self.chunk_rows)
+            there = slice(0, part.stop - start) if places is None else places
+            for shard in range(self.shards):
+                yield self._of_shard(segment, shard, layers, [(number, part, there)], out)
+            return
         by_segment: dict[int, list[tuple[int, slice | np.ndarray, slice | np.ndarray]]] = {}
         for chunk, of_chunk, to in self._chunks(rows, places):
             segment, number = divmod(chunk, self.segment_rows // self.chunk_rows)
             by_segment.setdefault(segment, []).append((number, of_chunk, to))
         for segment, chunks in by_segment.items():
             for shard in range(self.shards):
-                columns = out[..., shard * self.columns : (shard + 1) * self.columns]
-                pieces = [
-                    Piece((number,) if self.per_sample else (layer, number), of_chunk, columns[i], to)
-                    for number, of_chunk, to in chunks
-                    for i, layer in enumerate(layers)
-                ]
-                yield ShardPieces(self, segment, shard, pieces)
+                yield self._of_shard(segment, shard, layers, chunks, out)
+
+    def _of_shard(
+        self,
+        segment: int,
+        shard: int,
+        layers: list[int],
+        chunks: list[tuple[int, slice | np.ndarray, slice | np.ndarray]],
+        out: np.ndarray,
+    ) -> ShardPieces:
+        if self.shards > 1:
+            out = out[..., shard * self.columns : (shard + 1) * self.columns]
+        pieces = [
+            Piece((number,) if self.per_sample else (layer, number), of_chunk, out[i], to)
+            for number, of_chunk, to in chunks
+            for i, layer in enumerate(layers)
+        ]
+        return ShardPieces(self, segment, shard, pieces)
 
     def _chunks(
         self, rows: slice | np.ndarray, places: np.ndarray | None

@@ -157,7 +157,7 @@ class RowView:
     def plan_block(self, store: int, first: int, places: np.ndarray, out: np.ndarray) -> Iterator[ShardPieces]:
         """What `read_pieces` needs for `len(places)` rows of a store from row `first` on. places: where they go."""
         array, layers = self._of(store)
-        return array.plan(layers, array.rows(slice(first, first + len(places))), out, places)
+        return array.plan(layers, slice(first, first + len(places)), out, places)
 
     def decoded(self, rows: np.ndarray) -> np.ndarray:
         """Rows of a `buffer`, [layers, n, stored width] -> values in the stored dtype; reduced hooks as float32."""

@@ -17,7 +17,11 @@ class StoredFile:
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.size = os.fstat(self._fd).st_size
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self._fd).st_size
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """`nbytes` bytes from `offset` on; fewer at the end of the file."""
