@@ -140,8 +140,13 @@ class TokenDataset(IterableDataset[Batch]):
     def _checked(self, state: dict[str, Any], workers: int) -> tuple[int, int]:
         for name, own in (("workers", workers), ("world_size", self.world_size), ("of", self._print())):
             if state[name] != own:
-                what = "other stores or settings" if name == "of" else f"{name} {state[name]}, not {own}"
-                raise ValueError(f"the state is of {what}; go on with those that it was saved with")
+                if name == "of":
+                    raise ValueError(
+                        "the state is of other stores or settings; go on with those that it was saved with"
+                    )
+                raise ValueError(
+                    f"the state is of {name} {state[name]}, not {own}; go on with those that it was saved with"
+                )
         return int(state["epoch"]), int(state["batch"])
 
     def _print(self) -> str:

@@ -177,6 +177,8 @@ class HookArray:
         default 0, 1, ... out: in `bits` of the stored dtype, or float32.
         """
         layers = list(layers)
+        if isinstance(rows, slice) and rows.start >= rows.stop:
+            return
         if isinstance(rows, slice) and rows.start // self.chunk_rows == (rows.stop - 1) // self.chunk_rows:
             chunk, start = divmod(rows.start, self.chunk_rows)
             part = slice(start, start + rows.stop - rows.start)
