@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.index import CaptureInfo, find_captures
+from dmi_connector.store.read.index import CaptureInfo, find_captures, same_request
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.row_view import RowView
 
@@ -51,14 +51,16 @@ def open_captures(
     """
     if not Path(directory).is_dir():
         raise ValueError(f"{directory} is no directory; give a directory of stores")
-    found = _indexed(directory, request_id) if (Path(directory) / INDEX_NAME).exists() else _scanned(directory)
+    found = find_captures(directory) if (Path(directory) / INDEX_NAME).exists() else _scanned(directory)
     keys = {key} if isinstance(key, str) else key
     lengths = range(prompt_len, prompt_len + 1) if isinstance(prompt_len, int) else prompt_len
     begin, end = _time("after", after), _time("before", before)
     states = _FINISHED if incomplete else _FINISHED[:1]
 
     def wanted(info: CaptureInfo) -> bool:
-        return info.state in states and (keys is None or info.key in keys) and _between(info.started, begin, end)
+        named = request_id is None or same_request(request_id, info.request_id)
+        kept = info.state in states and (keys is None or info.key in keys)
+        return kept and named and _between(info.started, begin, end)
 
     kept = [info for info in found if wanted(info) and info.store.is_dir()]
     if model is not None or lengths is not None or where is not None:
@@ -68,10 +70,6 @@ def open_captures(
     if lengths is not None:
         kept = [info for info in kept if info.prompt_len in lengths]
     return Captures(tuple(info for info in kept if where is None or where(info)))
-
-
-def _indexed(directory: str | os.PathLike[str], request_id: str | None) -> list[CaptureInfo]:
-    return find_captures(directory, request_id=request_id)
 
 
 def _scanned(directory: str | os.PathLike[str]) -> list[CaptureInfo]:

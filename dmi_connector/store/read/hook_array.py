@@ -155,7 +155,7 @@ class HookArray:
         if isinstance(wanted, slice):
             spanned = range(length)[wanted]
             if spanned.step == 1 or not spanned:
-                return slice(spanned.start, max(spanned.start, spanned.stop))
+                return slice(spanned.start, spanned.stop) if spanned else slice(0, 0)
             return np.arange(spanned.start, spanned.stop, spanned.step)
         numbers = np.asarray(wanted)
         if numbers.dtype == bool:

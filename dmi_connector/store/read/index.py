@@ -86,13 +86,12 @@ def find_captures(
         for line in lines.values()
         if line.get("state") not in ("aborted", "removed")
     ]
-    kept = [
-        c for c in found if key in (None, c.key) and (request_id is None or _same_request(request_id, c.request_id))
-    ]
+    kept = [c for c in found if key in (None, c.key) and (request_id is None or same_request(request_id, c.request_id))]
     return sorted(kept, key=lambda c: c.started)
 
 
-def _same_request(wanted: str, stored: str | None) -> bool:
+def same_request(wanted: str, stored: str | None) -> bool:
+    """Whether a stored request id is `wanted`, with what vLLM adds to it; see `find_captures`."""
     if stored is None:
         return False
     child, _, rest = stored.partition("_")
