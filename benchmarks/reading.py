@@ -4,7 +4,8 @@
     python -m benchmarks.reading --out benchmarks/results/cpu-reading.json
 
 Stores hold normal bf16 values, one hook `resid_pre`, in memory (/dev/shm). Each round measures every limit and every
-read once, in turns. A ratio is the median over the rounds of limit and read of one round.
+read once, in turns. A ratio is the median over the rounds of limit and read of one round. Beside it stands the ratio of
+their processor times, which says the same on a machine whose cores others use too.
 
 | name | is |
 |---|---|
@@ -193,16 +194,27 @@ def count(data: TokenDataset) -> int:
     return sum(1 for _ in data)
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
+class Clock:
+    """Times work: GB/s by the clock, and by the processor time of all threads for each of the cores."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, float] = {}
+        self.cores: dict[str, float] = {}
+
+    def rate(self, name: str, nbytes: float, work: Callable[[], object]) -> float:
+        """Do `work` on `nbytes`. Returns its seconds."""
+        begin, used = time.perf_counter(), time.process_time()
+        work()
+        seconds, busy = time.perf_counter() - begin, time.process_time() - used
+        self.wall[name] = nbytes / seconds / 1e9
+        self.cores[name] = nbytes / busy / 1e9 * _THREADS
+        return seconds
 
 
 class Round:
     """The stores, and one measurement of everything."""
 
-    def __init__(self, root: Path, codec: str, few: int, layers: int, many: int) -> None:
+    def __init__(self, root: Path, codec: str, few: int, layers: int, many: int, batch: int) -> None:
         self.codec = codec
         self.few_dir, self.many_dir = root / f"few-{codec}", root / f"many-{codec}"
         make_stores(self.few_dir, codec, few, layers)
@@ -213,42 +225,37 @@ class Round:
         self.whole = [p for capture in self.few for p in whole_chunks(capture)]
         self.memory = np.zeros((64, CHUNK * WIDTH * 2 + 64), np.uint8)
         self.raw_bytes = few * layers * TOKENS * WIDTH * 2
+        self.batches = TokenDataset(self.many, f"{HOOK}@1", min(batch, len(self.view)))
 
-    def measure(self, batch: int, seed: int) -> dict[str, float]:
-        """GB/s of decoded values; seconds where the name says so."""
-        found: dict[str, float] = {}
-        files = shard_files(self.few)
-        size = sum(map(os.path.getsize, files))
-        if self.codec == "none":
-            found["raw files"] = size / _seconds(lambda: _in_threads(read_raw, files)) / 1e9
+    def measure(self, batch: int, seed: int, clock: Clock) -> None:
+        """GB/s of decoded values; another unit where the name says so."""
+        codec, files, view = self.codec, shard_files(self.few), self.view
+        if codec == "none":
+            clock.rate("raw files", sum(map(os.path.getsize, files)), lambda: _in_threads(read_raw, files))
         else:
-            found["codec alone"] = self.raw_bytes / _seconds(lambda: decode_alone(self.encoded)) / 1e9
-            seconds = _seconds(lambda: chunks_in_order(self.whole, self.memory))
-            found["files and codec"] = self.raw_bytes / seconds / 1e9
+            clock.rate("codec alone", self.raw_bytes, lambda: decode_alone(self.encoded))
+            clock.rate("files and codec", self.raw_bytes, lambda: chunks_in_order(self.whole, self.memory))
         for name, convert in (("whole", False), ("float32", True)):
-            seconds = _seconds(functools.partial(read_whole, self.few, convert))
-            found[f"{name} {self.codec}"] = self.raw_bytes / seconds / 1e9
+            clock.rate(f"{name} {codec}", self.raw_bytes, functools.partial(read_whole, self.few, convert))
         some = self.few[: max(1, len(self.few) // 10)]
-        part = self.raw_bytes * len(some) / len(self.few)
-        found[f"zarr {self.codec}"] = part / _seconds(lambda: read_by_zarr(some)) / 1e9
-        rows = np.random.default_rng(seed).integers(0, len(self.view), batch)
-        planned = self.view._plan(np.unique(rows), np.empty((1, batch, WIDTH), np.uint16))
+        clock.rate(f"zarr {codec}", self.raw_bytes * len(some) / len(self.few), lambda: read_by_zarr(some))
+
+        rows = np.random.default_rng(seed).integers(0, len(view), batch)
+        planned = view._plan(np.unique(rows), np.empty((1, batch, WIDTH), np.uint16))
         chunks = chunks_in_order(planned, self.memory)
         nbytes = chunks * CHUNK * WIDTH * 2
-        seconds = _seconds(lambda: chunks_in_order(planned, self.memory))
-        found[f"in order {self.codec}"] = nbytes / seconds / 1e9
-        seconds = _seconds(lambda: self.view.read(rows, convert=False))
-        found[f"random {self.codec}"] = nbytes / seconds / 1e9
-        found[f"random {self.codec}, ms"] = seconds * 1e3
-        found[f"random {self.codec}, chunks"] = chunks
-        data = TokenDataset(self.many, f"{HOOK}@1", min(batch, len(self.view)), seed=seed)
-        planned = epoch_chunks(data)
-        nbytes = data.batches() * data.batch_size * WIDTH * 2
-        seconds = _seconds(lambda: chunks_in_order(planned, self.memory))
-        found[f"in that order {self.codec}"] = nbytes / seconds / 1e9
-        found[f"batches {self.codec}"] = nbytes / _seconds(lambda: count(data)) / 1e9
-        found[f"open {self.codec}, s"] = _seconds(lambda: [None for _ in open_captures(self.many_dir)])
-        return found
+        clock.rate(f"in order {codec}", nbytes, lambda: chunks_in_order(planned, self.memory))
+        seconds = clock.rate(f"random {codec}", nbytes, lambda: view.read(rows, convert=False))
+        clock.wall |= {f"random {codec}, ms": seconds * 1e3, f"random {codec}, chunks": chunks}
+
+        data = self.batches
+        data.load_state_dict({**data.state_dict(), "epoch": 0, "batch": 0})
+        planned, nbytes = epoch_chunks(data), data.batches() * data.batch_size * WIDTH * 2
+        clock.rate(f"in that order {codec}", nbytes, lambda: chunks_in_order(planned, self.memory))
+        clock.rate(f"batches {codec}", nbytes, lambda: count(data))
+        seconds = clock.rate("open", 0, lambda: [None for _ in open_captures(self.many_dir)])
+        del clock.wall["open"], clock.cores["open"]
+        clock.wall[f"open {codec}, s"] = seconds
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -263,36 +270,46 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--repeat", type=int, default=7)
     args = p.parse_args(argv)
     header = common.header("benchmarks.reading", argv)
-    runs: dict[str, list[float]] = {}
+    wall: dict[str, list[float]] = {}
+    cores: dict[str, list[float]] = {}
     for codec in ("none", "zstd"):  # one after the other: both sets of stores would take twice the memory
         root = Path(args.directory)
         try:
-            stores = Round(root, codec, args.few, args.layers, args.many)
+            stores = Round(root, codec, args.few, args.layers, args.many, args.batch)
             for turn in range(args.repeat + 1):
-                found = stores.measure(args.batch, turn)
-                for name, value in found.items() if turn else ():  # the first warms up
-                    runs.setdefault(name, []).append(value)
+                clock = Clock()
+                stores.measure(args.batch, turn, clock)
+                for found, runs in ((clock.wall, wall), (clock.cores, cores)) if turn else ():  # the first warms up
+                    for name, value in found.items():
+                        runs.setdefault(name, []).append(common.three_digits(value))
         finally:
             shutil.rmtree(root, ignore_errors=True)
     results: dict[str, Any] = {
         "header": header,
         "stores": {"whole": [args.few, args.layers, TOKENS, WIDTH], "random": [args.many, 2, TOKENS, WIDTH]},
-        "median": {name: common.three_digits(statistics.median(values)) for name, values in runs.items()},
-        "of_limit": [of_limit(runs, *bar) for bar in BARS],
-        "runs": {name: [common.three_digits(value) for value in values] for name, values in runs.items()},
+        "median": {name: statistics.median(values) for name, values in wall.items()},
+        "of_limit": [of_limit(wall, cores, *bar) for bar in BARS],
+        "runs": wall,
+        "runs_processor_time": cores,
     }
     common.save(args.out, results)
-    shown = [[name, f"{statistics.median(values):.3g}"] for name, values in runs.items()]
-    print(common.markdown([["", "GB/s"], *shown]))
-    rows = [[one["read"], one["limit"], f"{one['bar']:g}", f"{one['ratio']:g}"] for one in results["of_limit"]]
-    print(common.markdown([["read", "of", "bar", "ratio"], *rows]))
+    print(common.markdown([["", "GB/s"], *([name, f"{value:g}"] for name, value in results["median"].items())]))
+    names = ("read", "limit", "bar", "ratio", "ratio_processor_time")
+    print(common.markdown([list(names), *([str(one[name]) for name in names] for one in results["of_limit"])]))
     return 0
 
 
-def of_limit(runs: dict[str, list[float]], read: str, limit: str, bar: float) -> dict[str, Any]:
+def of_limit(
+    wall: dict[str, list[float]], cores: dict[str, list[float]], read: str, limit: str, bar: float
+) -> dict[str, Any]:
     """What part of its limit a read reaches."""
-    ratios = [common.three_digits(a / b) for a, b in zip(runs[read], runs[limit], strict=True)]
-    return {"read": read, "limit": limit, "bar": bar, "ratio": statistics.median(ratios), "runs": ratios}
+    both = [[a / b for a, b in zip(runs[read], runs[limit], strict=True)] for runs in (wall, cores)]
+    return {
+        **{"read": read, "limit": limit, "bar": bar},
+        **{"ratio": common.three_digits(statistics.median(both[0]))},
+        **{"ratio_processor_time": common.three_digits(statistics.median(both[1]))},
+        **{"runs": [common.three_digits(ratio) for ratio in both[0]]},
+    }
 
 
 if __name__ == "__main__":
