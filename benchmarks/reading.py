@@ -223,9 +223,11 @@ class Round:
         self.view: RowView = self.many.rows(HOOK, layer=1)
         self.encoded = frames(self.few) if codec != "none" else []
         self.whole = [p for capture in self.few for p in whole_chunks(capture)]
-        self.memory = np.zeros((64, CHUNK * WIDTH * 2 + 64), np.uint8)
-        self.raw_bytes = few * layers * TOKENS * WIDTH * 2
         self.batches = TokenDataset(self.many, f"{HOOK}@1", min(batch, len(self.view)))
+        self.memory = np.zeros((64, CHUNK * WIDTH * 2 + 64), np.uint8)
+        # As long as a buffer of the data set: what is read has to lie somewhere.
+        self.buffer = np.zeros((self.batches.buffer_tokens // CHUNK, self.memory.shape[1]), np.uint8)
+        self.raw_bytes = few * layers * TOKENS * WIDTH * 2
 
     def measure(self, batch: int, seed: int, clock: Clock) -> None:
         """GB/s of decoded values; another unit where the name says so."""
@@ -251,7 +253,7 @@ class Round:
         data = self.batches
         data.load_state_dict({**data.state_dict(), "epoch": 0, "batch": 0})
         planned, nbytes = epoch_chunks(data), data.batches() * data.batch_size * WIDTH * 2
-        clock.rate(f"in that order {codec}", nbytes, lambda: chunks_in_order(planned, self.memory))
+        clock.rate(f"in that order {codec}", nbytes, lambda: chunks_in_order(planned, self.buffer))
         clock.rate(f"batches {codec}", nbytes, lambda: count(data))
         seconds = clock.rate("open", 0, lambda: [None for _ in open_captures(self.many_dir)])
         del clock.wall["open"], clock.cores["open"]

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dmi_connector.dtypes import as_torch
 from dmi_connector.store.read.captures import Captures, open_captures
-from dmi_connector.store.read.chunk_reader import read_pieces
+from dmi_connector.store.read.chunk_reader import read_blocks
 from dmi_connector.store.read.hook_array import ShardPieces
 from dmi_connector.store.read.hook_names import parse_name
 from dmi_connector.store.read.row_view import RowView
@@ -254,15 +254,19 @@ class TokenDataset(IterableDataset[Batch]):
         if self.shuffle:
             np.random.default_rng((*stream.seed, number)).shuffle(places)
         found = memory.take(end - begin)
-        planned: list[ShardPieces] = []
-        blocks = range(*np.searchsorted(stream.ends, [begin, end - 1], "right").tolist())
-        for i in (*blocks, blocks.stop):
-            block = stream.blocks[i]
-            store, row, count = (int(part[block]) for part in self._blocks)
-            start = int(stream.ends[i]) - count - begin
+        first, last = np.searchsorted(stream.ends, [begin, end - 1], "right").tolist()
+
+        blocks = stream.blocks[first : last + 1]
+        stores, rows, counts = (part[blocks].tolist() for part in self._blocks)
+        stops = (stream.ends[first : last + 1] - begin).tolist()
+
+        def plan(i: int) -> Iterator[ShardPieces]:
+            there = places[stops[i] - counts[i] : stops[i]]
             for name, view in self.views.items():
-                planned += view.plan_block(store, row, places[start : start + count], found[name])
-        read_pieces(planned)
+                yield from view.plan_block(stores[i], rows[i], there, found[name])
+
+        row_bytes = sum(buffer[:, :1].nbytes for buffer in found.values())
+        read_blocks(plan, range(len(blocks)), row_bytes * max(counts))
         return found
 
     def _given(self, rows: dict[str, np.ndarray]) -> Batch:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numcodecs import blosc
@@ -29,6 +29,22 @@ def read_pieces(planned: Iterable[ShardPieces]) -> None:
     store lacks. What an incomplete store lacks becomes zeros.
     """
     in_threads(_read_all, _jobs(list(planned)))
+
+
+def read_blocks(plan: Callable[[int], Iterable[ShardPieces]], blocks: Sequence[int], nbytes: int) -> None:
+    """Plan and read many blocks, each in the thread that reads it. Raises as `read_pieces` does.
+
+    plan: gives what is to be read for a block. blocks: of some `nbytes` each. To hold all plans at once would start
+    Python's search for circles of objects again and again.
+    """
+    size = max(1, min(len(blocks) // (4 * read_threads()), _MOST_JOB // max(1, nbytes)))
+
+    def work(some: Sequence[int]) -> None:
+        for block in some:
+            for pieces in plan(block):
+                _read_shard(pieces)
+
+    in_threads(work, [blocks[first : first + size] for first in range(0, len(blocks), size)])
 
 
 def _jobs(planned: list[ShardPieces]) -> Iterator[list[ShardPieces]]:
