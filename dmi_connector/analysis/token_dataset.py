@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+try:
+    import torch
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+except ImportError as error:
+    raise ImportError("TokenDataset: torch is not installed; install dmi_connector[torch]") from error
 
 from dmi_connector.dtypes import as_torch
 from dmi_connector.store.read.captures import Captures, open_captures

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,6 +276,17 @@ def reduced(tmp_path: Path) -> Iterator[tuple[Path, np.ndarray]]:
     stores.write(tmp_path / "a.zarr", [spec], 100, values={"resid_pre": stored})
     assert stores.shutdown()
     yield tmp_path, wide[0]
+
+
+def test_an_absent_torch_is_named_with_its_extra() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from dmi_connector import *\n"
+        "try: from dmi_connector import TokenDataset\n"
+        "except ImportError as error: assert 'install dmi_connector[torch]' in str(error), error\n"
+        "else: raise AssertionError"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_reduced_hooks_are_decoded(reduced: tuple[Path, np.ndarray]) -> None:
