@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dmi_connector.analysis.importance import importance
+    from dmi_connector.analysis.token_dataset import TokenDataset as TokenDataset
     from dmi_connector.args import capture_args
     from dmi_connector.store.read.capture import Capture, CaptureIncomplete, open_capture
+    from dmi_connector.store.read.captures import Captures, open_captures
     from dmi_connector.store.read.index import find_captures
 
 __version__ = "0.1.0"
@@ -17,20 +19,26 @@ __version__ = "0.1.0"
 __all__ = [
     "Capture",
     "CaptureIncomplete",
+    "Captures",
     "__version__",
     "capture_args",
     "find_captures",
     "importance",
     "open_capture",
+    "open_captures",
 ]
 
+# TokenDataset is no part of __all__: it needs torch, and `from dmi_connector import *` does not.
 _HOME = {
+    "TokenDataset": "dmi_connector.analysis.token_dataset",
     "capture_args": "dmi_connector.args",
     "Capture": "dmi_connector.store.read.capture",
     "CaptureIncomplete": "dmi_connector.store.read.capture",
+    "Captures": "dmi_connector.store.read.captures",
     "find_captures": "dmi_connector.store.read.index",
     "importance": "dmi_connector.analysis.importance",
     "open_capture": "dmi_connector.store.read.capture",
+    "open_captures": "dmi_connector.store.read.captures",
 }
 
 

@@ -61,7 +61,7 @@ class Progress:
     """A progress bar over the steps of the demo. Its clock runs while a step blocks."""
 
     def __init__(self, steps: int) -> None:
-        from tqdm import tqdm  # type: ignore[import-untyped]
+        from tqdm import tqdm
 
         # A descriptor of its own: `output_to` redirects the usual one.
         self.file = os.fdopen(os.dup(2), "w", buffering=1)

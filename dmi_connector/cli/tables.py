@@ -12,6 +12,7 @@ from typing import Any
 
 import zarr
 
+from dmi_connector.store.format.schema import layer_numbers
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.store.read.metadata import read_attrs
@@ -108,13 +109,7 @@ def store_size(capture: Capture) -> ArraySize:
 
 def format_layers(layers: Sequence[int]) -> str:
     """Layer numbers as ranges: [0, 1, 2, 5] gives "0-2+5", [] gives "-"."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return "+".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
+    return layer_numbers(layers) or "-"
 
 
 def info_text(capture: Capture) -> str:

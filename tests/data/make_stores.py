@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from dmi_connector import capture_args, open_capture
-from dmi_connector.cli.tiny_models import make_model
+from dmi_connector.cli.tiny_models import ENV, make_model
 from dmi_connector.store.format.schema import FORMAT_VERSION
 from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt
 
@@ -48,6 +49,8 @@ def facts(store: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    for name, value in ENV.items():
+        os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory() as folder:
         root, found = Path(folder), {}
         model = make_model("qwen3", root / "model")

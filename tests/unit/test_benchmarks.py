@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kernels, niceness, stores
+from benchmarks import kernels, niceness, reading, stores
 
 
 def test_the_kernel_benchmark_measures_every_rule(tmp_path: Path) -> None:
@@ -44,3 +44,15 @@ def test_the_niceness_benchmark_measures_each_way_and_leaves_no_file(tmp_path: P
     # On a busy machine a writer may get no turn within the measured 0.2 s: the whole of its life counts.
     assert {way for way, found in ways.items() if found["written_GB"] > 0} == set(names) - {"none"}
     assert list(tmp_path.iterdir()) == [out], "no file is left"
+
+
+def test_the_reading_benchmark_compares_each_read_with_its_limit(tmp_path: Path) -> None:
+    out, directory = tmp_path / "reading.json", tmp_path / "stores"
+    small = {"--few": 2, "--layers": 2, "--many": 3, "--batch": 300, "--repeat": 1}
+    argv = [str(word) for option in small.items() for word in option]
+    assert reading.main(["--out", str(out), "--directory", str(directory), *argv]) == 0
+    results = json.loads(out.read_text())
+    assert [(one["read"], one["limit"], one["bar"]) for one in results["of_limit"]] == list(reading.BARS)
+    assert all(one["ratio"] == one["runs"][0] > 0 for one in results["of_limit"])
+    assert min(results["median"].values()) > 0 and "/" not in results["header"]["command"]
+    assert not directory.exists()

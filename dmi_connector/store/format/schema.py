@@ -11,7 +11,7 @@ from typing import Any
 from dmi_connector.dtypes import FLOATS, ITEMSIZE
 from dmi_connector.layout import ArraySpec
 
-FORMAT_VERSION = "1.1"
+FORMAT_VERSION = "1.2"
 PARTIAL_SUFFIX = ".partial"
 INDEX_NAME = "index.jsonl"
 ATTR_KEY = "dmi"
@@ -98,14 +98,40 @@ def array_document(
     }
 
 
-def hook_document(spec: ArraySpec, length: int, grid: Grid, codec: str) -> dict[str, Any]:
+def layer_numbers(layers: Sequence[int]) -> str:
+    """Layer numbers as ranges: [0, 1, 2, 5] gives "0-2+5"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return "+".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def dimension_names(spec: ArraySpec, version: str = FORMAT_VERSION) -> list[str]:
+    """The names of an array's dimensions in a store of a format version.
+
+    Since 1.2 dimensions of one name have one length in all arrays of a store, as xarray demands.
+    """
+    if version in ("1.0", "1.1"):
+        return ["sample", spec.name] if spec.per_sample else ["layer", "token", spec.name]
+    width = f"{spec.name}_width"
+    if spec.per_sample:
+        return ["sample", width]
+    return [f"layer_{layer_numbers(spec.layers)}" if spec.layers else "once", "token", width]
+
+
+def hook_document(
+    spec: ArraySpec, length: int, grid: Grid, codec: str, version: str = FORMAT_VERSION
+) -> dict[str, Any]:
     """The zarr.json of a hook array of `length` tokens, or of a per-sample array of `length` samples."""
     if spec.per_sample:
         shape, inner = [length, spec.width], [1, spec.local_width]
-        shard, names = [SAMPLES_PER_SHARD, spec.local_width], ["sample", spec.name]
+        shard = [SAMPLES_PER_SHARD, spec.local_width]
     else:
         shape, inner = [spec.n_layers, length, spec.width], [1, grid.chunk, spec.local_width]
-        shard, names = [spec.n_layers, grid.segment, spec.local_width], ["layer", "token", spec.name]
+        shard = [spec.n_layers, grid.segment, spec.local_width]
     chunk_bytes = inner[-1] * inner[-2] * spec.itemsize
     sharding = {
         "chunk_shape": inner,
@@ -117,7 +143,7 @@ def hook_document(spec: ArraySpec, length: int, grid: Grid, codec: str) -> dict[
     attributes: dict[str, Any] = {"layers": list(spec.layers)}
     if spec.reduce:
         attributes["reduce"] = {**spec.reduce, "shards": spec.shards}
-    return array_document(spec.dtype, shape, shard, codecs, names, attributes)
+    return array_document(spec.dtype, shape, shard, codecs, dimension_names(spec, version), attributes)
 
 
 def plain_document(dtype: str, length: int, dimension: str) -> dict[str, Any]:

@@ -31,8 +31,7 @@ class _How:
             raise ValueError(
                 f"{capture.path}: attention cannot be worked out: the model has attention sinks, which are not stored"
             )
-        number = int(capture.attrs["num_layers"])
-        window, chunk = (facts.get(name, [None] * number)[layer] for name in ("windows", "chunks"))
+        window, chunk = (facts[name][layer] if name in facts else None for name in ("windows", "chunks"))
         scale = facts.get("scale", float(capture.attrs["dims"]["head_dim"]) ** -0.5)
         return cls(scale, facts.get("soft_cap"), window, chunk, facts.get("alibi_slopes"))
 

@@ -7,36 +7,39 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import zarr
 
-from dmi_connector.dtypes import numpy_dtype
-from dmi_connector.reduce import Reduction, from_settings
+from dmi_connector.dtypes import as_torch
+from dmi_connector.layout import TOKEN_ARRAYS
+from dmi_connector.reduce import Reduction
 from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.reduce.basis import LayerBasis
 from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.tally import Tally
 from dmi_connector.reduce.topk import TopK
-from dmi_connector.store.format import (
-    schema,
-    zarr_bfloat16,  # noqa: F401 (importing it registers the dtype)
-)
+from dmi_connector.store.format import schema
 from dmi_connector.store.format.locks import is_abandoned, share
 from dmi_connector.store.format.pca_files import find_basis
 from dmi_connector.store.read.attention import attention
+from dmi_connector.store.read.chunk_reader import read_pieces
+from dmi_connector.store.read.hook_array import HookArray, ShardPieces
 from dmi_connector.store.read.hook_names import HookTable, Source, parse_name
 from dmi_connector.store.read.metadata import check_arrays, read_attrs
+from dmi_connector.store.read.shard_reader import decode_plain
+from dmi_connector.store.read.store_files import StoreFiles
+from dmi_connector.store.read.stored_reduction import StoredReduction
 
 if TYPE_CHECKING:
     import torch
+    import xarray
+    import zarr
 
 Tokens = slice | Sequence[int] | np.ndarray | None
-_OF_VALUES = ("dtype", "width")
-"""Entries of a `reduce` attribute that describe the values before reduction."""
 
 
 class CaptureIncomplete(RuntimeError):
@@ -94,7 +97,7 @@ class Capture:
 
     hooks: names that can be read, aliases included. layers: hook -> layer numbers ([] for a hook that exists once).
     complete, reason, missing: whether rows are missing, why, and which [start, stop) rows. prompt_len: tokens of the
-    prompt. attrs: the root attribute (docs/FORMAT.md, section 5). group: the Zarr group.
+    prompt. attrs: the root attribute (docs/FORMAT.md, section 5).
 
     `capture["q"]` and `capture["blocks.3.attn.hook_z"]` are short for `numpy`. A Capture keeps `dmi prune` and
     retention from removing its store, until `close` or the end of a `with` block.
@@ -103,8 +106,8 @@ class Capture:
     def __init__(self, path: Path, attrs: dict[str, Any]) -> None:
         self.path, self.attrs = path, attrs
         self._release = weakref.finalize(self, os.close, share(path))
-        check_arrays(path, attrs)
-        self.group: zarr.Group = zarr.open_group(path, mode="r", zarr_format=3, use_consolidated=False)
+        self._documents = check_arrays(path, attrs)
+        self._arrays: dict[str, HookArray] = {}
         layers = [layer for hook in attrs["hooks"].values() for layer in hook["layers"]]
         self._table = HookTable(attrs["hooks"], int(attrs.get("num_layers") or max(layers, default=0) + 1))
         self.hooks: list[str] = self._table.names
@@ -113,6 +116,15 @@ class Capture:
         self.reason: str | None = attrs["reason"]
         self.missing: list[list[int]] = attrs["missing"]
         self.prompt_len: int = attrs["prompt_len"]
+
+    @cached_property
+    def group(self) -> zarr.Group:
+        """The Zarr group, by zarr-python."""
+        import zarr  # slow to import, and to open a store with
+
+        from dmi_connector.store.format import zarr_bfloat16  # noqa: F401 (importing it registers the dtype)
+
+        return zarr.open_group(self.path, mode="r", zarr_format=3, use_consolidated=False)
 
     def close(self) -> None:
         """Let the store be removed."""
@@ -163,24 +175,35 @@ class Capture:
         names = {source.array for source in self._table.sources(hook)}
         if len(names) > 1:
             raise ValueError(f"hook {hook!r} lies in several arrays {sorted(names)}: use numpy() or torch()")
-        return self._array(names.pop())
+        import zarr
 
-    def numpy(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> np.ndarray:
+        array = self.group[names.pop()]
+        assert isinstance(array, zarr.Array)
+        return array
+
+    def numpy(self, hook: str, layer: int | None = None, tokens: Tokens = None, convert: bool = True) -> np.ndarray:
         """Decoded values as float32; integer hooks keep their dtype.
 
         Shape: [tokens, width] for one layer, [layers, tokens, width] for `layer=None`. Hooks that exist once, and
         logits, are always [tokens, width].
 
         layer: a layer number of the model, negative from its last. tokens: rows of the store, as a slice or a sequence
-        of indexes (for logits: samples). Raises KeyError for a hook or layer that was not captured.
+        of indexes (for logits: samples). convert: False leaves floats in the stored dtype (bfloat16 is that of
+        ml_dtypes), which is quicker; reduced hooks are decoded to float32 all the same.
+
+        Raises KeyError for a hook or layer that was not captured, IndexError for rows that are not there. Raises
+        ValueError that names the file for damaged values, FileNotFoundError for a file that is gone.
         """
-        values = self._read(hook, layer, tokens)
-        return values if values.dtype.kind in "iu" else values.astype(np.float32)
+        return self._read(hook, layer, tokens, convert)
+
+    def sources(self, hook: str, layer: int | None = None) -> list[Source]:
+        """Where a hook lies, or one layer of it: arrays, and indexes along their layer axes. Raises KeyError."""
+        return self._table.sources(hook) if layer is None else [self._table.source(hook, layer)]
 
     def reduction(self, hook: str) -> Reduction | None:
         """The reduction that was applied to `hook` before it was stored, None without one."""
-        settings = self.attrs["hooks"][self._table.sources(hook)[0].array].get("reduce")
-        return None if settings is None else from_settings({k: v for k, v in settings.items() if k not in _OF_VALUES})
+        reduced = self._reduced(self._table.sources(hook)[0].array)
+        return None if reduced is None else reduced.reduction
 
     def attention(self, layer: int, head: int | None = None, queries: slice | None = None) -> np.ndarray:
         """Attention weights rebuilt from stored queries and keys; see `store.read.attention.attention`."""
@@ -259,21 +282,20 @@ class Capture:
         if hook == "logits":
             raise ValueError("logits have a row for each sampled token, not for each token; average numpy('logits')")
         source = self._only(hook, layer, "neurons")
-        reduction = self.reduction(source.array)
+        reduced = self._reduced(source.array)
+        reduction = None if reduced is None else reduced.reduction
         if isinstance(reduction, RandomProjection | Pca | AttentionSummary):
             raise ValueError(
                 f"{hook!r} was stored as {reduction.kind}, which keeps no neurons; capture it in full, as int8 or topk"
             )
-        rows = self._rows(source.array, [source.index], tokens)
-        rows = rows[0] if rows.ndim == 3 else rows
-        if reduction is None and rows.dtype.kind in "iu":
+        (rows,) = self._values({source.array: [source.index]}, tokens)
+        if reduced is None and rows.dtype.kind in "iu":
             raise ValueError(f"{hook!r} holds whole numbers, which have no magnitude to average; name another hook")
-        if reduction is None:
+        if reduced is None:
             return Tally.of(rows.astype(np.float32))
-        parts, width, dtype = self._slices(source.array, rows)
         if isinstance(reduction, TopK):
-            return Tally.beside([reduction.tally(part, width, dtype) for part in parts])
-        return Tally.of(reduction.merge([reduction.decode(part, width, dtype) for part in parts]))
+            return Tally.beside([reduction.tally(part, reduced.width, reduced.dtype) for part in reduced.slices(rows)])
+        return Tally.of(reduced.decode(rows))
 
     def runs(self, most: int) -> Iterator[slice]:
         """Slices of at most `most` rows that together hold all rows that are not missing."""
@@ -283,15 +305,27 @@ class Capture:
                 yield slice(begin, min(begin + most, start))
             first = max(first, stop)
 
+    def xarray(self, hooks: Sequence[str] | None = None) -> xarray.Dataset:
+        """Hooks as a lazy xarray Dataset, see `store.read.xarray_view.dataset`."""
+        from dmi_connector.store.read.xarray_view import dataset
+
+        return dataset(self, self.attrs["hooks"] if hooks is None else hooks)
+
+    def shape(self, hook: str) -> tuple[int, ...]:
+        """The shape of `numpy(hook)`. Reads no values. Raises KeyError for an unknown hook."""
+        sources = self.sources(hook)
+        array, reduced = self._hook_array(sources[0].array), self._reduced(sources[0].array)
+        width = array.shape[2] if reduced is None else reduced.decoded_width
+        return (array.shape[1], width) if sources[0].layer is None else (len(sources), array.shape[1], width)
+
+    def chunk_rows(self, hook: str) -> tuple[int, int]:
+        """(rows of an inner chunk, rows of a shard file) of the array that holds a hook."""
+        array = self._hook_array(self.sources(hook)[0].array)
+        return array.chunk_rows, array.segment_rows
+
     def torch(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> torch.Tensor:
         """Like `numpy`, as a torch tensor in the stored dtype."""
-        import torch  # optional, and slow to import
-
-        values = np.ascontiguousarray(self._read(hook, layer, tokens))
-        if values.dtype == numpy_dtype("bfloat16"):
-            # torch takes no array of ml_dtypes' bfloat16. The bits are the same.
-            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(values)
+        return as_torch(self._read(hook, layer, tokens, False))
 
     def __getitem__(self, name: str) -> np.ndarray:
         hook, layer = parse_name(name)
@@ -300,50 +334,59 @@ class Capture:
     def __contains__(self, name: object) -> bool:
         return name in self.hooks
 
-    def _read(self, hook: str, layer: int | None, tokens: Tokens) -> np.ndarray:
-        """Decoded rows in their own dtype; shapes as in `numpy`."""
-        sources = self._table.sources(hook)
-        if layer is not None:
-            return self._one(self._table.source(hook, layer), tokens)
-        if sources[0].layer is None:
-            return self._one(sources[0], tokens)
-        arrays = list(dict.fromkeys(source.array for source in sources))
-        parts = [self._decoded(name, [s.index for s in sources if s.array == name], tokens) for name in arrays]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def _read(self, hook: str, layer: int | None, tokens: Tokens, convert: bool) -> np.ndarray:
+        """Decoded rows, as float32 with `convert`; shapes as in `numpy`."""
+        sources = self.sources(hook, layer)
+        one = layer is not None or sources[0].layer is None
+        by_array = {
+            name: [s.index for s in sources if s.array == name] for name in dict.fromkeys(s.array for s in sources)
+        }
+        if any("reduce" in self.attrs["hooks"][name] for name in by_array):
+            parts = [self._decoded(name, indexes, tokens) for name, indexes in by_array.items()]
+            values = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        else:
+            values = self._values(by_array, tokens, convert)
+        return values[0] if one else values
 
-    def _one(self, source: Source, tokens: Tokens) -> np.ndarray:
-        rows = self._decoded(source.array, [source.index], tokens)
-        return rows if self._array(source.array).ndim == 2 else rows[0]
+    def _values(self, by_array: dict[str, list[int]], tokens: Tokens, convert: bool = False) -> np.ndarray:
+        """Rows as they are stored, or as float32, [layers, tokens, width]: the layers of several arrays in order.
+
+        by_array: indexes along the layer axis of each.
+        """
+        arrays = [self._hook_array(name) for name in by_array]
+        dtype = arrays[0].dtype
+        rows = arrays[0].rows(tokens)
+        count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        shape = (sum(map(len, by_array.values())), count, arrays[0].shape[2])
+        widened = convert and dtype.kind not in "iu" and dtype != np.float32
+        out = np.empty(shape, np.float32 if widened else arrays[0].bits)
+        planned: list[ShardPieces] = []
+        at = 0
+        for array, indexes in zip(arrays, by_array.values(), strict=True):
+            planned += array.plan(indexes, rows, out[at : at + len(indexes)])
+            at += len(indexes)
+        read_pieces(planned)
+        return out if widened else out.view(dtype)
 
     def _decoded(self, name: str, indexes: list[int], tokens: Tokens) -> np.ndarray:
-        rows = self._rows(name, indexes, tokens)
-        reduction = self.reduction(name)
-        if reduction is None:
-            return rows
-        parts, width, dtype = self._slices(name, rows)
-        return reduction.merge([reduction.decode(part, width, dtype) for part in parts])
+        reduced = self._reduced(name)
+        rows = self._values({name: indexes}, tokens)
+        return rows.astype(np.float32) if reduced is None else reduced.decode(rows)
 
-    def _slices(self, name: str, rows: np.ndarray) -> tuple[list[np.ndarray], int, str]:
-        """(what each tensor-parallel rank stored of reduced rows, width of a rank's values, their dtype)."""
-        info = self.attrs["hooks"][name]
-        width, dtype = int(info["reduce"]["width"]), str(info["reduce"]["dtype"])
-        return np.split(rows, info["shards"], axis=-1), width // info["shards"], dtype
+    def _reduced(self, name: str) -> StoredReduction | None:
+        return StoredReduction.of(self.attrs["hooks"][name])
 
-    def _rows(self, name: str, indexes: list[int], tokens: Tokens) -> np.ndarray:
-        array = self._array(name)
-        where = slice(None) if tokens is None else tokens
-        if not isinstance(where, slice):
-            where = np.asarray(where, dtype=np.int64)
-            where = np.where(where < 0, where + array.shape[-2], where)
-        if array.ndim == 2:
-            return np.asarray(array.oindex[where, :])
-        contiguous = slice(indexes[0], indexes[-1] + 1)  # layers ascend, and aliases leave out only the first or last
-        return np.asarray(array.oindex[contiguous, where, :])
-
-    def _array(self, name: str) -> zarr.Array:
-        array = self.group[name]
-        assert isinstance(array, zarr.Array)
-        return array
+    def _hook_array(self, name: str) -> HookArray:
+        found = self._arrays.get(name)
+        if found is None:
+            found = HookArray.parse(StoreFiles(self.path), name, self._documents[name], self.complete)
+            self._arrays[name] = found
+        return found
 
     def _plain(self, name: str) -> np.ndarray:
-        return np.asarray(self._array(name)[:])
+        """A 1-D array."""
+        dtype = TOKEN_ARRAYS.get(name, "int32")
+        try:
+            return decode_plain(self.path, name, dtype)
+        except ValueError as error:
+            raise ValueError(f"{self.path}/{name}: {error}") from error

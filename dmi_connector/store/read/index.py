@@ -19,7 +19,8 @@ class CaptureInfo:
 
     state: "started", "complete", "incomplete", "failed", or "unfinished": nobody writes it any more, and `dmi repair`
     may make a store of it. reason: why it is not complete. started, finished: ISO 8601, UTC. bytes: size of the
-    finished store. num_tokens: its rows.
+    finished store. num_tokens: its rows. prompt_len: tokens of the prompt. model: its name. The last two are None
+    before the end, and where a line of format 1.1 or older lacks them; `open_captures` fills these in.
     """
 
     store: Path
@@ -31,6 +32,8 @@ class CaptureInfo:
     finished: str | None
     bytes: int | None
     num_tokens: int | None
+    prompt_len: int | None = None
+    model: str | None = None
 
 
 def read_index(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -77,17 +80,18 @@ def find_captures(
             finished=line.get("finished"),
             bytes=line.get("bytes"),
             num_tokens=line.get("num_tokens"),
+            prompt_len=line.get("prompt_len"),
+            model=line.get("model"),
         )
         for line in lines.values()
         if line.get("state") not in ("aborted", "removed")
     ]
-    kept = [
-        c for c in found if key in (None, c.key) and (request_id is None or _same_request(request_id, c.request_id))
-    ]
+    kept = [c for c in found if key in (None, c.key) and (request_id is None or same_request(request_id, c.request_id))]
     return sorted(kept, key=lambda c: c.started)
 
 
-def _same_request(wanted: str, stored: str | None) -> bool:
+def same_request(wanted: str, stored: str | None) -> bool:
+    """Whether a stored request id is `wanted`, with what vLLM adds to it; see `find_captures`."""
     if stored is None:
         return False
     child, _, rest = stored.partition("_")

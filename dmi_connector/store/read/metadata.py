@@ -6,6 +6,7 @@ Only plain numbers and four codecs are accepted. So a store cannot name a pickle
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from typing import Any
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.layout import TOKEN_ARRAYS
 from dmi_connector.store.format import schema
+from dmi_connector.store.read.store_files import StoreFiles
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KEYS = {*schema.array_document("uint8", [], [], [], [])}
@@ -38,37 +40,57 @@ def read_attrs(path: str | os.PathLike[str]) -> dict[str, Any]:
     return dict(attrs)
 
 
-def check_arrays(store: Path, attrs: dict[str, Any]) -> None:
-    """Check the metadata of every array that `attrs` names. Raises ValueError that names the array and the fault."""
+def check_arrays(store: Path, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Check the metadata of every array that `attrs` names. Returns them by name.
+
+    Raises ValueError that names the array and the fault.
+    """
     names = [hook["array"] for hook in attrs["hooks"].values()]
     for name in names:
         if not isinstance(name, str):  # may not be hashable
             raise ValueError(f"{store}: {name!r} is no name of an array")
     extra = ["logits_positions"] if "logits" in names else []
-    for name in dict.fromkeys([*names, *TOKEN_ARRAYS, *extra]):
-        _check_array(store, name)
+    return {name: read_array(store, name) for name in dict.fromkeys([*names, *TOKEN_ARRAYS, *extra])}
 
 
-def _check_array(store: Path, name: str) -> None:
+def read_array(store: str | os.PathLike[str], name: str) -> dict[str, Any]:
+    """The checked zarr.json of one array. It is shared, so do not change it.
+
+    Raises ValueError that names the array and the fault.
+    """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{store}: {name!r} is no name of an array")
     where = f"{store}: the metadata of array {name!r}"
     try:
-        document = json.loads((store / name / "zarr.json").read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        raw = StoreFiles(store).read(f"{name}/zarr.json")
+        return _checked(raw)
+    except (OSError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{where} cannot be read ({error})") from error
+    except _Fault as fault:
+        raise ValueError(f"{where} {fault}") from None
+
+
+class _Fault(Exception):
+    """What is wrong with an array's metadata, as the end of a sentence."""
+
+
+@functools.lru_cache(maxsize=256)
+def _checked(raw: bytes) -> dict[str, Any]:
+    """A document that this format has. Arrays of stores of one length have the same bytes. Raises _Fault."""
+    document = json.loads(raw)
     if not isinstance(document, dict) or not document.keys() <= _KEYS or document.get("storage_transformers"):
-        raise ValueError(f"{where} has more than this format knows; refused")
+        raise _Fault("has more than this format knows; refused")
     dtype = document.get("data_type")
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
-        raise ValueError(f"{where} has the data type {dtype!r}; this format has {', '.join(ITEMSIZE)}")
-    _check_codecs(where, document.get("codecs"))
+        raise _Fault(f"has the data type {dtype!r}; this format has {', '.join(ITEMSIZE)}")
+    _check_codecs(document.get("codecs"))
+    return document
 
 
-def _check_codecs(where: str, codecs: object) -> None:
+def _check_codecs(codecs: object) -> None:
     for codec in codecs if isinstance(codecs, list) else [codecs]:
         if not isinstance(codec, dict) or codec.get("name") not in _CODECS:
-            raise ValueError(f"{where} has the codec {codec!r}; this format has {', '.join(_CODECS)}")
+            raise _Fault(f"has the codec {codec!r}; this format has {', '.join(_CODECS)}")
         if codec["name"] == "sharding_indexed":
             for part in ("codecs", "index_codecs"):
-                _check_codecs(where, codec.get("configuration", {}).get(part))
+                _check_codecs(codec.get("configuration", {}).get(part))

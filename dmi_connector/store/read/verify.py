@@ -228,7 +228,7 @@ class _Check:
         layers, reduce = tuple(hook["layers"]), hook.get("reduce")
         spec = ArraySpec(name, hook["dtype"], layers, hook["width"], hook["shards"], 0, per_sample, reduce)
         grid = Grid(attrs["chunk_tokens"], attrs["segment_tokens"])
-        if document != schema.hook_document(spec, length, grid, attrs["codec"]):
+        if document != schema.hook_document(spec, length, grid, attrs["codec"], str(attrs["format_version"])):
             raise ValueError("zarr.json does not agree with the root attributes")
         if not per_sample and length != attrs["num_tokens"]:
             raise ValueError(f"its shape has {length} tokens, the store has {attrs['num_tokens']}")

@@ -53,11 +53,15 @@ def append_index(directory: str, record: dict[str, Any]) -> None:
         os.close(fd)
 
 
+FOUND_BY = ("prompt_len", "model")
+"""Attributes that the index repeats, so that a reader finds stores by them without opening each."""
+
+
 def append_finish(final: str, attrs: dict[str, Any], bytes_raw: int) -> None:
     """Append the line of a store that has just got its final name. Raises OSError."""
     state = "complete" if attrs["complete"] else "incomplete"
     line = {"event": "finish", "store": os.path.basename(final), "state": state, "reason": attrs["reason"]}
-    line |= {k: attrs.get(k) for k in ("key", "request_id", "created", "finished", "num_tokens")}
+    line |= {k: attrs.get(k) for k in ("key", "request_id", "created", "finished", "num_tokens", *FOUND_BY)}
     stored = sum(size for size, _ in attrs["files"].values())
     append_index(os.path.dirname(final), {**line, "bytes": stored, "bytes_raw": bytes_raw})
 

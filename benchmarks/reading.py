@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast stores are read, beside what the machine gives: raw reads of the same files, and the codec alone.
+
+    python -m benchmarks.reading --out benchmarks/results/cpu-reading.json
+
+Stores hold normal bf16 values, one hook `resid_pre`, in memory (/dev/shm). Each round measures every limit and every
+read once, in turns. A ratio is the median over the rounds of limit and read of one round. Beside it stands the ratio of
+their processor times, which says the same on a machine whose cores others use too.
+
+| name | is |
+|---|---|
+| whole | `Capture.numpy(hook, convert=False)` of all layers, store by store |
+| float32 | the same with conversion, as `Capture.numpy(hook)` gives it |
+| random | 4,096 random tokens of one layer out of all stores, `RowView.read` |
+| in order | the same chunks in the order of the files: read raw, and with `zstd` decoded by the codec alone |
+| batches | an epoch of `TokenDataset` over all stores, batches of 4,096 tokens of one layer |
+| in that order | the chunks of that epoch, in its order, read and decoded like "in order" |
+| files and codec | raw reads and decoding of the chunks of "whole" with `zstd`: what a reader without checksums takes |
+| zarr | `Capture.array(hook)[:]`, by zarr-python |
+| open | `open_captures`, then open and close each store |
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numcodecs import blosc
+
+from benchmarks import common
+from dmi_connector import Capture, TokenDataset, open_captures
+from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout
+from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.chunk_reader import ShardPieces
+from dmi_connector.store.read.row_view import RowView
+from dmi_connector.store.write.captures import Captures as Writing
+from dmi_connector.store.write.ring import Ring
+from dmi_connector.store.write.settings import WriteSettings
+
+HOOK, WIDTH, CHUNK = "resid_pre", 2560, 128
+TOKENS = 256
+BARS = (
+    ("whole none", "raw files", 0.7),
+    ("whole zstd", "codec alone", 0.8),
+    ("whole zstd", "files and codec", 0.8),
+    ("random none", "in order none", 0.5),
+    ("random zstd", "in order zstd", 0.5),
+    ("batches none", "in that order none", 0.7),
+    ("batches zstd", "in that order zstd", 0.7),
+)
+"""(read, the limit it is compared with, the least part of it)."""
+_THREADS = len(os.sched_getaffinity(0))
+_PIECE = 1 << 20
+"""Bytes that raw reads take at a time: fewer and more are slower here."""
+
+
+def make_stores(directory: Path, codec: str, stores: int, layers: int) -> None:
+    """Finished stores of 256 tokens, with an index."""
+    directory.mkdir(parents=True)
+    layout = PayloadLayout((ArraySpec(HOOK, "bfloat16", tuple(range(layers)), WIDTH),), CHUNK, 1024, codec)
+    ring = Ring(4 * layout.token_bytes * CHUNK + (1 << 20))
+    writing = Writing(ring, 1, WriteSettings(), lambda _record: None)
+    number = writing.register(layout)
+    values = common.activations(layout.header_base * CHUNK)
+    for i in range(stores):
+        record = writing.open(number, str(directory / f"{i:05}.zarr"), {"prompt_len": TOKENS, "num_layers": layers})
+        for first in range(0, TOKENS, CHUNK):
+            extent = ring.alloc(layout.token_bytes * CHUNK)
+            assert extent is not None
+            memory = ring.view(extent)
+            memory[: values.nbytes] = values
+            header = memory[values.nbytes :].view("<i4").reshape(CHUNK, HEADER_SENT_BYTES // 4)
+            header[:, 0], header[:, 1] = 7, np.arange(first, first + CHUNK)
+            writing.chunk(record, extent, first, CHUNK)
+            ring.release(extent)
+        writing.close(record, TOKENS, token_ids=np.full(TOKENS, 7))
+    writing.flush()
+    assert writing.stats()["complete"] == stores
+    writing.shutdown()
+
+
+def _in_threads(work: Callable[[Any], object], items: list[Any]) -> None:
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(work, items))
+
+
+def read_raw(path: str) -> None:
+    """One file into fresh memory."""
+    fd = os.open(path, os.O_RDONLY)
+    size = os.fstat(fd).st_size
+    memory = np.empty(size, np.uint8).data
+    for at in range(0, size, _PIECE):
+        os.preadv(fd, [memory[at : at + _PIECE]], at)
+    os.close(fd)
+
+
+def read_whole(captures: Captures, convert: bool) -> None:
+    """All layers of each store. No result is kept."""
+    for capture in captures:
+        capture.numpy(HOOK, convert=convert)
+
+
+def read_by_zarr(captures: Captures) -> None:
+    """The same by zarr-python."""
+    for capture in captures:
+        capture.array(HOOK)[:]
+
+
+def shard_files(captures: Captures) -> list[str]:
+    """The shard files of the hook."""
+    return [
+        str(path) for info in captures.infos for path in sorted((info.store / HOOK / "c").rglob("*")) if path.is_file()
+    ]
+
+
+def frames(captures: Captures) -> list[bytes]:
+    """Every encoded chunk, without its crc32c."""
+    found = []
+    for capture in captures:
+        array = capture._hook_array(HOOK)
+        with array.files.open(array.path(0, 0)) as file:
+            for offset, size in array.index(file, 0, 0).reshape(-1, 2).tolist():
+                found.append(file.read(offset, size - 4))
+    return found
+
+
+def decode_alone(encoded: list[bytes]) -> None:
+    """The codec alone, into memory that each thread uses again."""
+
+    def work(share: list[bytes]) -> None:
+        target = np.empty(CHUNK * WIDTH * 2, np.uint8)
+        for frame in share:
+            blosc.decompress(frame, target)
+
+    _in_threads(work, [encoded[i::_THREADS] for i in range(_THREADS)])
+
+
+def chunks_in_order(planned: list[ShardPieces], out: np.ndarray) -> int:
+    """Read the planned chunks whole, raw, into `out` [chunks, bytes of a chunk and more]. Returns their number.
+
+    Compressed ones are decoded by the codec alone.
+    """
+    places = []
+    for some in planned:
+        with some.array.files.open(path := some.array.path(some.segment, some.shard)) as file:
+            index = some.array.index(file, some.segment, some.shard)
+        slots = sorted(index[piece.slot].tolist() for piece in some.pieces)
+        places.append((f"{some.array.files}/{path}", slots, some.array.compressed))
+
+    def work(share: list[tuple[int, str, list[list[int]], bool]]) -> None:
+        packed = np.empty(CHUNK * WIDTH * 2 + 64, np.uint8)
+        for at, path, slots, compressed in share:
+            fd = os.open(path, os.O_RDONLY)
+            for i, (offset, size) in enumerate(slots):
+                target = packed if compressed else out[(at + i) % len(out)]
+                os.preadv(fd, [target[:size].data], offset)
+                if compressed:
+                    blosc.decompress(target[: size - 4], out[(at + i) % len(out), : CHUNK * WIDTH * 2])
+            os.close(fd)
+
+    starts = np.cumsum([0, *(len(slots) for _, slots, _ in places)]).tolist()
+    jobs = [(start, *place) for start, place in zip(starts, places, strict=False)]
+    size = -(-len(jobs) // (4 * _THREADS))
+    _in_threads(work, [jobs[i : i + size] for i in range(0, len(jobs), size)])
+    return int(starts[-1])
+
+
+def whole_chunks(capture: Capture) -> Iterator[ShardPieces]:
+    """All chunks of a store."""
+    array = capture._hook_array(HOOK)
+    return array.plan(range(array.shape[0]), array.rows(None), np.empty(array.shape, np.uint16))
+
+
+def epoch_chunks(data: TokenDataset) -> list[ShardPieces]:
+    """The chunks of the first epoch in their order."""
+    (view,) = data.views.values()
+    out = view.buffer(CHUNK)
+    store, first, count = data._blocks
+    blocks = data._stream(0, 0, 1).blocks.tolist()
+    return [p for b in blocks for p in view.plan_block(int(store[b]), int(first[b]), np.arange(count[b]), out)]
+
+
+def count(data: TokenDataset) -> int:
+    """Go through an epoch."""
+    return sum(1 for _ in data)
+
+
+class Clock:
+    """Times work: GB/s by the clock, and by the processor time of all threads for each of the cores."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, float] = {}
+        self.cores: dict[str, float] = {}
+
+    def rate(self, name: str, nbytes: float, work: Callable[[], object]) -> float:
+        """Do `work` on `nbytes`. Returns its seconds."""
+        begin, used = time.perf_counter(), time.process_time()
+        work()
+        seconds, busy = time.perf_counter() - begin, time.process_time() - used
+        self.wall[name] = nbytes / seconds / 1e9
+        self.cores[name] = nbytes / busy / 1e9 * _THREADS
+        return seconds
+
+
+class Round:
+    """The stores, and one measurement of everything."""
+
+    def __init__(self, root: Path, codec: str, few: int, layers: int, many: int, batch: int) -> None:
+        self.codec = codec
+        self.few_dir, self.many_dir = root / f"few-{codec}", root / f"many-{codec}"
+        make_stores(self.few_dir, codec, few, layers)
+        make_stores(self.many_dir, codec, many, 2)
+        self.few, self.many = open_captures(self.few_dir), open_captures(self.many_dir)
+        self.view: RowView = self.many.rows(HOOK, layer=1)
+        self.encoded = frames(self.few) if codec != "none" else []
+        self.whole = [p for capture in self.few for p in whole_chunks(capture)]
+        self.batches = TokenDataset(self.many, f"{HOOK}@1", min(batch, len(self.view)))
+        self.memory = np.zeros((64, CHUNK * WIDTH * 2 + 64), np.uint8)
+        # As long as a buffer of the data set: what is read has to lie somewhere.
+        self.buffer = np.zeros((self.batches.buffer_tokens // CHUNK, self.memory.shape[1]), np.uint8)
+        self.raw_bytes = few * layers * TOKENS * WIDTH * 2
+
+    def measure(self, batch: int, seed: int, clock: Clock) -> None:
+        """GB/s of decoded values; another unit where the name says so."""
+        codec, files, view = self.codec, shard_files(self.few), self.view
+        if codec == "none":
+            clock.rate("raw files", sum(map(os.path.getsize, files)), lambda: _in_threads(read_raw, files))
+        else:
+            clock.rate("codec alone", self.raw_bytes, lambda: decode_alone(self.encoded))
+            clock.rate("files and codec", self.raw_bytes, lambda: chunks_in_order(self.whole, self.memory))
+        for name, convert in (("whole", False), ("float32", True)):
+            clock.rate(f"{name} {codec}", self.raw_bytes, functools.partial(read_whole, self.few, convert))
+        some = self.few[: max(1, len(self.few) // 10)]
+        clock.rate(f"zarr {codec}", self.raw_bytes * len(some) / len(self.few), lambda: read_by_zarr(some))
+
+        rows = np.random.default_rng(seed).integers(0, len(view), batch)
+        planned = view._plan(np.unique(rows), np.empty((1, batch, WIDTH), np.uint16))
+        chunks = chunks_in_order(planned, self.memory)
+        nbytes = chunks * CHUNK * WIDTH * 2
+        clock.rate(f"in order {codec}", nbytes, lambda: chunks_in_order(planned, self.memory))
+        seconds = clock.rate(f"random {codec}", nbytes, lambda: view.read(rows, convert=False))
+        clock.wall |= {f"random {codec}, ms": seconds * 1e3, f"random {codec}, chunks": chunks}
+
+        data = self.batches
+        data.load_state_dict({**data.state_dict(), "epoch": 0, "batch": 0})
+        planned, nbytes = epoch_chunks(data), data.batches() * data.batch_size * WIDTH * 2
+        clock.rate(f"in that order {codec}", nbytes, lambda: chunks_in_order(planned, self.buffer))
+        clock.rate(f"batches {codec}", nbytes, lambda: count(data))
+        seconds = clock.rate("open", 0, lambda: [None for _ in open_captures(self.many_dir)])
+        del clock.wall["open"], clock.cores["open"]
+        clock.wall[f"open {codec}, s"] = seconds
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    p = common.parser("benchmarks.reading", __doc__)
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--directory", default="/dev/shm/dmi-reading")
+    p.add_argument("--few", type=int, default=60, help="stores that are read whole")
+    p.add_argument("--layers", type=int, default=12, help="layers of these")
+    p.add_argument("--many", type=int, default=1000, help="stores that random tokens come from, of two layers")
+    p.add_argument("--batch", type=int, default=4096, help="random tokens")
+    p.add_argument("--repeat", type=int, default=7)
+    args = p.parse_args(argv)
+    header = common.header("benchmarks.reading", argv)
+    wall: dict[str, list[float]] = {}
+    cores: dict[str, list[float]] = {}
+    for codec in ("none", "zstd"):  # one after the other: both sets of stores would take twice the memory
+        root = Path(args.directory)
+        try:
+            stores = Round(root, codec, args.few, args.layers, args.many, args.batch)
+            for turn in range(args.repeat + 1):
+                clock = Clock()
+                stores.measure(args.batch, turn, clock)
+                for found, runs in ((clock.wall, wall), (clock.cores, cores)) if turn else ():  # the first warms up
+                    for name, value in found.items():
+                        runs.setdefault(name, []).append(common.three_digits(value))
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+    results: dict[str, Any] = {
+        "header": header,
+        "stores": {"whole": [args.few, args.layers, TOKENS, WIDTH], "random": [args.many, 2, TOKENS, WIDTH]},
+        "median": {name: statistics.median(values) for name, values in wall.items()},
+        "of_limit": [of_limit(wall, cores, *bar) for bar in BARS],
+        "runs": wall,
+        "runs_processor_time": cores,
+    }
+    common.save(args.out, results)
+    print(common.markdown([["", "GB/s"], *([name, f"{value:g}"] for name, value in results["median"].items())]))
+    names = ("read", "limit", "bar", "ratio", "ratio_processor_time")
+    print(common.markdown([list(names), *([str(one[name]) for name in names] for one in results["of_limit"])]))
+    return 0
+
+
+def of_limit(
+    wall: dict[str, list[float]], cores: dict[str, list[float]], read: str, limit: str, bar: float
+) -> dict[str, Any]:
+    """What part of its limit a read reaches."""
+    both = [[a / b for a, b in zip(runs[read], runs[limit], strict=True)] for runs in (wall, cores)]
+    return {
+        **{"read": read, "limit": limit, "bar": bar},
+        **{"ratio": common.three_digits(statistics.median(both[0]))},
+        **{"ratio_processor_time": common.three_digits(statistics.median(both[1]))},
+        **{"runs": [common.three_digits(ratio) for ratio in both[0]]},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`open_captures` finds the stores of a directory, `Captures` goes through them one at a time."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from dmi_connector.store.format.schema import INDEX_NAME
+from dmi_connector.store.read.capture import Capture, open_capture
+from dmi_connector.store.read.index import CaptureInfo, find_captures, same_request
+from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.row_view import RowView
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+
+Time = str | datetime.datetime
+Where = Callable[[CaptureInfo], bool]
+_FINISHED = ("complete", "incomplete")
+
+
+def open_captures(
+    directory: str | os.PathLike[str],
+    key: str | Collection[str] | None = None,
+    where: Where | None = None,
+    *,
+    request_id: str | None = None,
+    model: str | None = None,
+    after: Time | None = None,
+    before: Time | None = None,
+    prompt_len: range | int | None = None,
+    incomplete: bool = False,
+) -> Captures:
+    """The finished stores of a directory, by start time. Opens none of them: the directory's index is read.
+
+    A filter that is None lets everything pass.
+
+    key: one key, or several. request_id: as in `find_captures`. model: the model's name, or the last part of its path.
+    after, before: when the request began, as ISO 8601 or a datetime; without a zone it is UTC. `after` itself counts,
+    `before` does not. prompt_len: tokens of the prompt, a number or a range. incomplete: also stores that lack rows.
+    where: called with each `CaptureInfo` that the other filters let pass.
+
+    Stores of a directory without an index are found by their names (*.zarr), and each is opened once. Raises ValueError
+    for a time that is none, and for a directory that is not there.
+    """
+    if not Path(directory).is_dir():
+        raise ValueError(f"{directory} is no directory; give a directory of stores")
+    found = find_captures(directory) if (Path(directory) / INDEX_NAME).exists() else _scanned(directory)
+    keys = {key} if isinstance(key, str) else key
+    lengths = range(prompt_len, prompt_len + 1) if isinstance(prompt_len, int) else prompt_len
+    begin, end = _time("after", after), _time("before", before)
+    states = _FINISHED if incomplete else _FINISHED[:1]
+
+    def wanted(info: CaptureInfo) -> bool:
+        named = request_id is None or same_request(request_id, info.request_id)
+        kept = info.state in states and (keys is None or info.key in keys)
+        return kept and named and _between(info.started, begin, end)
+
+    kept = [info for info in found if wanted(info) and info.store.is_dir()]
+    if model is not None or lengths is not None or where is not None:
+        kept = [_whole(info) for info in kept]
+    if model is not None:
+        kept = [info for info in kept if info.model is not None and model in (info.model, Path(info.model).name)]
+    if lengths is not None:
+        kept = [info for info in kept if info.prompt_len in lengths]
+    return Captures(tuple(info for info in kept if where is None or where(info)))
+
+
+def _scanned(directory: str | os.PathLike[str]) -> list[CaptureInfo]:
+    return sorted((_of_attrs(store) for store in Path(directory).glob("*.zarr")), key=lambda info: info.started)
+
+
+def _of_attrs(store: Path) -> CaptureInfo:
+    attrs = read_attrs(store)
+    return CaptureInfo(
+        store=store,
+        key=attrs.get("key"),
+        request_id=attrs.get("request_id"),
+        state=_FINISHED[0] if attrs["complete"] else _FINISHED[1],
+        reason=attrs["reason"],
+        started=attrs.get("created", ""),
+        finished=attrs.get("finished"),
+        bytes=sum(size for size, _ in attrs["files"].values()),
+        num_tokens=attrs["num_tokens"],
+        prompt_len=attrs["prompt_len"],
+        model=attrs.get("model"),
+    )
+
+
+def _whole(info: CaptureInfo) -> CaptureInfo:
+    """With what the index of older stores lacks."""
+    if info.prompt_len is not None and info.model is not None:
+        return info
+    attrs = read_attrs(info.store)
+    return replace(info, prompt_len=attrs["prompt_len"], model=attrs.get("model"))
+
+
+def _time(name: str, value: Time | None) -> datetime.datetime | None:
+    try:
+        at = datetime.datetime.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{name} {value!r} is no time; write it as in 2026-01-31 or 2026-01-31T12:00") from error
+    return at.replace(tzinfo=datetime.UTC) if at is not None and at.tzinfo is None else at
+
+
+def _between(started: str, begin: datetime.datetime | None, end: datetime.datetime | None) -> bool:
+    if begin is None and end is None:
+        return True
+    try:
+        at = _time("started", started)
+    except ValueError:  # an index line without a time
+        return False
+    return at is not None and (begin is None or begin <= at) and (end is None or at < end)
+
+
+@dataclass(frozen=True)
+class Captures:
+    """Finished stores, none of them open. Made by `open_captures`.
+
+    `captures[3]` opens one, `captures[:100]` gives fewer. A loop opens one store at a time, and closes it when it asks
+    for the next. So memory does not grow with the stores, but for one `CaptureInfo` each.
+    """
+
+    infos: tuple[CaptureInfo, ...]
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+    @overload
+    def __getitem__(self, number: int) -> Capture: ...
+    @overload
+    def __getitem__(self, number: slice) -> Captures: ...
+    def __getitem__(self, number: int | slice) -> Capture | Captures:
+        if isinstance(number, slice):
+            return Captures(self.infos[number])
+        return open_capture(self.infos[number].store, timeout=0, allow_incomplete=True)
+
+    def __iter__(self) -> Iterator[Capture]:
+        for number in range(len(self)):
+            with self[number] as capture:
+                yield capture
+
+    def __repr__(self) -> str:
+        tokens = sum(info.num_tokens or 0 for info in self.infos)
+        return f"Captures({len(self)} stores, {tokens} tokens)"
+
+    def filter(self, where: Where) -> Captures:
+        """Those whose `CaptureInfo` `where` accepts."""
+        return Captures(tuple(info for info in map(_whole, self.infos) if where(info)))
+
+    def progress(self, description: str | None = None) -> Iterator[Capture]:
+        """Go through the stores as a loop does, with a progress bar (tqdm) on standard error.
+
+        Raises ImportError without tqdm (`dmi_connector[progress]`).
+        """
+        try:
+            from tqdm.auto import tqdm
+        except ImportError as error:
+            raise ImportError("progress: tqdm is not installed; install dmi_connector[progress]") from error
+        yield from tqdm(self, desc=description, total=len(self), unit="store")
+
+    @overload
+    def table(self, to: Literal["pandas"] = "pandas") -> pandas.DataFrame: ...
+    @overload
+    def table(self, to: Literal["polars"]) -> polars.DataFrame: ...
+    def table(self, to: str = "pandas") -> pandas.DataFrame | polars.DataFrame:
+        """One row a store, with the fields of `CaptureInfo` as columns. Times are UTC, paths are text.
+
+        to: "pandas" or "polars". Raises ImportError without that library (`dmi_connector[pandas]`,
+        `dmi_connector[polars]`), ValueError for another name.
+        """
+        columns = self._columns()
+        times = ("started", "finished")
+        if to == "pandas":
+            try:
+                import pandas
+            except ImportError as error:
+                raise ImportError("table: pandas is not installed; install dmi_connector[pandas]") from error
+            kinds = {"bytes": "Int64", "num_tokens": "Int64", "prompt_len": "Int64"}
+            frame = pandas.DataFrame(columns).astype(kinds)
+            return frame.assign(**{n: pandas.to_datetime(frame[n], utc=True, format="ISO8601") for n in times})
+        if to == "polars":
+            try:
+                import polars
+            except ImportError as error:
+                raise ImportError("table: polars is not installed; install dmi_connector[polars]") from error
+            whole = {"bytes": polars.Int64, "num_tokens": polars.Int64, "prompt_len": polars.Int64}
+            made = polars.DataFrame(columns, schema={name: whole.get(name, polars.String) for name in columns})
+            return made.with_columns(polars.col(*times).str.to_datetime(time_zone="UTC", time_unit="us"))
+        raise ValueError(f"table: {to!r} is not valid; use 'pandas' or 'polars'")
+
+    def _columns(self) -> dict[str, list[Any]]:
+        rows = [{**vars(_whole(info)), "store": str(info.store)} for info in self.infos]
+        return {name: [row[name] for row in rows] for name in CaptureInfo.__dataclass_fields__}
+
+    def rows(self, hook: str, layer: int | None = None, skip: int = 0) -> RowView:
+        """The rows of a hook in all stores, one after the other, as one long array that is read when it is indexed.
+
+        hook, layer: as in `Capture.numpy`. skip: rows that are left out at the start of each store, such as 1 for the
+        first token, whose norm is often large. Missing rows are left out.
+
+        Raises ValueError without a store, and for logits; KeyError for a hook or layer that was not captured.
+        """
+        return RowView(self.infos, hook, layer, skip)

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of one hook in many stores, as one long array."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dmi_connector.dtypes import as_torch
+from dmi_connector.store.read.capture import Capture, open_capture
+from dmi_connector.store.read.chunk_reader import read_pieces
+from dmi_connector.store.read.hook_array import HookArray, ShardPieces
+from dmi_connector.store.read.index import CaptureInfo
+from dmi_connector.store.read.metadata import read_array, read_attrs
+from dmi_connector.store.read.store_files import StoreFiles
+from dmi_connector.store.read.stored_reduction import StoredReduction
+from dmi_connector.store.read.thread_pool import in_threads
+
+if TYPE_CHECKING:
+    import torch
+
+Rows = int | slice | Sequence[int] | np.ndarray
+_MOST_OPEN = 4096
+"""Arrays whose metadata and shard indexes are kept, some kilobytes each."""
+
+
+class RowView:
+    """Rows of one hook in many stores, [rows, width]; [layers, rows, width] for all layers. Made by `Captures.rows`.
+
+    `view[5]`, `view[10:20]` and `view[[7, 3, 7]]` read rows as float32; integer hooks keep their dtype. Rows may be
+    asked for in any order: each chunk is read once. A view holds no lock on its stores: keep retention and `dmi prune`
+    away from them.
+
+    length: rows. shape: of all of it. layers: the layers that are read; [] for a hook that exists once.
+    """
+
+    def __init__(self, infos: Sequence[CaptureInfo], hook: str, layer: int | None = None, skip: int = 0) -> None:
+        if not infos:
+            raise ValueError(f"no store to read {hook!r} from; mend the filter of open_captures")
+        if skip < 0:
+            raise ValueError(f"skip {skip} is not valid; use 0 or more rows")
+        self.stores = tuple(info.store for info in infos)
+        self.hook, self.layer = hook, layer
+        self._complete = [info.state == "complete" for info in infos]
+        self._open: OrderedDict[int, tuple[HookArray, list[int]]] = OrderedDict()
+        self._lock = threading.Lock()
+        with open_capture(self.stores[0], timeout=0, allow_incomplete=True) as first:
+            self._array, self._layers, self.layers = _source(first, hook, layer)
+            self._reduced = StoredReduction.of(first.attrs["hooks"][self._array])
+        array, _ = self._of(0)
+        if array.per_sample:
+            raise ValueError(f"{hook!r} has a row for each sampled token, not for each token; read it store by store")
+        self._stored_width, self.stored_dtype, self._settings = array.shape[2], array.dtype, array.reduce
+        self.width = self._stored_width if self._reduced is None else self._reduced.decoded_width
+        self._segment(infos, skip)
+
+    def _segment(self, infos: Sequence[CaptureInfo], skip: int) -> None:
+        """Runs of rows that are there: their store, their first row, and where they begin in the view."""
+        stores, firsts, counts = [], [], []
+        for number, info in enumerate(infos):
+            runs = [[0, info.num_tokens or 0]] if self._complete[number] else _present(read_attrs(info.store))
+            for start, stop in runs:
+                start = max(start, skip)
+                if start < stop:
+                    stores.append(number)
+                    firsts.append(start)
+                    counts.append(stop - start)
+        self._store = np.array(stores, np.int64)
+        self._first = np.array(firsts, np.int64)
+        self._begin = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def __len__(self) -> int:
+        return int(self._begin[-1])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the view as an array."""
+        return (len(self.layers), len(self), self.width) if self._stacked else (len(self), self.width)
+
+    @property
+    def _stacked(self) -> bool:
+        return self.layer is None and bool(self.layers)
+
+    def __repr__(self) -> str:
+        which = self.hook if self.layer is None else f"{self.hook} layer {self.layer}"
+        return f"RowView({which}, {self.shape}, {len(self.stores)} stores)"
+
+    def __getitem__(self, rows: Rows) -> np.ndarray:
+        if isinstance(rows, int | np.integer):
+            return self.read([int(rows)])[..., 0, :]
+        return self.read(rows)
+
+    def read(self, rows: slice | Sequence[int] | np.ndarray, convert: bool = True) -> np.ndarray:
+        """Rows [n, width] as float32, or with convert=False in the stored dtype; see `Capture.numpy`.
+
+        Raises IndexError for rows that are not there. Raises ValueError that names the file for damaged values, and for
+        a store whose rows are of another shape.
+        """
+        numbers = self._numbers(rows)
+        dtype = self.stored_dtype
+        widened = convert and self._reduced is None and dtype.kind not in "iu" and dtype != np.float32
+        out = np.empty(
+            (len(self._layers), len(numbers), self._stored_width),
+            np.float32 if widened else np.dtype(f"<u{dtype.itemsize}"),
+        )
+        read_pieces(self._plan(numbers, out))
+        values = out if widened else out.view(dtype)
+        if self._reduced is not None:
+            values = self._reduced.decode(values)
+        return values if self._stacked else values[0]
+
+    def torch(self, rows: slice | Sequence[int] | np.ndarray) -> torch.Tensor:
+        """Like `read`, as a torch tensor in the stored dtype."""
+        return as_torch(self.read(rows, convert=False))
+
+    def batches(self, size: int) -> Iterator[np.ndarray]:
+        """All rows in order, `size` at a time; the last batch may be smaller. Raises ValueError below 1."""
+        if size < 1:
+            raise ValueError(f"size {size} is not valid; use 1 row or more")
+        for first in range(0, len(self), size):
+            yield self.read(slice(first, first + size))
+
+    def origins(self, rows: slice | Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where rows come from: (number in `stores`, row of that store), both int64 [n]."""
+        numbers = self._numbers(rows)
+        run = np.searchsorted(self._begin, numbers, "right") - 1
+        return self._store[run], self._first[run] + numbers - self._begin[run]
+
+    def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The view cut where chunks end: (number in `stores`, first row there, rows) of each part, int64 [parts].
+
+        Chunks are as long as those of the store with the most rows.
+        """
+        ends = self._first + np.diff(self._begin)
+        chunk = self._of(int(self._store[np.argmax(ends)]))[0].chunk_rows if len(ends) else 1
+        counts = (ends - 1) // chunk - self._first // chunk + 1
+        run = np.repeat(np.arange(len(ends)), counts)
+        number = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
+        start = np.maximum((self._first[run] // chunk + number) * chunk, self._first[run])
+        stop = np.minimum((self._first[run] // chunk + number + 1) * chunk, ends[run])
+        return self._store[run], start, stop - start
+
+    def buffer(self, rows: int) -> np.ndarray:
+        """Memory for `rows` rows as they are stored, [layers, rows, stored width], for `plan_block`."""
+        return np.empty((len(self._layers), rows, self._stored_width), f"<u{self.stored_dtype.itemsize}")
+
+    def plan_block(self, store: int, first: int, places: np.ndarray, out: np.ndarray) -> Iterator[ShardPieces]:
+        """What `read_pieces` needs for `len(places)` rows of a store from row `first` on. places: where they go."""
+        array, layers = self._of(store)
+        return array.plan(layers, slice(first, first + len(places)), out, places)
+
+    def decoded(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of a `buffer`, [layers, n, stored width] -> values in the stored dtype; reduced hooks as float32."""
+        values = rows.view(self.stored_dtype)
+        values = values if self._reduced is None else self._reduced.decode(values)
+        return values if self._stacked else values[0]
+
+    def _numbers(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
+        length = len(self)
+        if isinstance(rows, slice):
+            return np.arange(*rows.indices(length))
+        numbers = np.asarray(rows)
+        if numbers.dtype == bool:
+            numbers = np.flatnonzero(numbers)
+        numbers = numbers.astype(np.int64).reshape(-1)
+        beyond = numbers[(numbers < -length) | (numbers >= length)]
+        if len(beyond):
+            raise IndexError(f"the view of {self.hook!r} has {length} rows, row {beyond[0]} does not exist")
+        return np.where(numbers < 0, numbers + length, numbers)
+
+    def _plan(self, numbers: np.ndarray, out: np.ndarray) -> list[ShardPieces]:
+        """What is to be read, store by store."""
+        stores, rows = self.origins(numbers)
+        order = np.lexsort((rows, stores))
+        ends = (np.flatnonzero(np.diff(stores[order], append=-1)) + 1).tolist()
+        used = stores[order[np.array(ends, np.int64) - 1]].tolist()
+        in_threads(self._of, [store for store in used if store not in self._open])
+        planned: list[ShardPieces] = []
+        start = 0
+        for store, end in zip(used, ends, strict=True):
+            array, layers = self._of(store)
+            places = order[start:end]
+            planned += array.plan(layers, array.rows(rows[places]), out, places)
+            start = end
+        return planned
+
+    def _of(self, store: int) -> tuple[HookArray, list[int]]:
+        """The array of a store, and the indexes of the wanted layers in it."""
+        with self._lock:
+            found = self._open.get(store)
+            if found is not None:
+                self._open.move_to_end(store)
+                return found
+        path = self.stores[store]
+        document = read_array(path, self._array)
+        array = HookArray.parse(StoreFiles(path), self._array, document, self._complete[store])
+        try:
+            layers = [array.layers.index(layer) for layer in self._layers] if self._layers[0] is not None else [0]
+        except ValueError as error:
+            raise ValueError(f"{path} holds other layers of {self.hook!r}: {list(array.layers)}") from error
+        if store and (array.shape[2], array.dtype, array.reduce) != (
+            self._stored_width,
+            self.stored_dtype,
+            self._settings,
+        ):
+            raise ValueError(f"{path} holds rows of {self.hook!r} of another width, dtype or reduction; leave it out")
+        with self._lock:
+            self._open[store] = array, layers
+            while len(self._open) > _MOST_OPEN:
+                self._open.popitem(last=False)
+        return array, layers
+
+
+def _source(capture: Capture, hook: str, layer: int | None) -> tuple[str, list[int | None], list[int]]:
+    """(array that holds the hook, numbers of its wanted layers there, numbers of these layers for the reader)."""
+    sources = capture.sources(hook, layer)
+    names = {source.array for source in sources}
+    if len(names) > 1:
+        raise ValueError(f"hook {hook!r} lies in several arrays {sorted(names)}: name one layer")
+    array = names.pop()
+    stored = capture.attrs["hooks"][array]["layers"]
+    inside: list[int | None] = [stored[source.index] if stored else None for source in sources]
+    return array, inside, [source.layer for source in sources if source.layer is not None]
+
+
+def _present(attrs: dict[str, object]) -> list[list[int]]:
+    """The [start, stop) rows of an incomplete store that no hook lacks."""
+    missing, length = attrs["missing"], attrs["num_tokens"]
+    assert isinstance(missing, list) and isinstance(length, int)
+    runs, first = [], 0
+    for start, stop in [*sorted(missing), [length, length]]:
+        runs.append([first, start])
+        first = max(first, stop)
+    return runs

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The threads that read chunks: as many as this process may use cores, one pool for the whole process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+
+Item = TypeVar("Item")
+_PREFIX = "dmi-read"
+
+
+class _Pool:
+    """Starts its threads when they are first needed, and anew in a forked process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._wanted: int | None = None
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._lock, self._executor = threading.Lock(), None  # the threads are the parent's
+
+    @property
+    def threads(self) -> int:
+        return self._wanted or len(os.sched_getaffinity(0))
+
+    def resize(self, threads: int | None) -> None:
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads {threads} is not valid; use 1 or more, or None for one a core")
+        with self._lock:
+            if self._executor is not None:
+                self._executor.shutdown(wait=False)
+            self._wanted, self._executor = threads, None
+
+    def executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(self.threads, _PREFIX)
+            return self._executor
+
+
+_pool = _Pool()
+
+
+def read_threads() -> int:
+    """Threads that read chunks."""
+    return _pool.threads
+
+
+def set_read_threads(threads: int | None) -> None:
+    """Read with this many threads from now on; None: one for each core of this process, which is the default.
+
+    Raises ValueError below 1.
+    """
+    _pool.resize(threads)
+
+
+def in_threads(work: Callable[[Item], object], items: Iterable[Item]) -> None:
+    """Do `work` on each of `items` in the pool, and wait. Raises the first error; work that has not begun is dropped.
+
+    One item, one thread, and work that is itself in the pool run in the calling thread.
+    """
+    listed = list(items)
+    inside = threading.current_thread().name.startswith(_PREFIX)
+    if len(listed) < 2 or inside or _pool.threads == 1:
+        for item in listed:
+            work(item)
+        return
+    for _ in _pool.executor().map(work, listed):
+        pass
+
+
+class Scratch(threading.local):
+    """Memory of a thread that is used again for each chunk. Fresh memory would cost as many page faults."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, np.ndarray] = {}
+
+    def take(self, name: str, nbytes: int) -> np.ndarray:
+        """uint8 [nbytes]. Valid until this thread takes the same name again."""
+        part = self._parts.get(name)
+        if part is None or len(part) < nbytes:
+            part = self._parts[name] = np.empty(nbytes, np.uint8)
+        return part[:nbytes]

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store as an xarray Dataset whose values are read when they are needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dmi_connector.dtypes import numpy_dtype
+from dmi_connector.hooks import ALIASES, HOOKS
+from dmi_connector.store.format.schema import layer_numbers
+from dmi_connector.store.read.hook_names import RESID_POST
+
+if TYPE_CHECKING:
+    import xarray
+
+    from dmi_connector.store.read.capture import Capture
+
+_SHOWN = ("model", "request_id", "key", "prompt_len", "complete", "reason", "created")
+"""Root attributes that a Dataset repeats, where they are not null."""
+
+
+class LazyHook:
+    """A hook that is read when it is indexed, for dask.array.from_array. An index has a slice or a number for each
+    dimension.
+    """
+
+    def __init__(self, capture: Capture, hook: str) -> None:
+        self._capture, self._hook = capture, hook
+        self.shape = capture.shape(hook)
+        self.ndim = len(self.shape)
+        info = capture.attrs["hooks"][capture.sources(hook)[0].array]
+        stored = numpy_dtype(info["dtype"])
+        self.dtype = stored if stored.kind in "iu" and "reduce" not in info else np.dtype(np.float32)
+
+    def __getitem__(self, index: tuple[slice | int, ...]) -> np.ndarray:
+        *layer, rows, columns = (
+            part if isinstance(part, slice) else slice(range(length)[part], range(length)[part] + 1)
+            for part, length in zip(index, self.shape, strict=True)
+        )
+        numbers: list[Any] = self._capture.layers[self._hook][layer[0]] if layer else [None]
+        parts = [self._capture.numpy(self._hook, number, rows)[:, columns] for number in numbers]
+        values = np.stack(parts) if layer else parts[0]
+        return values[tuple(slice(None) if isinstance(part, slice) else 0 for part in index)]
+
+
+def dataset(capture: Capture, hooks: Iterable[str]) -> xarray.Dataset:
+    """Hooks of a capture as dask arrays: float32, integer hooks in their own dtype.
+
+    Dimensions: `layer`, `token`, and the width: `hidden` for hooks of the residual stream's width, else `q_width` and
+    so on. Hooks that exist once have no layer dimension. Where hooks have several sets of layers, `layer` is that of
+    most hooks, others are called `layer_0+4`. Logits have `sample` instead of `token`.
+
+    Coordinates: the layer numbers; `position` (an index: `ds.sel(position=5)`), `token_id` and `phase` of each token,
+    and `missing` in an incomplete store; `sample_position` of each row of logits. A dask chunk is one layer of one
+    shard file.
+
+    Raises ImportError without xarray and dask (`dmi_connector[xarray]`), KeyError for a hook that is not in the store.
+    """
+    try:
+        import dask.array
+        import xarray
+    except ImportError as error:
+        raise ImportError("xarray: xarray or dask is not installed; install dmi_connector[xarray]") from error
+    names = list(dict.fromkeys(hooks))
+    numbers = {name: tuple(capture.layers[name]) for name in names if capture.sources(name)}
+    usual = Counter(layers for layers in numbers.values() if layers).most_common(1)
+    coords: dict[str, Any] = _token_coords(capture)
+    variables = {}
+    for name in names:
+        lazy = LazyHook(capture, name)
+        dims = ["sample" if name == "logits" else "token", _width_name(capture, name, lazy.shape[-1])]
+        chunks = [capture.chunk_rows(name)[1], -1]
+        if numbers[name]:
+            layer = "layer" if numbers[name] == usual[0][0] else f"layer_{layer_numbers(numbers[name])}"
+            dims, chunks = [layer, *dims], [1, *chunks]
+            coords[layer] = (layer, list(numbers[name]))
+        if name == "logits":
+            coords["sample_position"] = ("sample", capture.logits_positions)
+        values = dask.array.from_array(lazy, chunks=tuple(chunks), asarray=False, meta=np.empty(0, lazy.dtype))
+        variables[name] = (dims, values)
+    attrs = {name: value for name in _SHOWN if (value := capture.attrs.get(name)) is not None}
+    return xarray.Dataset(variables, coords, {**attrs, "store": str(capture.path)}).set_xindex("position")
+
+
+def _token_coords(capture: Capture) -> dict[str, Any]:
+    coords = {
+        "position": ("token", capture.positions),
+        "token_id": ("token", capture.token_ids),
+        "phase": ("token", capture.phase),
+    }
+    if not capture.complete:
+        missing = np.zeros(capture.attrs["num_tokens"], bool)
+        for start, stop in capture.missing:
+            missing[start:stop] = True
+        coords["missing"] = ("token", missing)
+    return coords
+
+
+def _width_name(capture: Capture, name: str, width: int) -> str:
+    """`hidden` for a hook as wide as the residual stream, which sums of hooks need to be of one name."""
+    known = HOOKS.get("resid_pre" if name == RESID_POST else ALIASES.get(name, name))
+    hidden = capture.attrs.get("dims", {}).get("hidden")
+    return "hidden" if known is not None and known.width == "H" and width == hidden else f"{name}_width"

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of tokens: each token once an epoch, the same in each run, and exactly resumed."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dmi_connector import TokenDataset, open_captures  # noqa: E402
+from dmi_connector.analysis.token_dataset import Batch  # noqa: E402
+from dmi_connector.layout import ArraySpec  # noqa: E402
+from dmi_connector.reduce import parse  # noqa: E402
+from dmi_connector.store.read.captures import Captures  # noqa: E402
+from tests import storekit as kit  # noqa: E402
+
+LENGTHS = (300, 20, 128, 129, 77, 64)
+TOKENS = sum(LENGTHS)
+SPECS = (ArraySpec("resid_pre", "bfloat16", (0, 1), 8), ArraySpec("z", "float32", (0, 1), 4))
+
+
+def named(number: int, length: int) -> kit.Values:
+    """Values that name their token: 1000 * store + row in `z`, and as the bits of `resid_pre`."""
+    ids = np.arange(length) + 1000 * number
+    z = np.zeros((2, length, 4), "f4")
+    z[1] = ids[:, None]
+    resid = np.zeros((2, length, 8), "u2")
+    resid[1] = ids[:, None]
+    return {"resid_pre": resid, "z": z.view("u4")}
+
+
+EVERY = {1000 * i + row for i, length in enumerate(LENGTHS) for row in range(length)}
+
+
+@pytest.fixture(scope="module")
+def captures(tmp_path_factory: pytest.TempPathFactory) -> Captures:
+    folder = tmp_path_factory.mktemp("tokens")
+    stores = kit.Store(4 << 20)
+    for i, length in enumerate(LENGTHS):
+        stores.write(folder / f"{i}.zarr", SPECS, length, values=named(i, length), chunk=32, attrs={"num_layers": 2})
+    assert stores.shutdown()
+    return open_captures(folder)
+
+
+def make(captures: Captures, **options: Any) -> TokenDataset:
+    return TokenDataset(captures, **{"hooks": "z@1", "batch_size": 20, "buffer_tokens": 150, "seed": 5, **options})
+
+
+def ids(batch: Batch) -> list[int]:
+    assert isinstance(batch, torch.Tensor)
+    values = batch[:, 0].view(torch.int16) if batch.dtype == torch.bfloat16 else batch[:, 0]
+    return values.to(torch.int64).tolist()
+
+
+def tokens(batches: Any) -> list[list[int]]:
+    return [ids(batch) for batch in batches]
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [token for batch in batches for token in batch]
+
+
+# ---- order ----------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_has_each_token_once_in_batches_of_one_size(captures: Captures) -> None:
+    data = make(captures)
+    found = tokens(data)
+    assert len(found) == data.batches() == TOKENS // 20 and {len(batch) for batch in found} == {20}
+    assert len(set(flat(found))) == len(flat(found)) and set(flat(found)) <= EVERY
+    assert data.num_tokens == TOKENS
+
+
+def test_without_shuffle_tokens_come_in_the_order_of_the_stores(captures: Captures) -> None:
+    found = flat(tokens(make(captures, shuffle=False)))
+    assert found == sorted(EVERY)[: TOKENS // 20 * 20]
+
+
+def test_the_seed_decides_the_order_and_each_epoch_has_its_own(captures: Captures) -> None:
+    first, again, other = (tokens(make(captures, seed=seed, epochs=2)) for seed in (5, 5, 6))
+    assert first == again != other
+    half = len(first) // 2
+    assert first[:half] != first[half:]
+
+
+def test_batches_mix_stores(captures: Captures) -> None:
+    kinds = [len({token // 1000 for token in batch}) for batch in tokens(make(captures, buffer_tokens=718))]
+    assert np.mean(kinds) > 3.5, "six stores, and batches of 20"
+
+
+def test_without_epochs_batches_never_end(captures: Captures) -> None:
+    endless = iter(make(captures, epochs=None))
+    assert sum(1 for _, batch in zip(range(100), endless, strict=False) if len(ids(batch)) == 20) == 100
+
+
+def test_several_hooks_give_rows_of_the_same_tokens(captures: Captures) -> None:
+    data = make(captures, hooks=["z@1", "resid_pre@1", "blocks.0.hook_resid_post"])
+    for batch in data:
+        assert isinstance(batch, dict) and list(batch) == ["z@1", "resid_pre@1", "blocks.0.hook_resid_post"]
+        assert ids(batch["z@1"]) == ids(batch["resid_pre@1"]) == ids(batch["blocks.0.hook_resid_post"])
+        assert batch["resid_pre@1"].shape == (20, 8) and batch["resid_pre@1"].dtype == torch.bfloat16
+
+
+def test_a_dtype_and_skipped_rows_can_be_asked_for(captures: Captures) -> None:
+    data = make(captures, hooks="resid_pre@-1", dtype=torch.float32, skip=2, shuffle=False)
+    batches = list(data)
+    assert {batch.dtype for batch in batches} == {torch.float32} and data.num_tokens == TOKENS - 2 * len(LENGTHS)
+    assert {token % 1000 for token in flat(tokens(make(captures, skip=2)))}.isdisjoint({0, 1})
+
+
+def test_one_buffer_or_many_give_each_token_once(captures: Captures) -> None:
+    for buffer in (20, 33, 10_000):
+        found = flat(tokens(make(captures, buffer_tokens=buffer)))
+        assert len(set(found)) == len(found) == TOKENS // 20 * 20
+
+
+# ---- memory ---------------------------------------------------------------------------------------------
+
+
+def test_two_buffers_serve_an_epoch_whose_batches_are_not_kept(captures: Captures) -> None:
+    data = make(captures, buffer_tokens=64, epochs=3)
+    for batch in data:
+        assert len(ids(batch)) == 20
+    assert len(data._memory._made["z@1"]) <= 2
+
+
+def test_batches_that_are_kept_do_not_change(captures: Captures) -> None:
+    data = make(captures, buffer_tokens=64, epochs=2)
+    kept = list(data)
+    assert tokens(kept) == tokens(make(captures, buffer_tokens=64, epochs=2))
+
+
+# ---- ranks and workers ----------------------------------------------------------------------------------
+
+
+def test_ranks_read_different_tokens_in_equally_many_batches(captures: Captures) -> None:
+    parts = [tokens(make(captures, rank=rank, world_size=3)) for rank in range(3)]
+    assert len({len(part) for part in parts}) == 1 and len(parts[0]) >= 8
+    together = flat([batch for part in parts for batch in part])
+    assert len(set(together)) == len(together)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_read_different_tokens(captures: Captures, workers: int) -> None:
+    data = make(captures, epochs=2)
+    found = tokens(data.loader(workers))
+    assert len(found) == data.batches(0, workers) + data.batches(1, workers)
+    epoch = flat(found[: data.batches(0, workers)])
+    assert len(set(epoch)) == len(epoch)
+    plain = torch.utils.data.DataLoader(make(captures, epochs=2), batch_size=None, num_workers=workers)
+    assert tokens(plain) == found
+
+
+def test_one_worker_gives_what_none_gives(captures: Captures) -> None:
+    assert tokens(make(captures).loader(1)) == tokens(make(captures).loader(0)) == tokens(make(captures))
+
+
+# ---- resume ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [0, 1, 7, 35, 36, 70])
+def test_iteration_resumes_exactly(captures: Captures, after: int) -> None:
+    every = tokens(make(captures, epochs=2))
+    data = make(captures, epochs=2)
+    running = iter(data)
+    for _ in range(after):
+        next(running)
+    state = pickle.loads(pickle.dumps(data.state_dict()))
+    resumed = make(captures, epochs=2)
+    resumed.load_state_dict(state)
+    assert tokens(resumed) == every[after:]
+    assert tokens(resumed) == every, "the next iteration is a whole one"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_resumes_exactly(captures: Captures, workers: int) -> None:
+    every = tokens(make(captures, epochs=2).loader(workers))
+    per_epoch = make(captures).batches(0, max(1, workers))
+    for after in (1, per_epoch, per_epoch + 3):
+        loader = make(captures, epochs=2).loader(workers)
+        running = iter(loader)
+        for _ in range(after):
+            next(running)
+        state = loader.state_dict()
+        del running
+        resumed = make(captures, epochs=2).loader(workers)
+        resumed.load_state_dict(state)
+        assert tokens(resumed) == every[after:]
+
+
+def test_a_state_of_other_data_or_workers_is_refused(captures: Captures) -> None:
+    state = make(captures).state_dict()
+    for other in ({"seed": 6}, {"batch_size": 21}, {"hooks": "resid_pre@1"}, {"skip": 1}):
+        with pytest.raises(ValueError, match="the state is of other stores or settings"):
+            make(captures, **other).load_state_dict(state)
+    with pytest.raises(ValueError, match="the state is of workers 1, not 2"):
+        make(captures).loader(2).load_state_dict(state)
+    with pytest.raises(ValueError, match="the state is of world_size 1, not 2"):
+        make(captures, rank=0, world_size=2).load_state_dict(state)
+
+
+# ---- what trainers take ---------------------------------------------------------------------------------
+
+
+def test_next_gives_a_batch_of_activations_as_dictionary_learning_asks(captures: Captures) -> None:
+    data = iter(make(captures, hooks="resid_pre@1", dtype=torch.float32, epochs=None))
+    batch = next(data)
+    assert batch.shape == (20, 8) and batch.dtype == torch.float32 and batch.is_contiguous()
+
+
+def test_the_config_is_plain(captures: Captures) -> None:
+    config = make(captures).config
+    assert config["hooks"] == ["z@1"] and config["batch_size"] == 20 and config["tokens"] == TOKENS
+
+
+def test_a_directory_can_be_given(captures: Captures) -> None:
+    assert tokens(TokenDataset(captures.infos[0].store.parent, "z@1", 20, buffer_tokens=150, seed=5)) == tokens(
+        make(captures)
+    )
+
+
+# ---- what is refused ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"hooks": []}, ValueError, "do not fit; name a hook"),
+        ({"batch_size": 0}, ValueError, "do not fit"),
+        ({"buffer_tokens": 19}, ValueError, "let the buffer hold a batch"),
+        ({"hooks": "z"}, ValueError, r"'z' has layers \[0, 1\]; name one, as in 'z@0'"),
+        ({"hooks": "z@one"}, ValueError, "'z@one' names no layer"),
+        ({"hooks": "z@7"}, KeyError, "no layer 7"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank 2 is outside the world of 2"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    captures: Captures, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make(captures, **options)
+
+
+def test_too_few_tokens_are_refused(captures: Captures) -> None:
+    with pytest.raises(ValueError, match="718 tokens are too few for batches of 400 in 2 workers"):
+        list(make(captures, batch_size=400, buffer_tokens=400, world_size=2, rank=0))
+
+
+def test_a_damaged_chunk_ends_the_iteration_with_an_error(tmp_path: Path) -> None:
+    stores = kit.Store(1 << 20)
+    stores.write(tmp_path / "a.zarr", SPECS, 64, values=named(0, 64), codec="none", attrs={"num_layers": 2})
+    assert stores.shutdown()
+    path = tmp_path / "a.zarr/z/c/0/0/0"
+    path.write_bytes(b"\x01" + path.read_bytes()[1:])
+    data = TokenDataset(tmp_path, "z@0", 16)
+    with pytest.raises(ValueError, match="the chunk does not match its crc32c"):
+        list(data)
+
+
+@pytest.fixture
+def reduced(tmp_path: Path) -> Iterator[tuple[Path, np.ndarray]]:
+    reduction = parse("int8")
+    wide = np.random.default_rng(0).standard_normal((1, 100, 8)).astype("f4")
+    stored = reduction.encode(torch.from_numpy(wide[0])).numpy()[None]
+    settings = {**reduction.settings(), "width": 8, "dtype": "float32"}
+    stores = kit.Store(1 << 20)
+    spec = ArraySpec("resid_pre", "uint8", (0,), stored.shape[-1], reduce=settings)
+    stores.write(tmp_path / "a.zarr", [spec], 100, values={"resid_pre": stored})
+    assert stores.shutdown()
+    yield tmp_path, wide[0]
+
+
+def test_an_absent_torch_is_named_with_its_extra() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from dmi_connector import *\n"
+        "try: from dmi_connector import TokenDataset\n"
+        "except ImportError as error: assert 'install dmi_connector[torch]' in str(error), error\n"
+        "else: raise AssertionError"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_reduced_hooks_are_decoded(reduced: tuple[Path, np.ndarray]) -> None:
+    path, wide = reduced
+    found = torch.cat(list(TokenDataset(path, "resid_pre@0", 25, shuffle=False)))
+    assert found.dtype == torch.float32 and np.abs(found.numpy() - wide).max() < 0.05

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many stores: filters, loops, tables, and their rows as one array."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pickle
+import shutil
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dmi_connector import open_captures
+from dmi_connector.layout import ArraySpec
+from dmi_connector.reduce import parse
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.format.schema import INDEX_NAME
+from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.row_view import RowView
+from tests import storekit as kit
+
+ARRAYS = (
+    ArraySpec("resid_pre", "bfloat16", (0, 1), 8),
+    ArraySpec("z", "float32", (1,), 6, shards=1),
+    ArraySpec("topk_ids", "int32", (0, 1), 2),
+    ArraySpec("resid_final", "bfloat16", (), 8),
+    ArraySpec("logits", "float32", (), 5),
+)
+LENGTHS = (300, 7, 128, 40)
+"""Rows of the stores. Half of each is a prompt. The last one lacks rows 8 to 15."""
+KEYS = ("a", "b", "a", None)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("many")
+    stores = kit.Store(4 << 20)
+    for i, (length, key) in enumerate(zip(LENGTHS, KEYS, strict=True)):
+        names = {"key": key, "request_id": f"r{i}", "attrs": {"num_layers": 2, "model": f"/models/m{i % 2}"}}
+        values = values_of(i)
+        losses = [Loss.of(Cause.FELL_BEHIND, [[8, 16]])] if i == 3 else []
+        record = stores.open(folder / f"{i}.zarr", *ARRAYS, chunk=8 if i == 3 else 32, segment=64, **names)
+        record.attrs["prompt_len"] = length // 2
+        stores.feed(record, values, length, skip=[8] if i == 3 else [])
+        stores.put_rows(record, "logits", values["logits"], 0, 0)
+        stores.close(record, length, {"logits": 1}, losses=losses)
+        assert stores.flush(kit.PATIENCE)
+    assert stores.shutdown()
+    return folder
+
+
+def values_of(number: int) -> kit.Values:
+    return {s.name: kit.random_bits(s, 1 if s.per_sample else LENGTHS[number], number) for s in ARRAYS}
+
+
+def names(captures: Captures) -> list[str]:
+    return [info.store.name for info in captures.infos]
+
+
+@pytest.fixture
+def unindexed(directory: Path, tmp_path: Path) -> Path:
+    shutil.copytree(directory, tmp_path / "copy")
+    (tmp_path / "copy" / INDEX_NAME).unlink()
+    return tmp_path / "copy"
+
+
+# ---- filters ---------------------------------------------------------------------------------------------------------
+
+
+def test_complete_stores_are_found_in_the_order_they_began(directory: Path) -> None:
+    assert names(open_captures(directory)) == ["0.zarr", "1.zarr", "2.zarr"]
+    assert names(open_captures(directory, incomplete=True)) == ["0.zarr", "1.zarr", "2.zarr", "3.zarr"]
+
+
+def test_filters_choose_stores(directory: Path) -> None:
+    assert names(open_captures(directory, key="a")) == ["0.zarr", "2.zarr"]
+    assert names(open_captures(directory, key=["a", "b"], model="m0")) == ["0.zarr", "2.zarr"]
+    assert names(open_captures(directory, model="/models/m1")) == ["1.zarr"]
+    assert names(open_captures(directory, model="m")) == []
+    assert names(open_captures(directory, request_id="r1")) == ["1.zarr"]
+    assert names(open_captures(directory, prompt_len=range(10, 151))) == ["0.zarr", "2.zarr"]
+    assert names(open_captures(directory, prompt_len=3)) == ["1.zarr"]
+    assert names(open_captures(directory, where=lambda info: info.num_tokens == 128)) == ["2.zarr"]
+    both = open_captures(directory, incomplete=True).filter(lambda info: info.state == "incomplete")
+    assert names(both) == ["3.zarr"]
+
+
+def test_times_choose_stores(directory: Path) -> None:
+    second = open_captures(directory).infos[1].started
+    assert names(open_captures(directory, after=second)) == ["1.zarr", "2.zarr"]
+    assert names(open_captures(directory, before=second)) == ["0.zarr"]
+    at = datetime.datetime.fromisoformat(second)
+    assert names(open_captures(directory, after=at, before=at + datetime.timedelta(microseconds=1))) == ["1.zarr"]
+    naive = at.replace(tzinfo=None).isoformat()
+    assert names(open_captures(directory, before=naive)) == ["0.zarr"], "a time without a zone is UTC"
+    with pytest.raises(ValueError, match="after 'yesterday' is no time"):
+        open_captures(directory, after="yesterday")
+
+
+def test_a_directory_without_an_index_is_searched(unindexed: Path, directory: Path) -> None:
+    found, known = open_captures(unindexed, incomplete=True), open_captures(directory, incomplete=True)
+    plain = [{**vars(info), "store": info.store.name} for info in found.infos]
+    assert plain == [{**vars(info), "store": info.store.name} for info in known.infos]
+    assert names(open_captures(unindexed, key="b")) == ["1.zarr"]
+    assert names(open_captures(unindexed, request_id="r2")) == ["2.zarr"]
+
+
+def test_an_index_of_an_older_version_is_filled_up_from_the_stores(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path / "old")
+    index = tmp_path / "old" / INDEX_NAME
+    lines = [json.loads(line) for line in index.read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if k not in ("prompt_len", "model")} for line in lines]
+    index.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    assert names(open_captures(tmp_path / "old", model="m1")) == ["1.zarr"]
+    assert names(open_captures(tmp_path / "old", prompt_len=64)) == ["2.zarr"]
+    assert open_captures(tmp_path / "old").table()["prompt_len"].tolist() == [150, 3, 64]
+
+
+def test_stores_that_were_removed_by_hand_are_left_out(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path / "some")
+    shutil.rmtree(tmp_path / "some" / "1.zarr")
+    assert names(open_captures(tmp_path / "some")) == ["0.zarr", "2.zarr"]
+    with pytest.raises(ValueError, match="is no directory; give a directory of stores"):
+        open_captures(tmp_path / "none")
+
+
+# ---- loops and tables ------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_opens_one_store_at_a_time(directory: Path) -> None:
+    captures = open_captures(directory)
+    before = len(os.listdir("/proc/self/fd"))
+    most, lengths = 0, []
+    for capture in captures:
+        most = max(most, len(os.listdir("/proc/self/fd")))
+        lengths.append(capture.numpy("resid_final").shape[0])
+    assert lengths == [300, 7, 128] and most <= before + 1
+    assert captures[-1].attrs["num_tokens"] == 128
+    assert names(captures[1:]) == ["1.zarr", "2.zarr"] and len(captures[1:]) == 2
+    assert repr(captures) == "Captures(3 stores, 435 tokens)"
+
+
+def test_the_progress_bar_counts_stores(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [c.prompt_len for c in open_captures(directory).progress("norms")] == [150, 3, 64]
+    bar = capsys.readouterr().err
+    assert "norms: 100%" in bar and "3/3" in bar
+
+
+def test_ten_thousand_stores_take_little_memory(directory: Path, tmp_path: Path) -> None:
+    """The index names 10,000 stores, which are links to one."""
+    target = directory / "1.zarr"
+    lines = (directory / INDEX_NAME).read_text().splitlines()
+    finish = next(json.loads(line) for line in lines if '"1.zarr"' in line and '"finish"' in line)
+    with open(tmp_path / INDEX_NAME, "w") as index:
+        for i in range(10_000):
+            (tmp_path / f"{i}.zarr").symlink_to(target)
+            index.write(json.dumps({**finish, "store": f"{i}.zarr"}) + "\n")
+    captures = open_captures(tmp_path, key="b", prompt_len=3)
+    assert len(captures) == 10_000
+    few, many = [], []
+    tracemalloc.start()
+    try:
+        for number, capture in enumerate(captures[:2_000]):
+            capture.numpy("resid_pre", 1)
+            (few if number < 200 else many).append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert max(many) < max(few) + (256 << 10), "memory does not grow with the stores that were read"
+    assert len(captures.rows("resid_pre", 1)) == 70_000
+
+
+def test_the_table_has_a_row_for_each_store(directory: Path) -> None:
+    captures = open_captures(directory, incomplete=True)
+    frame = captures.table()
+    assert frame["key"].tolist()[:3] == ["a", "b", "a"] and frame["num_tokens"].tolist() == list(LENGTHS)
+    assert str(frame["started"].dtype).endswith("UTC]") and frame["started"].is_monotonic_increasing
+    assert str(frame["prompt_len"].dtype) == "Int64"
+    other = captures.table("polars")
+    assert other.columns == list(frame.columns) and other["num_tokens"].to_list() == list(LENGTHS)
+    assert other["started"].to_list() == [time.to_pydatetime() for time in frame["started"]]
+    assert other["store"].to_list() == [str(info.store) for info in captures.infos]
+    with pytest.raises(ValueError, match="table: 'arrow' is not valid"):
+        captures.table("arrow")  # type: ignore[call-overload]
+
+
+def test_an_empty_selection_has_an_empty_table(directory: Path) -> None:
+    captures = open_captures(directory, key="nobody")
+    assert len(captures.table()) == len(captures.table("polars")) == len(captures) == 0
+
+
+@pytest.mark.parametrize(("module", "extra"), [("pandas", "pandas"), ("polars", "polars"), ("tqdm.auto", "progress")])
+def test_an_absent_library_is_named_with_its_extra(
+    directory: Path, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    captures = open_captures(directory)
+    with pytest.raises(ImportError, match=rf"install dmi_connector\[{extra}\]"):
+        list(captures.progress()) if extra == "progress" else captures.table(extra)  # type: ignore[call-overload]
+
+
+# ---- rows of many stores ---------------------------------------------------------------------------------------------
+
+
+def joined(name: str, numbers: tuple[int, ...] = (0, 1, 2), skip: int = 0) -> np.ndarray:
+    """float32 [layers, rows, width] of some stores, without missing rows."""
+    dtype = next(s.dtype for s in ARRAYS if s.name == name)
+    parts = []
+    for number in numbers:
+        values = kit.to_float(values_of(number)[name], dtype)
+        rows = [i for i in range(skip, LENGTHS[number]) if number != 3 or not 8 <= i < 16]
+        parts.append(values[:, rows])
+    return np.concatenate(parts, axis=1)
+
+
+@pytest.fixture
+def view(directory: Path) -> RowView:
+    return open_captures(directory).rows("resid_pre", 1)
+
+
+def test_a_view_is_the_rows_of_all_stores(view: RowView) -> None:
+    expected = joined("resid_pre")[1]
+    assert view.shape == expected.shape == (435, 8) and len(view) == 435
+    np.testing.assert_array_equal(view[:], expected)
+    np.testing.assert_array_equal(view[290:310:3], expected[290:310:3])
+    np.testing.assert_array_equal(view[::-1], expected[::-1])
+    np.testing.assert_array_equal(view[-1], expected[-1])
+    mask = np.arange(435) % 5 == 0
+    np.testing.assert_array_equal(view[mask], expected[mask])
+
+
+def test_random_rows_may_repeat_and_come_in_any_order(view: RowView) -> None:
+    rows = np.random.default_rng(0).integers(-435, 435, 500)
+    np.testing.assert_array_equal(view[rows], joined("resid_pre")[1][rows])
+    assert view[[]].shape == (0, 8)
+    with pytest.raises(IndexError, match="the view of 'resid_pre' has 435 rows, row 435 does not exist"):
+        view[[435]]
+
+
+def test_a_view_keeps_the_stored_dtype_where_it_is_asked_to(view: RowView) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = view.torch([3, 1])
+    assert tensor.dtype == torch.bfloat16 and view.read([3, 1], convert=False).dtype.name == "bfloat16"
+    np.testing.assert_array_equal(tensor.float().numpy(), joined("resid_pre")[1][[3, 1]])
+
+
+def test_a_view_reads_other_hooks_and_all_layers(directory: Path) -> None:
+    captures = open_captures(directory)
+    both = captures.rows("resid_pre")
+    assert both.shape == (2, 435, 8) and both.layers == [0, 1]
+    np.testing.assert_array_equal(both[[299, 300]], joined("resid_pre")[:, [299, 300]])
+    np.testing.assert_array_equal(captures.rows("resid_final")[5:9], joined("resid_final")[0, 5:9])
+    np.testing.assert_array_equal(captures.rows("resid_post", 0)[5:9], joined("resid_pre")[1, 5:9])
+    np.testing.assert_array_equal(captures.rows("resid_post", -1)[5:9], joined("resid_final")[0, 5:9])
+    ids = captures.rows("topk_ids", -1)[:]
+    assert ids.dtype == np.int32
+    np.testing.assert_array_equal(ids, joined("topk_ids")[1])
+
+
+def test_missing_rows_are_left_out_of_a_view_and_so_are_skipped_ones(directory: Path) -> None:
+    captures = open_captures(directory, incomplete=True)
+    view = captures.rows("z", 1, skip=10)
+    expected = joined("z", (0, 1, 2, 3), skip=10)[0]
+    assert len(view) == 290 + 0 + 118 + 24
+    np.testing.assert_array_equal(view[:], expected)
+    stores, rows = view.origins([289, 290, -24, -1])
+    assert stores.tolist() == [0, 2, 3, 3] and rows.tolist() == [299, 10, 16, 39]
+
+
+def test_batches_of_a_view_are_all_its_rows_in_order(view: RowView) -> None:
+    parts = list(view.batches(100))
+    assert [len(part) for part in parts] == [100, 100, 100, 100, 35]
+    np.testing.assert_array_equal(np.concatenate(parts), joined("resid_pre")[1])
+    with pytest.raises(ValueError, match="size 0 is not valid"):
+        next(view.batches(0))
+
+
+def test_a_view_can_be_pickled(view: RowView) -> None:
+    view[[0]]
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(view))[[0, 434]], joined("resid_pre")[1][[0, 434]])
+
+
+def test_blocks_are_whole_chunks_and_hold_each_row_once(directory: Path) -> None:
+    view = open_captures(directory, incomplete=True).rows("z", 1, skip=3)
+    stores, first, counts = view.blocks()
+    found = [(s, f + i) for s, f, n in zip(stores, first, counts, strict=True) for i in range(n)]
+    every = view.origins(slice(None))
+    assert found == list(zip(every[0].tolist(), every[1].tolist(), strict=True))
+    assert (first // 32 == (first + counts - 1) // 32).all()
+
+
+def test_what_no_view_can_hold_is_refused(directory: Path) -> None:
+    captures = open_captures(directory)
+    for hook, layer, skip, error, message in [
+        ("logits", None, 0, ValueError, "a row for each sampled token"),
+        ("resid_post", None, 0, ValueError, "lies in several arrays"),
+        ("resid_pre", 5, 0, KeyError, "no layer 5"),
+        ("resid_pri", 0, 0, KeyError, "did you mean 'resid_pre'"),
+        ("z", 1, -1, ValueError, "skip -1 is not valid"),
+    ]:
+        with pytest.raises(error, match=message):
+            captures.rows(hook, layer, skip)
+    with pytest.raises(ValueError, match="no store to read 'z' from"):
+        open_captures(directory, key="nobody").rows("z", 1)
+
+
+@pytest.fixture
+def stores() -> Iterator[kit.Store]:
+    made = kit.Store(1 << 20)
+    yield made
+    assert made.shutdown()
+
+
+def test_stores_of_other_shapes_are_refused_when_they_are_read(stores: kit.Store, tmp_path: Path) -> None:
+    for i, spec in enumerate([ArraySpec("z", "float32", (1,), 6), ArraySpec("z", "float32", (1,), 5)]):
+        stores.write(tmp_path / f"{i}.zarr", [spec], 10, attrs={"num_layers": 2})
+    stores.write(tmp_path / "2.zarr", [ArraySpec("z", "float32", (0,), 6)], 10, attrs={"num_layers": 2})
+    view = open_captures(tmp_path).rows("z", 1)
+    assert view[:10].shape == (10, 6)
+    with pytest.raises(ValueError, match=r"1\.zarr holds rows of 'z' of another width"):
+        view[10:20]
+    with pytest.raises(ValueError, match=r"2\.zarr holds other layers of 'z': \[0\]"):
+        view[20:]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_reduced_hooks_are_decoded(shards: int, stores: kit.Store, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    reduction = parse("int8")
+    wide = np.random.default_rng(0).standard_normal((2, 40, 8)).astype("f4")
+    slices = [
+        np.stack([reduction.encode(torch.from_numpy(np.ascontiguousarray(layer))).numpy() for layer in part])
+        for part in np.split(wide, shards, axis=-1)
+    ]
+    stored = np.concatenate(slices, axis=-1)
+    settings = {**reduction.settings(), "width": 8, "dtype": "float32"}
+    spec = ArraySpec("resid_pre", "uint8", (0, 1), stored.shape[-1], shards, reduce=settings)
+    # One writer writes the slices of a rank each: two of them for two shards.
+    others = [kit.Store(1 << 20) for _ in range(shards - 1)]
+    for i in range(2):
+        for rank, part in enumerate([*others, stores]):
+            own = kit.shard_specs([spec], shards, shards - 1 - rank) if shards > 1 else [spec]
+            options = {"ranks": shards, "rank": shards - 1 - rank}
+            part.write(tmp_path / f"{i}.zarr", own, 40, values={"resid_pre": stored}, wait=False, **options)
+    assert all(part.flush(kit.PATIENCE) for part in [*others, stores])
+    for part in others:
+        part.shutdown()
+    captures = open_captures(tmp_path)
+    whole = captures[0].numpy("resid_pre", 1)
+    assert whole.shape == (40, 8) and np.abs(whole - wide[1]).max() < 0.05
+    view = captures.rows("resid_pre", 1)
+    assert view.shape == (80, 8)
+    np.testing.assert_array_equal(view[[79, 0]], whole[[39, 0]])
