@@ -244,6 +244,57 @@ def test_a_killed_writer_of_another_rank_makes_all_rows_missing(stores: kit.Stor
     assert caught.value.missing == [[0, 300]] and verify_store(tmp_path / "a.zarr") == []
 
 
+def test_a_shard_of_another_rank_that_cannot_be_closed_makes_all_rows_missing(
+    stores: kit.Store, tmp_path: Path
+) -> None:
+    """A limit on file sizes lets the chunk of rank 1 through, and not the index behind it."""
+    wide = [replace(SPEC, shards=2, rank=rank) for rank in range(2)]
+    values = {"q": kit.random_bits(SPEC, 128)}
+    other = kit.Store()
+    owners, records = (stores, other), []
+    for rank, owner in enumerate(owners):
+        records.append(owner.open(tmp_path / "a.zarr", wide[rank], rank=rank, ranks=2))
+    pid, chunk = writer_pid(records[1]), wide[1].token_bytes * 128 + 2 * 4
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (chunk, resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]))
+    for owner, record in zip(owners, records, strict=True):
+        owner.feed(record, values, 128)
+    until(lambda: other.ring.used == 0)
+    assert (tmp_path / "a.zarr.partial/q/c/0/0/1").stat().st_size == chunk
+    for owner, record in zip(owners, records, strict=True):
+        owner.close(record, 128)
+    assert other.shutdown(PATIENCE) and stores.flush(PATIENCE)
+    assert [record.state for record in records] == ["incomplete", "incomplete"]
+    with pytest.raises(CaptureIncomplete, match=r"rank 1: OSError: \[Errno 27\] File too large") as caught:
+        open_capture(tmp_path / "a.zarr", timeout=0)
+    assert caught.value.missing == [[0, 128]] and verify_store(tmp_path / "a.zarr") == []
+
+
+@pytest.mark.parametrize(
+    ("start", "came", "missing"),
+    [
+        (0, [0], [[128, 250]]),
+        (0, [0, 128], []),
+        (0, [128], [[0, 128]]),
+        (0, [], [[0, 250]]),
+        (50, [0], [[128, 200]]),
+        (200, [0], []),
+    ],
+)
+def test_rows_of_the_prompt_are_missing_where_the_engine_ends_inside_it(
+    stores: kit.Store, tmp_path: Path, start: int, came: list[int], missing: list[list[int]]
+) -> None:
+    """The prompt has 250 tokens. How many tokens would have followed nobody knows."""
+    record = stores.open(tmp_path / "a.zarr", SPEC, attrs={"prompt_len": 250, "start": start})
+    values = {"q": kit.random_bits(SPEC, 256)}
+    stores.feed(record, values, 256, skip=[first for first in (0, 128) if first not in came])
+    stores.captures.abandon_all(Loss.of(Cause.ENGINE_ENDED))
+    assert stores.flush(PATIENCE) and record.state == "incomplete"
+    cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    assert (cap.missing, cap.reason) == (missing, "the engine ended before the request did")
+    assert cap.attrs["num_tokens"] == max((first + 128 for first in came), default=0)
+    assert verify_store(tmp_path / "a.zarr") == []
+
+
 def test_a_sample_that_never_came_reads_as_zeros_at_position_minus_1(stores: kit.Store, tmp_path: Path) -> None:
     logits = ArraySpec("logits", "float32", (), 32)
     rows = kit.random_bits(logits, 3)

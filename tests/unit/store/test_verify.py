@@ -212,6 +212,30 @@ def test_verify_finds_where_the_residual_stream_does_not_add_up(stores: kit.Stor
         assert verify_store(tmp_path / f"unflagged-{name}.zarr") == []
 
 
+TOLERATED = {"float32": 1e-5, "float16": 2 * 2.0**-11, "bfloat16": 2 * 2.0**-8}
+"""Of docs/FORMAT.md, section 7: the error of a sum as a part of the largest magnitude in the three rows."""
+
+
+@pytest.mark.parametrize("dtype", TOLERATED)
+@pytest.mark.parametrize("values", [(64, -32, 32), (-32, 64, 32), (32, 32, 64)])
+def test_a_sum_may_be_off_by_the_tolerance_and_no_more(
+    stores: kit.Store, tmp_path: Path, dtype: str, values: tuple[float, float, float]
+) -> None:
+    """The largest magnitude of a row is 64, in one of the three. Another column is off."""
+    specs = [ArraySpec(name, dtype, (0,), 4) for name in RESIDUAL[:3]]
+    for part, found in ((0.97, []), (1.03, ["resid_mid layer 0 token 150"])):
+        rows = {
+            name: np.full((1, 200, 4), 1.0 - (name == "attn_out")).astype(numpy_dtype(dtype)) for name in RESIDUAL[:3]
+        }
+        for name, value in zip(RESIDUAL, values, strict=False):
+            rows[name][0, 150, 1] = value
+        rows["resid_pre"][0, 150, 2], rows["resid_mid"][0, 150, 2] = 0, part * TOLERATED[dtype] * 64
+        path = tmp_path / f"{part}.zarr"
+        raw = {name: kit.bits(row) for name, row in rows.items()}
+        stores.write(path, specs, 200, values=raw, attrs={"identities": True, "num_layers": 1})
+        assert [p.where for p in verify_store(path) if "suspect" not in p.what] == found
+
+
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize(
     ("spec", "value", "suspect"),
