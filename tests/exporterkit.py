@@ -19,7 +19,7 @@ from dmi_connector.settings import ServerOptions
 from dmi_connector.store.write.ring import Extent, Ring
 
 DIMS = ModelDims("Qwen3ForCausalLM", 4, 512, 16, 16, 64, 512, 512)
-SMALL = ModelDims("Qwen3ForCausalLM", 2, 8, 2, 2, 4, 16, 32)
+SMALL = ModelDims("Qwen3ForCausalLM", 2, 8, 2, 2, 4, 16, 33)
 
 
 def make_exporter(

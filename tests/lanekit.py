@@ -75,15 +75,15 @@ class Lane:
         self.progress = Progress()
         self.lane = DeviceLane(self.ring, chunks_in_staging * CHUNK, self.rows)
 
-    def capture(self) -> CaptureExport:
-        """A capture that notes what is delivered. It keeps the ring memory."""
+    def capture(self, table: np.ndarray = TABLE) -> CaptureExport:
+        """A capture of some fields of the rows, which notes what is delivered. It keeps the ring memory."""
 
         def chunk(extent: Extent, first: int, count: int) -> None:
             assert count == 2
             self.extents.append(extent)
             self.delivered.append((first // 2, self.ring.view(extent).tobytes()))
 
-        layout: Any = SimpleNamespace(payload=SimpleNamespace(token_bytes=ROW_BYTES), table=TABLE)
+        layout: Any = SimpleNamespace(payload=SimpleNamespace(token_bytes=int(table[:, 1].sum())), table=table)
         out: Any = SimpleNamespace(chunk=chunk)
         return CaptureExport(1, layout, out, 0, self.ring, self.progress)
 

@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.coverage import UNWRITTEN
-from dmi_connector.engine.messages import Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import Open, Rows, Sample, StepMetadata
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport
 from dmi_connector.engine.transfer.exporter import Exporter
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
@@ -79,6 +79,27 @@ def test_rows_of_a_step_arrive_with_the_first_row_that_each_chunk_has(make: Make
     assert a.chunks == [(4, 4, payload(exporter, 4)), (8, 4, payload(exporter, 8))]
     assert b.chunks == [(0, 4, payload(exporter, 0))]
     assert exporter.take_report().gathered == 12
+
+
+def test_a_store_is_opened_with_what_the_scheduler_and_the_server_say(make: Make) -> None:
+    exporter = make(tp=2, rank=1)
+    opened: list[tuple[Any, ...]] = []
+    exporter.client = SimpleNamespace(  # type: ignore[assignment]
+        register=lambda layout: opened.append((layout,)) or 5, open_capture=lambda *what: opened.append(what)
+    )
+    for number in (1, 2):
+        hooks = dict(exporter.context.selection.hooks)
+        message = Open(number, f"/x/{number}.zarr", hooks, f"r{number}", "key", 3, 17, {"prompt_len": 20})
+        exporter.before_forward(StepMetadata(opens=[message]))
+    exporter.client = None
+    [layout] = exporter.layouts.values()
+    attrs = {**exporter.store_attrs, "prompt_len": 20, "start": 3}
+    assert opened == [
+        (layout.payload,),
+        (5, "/x/1.zarr", attrs, "r1", "key", 1, 2, 17),
+        (5, "/x/2.zarr", attrs, "r2", "key", 1, 2, 17),
+    ]
+    assert [(c.number, c.start, c.checked) for c in exporter.captures.values()] == [(1, 3, False), (2, 3, False)]
 
 
 def test_the_last_rows_are_exported_before_the_capture_is_closed(make: Make) -> None:

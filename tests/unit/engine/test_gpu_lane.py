@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.transfer import gpu_lane
@@ -198,3 +200,88 @@ def test_a_chunk_without_ring_memory_keeps_no_staging_memory(make: Callable[[int
         lane.ring.release(lane.extents[n])
         kit.until(lambda n=n: len(lane.delivered) == n + 2)
     assert lane.delivered == [*map(lane.wanted, range(3))]
+
+
+def test_chunks_with_other_fields_are_gathered_by_their_own_tables(make: Callable[[int, int], Lane]) -> None:
+    """Captures of other hooks share a launch of the lane, each with the fields that it takes of a row."""
+    lane = make(8, 8)
+    halves = [lane.capture(np.array([[at, CHUNK // 4, 0]])) for at in (0, CHUNK // 4)]
+    chunks = [lane.chunk(n, halves[n % 2]) for n in range(4)]
+    lane.lane.send(chunks)
+    kit.until(lambda: len(lane.delivered) == 4)
+    for n, (number, data) in enumerate(lane.delivered):
+        at = n % 2 * CHUNK // 4
+        assert (number, data) == (n, lane.rows[2 * n : 2 * n + 2, at : at + CHUNK // 4].contiguous().numpy().tobytes())
+
+
+def test_a_copy_fills_no_more_than_its_ring_memory(make: Callable[[int, int], Lane]) -> None:
+    """Staging memory is given out in larger units."""
+    lane = make(2, 4)
+    lane.lane.staging.buffer.fill_(255)
+    lane.lane.send([lane.chunk(3, lane.capture(np.array([[8, 100, 0]])))])
+    kit.until(lambda: lane.delivered)
+    assert lane.delivered == [(3, lane.rows[6:8, 8:108].contiguous().numpy().tobytes())]
+    assert not lane.ring.memory[200:].any()
+
+
+def test_gathered_rows_are_reported_when_their_gather_is_issued(make: Callable[[int, int], Lane]) -> None:
+    Event.link.clear()
+    lane = make(2, 32)
+    lane.lane.send([lane.chunk(n) for n in range(5)])
+    kit.until(lambda: len(lane.lane.waiting) == 3)
+    assert lane.progress.report().gathered == 4, "two chunks of two rows"
+    Event.link.set()
+    kit.until(lambda: len(lane.delivered) == 5)
+    assert lane.progress.report().gathered == 10
+
+
+def test_a_chunk_that_has_room_waits_behind_those_that_have_none(make: Callable[[int, int], Lane]) -> None:
+    """Chunks are gathered in the order in which they were sent, though a later one is smaller."""
+    Event.link.clear()
+    lane = make(3, 32)
+    capture = lane.capture()
+    lane.lane.send([lane.chunk(0, capture), lane.chunk(1, capture)])
+    reserve = lane.lane.staging.reserve
+    lane.lane.staging.reserve = lambda nbytes: None  # type: ignore[method-assign]
+    lane.lane.send([lane.chunk(2, capture)])
+    with lane.lane._changed:
+        lane.lane.staging.reserve = reserve  # type: ignore[method-assign]
+        later = lane.chunk(3, capture)
+        lane.lane.send([later])
+        assert later.waits and [t.first for t in lane.lane.waiting] == [4, 6]
+    Event.link.set()
+    kit.until(lambda: len(lane.delivered) == 4)
+    assert lane.delivered == [*map(lane.wanted, range(4))]
+
+
+class Done:
+    """An event that has happened, or has not."""
+
+    def __init__(self, happened: bool = True) -> None:
+        self.happened = happened
+
+    def query(self) -> bool:
+        return self.happened
+
+
+def test_staging_memory_is_given_out_in_a_ring_of_whole_units() -> None:
+    """Units of 512 bytes. What is in use is never given out, and an empty buffer begins anew at its start."""
+    staging = gpu_lane.Staging(4 * 512, torch.device("cpu"))
+    a, b, c = (staging.reserve(n) for n in (1, 512, 513))
+    assert a and b and c and [(s.start, s.end) for s in (a, b, c)] == [(0, 512), (512, 1024), (1024, 2048)]
+    assert staging.reserve(1) is None, "full"
+    a.copied = Done(False)  # type: ignore[assignment]
+    b.copied = Done()  # type: ignore[assignment]
+    assert staging.reserve(1) is None, "the oldest is in use, and those behind it wait"
+    a.copied = Done()  # type: ignore[assignment]
+    assert staging.reserve(1025) is None, "two units are free"
+    d = staging.reserve(1024)
+    assert d and (d.start, d.end) == (0, 1024) and staging.reserve(1) is None
+    c.copied = d.copied = Done()  # type: ignore[assignment]
+    e = staging.reserve(4 * 512)
+    assert e and (e.start, e.end) == (0, 2048), "an empty buffer begins at its start"
+    staging.cancel(e)
+    f = staging.reserve(600)
+    assert f and (f.start, f.end) == (0, 1024) and list(staging.used) == [f]
+    with pytest.raises(ValueError, match="2049 bytes do not fit the staging buffer of 2048 bytes"):
+        staging.reserve(2049)
