@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -136,40 +137,115 @@ EXCHANGED = (
 )
 EXCHANGES = {
     "two shards of a hook": ("a", "k/c/0/0/0", "a", "k/c/0/1/0"),
+    "two shards of a hook that exists once": ("a", "embed/c/0/0/0", "a", "embed/c/0/1/0"),
     "a shard of two stores": ("a", "k/c/0/0/0", "b", "k/c/0/0/0"),
     "the last shard of two stores": ("a", "v/c/0/2/0", "b", "v/c/0/2/0"),
+    "two segments of two stores": ("a", "k/c/0/0/0", "b", "k/c/0/1/0"),
     "two hooks": ("a", "k/c/0/0/0", "a", "v/c/0/0/0"),
+    "the last shard of two hooks": ("a", "k/c/0/2/0", "a", "v/c/0/2/0"),
+    "two hooks of two stores": ("a", "k/c/0/0/0", "b", "v/c/0/0/0"),
     "all of two hooks": ("a", "k", "a", "v"),
+    "the shards of two hooks": ("a", "k/c", "a", "v/c"),
     "a hook of two stores": ("a", "embed", "b", "embed"),
+    "a hook of many shards of two stores": ("a", "v", "b", "v"),
+    "the metadata of two hooks": ("a", "k/zarr.json", "a", "v/zarr.json"),
+    "the metadata of two token arrays": ("a", "token_ids/zarr.json", "a", "phase/zarr.json"),
+    "the root documents of two stores": ("a", "zarr.json", "b", "zarr.json"),
     "token ids of two stores": ("a", "token_ids", "b", "token_ids"),
+    "the values of token ids of two stores": ("a", "token_ids/c/0", "b", "token_ids/c/0"),
+    "token ids and positions": ("a", "token_ids/c/0", "a", "positions/c/0"),
+    "token ids and positions with their metadata": ("a", "token_ids", "a", "positions"),
+    "two shards of logits": ("a", "logits/c/0/0", "a", "logits/c/1/0"),
     "logits of two stores": ("a", "logits/c/0/0", "b", "logits/c/0/0"),
+    "the last logits of two stores": ("a", "logits/c/1/0", "b", "logits/c/1/0"),
+    "all logits of two stores": ("a", "logits", "b", "logits"),
+    "positions of tokens and of logits": ("a", "positions/c/0", "a", "logits_positions/c/0"),
     "two stores": ("a", "", "b", ""),
+}
+BETWEEN_RANKS = {
+    "the ranks of a segment": ("a", "k/c/0/0/0", "a", "k/c/0/0/1"),
+    "the ranks of the last segment": ("a", "v/c/0/2/0", "a", "v/c/0/2/1"),
+    "two segments of rank 1": ("a", "k/c/0/0/1", "a", "k/c/0/1/1"),
+    "segments of two ranks": ("a", "k/c/0/0/1", "a", "k/c/0/1/0"),
+    "rank 1 of two hooks": ("a", "k/c/0/0/1", "a", "v/c/0/0/1"),
+    "rank 1 of two stores": ("a", "k/c/0/1/1", "b", "k/c/0/1/1"),
+    "two ranks of two stores": ("a", "k/c/0/1/0", "b", "k/c/0/1/1"),
+    "all ranks of a segment and the next": ("a", "k/c/0/0", "a", "k/c/0/1"),
 }
 
 
-@pytest.fixture(scope="module", params=["none", "zstd"])
-def pair(request: pytest.FixtureRequest, stores: kit.Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two stores whose files have the same sizes with codec none."""
-    root, length, samples = tmp_path_factory.mktemp("pair"), 300, 5
+def make_pair(root: Path, codec: str, tp: int) -> Path:
+    """Stores a and b of `tp` ranks, whose files have the same sizes with codec none."""
+    length, samples = 300, 70
+    owners = [kit.Store(4 << 20) for _ in range(tp)]
+    specs = [replace(s, shards=tp if s.name in ("k", "v") else 1) for s in EXCHANGED]
     for seed, name in enumerate("ab"):
-        rows = {s.name: samples if s.per_sample else length for s in EXCHANGED}
-        values = {s.name: kit.random_bits(s, rows[s.name], 10 * seed + i) for i, s in enumerate(EXCHANGED)}
-        options = {"codec": request.param, "segment": 128, "chunk": 32, "request_id": name}
+        rows = {s.name: samples if s.per_sample else length for s in specs}
+        values = {s.name: kit.random_bits(s, rows[s.name], 10 * seed + i) for i, s in enumerate(specs)}
+        options = {"codec": codec, "segment": 128, "chunk": 32, "request_id": name, "ranks": tp}
         ids = np.random.default_rng(seed).integers(0, 500, length)
-        stores.write(root / f"{name}.zarr", EXCHANGED, length, samples, values, ids=ids, **options)
+        for rank, owner in enumerate(owners):
+            own = kit.shard_specs(specs, tp, rank) if tp > 1 else specs
+            wait = rank == tp - 1
+            owner.write(root / f"{name}.zarr", own, length, samples, values, ids=ids, rank=rank, wait=wait, **options)
+    assert all([owner.shutdown(kit.PATIENCE) for owner in owners])
     assert verify_dir(root) == []
     return root
 
 
-@pytest.mark.parametrize("what", EXCHANGES)
-def test_verify_finds_files_that_changed_places(pair: Path, tmp_path: Path, what: str) -> None:
-    root = Path(shutil.copytree(pair, tmp_path / "root"))
-    first, one, second, other = EXCHANGES[what]
-    a, b, aside = root / f"{first}.zarr" / one, root / f"{second}.zarr" / other, tmp_path / "aside"
+@pytest.fixture(scope="module", params=["none", "zstd"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pair(tmp_path_factory.mktemp("pair"), request.param, 1)
+
+
+@pytest.fixture(scope="module", params=["none", "zstd"])
+def pair_of_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pair(tmp_path_factory.mktemp("pair"), request.param, 2)
+
+
+def exchange(root: Path, aside: Path, first: str, one: str, second: str, other: str) -> None:
+    """Let file `one` of store `first` and file `other` of store `second` change places."""
+    a, b = root / f"{first}.zarr" / one, root / f"{second}.zarr" / other
     a.rename(aside)
     b.rename(a)
     aside.rename(b)
+
+
+@pytest.mark.parametrize("what", EXCHANGES)
+def test_verify_finds_files_that_changed_places(pair: Path, tmp_path: Path, what: str) -> None:
+    """In the directory, and in each store that has a foreign file."""
+    root = Path(shutil.copytree(pair, tmp_path / "root"))
+    exchange(root, tmp_path / "aside", *EXCHANGES[what])
     assert verify_dir(root)
+    for name in {EXCHANGES[what][0], EXCHANGES[what][2]}:
+        assert verify_store(root / f"{name}.zarr"), name
+
+
+@pytest.mark.parametrize("what", EXCHANGES | BETWEEN_RANKS)
+def test_verify_finds_files_of_ranks_that_changed_places(pair_of_ranks: Path, tmp_path: Path, what: str) -> None:
+    root, files = Path(shutil.copytree(pair_of_ranks, tmp_path / "root")), (EXCHANGES | BETWEEN_RANKS)[what]
+    exchange(root, tmp_path / "aside", *files)
+    for name in {files[0], files[2]}:
+        assert verify_store(root / f"{name}.zarr"), name
+
+
+@pytest.mark.parametrize("first", ["k/c/0/0/0", "k/c/0/2/1", "v/c/0/1/1", "logits/c/1/0", "token_ids/c/0"])
+def test_verify_finds_a_copy_in_the_place_of_any_other_file(pair_of_ranks: Path, tmp_path: Path, first: str) -> None:
+    """Whatever file it replaces, in its own store or the other one."""
+    root = Path(shutil.copytree(pair_of_ranks, tmp_path / "root"))
+    data = (root / "a.zarr" / first).read_bytes()
+    for name in "ab":
+        store = root / f"{name}.zarr"
+        for path in [p for p in store.rglob("*") if p.is_file() and p != root / "a.zarr" / first]:
+            own = path.read_bytes()
+            path.write_bytes(data)
+            assert verify_store(store), f"{first} in the place of {path.relative_to(root)}"
+            path.write_bytes(own)
+        assert verify_store(store) == []
+
+
+def test_a_finished_store_has_no_journal_and_no_file_of_a_rank(pair_of_ranks: Path) -> None:
+    assert not [p for p in pair_of_ranks.glob("*.zarr/.*")]
 
 
 RESIDUAL = ("resid_pre", "attn_out", "resid_mid", "mlp_out")
