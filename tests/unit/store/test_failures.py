@@ -377,15 +377,18 @@ def test_rows_that_never_came_are_missing(stores: kit.Store, tmp_path: Path) -> 
     assert capture.reason == "rows never came from the engine"
 
 
+@pytest.mark.parametrize("named", [[], [[0, 128]], [[256, 300]], [[0, 128], [256, 300]]])
 def test_verify_finds_missing_rows_that_no_loss_names(
-    stores: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stores: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: list[list[int]]
 ) -> None:
+    """Also where the rows beside them are named."""
     monkeypatch.setattr(RowCheck, "absent", lambda *_: [])
     record = stores.open(tmp_path / "a.zarr", SPEC)
     stores.feed(record, {"q": kit.random_bits(SPEC, 300)}, 300, skip=[128])
-    stores.close(record, 300)
+    stores.close(record, 300, losses=[Loss.of(Cause.FELL_BEHIND, named)] if named else [])
     assert stores.flush(PATIENCE)
-    assert "tokens 128 to 255" in " ".join(p.where for p in verify_store(tmp_path / "a.zarr"))
+    where = [f"q layer {layer} tokens 128 to 255" for layer in (0, 1)]
+    assert [p.where for p in verify_store(tmp_path / "a.zarr")] == where
 
 
 @pytest.mark.parametrize(("first", "count"), [(5, 128), (0, 129), (256, 44)])

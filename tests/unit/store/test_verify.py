@@ -18,7 +18,8 @@ import pytest
 from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format import schema
-from dmi_connector.store.format.checksum import crc32c
+from dmi_connector.store.format.checksum import crc32c, file_checksum
+from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read.verify import verify_dir, verify_store
 from tests import storekit as kit
 
@@ -119,12 +120,81 @@ def test_verify_finds_values_that_are_not_finite(stores: kit.Store, tmp_path: Pa
     values["q"][1, 140, 3] = 0x7F80  # +inf
     values["logits"].view("f4")[2, 4] = np.nan
     values["logits"].view("f4")[3, 4] = -np.inf  # a masked token: legal
+    values["logits"].view("f4")[4, :2] = np.inf
     stores.write(tmp_path / "a.zarr", ARRAYS, 300, 5, values=values)
     found = [(p.where, p.what) for p in verify_store(tmp_path / "a.zarr")]
     assert found == [
         ("q layer 3 tokens 128 to 255", "1 values are not finite"),
         ("logits sample 2", "1 values are not finite"),
+        ("logits sample 4", "2 values are not finite"),
     ]
+
+
+def rewrite(store: Path, change: dict[str, bytes], **attrs: object) -> None:
+    """Forge files of a store, with the sizes and checksums that they should have, and some root attributes."""
+    document = json.loads((store / "zarr.json").read_bytes())
+    own = document["attributes"]["dmi"]
+    for path, data in change.items():
+        (store / path).parent.mkdir(parents=True, exist_ok=True)
+        (store / path).write_bytes(data)
+        values = data[:-4] if path.endswith("/c/0") and path.count("/") == 2 else data
+        own["files"][path] = [len(data), file_checksum(path, values)]
+    own |= attrs
+    own["checksum"] = crc32c(schema.canonical(own))
+    (store / "zarr.json").write_bytes(schema.dump(document))
+
+
+def plain(values: list[int], dtype: str) -> bytes:
+    data = np.array(values, dtype).tobytes()
+    return data + crc32c(data).to_bytes(4, "little")
+
+
+def test_verify_finds_token_arrays_that_contradict_the_attributes(sound: Path, tmp_path: Path) -> None:
+    """All checksums are right."""
+    for what, change, attrs, expected in (
+        ("start", {}, {"start": 3}, {"positions": "row 0 is position 0, not 3"}),
+        ("gap", {"positions/c/0": plain([*range(200), *range(201, 301)], "<i4")}, {}, {"positions": "row 200 is"}),
+        ("phase", {"phase/c/0": plain([0] * 151 + [1] * 149, "u1")}, {}, {"phase": "does not change"}),
+        ("prompt", {}, {"prompt_len": 151}, {"phase": "from 0 to 1 at prompt_len 151"}),
+        ("short", {"token_ids/c/0": plain([1] * 299, "<i4")}, {}, {"token_ids": "it has 299 values for 300 tokens"}),
+        ("samples", {"logits_positions/c/0": plain([1] * 4, "<i4")}, {}, {"logits": "does not have 5 values"}),
+        (
+            "document of samples",
+            {"logits_positions/zarr.json": schema.dump(schema.plain_document("int32", 5, "token"))},
+            {},
+            {"logits": "zarr.json of logits_positions is not that of 5 samples"},
+        ),
+        (
+            "document",
+            {"phase/zarr.json": schema.dump(schema.plain_document("uint8", 301, "token"))},
+            {},
+            {"phase": "not that of a token array of this length"},
+        ),
+        ("outside", {"q/c/0/7/0": b"x" * 40}, {}, {"q/c/0/7/0": "the file lies outside its array"}),
+        ("unknown", {"x/c/0/0/0": b"x" * 40}, {}, {"x/c/0/0/0": "the file belongs to no array"}),
+    ):
+        path = Path(shutil.copytree(sound, tmp_path / f"{what}.zarr"))
+        rewrite(path, change, **attrs)
+        found = {p.where: p.what for p in verify_store(path)}
+        assert found.keys() == expected.keys(), (what, found)
+        assert all(words in found[where] for where, words in expected.items()), (what, found)
+
+
+@pytest.mark.parametrize(("name", "value"), [("request_id", "other"), ("key", "k2"), ("created", "2020-01-01")])
+def test_verify_compares_a_store_with_the_line_of_its_beginning(
+    sound: Path, tmp_path: Path, name: str, value: str
+) -> None:
+    """Each of the three tells two requests apart."""
+    path = copy(sound, tmp_path)
+    shutil.copyfile(sound.parent / INDEX_NAME, tmp_path / INDEX_NAME)
+    assert verify_store(path) == []
+    own = json.loads((path / "zarr.json").read_bytes())["attributes"]["dmi"][name]
+    rewrite(path, {}, **{name: value})
+    [found] = verify_dir(tmp_path)
+    assert found.where == "zarr.json"
+    assert found.what == f"{name} is {value!r}, but the directory's index has {own!r}"
+    (tmp_path / INDEX_NAME).unlink()
+    assert verify_store(path) == [], "without an index nobody knows"
 
 
 # ---- files that changed places ------------------------------------------------------------------------------------
@@ -269,22 +339,24 @@ def residual_stream(dtype: str, length: int, layers: int = 3, width: int = 32) -
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verify_finds_where_the_residual_stream_does_not_add_up(stores: kit.Store, tmp_path: Path, dtype: str) -> None:
-    values = residual_stream(dtype, 200)
+    values = residual_stream(dtype, 300)
     specs = [ArraySpec(n, dtype, (0, 1, 2), 32) for n in RESIDUAL] + [ArraySpec("resid_final", dtype, (), 32)]
     attrs = {"identities": True, "num_layers": 3}
-    stores.write(tmp_path / "good.zarr", specs, 200, values=values, attrs=attrs)
+    stores.write(tmp_path / "good.zarr", specs, 300, values=values, attrs=attrs)
     assert verify_store(tmp_path / "good.zarr") == []
     for name, layer, token, expected in (
         ("attn_out", 1, 130, ["resid_mid layer 1 token 130"]),
         ("resid_final", 0, 7, ["resid_final layer 0 token 7"]),
         ("resid_mid", 2, 199, ["resid_mid layer 2 token 199", "resid_final layer 0 token 199"]),
+        ("mlp_out", 0, 299, ["resid_pre layer 1 token 299"]),
+        ("resid_pre", 2, 256, ["resid_pre layer 2 token 256", "resid_mid layer 2 token 256"]),
     ):
         wrong = {k: v.copy() for k, v in values.items()}
-        wrong[name][layer, token, 5] = wrong[name][layer, (token + 50) % 200, 5] ^ 0x100
+        wrong[name][layer, token, 5] = wrong[name][layer, (token + 50) % 300, 5] ^ 0x100
         path = tmp_path / f"{name}.zarr"
-        stores.write(path, specs, 200, values=wrong, attrs=attrs)
+        stores.write(path, specs, 300, values=wrong, attrs=attrs)
         assert [p.where for p in verify_store(path)] == expected
-        stores.write(tmp_path / f"unflagged-{name}.zarr", specs, 200, values=wrong)
+        stores.write(tmp_path / f"unflagged-{name}.zarr", specs, 300, values=wrong)
         assert verify_store(tmp_path / f"unflagged-{name}.zarr") == []
 
 
