@@ -295,6 +295,20 @@ def test_rows_of_the_prompt_are_missing_where_the_engine_ends_inside_it(
     assert verify_store(tmp_path / "a.zarr") == []
 
 
+def test_samples_that_came_before_the_engine_ended_are_kept(stores: kit.Store, tmp_path: Path) -> None:
+    logits = ArraySpec("logits", "float32", (), 32)
+    values = {"q": kit.random_bits(SPEC, 128), "logits": kit.random_bits(logits, 5)}
+    record = stores.open(tmp_path / "a.zarr", SPEC, logits)
+    stores.feed(record, values, 128)
+    for i in (0, 1, 4, 2, 3):
+        stores.put_rows(record, "logits", values["logits"][i : i + 1], i, 9 + i)
+    stores.captures.abandon_all(Loss.of(Cause.ENGINE_ENDED))
+    assert stores.flush(PATIENCE) and verify_store(tmp_path / "a.zarr") == []
+    cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    assert cap.logits_positions.tolist() == [9, 10, 11, 12, 13] and cap.missing == []
+    np.testing.assert_array_equal(kit.bits(cap.numpy("logits")), values["logits"])
+
+
 def test_a_sample_that_never_came_reads_as_zeros_at_position_minus_1(stores: kit.Store, tmp_path: Path) -> None:
     logits = ArraySpec("logits", "float32", (), 32)
     rows = kit.random_bits(logits, 3)
