@@ -348,6 +348,41 @@ def test_a_capture_whose_writer_dies_in_the_commit_is_still_complete(
     assert done == [("complete", None)] and verify_store(tmp_path / "a.zarr") == []
 
 
+def test_a_capture_whose_commit_kills_two_writers_fails(
+    stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]
+) -> None:
+    """It may be what kills them. Its rows stay for a repair."""
+    record = stores.open(tmp_path / "a.zarr", SPEC, ranks=2)
+    stores.feed(record, {"q": kit.random_bits(SPEC, 40)}, 40)
+    stores.close(record, 40)  # and now it waits for rank 1
+    until(lambda: record.state is State.COMMITTING)
+    for number in (1, 2):
+        committer = record.committer
+        assert committer is not None and committer.name == f"writer process {number}"
+        os.kill(committer.process.pid, signal.SIGKILL)
+        until(lambda committer=committer: done or record.committer is not committer)
+    assert done == [("failed", "writer process 2 died (signal 9)")]
+    assert [outcome.state for outcome in repair(tmp_path)] == ["salvaged"]
+
+
+def test_no_writer_holds_a_capture_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: list[tuple[str, str | None]]
+) -> None:
+    """Each of the two that wrote it gives it up, so that a repair can take it."""
+    monkeypatch.setattr("dmi_connector.store.write.writer_pool.SPREAD_BYTES", 1)
+    p = kit.Store(writers=2, on_done=lambda record: done.append((record.state, record.reason)))
+    try:
+        both = [SPEC, replace(SPEC, name="k")]
+        p.write(tmp_path / "a.zarr", both, 40)
+        p.write(tmp_path / "a.zarr", both, 50)  # the name is taken
+        assert [state for state, _ in done] == ["complete", "failed"]
+        (tmp_path / "a.zarr").rename(tmp_path / "b.zarr")
+        until(lambda: [outcome.state for outcome in repair(tmp_path / "a.zarr.partial")] != ["written"])
+        assert (tmp_path / "a.zarr").exists()
+    finally:
+        p.shutdown()
+
+
 def test_writers_ignore_an_interrupt(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
     stores.write(tmp_path / "a.zarr", [SPEC], 30)
     record = stores.open(tmp_path / "b.zarr", SPEC)
