@@ -45,8 +45,9 @@ def expected(values: kit.Values, index: int, q: str = "q_rot", k: str = "k_rot")
     found = np.zeros((HEADS, TOKENS, TOKENS))
     for head in range(HEADS):
         for t in range(TOKENS):
-            scores = np.exp(keys[: t + 1, head // 2] @ queries[t, head] / SIZE**0.5)
-            found[head, t, : t + 1] = scores / scores.sum()
+            scores = keys[: t + 1, head // 2] @ queries[t, head] / SIZE**0.5
+            weights = np.exp(scores - scores.max())
+            found[head, t, : t + 1] = weights / weights.sum()
     return found
 
 
@@ -69,6 +70,17 @@ def test_attention_is_the_softmax_of_stored_queries_and_keys(
         np.testing.assert_allclose(part, whole[:, 5:23, :23], rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(cap.attention(layer, 0, slice(-2, None)), whole[0, -2:], rtol=1e-4, atol=1e-6)
     assert cap.attention(0, queries=slice(9, 9)).shape == (HEADS, 0, 0)
+
+
+def test_large_scores_overflow_no_softmax(stores: kit.Store, tmp_path: Path) -> None:
+    """Rows differ by hundreds: each is shifted by its own largest score."""
+    scale = np.geomspace(0.1, 300, TOKENS)[:, None]
+    values = {s.name: kit.random_bits(s, TOKENS).view("f4") for s in specs()}
+    values["q_rot"] = values["q_rot"] * scale.astype("f4")
+    bits = {name: kit.bits(value) for name, value in values.items()}
+    stores.write(tmp_path / "a.zarr", specs(), TOKENS, values=bits, attrs={"dims": DIMS})
+    found = open_capture(tmp_path / "a.zarr", timeout=0).attention(0)
+    np.testing.assert_allclose(found, expected(bits, 0), rtol=1e-2, atol=1e-6)
 
 
 def test_attention_that_cannot_be_rebuilt_is_refused(stores: kit.Store, tmp_path: Path) -> None:
@@ -171,6 +183,10 @@ def test_rows_are_restored_from_principal_components(scores: tuple[Capture, np.n
     assert np.abs(cap.restore("mlp_out", 1) - rows[0]).max() < 0.15
     with pytest.raises(ValueError, match="has a basis of its own; name one layer"):
         cap.restore("mlp_out")
+    del cap.layers["mlp_out"][1]  # as of a capture of one layer
+    one = cap.restore("mlp_out", tokens=slice(0, 9))
+    assert one.shape == (9, WIDTH)
+    np.testing.assert_array_equal(one, cap.restore("mlp_out", 1)[:9])
 
 
 def test_directions_are_taken_to_the_space_of_the_scores(scores: tuple[Capture, np.ndarray, Path]) -> None:

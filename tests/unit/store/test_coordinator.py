@@ -18,7 +18,7 @@ import pytest
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.capture import open_capture
-from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.index import find_captures, read_index
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.client import StoreClient
 from dmi_connector.store.write.repair import repair
@@ -64,6 +64,8 @@ def test_a_capture_through_the_coordinator_holds_what_was_sent(client: StoreClie
     np.testing.assert_array_equal(kit.bits(cap.numpy("q")), VALUES)
     np.testing.assert_array_equal(kit.bits(cap.numpy("logits")), logits)
     stats = client.stats()
+    assert stats["started"] == 1 and stats["open"] == stats["closing"] == stats["incomplete"] == 0
+    assert stats["backlog_bytes"] == 0 and stats["bytes_stored"] >= stats["bytes_raw"]
     assert stats["complete"] == 1 and stats["bytes_raw"] >= VALUES.nbytes and stats["errors"] == []
 
 
@@ -128,6 +130,10 @@ def test_a_killed_coordinator_fails_open_captures_and_is_replaced(
     assert client.flush(PATIENCE) and again.state == "complete" and client.ring.used == 0
     found = {c.store.name: c for c in find_captures(tmp_path)}
     assert found["lost.zarr"].reason == "the coordinator died (killed)", found
+    [line] = [line for line in read_index(tmp_path) if line["store"] == "lost.zarr" and line["event"] == "finish"]
+    assert isinstance(line.pop("finished"), str)
+    told = {"state": "failed", "reason": "the coordinator died (killed)", "key": "k", "request_id": "r"}
+    assert line == {"event": "finish", "store": "lost.zarr", **told}
 
 
 def test_captures_fail_after_a_coordinator_died_soon_after_its_start(

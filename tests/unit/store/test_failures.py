@@ -348,6 +348,21 @@ def test_a_capture_whose_writer_dies_in_the_commit_is_still_complete(
     assert done == [("complete", None)] and verify_store(tmp_path / "a.zarr") == []
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_store_that_has_its_name_is_not_committed_again(
+    stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]], lost: bool
+) -> None:
+    """The writer died between the renaming and its answer."""
+    record = stores.open(tmp_path / "a.zarr", SPEC, ranks=2)
+    losses = [Loss.of(Cause.FELL_BEHIND, [[0, 40]])] if lost else []
+    stores.close(record, 40, losses=losses) if lost else stores.close(record, 0)
+    until(lambda: record.state is State.COMMITTING)
+    (tmp_path / "a.zarr").mkdir()
+    os.kill(writer_pid(record), signal.SIGKILL)
+    assert stores.flush(PATIENCE)
+    assert done == [("incomplete", "writing fell behind (policy drop)") if lost else ("complete", None)]
+
+
 def test_a_capture_whose_commit_kills_two_writers_fails(
     stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]
 ) -> None:

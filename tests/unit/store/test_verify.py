@@ -19,7 +19,9 @@ from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c, file_checksum
+from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.schema import INDEX_NAME
+from dmi_connector.store.format.shard_index import EMPTY, index_bytes, read_index, shard_content
 from dmi_connector.store.read.verify import verify_dir, verify_store
 from tests import storekit as kit
 
@@ -358,6 +360,34 @@ def test_verify_finds_where_the_residual_stream_does_not_add_up(stores: kit.Stor
         assert [p.where for p in verify_store(path)] == expected
         stores.write(tmp_path / f"unflagged-{name}.zarr", specs, 300, values=wrong)
         assert verify_store(tmp_path / f"unflagged-{name}.zarr") == []
+
+
+@pytest.mark.parametrize("lacking", RESIDUAL)
+def test_sums_without_all_their_rows_are_not_checked_and_the_others_are(
+    stores: kit.Store, tmp_path: Path, lacking: str
+) -> None:
+    """An incomplete store may lack a chunk of one hook. The same tokens of another layer are still compared."""
+    values = residual_stream("float32", 200)
+    values["resid_mid"][2, 150, 3] ^= 1 << 24  # in the chunk that is lacking in layer 0
+    specs = [ArraySpec(n, "float32", (0, 1, 2), 32) for n in RESIDUAL]
+    path, attrs = tmp_path / "a.zarr", {"identities": True, "num_layers": 3}
+    losses = [Loss.of(Cause.FELL_BEHIND, [[128, 200]])]
+    stores.write(path, specs, 200, values=values, attrs=attrs, codec="none", losses=losses)
+    data = (path / f"{lacking}/c/0/0/0").read_bytes()
+    size = 16 * 3 * 2 + 4
+    index = read_index(data[-size:], (3, 2)).copy()
+    index[0, 1] = EMPTY
+    body = data[:-size]
+    crcs = [body[int(a + n) - 4 : int(a + n)] for a, n in sorted(map(tuple, index[index[..., 0] != EMPTY].tolist()))]
+    content = shard_content(b"".join(crcs), index)
+    document = json.loads((path / "zarr.json").read_bytes())
+    own = document["attributes"]["dmi"]
+    forged = body + index_bytes(index)
+    (path / f"{lacking}/c/0/0/0").write_bytes(forged)
+    own["files"][f"{lacking}/c/0/0/0"] = [len(forged), file_checksum(f"{lacking}/c/0/0/0", content)]
+    own["checksum"] = crc32c(schema.canonical(own))
+    (path / "zarr.json").write_bytes(schema.dump(document))
+    assert [p.where for p in verify_store(path)] == ["resid_mid layer 2 token 150"]
 
 
 TOLERATED = {"float32": 1e-5, "float16": 2 * 2.0**-11, "bfloat16": 2 * 2.0**-8}
