@@ -22,7 +22,7 @@ import pytest
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
-from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.index import find_captures, read_index
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.captures import CaptureRecord, State
 from dmi_connector.store.write.repair import repair
@@ -178,8 +178,13 @@ def test_a_capture_whose_name_is_taken_fails_and_changes_nothing(
 ) -> None:
     stores.write(tmp_path / "a.zarr", [SPEC], 40)
     before = (tmp_path / "a.zarr/zarr.json").read_bytes()
-    stores.write(tmp_path / "a.zarr", [SPEC], 50)
+    stores.write(tmp_path / "a.zarr", [SPEC], 50, key="k", request_id="r")
     assert done[1][0] == "failed" and "exists already" in str(done[1][1])
+    line = read_index(tmp_path)[-1]
+    assert line.pop("finished") >= line.pop("created")
+    reason = f"FileExistsError: store {tmp_path}/a.zarr exists already: use another name"
+    told = {"state": "failed", "reason": reason, "key": "k", "request_id": "r"}
+    assert line == {"event": "finish", "store": "a.zarr", **told}
     assert (tmp_path / "a.zarr/zarr.json").read_bytes() == before
 
 
