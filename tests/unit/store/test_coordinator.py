@@ -98,6 +98,8 @@ def test_a_capture_that_cannot_be_opened_fails_alone(client: StoreClient, tmp_pa
     good.close(128, {}, IDS[:128])
     assert client.flush(PATIENCE) and bad.state == "failed" and "must end in .zarr" in str(bad.reason)
     assert good.state == "complete" and client.ring.used == 0
+    errors = client.stats()["errors"]
+    assert errors == [str(bad.reason), f"{bad.path} is failed: {bad.reason}"], "the coordinator's note, then the end"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
