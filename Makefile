@@ -16,7 +16,7 @@ JOBS ?= 3
 MUTANTS := .mutants/venv
 STAMP := $(VENV)/.stamp-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: help env demo test soak mutants lint docs bench
+.PHONY: help env demo test soak compat lint docs bench models mutants
 
 help:
 	@echo "make env    build $(VENV) from requirements/ (minutes, once)"
@@ -25,6 +25,8 @@ help:
 	@echo "make mutants   put small bugs in, count those that the fast tests find (about an hour; ARGS=--help)"
 	@echo "make lint   ruff, mypy, imports     make bench  capture throughput (ARGS=--help)"
 	@echo "make docs   the documentation, as a website in site/"
+	@echo "make models every hook of every family of models, compared with transformers (an hour)"
+	@echo "make compat the core of the tests with each supported vLLM and Python (ARGS=--help)"
 
 env: $(STAMP)
 	@:
@@ -39,9 +41,12 @@ $(STAMP):
 	@$(PIP_INSTALL) $(addprefix -r ,$(LOCKS))
 	@$(PY) -c 'import torch' 2>/dev/null || { \
 	  echo "env 2/3: $(TORCH) of the package index cannot be imported: taking its CPU wheel from $(TORCH_INDEX)"; \
-	  { PIP_EXTRA_INDEX_URL=$(TORCH_INDEX) $(PIP_INSTALL) --force-reinstall --index-url $(TORCH_INDEX) $(TORCH) && \
-	    $(PY) -c 'import torch'; } || { echo "$(TORCH) cannot be imported, nor replaced by a CPU wheel from" \
-	    "$(TORCH_INDEX): see above. Name an index that has it: make env TORCH_INDEX=URL" >&2; exit 1; }; }
+	  PIP_EXTRA_INDEX_URL=$(TORCH_INDEX) $(PIP_INSTALL) --force-reinstall --index-url $(TORCH_INDEX) $(TORCH) && \
+	    $(PY) -c 'import torch'; } || { \
+	  echo "env 2/3: no CPU wheel there: taking the libraries of the CUDA build (requirements/cuda.txt, 2.5 GB)"; \
+	  $(PIP_INSTALL) -r requirements/cuda.txt && $(PY) -c 'import torch'; } || { \
+	  echo "$(TORCH) cannot be imported, nor replaced by a CPU wheel from $(TORCH_INDEX): see above." \
+	    "Name an index that has it: make env TORCH_INDEX=URL" >&2; exit 1; }
 	@echo "env 3/3: dmi_connector, editable"
 	@$(PIP_INSTALL) --no-build-isolation -e .
 	@$(PY) -P -c 'import vllm, dmi_connector' || { echo "vllm cannot be imported: see above. Build anew:" \
@@ -66,6 +71,12 @@ mutants: env
 	  "$$($(MUTANTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
 	@$(MUTANTS)/bin/python -m pip install -q --no-deps -r requirements/mutants.txt
 	@$(MUTANTS)/bin/python -m tests.mutants.run $(ARGS)
+
+models: env
+	@$(PY) -m benchmarks.models $(ARGS)
+
+compat: env
+	@$(PY) -m benchmarks.compat $(ARGS)
 
 lint: env
 	@$(VENV)/bin/ruff check .

@@ -21,6 +21,7 @@ measured within seconds of each other. The engines share one GPU, so give each i
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import socket
@@ -62,28 +63,37 @@ Stock = dict[tuple[int, str], list[float]]
 """(phase, case) -> stock's runs, tok/s."""
 
 
-def serve(fd: int, make: Callable[[], Bench], setups: list[Setup]) -> None:
-    """Child process: one engine. It answers the parent's requests on the socket `fd` until the parent closes it."""
-    named = {setup.name: setup for setup in setups}
+def serve_engine(fd: int, make: Callable[[], Any], answer: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> None:
+    """Child process: one engine. It answers the parent's requests on the socket `fd` until the parent closes it.
+
+    make: starts the engine, which has `facts` and `close`. answer: to one request.
+    """
     with socket.socket(fileno=fd) as parent, parent.makefile() as requests:
 
-        def answer(found: dict[str, Any]) -> None:
+        def say(found: dict[str, Any]) -> None:
             parent.sendall((json.dumps(found) + "\n").encode())
 
         try:
             with closing(make()) as bench:
-                answer({"ready": bench.facts})
+                say({"ready": bench.facts})
                 for line in requests:
-                    match json.loads(line):
-                        case {"begin": name, "case": case}:
-                            answer(bench.begin(named[name], case))
-                        case {"again": name, "cores": cores}:
-                            answer(bench.again(named[name], cores))
-                        case {"profile": name}:
-                            answer(bench.profile(named[name]))
+                    say(answer(bench, json.loads(line)))
         except Exception as error:
-            answer({"failed": common.without_directories(f"{type(error).__name__}: {error}")})
+            say({"failed": common.without_directories(f"{type(error).__name__}: {error}")})
             raise
+
+
+def answer(setups: list[Setup], bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
+    """Do what the parent asks of an engine with these setups."""
+    named = {setup.name: setup for setup in setups}
+    match request:
+        case {"begin": name, "case": case}:
+            return bench.begin(named[name], case)
+        case {"again": name, "cores": cores}:
+            return bench.again(named[name], cores)
+        case {"profile": name}:
+            return bench.profile(named[name])
+    raise ValueError(f"unknown request {request}")
 
 
 class Run:
@@ -333,7 +343,7 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks.engine import Bench
 
         setups = [s for s in setups if s.engine == args.child]
-        serve(args.fd, lambda: Bench(args, args.child, setups[0]), setups)
+        serve_engine(args.fd, lambda: Bench(args, args.child, setups[0]), functools.partial(answer, setups))
         return 0
     results = _run_all(args, child_argv, setups)
     print(report({Path(args.out).stem: results}))

@@ -110,7 +110,7 @@ def child(args: argparse.Namespace) -> None:
             "pca": (args.hooks, "target", {",".join(PCA_HOOKS): f"pca({_basis(args)})"}),
         }
         hooks, owner, reduce = reduces.get(args.child, (args.hooks, args.child, {}))
-        extra = capture_args(hooks=hooks, store_dir=args.store_dir, owner=owner, chunk_tokens=64, reduce=reduce)
+        extra = capture_args(hooks, args.store_dir, owner, chunk_tokens=64, reduce=reduce)
     llm = LLM(args.model, **{**ENGINE, "enforce_eager": args.eager, **args.engine_args, **extra})
     counts = _count_tokens(llm)
     outputs = _generate(llm)
@@ -241,6 +241,7 @@ def parser() -> argparse.ArgumentParser:
         help="also stock2: the plain engine again; reduced: REDUCE; pca, after one of these",
     )
     p.add_argument("--hooks", default="vllm-full,q_rot,k_rot")
+    p.add_argument("--head-dim", type=int, default=64, help="with 128 steps run as one CUDA graph each")
     p.add_argument("--eager", action="store_true")
     return p
 
@@ -275,7 +276,7 @@ def main(argv: list[str] | None = None) -> int:
     from dmi_connector.analysis.fit_pca import fit_pca
     from dmi_connector.cli.tiny_models import make_model
 
-    make_model("qwen3", args.model, dtype="bfloat16", **SIZES)
+    make_model("qwen3", args.model, dtype="bfloat16", **{**SIZES, "head_dim": args.head_dim})
     results: dict[str, Any] = {"header": common.header(MODULE, argv)}
     stock: dict[str, Any] = {}
     found: dict[str, Any] = {}

@@ -128,6 +128,12 @@ def save(path: str | Path, results: dict[str, Any]) -> None:
     part.replace(target)
 
 
+def markdown(lines: list[list[str]]) -> str:
+    """A Markdown table. The first line is its head."""
+    head, *body = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([head, "|---" * len(lines[0]) + "|", *body])
+
+
 def three_digits(number: float) -> float:
     """`number` rounded to three significant digits."""
     return float(f"{number:.3g}")

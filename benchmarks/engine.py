@@ -138,7 +138,7 @@ class Bench:
             extra = self._ehs_args()
         elif hooks:
             options = {"reduce": dict(setup.reduce), **args.options}
-            extra = capture_args(hooks=hooks, store_dir=self.store_dir, owner=owner, **options)
+            extra = capture_args(hooks, self.store_dir, owner, **options)
         engine_args = {"dtype": args.dtype, "max_model_len": args.max_model_len, "seed": 0, **args.engine_args}
         if gigabytes := args.kv_gigabytes.get(engine, args.kv_gigabytes.get("*")):
             engine_args["kv_cache_memory_bytes"] = int(gigabytes * 1e9)

@@ -7,7 +7,7 @@
 # failed.
 # Phases, each a result file OUT/PHASE.json and a log beside it, in the order given:
 #   kernels  taps in CUDA graphs, without vLLM (half a minute)
-#   check    tokens and values with CUDA graphs: full surface, principal components, values of several layers, reduced hooks (5 minutes)
+#   check    tokens and values with CUDA graphs: full surface, principal components, values of several layers, reduced hooks, graphs of whole steps (7 minutes)
 #   main     stock, hidden-states and the full surface, copied to the host and with stores (8 minutes)
 #   reduced  int8 and mixed (6 minutes)
 #   curves   hooks and layers, seven engines at once (5 minutes)
@@ -15,6 +15,10 @@
 #   pace     writers of hidden-states and the full surface, paced in other ways (6 minutes)
 #   long     hidden-states of requests that decode for seconds, so that writers keep pace (4 minutes)
 #   ehs      vLLM's own extraction (4 minutes)
+#   sustained   always busy: hidden-states of both owners, a narrow selection (7 minutes)
+#   sustained-full, sustained-int8, sustained-long   always busy: the full surface; int8; prompts of 4,000 tokens, cached prompts
+#   sustained-pieces, sustained-codecs, sustained-without   always busy: vLLM's default graphs; codecs; mechanisms switched off
+#   starts   how long engines take to start, with and without a warm compile cache
 #   before-hidden, before-full   hidden-states, the full surface: with this code and with that in BEFORE (4 minutes each)
 #   before-prefill               prompts of both, 40 rounds (5 minutes)
 set -euo pipefail
@@ -25,6 +29,8 @@ shift 2
 mkdir -p "$out"
 sizes='"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]'
 engine="{\"gpu_memory_utilization\": 0.03, \"max_num_seqs\": 256, \"compilation_config\": {$sizes}}"
+steps='"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512]'
+whole="{\"gpu_memory_utilization\": 0.03, \"max_num_seqs\": 256, \"compilation_config\": {\"cudagraph_mode\": \"FULL\", $steps}}"
 small='{"max_num_batched_tokens": 320, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 8000000000}'
 decode=decode1,decode32,decode128
 roomy='{"host_buffer_bytes": 17179869184, "staging_bytes": 4294967296}'
@@ -37,6 +43,15 @@ capture() {  # NAME GB-OF-CACHES SETUPS CASES MORE...
     --options '{"host_buffer_bytes": 17179869184}' --engine-args "$engine" --kv-gigabytes "$caches" --only "$setups" \
     --cases "$cases" "$@" >"$out/$name.log" 2>&1 || failed "$name" $?
   rm -rf "/dev/shm/dmi-$name"
+}
+
+busy() {  # NAME GB-OF-CACHES SETUPS LOADS MORE...
+  local name=$1 caches=$2 setups=$3 loads=$4
+  shift 4
+  timeout "${SECONDS_EACH:-600}" python3 -m benchmarks.sustained --model "$model" --out "$out/$name.json" \
+    --store-dir "/dev/shm/dmi-$name" --engine-args "$whole" --kv-gigabytes "$caches" --setups "$setups" --loads "$loads" \
+    "$@" >"$out/$name.log" 2>&1 || failed "$name" $?
+  rm -rf "/dev/shm/dmi-$name" "/dev/shm/dmi-$name"-kept
 }
 
 check() {  # NAME OWNERS MORE...
@@ -54,7 +69,8 @@ for phase in "$@"; do
     check)
       check check target,pca
       check check-batches target --hooks resid_pre,resid_mid,q,k
-      check check-reduced reduced ;;
+      check check-reduced reduced
+      check check-whole draft,target --head-dim 128 ;;
     main)
       capture main '{"stock": 5, "full": 72, "hidden": 9}' \
         'stock,hidden-states null,full null,full host,hidden-states disk,full disk none,full disk zstd,full disk lz4' \
@@ -76,6 +92,28 @@ for phase in "$@"; do
       capture long '{"stock": 9, "hidden": 20}' 'stock,hidden-states null,hidden-states disk' decode32x1500 --profile '' ;;
     ehs)
       capture ehs '{"stock": 5, "ehs": 20, "hidden": 9}' 'stock,ehs,hidden-states disk' "$decode,prefill32" --profile '' ;;
+    sustained)
+      busy sustained '{"stock": 13, "hidden-states zstd": 29, "hidden-states zstd draft": 29, "narrow zstd": 7}' \
+        'stock,hidden-states zstd,hidden-states zstd draft,narrow zstd' short64,short256 \
+        --loads-of '{"narrow zstd": "short64"}' --repeat 2 --profile 3 ;;
+    sustained-full)
+      busy sustained-full '{"stock": 4, "full null": 66}' 'stock,full null' short64 ;;
+    sustained-int8)
+      busy sustained-int8 '{"stock": 4, "int8 null": 36, "int8 lz4": 36}' 'stock,int8 null,int8 lz4' short64 ;;
+    sustained-long)
+      busy sustained-long '{"stock": 42, "hidden-states zstd": 98}' 'stock,hidden-states zstd' long64,cached64 ;;
+    sustained-pieces)
+      busy sustained-pieces '{"stock pieces": 4, "full null pieces": 66, "*": 9}' \
+        'stock pieces,hidden-states zstd pieces,hidden-states zstd draft pieces,full null pieces' short64 ;;
+    sustained-codecs)
+      busy sustained-codecs '{"stock": 4, "*": 9}' \
+        'stock,hidden-states null,hidden-states zstd,hidden-states lz4,hidden-states none' short64 ;;
+    sustained-without)
+      busy sustained-without '{"stock": 4, "*": 9}' \
+        'stock,hidden-states zstd,hidden-states zstd without pace,hidden-states zstd without idle,hidden-states zstd without copies,hidden-states zstd without branch' \
+        short64 --repeat 3 ;;
+    starts)
+      busy starts '{"*": 9}' 'stock,hidden-states zstd,full null' short64 --starts 2 ;;
     before-hidden)
       capture before-hidden '{"stock": 5, "hidden": 9}' 'stock,hidden-states null,hidden-states disk' "$decode,prefill32" \
         --profile '' --before "${BEFORE:?BEFORE=DIR names another checkout}" ;;

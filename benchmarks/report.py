@@ -56,11 +56,6 @@ def cell(results: Results, setup: str, case: str) -> str:
     return " ".join(parts)
 
 
-def _rows(lines: list[list[str]]) -> str:
-    head, *body = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([head, "|---" * len(lines[0]) + "|", *body])
-
-
 def table(files: dict[str, Results]) -> str:
     """A row for each setup of each file, a column for each case. Below: what was not run or failed."""
     setups = [(f, name, s) for f, r in files.items() for e in r["engines"].values() for name, s in e["setups"].items()]
@@ -77,7 +72,7 @@ def table(files: dict[str, Results]) -> str:
         if word in found
     ]
     notes += [line for file, results in files.items() for line in (_origin(file, results), _steadiness(file, results))]
-    return "\n\n".join([_rows(lines), *filter(None, notes)])
+    return "\n\n".join([common.markdown(lines), *filter(None, notes)])
 
 
 def _origin(file: str, results: Results) -> str:
@@ -137,7 +132,7 @@ def curve_tables(files: dict[str, Results]) -> str:
     for name, curve in CURVES.items():
         lines = (_over_cases if curve.over_cases else _over_setups)(files, curve)
         if len(lines) > 2:
-            parts.append(f"Curve `{name}`: {curve.title}\n\n{_rows(lines)}")
+            parts.append(f"Curve `{name}`: {curve.title}\n\n{common.markdown(lines)}")
     return "\n\n".join(parts)
 
 

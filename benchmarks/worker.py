@@ -58,6 +58,24 @@ def worker_pending(worker: Any) -> int:
     return int(_connector().exporter.pending())
 
 
+def worker_backlog(worker: Any) -> dict[str, float]:
+    """Bytes exported since the start, bytes that wait for writers or for the link, rows lost. Zeros in stock."""
+    exporter = getattr(_connector(), "exporter", None) if _has_connector() else None
+    if exporter is None:
+        return dict.fromkeys(("exported", "waiting", "lost_rows"), 0.0)
+    waiting = float(exporter.ring.used)
+    if exporter.lane is not None:
+        waiting += sum(transfer.nbytes for transfer in list(exporter.lane.waiting))
+    counts = exporter.progress.counts
+    return {"exported": counts["bytes_exported"], "waiting": waiting, "lost_rows": counts["lost_rows"]}
+
+
+def _has_connector() -> bool:
+    from vllm.distributed.kv_transfer.kv_transfer_state import has_kv_transfer_group
+
+    return bool(has_kv_transfer_group())
+
+
 def _writers() -> list[int]:
     """Process ids of the writers. They are in the coordinator's process group."""
     from dmi_connector.store.write.writer_pool import WRITER
@@ -77,6 +95,11 @@ def worker_stand_still(worker: Any, still: bool) -> int:
     for writer in writers:
         os.kill(writer, signal.SIGSTOP if still else signal.SIGCONT)
     return len(writers)
+
+
+def worker_graph_mode(worker: Any) -> str:
+    """Which CUDA graphs the worker makes."""
+    return str(worker.vllm_config.compilation_config.cudagraph_mode.name)
 
 
 def worker_python_us(worker: Any) -> float:

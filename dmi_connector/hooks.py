@@ -21,8 +21,8 @@ class Hook:
 
     width: symbol of its width, see `ModelDims.width`. scope: "layer" (one a layer), "once" (one a forward) or "sampled"
     (one row for each sampled position). sharded: under tensor parallelism each rank holds a slice of the width.
-    dtype: "model" (the model's own) or a fixed one. only: the layers or models that have it: "dense", "moe", "rotary";
-    None for all.
+    dtype: "model" (the model's own) or a fixed one. only: who has it: layers that are "dense" or "moe" (mixtures of
+    experts), or models with one of FEATURES; None for all.
     """
 
     name: str
@@ -33,6 +33,16 @@ class Hook:
     dtype: str = "model"
     only: str | None = None
 
+
+FEATURES = {
+    "rotary": "which has no rotary embedding",
+    "sequential": "which runs attention and MLP side by side",
+    "mlp_norm": "which has no norm of its own before the MLP",
+    "post_norms": "which has no norm behind a block",
+}
+"""Features of a model that some hooks need, and what a refusal says of a model that lacks one."""
+USUAL = frozenset(("rotary", "sequential", "mlp_norm"))
+"""The features of a Llama."""
 
 HOOKS: dict[str, Hook] = {
     h.name: h
@@ -47,14 +57,16 @@ HOOKS: dict[str, Hook] = {
         Hook("k_rot", "K", "layer", True, "keys after rotary, as attention sees them", only="rotary"),
         Hook("pattern", "A", "layer", True, "attention weights of every head, in summary: see attn(m)", "float32"),
         Hook("z", "Q", "layer", True, "attention output of every head, before the output projection"),
-        Hook("attn_out", "H", "layer", False, "output of the attention block"),
-        Hook("resid_mid", "H", "layer", False, "residual stream between attention and MLP"),
-        Hook("ln2", "H", "layer", False, "output of the norm before the MLP"),
+        Hook("attn_proj", "H", "layer", False, "output of the attention block before its post-norm", only="post_norms"),
+        Hook("attn_out", "H", "layer", False, "what attention adds to the residual stream"),
+        Hook("resid_mid", "H", "layer", False, "residual stream between attention and MLP", only="sequential"),
+        Hook("ln2", "H", "layer", False, "output of the norm before the MLP", only="mlp_norm"),
         Hook("router_logits", "E", "layer", False, "router scores of every expert", "float32", "moe"),
         Hook("topk_ids", "T", "layer", False, "chosen experts", "int32", "moe"),
         Hook("topk_weights", "T", "layer", False, "weights of the chosen experts", "float32", "moe"),
         Hook("mlp_post", "I", "layer", True, "MLP neurons after the activation, before down_proj", only="dense"),
-        Hook("mlp_out", "H", "layer", False, "output of the MLP block"),
+        Hook("mlp_proj", "H", "layer", False, "output of the MLP block before its post-norm", only="post_norms"),
+        Hook("mlp_out", "H", "layer", False, "what the MLP adds to the residual stream"),
         Hook("resid_final", "H", "once", False, "residual stream after the last layer"),
         Hook("final_ln", "H", "once", False, "output of the final norm"),
         Hook("logits", "V", "sampled", False, "output of compute_logits at each sampled position"),
@@ -79,7 +91,10 @@ PRESETS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ModelDims:
-    """The sizes of a model that decide hook widths. Sizes are elements of the whole model, before sharding."""
+    """The sizes of a model that decide hook widths. Sizes are elements of the whole model, before sharding.
+
+    features: those of FEATURES that it has.
+    """
 
     architecture: str
     layers: int
@@ -92,7 +107,7 @@ class ModelDims:
     experts: int = 0
     top_k: int = 0
     moe_layers: tuple[int, ...] = ()
-    rotary: bool = True
+    features: frozenset[str] = USUAL
 
     def width(self, hook: Hook) -> int:
         """Elements of one row of `hook` for the whole model."""
@@ -115,7 +130,7 @@ class ModelDims:
             return self.moe_layers
         if hook.only == "dense":
             return tuple(i for i in range(self.layers) if i not in set(self.moe_layers))
-        if hook.only == "rotary" and not self.rotary:
+        if hook.only in FEATURES and hook.only not in self.features:
             return ()
         return tuple(range(self.layers))
 
@@ -279,8 +294,8 @@ def _why_absent(hook: Hook, dims: ModelDims) -> str:
         return ", which has no experts"
     if hook.only == "dense" and dims.moe_layers:
         return " in those layers, which are mixtures of experts"
-    if hook.only == "rotary":
-        return ", which has no rotary embedding"
+    if hook.only in FEATURES and hook.only not in dims.features:
+        return f", {FEATURES[hook.only]}"
     return " in those layers"
 
 

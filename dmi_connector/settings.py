@@ -20,6 +20,7 @@ CODECS = ("none", "lz4", "zstd")
 POLICIES = ("block", "drop")
 SINKS = ("disk", "host", "null")
 CHECKS = ("none", "poison")
+CUDA_GRAPHS = ("auto", "vllm")
 FILE_MODES = ("private", "group", "world")
 _MOST_BYTES, _MOST_TOTAL, _MOST_TOKENS = 1 << 44, 1 << 60, 1 << 40
 """Upper bounds of options: bytes of a buffer; bytes and seconds of limits; token positions."""
@@ -127,6 +128,7 @@ class ServerOptions:
     reduce: {hook patterns: reduction}, the first that matches a hook counts (docs/REDUCTIONS.md).
     check: "poison" fills rows with a pattern before each forward and lists rows as missing in which some of it is left.
     Slow, for tests of new models and engine features.
+    cuda_graphs: "auto" takes vLLM's mode FULL in place of its default where that is right, "vllm" leaves it.
     """
 
     store_dir: str
@@ -151,6 +153,7 @@ class ServerOptions:
     shutdown_seconds: int = 60
     reduce: tuple[tuple[str, str], ...] = ()
     check: str = "none"
+    cuda_graphs: str = "auto"
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> ServerOptions:
@@ -187,6 +190,7 @@ class ServerOptions:
             ),
             reduce=_reduce(extra.get("reduce", {})),
             check=_one_of("check", extra.get("check", cls.check), CHECKS),
+            cuda_graphs=_one_of("cuda_graphs", extra.get("cuda_graphs", cls.cuda_graphs), CUDA_GRAPHS),
             **{name: _integer(name, extra.get(name, 0), 0, _MOST_TOTAL) for name in numbers},
         )
 

@@ -35,7 +35,9 @@ def make_exporter(
     rows = torch.zeros(tokens, layout.row_bytes, dtype=torch.uint8)
     rows.view(torch.int32)[:, :2] = torch.arange(tokens, dtype=torch.int32)[:, None]
     config: Any = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=4), model_config=SimpleNamespace(model="tiny")
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        model_config=SimpleNamespace(model="tiny"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
     )
     layer: Any = SimpleNamespace(rows=rows, row_dtype=torch.float32, step=None)
     return Exporter(context, layer, rank, config)

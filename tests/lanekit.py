@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dmi_connector.engine.transfer import gpu_lane
+from dmi_connector.engine.transfer import gpu_lane, pinning
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Progress
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.store.format.completeness import Cause
@@ -138,6 +138,7 @@ def simulate(patch: pytest.MonkeyPatch) -> list[int]:
         patch.setattr(torch.cuda, name, fake)
     patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     patch.setattr(gpu_lane, "SliceCopier", Copier)
+    patch.setattr(pinning, "relax_captures", lambda: None)
 
     def gather_rows(rows: torch.Tensor, index: torch.Tensor, *rest: torch.Tensor) -> None:
         assert _streams == [Engine.stream], "kernels on another stream slow down graphs that are replayed later"

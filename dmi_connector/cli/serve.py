@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dmi_connector.args import OWNERS, capture_args
-from dmi_connector.settings import CHECKS, CODECS, FILE_MODES, POLICIES, SINKS, OptionError, ServerOptions
+from dmi_connector.settings import CHECKS, CODECS, CUDA_GRAPHS, FILE_MODES, POLICIES, SINKS, OptionError, ServerOptions
 
 SERVER = "vllm.entrypoints.openai.api_server"
 """Run as a module: the `vllm` command fails if vLLM was installed from a distribution of another name."""
@@ -23,7 +23,16 @@ SERVER = "vllm.entrypoints.openai.api_server"
 _CONFLICT = re.compile(
     r"^(?:--(?P<long>kv[-_]transfer[-_]config|speculative[-_]config)(?:[.=]|$)|(?P<short>-sc)(?:[.=]|$))"
 )
-_CHOICES = {"codec": CODECS, "policy": POLICIES, "sink": SINKS, "file_mode": FILE_MODES, "check": CHECKS}
+_CHOICES = {
+    "codec": CODECS,
+    "policy": POLICIES,
+    "sink": SINKS,
+    "file_mode": FILE_MODES,
+    "check": CHECKS,
+    "cuda_graphs": CUDA_GRAPHS,
+}
+_GRAPHS = re.compile(r"^(--compilation[-_]config|-cc)([.=]|$)")
+"""Flags of vLLM with which a user says how CUDA graphs are made."""
 
 USAGE = """dmi serve MODEL [--hooks HOOKS] [--store-dir DIR] [--owner OWNER] [option ...] [any vllm flag ...]
 
@@ -82,6 +91,8 @@ def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> list
     command += ["--model", *model] if model else []
     if _config_captures(passed, given):
         return [*command, *passed]
+    if any(_GRAPHS.match(flag) for flag in passed):
+        given.setdefault("cuda_graphs", "vllm")
     flags: list[str] = []
     for name, value in capture_args(**given).items():
         flags += [f"--{name}", json.dumps(value)]

@@ -80,6 +80,114 @@ ARCHS: dict[str, dict[str, Any]] = {
     "gpt2": {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 1024},
 }
 
+_ODD = {
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 160,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {**_ODD, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+_WINDOWS = {"sliding_window": 32, "num_hidden_layers": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "phi3": {**_ODD, "num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": None},
+    "ministral3": {**_ODD, "num_key_value_heads": 3, "sliding_window": None},
+    "qwen2_moe": {
+        **_EXPERTS,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "num_experts": 6,
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 80,
+        "mlp_only_layers": [1],
+        "sliding_window": None,
+    },
+    "mixtral": {**_ODD, "num_key_value_heads": 3, "num_local_experts": 5, "num_experts_per_tok": 3},
+    "olmoe": {
+        **_EXPERTS,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "num_experts": 4,
+        "norm_topk_prob": False,
+    },
+    "glm4_moe": {
+        **_EXPERTS,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "granite": {
+        **_ODD,
+        "num_attention_heads": 3,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+        "num_key_value_heads": 1,
+    },
+    "gemma2": {
+        **_ODD,
+        **_WINDOWS,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 15.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        **_ODD,
+        **_WINDOWS,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 24,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": True,
+    },
+    "glm4": {**_ODD, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "cohere2": {**_ODD, **_WINDOWS, "sliding_window_pattern": 2, "logit_scale": 0.5, "tie_word_embeddings": True},
+    "gpt_oss": {
+        **_ODD,
+        **_WINDOWS,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 512,
+        },
+    },
+    "llama4_text": {
+        **_ODD,
+        "num_hidden_layers": 4,
+        "intermediate_size": 64,
+        "intermediate_size_mlp": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 128,
+        "use_qk_norm": True,
+    },
+    "opt": {
+        "hidden_size": 96,
+        "word_embed_proj_dim": 96,
+        "num_attention_heads": 3,
+        "ffn_dim": 160,
+        "tie_word_embeddings": True,
+    },
+    "bloom": {"hidden_size": 96, "n_head": 3, "tie_word_embeddings": True},
+}
+"""Further families, with heads that do not divide evenly, one key and value head, windows and experts."""
+
 _CORPUS = """
 the model reads a prompt and answers with one token after another, and every layer adds something to the
 residual stream: attention moves information between positions, while the feed forward block works on each
@@ -123,17 +231,18 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(arch: str, dir: str | Path, dtype: str = "float32", seed: int = 0, **config: Any) -> Path:
-    """Write a seeded random model of `arch` (a key of ARCHS) with its tokenizer into `dir`.
+    """Write a seeded random model of `arch` (a key of ARCHS or FAMILIES) with its tokenizer into `dir`.
 
     `config` overrides fields of the transformers configuration. The same arguments write the same weights;
     dtype "bfloat16" rounds those of "float32". Returns `dir`. Raises ValueError for an unknown `arch`.
     """
-    if arch not in ARCHS:
-        raise ValueError(f"arch {arch!r} is unknown: known architectures are {', '.join(ARCHS)}")
+    known = {**ARCHS, **FAMILIES}
+    if arch not in known:
+        raise ValueError(f"arch {arch!r} is unknown: known architectures are {', '.join(known)}")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    fields = {**_COMMON, **ARCHS[arch], **config}
+    fields = {**_COMMON, **known[arch], **config}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(arch, **fields), dtype=torch.float32)
     with torch.no_grad():
         _fill(model, torch.Generator().manual_seed(seed))
@@ -149,7 +258,13 @@ def make_model(arch: str, dir: str | Path, dtype: str = "float32", seed: int = 0
 _NORM = 0.5  # gain of the norms of the residual stream
 _QK = 1.3  # size of queries and keys: attention logits of standard deviation about 1.7
 # sizes of other weights, 1 for those not named: attention and routing far from uniform, MLPs that matter
-_GAIN = {"q_proj": _QK / _NORM, "k_proj": _QK / _NORM, "v_proj": 0.5, "gate": 3.0, "down_proj": 2.0}
+_GAIN = {"q_proj": _QK / _NORM, "k_proj": _QK / _NORM, "v_proj": 0.5, "gate": 3.0, "router": 3.0, "down_proj": 2.0}
+_GAIN["query_key_value"] = 1.6  # of queries, keys and values of one head side by side
+_LAST_NORMS = ("norm", "ln_f")
+_POSITIONS = ("wpe", "embed_positions")
+_EMBEDDINGS = ("embed_tokens", "word_embeddings", "wte", "lm_head", *_POSITIONS)
+_INPUT_FIRST = ("gpt_oss", "llama4_text")
+"""Models that keep the weights of experts as [experts, in, out]."""
 
 
 def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
@@ -161,28 +276,35 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
     """
     import torch
 
-    tied = getattr(model.config, "tie_word_embeddings", False)
+    config: Any = model.config
+    tied = getattr(config, "tie_word_embeddings", False)
+    gemma = config.model_type.startswith("gemma")
+    offset = 1.0 if gemma else 0.0  # Gemma's norms multiply by 1 + weight
+    embed = 0.3 / math.sqrt(config.hidden_size) if gemma else 0.3  # and its embeddings by this root
     for name, weight in sorted(model.named_parameters()):
         leaf = name.split(".")[-2] if name.endswith((".weight", ".bias")) else name.split(".")[-1]
         noise = torch.randn(weight.shape, generator=generator)
         if name.endswith(".bias"):
             weight.copy_(0.05 * noise)
         elif leaf in ("q_norm", "k_norm"):
-            weight.copy_(_QK + 0.2 * noise)
+            weight.copy_(_QK + 0.2 * noise - offset)
         elif weight.dim() == 1:
             gain = _NORM + 0.1 * noise
             # Of one sign, it would make every token with tied embeddings its own best successor.
-            weight.copy_(gain * noise.roll(1).sign() if leaf in ("norm", "ln_f") else gain)
-        elif leaf in ("embed_tokens", "wte", "wpe", "lm_head"):
-            weight.copy_((0.15 if leaf == "lm_head" else 0.3) * noise)
-            if leaf == "lm_head" or (tied and leaf != "wpe"):
+            weight.copy_((gain * noise.roll(1).sign() if leaf in _LAST_NORMS else gain) - offset)
+        elif leaf in _EMBEDDINGS:
+            weight.copy_((0.15 if leaf == "lm_head" else embed) * noise)
+            if leaf == "lm_head" or (tied and leaf not in _POSITIONS):
                 weight[: len(SPECIAL)] *= 0.1  # greedy decoding must not end early
         else:
-            weight.copy_(_GAIN.get(leaf, 1.0) * noise / math.sqrt(weight.shape[_input_axis(leaf)]))
-            if leaf == "c_attn":
-                size = weight.shape[0]
-                weight[:, : 2 * size] *= _GAIN["q_proj"]
-                weight[:, 2 * size :] *= _GAIN["v_proj"]
+            axis = -2 if config.model_type in _INPUT_FIRST and weight.dim() == 3 else _input_axis(leaf)
+            weight.copy_(_GAIN.get(leaf, 1.0) * noise / math.sqrt(weight.shape[axis]))
+            if leaf in ("c_attn", "qkv_proj"):
+                heads = weight.T if leaf == "c_attn" else weight
+                values = config.num_attention_heads if leaf == "c_attn" else config.num_key_value_heads
+                size = values * (getattr(config, "head_dim", None) or weight.shape[0] // values)
+                heads[:-size] *= _GAIN["q_proj"]
+                heads[-size:] *= _GAIN["v_proj"]
 
 
 def _input_axis(leaf: str) -> int:

@@ -3,21 +3,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dmi_connector.hooks import ModelDims
+from dmi_connector.hooks import USUAL, ModelDims
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Module paths of one vLLM model class. Paths of a layer's modules are relative to the layer.
+    """Module paths of one vLLM model class. Paths of a layer's modules are relative to the layer; "": there is none.
 
-    base: ``module:Class`` of vLLM's model. positions: the module whose first argument is the position ids; "": the
-    layers. ln1, ln2, final_norm: a fused add-and-norm returns (normed, residual stream); a plain norm gets the residual
-    stream as input; taps tell them apart by the output. qkv: the projection that returns q, k and v side by side.
-    q_norm, k_norm: norms of q and k; "": the model has none. moe_gate, moe_experts: router and experts, in layers that
-    have them. rotary: whether q and k are rotated.
+    base: ``module:Class`` of vLLM's model. positions: the module that gets the position ids, "" for the layers;
+    positions_at: the number of that argument. ln1, ln2, final_norm: a fused add-and-norm returns (normed, residual
+    stream), a plain norm gets the residual stream as input; taps tell them apart by the output. plain_norms: norms
+    return something else behind the normed values, and get the stream as input. qkv: the projection that returns q, k
+    and v side by side. q_norm, k_norm: norms of q and k. attn_norm, mlp_norm: norms of a block's output, before it is
+    added to the stream. moe_gate, moe_experts: router and experts, in layers that have them. rotary: whether q and k
+    are rotated. parallel: attention and MLP read the same stream, and both are added to it.
+
+    scale: field of the config by which a block's output is multiplied before it is added. embed_scaled: embeddings are
+    multiplied by the root of their width. one_rank: hooks that a rank does not have whole or as its slice under tensor
+    parallelism.
     """
 
     name: str
@@ -26,26 +32,51 @@ class Architecture:
     embed: str = "model.embed_tokens"
     final_norm: str = "model.norm"
     positions: str = ""
+    positions_at: int = 0
     ln1: str = "input_layernorm"
+    plain_norms: bool = False
     qkv: str = "self_attn.qkv_proj"
     q_norm: str = ""
     k_norm: str = ""
     attn: str = "self_attn.attn"
     o_proj: str = "self_attn.o_proj"
+    attn_norm: str = ""
     ln2: str = "post_attention_layernorm"
     mlp: str = "mlp"
     down_proj: str = "mlp.down_proj"
+    mlp_norm: str = ""
     moe_gate: str = "mlp.gate"
     moe_experts: str = "mlp.experts"
     rotary: bool = True
+    parallel: bool = False
+    scale: str = ""
+    embed_scaled: bool = False
+    one_rank: tuple[str, ...] = ()
+
+    def fit(self, config: Any) -> Architecture:
+        """The row for a model with this Hugging Face text config, where some of it depends on that.
+
+        Raises ValueError for a model of this architecture that cannot be captured, with the reason.
+        """
+        if self.q_norm and not getattr(config, "use_qk_norm", True):
+            return replace(self, q_norm="", k_norm="")
+        return self
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What models of this row have, of `hooks.FEATURES`."""
+        lacks = {"rotary": not self.rotary, "sequential": self.parallel, "mlp_norm": not self.ln2}
+        has = {"post_norms": bool(self.attn_norm)}
+        return USUAL - {name for name, absent in lacks.items() if absent} | {
+            name for name, there in has.items() if there
+        }
 
     def dims(self, config: Any) -> ModelDims:
         """The sizes in a Hugging Face text config."""
         layers = config.num_hidden_layers
         heads = config.num_attention_heads
         hidden = config.hidden_size
-        experts = getattr(config, "num_experts", 0) or 0
-        intermediate = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
+        experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
         return ModelDims(
             architecture=self.name,
             layers=layers,
@@ -53,41 +84,123 @@ class Architecture:
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or hidden // heads,
-            intermediate=intermediate,
+            intermediate=_first(config, "intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner")
+            or 4 * hidden,
             vocab=config.vocab_size,
             experts=experts,
             top_k=getattr(config, "num_experts_per_tok", 0) or 0 if experts else 0,
             moe_layers=_moe_layers(config, layers) if experts else (),
-            rotary=self.rotary,
+            features=self.features,
         )
+
+    def block_scale(self, config: Any) -> float:
+        """By what a block's output is multiplied before it is added to the residual stream."""
+        return float(getattr(config, self.scale)) if self.scale else 1.0
+
+
+def _first(config: Any, *names: str) -> Any:
+    """The first of these fields that a config has a value for; None without one."""
+    return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
 def _moe_layers(config: Any, layers: int) -> tuple[int, ...]:
-    """Layers with experts, as Qwen3-MoE's config tells (decoder_sparse_step, mlp_only_layers)."""
-    step = getattr(config, "decoder_sparse_step", 1)
+    """Layers with experts, as a config tells: all that it does not say to be dense."""
+    if listed := getattr(config, "moe_layers", None):  # Llama 4
+        return tuple(listed)
+    step = getattr(config, "decoder_sparse_step", 1)  # Qwen
     dense = set(getattr(config, "mlp_only_layers", None) or ())
-    return tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
+    first = getattr(config, "first_k_dense_replace", 0) or 0  # DeepSeek, GLM
+    every = getattr(config, "moe_layer_freq", 1)
+    return tuple(
+        i for i in range(first, layers) if i not in dense and (i + 1) % step == 0 and (every == 1 or i % every == 0)
+    )
+
+
+class Opt(Architecture):
+    """OPT, but for its model of 350 million parameters, which norms the residual stream itself."""
+
+    def fit(self, config: Any) -> Architecture:
+        if not config.do_layer_norm_before:
+            raise ValueError("model: OPT with do_layer_norm_before=False norms its residual stream; use another size")
+        return self
+
+
+class Bloom(Architecture):
+    """Bloom, but for models whose residual stream is the output of a norm."""
+
+    def fit(self, config: Any) -> Architecture:
+        if config.apply_residual_connection_post_layernorm:
+            raise ValueError(
+                "model: Bloom with apply_residual_connection_post_layernorm=True adds to the output of its norms; "
+                "use another model"
+            )
+        return self
 
 
 _MODELS = "vllm.model_executor.models"
+_QK_NORM: dict[str, Any] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+_GEMMA: dict[str, Any] = {
+    "embed_scaled": True,
+    "attn_norm": "post_attention_layernorm",
+    "ln2": "pre_feedforward_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
 
 ARCHITECTURES: dict[str, Architecture] = {
     a.name: a
     for a in (
-        Architecture(
-            "Qwen3ForCausalLM",
-            f"{_MODELS}.qwen3:Qwen3ForCausalLM",
-            q_norm="self_attn.q_norm",
-            k_norm="self_attn.k_norm",
-        ),
+        Architecture("Qwen3ForCausalLM", f"{_MODELS}.qwen3:Qwen3ForCausalLM", **_QK_NORM),
         Architecture("Qwen2ForCausalLM", f"{_MODELS}.qwen2:Qwen2ForCausalLM"),
         Architecture("LlamaForCausalLM", f"{_MODELS}.llama:LlamaForCausalLM"),
+        Architecture("InternLM3ForCausalLM", f"{_MODELS}.llama:LlamaForCausalLM"),
         Architecture("MistralForCausalLM", f"{_MODELS}.mistral:MistralForCausalLM"),
+        Architecture("Ministral3ForCausalLM", f"{_MODELS}.mistral:MistralForCausalLM"),
+        Architecture("Phi3ForCausalLM", f"{_MODELS}.phi3:Phi3ForCausalLM"),
+        Architecture("Qwen3MoeForCausalLM", f"{_MODELS}.qwen3_moe:Qwen3MoeForCausalLM", **_QK_NORM),
+        Architecture("Qwen2MoeForCausalLM", f"{_MODELS}.qwen2_moe:Qwen2MoeForCausalLM"),
         Architecture(
-            "Qwen3MoeForCausalLM",
-            f"{_MODELS}.qwen3_moe:Qwen3MoeForCausalLM",
-            q_norm="self_attn.q_norm",
-            k_norm="self_attn.k_norm",
+            "MixtralForCausalLM",
+            f"{_MODELS}.mixtral:MixtralForCausalLM",
+            mlp="block_sparse_moe",
+            moe_gate="block_sparse_moe.gate",
+            moe_experts="block_sparse_moe.experts",
+        ),
+        Architecture("OlmoeForCausalLM", f"{_MODELS}.olmoe:OlmoeForCausalLM", **_QK_NORM, one_rank=("q", "k")),
+        Architecture("Glm4MoeForCausalLM", f"{_MODELS}.glm4_moe:Glm4MoeForCausalLM", **_QK_NORM),
+        Architecture("GraniteForCausalLM", f"{_MODELS}.granite:GraniteForCausalLM", scale="residual_multiplier"),
+        Architecture("Gemma2ForCausalLM", f"{_MODELS}.gemma2:Gemma2ForCausalLM", **_GEMMA),
+        Architecture("Gemma3ForCausalLM", f"{_MODELS}.gemma3:Gemma3ForCausalLM", **_QK_NORM, **_GEMMA),
+        Architecture(
+            "Glm4ForCausalLM",
+            f"{_MODELS}.glm4:Glm4ForCausalLM",
+            attn_norm="post_self_attn_layernorm",
+            mlp_norm="post_mlp_layernorm",
+        ),
+        Architecture(
+            "Cohere2ForCausalLM",
+            f"{_MODELS}.commandr:CohereForCausalLM",
+            plain_norms=True,
+            ln2="",
+            parallel=True,
+            one_rank=("attn_out", "mlp_out"),
+        ),
+        Architecture(
+            "GptOssForCausalLM",
+            f"{_MODELS}.gpt_oss:GptOssForCausalLM",
+            embed="model.embedding",
+            positions_at=1,
+            qkv="attn.qkv_proj",
+            attn="attn.attn",
+            o_proj="attn.o_proj",
+            moe_gate="mlp.router",
+        ),
+        Architecture(
+            "Llama4ForCausalLM",
+            f"{_MODELS}.llama4:Llama4ForCausalLM",
+            mlp="feed_forward",
+            down_proj="feed_forward.down_proj",
+            moe_gate="feed_forward.router",
+            moe_experts="feed_forward.experts",
         ),
         Architecture(
             "GPT2LMHeadModel",
@@ -102,6 +215,32 @@ ARCHITECTURES: dict[str, Architecture] = {
             o_proj="attn.c_proj",
             ln2="ln_2",
             down_proj="mlp.c_proj",
+            rotary=False,
+        ),
+        Opt(
+            "OPTForCausalLM",
+            f"{_MODELS}.opt:OPTForCausalLM",
+            layers="model.decoder.layers",
+            embed="model.decoder.embed_tokens",
+            final_norm="model.decoder.final_layer_norm",
+            positions="model.decoder.embed_positions",
+            ln1="self_attn_layer_norm",
+            o_proj="self_attn.out_proj",
+            ln2="final_layer_norm",
+            mlp="fc2",
+            down_proj="fc2",
+            rotary=False,
+        ),
+        Bloom(
+            "BloomForCausalLM",
+            f"{_MODELS}.bloom:BloomForCausalLM",
+            layers="transformer.h",
+            embed="transformer.word_embeddings",
+            final_norm="transformer.ln_f",
+            qkv="self_attention.query_key_value",
+            attn="self_attention.attn",
+            o_proj="self_attention.dense",
+            down_proj="mlp.dense_4h_to_h",
             rotary=False,
         ),
     )

@@ -12,7 +12,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
@@ -33,8 +32,12 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.dmi_connector")
 
 
-class DMIConnector(KVConnectorBase_V1, SupportsHMA):
-    """Exports the captured rows of every request into one Zarr store."""
+class DMIConnector(KVConnectorBase_V1):
+    """Exports the captured rows of every request into one Zarr store.
+
+    It does not support vLLM's hybrid cache manager (SupportsHMA), so vLLM turns that off. All layers then share one
+    group of cache blocks, sliding windows too, and rows stay until their request ends.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -80,11 +83,6 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self.tracker.step(scheduler_output, self._group)
 
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[self._group] if block_ids else [])
-
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         keep, response = self.tracker.finish(request, block_ids)
         self._refused += response is not None and "dmi_error" in response
@@ -108,6 +106,7 @@ class DMIConnector(KVConnectorBase_V1, SupportsHMA):
 
         self._check_coverage()
         layer = self._vllm_config.compilation_config.static_forward_context[self.context.cache_layer]
+        layer.check_cache()
         rank = get_tensor_model_parallel_rank()
         self.exporter = Exporter(self.context, layer, rank, self._vllm_config)
 

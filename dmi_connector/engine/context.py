@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dmi_connector.args import CONNECTOR, EXTRACT_HIDDEN_STATES
 from dmi_connector.engine.architectures import ARCHITECTURES, Architecture
 from dmi_connector.engine.coverage import Coverage
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
 class CaptureContext:
     """What one engine captures.
 
-    dtype: the model's. tp: tensor-parallel size. owner: of the rows, "draft" or "target". coverage: what the taps of
-    this process have written.
+    dtype: the model's. tp: tensor-parallel size. owner: of the rows, "draft" or "target". block_scale: by what the
+    output of a block is multiplied before it is added to the residual stream. coverage: what the taps of this process
+    have written.
     """
 
     options: ServerOptions
@@ -38,6 +41,8 @@ class CaptureContext:
     dtype: str
     tp: int
     owner: str
+    block_scale: float = 1.0
+    embed_scale: float = 1.0
     coverage: Coverage = field(default_factory=Coverage, compare=False, repr=False)
 
     @property
@@ -92,12 +97,14 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
             f"model: architecture {model.architecture!r} has no row of hooks; known: {', '.join(ARCHITECTURES)}. "
             "Adding one takes a few lines: see docs/HOOKS.md"
         )
+    arch = arch.fit(model.hf_text_config)
     dims = arch.dims(model.hf_text_config)
     selection = parse_selection(options.hooks, dims)
     if "logits" in selection.hooks:
         refusals.check_logits(vllm_config)
     dtype = str(model.dtype).removeprefix("torch.")
     tp = vllm_config.parallel_config.tensor_parallel_size
+    refusals.check_ranks(arch, selection.hooks, tp)
     _check_directories(options)
     reductions = hook_reductions(options.reduce, selection, dims, tp)
     if reductions:
@@ -106,7 +113,13 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
         _keep_bases(options, reductions)
     layout = row_layout(selection, dims, dtype, tp, reductions)
     coverage = Coverage(layout.fields, options.check == "poison")
-    return CaptureContext(options, arch, dims, selection, layout, dtype, tp, _owner(vllm_config), coverage)
+    scales = arch.block_scale(model.hf_text_config), _embed_scale(arch, dims, model.dtype)
+    return CaptureContext(options, arch, dims, selection, layout, dtype, tp, _owner(vllm_config), *scales, coverage)
+
+
+def _embed_scale(arch: Architecture, dims: ModelDims, dtype: torch.dtype) -> float:
+    """vLLM keeps the factor in the model's dtype."""
+    return float(torch.tensor(dims.hidden**0.5, dtype=dtype)) if arch.embed_scaled else 1.0
 
 
 def _owner(vllm_config: VllmConfig) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-SUPPORTED = ">=0.29,<0.34"
+SUPPORTED = ">=0.31,<0.33"
+"""Versions with which `make compat` passed. docs/COMPATIBILITY.md says why others are excluded."""
 REUSE = ("allow_buffer_reuse", "inplace_buffers", "memory_planning")
 """Options of Inductor that let it put a value where another one was."""
 
@@ -51,6 +52,14 @@ NAMES: dict[str, tuple[str, str]] = {
     "full_graphs": (
         "vllm.v1.attention.backend:AttentionCGSupport.ALWAYS",
         "our metadata builder claims it, so that full CUDA graphs stay on",
+    ),
+    "graph_support": (
+        "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
+        "says whether a graph of a whole step can hold an attention layer",
+    ),
+    "graph_mode": (
+        "vllm.config:CompilationConfig.__dataclass_fields__.cudagraph_mode",
+        "set to FULL after the model is built, where graphs of whole steps are right",
     ),
     "query_starts": (
         "vllm.v1.attention.backend:CommonAttentionMetadata.__dataclass_fields__.query_start_loc",

@@ -30,6 +30,7 @@ class Tapped:
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
 
     def _init_tapped(self, vllm_config: Any, prefix: str) -> None:
+        from dmi_connector.engine.graphs import choose_graphs
         from dmi_connector.engine.row_cache import CaptureLayer
         from dmi_connector.engine.taps.compilation import compilation_of, write_once
         from dmi_connector.engine.taps.install import install
@@ -38,6 +39,7 @@ class Tapped:
         vllm_config.additional_config["dmi_connector"] = f"{context.fingerprint};{compilation}"
         write_once(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        choose_graphs(vllm_config, context.options.cuda_graphs)
         self.dmi_context = context
         assert isinstance(self, nn.Module)
         self.dmi_taps = install(self, context, compilation)

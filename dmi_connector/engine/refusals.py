@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dmi_connector.args import CONNECTOR, EXTRACT_HIDDEN_STATES
@@ -10,6 +11,8 @@ from dmi_connector.engine import contract
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
+
+    from dmi_connector.engine.architectures import Architecture
 
 
 def check(vllm_config: VllmConfig) -> None:
@@ -59,10 +62,10 @@ def _check_model(vllm_config: VllmConfig) -> None:
             "kv_sharing_fast_prefill: True skips most tokens of a prompt in layers that share a cache, so their rows "
             "would lack values; remove --kv-sharing-fast-prefill"
         )
-    if vllm_config.cache_config.sliding_window is not None or model.is_hybrid:
+    if model.is_hybrid:
         raise ValueError(
-            f"model: {model.model!r} has sliding-window or hybrid layers, whose caches drop rows before "
-            "they are exported; use a model with full attention in every layer"
+            f"model: {model.model!r} has Mamba or linear-attention layers, beside which vLLM's cache cannot hold rows; "
+            "use a model with attention in every layer"
         )
 
 
@@ -111,6 +114,16 @@ def check_logits(vllm_config: VllmConfig) -> None:
         raise ValueError(
             "enable_batch_sharded_sampling: True computes logits past compute_logits, where they are captured; remove "
             "--enable-batch-sharded-sampling, or take logits out of the hooks"
+        )
+
+
+def check_ranks(arch: Architecture, hooks: Iterable[str], tp: int) -> None:
+    """Raises ValueError for hooks of which a tensor-parallel rank has neither the whole nor its slice."""
+    partial = [name for name in hooks if name in arch.one_rank]
+    if tp > 1 and partial:
+        raise ValueError(
+            f"tensor_parallel_size: {tp} splits {', '.join(partial)} of {arch.name} in a way that capture does not "
+            f"support; set it to 1, or take them out of the hooks, as in 'vllm-full,-{partial[0]}'"
         )
 
 

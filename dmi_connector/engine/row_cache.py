@@ -72,10 +72,19 @@ class CaptureLayer(nn.Module, AttentionLayerBase):
         cache = self.kv_cache
         if not isinstance(cache, torch.Tensor) or cache.numel() == 0:
             return None
-        if not cache.is_contiguous():
-            raise ValueError(f"the rows' cache has strides {cache.stride()}; a contiguous one is needed")
         # Not stored: vLLM replaces the cache after profiling, and a stored view would keep the old one alive.
         return cache.view(-1, self.head_size).view(torch.uint8)
+
+    def check_cache(self) -> None:
+        """Raises ValueError unless slot s of the cache is row s: [blocks, 1, slots, head_size] in one piece."""
+        cache = self.kv_cache
+        shaped = cache.ndim == 4 and cache.shape[1] == 1 and cache.shape[3] == self.head_size
+        if not (shaped and cache.is_contiguous()):
+            raise ValueError(
+                f"kv_cache: this vllm lays the cache of rows out as {list(cache.shape)} with strides "
+                f"{list(cache.stride())}, not as [blocks, 1, slots, {self.head_size}] in one piece; install "
+                f"vllm{contract.SUPPORTED}, and leave VLLM_KV_CACHE_LAYOUT unset"
+            )
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return CaptureBackend

@@ -44,9 +44,10 @@ _SLACK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """Bytes of the shared host buffer and of the GPU staging buffer (0 on the CPU)."""
+    """Bytes of the shared host buffer, of its least size, and of the GPU staging buffer (0 on the CPU)."""
 
     host: int
+    least_host: int
     staging: int
 
 
@@ -68,11 +69,11 @@ def buffer_sizes(options: ServerOptions, token_bytes: int, gpu: bool, step_bytes
                 "choose fewer hooks or reduce chunk_tokens"
             )
     if options.sink == "null":
-        return BufferSizes(_SLACK_BYTES, 0)
+        return BufferSizes(_SLACK_BYTES, _SLACK_BYTES, 0)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     host = options.host_buffer_bytes or max(int(memory * GPU_HOST_SHARE) if gpu else CPU_HOST_BYTES, host_least)
     staging = (options.staging_bytes or max(GPU_STAGING_BYTES, chunks)) if gpu else 0
-    return BufferSizes(host, staging)
+    return BufferSizes(host, host_least, staging)
 
 
 def keep_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:

@@ -26,6 +26,8 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
         "dtype": context.dtype,
         "num_layers": dims.layers,
         "identities": True,
+        "attention": _attention(context, vllm_config),
+        **({"parallel": True} if context.arch.parallel else {}),
         "tp": context.tp,
         "owner": context.owner,
         "versions": {
@@ -41,3 +43,23 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
             "vocab": dims.vocab,
         },
     }
+
+
+def _attention(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, Any]:
+    """How the layers attend, for readers that work attention out again. {} where vLLM does not tell."""
+    named = vllm_config.compilation_config.static_forward_context
+    arch = context.arch
+    layers = [named.get(f"{arch.layers}.{i}.{arch.attn}") for i in range(context.dims.layers)]
+    if any(layer is None or not hasattr(layer, "sliding_window") for layer in layers):
+        return {}
+    impls = [layer.impl for layer in layers]
+    slopes = impls[0].alibi_slopes
+    facts = {
+        "scale": float(impls[0].scale),
+        "soft_cap": float(impls[0].logits_soft_cap or 0) or None,
+        "windows": [layer.sliding_window for layer in layers],
+        "chunks": [getattr(layer, "attention_chunk_size", None) for layer in layers],
+        "sinks": any(getattr(impl, "sinks", None) is not None for impl in impls),
+        "alibi_slopes": None if slopes is None else [float(slope) for slope in slopes],
+    }
+    return {name: value for name, value in facts.items() if value and value != [None] * len(layers)}

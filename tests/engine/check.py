@@ -11,17 +11,15 @@ import numpy as np
 
 from dmi_connector import Capture, open_capture
 from dmi_connector.analysis.transformers_oracle import Oracle
-from dmi_connector.hooks import HOOKS
+from dmi_connector.hooks import HOOKS, USUAL
 from dmi_connector.store.read.verify import verify_store
 from tests.runner import ATOL
 
 
 def hooks_of(arch: str) -> list[str]:
-    """The hooks a tiny model of `arch` has and can give in full."""
-    absent = {"moe"} if arch != "qwen3_moe" else {"dense"}
-    if arch == "gpt2":
-        absent.add("rotary")
-    return [name for name, hook in HOOKS.items() if hook.only not in absent and name != "pattern"]
+    """The hooks a tiny model of `arch` (of ARCHS) has and can give in full."""
+    has = {None, "moe" if arch == "qwen3_moe" else "dense", *USUAL} - ({"rotary"} if arch == "gpt2" else set())
+    return [name for name, hook in HOOKS.items() if hook.only in has and name != "pattern"]
 
 
 @lru_cache(maxsize=256)
@@ -116,6 +114,30 @@ def check_store(
     return errors
 
 
+def relative_errors(path: Path, oracle: Oracle, tokens: Sequence[int], prompt_len: int) -> dict[str, float]:
+    """Largest error of each hook of a whole store, as a part of the largest value that transformers has for it.
+
+    Every hook that transformers has must be there. Experts are compared by descending weight.
+    """
+    capture = open_capture(path, timeout=60)
+    check_header(capture, tokens, prompt_len, 0, len(tokens) - 1, path.name)
+    want = reference(oracle, tokens)
+    assert set(capture.attrs["hooks"]) == set(want) - {"token_ids", "positions"}, f"{path.name}: {capture.hooks}"
+    errors = {}
+    for hook, whole in want.items():
+        if hook in ("token_ids", "positions"):
+            continue
+        expected = whole[..., capture.logits_positions if hook == "logits" else slice(0, len(tokens) - 1), :]
+        value = capture.numpy(hook).reshape(expected.shape)
+        if hook in ("topk_ids", "topk_weights"):
+            weights, ids = np.round(capture.numpy("topk_weights"), 5), capture.numpy("topk_ids")
+            value = np.take_along_axis(value, np.lexsort((ids, -weights), axis=-1), -1)
+        errors[hook] = float(np.abs(value - expected).max() / np.abs(expected).max())
+    problems = verify_store(path)
+    assert problems == [], f"{path.name}: verify says {list(map(str, problems))}"
+    return errors
+
+
 def cosines(
     path: Path, oracle: Oracle, tokens: Sequence[int], prompt_len: int, hooks: Sequence[str]
 ) -> dict[str, float]:
@@ -132,12 +154,11 @@ def cosines(
     return least
 
 
-def attention_weights(model: Path, tokens: list[int]) -> np.ndarray:
+def attention_weights(model: Path | Oracle, tokens: list[int]) -> np.ndarray:
     """Eager attention weights of transformers, [layers, heads, queries, keys]."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    eager = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    twin = model if isinstance(model, Oracle) else Oracle(model)
     with torch.no_grad():
-        out = eager(torch.tensor([tokens]), output_attentions=True)
-    return torch.stack(out.attentions)[:, 0].numpy()
+        out = twin.model(torch.tensor([tokens]), output_attentions=True, use_cache=False)
+    return torch.stack(out.attentions)[:, 0].float().numpy()

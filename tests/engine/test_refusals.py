@@ -84,12 +84,51 @@ def test_an_unknown_architecture_is_refused_with_the_page_that_helps(tmp_path: P
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-def test_sliding_window_is_refused(tmp_path: Path, owner: str) -> None:
+def test_hybrid_models_are_refused(tmp_path: Path, owner: str) -> None:
+    from transformers import JambaConfig
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 2, "intermediate_size": 64}
+    config = JambaConfig(vocab_size=512, architectures=["JambaForCausalLM"], **sizes)
+    config.save_pretrained(tmp_path / "model")
+    with pytest.raises(
+        ValueError, match=r"Mamba or linear-attention layers.*use a model with attention in every layer"
+    ):
+        capture_context(vllm_config(tmp_path / "model", tmp_path / "captures", owner=owner, skip_tokenizer_init=True))
+
+
+@pytest.mark.parametrize(("arch", "hooks"), [("olmoe", "q"), ("olmoe", "k,z"), ("cohere2", "vllm-full")])
+def test_hooks_that_no_rank_has_are_refused(tmp_path: Path, arch: str, hooks: str) -> None:
     from dmi_connector.cli.tiny_models import make_model
 
-    model = make_model("mistral", tmp_path / "model", sliding_window=64)
-    with pytest.raises(ValueError, match=r"sliding-window.*use a model with full attention"):
-        capture_context(vllm_config(model, tmp_path / "captures", owner=owner))
+    even = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    model = make_model(arch, tmp_path / "model", **even)
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    extra = {"hooks": hooks}
+    capture_context(vllm_config(model, tmp_path / "captures", extra))
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel_size: 2 splits .*; set it to 1, or take them out of the hooks"
+    ):
+        capture_context(vllm_config(model, tmp_path / "captures", extra, **two))
+    capture_context(vllm_config(model, tmp_path / "captures", {"hooks": "hidden-states,z"}, **two))
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields", "reason"),
+    [
+        ("opt", {"do_layer_norm_before": False}, "OPT with do_layer_norm_before=False"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "Bloom with apply_residual_connection"),
+    ],
+)
+def test_models_without_a_residual_stream_are_refused(
+    tmp_path: Path, arch: str, fields: dict[str, Any], reason: str
+) -> None:
+    from dmi_connector.cli.tiny_models import make_model
+
+    model = make_model(arch, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **fields}))
+    with pytest.raises(ValueError, match=reason):
+        capture_context(vllm_config(model, tmp_path / "captures"))
 
 
 @pytest.mark.parametrize("owner", OWNERS)
@@ -133,14 +172,8 @@ def test_an_option_that_splits_a_batch_is_refused(
         capture_context(config)
 
 
-def test_hybrid_models_and_a_list_as_additional_config_are_refused(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_as_additional_config_is_refused(model: Path, tmp_path: Path) -> None:
     config = vllm_config(model, tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(type(config.model_config), "is_hybrid", True)
-        with pytest.raises(ValueError, match=r"hybrid layers.*use a model with full attention in every layer"):
-            capture_context(config)
     config.additional_config = ["hooks"]
     with pytest.raises(ValueError, match=r"additional_config: must be a JSON object"):
         capture_context(config)
@@ -244,11 +277,13 @@ def test_a_missing_name_in_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     contract.check_names()
     gone = ("vllm.v1.kv_cache_interface:HiddenStateCacheSpec.no_such_name", "a made-up reason")
     monkeypatch.setitem(contract.NAMES, "bogus", gone)
-    with pytest.raises(ValueError, match=r"no_such_name is missing in version .*a made-up reason.*>=0\.29"):
+    with pytest.raises(ValueError, match=r"no_such_name is missing in version .*a made-up reason.*>=0\.31"):
         contract.check_names()
 
 
-@pytest.mark.parametrize(("version", "accepted"), [("0.28.1", False), ("0.29.0", True), ("0.34.0", False)])
+@pytest.mark.parametrize(
+    ("version", "accepted"), [("0.30.0", False), ("0.31.0", True), ("0.32.1+cpu", True), ("0.33.0", False)]
+)
 def test_only_supported_versions_of_vllm_are_accepted(
     monkeypatch: pytest.MonkeyPatch, version: str, accepted: bool
 ) -> None:
@@ -258,7 +293,7 @@ def test_only_supported_versions_of_vllm_are_accepted(
     if accepted:
         contract.check_names()
     else:
-        with pytest.raises(ValueError, match=rf"version {version} is not supported; install vllm>=0\.29"):
+        with pytest.raises(ValueError, match=rf"version {version} is not supported; install vllm>=0\.31"):
             contract.check_names()
 
 

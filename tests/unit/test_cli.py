@@ -227,6 +227,18 @@ def test_serve_builds_both_flags_and_passes_the_rest_on(tmp_path: Path) -> None:
     assert "--speculative_config" not in serve("m", "--owner", "target")
 
 
+@pytest.mark.parametrize(
+    "flags", [["-cc", "{}"], ["-cc.mode=3"], ["--compilation-config={}"], ["--compilation_config", "3"]]
+)
+def test_serve_leaves_cuda_graphs_to_whoever_configures_them(flags: list[str]) -> None:
+    def chosen(*argv: str) -> str:
+        command = serve("m", *argv)
+        extra = json.loads(command[command.index("--kv_transfer_config") + 1])["kv_connector_extra_config"]
+        return str(extra.get("cuda_graphs"))
+
+    assert chosen() == "None" and chosen(*flags) == "vllm" and chosen("--cuda-graphs", "auto", *flags) == "auto"
+
+
 def test_serve_has_a_flag_for_every_server_option() -> None:
     known = make_serve_parser().format_help()
     missing = [f.name for f in fields(ServerOptions) if "--" + f.name.replace("_", "-") not in known]

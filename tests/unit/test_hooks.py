@@ -13,6 +13,7 @@ from dmi_connector.hooks import (
     ALIASES,
     HOOKS,
     PRESETS,
+    USUAL,
     ModelDims,
     Selection,
     SelectionError,
@@ -25,7 +26,7 @@ from dmi_connector.reduce import ReduceError
 
 DENSE = ModelDims("Dense", 8, hidden=64, heads=4, kv_heads=2, head_dim=32, intermediate=96, vocab=512)
 MIXED = ModelDims("Mixed", 4, 64, 4, 2, head_dim=32, intermediate=96, vocab=512, experts=5, top_k=3, moe_layers=(1, 3))
-LEARNED = ModelDims("Learned", 3, 128, 4, 4, head_dim=32, intermediate=512, vocab=512, rotary=False)
+LEARNED = ModelDims("Learned", 3, 128, 4, 4, head_dim=32, intermediate=512, vocab=512, features=USUAL - {"rotary"})
 ALL = tuple(range(8))
 ROOT = Path(__file__).parents[2]
 
@@ -113,7 +114,8 @@ def test_presets_are_what_the_pages_promise() -> None:
     assert set(PRESETS["vllm-full"]) == set(HOOKS) - {"q_rot", "k_rot", "pattern"}
     assert PRESETS["hidden-states"] == ("resid_pre", "resid_final")
     assert PRESETS["attention"] == ("q_rot", "k_rot", "v", "z")
-    pages = {"README.md": [*HOOKS, *PRESETS], "docs/HOOKS.md": [*HOOKS, *PRESETS, *ALIASES]}
+    usual = [name for name, hook in HOOKS.items() if hook.only != "post_norms"]
+    pages = {"README.md": [*usual, *PRESETS], "docs/HOOKS.md": [*HOOKS, *PRESETS, *ALIASES]}
     for page, names in pages.items():
         text = (ROOT / page).read_text()
         missing = [name for name in names if f"`{name}`" not in text]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CUDA_BUILD = "raise OSError('libcudart.so.13: cannot open shared object file')"
+CUDA_BUILD = "import libcudart"
 BACKEND = """
 import zipfile
 
@@ -60,7 +60,8 @@ def project(tmp_path: Path) -> Path:
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     )
     (folder / "backend.py").write_text(BACKEND)
-    for lock, pins in (("cpu", "torch==2.0\nvllm==1.0\n"), ("test", ""), ("docs", "")):
+    pins_of = {"cpu": "torch==2.0\nvllm==1.0\n", "test": "", "docs": "", "cuda": "libcudart==1.0\n"}
+    for lock, pins in pins_of.items():
         (folder / f"requirements/{lock}.txt").write_text(pins)
     add_wheel(tmp_path / "index", "torch", "2.0", CUDA_BUILD)
     add_wheel(tmp_path / "index", "vllm", "1.0", "import torch")
@@ -90,7 +91,17 @@ def test_a_torch_that_cannot_be_imported_is_replaced_by_a_cpu_wheel(project: Pat
     assert make_env(project, tmp_path / "cpu").stdout == ""
 
 
-def test_without_a_cpu_wheel_the_error_names_the_setting(project: Path, tmp_path: Path) -> None:
+def test_without_a_cpu_wheel_the_libraries_of_the_cuda_build_are_taken(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    add_wheel(tmp_path / "index", "libcudart", "1.0", "")
+    done = make_env(project, tmp_path / "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "env 2/3: no CPU wheel there: taking the libraries of the CUDA build" in done.stdout
+    show = "from importlib.metadata import version; import vllm, dmi_connector; print(version('torch'))"
+    assert subprocess.check_output([project / ".venv/bin/python", "-c", show], text=True) == "2.0\n"
+
+
+def test_without_a_cpu_wheel_and_libraries_the_error_names_the_setting(project: Path, tmp_path: Path) -> None:
     (tmp_path / "cpu").mkdir()
     done = make_env(project, tmp_path / "cpu")
     assert done.returncode != 0

@@ -92,6 +92,7 @@ def test_each_server_option_is_read() -> None:
         "shutdown_seconds": 11,
         "reduce": {"q": "int8", "resid_*": "rp(8)"},
         "check": "poison",
+        "cuda_graphs": "vllm",
     }
     assert set(given) == {f.name for f in fields(ServerOptions)}
     read = {

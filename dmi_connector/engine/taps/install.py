@@ -7,9 +7,10 @@ end, and narrow layers share an op (batches.py); `Keep` says what of that a valu
 
     stage           hooks                               written before
     ATTENTION_IN    resid_pre, ln1, q, k, v             rotary, which may rotate q and k in place
-    ATTENTION_OUT   q_rot, k_rot, z, attn_out           the add-and-norm, which may overwrite attn_out
+    ATTENTION_OUT   q_rot, k_rot, z, attn_proj, attn_out
+                                                        the add-and-norm, which may overwrite attn_out
     MLP_IN          resid_mid, ln2                      the end of the MLP; with experts, the experts
-    MLP_OUT         mlp_post, mlp_out                   the next add-and-norm, which may overwrite them
+    MLP_OUT         mlp_post, mlp_proj, mlp_out         the next add-and-norm, which may overwrite them
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ EXPERTS_IN = Stage("ln2", Waits.NEVER, beside=False)
 MLP_OUT = Stage("mlp", Waits.NEVER)
 STAGES = (ATTENTION_IN, ATTENTION_OUT, MLP_IN, EXPERTS_IN, MLP_OUT)
 
-MODULES = ("ln1", "qkv", "q_norm", "k_norm", "attn", "o_proj", "ln2", "down_proj", "mlp")
+MODULES = ("ln1", "qkv", "q_norm", "k_norm", "attn", "o_proj", "attn_norm", "ln2", "down_proj", "mlp", "mlp_norm")
 """Modules of a layer in the order in which they run: fields of `Architecture`."""
 
 
@@ -81,7 +82,7 @@ class LayerFacts(NamedTuple):
     """One decoder layer.
 
     q_size, kv_size: widths of q and k on this rank. experts: whether its MLP is a mixture of experts. mlp_taps: whether
-    hooks of its MLP are selected.
+    hooks of its MLP are selected. scale: by what the outputs of its blocks are multiplied before they are added.
     """
 
     module: nn.Module
@@ -92,24 +93,32 @@ class LayerFacts(NamedTuple):
     kv_size: int
     experts: bool
     mlp_taps: bool
+    scale: float
 
 
-def _norm_outputs(args: tuple[Any, ...], output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _norm_outputs(arch: Architecture, args: tuple[Any, ...], output: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(normed, residual stream) of a fused add-and-norm, or of a plain norm."""
-    return output if isinstance(output, tuple) else (output, args[0])
+    if isinstance(output, tuple):
+        return output[0], args[0] if arch.plain_norms else output[1]
+    return output, args[0]
 
 
-def _normed(_layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    return _norm_outputs(args, output)[0]
+def _normed(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    return _norm_outputs(layer.arch, args, output)[0]
 
 
-def _stream(_layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    return _norm_outputs(args, output)[1]
+def _stream(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    return _norm_outputs(layer.arch, args, output)[1]
 
 
 def _output(_layer: LayerFacts, _args: tuple[Any, ...], output: Any) -> torch.Tensor:
     value: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return value
+
+
+def _added(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    value = _output(layer, args, output)
+    return value if layer.scale == 1.0 else value * layer.scale
 
 
 def _input(number: int) -> Read:
@@ -131,8 +140,8 @@ def _values(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tens
 class TapPoint(NamedTuple):
     """Where a hook is tapped.
 
-    module: a field of `Architecture`; the point does not exist where that is "". unless: another field; the point does
-    not exist where that is given.
+    module: a field of `Architecture`; the point does not exist where that is "". unless, where: other fields; the point
+    does not exist where `unless` is given, or `where` is not.
     """
 
     hook: str
@@ -141,6 +150,7 @@ class TapPoint(NamedTuple):
     keep: Keep
     stage: Stage
     unless: str = ""
+    where: str = ""
 
 
 TAP_POINTS = (
@@ -154,11 +164,15 @@ TAP_POINTS = (
     TapPoint("q_rot", "attn", _input(0), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("k_rot", "attn", _input(1), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("z", "o_proj", _input(0), Keep.AS_IS, ATTENTION_OUT),
-    TapPoint("attn_out", "o_proj", _output, Keep.PRODUCT, ATTENTION_OUT),
+    TapPoint("attn_proj", "o_proj", _output, Keep.PRODUCT, ATTENTION_OUT, where="attn_norm"),
+    TapPoint("attn_out", "o_proj", _added, Keep.PRODUCT, ATTENTION_OUT, unless="attn_norm"),
+    TapPoint("attn_out", "attn_norm", _output, Keep.COPY, ATTENTION_OUT),
     TapPoint("resid_mid", "ln2", _stream, Keep.COPY, MLP_IN),
     TapPoint("ln2", "ln2", _normed, Keep.AS_IS, MLP_IN),
     TapPoint("mlp_post", "down_proj", _input(0), Keep.AS_IS, MLP_OUT),
-    TapPoint("mlp_out", "mlp", _output, Keep.OUTPUT, MLP_OUT),
+    TapPoint("mlp_proj", "mlp", _output, Keep.OUTPUT, MLP_OUT, where="mlp_norm"),
+    TapPoint("mlp_out", "mlp", _added, Keep.OUTPUT, MLP_OUT, unless="mlp_norm"),
+    TapPoint("mlp_out", "mlp_norm", _output, Keep.COPY, MLP_OUT),
 )
 """Where the hooks of a layer are. A new hook is a row here and in `hooks.HOOKS`. Routing and attention summaries run
 inside opaque ops of vLLM and have functions of their own.
@@ -205,13 +219,13 @@ def _install_inputs(taps: ModelTaps, header: TapBatch) -> None:
     def at_embed(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         header.add(TOKEN_IDS, args[0])
         if embed:
-            embedding.add(embed, output)
+            embedding.add(embed, output if context.embed_scale == 1.0 else _copy(output * context.embed_scale))
             embedding.write()
 
     taps.hook(arch.embed, at_embed)
 
     def before_layer(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        header.add(POSITIONS, kwargs["positions"] if "positions" in kwargs else args[0])
+        header.add(POSITIONS, kwargs["positions"] if "positions" in kwargs else args[arch.positions_at])
         header.write()
 
     source = arch.positions or f"{arch.layers}.0"
@@ -227,7 +241,7 @@ def _install_final(taps: ModelTaps, batch: TapBatch) -> None:
     final, normed = context.layout.find("resid_final", 0), context.layout.find("final_ln", 0)
 
     def at_final_norm(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        values = _norm_outputs(args, output)
+        values = _norm_outputs(context.arch, args, output)
         if final:
             batch.add(final, _copy(values[1]))
         batch.add(normed, values[0])
@@ -251,7 +265,7 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
     attn: Any = module.get_submodule(arch.attn)
     sizes = attn.head_size, attn.num_heads * attn.head_size, attn.num_kv_heads * attn.head_size
     mlp_taps = any(point.stage in (MLP_IN, EXPERTS_IN, MLP_OUT) for point, _ in points)
-    layer = LayerFacts(module, arch, compilation, *sizes, experts, mlp_taps)
+    layer = LayerFacts(module, arch, compilation, *sizes, experts, mlp_taps, context.block_scale)
     ends = {_end_of(stage, points): stage for stage in STAGES if any(point.stage is stage for point, _ in points)}
     for name in MODULES:
         here = tuple((row_field, _reader(point, layer)) for point, row_field in points if point.module == name)
@@ -277,8 +291,8 @@ def _points(arch: Architecture, layout: RowLayout, index: int, experts: bool) ->
     found = []
     for point in TAP_POINTS:
         row_field = layout.find(point.hook, index)
-        exists = getattr(arch, point.module) and not (point.unless and getattr(arch, point.unless))
-        if row_field is not None and exists:
+        unless, where = point.unless and getattr(arch, point.unless), not point.where or getattr(arch, point.where)
+        if row_field is not None and getattr(arch, point.module) and where and not unless:
             stage = EXPERTS_IN if experts and point.stage is MLP_IN else point.stage
             found.append((point._replace(stage=stage), row_field))
     return found
@@ -332,6 +346,8 @@ def _register(
 def _reader(point: TapPoint, layer: LayerFacts) -> Read:
     """How a value is read so that it is there when it is written (see `Keep`)."""
     read, keep, compilation = point.read, point.keep, layer.compilation
+    if read is _added and layer.scale != 1.0:
+        keep = Keep.COPY
     if keep is Keep.AS_IS or (keep is Keep.OUTPUT and not layer.experts):
         return read
     if keep is Keep.HALVES:

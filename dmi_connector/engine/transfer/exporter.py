@@ -70,7 +70,7 @@ class Exporter:
         self.ring = self.client.ring if self.client else Ring(sizes.host)
         self.lane: DeviceLane | None = None
         if gpu and options.sink != "null":
-            self.lane = DeviceLane(self.ring, sizes.staging, self.rows)
+            self.lane = DeviceLane(self.ring, sizes.staging, self.rows, sizes.least_host)
             self.lane.warm_up(full.table)
         sizing.announce(context, full, self.rows, sizes, self.lane, writers)
 

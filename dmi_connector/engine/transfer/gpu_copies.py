@@ -30,14 +30,15 @@ class SliceCopier:
     """Copies on two streams in turn. Each slice waits for the one before; in between the copy engine is free for
     others.
 
-    Used by one thread, which has set the device and called `start`.
+    A slice ends at a multiple of `slice_bytes` behind address `base`. Used by one thread, which has set the device and
+    called `start`.
     """
 
-    def __init__(self, slice_bytes: int, device: torch.device) -> None:
-        self._slice_bytes = slice_bytes
+    def __init__(self, slice_bytes: int, device: torch.device, base: int = 0) -> None:
+        self._slice_bytes, self._base = slice_bytes, base
         self._streams = [torch.cuda.Stream(device) for _ in range(2)]
         self._events = [torch.cuda.Event() for _ in range(2)]
-        self.start()  # creates the events
+        self._use_device()  # creates the events
         self._handles = [
             handle
             for stream, event in zip(self._streams, self._events, strict=True)
@@ -46,10 +47,14 @@ class SliceCopier:
         self._turn = 0
         # PyDLL keeps the interpreter's lock: where the loop is not compiled, that costs less than releasing it.
         driver = ctypes.PyDLL("libcuda.so.1")
-        self._loop = compiled(make_loop(*(_function(driver, name, kinds) for name, kinds in _DRIVER.items())))
+        self._loop = make_loop(*(_function(driver, name, kinds) for name, kinds in _DRIVER.items()))
 
     def start(self) -> None:
-        """Make the device's context the current one of the calling thread."""
+        """Make the device's context the current one of this thread, and compile the loop, which takes seconds."""
+        self._use_device()
+        self._loop = compiled(self._loop)
+
+    def _use_device(self) -> None:
         for event, stream in zip(self._events, self._streams, strict=True):
             event.record(stream)
 
@@ -60,8 +65,9 @@ class SliceCopier:
         RuntimeError.
         """
         self._streams[self._turn].wait_event(ready)
+        first = self._slice_bytes - (target - self._base) % self._slice_bytes
         self._turn, status = self._loop(
-            *self._handles, self._turn, target, source.data_ptr(), source.numel(), self._slice_bytes
+            *self._handles, self._turn, target, source.data_ptr(), source.numel(), first, self._slice_bytes
         )
         if status:
             raise RuntimeError(f"a copy off the GPU could not be issued: CUDA error {status}")
@@ -74,40 +80,50 @@ def make_loop(copy: Callable[..., int], wait: Callable[..., int], record: Callab
     """A loop over slices that calls these functions of the driver. numba can compile it."""
 
     def loop(
-        stream: int, event: int, other: int, others: int, turn: int, target: int, source: int, nbytes: int, step: int
+        stream: int,
+        event: int,
+        other: int,
+        others: int,
+        turn: int,
+        target: int,
+        source: int,
+        nbytes: int,
+        first: int,
+        step: int,
     ) -> tuple[int, int]:
-        """Copy `nbytes` bytes in slices of `step`, on `stream` (turn 0) and `other` in turn.
+        """Copy `nbytes` bytes in slices of `first`, then `step`, on `stream` (turn 0) and `other` in turn.
 
         event, others: of the last slices on the two streams. Returns whose turn is next, and the driver's first error
         or 0.
         """
-        at, status = 0, 0
+        at, status, size = 0, 0, min(first, nbytes)
         while at < nbytes and status == 0:
             if turn == 0:
                 mine, done, before = stream, event, others
             else:
                 mine, done, before = other, others, event
-            size = min(step, nbytes - at)
             status = wait(mine, before, 0)
             if status == 0:
                 status = copy(target + at, source + at, size, mine)
             if status == 0:
                 status = record(done, mine)
             at, turn = at + size, 1 - turn
+            size = min(step, nbytes - at)
         return turn, status
 
     return loop
 
 
 def compiled(loop: _Loop) -> _Loop:
-    """`loop` as machine code that runs without the interpreter's lock; `loop` itself where numba cannot be imported."""
+    """`loop` as machine code that runs without the interpreter's lock; `loop` itself where numba cannot compile it."""
     try:
         import numba
-    except ImportError as error:  # numba also raises it for a numpy that it does not know
-        logger.warning("numba cannot be imported (%s): copies off the GPU are issued from Python", error)
+
+        fast: _Loop = numba.njit(nogil=True)(loop)
+        fast(0, 0, 0, 0, 0, 0, 0, 0, 1, 1)  # compiles it; there is nothing to copy
+    except Exception as error:  # it also raises ImportError for a numpy that it does not know
+        logger.warning("numba cannot compile a loop (%s): copies off the GPU are issued from Python", error)
         return loop
-    fast: _Loop = numba.njit(nogil=True)(loop)
-    fast(0, 0, 0, 0, 0, 0, 0, 0, 1)  # compiles it; there is nothing to copy
     return fast
 
 

@@ -32,6 +32,7 @@ from vllm.logger import init_logger
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer
 from dmi_connector.engine.transfer.gpu_copies import SliceCopier
+from dmi_connector.engine.transfer.pinning import SLICE_BYTES, PinnedRing
 from dmi_connector.store.format.completeness import Cause
 from dmi_connector.store.write.ring import Ring
 
@@ -49,6 +50,7 @@ _SLICE_BYTES = 8 << 20
 """Copies reach 53.5 of 55.2 GB/s, and a small copy in between takes 154 us instead of 111 (H200). Whole copies would
 make it wait for up to 37 ms.
 """
+assert SLICE_BYTES % _SLICE_BYTES == 0, "a copy would reach over two pinned slices"
 
 
 class Staged:
@@ -118,23 +120,19 @@ _LOOK = _Copy(None, 0, None, lambda: None)
 
 
 class DeviceLane:
-    """Moves gathered rows of one GPU into the ring, whose memory is registered as pinned memory here.
+    """Moves gathered rows of one GPU into the ring, whose memory is pinned for it (pinning.py).
 
     Transfers are copied and delivered in the order in which their gathers were issued. `then` puts other work behind
-    them.
+    them. least_bytes: of the ring, pinned when this returns; all that is sent at a time fits in them.
     """
 
-    def __init__(self, ring: Ring, staging_bytes: int, rows: torch.Tensor) -> None:
+    def __init__(self, ring: Ring, staging_bytes: int, rows: torch.Tensor, least_bytes: int = 0) -> None:
         self.ring = torch.from_numpy(ring.memory)
-        error = torch.cuda.cudart().cudaHostRegister(self.ring.data_ptr(), ring.nbytes, 0)
-        if int(error) != 0:
-            raise RuntimeError(
-                f"host_buffer_bytes: {ring.nbytes} bytes could not be pinned ({error}); "
-                "give a smaller size or raise the limit"
-            )
         self.rows, self.device = rows, rows.device
+        self._pinned = PinnedRing(ring, max(least_bytes, _MEASURED_BYTES), rows.device)
         self.staging = Staging(staging_bytes, rows.device)
-        self.copier = SliceCopier(_SLICE_BYTES, rows.device)
+        self._base = self.ring.data_ptr()
+        self.copier = SliceCopier(_SLICE_BYTES, rows.device, self._base)
         self.stream = torch.cuda.current_stream(rows.device)  # the engine's
         self.waiting: deque[ChunkTransfer] = deque()
         self._tables: dict[int, torch.Tensor] = {}
@@ -142,7 +140,6 @@ class DeviceLane:
         self._work: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._issued: deque[_Copy] = deque()  # only for the lane's thread
         self._more = True  # whether work may still come; only for the lane's thread
-        self._base = self.ring.data_ptr()
         self._thread = threading.Thread(target=self._run, name="dmi-lane", daemon=True)
         self._thread.start()
 
@@ -321,7 +318,7 @@ class DeviceLane:
         if self._thread.is_alive():
             logger.error("copies did not end within %g s of the shutdown: their rows are missing", seconds)
             return  # it still uses the memory
-        torch.cuda.cudart().cudaHostUnregister(self.ring.data_ptr())
+        self._pinned.close()
 
 
 def _deliver(arrived: deque[_Copy]) -> None:

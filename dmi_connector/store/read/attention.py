@@ -3,12 +3,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from dmi_connector.store.read.capture import Capture
+
+
+@dataclass(frozen=True)
+class _How:
+    """How one layer attends. window, chunk: tokens that a query sees at most; of a chunk only those of its own."""
+
+    scale: float
+    soft_cap: float | None = None
+    window: int | None = None
+    chunk: int | None = None
+    alibi_slopes: Sequence[float] | None = None
+
+    @classmethod
+    def of(cls, capture: Capture, layer: int) -> _How:
+        """What a store says. Raises ValueError for attention that cannot be worked out."""
+        facts = capture.attrs.get("attention", {})
+        if facts.get("sinks"):
+            raise ValueError(
+                f"{capture.path}: attention cannot be worked out: the model has attention sinks, which are not stored"
+            )
+        number = int(capture.attrs["num_layers"])
+        window, chunk = (facts.get(name, [None] * number)[layer] for name in ("windows", "chunks"))
+        scale = facts.get("scale", float(capture.attrs["dims"]["head_dim"]) ** -0.5)
+        return cls(scale, facts.get("soft_cap"), window, chunk, facts.get("alibi_slopes"))
+
+    def scores(self, products: np.ndarray, head: int, first: int) -> np.ndarray:
+        """Scores before the softmax of products [queries, keys]; the first query is row `first`."""
+        scores = products * np.float32(self.scale)
+        if self.soft_cap:
+            scores = np.tanh(scores / np.float32(self.soft_cap)) * np.float32(self.soft_cap)
+        queries, keys = np.arange(first, first + len(scores))[:, None], np.arange(scores.shape[1])[None]
+        if self.alibi_slopes is not None:
+            scores += np.float32(self.alibi_slopes[head]) * (keys - queries).astype(np.float32)
+        hidden = keys > queries
+        if self.window:
+            hidden |= keys <= queries - self.window
+        if self.chunk:
+            hidden |= keys < queries // self.chunk * self.chunk
+        scores[hidden] = -np.inf
+        return scores
+
 
 _QUERIES = 256
 """Queries computed at a time for each head, so that scores take little memory beside the result."""
@@ -17,15 +60,17 @@ _QUERIES = 256
 def attention(capture: Capture, layer: int, head: int | None = None, queries: slice | None = None) -> np.ndarray:
     """Attention weights of one layer, float32 [heads, queries, keys], or [queries, keys] for one `head`.
 
-    softmax(q k' / sqrt(head_dim)) over the keys at or before each query (Vaswani et al., 2017), from `q_rot` and
-    `k_rot`, or from `q` and `k` for models without rotary embedding. Grouped heads share their keys. Valid
-    for layers with full attention that scale by the root of head_dim: all supported architectures.
+    softmax(scale * q k') over the keys that each query sees (Vaswani et al., 2017), from `q_rot` and `k_rot`, or from
+    `q` and `k` for models without rotary embedding. Grouped heads share their keys. The store says how its layers
+    attend: scale, soft cap, sliding window, chunk, slopes of ALiBi. Older stores do not: those have full attention and
+    the scale 1 / sqrt(head_dim).
 
     queries: rows of the store, all by default. Keys are all rows up to the last query.
 
-    Raises KeyError when queries or keys were not captured. Raises ValueError when earlier rows were not captured, or
-    for a head that does not exist.
+    Raises KeyError when queries or keys were not captured. Raises ValueError when earlier rows were not captured, for a
+    head that does not exist, and for models with attention sinks, which are no keys of a row.
     """
+    how = _How.of(capture, layer)
     names = ("q_rot", "k_rot") if "q_rot" in capture or "k_rot" in capture or "q" not in capture else ("q", "k")
     dims = capture.attrs["dims"]
     heads, kv_heads, size = (int(dims[name]) for name in ("heads", "kv_heads", "head_dim"))
@@ -46,9 +91,7 @@ def attention(capture: Capture, layer: int, head: int | None = None, queries: sl
         keys = k[:, h // (heads // kv_heads)].T
         for first in range(0, len(rows), _QUERIES):
             block = slice(first, min(first + _QUERIES, len(rows)))
-            scores = (q[block, h] @ keys) * np.float32(size**-0.5)
-            positions = np.arange(rows.start + block.start, rows.start + block.stop)
-            scores[np.arange(stop)[None, :] > positions[:, None]] = -np.inf
+            scores = how.scores(q[block, h] @ keys, h, rows.start + block.start)
             scores -= scores.max(axis=1, keepdims=True)
             np.exp(scores, out=scores)
             weights[i, block] = scores / scores.sum(axis=1, keepdims=True)

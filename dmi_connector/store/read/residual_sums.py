@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the sums of the residual stream, which hold in every pre-norm model.
+"""Checks the sums of the residual stream.
 
 resid_mid[l] = resid_pre[l] + attn_out[l]
-resid_pre[l + 1] = resid_mid[l] + mlp_out[l]      (resid_final after the last layer)
+resid_pre[l + 1] = resid_mid[l] + mlp_out[l]                  (resid_final after the last layer)
+
+In models whose attention and MLP run side by side (attribute `parallel`):
+
+resid_pre[l + 1] = resid_pre[l] + attn_out[l] + mlp_out[l]
 """
 
 from __future__ import annotations
@@ -21,13 +25,16 @@ Term = tuple[str, int]
 """(hook, layer)."""
 
 
-def equations(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> list[tuple[Term, Term, Term]]:
-    """(sum, a, b) for each sum whose three terms are all stored."""
+def equations(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> list[tuple[Term, ...]]:
+    """(sum, a, b, ...) for each sum whose terms are all stored."""
     layers = {name: list(array.spec.layers) or [0] for name, array in arrays.items() if not array.spec.reduce}
     last = int(attrs.get("num_layers") or max((max(ls) for ls in layers.values()), default=0) + 1) - 1
-    found = []
+    found: list[tuple[Term, ...]] = []
     for layer in range(last + 1):
         after: Term = ("resid_final", 0) if layer == last else ("resid_pre", layer + 1)
+        if attrs.get("parallel"):
+            found.append((after, ("resid_pre", layer), ("attn_out", layer), ("mlp_out", layer)))
+            continue
         found.append((("resid_mid", layer), ("resid_pre", layer), ("attn_out", layer)))
         found.append((after, ("resid_mid", layer), ("mlp_out", layer)))
     return [e for e in found if all(name in layers and layer in layers[name] for name, layer in e)]
@@ -49,21 +56,22 @@ def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]
         }
         for n, first, stop in spans:
             rows.clear()  # all layers of one chunk of tokens fit in memory
-            for total, a, b in wanted:
-                for name, layer in (total, a, b):
+            for equation in wanted:
+                for name, layer in equation:
                     if (name, layer, n) not in rows:
                         rows[name, layer, n] = _rows(arrays[name], readers.get(name), layer, n, stop - first)
-                x, y, z = (rows[name, layer, n] for name, layer in (total, a, b))
-                if x is None or y is None or z is None:
+                terms = [found for name, layer in equation if (found := rows[name, layer, n]) is not None]
+                if len(terms) < len(equation):
                     continue  # missing rows, which an incomplete store lists
-                scale = np.maximum(np.abs(x), np.maximum(np.abs(y), np.abs(z))).max(axis=1)
-                error = np.abs(x - (y + z)).max(axis=1)
-                bad = np.flatnonzero(error > TOLERANCE[arrays[total[0]].spec.dtype] * scale)
+                scale = np.max([np.abs(term).max(axis=1) for term in terms], axis=0)
+                error = np.abs(terms[0] - sum(terms[1:])).max(axis=1)
+                bad = np.flatnonzero(error > TOLERANCE[arrays[equation[0][0]].spec.dtype] * scale)
                 if len(bad):
                     worst = int(np.argmax(error))
+                    total, parts = equation[0], " + ".join(name for name, _ in equation[1:])
                     yield (
                         f"{total[0]} layer {total[1]} token {first + int(bad[0])}",
-                        f"it is not {a[0]} + {b[0]} of layer {a[1]}: {len(bad)} of tokens {first}-{stop - 1}"
+                        f"it is not {parts} of layer {equation[1][1]}: {len(bad)} of tokens {first}-{stop - 1}"
                         f" are off, at most by {error[worst]:.3g} at magnitude {scale[worst]:.3g}",
                     )
 

@@ -18,11 +18,14 @@ ALIGN = 4096
 
 @dataclass(eq=False)
 class Extent:
-    """Contiguous bytes of the ring: `nbytes` from byte `offset`. They are free again when `refs` reaches 0."""
+    """Contiguous bytes of the ring: `nbytes` from byte `offset`. They are free again when `refs` reaches 0.
+
+    end: where the next extent can begin.
+    """
 
     offset: int
     nbytes: int
-    end: int = field(repr=False)  # where the next extent begins, counted without wrapping
+    end: int = field(repr=False)
     refs: int = 1
 
 
@@ -70,6 +73,8 @@ class Ring(RingBase):
 
     Extents are given out in order and may be released in any order. Space returns once everything given out before it
     has been released too.
+
+    usable: bytes from the start that are given out, all of them unless `allow` says otherwise.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -79,15 +84,25 @@ class Ring(RingBase):
         fd = os.memfd_create("dmi-ring", os.MFD_CLOEXEC)
         os.ftruncate(fd, nbytes)
         super().__init__(fd, nbytes)
-        self._extents: deque[Extent] = deque()
-        self._head = 0  # bytes given out since the start, with the gaps at the end of the ring
-        self._tail = 0  # bytes that came back
+        self.usable = nbytes
+        self._extents: deque[Extent] = deque()  # in use, in the order in which they were given out
 
     @property
     def used(self) -> int:
         """Bytes in use, alignment and gaps included."""
         with self._changed:
-            return self._head - self._tail
+            if not self._extents:
+                return 0
+            first, last = self._extents[0], self._extents[-1]
+            return last.end - first.offset if last.offset >= first.offset else self.usable - first.offset + last.end
+
+    def allow(self, usable: int) -> None:
+        """Give out only the first `usable` bytes. Less than before only while nothing is in use."""
+        with self._changed:
+            if usable < self.usable and self._extents:
+                raise ValueError(f"the ring is in use: it cannot shrink from {self.usable} to {usable} bytes")
+            self.usable = usable
+            self._changed.notify_all()
 
     def alloc(self, nbytes: int, timeout: float | None = None) -> Extent | None:
         """Take `nbytes` bytes; wait up to `timeout` seconds for space (None: for ever, 0: not at all).
@@ -101,28 +116,27 @@ class Ring(RingBase):
             )
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            while (extent := self._take(nbytes, size)) is None:
+            while (at := self._place(size)) is None:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return None
                 self._changed.wait(left)
+            extent = Extent(at, nbytes, at + size)
+            self._extents.append(extent)
             return extent
 
-    def _take(self, nbytes: int, size: int) -> Extent | None:
-        at = self._head % self.nbytes
-        skip = self.nbytes - at if at + size > self.nbytes else 0
-        if not self._extents and skip:
-            # Nothing is in use: begin again at offset 0, or a large extent might never find contiguous space.
-            self._head = self._tail = 0
-            skip = 0
-        if self._head + skip + size - self._tail > self.nbytes:
-            return None
-        self._head += skip + size
-        extent = Extent((self._head - size) % self.nbytes, nbytes, self._head)
-        self._extents.append(extent)
-        return extent
+    def _place(self, size: int) -> int | None:
+        """Where `size` contiguous bytes are free: behind the last extent, else at the start. None: nowhere now."""
+        if not self._extents:
+            return 0 if size <= self.usable else None
+        first, last = self._extents[0].offset, self._extents[-1]
+        if last.offset < first:  # in use from the first to the end of the ring, and from its start to the last
+            return last.end if last.end + size <= first else None
+        if last.end + size <= self.usable:
+            return last.end
+        return 0 if size <= first else None
 
     def _free(self, extent: Extent) -> None:
         while self._extents and self._extents[0].refs == 0:
-            self._tail = self._extents.popleft().end
+            self._extents.popleft()
         self._changed.notify_all()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer
 
-from dmi_connector.analysis.transformers_oracle import ONCE, Oracle
+from dmi_connector.analysis.transformers_oracle import ONCE, Oracle, _Recorder
 from dmi_connector.cli.tiny_models import ARCHS, CHAT_TEMPLATE, EOS, VOCAB, make_model
 
 IDS = [7, 300, 41, 41, 500, 260, 8, 99, 130, 64, 12, 345]
@@ -149,15 +149,17 @@ def test_activations_are_of_order_one(arch: str, hooks: dict[str, dict[str, np.n
     assert {n: s for n, s in stds.items() if s.min() < 0.1 or s.max() > 10} == {}
 
 
-def test_experts_are_ordered_by_weight_and_ties_by_number(
-    oracles: dict[str, Oracle], hooks: dict[str, dict[str, np.ndarray]]
-) -> None:
+def test_experts_are_ordered_by_weight_and_ties_by_number(hooks: dict[str, dict[str, np.ndarray]]) -> None:
     got = hooks["qwen3_moe"]
     assert np.all(got["topk_weights"][..., 0] >= got["topk_weights"][..., 1])
     np.testing.assert_allclose(got["topk_weights"].sum(-1), 1, atol=1e-6)
     assert len(np.unique(got["topk_ids"])) == 4
-    ids, weights = oracles["qwen3_moe"]._route(torch.tensor([[[0.0, 2.0, 2.0, 2.0]]]))
-    assert ids.tolist() == [[[1, 2]]] and weights.tolist() == [[[0.5, 0.5]]]
+    router = torch.nn.Identity()
+    with _Recorder(1) as recorder:
+        recorder.watch_router(router, 3)
+        router((torch.zeros(1, 4), torch.tensor([[0.25, 0.25, 0.5]]), torch.tensor([[3, 1, 2]])))
+    assert recorder.rows["topk_ids"][0].tolist() == [[2, 1, 3]]
+    assert recorder.rows["topk_weights"][0].tolist() == [[0.5, 0.25, 0.25]]
 
 
 def test_dense_layers_of_a_moe_model_have_no_router(tmp_path: Path) -> None:

@@ -66,10 +66,12 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
 
 
 def test_slices_cover_every_byte_once_on_two_streams_in_turn(calls: list[tuple[Any, ...]]) -> None:
-    copier = copies.SliceCopier(100, torch.device("cuda"))
+    base = 4000
+    copier = copies.SliceCopier(100, torch.device("cuda"), base)
+    copier.start()
     streams, events = copier._streams, copier._events
     last = None
-    for nbytes, target in ((250, 5000), (100, 9000), (1, 9500), (400, 10_000)):
+    for nbytes, target in ((250, 5000), (100, 9000), (1, 9500), (400, 10_000), (250, 7030), (20, 7030), (90, 7030)):
         source, ready = torch.zeros(nbytes, dtype=torch.uint8), Event()
         calls.clear()
         copied = copier.copy(source, target, ready)
@@ -77,6 +79,7 @@ def test_slices_cover_every_byte_once_on_two_streams_in_turn(calls: list[tuple[A
         at = 0
         for place, address, size, _ in slices:
             assert (place, address) == (target + at, source.data_ptr() + at) and 0 < size <= 100
+            assert (place - base) // 100 == (place - base + size - 1) // 100, "no slice reaches over a multiple of 100"
             at += size
         assert at == nbytes
         used = [stream for *_, stream in slices]
@@ -95,6 +98,7 @@ def test_slices_cover_every_byte_once_on_two_streams_in_turn(calls: list[tuple[A
 def test_an_error_of_the_driver_is_raised(calls: list[tuple[Any, ...]], name: str) -> None:
     """At once: no slice behind it is issued."""
     copier = copies.SliceCopier(100, torch.device("cuda"))
+    copier.start()
     failing[name] = 700
     with pytest.raises(RuntimeError, match="CUDA error 700"):
         copier.copy(torch.zeros(250, dtype=torch.uint8), 5000, Event())
@@ -109,7 +113,14 @@ def test_without_numba_the_loop_is_interpreted(
     monkeypatch.setitem(sys.modules, "numba", None)
     with caplog.at_level("WARNING", "vllm.dmi_connector"):
         assert copies.compiled(loop) is loop
-    assert "numba cannot be imported" in caplog.text
+    assert "numba cannot compile a loop (import of numba halted" in caplog.text
+
+
+def test_a_loop_that_numba_does_not_compile_is_interpreted(caplog: pytest.LogCaptureFixture) -> None:
+    loop = copies.make_loop(lambda *_: 0, lambda *_: 0, lambda *_: 0)  # numba knows no types of plain functions
+    with caplog.at_level("WARNING", "vllm.dmi_connector"):
+        assert copies.compiled(loop) is loop
+    assert "numba cannot compile a loop" in caplog.text
 
 
 HOLDS_NO_LOCK = """
@@ -125,7 +136,7 @@ names = {"cuMemcpyDtoHAsync_v2": "read", "cuStreamWaitEvent": "usleep", "cuEvent
 loop = copies.compiled(copies.make_loop(*(function(names[name], kinds) for name, kinds in copies._DRIVER.items())))
 end, other = os.pipe()
 buffer = ctypes.create_string_buffer(1)
-copy = threading.Thread(target=loop, args=(0, 0, 0, 0, 0, end, ctypes.addressof(buffer), 1, 1))
+copy = threading.Thread(target=loop, args=(0, 0, 0, 0, 0, end, ctypes.addressof(buffer), 1, 1, 1))
 copy.start()
 os.write(other, b"x")  # only a thread that has the lock comes here while the copy reads from the pipe
 copy.join()

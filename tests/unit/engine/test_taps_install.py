@@ -81,6 +81,7 @@ def tap(block: torch.nn.Module, batch: TapBatch, fields: list[RowField], **modul
     context: Any = SimpleNamespace(
         arch=Architecture("Block", "", **{**dict.fromkeys(every, ""), **modules}),
         dims=SimpleNamespace(moe_layers=()),
+        block_scale=1.0,
         layout=SimpleNamespace(find=lambda name, _layer: by_hook.get(name), fields=fields),
         cache_layer=kit.CACHE_LAYER,
         coverage=Coverage(),

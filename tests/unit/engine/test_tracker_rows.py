@@ -289,7 +289,7 @@ def test_prompt_embeddings_and_options_that_break_are_refused(tmp_path: Path) ->
 
     class Broken(dict[str, Any]):
         def get(self, *_: object) -> Any:
-            raise RuntimeError("x" * 3000 + "\ud800")
+            raise RuntimeError("x" * 3000)
 
     tracker.on_new_request(Embedded("a", {}, [1], 1))  # type: ignore[arg-type]
     tracker.on_new_request(ask(Broken(), 20, "b"))  # type: ignore[arg-type]

@@ -25,27 +25,40 @@ def shared() -> Iterator[Ring]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, PAGES * ALIGN)), max_size=60))
-def test_extents_never_overlap_and_the_ring_drains_in_any_order(shared: Ring, steps: list[tuple[bool, int]]) -> None:
+@given(
+    first=st.integers(0, PAGES),
+    steps=st.lists(st.tuples(st.sampled_from(["take", "release", "grow"]), st.integers(0, PAGES * ALIGN)), max_size=60),
+)
+def test_extents_never_overlap_and_the_ring_drains_in_any_order(
+    shared: Ring, first: int, steps: list[tuple[str, int]]
+) -> None:
+    """Also while more of it becomes usable."""
     ring = shared
+    ring.allow(first * ALIGN)
     held: list[Extent] = []
-    for take, number in steps:
-        if take or not held:
+    for step, number in steps:
+        if step == "grow":
+            ring.allow(max(ring.usable, number // ALIGN * ALIGN))
+        elif step == "take" or not held:
             extent = ring.alloc(number, timeout=0)
             if extent is None:
-                assert held, "an empty ring refused an extent that fits"
+                assert held or number > ring.usable - ALIGN, "an empty ring refused an extent that fits"
                 continue
-            assert extent.offset % ALIGN == 0 and extent.offset + number <= ring.nbytes
+            assert extent.offset % ALIGN == 0 and extent.offset + number <= ring.usable
             for other in held:
                 apart = extent.offset + number <= other.offset or other.offset + other.nbytes <= extent.offset
                 assert apart or 0 in (number, other.nbytes)
             held.append(extent)
         else:
             ring.release(held.pop(number % len(held)))
-        assert sum(e.nbytes for e in held) <= ring.used <= ring.nbytes
+        assert sum(e.nbytes for e in held) <= ring.used <= ring.usable
+        if held:
+            with pytest.raises(ValueError, match="in use"):
+                ring.allow(ring.usable - 1)
     for extent in held:
         ring.release(extent)
     assert ring.used == 0
+    ring.allow(ring.nbytes)
     whole = ring.alloc(ring.nbytes, timeout=0)
     assert whole is not None and ring.view(whole).nbytes == ring.nbytes
     ring.release(whole)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous load: a fixed number of requests in flight, and what a client sees of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Load(NamedTuple):
+    """Requests that are in flight all the time.
+
+    prompt_tokens, output_tokens: of each. shared: tokens at the start of each prompt that are the same in all, so that
+    the prefix cache has them.
+    """
+
+    in_flight: int
+    prompt_tokens: int
+    output_tokens: int
+    shared: int = 0
+
+    def shrunk(self, by: int) -> Load:
+        requests, prompt = max(1, self.in_flight // by), max(1, self.prompt_tokens // by)
+        return Load(requests, prompt, max(2, self.output_tokens // by), self.shared // by)
+
+    @property
+    def rows(self) -> int:
+        """Rows of one request's store: the last generated token has none."""
+        return self.prompt_tokens + self.output_tokens - 1
+
+
+LOADS = {
+    "short16": Load(16, 128, 384),
+    "short64": Load(64, 128, 384),
+    "short256": Load(256, 128, 384),
+    "long16": Load(16, 4000, 200),
+    "long64": Load(64, 4000, 200),
+    "cached64": Load(64, 1600, 200, shared=1280),
+}
+_LEAST_TOKEN, _TOP_TOKENS = 10, 10
+"""Prompts leave out this many tokens at both ends of the vocabulary: they may be special."""
+
+
+def prompts(load: Load, vocab: int, seed: int) -> Iterator[list[int]]:
+    """Prompts of random tokens without end."""
+    rng = np.random.default_rng(seed)
+
+    def draw(count: int) -> list[int]:
+        drawn: list[int] = rng.integers(_LEAST_TOKEN, vocab - _TOP_TOKENS, count).tolist()
+        return drawn
+
+    shared = draw(load.shared)
+    while True:
+        yield shared + draw(load.prompt_tokens - load.shared)
+
+
+class Client:
+    """Keeps `load.in_flight` requests in an engine and notes when their tokens come.
+
+    The first requests generate different numbers of tokens, so that later ones end one by one.
+    """
+
+    def __init__(self, engine: Any, load: Load, vocab: int, transfer: bool, seed: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self.engine, self.load, self.transfer = engine, load, transfer
+        self._prompts = prompts(load, vocab, seed)
+        self._make = lambda count, extra: SamplingParams(
+            temperature=0.0,
+            max_tokens=count,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=extra,
+        )
+        self._seed, self._sent = seed, 0
+        self._began: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self.tokens = self.requests = 0
+        self.first_s: list[float] = []
+        self.between_s: list[float] = []
+        rng = np.random.default_rng(seed)
+        for count in rng.permutation(np.linspace(2, load.output_tokens, load.in_flight).astype(int)).tolist():
+            self._send(count)
+
+    def _send(self, output_tokens: int) -> None:
+        name = f"{self._seed}-{self._sent}"
+        params = {"include_output_tokens": True, "dmi": {"key": name}}
+        extra = {"kv_transfer_params": params} if self.transfer else {}
+        self._sent += 1
+        self._began[name] = time.perf_counter()
+        self.engine.add_request(name, {"prompt_token_ids": next(self._prompts)}, self._make(output_tokens, extra))
+
+    def run(self, seconds: float, each_second: Callable[[], None]) -> float:
+        """Take steps for a while. Counts and times are of these steps alone. Returns how long it was."""
+        self.tokens = self.requests = 0
+        self.first_s, self.between_s = [], []
+        begin = time.perf_counter()
+        due = begin
+        while (now := time.perf_counter()) < begin + seconds:
+            if now >= due:
+                each_second()
+                due += 1
+            self._step(refill=True)
+        return time.perf_counter() - begin
+
+    def finish(self) -> None:
+        """Let the requests in flight end."""
+        while self.engine.has_unfinished_requests():
+            self._step(refill=False)
+
+    def _step(self, refill: bool) -> None:
+        outputs, now = self.engine.step(), time.perf_counter()
+        for output in outputs:
+            name, count = output.request_id, len(output.outputs[0].token_ids)
+            if count:
+                self.tokens += count
+                if name in self._last:
+                    self.between_s.append(now - self._last[name])
+                else:
+                    self.first_s.append(now - self._began[name])
+                self._last[name] = now
+            if output.finished:
+                self.requests += 1
+                del self._last[name], self._began[name]
+                if refill:
+                    self._send(self.load.output_tokens)
+
+
+def latency_ms(seconds: list[float]) -> dict[str, float]:
+    """Median and 99th percentile in ms; {} without samples."""
+    if not seconds:
+        return {}
+    p50, p99 = np.percentile(seconds, [50, 99])
+    return {"p50": round(float(p50) * 1e3, 2), "p99": round(float(p99) * 1e3, 2)}
+
+
+def growth(samples: list[tuple[float, float]]) -> float:
+    """Slope of (seconds, bytes), in bytes a second, by least squares."""
+    if len(samples) < 2:
+        return 0.0
+    at, value = np.array(samples).T
+    return float(np.polyfit(at, value, 1)[0])

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares every hook of every family of models with transformers, and writes the table of docs/MODELS.md.
+
+    python -m benchmarks.models
+
+Runs tests/engine/test_models.py and test_hooks_vs_transformers.py in full: eager and compiled, rows of both owners, two
+tensor-parallel ranks. Results go to benchmarks/results/cpu-models.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+
+RESULTS = common.ROOT / "benchmarks" / "results" / "cpu-models.json"
+PAGE = common.ROOT / "docs" / "MODELS.md"
+BEGIN, END = "<!-- written by make models -->", "<!-- until here -->"
+"""Around the table in PAGE."""
+GPU = common.ROOT / "benchmarks" / "results" / "h200-models.json"
+"""What a GPU gave, if it was run: by architecture, `cosine` (least of a row with float32), `same_tokens`."""
+
+
+def run(argv: list[str]) -> tuple[list[dict[str, Any]], int]:
+    """(what the tests found, pytest's exit status)."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.jsonl"
+        tests = ["tests/engine/test_models.py", "-m", "soak or not soak", "-q", *argv]
+        env = {**os.environ, "MODELS_RESULT": str(out)}
+        status = subprocess.run(
+            [sys.executable, "-m", "pytest", *tests], cwd=common.ROOT, env=env, check=False
+        ).returncode
+        lines = out.read_text().splitlines() if out.exists() else []
+    return [json.loads(line) for line in lines], status
+
+
+def table(found: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
+    """A row for each model: its largest error of a hook, as a part of the hook's largest value."""
+    lines = [["model", "architecture", "hooks", "eager", "compiled", "two ranks", "H200, bf16"]]
+    for name in dict.fromkeys(one["model"] for one in found):
+        mine = [one for one in found if one["model"] == name]
+        architecture = mine[0]["architecture"]
+        on_gpu = gpu.get(architecture)
+        lines.append(
+            [
+                f"`{name}`",
+                f"`{architecture}`",
+                str(max(len(one["errors"]) for one in mine)),
+                *(_worst(mine, mode) for mode in ("eager", "compiled", "eager, two ranks")),
+                f"cosine {on_gpu['cosine']:.4f}, tokens {on_gpu['same_tokens']}" if on_gpu else "not run",
+            ]
+        )
+    return common.markdown(lines)
+
+
+def _worst(found: list[dict[str, Any]], mode: str) -> str:
+    errors = {hook: error for one in found if one["mode"] == mode for hook, error in one["errors"].items()}
+    if not errors:
+        return "not run"
+    hook = max(errors, key=lambda name: errors[name])
+    return f"{errors[hook]:.1e} (`{hook}`)"
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    header = common.header("benchmarks.models", argv)
+    found, status = run(argv)
+    common.save(RESULTS, {"header": header, "found": found})
+    gpu = json.loads(GPU.read_text())["models"] if GPU.exists() else {}
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(found, gpu)}\n\n{END}{rest.split(END)[1]}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

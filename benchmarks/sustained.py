@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture in an engine that is always busy: a fixed number of requests in flight, a consumer that removes stores.
+
+    python -m benchmarks.sustained --model DIR --out results.json --loads short64,short256
+    python -m benchmarks.sustained --table results.json
+
+Each setup has an engine in a process of its own. All engines of a group are up, and one works at a time. So give each
+its part of the GPU's memory: --kv-gigabytes. A consumer in another process removes each finished store. It keeps every
+16th, which is verified after the measurement. The result file is rewritten after every measurement.
+
+A backlog that grows means that the speed cannot be sustained. `sustained_tok_per_s` is then the speed at which files
+would keep up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from benchmarks.capture import note, serve_engine
+from benchmarks.engine import Bench
+from benchmarks.loads import LOADS, Client, Load, growth, latency_ms
+from benchmarks.setups import FULL, HIDDEN, REDUCE, Setup
+from benchmarks.without import MECHANISMS
+from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile, worker_python_us
+
+MODULE = "benchmarks.sustained"
+_GROWS = 0.02
+"""A backlog grows if it takes up more than this share of the bytes that are exported."""
+
+
+@dataclass(frozen=True)
+class Sustained(Setup):
+    """graphs: CUDA graph mode of its engine, "" for that of --engine-args. without: a mechanism that is off."""
+
+    graphs: str = ""
+    without: str = ""
+
+
+def _narrow(model: str) -> str:
+    """What interpretability work often takes: neurons and residual stream of four layers in the middle."""
+    layers = json.loads((Path(model) / "config.json").read_text())["num_hidden_layers"]
+    first = max(0, layers // 2 - 2)
+    last = min(layers - 1, first + 3)
+    return f"mlp_post@{first}-{last},resid_post@{first}-{last}"
+
+
+def all_setups(model: str) -> list[Sustained]:
+    """Stock and ours. Each has an engine of its own name."""
+
+    def ours(name: str, hooks: str, codec: str = "", owner: str = "target", **more: Any) -> Sustained:
+        return Sustained(name, name, hooks, "disk" if codec else "null", codec or "none", owner=owner, **more)
+
+    pieces = "FULL_AND_PIECEWISE"
+    int8 = REDUCE["int8"]
+    setups = [
+        Sustained("stock", "stock"),
+        ours("hidden-states null", HIDDEN),
+        ours("hidden-states zstd", HIDDEN, "zstd"),
+        ours("hidden-states zstd draft", HIDDEN, "zstd", "draft"),
+        ours("hidden-states lz4", HIDDEN, "lz4"),
+        ours("hidden-states none", HIDDEN, "none"),
+        ours("narrow zstd", _narrow(model), "zstd"),
+        ours("full null", FULL),
+        ours("full null draft", FULL, owner="draft"),
+        ours("full none", FULL, "none"),
+        ours("int8 null", FULL, reduce=int8),
+        ours("int8 none", FULL, "none", reduce=int8),
+        ours("int8 lz4", FULL, "lz4", reduce=int8),
+        Sustained("stock pieces", "stock pieces", graphs=pieces),
+        ours("hidden-states zstd pieces", HIDDEN, "zstd", graphs=pieces),
+        ours("hidden-states zstd draft pieces", HIDDEN, "zstd", "draft", graphs=pieces),
+        ours("full null pieces", FULL, graphs=pieces),
+    ]
+    for name in MECHANISMS:
+        setups.append(ours(f"hidden-states zstd without {name}", HIDDEN, "zstd", without=name))
+        setups.append(ours(f"full null without {name}", FULL, without=name))
+        setups.append(ours(f"int8 none without {name}", FULL, "none", reduce=int8, without=name))
+    return setups
+
+
+def base_of(setup: str) -> str:
+    """The setup of stock that one is compared with."""
+    return "stock pieces" if setup.endswith("pieces") else "stock"
+
+
+class Busy(Bench):
+    """One engine under continuous load."""
+
+    def __init__(self, args: argparse.Namespace, setup: Sustained) -> None:
+        engine_args = {**args.engine_args}
+        graphs = {"cudagraph_mode": setup.graphs} if setup.graphs else {}
+        engine_args["compilation_config"] = {**engine_args.get("compilation_config", {}), **graphs}
+        if setup.without:
+            engine_args["worker_extension_cls"] = f"benchmarks.without.{setup.without}"
+        options = {"sink": setup.sink, "codec": setup.codec, **args.options} if setup.hooks else {}
+        if setup.hooks and setup.graphs:
+            options["cuda_graphs"] = "vllm"
+        mine = argparse.Namespace(**{**vars(args), "engine_args": engine_args, "options": options, "together": False})
+        super().__init__(mine, setup.engine, setup)
+        self.setup, self._current = setup, setup
+        self.facts["cudagraph_mode"] = self.llm.collective_rpc(worker_graph_mode)[0]
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """Run one load and say what a client saw, and whether the files kept up."""
+        setup, load = self.setup, LOADS[name].shrunk(self.args.shrink)
+        self.clean()
+        kept = self.store_dir.with_name(f"{self.store_dir.name}-kept")
+        consumer = self._consumer(kept) if setup.stores else None
+        self._seed += 1
+        client = Client(self.llm.llm_engine, load, self.vocab, setup.hooks != "", self._seed)
+        client.run(self.args.warm, lambda: None)
+        samples: list[tuple[float, dict[str, float]]] = []
+        speeds: list[float] = []
+        began = time.perf_counter()
+
+        def look() -> None:
+            samples.append((time.perf_counter() - began, self._backlog()))
+            speeds.append(self.llm.collective_rpc(worker_python_us)[0])
+
+        seconds = client.run(self.args.seconds, look)
+        result: dict[str, Any] = {**load._asdict(), "seconds": round(seconds, 1), "requests": client.requests}
+        result |= {"tok_per_s": round(client.tokens / seconds, 1), "python_us": speeds}
+        result |= {"first_token_ms": latency_ms(client.first_s), "between_tokens_ms": latency_ms(client.between_s)}
+        if setup.hooks:
+            result |= flow(samples, result["tok_per_s"])
+        if self.args.profile:
+            self.llm.collective_rpc(worker_profile, args=(True,))
+            client.run(self.args.profile, lambda: None)
+            result["profile"] = self.llm.collective_rpc(worker_profile, args=(False,))[0]
+            result["profile"].get("step", {}).pop("each_us", None)
+        client.finish()
+        ended = time.perf_counter()
+        self.drain()
+        result["drained_s"] = round(time.perf_counter() - ended, 2)
+        if consumer is not None:
+            answer, _ = consumer.communicate()
+            result |= json.loads(answer) | self._verify(kept, load)
+            result["lost_rows"] = self._backlog()["lost_rows"]
+        return result
+
+    def _consumer(self, kept: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "benchmarks.consumer", str(self.store_dir), str(kept)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=common.ROOT)
+
+    def _backlog(self) -> dict[str, float]:
+        """Sums over ranks. Stock is asked too, so that the question costs all alike."""
+        found: list[dict[str, float]] = self.llm.collective_rpc(worker_backlog)
+        return {name: sum(one[name] for one in found) for name in found[0]}
+
+    def _verify(self, kept: Path, load: Load) -> dict[str, Any]:
+        """Check the stores that the consumer kept."""
+        paths = sorted(str(path) for path in kept.glob("*.zarr"))
+        jobs = [self.pool.submit(check_kept, path, load.rows) for path in paths]
+        problems = [problem for job in jobs for problem in job.result()]
+        shutil.rmtree(kept)
+        return {"verified": not problems, **({"problems": problems[:5]} if problems else {})}
+
+
+def flow(samples: list[tuple[float, dict[str, float]]], tok_per_s: float) -> dict[str, Any]:
+    """What was exported, and what waited for the files."""
+    bytes_of = lambda name: [(at, one[name]) for at, one in samples]  # noqa: E731
+    rate, grows = growth(bytes_of("exported")), growth(bytes_of("waiting"))
+    result: dict[str, Any] = {
+        "exported_GB_per_s": round(rate / 1e9, 3),
+        "waiting_GB": [round(one["waiting"] / 1e9, 3) for _, one in samples],
+        "waiting_grows_GB_per_s": round(grows / 1e9, 3),
+        "keeps_up": grows <= _GROWS * rate or rate == 0,
+    }
+    if not result["keeps_up"]:
+        result["sustained_tok_per_s"] = round(tok_per_s * (1 - grows / rate), 1)
+    return result
+
+
+def check_kept(path: str, most_rows: int) -> list[str]:
+    """What is wrong with a store of up to `most_rows` rows, all of which must be there."""
+    from dmi_connector import open_capture
+
+    problems = common.store_problems(path)
+    capture = open_capture(path, timeout=0, allow_incomplete=True)
+    if not capture.complete:
+        problems.append(f"{Path(path).name}: it is incomplete: {capture.reason}")
+    rows, prompt = len(capture.token_ids), capture.prompt_len
+    if not prompt <= rows <= most_rows:
+        problems.append(f"{Path(path).name}: {rows} rows for a prompt of {prompt} and {most_rows} rows at most")
+    return problems
+
+
+# ---- the parent -------------------------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    p = common.engine_parser(MODULE, __doc__, "benchmarks/results/last.json", "/dev/shm/dmi-sustained")
+    p.add_argument("--model", help="model directory (weights are random); default: a tiny Qwen3")
+    p.add_argument("--setups", default="stock,hidden-states zstd", help="comma-separated; a semicolon begins a group")
+    p.add_argument("--loads", default="short64", help=f"comma-separated: {', '.join(LOADS)}")
+    p.add_argument(
+        "--loads-of", type=json.loads, default={}, help='JSON: other loads of a setup, as in {"stock": "short16"}'
+    )
+    p.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: %(default)s)")
+    p.add_argument("--warm", type=float, default=6.0, help="seconds before it (default: %(default)s)")
+    p.add_argument("--profile", type=float, default=0.0, help="seconds after it in which parts of a step are timed")
+    p.add_argument("--repeat", type=int, default=1, help="rounds (default: %(default)s)")
+    p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of all loads, for small machines")
+    p.add_argument("--dtype", default="bfloat16")
+    p.add_argument("--max-model-len", type=int, default=0, help="0: what the loads need")
+    p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options of ours")
+    p.add_argument("--owner", default="target", help=argparse.SUPPRESS)
+    p.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="that check stores")
+    p.add_argument("--kv-gigabytes", type=json.loads, default={}, help='JSON: GB of KV cache of each setup, or of "*"')
+    p.add_argument("--starts", type=int, default=0, help="start each engine alone so many times, and measure that only")
+    p.add_argument("--table", nargs="+", help="print the tables of result files, and measure nothing")
+    p.add_argument("--fd", type=int, default=-1, help=argparse.SUPPRESS)
+    return p
+
+
+def groups(text: str, known: list[str]) -> list[list[str]]:
+    """The groups of setups that are up together. Raises ValueError for unknown ones."""
+    found = [[name.strip() for name in group.split(",") if name.strip()] for group in text.split(";")]
+    for name in (name for group in found for name in group):
+        if name not in known:
+            raise ValueError(f"--setups: {name!r} is unknown; choose from {', '.join(known)}")
+    return found
+
+
+def run(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> dict[str, Any]:
+    """Start the engines of each group, and let each take its turns."""
+    results: dict[str, Any] = {"header": common.header(MODULE, argv), "engines": {}}
+    for group in chosen:
+        with ExitStack() as stack:
+            children = {name: _start(name, argv) for name in group}
+            for child in children.values():
+                stack.callback(child.close)
+            for name in [*children]:
+                answer = children[name].answer()
+                results["engines"][name] = {"loads": {}, **(answer.get("ready") or answer)}
+                note(f"{name}: {json.dumps(answer)}")
+                if "failed" in answer:
+                    del children[name]
+            common.save(args.out, results)
+            for load in args.loads.split(","):
+                for _ in range(args.repeat):
+                    for name in [n for n in children if load in args.loads_of.get(n, args.loads).split(",")]:
+                        answer = children[name].answer({"load": load})
+                        note(f"{name:32s} {load:9s} {json.dumps(answer)}")
+                        if "failed" in answer:
+                            results["engines"][name]["failed"] = answer["failed"]
+                            del children[name]
+                        else:
+                            results["engines"][name]["loads"].setdefault(load, []).append(answer)
+                        common.save(args.out, results)
+    return results
+
+
+def starts(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> dict[str, Any]:
+    """Start each engine alone, several times. After the first time the compiled model is in vLLM's cache."""
+    results: dict[str, Any] = {"header": common.header(MODULE, argv), "engines": {}}
+    for _ in range(args.starts):
+        for name in (name for group in chosen for name in group):
+            with closing(_start(name, argv)) as child:
+                answer = child.answer()
+            note(f"{name}: {json.dumps(answer)}")
+            found = results["engines"].setdefault(name, {"start_s": []})
+            found["start_s"].append(answer["ready"]["start_s"] if "ready" in answer else answer["failed"])
+            common.save(args.out, results)
+    return results
+
+
+def _start(name: str, argv: list[str]) -> common.Child:
+    env = common.child_env(VLLM_ALLOW_INSECURE_SERIALIZATION="1")  # functions travel to the worker
+    return common.Child(common.child_command(MODULE, argv, name), env)
+
+
+def sound(results: dict[str, Any]) -> bool:
+    """Whether every engine ran, every kept store verified, and no row was lost."""
+    found = [one for e in results["engines"].values() for runs in e.get("loads", {}).values() for one in runs]
+    failed = any("failed" in engine for engine in results["engines"].values())
+    return not failed and all(one.get("verified", True) and not one.get("lost_rows") for one in found)
+
+
+def table(results: dict[str, Any]) -> str:
+    """A row for each load and setup: medians over rounds, with the ratio to stock's in brackets."""
+    engines = results["engines"]
+    if any("start_s" in engine and "loads" not in engine for engine in engines.values()):
+        rows = [[name, *(str(s) for s in engine["start_s"])] for name, engine in engines.items()]
+        return common.markdown([["start, s", *(f"{i + 1}." for i in range(len(rows[0]) - 1))], *rows])
+    lines = [["load", "setup", "tok/s", "first token p50, ms", "between tokens p99, ms", "GB/s", "keeps up", "stores"]]
+    for load in dict.fromkeys(load for engine in engines.values() for load in engine["loads"]):
+        for name, engine in engines.items():
+            if load in engine["loads"]:
+                base = engines.get(base_of(name), {}).get("loads", {}).get(load, [])
+                lines.append([load, name, *_cells(engine["loads"][load], base)])
+    failed = [f"{name} failed: {engine['failed']}" for name, engine in engines.items() if "failed" in engine]
+    return "\n\n".join([common.markdown(lines), *failed])
+
+
+def _cells(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> list[str]:
+    def against(pick: Any, digits: int) -> str:
+        mine, stock = [pick(one) for one in runs], [pick(one) for one in base]
+        if None in mine:
+            return ""
+        text = f"{statistics.median(mine):,.{digits}f}"
+        if not stock or base is runs or len(stock) != len(mine) or None in stock:
+            return text
+        return f"{text} ({statistics.median(a / b for a, b in zip(mine, stock, strict=True)):.3f})"
+
+    last = runs[-1]
+    slower = f"no: {last['sustained_tok_per_s']:,.0f} tok/s" if "sustained_tok_per_s" in last else "yes"
+    checked = "" if "stores" not in last else f"{sum(one['stores'] for one in runs)}"
+    if not all(one.get("verified", True) for one in runs):
+        checked += ", NOT VERIFIED"
+    return [
+        against(lambda one: one["tok_per_s"], 0),
+        against(lambda one: one["first_token_ms"].get("p50"), 1),
+        against(lambda one: one["between_tokens_ms"].get("p99"), 1),
+        f"{last['exported_GB_per_s']:.2f}" if last.get("exported_GB_per_s") else "",
+        slower if "keeps_up" in last else "",
+        checked,
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(argv)
+    if args.table:
+        print("\n\n".join(table(json.loads(Path(name).read_text())) for name in args.table))
+        return 0
+    child_argv = argv
+    if args.model is None:
+        from dmi_connector.cli.tiny_models import make_model
+
+        args.model = str(make_model("qwen3", Path(args.store_dir) / "tiny-qwen3"))
+        child_argv = [*argv, "--model", args.model]
+    if not args.max_model_len:
+        loads = [LOADS[name].shrunk(args.shrink) for name in args.loads.split(",")]
+        args.max_model_len = max(load.prompt_tokens + load.output_tokens for load in loads)
+    setups = {setup.name: setup for setup in all_setups(args.model)}
+    if args.child:
+        serve_engine(args.fd, lambda: Busy(args, setups[args.child]), lambda bench, asked: bench.measure(asked["load"]))
+        return 0
+    try:
+        chosen = groups(args.setups, list(setups))
+    except ValueError as error:
+        parser().error(str(error))
+    results = (starts if args.starts else run)(args, child_argv, chosen)
+    common.save(args.out, results)
+    print(table(results))
+    return 0 if sound(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

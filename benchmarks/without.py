@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switches one mechanism off, to measure what it is worth.
+
+vLLM's option `worker_extension_cls` names `benchmarks.without.NAME`. Each worker then looks the name up here before it
+builds the model, on any start method, and that switches the mechanism off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+
+def _branch() -> None:
+    """Taps write in line, not on a branch of the CUDA graph."""
+    from dmi_connector.engine.taps import op
+
+    vars(op)["captured_branch"] = lambda _device: None
+
+
+def _joins() -> None:
+    """Taps that reduce run on beside attention, as others do."""
+    from dmi_connector.engine.taps import install
+
+    vars(install)["joined_before_attention"] = lambda _fields: set()
+
+
+def _copies() -> None:
+    """The loop over slices of a copy is interpreted."""
+    from dmi_connector.engine.transfer import gpu_copies
+
+    vars(gpu_copies)["compiled"] = lambda loop: loop
+
+
+def _idle() -> None:
+    """Writers run at nice level 19, not in the scheduling class for idle time."""
+    from dmi_connector.engine import sizing
+
+    settings = sizing.write_settings
+    vars(sizing)["write_settings"] = lambda *args: replace(settings(*args), idle=False)
+
+
+def _pace() -> None:
+    """Writers never rest."""
+    from dmi_connector.engine import sizing
+
+    vars(sizing)["LEAST_SHARE"] = 1.0
+
+
+MECHANISMS: dict[str, Callable[[], None]] = {
+    "branch": _branch,
+    "joins": _joins,
+    "copies": _copies,
+    "idle": _idle,
+    "pace": _pace,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MECHANISMS:
+        raise AttributeError(name)
+    MECHANISMS[name]()
+    return type(name, (), {})

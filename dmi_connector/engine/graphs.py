@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which CUDA graphs an engine makes (option `cuda_graphs`).
+
+vLLM's default, FULL_AND_PIECEWISE, runs a step in pieces where prompts join decoding requests, and capture costs more
+in these. FULL makes one graph of such a step too, if the attention backend can be in it.
+
+FlashAttention 3 can. But for heads of up to 64 values, or of more than 128, it plans a step in which every request has
+one token for another kernel than a graph of FULL holds, and attention is wrong (vLLM 0.32, H200: 9 of 30 sequences
+right with heads of 64 values, 30 of 30 with 128). So FULL is chosen only where it was seen to be right.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import CUDAGraphMode
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.dmi_connector")
+
+_BACKEND = "FLASH_ATTN"
+_WRONG_UP_TO, _RIGHT_UP_TO = 64, 128
+"""Head sizes: FULL is right for those above the first, up to the second."""
+_LARGEST = 512
+"""Steps of an engine that is always busy have up to about this many tokens. vLLM's own largest graph, too."""
+
+
+def choose_graphs(vllm_config: VllmConfig, option: str) -> None:
+    """Take FULL in place of vLLM's default where it is right, and log in which steps capture costs more.
+
+    Call it once the attention layers are built and before the KV cache is. option: `ServerOptions.cuda_graphs`.
+    """
+    config = vllm_config.compilation_config
+    given = config.cudagraph_mode
+    if given in (None, CUDAGraphMode.NONE) or vllm_config.device_config.device_type == "cpu":
+        return
+    why_not = _why_not_full(vllm_config)
+    if given == CUDAGraphMode.FULL and why_not == _WRONG_HEADS:
+        logger.warning("dmi_connector: cudagraph_mode: FULL gives wrong attention here: %s; leave it out", why_not)
+    if given == CUDAGraphMode.FULL_AND_PIECEWISE and option == "auto" and not why_not:
+        config.cudagraph_mode = CUDAGraphMode.FULL
+    if config.cudagraph_mode != CUDAGraphMode.FULL:
+        reason = why_not or f"cuda_graphs is {option!r} and cudagraph_mode {given.name}"
+        logger.info(
+            "dmi_connector: steps in which prompts join decoding requests run in pieces: capture costs more there (%s)",
+            reason,
+        )
+        return
+    largest, steps = config.max_cudagraph_capture_size, vllm_config.scheduler_config.max_num_batched_tokens
+    if largest < min(_LARGEST, steps):
+        logger.info(
+            "dmi_connector: CUDA graphs end at %d tokens: longer steps run in pieces, in which capture costs more. "
+            "max_cudagraph_capture_size of %d in the compilation config avoids that",
+            largest,
+            _LARGEST,
+        )
+
+
+_WRONG_HEADS = f"{_BACKEND} has heads of up to {_WRONG_UP_TO} values, or of more than {_RIGHT_UP_TO}"
+
+
+def _why_not_full(vllm_config: VllmConfig) -> str:
+    """Why FULL is not known to be right, or ""."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    if not vllm_config.use_v2_model_runner:
+        return "vLLM's V1 model runner"
+    layers: list[Any] = [
+        layer
+        for layer in vllm_config.compilation_config.static_forward_context.values()
+        if isinstance(layer, Attention)
+    ]
+    for layer in layers:
+        backend = layer.get_attn_backend()
+        if backend.get_name() != _BACKEND:
+            return f"attention backend {backend.get_name()}"
+        spec = layer.get_kv_cache_spec(vllm_config)
+        support = backend.get_builder_cls().get_cudagraph_support(vllm_config, spec)
+        if support != AttentionCGSupport.ALWAYS:
+            return f"{_BACKEND} supports graphs of {support.name} only on this GPU"
+        if not _WRONG_UP_TO < layer.head_size <= _RIGHT_UP_TO:
+            return _WRONG_HEADS
+        if getattr(spec, "sliding_window", None) is not None:
+            return "sliding windows"
+    return ""

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pins the ring's memory for copies off the GPU, slice by slice, in a thread of its own.
+
+Pinning first takes the memory from the system. Machines that hand it out slowly need a minute for 16 GiB, and the
+engine must not wait for it. The ring gives out only what is pinned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import torch
+from vllm.logger import init_logger
+
+from dmi_connector.store.write.ring import Ring
+
+logger = init_logger("vllm.dmi_connector")
+
+SLICE_BYTES = 256 << 20
+"""Bytes that are pinned at a time. A multiple of what gpu_copies.py copies at a time: no copy reaches over two."""
+_POPULATED_BYTES = 16 << 20
+"""Bytes that are taken from the system in one call. Other threads that map memory wait meanwhile."""
+_MADV_POPULATE_WRITE = 23
+"""Of Linux 5.14: take the memory now. Older kernels refuse it, and pinning then takes the memory."""
+_CAPTURE_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED: this thread's calls do not end a CUDA graph that another thread captures."""
+
+
+class PinnedRing:
+    """Pins a ring from its start on. `least` bytes are pinned when this returns.
+
+    Raises RuntimeError if these cannot be pinned. If later ones cannot, the ring stays smaller, and the log says so.
+    """
+
+    def __init__(self, ring: Ring, least: int, device: torch.device) -> None:
+        self._ring, self._device = ring, device
+        self._address = int(ring.memory.ctypes.data)
+        self._pinned: list[int] = []  # addresses of the slices
+        self._stop = threading.Event()
+        self._begin = time.monotonic()
+        ring.allow(0)
+        self._pin_until(min(least, ring.nbytes))
+        self._thread = threading.Thread(target=self._run, name="dmi-pin", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop pinning and give the memory back. No copy may be under way."""
+        self._stop.set()
+        self._thread.join()
+        for address in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._pinned.clear()
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device)
+        try:
+            relax_captures()
+            self._pin_until(self._ring.nbytes)
+        except RuntimeError as error:
+            logger.error("%s. The ring stays at its first %d MiB", error, self._ring.usable >> 20)
+            return
+        if not self._stop.is_set():
+            seconds = time.monotonic() - self._begin
+            logger.info("dmi_connector: %d MiB of the ring pinned in %.1f s", self._ring.nbytes >> 20, seconds)
+
+    def _pin_until(self, nbytes: int) -> None:
+        """Pin slices until `nbytes` bytes are pinned. Raises RuntimeError."""
+        ring = self._ring
+        while ring.usable < nbytes and not self._stop.is_set():
+            start, size = ring.usable, min(SLICE_BYTES, ring.nbytes - ring.usable)
+            _populate(self._address + start, size, self._stop)
+            error = torch.cuda.cudart().cudaHostRegister(self._address + start, size, 0)
+            if int(error) != 0:
+                raise RuntimeError(
+                    f"host_buffer_bytes: {start + size} of {ring.nbytes} bytes could not be pinned ({error}); "
+                    "give a smaller size or raise the limit"
+                )
+            self._pinned.append(self._address + start)
+            ring.allow(start + size)
+
+
+def _populate(address: int, nbytes: int, stop: threading.Event) -> None:
+    """Take memory from the system, without the interpreter's lock."""
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for at in range(0, nbytes, _POPULATED_BYTES):
+        if stop.is_set() or libc.madvise(address + at, min(_POPULATED_BYTES, nbytes - at), _MADV_POPULATE_WRITE):
+            return
+
+
+def relax_captures() -> None:
+    """Let the calling thread pin memory and ask for events while another one captures a CUDA graph.
+
+    Raises RuntimeError.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
+    if status:
+        raise RuntimeError(f"cuThreadExchangeStreamCaptureMode failed: CUDA error {status}")

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Further families of models: every hook, as a real engine captured it, against transformers in float32.
+
+`make test` starts one engine for each, `make models` all combinations, and writes the table of docs/MODELS.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dmi_connector import capture_args, open_capture
+from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.args import OWNERS
+from dmi_connector.cli.tiny_models import ARCHS, FAMILIES, make_model
+from dmi_connector.engine.architectures import ARCHITECTURES
+from tests.engine.check import attention_weights, relative_errors
+from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
+
+MOST = 1e-5
+"""Of a hook's largest value."""
+LENGTHS = (5, 33, 300)
+"""300 needs several prefill steps, and is longer than any window or chunk of these models."""
+RESULT = os.environ.get("MODELS_RESULT", "")
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in (*ARCHS, *FAMILIES)},
+    "mistral-windows": ("mistral", {"sliding_window": 64}),  # in all layers
+}
+EVEN = {
+    name: {"num_attention_heads": 4, "num_key_value_heads": 2}
+    for name in ("phi3", "ministral3", "qwen2_moe", "mixtral", "olmoe", "granite", "cohere2")
+} | {
+    "opt": {"num_attention_heads": 4, "hidden_size": 128, "word_embed_proj_dim": 128},
+    "bloom": {"n_head": 4, "hidden_size": 128},
+}
+"""Heads that two ranks can share."""
+_SHORT = [(name, "eager", OWNERS[i % 2]) for i, name in enumerate(MODELS) if name not in ARCHS]
+_ALL = [(name, mode, owner) for name in MODELS for mode in ("eager", "compiled") for owner in OWNERS]
+CONFIGURATIONS: list[Any] = [
+    *_SHORT,
+    *(pytest.param(one, marks=pytest.mark.soak) for one in _ALL if one not in _SHORT),
+]
+
+
+@pytest.fixture(scope="module", params=CONFIGURATIONS, ids="-".join)
+def configuration(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(configuration: tuple[str, str, str], known_models: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    arch, fields = MODELS[configuration[0]]
+    return make_model(arch, tmp_path_factory.mktemp(configuration[0]), **fields)
+
+
+@pytest.fixture(scope="module")
+def twin(model: Path) -> Oracle:
+    return Oracle(model)
+
+
+@pytest.fixture(scope="module")
+def run(configuration: tuple[str, str, str], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    name, mode, owner = configuration
+    run = Run(tmp_path_factory.mktemp(f"{name}-{mode}-{owner}"))
+    args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, **SMALL)
+    with engine(model, enforce_eager=mode == "eager", **args) as llm:
+        generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
+        generate(llm, run, {"again": Ask(prompt(300)[:280] + prompt(9, seed=1))})
+    return run
+
+
+def check(run: Run, twin: Oracle, name: str, mode: str, owner: str) -> None:
+    """All stores of a run are those of transformers. The largest errors go to RESULT."""
+    worst: dict[str, float] = {}
+    for reply in run.replies:
+        tokens, length = run.tokens(reply), len(run.replies[reply].prompt_token_ids)
+        errors = relative_errors(run.store(reply), twin, tokens, length)
+        worst = {hook: max(error, worst.get(hook, 0.0)) for hook, error in errors.items()}
+    if RESULT:
+        facts = {"model": name, "mode": mode, "owner": owner, "architecture": twin.config.architectures[0]}
+        with open(RESULT, "a") as file:
+            file.write(json.dumps({**facts, "errors": worst}) + "\n")
+    assert {hook: error for hook, error in worst.items() if error > MOST} == {}
+
+
+def test_every_hook_is_that_of_transformers(configuration: tuple[str, str, str], run: Run, twin: Oracle) -> None:
+    assert run.replies["again"].num_cached_tokens == 256, "no prefix-cache hit: this shows nothing"
+    check(run, twin, *configuration)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_give_the_hooks_of_the_whole_model(
+    name: str, known_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arch, fields = MODELS[name]
+    model = make_model(arch, tmp_path / "model", **fields, **EVEN.get(arch, {"num_attention_heads": 4}))
+    run, one_rank = Run(tmp_path / "captures"), ARCHITECTURES[Oracle(model).config.architectures[0]].one_rank
+    hooks = ",".join([ALL_HOOKS, *(f"-{hook}" for hook in one_rank)])
+    args: dict[str, Any] = capture_args(hooks, run.store_dir, "target", **SMALL)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(model, in_process=False, enforce_eager=True, **ranks, **args) as llm:
+        generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
+    check(run, Oracle(model, without=one_rank), name, "eager, two ranks", "target")
+
+
+def test_tokens_are_those_of_transformers(run: Run, twin: Oracle) -> None:
+    """Greedy ones, as far as float32 tells the best two tokens apart."""
+    for name, reply in run.replies.items():
+        tokens = run.tokens(name)
+        scores = twin.run(tokens)["logits"][len(reply.prompt_token_ids) - 1 : -1]
+        chosen = np.take_along_axis(scores, np.array(tokens[len(reply.prompt_token_ids) :])[:, None], 1)[:, 0]
+        assert (scores.max(1) - chosen).max() < 1e-4, name
+
+
+def test_attention_is_worked_out_as_the_model_attends(
+    configuration: tuple[str, str, str], run: Run, twin: Oracle
+) -> None:
+    """With windows, chunks, soft caps, slopes and scales of its own."""
+    capture = open_capture(run.store("len300"))
+    if configuration[0] == "gpt_oss":
+        with pytest.raises(ValueError, match="attention sinks, which are not stored"):
+            capture.attention(0)
+        return
+    want = attention_weights(twin, capture.token_ids.tolist())
+    for layer in range(capture.attrs["num_layers"]):
+        np.testing.assert_allclose(capture.attention(layer), want[layer], atol=1e-5, err_msg=f"layer {layer}")

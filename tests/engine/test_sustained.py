@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of an engine that is always busy: what it counts, and a short run on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import sustained, without
+from benchmarks.loads import LOADS, Client, Load, growth, latency_ms, prompts
+
+ROOT = Path(__file__).parents[2]
+SETUPS = "stock,hidden-states zstd without pace"
+
+
+class Engine:
+    """Gives each request one token a step."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.most = 0
+        self.ends: list[int] = []
+        self.steps = 0
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
+        self.left[name] = params.max_tokens
+        self.most = max(self.most, len(self.left))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+    def step(self) -> list[Any]:
+        self.steps += 1
+        outputs = []
+        for name in [*self.left]:
+            self.left[name] -= 1
+            over = not self.left[name]
+            outputs.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[7])], finished=over))
+            if over:
+                del self.left[name]
+                self.ends.append(self.steps)
+        return outputs
+
+
+def test_a_client_keeps_requests_in_flight_that_end_one_by_one() -> None:
+    engine, load = Engine(), Load(8, 5, 40)
+    client = Client(engine, load, 512, True, 1)
+    assert len(engine.left) == 8 and len(set(engine.left.values())) == 8
+    seconds: list[int] = []
+    client.run(0.2, lambda: seconds.append(len(engine.left)))
+    assert seconds and engine.most == 8
+    assert client.tokens == engine.steps * 8
+    assert client.requests == len(engine.ends)
+    assert len(client.first_s) + len(client.between_s) == client.tokens
+    assert max(engine.ends.count(step) for step in engine.ends[8:]) == 1, "no two requests end in one step"
+    client.finish()
+    assert not engine.left
+
+
+def test_prompts_share_their_first_tokens_and_no_others() -> None:
+    drawn = prompts(Load(1, 30, 5, shared=20), 512, 3)
+    one, other = next(drawn), next(drawn)
+    assert len(one) == len(other) == 30
+    assert one[:20] == other[:20] and one[20:] != other[20:]
+
+
+def test_growth_is_the_slope_and_latency_its_percentiles() -> None:
+    assert growth([(t, 5.0 + 3 * t) for t in range(10)]) == pytest.approx(3)
+    assert growth([(0.0, 1.0)]) == 0
+    assert latency_ms([n / 1000 for n in range(101)]) == {"p50": 50.0, "p99": 99.0}
+    assert latency_ms([]) == {}
+
+
+def test_a_consumer_keeps_each_sixteenth_store(tmp_path: Path) -> None:
+    stores = tmp_path / "stores"
+    for n in range(33):
+        (stores / f"{n:02}.zarr").mkdir(parents=True)
+        (stores / f"{n:02}.zarr" / "zarr.json").write_text("{}")
+    (stores / "50.zarr.partial").mkdir()
+    command = [sys.executable, "-m", "benchmarks.consumer", str(stores), str(tmp_path / "kept")]
+    done = subprocess.run(command, cwd=ROOT, input="", capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout) == {"stores": 33, "kept": 2}
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["15.zarr", "31.zarr"]
+    assert [path.name for path in stores.iterdir()] == ["50.zarr.partial"]
+
+
+def test_each_mechanism_that_can_be_switched_off_exists() -> None:
+    """In a process of its own: it stays off."""
+    names = ",".join(without.MECHANISMS)
+    code = (
+        "import benchmarks.without as w\n"
+        "from dmi_connector.engine.taps import install, op\n"
+        "from dmi_connector.engine import sizing\n"
+        "from dmi_connector.engine.transfer import gpu_copies\n"
+        "def now(): return (op.captured_branch, install.joined_before_attention, gpu_copies.compiled,"
+        " sizing.write_settings, sizing.LEAST_SHARE)\n"
+        "before = now()\n"
+        f"for name in '{names}'.split(','): assert isinstance(getattr(w, name), type)\n"
+        "assert all(a is not b for a, b in zip(before, now()))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
+
+
+def test_a_speed_at_which_files_fall_behind_is_not_called_sustained() -> None:
+    run = {"tok_per_s": 100.0, "first_token_ms": {"p50": 2.0}, "between_tokens_ms": {"p99": 3.0}, "keeps_up": True}
+    late = {**run, "tok_per_s": 90.0, "keeps_up": False, "sustained_tok_per_s": 45.0, "exported_GB_per_s": 2.0}
+    stores = {"stores": 5, "verified": False}
+    engines = {"stock": {"loads": {"short64": [run]}}, "full none": {"loads": {"short64": [{**late, **stores}]}}}
+    text = sustained.table({"engines": engines})
+    assert (
+        "| short64 | full none | 90 (0.900) | 2.0 (1.000) | 3.0 (1.000) | 2.00 | no: 45 tok/s | 5, NOT VERIFIED |"
+        in text
+    )
+    assert not sustained.sound({"engines": engines})
+    flow = sustained.flow([(t, {"exported": 10.0 * t, "waiting": 5.0 * t}) for t in range(9)], 90)
+    assert (flow["keeps_up"], flow["sustained_tok_per_s"]) == (False, 45.0)
+
+
+def test_a_run_on_a_cpu_measures_and_verifies(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    argv = ["--model", str(tiny_model("qwen3")), "--out", str(out), "--store-dir", str(tmp_path / "stores")]
+    argv += ["--setups", SETUPS, "--loads", "cached64", "--shrink", "16", "--seconds", "3", "--warm", "1"]
+    argv += ["--dtype", "float32", "--engine-args", '{"enforce_eager": true}', "--options", '{"chunk_tokens": 32}']
+    command = [sys.executable, "-m", "benchmarks.sustained", *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False)
+    sys.stderr.write(done.stderr)
+    assert done.returncode == 0, done.stdout + done.stderr[-5000:]
+    engines = json.loads(out.read_text())["engines"]
+    assert list(engines) == SETUPS.split(",")
+    load = LOADS["cached64"].shrunk(16)
+    for name, engine in engines.items():
+        (found,) = engine["loads"]["cached64"]
+        assert (found["in_flight"], found["prompt_tokens"], found["shared"]) == (load.in_flight, load.prompt_tokens, 80)
+        assert found["tok_per_s"] > 0 and found["between_tokens_ms"]["p99"] >= found["between_tokens_ms"]["p50"] > 0
+        assert ("stores" in found) == (name != "stock")
+    assert found["verified"] is True and found["lost_rows"] == 0
+    assert found["stores"] >= found["requests"] > 0 and found["kept"] == found["stores"] // 16
+    assert engines[name]["bytes_per_token"] and not os.listdir(tmp_path / "stores")
+    assert "| cached64 | hidden-states zstd without pace |" in done.stdout

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FULL CUDA graphs are chosen where they were seen to be right, and nowhere else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+import vllm.model_executor.layers.attention as attention
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from dmi_connector.engine import graphs
+
+FULL, PIECES = CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+class Layer:
+    """An attention layer of vLLM."""
+
+    def __init__(
+        self, head_size: int = 128, name: str = "FLASH_ATTN", support: str = "ALWAYS", window: int | None = None
+    ) -> None:
+        builder = SimpleNamespace(get_cudagraph_support=lambda _config, _spec: AttentionCGSupport[support])
+        self.head_size = head_size
+        self._backend = SimpleNamespace(get_name=lambda: name, get_builder_cls=lambda: builder)
+        self._spec = SimpleNamespace(sliding_window=window)
+
+    def get_attn_backend(self) -> Any:
+        return self._backend
+
+    def get_kv_cache_spec(self, _config: Any) -> Any:
+        return self._spec
+
+
+def config(mode: CUDAGraphMode, *layers: object, largest: int = 512, device: str = "cuda", v2: bool = True) -> Any:
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=mode,
+            max_cudagraph_capture_size=largest,
+            static_forward_context={str(n): layer for n, layer in enumerate(layers)},
+        ),
+        device_config=SimpleNamespace(device_type=device),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        use_v2_model_runner=v2,
+    )
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(attention, "Attention", Layer)
+    for level in ("info", "warning"):
+        monkeypatch.setattr(graphs.logger, level, lambda text, *values: found.append(text % values))
+    return found
+
+
+@pytest.mark.parametrize("head_size", [65, 80, 96, 128])
+def test_full_graphs_are_chosen_where_they_are_right(lines: list[str], head_size: int) -> None:
+    given = config(PIECES, Layer(head_size), object(), Layer(head_size))
+    graphs.choose_graphs(given, "auto")
+    assert given.compilation_config.cudagraph_mode == FULL and not lines
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (Layer(64), "FLASH_ATTN has heads of up to 64 values, or of more than 128"),
+        (Layer(256), "FLASH_ATTN has heads of up to 64 values, or of more than 128"),
+        (Layer(name="TRITON_ATTN"), "attention backend TRITON_ATTN"),
+        (Layer(support="UNIFORM_BATCH"), "FLASH_ATTN supports graphs of UNIFORM_BATCH only on this GPU"),
+        (Layer(window=512), "sliding windows"),
+    ],
+    ids=["heads-of-64", "heads-of-256", "backend", "flash-attention-2", "windows"],
+)
+def test_elsewhere_vllms_default_stays_and_the_log_says_why(lines: list[str], layer: Layer, said: str) -> None:
+    given = config(PIECES, Layer(), layer)
+    graphs.choose_graphs(given, "auto")
+    assert given.compilation_config.cudagraph_mode == PIECES
+    assert len(lines) == 1 and said in lines[0]
+
+
+def test_the_v1_runner_keeps_its_default(lines: list[str]) -> None:
+    given = config(PIECES, Layer(), v2=False)
+    graphs.choose_graphs(given, "auto")
+    assert given.compilation_config.cudagraph_mode == PIECES and "V1 model runner" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "option", "said"),
+    [
+        (PIECES, "vllm", "cuda_graphs is 'vllm' and cudagraph_mode FULL_AND_PIECEWISE"),
+        (CUDAGraphMode.PIECEWISE, "auto", "cudagraph_mode PIECEWISE"),
+        (CUDAGraphMode.FULL_DECODE_ONLY, "auto", "cudagraph_mode FULL_DECODE_ONLY"),
+        (FULL, "vllm", ""),
+        (CUDAGraphMode.NONE, "auto", ""),
+    ],
+)
+def test_what_a_user_set_stays(lines: list[str], mode: CUDAGraphMode, option: str, said: str) -> None:
+    given = config(mode, Layer())
+    graphs.choose_graphs(given, option)
+    assert given.compilation_config.cudagraph_mode == mode
+    assert len(lines) == bool(said) and all(said in line for line in lines)
+
+
+def test_a_user_who_asks_for_full_where_it_is_wrong_is_warned(lines: list[str]) -> None:
+    given = config(FULL, Layer(64))
+    graphs.choose_graphs(given, "auto")
+    assert given.compilation_config.cudagraph_mode == FULL
+    assert lines[0].startswith("dmi_connector: cudagraph_mode: FULL gives wrong attention here: FLASH_ATTN has heads")
+
+
+def test_graphs_that_end_early_are_mentioned(lines: list[str]) -> None:
+    graphs.choose_graphs(config(FULL, Layer(), largest=128), "auto")
+    assert len(lines) == 1 and "CUDA graphs end at 128 tokens" in lines[0]
+    graphs.choose_graphs(config(PIECES, Layer(), device="cpu"), "auto")
+    assert len(lines) == 1

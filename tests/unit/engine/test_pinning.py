@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ring's memory is pinned in the background, and given out only once it is pinned. CUDA only takes notes here."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.transfer import pinning
+from dmi_connector.engine.transfer.pinning import PinnedRing
+from dmi_connector.store.write.ring import ALIGN, Ring
+from tests import storekit as kit
+
+SLICE = 2 * ALIGN
+RING = 7 * ALIGN
+"""Three whole slices and a short one."""
+DEVICE = torch.device("cuda")
+
+
+class Cuda:
+    """Notes what is pinned. `go` lets the thread that pins in the background pin; `fails` makes that fail."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.go, self.fails = threading.Event(), False
+
+    def register(self, address: int, nbytes: int, _flags: int) -> int:
+        if threading.current_thread().name == "dmi-pin":
+            assert self.go.wait(kit.PATIENCE)
+        if self.fails:
+            return 2
+        self.pinned[address] = nbytes
+        return 0
+
+    def unregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    fake = Cuda()
+    cudart = SimpleNamespace(cudaHostRegister=fake.register, cudaHostUnregister=fake.unregister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    monkeypatch.setattr(pinning, "relax_captures", lambda: None)
+    monkeypatch.setattr(pinning, "SLICE_BYTES", SLICE)
+    return fake
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    made = Ring(RING)
+    yield made
+    os.close(made.fd)
+
+
+@pytest.mark.parametrize(("least", "pinned"), [(1, SLICE), (SLICE, SLICE), (SLICE + 1, 2 * SLICE), (10 * RING, RING)])
+def test_the_least_is_pinned_at_once_and_the_rest_later(cuda: Cuda, ring: Ring, least: int, pinned: int) -> None:
+    memory = PinnedRing(ring, least, DEVICE)
+    assert sum(cuda.pinned.values()) == ring.usable == pinned
+    first = ring.alloc(pinned, 0)
+    assert first is not None and ring.alloc(1, 0) is None, "what is not pinned is not given out"
+    cuda.go.set()
+    kit.until(lambda: ring.usable == RING)
+    addresses = sorted(cuda.pinned)
+    assert addresses == [ring.memory.ctypes.data + at for at in range(0, RING, SLICE)]
+    assert sum(cuda.pinned.values()) == RING
+    rest = ring.alloc(RING - pinned, 0)
+    assert pinned == RING or (rest is not None and rest.offset == pinned)
+    memory.close()
+    assert cuda.pinned == {}
+
+
+def test_whoever_waits_for_room_gets_what_is_pinned_next(cuda: Cuda, ring: Ring) -> None:
+    memory = PinnedRing(ring, 1, DEVICE)
+    found: list[object] = []
+    waiting = threading.Thread(target=lambda: found.append(ring.alloc(RING, kit.PATIENCE)))
+    waiting.start()
+    cuda.go.set()
+    waiting.join()
+    assert found[0] is not None
+    memory.close()
+
+
+def test_memory_that_cannot_be_pinned_stops_the_start(cuda: Cuda, ring: Ring) -> None:
+    cuda.fails = True
+    with pytest.raises(RuntimeError, match=r"host_buffer_bytes: 8192 of 28672 bytes could not be pinned .*; give"):
+        PinnedRing(ring, 1, DEVICE)
+
+
+def test_memory_that_cannot_be_pinned_later_leaves_a_smaller_ring(
+    cuda: Cuda, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(pinning.logger, "error", lambda text, *values: lines.append(text % values))
+    memory = PinnedRing(ring, SLICE, DEVICE)
+    cuda.fails = True
+    cuda.go.set()
+    memory._thread.join(kit.PATIENCE)
+    assert ring.usable == SLICE
+    assert [line.partition(" bytes could")[2] for line in lines] == [
+        " not be pinned (2); give a smaller size or raise the limit. The ring stays at its first 0 MiB"
+    ]
+    memory.close()
+    assert cuda.pinned == {}
+
+
+def test_an_engine_that_ends_early_stops_pinning(cuda: Cuda, ring: Ring) -> None:
+    memory = PinnedRing(ring, 1, DEVICE)
+    memory._stop.set()
+    cuda.go.set()
+    memory.close()
+    assert ring.usable < RING and cuda.pinned == {}
