@@ -12,14 +12,17 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := $(shell grep -h ^torch== $(LOCKS))
 # On two cores: engines that start leave some of them idle.
 JOBS ?= 3
+# Its own environment: packages of the tests come from $(VENV), those of requirements/mutants.txt are added.
+MUTANTS := .mutants/venv
 STAMP := $(VENV)/.stamp-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: help env demo test soak compat lint docs bench models
+.PHONY: help env demo test soak compat lint docs bench models mutants
 
 help:
 	@echo "make env    build $(VENV) from requirements/ (minutes, once)"
 	@echo "make demo   capture every hook of a tiny model and compare it with transformers"
 	@echo "make test   the test suite          make soak   its long-running part"
+	@echo "make mutants   put small bugs in, count those that the fast tests find (about an hour; ARGS=--help)"
 	@echo "make lint   ruff, mypy, imports     make bench  capture throughput (ARGS=--help)"
 	@echo "make docs   the documentation, as a website in site/"
 	@echo "make models every hook of every family of models, compared with transformers (an hour)"
@@ -61,6 +64,13 @@ soak: env
 	@SOAK_RESULT=benchmarks/results/cpu-soak.json V2_RESULT=benchmarks/results/cpu-v2-runner.jsonl \
 	  $(PY) -m pytest tests -m soak -s
 	@$(PY) -m pytest tests/unit -m hypothesis --hypothesis-profile=random
+
+mutants: env
+	@test -x $(MUTANTS)/bin/python || $(PY) -m venv $(MUTANTS)
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$($(MUTANTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
+	@$(MUTANTS)/bin/python -m pip install -q --no-deps -r requirements/mutants.txt
+	@$(MUTANTS)/bin/python -m tests.mutants.run $(ARGS)
 
 models: env
 	@$(PY) -m benchmarks.models $(ARGS)

@@ -21,7 +21,7 @@ from dmi_connector.store.write.ring import Extent, Ring
 from dmi_connector.store.write.settings import WriteSettings
 
 Values = dict[str, np.ndarray]
-PATIENCE = 120
+PATIENCE = int(os.environ.get("TEST_PATIENCE", 120))
 """Seconds that tests wait for processes: these may have to start, on a machine whose cores have other work."""
 
 

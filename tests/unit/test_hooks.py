@@ -18,6 +18,7 @@ from dmi_connector.hooks import (
     Selection,
     SelectionError,
     hook_dtype,
+    narrow,
     parse_selection,
 )
 from dmi_connector.layout import HEADER_BYTES, ROW_ALIGN, ROW_BYTES_ALIGN, hook_reductions, row_layout, shard_of
@@ -42,6 +43,10 @@ def chosen(spec: str | list[str], dims: ModelDims = DENSE, only: Selection | Non
         ("q@-1", {"q": (7,)}),
         ("q@2-4", {"q": (2, 3, 4)}),
         ("q@-3--1", {"q": (5, 6, 7)}),
+        ("q@0-7", {"q": ALL}),
+        ("q@-8--1", {"q": ALL}),
+        ("q@0--1", {"q": ALL}),
+        ("q@3-3", {"q": (3,)}),
         ("q@0-7:3", {"q": (0, 3, 6)}),
         ("q@0+5+2-3", {"q": (0, 2, 3, 5)}),
         ("q@1,q@2", {"q": (1, 2)}),
@@ -210,3 +215,17 @@ def test_the_hook_pattern_must_be_named_and_reduced_to_a_summary() -> None:
     ):
         with pytest.raises(ReduceError, match=message):
             hook_reductions(rules, selection, DENSE, 1)
+
+
+def test_a_request_narrows_layers_and_keeps_hooks_that_exist_once() -> None:
+    served = parse_selection("q@1-6,mlp_post,embed,logits", DENSE)
+    assert narrow(served, None, None, DENSE) is served
+    once = {"embed": (0,), "logits": (0,)}
+    assert narrow(served, None, [1, -1], DENSE).hooks == {"q": (1,), "mlp_post": (1, 7), **once}
+    assert narrow(served, None, [0, -8, 7], DENSE).hooks == {"mlp_post": (0, 7), **once}
+    assert narrow(served, ["q", "embed"], [6, 5], DENSE).hooks == {"q": (5, 6), "embed": (0,)}
+    for layer in (8, -9):
+        with pytest.raises(SelectionError, match=f"dmi.layers: {layer} is outside this model; it has layers 0 to 7"):
+            narrow(served, None, [0, layer], DENSE)
+    with pytest.raises(SelectionError, match=r"dmi.layers: \[7\] leaves nothing of the captured hooks; captured: q@1"):
+        narrow(served, ["q"], [7], DENSE)

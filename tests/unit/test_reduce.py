@@ -15,6 +15,7 @@ from dmi_connector.reduce import ReduceError, from_settings, parse
 from dmi_connector.reduce.base import Reduction
 from dmi_connector.reduce.basis import METADATA, load
 from dmi_connector.reduce.fp8 import Fp8
+from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.pca import Pca, fit
 from dmi_connector.reduce.projection import DISTRIBUTIONS, RandomProjection, matrix
 from dmi_connector.reduce.topk import TopK
@@ -252,6 +253,28 @@ def test_a_reduction_wider_than_the_row_is_refused(spec: str) -> None:
     assert reduction is not None
     with pytest.raises(ReduceError, match="the 64 values of a row; give a smaller k"):
         reduction.check(64)
+
+
+def test_layers_that_are_projected_together_equal_each_alone() -> None:
+    """In bfloat16 too, which has a way of its own on a GPU only."""
+    x = rows(12, 30, torch.bfloat16).view(6, 2, 30) / 1e6
+    reduction = parse("rp(4)")
+    assert isinstance(reduction, RandomProjection)
+    reduction.prepare(30, x.device, 0, 0)
+    together = reduction.before_layers(x, [3, 5])
+    assert together.shape == (6, 2, 4) and together.dtype == torch.float32
+    for i in range(2):
+        alone = x[:, i].float() @ torch.tensor(matrix(30, 4, reduction.seed, reduction.distribution))
+        torch.testing.assert_close(reduction.before(x[:, i]), alone)
+        torch.testing.assert_close(together[:, i], alone)
+        torch.testing.assert_close(reduction.encode(x[:, i]), Int8().encode(alone))
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [("bfloat16", 16), ("float16", 16 + 120 + 60), ("float32", 16 + 240)])
+def test_a_projection_needs_room_for_its_products_and_copies(dtype: str, nbytes: int) -> None:
+    """Bytes of a row of 30 values: 4 products in float32, the values in float32, and a copy that joins layers."""
+    reduction = parse("rp(4)")
+    assert reduction is not None and reduction.scratch(30, dtype) == nbytes
 
 
 # ---- principal components ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,89 @@ def test_server_refusals_name_option_value_and_fix(option: str, value: object, f
     message = str(caught.value)
     assert option in message and fix in message, message
     assert repr(value) in message or option == "store_dirs", message
+
+
+def test_each_server_option_is_read() -> None:
+    """All of them differ from their defaults."""
+    given = {
+        "store_dir": "/x",
+        "hooks": ["q"],
+        "codec": "lz4",
+        "chunk_tokens": 64,
+        "segment_tokens": 128,
+        "writers": 3,
+        "host_buffer_bytes": 4,
+        "staging_bytes": 5,
+        "policy": "drop",
+        "sink": "null",
+        "fsync": True,
+        "file_mode": "world",
+        "allow_custom_save_path": True,
+        "save_path_roots": ["/a/b/", "/c"],
+        "max_request_bytes": 6,
+        "max_total_bytes": 7,
+        "min_free_bytes": 8,
+        "retain_seconds": 9,
+        "retain_bytes": 10,
+        "shutdown_seconds": 11,
+        "reduce": {"q": "int8", "resid_*": "rp(8)"},
+        "check": "poison",
+        "cuda_graphs": "vllm",
+    }
+    assert set(given) == {f.name for f in fields(ServerOptions)}
+    read = {
+        **given,
+        "hooks": ("q",),
+        "save_path_roots": ("/a/b", "/c"),
+        "reduce": (("q", "int8"), ("resid_*", "rp(8)")),
+    }
+    assert vars(ServerOptions.parse(given)) == read
+    defaults = vars(ServerOptions("/x"))
+    assert all(read[name] != value for name, value in defaults.items() if name != "store_dir")
+    assert vars(ServerOptions.parse({"store_dir": "/x"})) == defaults
+    assert ServerOptions.parse({"store_dir": "/x", "save_path_roots": " /a , /b/c "}).save_path_roots == ("/a", "/b/c")
+
+
+LARGEST = {
+    "chunk_tokens": (1, 1 << 16),
+    "segment_tokens": (128, 1 << 20),
+    "writers": (0, 256),
+    "host_buffer_bytes": (0, 1 << 44),
+    "staging_bytes": (0, 1 << 44),
+    "max_request_bytes": (0, 1 << 60),
+    "max_total_bytes": (0, 1 << 60),
+    "min_free_bytes": (0, 1 << 60),
+    "retain_seconds": (0, 1 << 60),
+    "retain_bytes": (0, 1 << 60),
+    "shutdown_seconds": (1, 86400),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_numbers_are_taken_up_to_their_bounds(name: str) -> None:
+    low, high = LARGEST[name]
+    for value in (low, high):
+        assert getattr(ServerOptions.parse({"store_dir": "/x", name: value}), name) == value
+    for value in (low - 1, high + 1):
+        with pytest.raises(OptionError, match=f"^{name}: {value} "):
+            ServerOptions.parse({"store_dir": "/x", name: value})
+
+
+def test_keys_paths_and_positions_of_requests_are_taken_up_to_their_bounds() -> None:
+    most = 1 << 40
+    assert CaptureParams.parse({"dmi": {"tokens": [most - 1, most]}}).stop == most
+    assert CaptureParams.parse({"dmi": {"tokens": (most, None)}}).start == most
+    for tokens in ([0, most + 1], [most + 1, None], [0, 0], [1, 1], "01", [0, 1, 2]):
+        with pytest.raises(OptionError, match=r"^dmi\.tokens"):
+            CaptureParams.parse({"dmi": {"tokens": tokens}})
+    assert CaptureParams.parse({"dmi": {"key": "a" * 128}}).key == "a" * 128
+    name, deep = "/" + "x" * 255, "/x" * 512
+    for path in (name, deep, "/"):
+        assert CaptureParams.parse({"dmi": {"save_path": path}}).save_path == path
+    assert CaptureParams.parse({"dmi": {"save_path": "/a//b/"}}).save_path == "/a/b"
+    for bad in (name + "x", deep + "x", "/" + "\u00e9" * 128, "/a/./b", "/a/..", "a", "", "/a\nb", 3):
+        with pytest.raises(OptionError, match=r"^dmi\.save_path"):
+            CaptureParams.parse({"dmi": {"save_path": bad}})
 
 
 def test_request_options_are_read_and_foreign_ones_are_ignored() -> None:

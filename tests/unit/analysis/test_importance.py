@@ -12,6 +12,7 @@ import torch
 from dmi_connector import importance, open_capture
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
+from dmi_connector.reduce.tally import Tally
 from dmi_connector.reduce.topk import TopK
 from tests import storekit as kit
 
@@ -94,6 +95,44 @@ def test_means_from_few_samples_are_not_biased() -> None:
     stored = reduction.encode(torch.from_numpy(rows)).numpy()
     found = reduction.tally(stored, 512, "float32").mean()
     assert abs(found.sum() / rows.mean(0).sum() - 1) < 0.08 and found.min() > 0
+
+
+def test_the_mean_of_rows_without_a_value_is_drawn_towards_that_of_all_neurons() -> None:
+    """Worked out one neuron at a time: samples of 0, 1, 2 and 5 rows, of 10."""
+    counts = [0, 1, 2, 5]
+    samples = [[], [4.0], [1.0, 3.0], [6.0, 7.0, 9.0, 6.0, 7.0]]
+    kept, kept_rows = [20.0, 3.0, 0.0, 8.0], [2, 1, 0, 1]
+    squares = [sum(x * x for x in each) for each in samples]
+    sums = (kept, kept_rows, [sum(each) for each in samples], counts, squares)
+    tally = Tally(10, *(np.asarray(each, np.float64) for each in sums))
+    everywhere = sum(map(sum, samples)) / sum(counts)
+    own = [sum(each) / len(each) if each else everywhere for each in samples]
+    within = sum((x - m) ** 2 for each, m in zip(samples, own, strict=True) for x in each) / sum(
+        c - 1 for c in counts if c
+    )
+    noise = [within / c if c else np.inf for c in counts]
+    signal = max(0.0, np.var([own[2], own[3]]) - np.mean([noise[2], noise[3]]))
+    assert signal > 0
+    rest = [everywhere + signal / (signal + n) * (m - everywhere) for m, n in zip(own, noise, strict=True)]
+    expected = [(k + (10 - n) * r) / 10 for k, n, r in zip(kept, kept_rows, rest, strict=True)]
+    np.testing.assert_allclose(tally.mean(), expected, rtol=1e-12)
+    equal = Tally(10, *(np.asarray(v, np.float64) for v in ([0, 0], [0, 0], [4, 8], [2, 2], [8, 32])))
+    np.testing.assert_allclose(equal.mean(), [2, 4], rtol=1e-12, err_msg="samples without noise are trusted")
+
+
+def test_tallies_add_up_in_float64() -> None:
+    rows = np.abs(np.random.default_rng(0).normal(size=(7, 20))).astype(np.float32)
+    parts = [TopK(4, sample=2).encode(torch.from_numpy(part)).numpy() for part in (rows[:3], rows[3:])]
+    tallies = [TopK(4, sample=2).tally(part, 20, "float32") for part in parts]
+    both = tallies[0] + tallies[1]
+    assert both.rows == 7 and both.kept_rows.sum() == 28 and both.sampled_rows.sum() <= 14
+    for name, value in vars(both).items():
+        if name != "rows":
+            assert value.dtype == np.float64
+            np.testing.assert_array_equal(value, getattr(tallies[0], name) + getattr(tallies[1], name))
+    whole = Tally.of(rows)
+    assert whole.rows == 7 and whole.kept.dtype == np.float64 and not whole.sampled_rows.any()
+    np.testing.assert_allclose(whole.mean(), rows.mean(0, np.float64), rtol=1e-12)
 
 
 def test_importance_joins_the_slices_of_two_ranks(tmp_path: Path) -> None:

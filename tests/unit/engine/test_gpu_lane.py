@@ -3,156 +3,25 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.transfer import gpu_lane, pinning
-from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Progress
-from dmi_connector.engine.transfer.gpu_lane import DeviceLane
-from dmi_connector.store.format.completeness import Cause
-from dmi_connector.store.write.ring import Extent, Ring
+from dmi_connector.engine.transfer import gpu_lane
 from tests import storekit as kit
-
-ROW_BYTES, ROWS = 2048, 8
-CHUNK = ROW_BYTES * 2
-"""Bytes of the chunks here: two rows."""
-TABLE = np.array([[0, ROW_BYTES, 0]])
-BEHIND = Cause.FELL_BEHIND.value[1]
-
-
-class Event:
-    """Happened at once, unless the link is held up."""
-
-    link = threading.Event()
-
-    def __init__(self, **_: Any) -> None:
-        self.of_link = False
-
-    def record(self, *_: Any) -> None:
-        return
-
-    def query(self) -> bool:
-        return not self.of_link or self.link.is_set()
-
-    def synchronize(self) -> None:
-        if self.of_link:
-            assert self.link.wait(kit.PATIENCE)
-
-
-class Copier:
-    """Copies when it is asked; the events say so when the link goes on."""
-
-    def __init__(self, *_: Any) -> None:
-        return
-
-    def start(self) -> None:
-        return
-
-    @staticmethod
-    def copy(source: torch.Tensor, target: int, _ready: Event) -> Event:
-        ctypes.memmove(target, source.data_ptr(), source.numel())
-        copied = Event()
-        copied.of_link = True
-        return copied
-
-
-class Lane:
-    """A lane, the chunks sent to it and what became of them."""
-
-    def __init__(self, chunks_in_staging: int, chunks_in_ring: int) -> None:
-        self.rows = torch.randint(0, 255, (ROWS * 8, ROW_BYTES), dtype=torch.uint8)
-        self.ring = Ring(chunks_in_ring * CHUNK)
-        self.extents: list[Extent] = []
-        self.delivered: list[tuple[int, bytes]] = []
-        self.progress = Progress()
-        self.lane = DeviceLane(self.ring, chunks_in_staging * CHUNK, self.rows)
-
-    def capture(self) -> CaptureExport:
-        """A capture that notes what is delivered. It keeps the ring memory."""
-
-        def chunk(extent: Extent, first: int, count: int) -> None:
-            assert count == 2
-            self.extents.append(extent)
-            self.delivered.append((first // 2, self.ring.view(extent).tobytes()))
-
-        layout: Any = SimpleNamespace(payload=SimpleNamespace(token_bytes=ROW_BYTES), table=TABLE)
-        out: Any = SimpleNamespace(chunk=chunk)
-        return CaptureExport(1, layout, out, 0, self.ring, self.progress)
-
-    def chunk(self, number: int, capture: CaptureExport | None = None) -> ChunkTransfer:
-        """Rows 2 * number and the one after."""
-        return ChunkTransfer(capture or self.capture(), 2 * number, np.array([2 * number, 2 * number + 1]))
-
-    def wanted(self, number: int) -> tuple[int, bytes]:
-        return number, self.rows[2 * number : 2 * number + 2].numpy().tobytes()
-
-
-def lost(*transfers: ChunkTransfer) -> list[tuple[int, str]]:
-    """(number, reason) of chunks that were given up."""
-    found = {loss.rows: loss.words for t in transfers for loss in t.capture.losses}
-    return [(start // 2, words) for rows, words in found.items() for start, _ in rows]
-
-
-class Engine:
-    """The stream that the engine's thread works on; other threads have theirs."""
-
-    stream: ClassVar[object] = object()
-
-    @classmethod
-    def current(cls, _device: object) -> object:
-        return cls.stream if threading.current_thread() is threading.main_thread() else object()
-
-
-_streams: list[object] = []
-
-
-@contextmanager
-def chosen(stream: object) -> Iterator[None]:
-    _streams.append(stream)
-    try:
-        yield
-    finally:
-        _streams.pop()
+from tests.lanekit import BEHIND, CHUNK, Engine, Event, Lane, lost, simulate
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each gather took."""
-    found: list[int] = []
-    gather = gpu_lane.gather_rows
-    cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
-    for name, fake in (
-        ("Event", Event),
-        ("current_stream", Engine.current),
-        ("stream", chosen),
-        ("set_device", lambda _device: None),
-        ("cudart", lambda: cudart),
-    ):
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(gpu_lane, "SliceCopier", Copier)
-    monkeypatch.setattr(pinning, "relax_captures", lambda: None)
-
-    def gather_rows(rows: torch.Tensor, index: torch.Tensor, *rest: torch.Tensor) -> None:
-        assert _streams == [Engine.stream], "kernels on another stream slow down graphs that are replayed later"
-        found.append(len(index))
-        gather(rows, index, *rest)
-
-    monkeypatch.setattr(gpu_lane, "gather_rows", gather_rows)
-    Event.link = threading.Event()
-    Event.link.set()
-    return found
+    return simulate(monkeypatch)
 
 
 @pytest.fixture
@@ -303,3 +172,116 @@ def test_copies_that_arrive_together_are_delivered_together(make: Callable[[int,
         kit.until(lambda: len(lane.delivered) == 20)
         assert 1 <= slept.count(gpu_lane._BREATH_S) <= 3
     assert lane.delivered == [*map(lane.wanted, range(20))]
+
+
+def test_a_failed_gather_gives_back_the_room_it_had(make: Callable[[int, int], Lane]) -> None:
+    """Ring and staging memory are as free as before, and the next chunks take them."""
+    lane = make(2, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_lane, "gather_rows", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+        for n in (0, 2):
+            failed = [lane.chunk(n), lane.chunk(n + 1)]
+            lane.lane.send(failed)
+            assert [number for number, _ in lost(*failed)] == [n, n + 1] and not any(t.waits for t in failed)
+            assert lane.ring.used == 0 and not lane.lane.staging.used and not lane.lane.waiting
+    assert lane.progress.report().gathered == 8, "nothing waits for their blocks"
+    lane.lane.send([lane.chunk(n) for n in range(4, 7)])
+    kit.until(lambda: len(lane.delivered) == 3)
+    assert lane.delivered == [*map(lane.wanted, range(4, 7))]
+
+
+def test_a_chunk_without_ring_memory_keeps_no_staging_memory(make: Callable[[int, int], Lane]) -> None:
+    lane = make(4, 1)
+    lane.lane.send([lane.chunk(n) for n in range(3)])
+    kit.until(lambda: len(lane.delivered) == 1)
+    with lane.lane._changed:
+        assert len(lane.lane.waiting) == 2 and sum(s.end - s.start for s in lane.lane.staging.used) <= CHUNK
+    for n in range(2):
+        lane.ring.release(lane.extents[n])
+        kit.until(lambda n=n: len(lane.delivered) == n + 2)
+    assert lane.delivered == [*map(lane.wanted, range(3))]
+
+
+def test_chunks_with_other_fields_are_gathered_by_their_own_tables(make: Callable[[int, int], Lane]) -> None:
+    """Captures of other hooks share a launch of the lane, each with the fields that it takes of a row."""
+    lane = make(8, 8)
+    halves = [lane.capture(np.array([[at, CHUNK // 4, 0]])) for at in (0, CHUNK // 4)]
+    chunks = [lane.chunk(n, halves[n % 2]) for n in range(4)]
+    lane.lane.send(chunks)
+    kit.until(lambda: len(lane.delivered) == 4)
+    for n, (number, data) in enumerate(lane.delivered):
+        at = n % 2 * CHUNK // 4
+        assert (number, data) == (n, lane.rows[2 * n : 2 * n + 2, at : at + CHUNK // 4].contiguous().numpy().tobytes())
+
+
+def test_a_copy_fills_no_more_than_its_ring_memory(make: Callable[[int, int], Lane]) -> None:
+    """Staging memory is given out in larger units."""
+    lane = make(2, 4)
+    lane.lane.staging.buffer.fill_(255)
+    lane.lane.send([lane.chunk(3, lane.capture(np.array([[8, 100, 0]])))])
+    kit.until(lambda: lane.delivered)
+    assert lane.delivered == [(3, lane.rows[6:8, 8:108].contiguous().numpy().tobytes())]
+    assert not lane.ring.memory[200:].any()
+
+
+def test_gathered_rows_are_reported_when_their_gather_is_issued(make: Callable[[int, int], Lane]) -> None:
+    Event.link.clear()
+    lane = make(2, 32)
+    lane.lane.send([lane.chunk(n) for n in range(5)])
+    kit.until(lambda: len(lane.lane.waiting) == 3)
+    assert lane.progress.report().gathered == 4, "two chunks of two rows"
+    Event.link.set()
+    kit.until(lambda: len(lane.delivered) == 5)
+    assert lane.progress.report().gathered == 10
+
+
+def test_a_chunk_that_has_room_waits_behind_those_that_have_none(make: Callable[[int, int], Lane]) -> None:
+    """Chunks are gathered in the order in which they were sent, though a later one is smaller."""
+    Event.link.clear()
+    lane = make(3, 32)
+    capture = lane.capture()
+    lane.lane.send([lane.chunk(0, capture), lane.chunk(1, capture)])
+    reserve = lane.lane.staging.reserve
+    lane.lane.staging.reserve = lambda nbytes: None  # type: ignore[method-assign]
+    lane.lane.send([lane.chunk(2, capture)])
+    with lane.lane._changed:
+        lane.lane.staging.reserve = reserve  # type: ignore[method-assign]
+        later = lane.chunk(3, capture)
+        lane.lane.send([later])
+        assert later.waits and [t.first for t in lane.lane.waiting] == [4, 6]
+    Event.link.set()
+    kit.until(lambda: len(lane.delivered) == 4)
+    assert lane.delivered == [*map(lane.wanted, range(4))]
+
+
+class Done:
+    """An event that has happened, or has not."""
+
+    def __init__(self, happened: bool = True) -> None:
+        self.happened = happened
+
+    def query(self) -> bool:
+        return self.happened
+
+
+def test_staging_memory_is_given_out_in_a_ring_of_whole_units() -> None:
+    """Units of 512 bytes. What is in use is never given out, and an empty buffer begins anew at its start."""
+    staging = gpu_lane.Staging(4 * 512, torch.device("cpu"))
+    a, b, c = (staging.reserve(n) for n in (1, 512, 513))
+    assert a and b and c and [(s.start, s.end) for s in (a, b, c)] == [(0, 512), (512, 1024), (1024, 2048)]
+    assert staging.reserve(1) is None, "full"
+    a.copied = Done(False)  # type: ignore[assignment]
+    b.copied = Done()  # type: ignore[assignment]
+    assert staging.reserve(1) is None, "the oldest is in use, and those behind it wait"
+    a.copied = Done()  # type: ignore[assignment]
+    assert staging.reserve(1025) is None, "two units are free"
+    d = staging.reserve(1024)
+    assert d and (d.start, d.end) == (0, 1024) and staging.reserve(1) is None
+    c.copied = d.copied = Done()  # type: ignore[assignment]
+    e = staging.reserve(4 * 512)
+    assert e and (e.start, e.end) == (0, 2048), "an empty buffer begins at its start"
+    staging.cancel(e)
+    f = staging.reserve(600)
+    assert f and (f.start, f.end) == (0, 1024) and list(staging.used) == [f]
+    with pytest.raises(ValueError, match="2049 bytes do not fit the staging buffer of 2048 bytes"):
+        staging.reserve(2049)

@@ -15,27 +15,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from prometheus_client import REGISTRY
 
 from dmi_connector.args import CONNECTOR, CONNECTOR_MODULE
-from dmi_connector.engine.architectures import ARCHITECTURES
 from dmi_connector.engine.connector import DMIConnector
-from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.messages import Close, Open, Rows, StepMetadata
 from dmi_connector.engine.metrics import CaptureStats
 from dmi_connector.engine.transfer.exporter import Exporter
-from dmi_connector.hooks import ModelDims, parse_selection
-from dmi_connector.layout import row_layout
-from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.client import StoreClient
+from tests.exporterkit import make_exporter as build_exporter
 from tests.storekit import IDS, PATIENCE, begin, send, until
 
 CHUNK, CHUNKS = 64, 8
 TOKENS = CHUNK * CHUNKS
-DIMS = ModelDims("Qwen3ForCausalLM", 4, 512, 16, 16, 64, 512, 512)
 ATTRS = {"finish_reason": "length"}
 
 MakeExporter = Callable[..., Exporter]
@@ -47,21 +41,8 @@ def make_exporter(tmp_path: Path) -> Iterator[MakeExporter]:
     made: list[Exporter] = []
 
     def make(policy: str = "block", rank: int = 0) -> Exporter:
-        extra = {"store_dir": str(tmp_path), "hooks": "q", "codec": "none", "policy": policy, "writers": 1}
-        options = ServerOptions.parse({**extra, "chunk_tokens": CHUNK, "host_buffer_bytes": 3_300_000})
-        selection = parse_selection(options.hooks, DIMS)
-        arch, tp = ARCHITECTURES[DIMS.architecture], rank + 1
-        layout = row_layout(selection, DIMS, "float32", tp)
-        context = CaptureContext(options, arch, DIMS, selection, layout, "float32", tp, "target")
-        rows = torch.zeros(TOKENS, layout.row_bytes, dtype=torch.uint8)
-        rows.view(torch.int32)[:, :2] = torch.arange(TOKENS, dtype=torch.int32)[:, None]  # token id and position
-        config: Any = SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_seqs=4),
-            model_config=SimpleNamespace(model="tiny"),
-            compilation_config=SimpleNamespace(static_forward_context={}),
-        )
-        layer: Any = SimpleNamespace(rows=rows)
-        made.append(Exporter(context, layer, rank, config))
+        sizes = {"chunk_tokens": CHUNK, "host_buffer_bytes": 3_300_000}
+        made.append(build_exporter(tmp_path, TOKENS, rank=rank, tp=rank + 1, policy=policy, **sizes))
         return made[-1]
 
     yield make
@@ -177,7 +158,7 @@ def test_an_incomplete_capture_counts_under_the_cause_of_its_loss(
 
 def test_a_capture_with_rows_of_another_request_counts_as_other(make_exporter: MakeExporter, tmp_path: Path) -> None:
     exporter = make_exporter()
-    exporter.rows.view(torch.int32)[100, 1] = 7
+    exporter.rows[100, 4:8] = 7
     run_capture(exporter, tmp_path / "a.zarr")
     assert settled(exporter)["incomplete.other"] == 1
 

@@ -37,6 +37,7 @@ from dmi_connector.store.write.retention import (
     REMOVING_SUFFIX,
     USAGE_NAME,
     Keeper,
+    StoreSizes,
     Usage,
     finished_stores,
     measure,
@@ -380,6 +381,22 @@ def test_the_keeper_removes_old_stores_and_measures_the_rest(stores: Path) -> No
     shutil.rmtree(stores / "s3.zarr")
     keeper.round()
     assert read_usage(str(stores)).nbytes == sizes[4]  # type: ignore[union-attr]
+
+
+def test_stores_are_measured_at_any_depth_and_finished_ones_once(tmp_path: Path) -> None:
+    """Of save_path_roots; of the store directory itself only what lies in it."""
+    own, root, sizes = tmp_path / "own", tmp_path / "root", StoreSizes()
+    for path in (own / "a.zarr", own / "b.zarr.partial", own / "x/c.zarr", root / "d.zarr", root / "x/y/z/e.zarr"):
+        path.mkdir(parents=True)
+        (path / "data").write_bytes(b"x" * (1 << len(path.parts[-1])))
+    (root / "link").symlink_to(own)
+    first = measure(str(own), [str(root)], sizes)
+    assert first.nbytes == 3 * (1 << 6) + (1 << 14)
+    assert first.unfinished.keys() | set(first.over) >= {str(own / "b.zarr")}
+    for path in (own / "a.zarr", own / "b.zarr.partial"):
+        (path / "more").write_bytes(b"x" * 1000)
+    assert measure(str(own), [str(root)], sizes).nbytes == first.nbytes + 1000, "a finished store never changes"
+    assert measure(str(own), [str(root)]).nbytes == first.nbytes + 2000
 
 
 def test_the_usage_file_names_only_stores_that_were_finished_lately(stores: Path) -> None:

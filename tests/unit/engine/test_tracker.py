@@ -181,3 +181,25 @@ def test_a_prompt_only_request_is_skipped_once_its_chunks_are_exported(tmp_path:
     world.finish(0)
     [close] = world.tracker.pending_closes
     assert [len(rows.slots) for rows in close.rows] == [8] and close.length == 40
+
+
+def output_of(**more: Any) -> Any:
+    """What the scheduler says of a step in which nothing runs."""
+    nothing = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
+    given = {"preempted_req_ids": None, "num_scheduled_tokens": {}, "scheduled_new_reqs": []}
+    return SimpleNamespace(**{**given, "scheduled_cached_reqs": nothing, **more})
+
+
+@pytest.mark.parametrize(
+    ("preempted", "named"),
+    [(None, []), (set(), []), ({"r1"}, [2]), ({"r0", "r2"}, [1, 3]), ({"other"}, []), ({"r2", "other", "skip"}, [3])],
+)
+def test_a_step_names_the_captures_that_were_preempted_and_no_other(
+    tmp_path: object, preempted: set[str] | None, named: list[int]
+) -> None:
+    tracker = make_tracker(tmp_path, "resid_pre")
+    for name in ("r0", "r1", "skip", "r2"):
+        kv = {"dmi": {"enabled": False}} if name == "skip" else {}
+        tracker.on_new_request(ask(kv, 20, name))  # type: ignore[arg-type]
+    assert sorted(tracker.step(output_of(preempted_req_ids=preempted), 0).preempted) == named
+    assert tracker.step(output_of(), 0).preempted == []

@@ -69,6 +69,7 @@ def test_layers_and_tokens_can_be_selected(written: tuple[Capture, kit.Values]) 
     cap, v = written
     np.testing.assert_array_equal(cap.numpy("z", -2), v["z"][1])  # layer 2 of 4, by the model's count
     np.testing.assert_array_equal(cap.numpy("z", 2, [299, 0, -1]), v["z"][1, [299, 0, -1]])
+    np.testing.assert_array_equal(cap.numpy("z", 2, [-300, -2]), v["z"][1, [0, 298]])
     np.testing.assert_array_equal(cap.numpy("z", tokens=np.array([130])), v["z"][:, [130]])
     np.testing.assert_array_equal(cap.numpy("embed", 0, slice(-5, None)), v["embed"][0, -5:])
     assert cap.numpy("embed", tokens=slice(0, 0)).shape == (0, 8)

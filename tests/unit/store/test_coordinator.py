@@ -10,18 +10,24 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 
-from dmi_connector.layout import ArraySpec, PayloadLayout
+from dmi_connector.layout import TOKEN_ARRAYS, ArraySpec, PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.format.schema import hooks_attribute
 from dmi_connector.store.read.capture import open_capture
-from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.index import find_captures, read_index
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.client import StoreClient
+from dmi_connector.store.write.commit import Commit
+from dmi_connector.store.write.coordinator import RemoteRing
+from dmi_connector.store.write.messages import pack_array
 from dmi_connector.store.write.repair import repair
+from dmi_connector.store.write.ring import Ring
 from dmi_connector.store.write.settings import WriteSettings
 from tests import storekit as kit
 from tests.storekit import IDS, PATIENCE, VALUES, Q, begin, send, until
@@ -64,6 +70,8 @@ def test_a_capture_through_the_coordinator_holds_what_was_sent(client: StoreClie
     np.testing.assert_array_equal(kit.bits(cap.numpy("q")), VALUES)
     np.testing.assert_array_equal(kit.bits(cap.numpy("logits")), logits)
     stats = client.stats()
+    assert stats["started"] == 1 and stats["open"] == stats["closing"] == stats["incomplete"] == 0
+    assert stats["backlog_bytes"] == 0 and stats["bytes_stored"] >= stats["bytes_raw"]
     assert stats["complete"] == 1 and stats["bytes_raw"] >= VALUES.nbytes and stats["errors"] == []
 
 
@@ -75,6 +83,7 @@ def test_rows_of_another_request_are_found(client: StoreClient, tmp_path: Path, 
     send(client, capture, 0, start=int(what == "position"), ids=ids if what == "token" else IDS)
     capture.close(128, {}, IDS[:128])
     assert client.flush(PATIENCE) and capture.state == "incomplete" and reason in str(capture.reason)
+    assert client.stats()["incomplete"] == client.counts()["incomplete.other"] == 1 and client.stats()["complete"] == 0
     assert not open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True).complete
 
 
@@ -89,6 +98,8 @@ def test_a_capture_that_cannot_be_opened_fails_alone(client: StoreClient, tmp_pa
     good.close(128, {}, IDS[:128])
     assert client.flush(PATIENCE) and bad.state == "failed" and "must end in .zarr" in str(bad.reason)
     assert good.state == "complete" and client.ring.used == 0
+    errors = client.stats()["errors"]
+    assert errors == [str(bad.reason), f"{bad.path} is failed: {bad.reason}"], "the coordinator's note, then the end"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -128,6 +139,10 @@ def test_a_killed_coordinator_fails_open_captures_and_is_replaced(
     assert client.flush(PATIENCE) and again.state == "complete" and client.ring.used == 0
     found = {c.store.name: c for c in find_captures(tmp_path)}
     assert found["lost.zarr"].reason == "the coordinator died (killed)", found
+    [line] = [line for line in read_index(tmp_path) if line["store"] == "lost.zarr" and line["event"] == "finish"]
+    assert isinstance(line.pop("finished"), str)
+    told = {"state": "failed", "reason": "the coordinator died (killed)", "key": "k", "request_id": "r"}
+    assert line == {"event": "finish", "store": "lost.zarr", **told}
 
 
 def test_captures_fail_after_a_coordinator_died_soon_after_its_start(
@@ -138,6 +153,8 @@ def test_captures_fail_after_a_coordinator_died_soon_after_its_start(
     until(lambda: client._broken is not None)
     capture = begin(client, tmp_path / "a.zarr")
     assert capture.state == "failed" and "nothing is captured until the engine is started again" in str(capture.reason)
+    stats = client.stats()
+    assert (stats["started"], stats["failed"], stats["open"]) == (1, 1, 0) and len(stats["errors"]) == 2
     send(client, capture, 0)
     assert client.ring.used == 0
 
@@ -199,6 +216,60 @@ def test_rows_that_another_rank_gave_up_are_missing(tmp_path: Path) -> None:
     assert capture.missing == [[128, 256]] and capture.reason == "rank 1: writing fell behind (policy drop)"
     assert verify_store(tmp_path / "a.zarr") == []
     assert all([client.shutdown(PATIENCE) for client in clients])
+
+
+def test_the_coordinator_runs_on_all_cores_of_the_process_that_started_the_worker(tmp_path: Path) -> None:
+    """vLLM ties a CPU worker to one core."""
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).resolve().parents[3])!r})
+from tests.unit.store import test_coordinator as t
+every = os.sched_getaffinity(0)
+os.sched_setaffinity(0, {{min(every)}})
+client = t.StoreClient(1 << 20)
+assert os.sched_getaffinity(t.coordinator(client)) == every
+assert client.shutdown(t.PATIENCE)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_the_coordinator_counts_the_ring_as_the_engine_does() -> None:
+    """The engine takes space back in order: what lies behind an extent that is in use is not free yet."""
+    ring, freed = Ring(1 << 16), []
+    remote = RemoteRing(ring.fd, ring.nbytes, SimpleNamespace(put=freed.append))  # type: ignore[arg-type]
+    assert remote.used == 0
+    a, b, c = (remote.take(number, 4096 * number, size) for number, size in ((1, 4096), (2, 100), (3, 50)))
+    assert (a.offset, b.nbytes, remote.used) == (4096, 100, 4246)
+    remote.memory[8192] = 7
+    assert ring.memory[8192] == 7 and remote.view(b)[0] == 7
+    remote.release(b)
+    assert freed == [2] and remote.used == 4246
+    remote.add_users(a)
+    remote.release(a)
+    assert freed == [2] and remote.used == 4246
+    remote.release(a)
+    assert freed == [2, 1] and remote.used == 50
+    d = remote.take(4, 0, 30)
+    assert remote.used == 80
+    remote.release(c)
+    assert remote.used == 30
+    remote.release(d)
+    assert freed == [2, 1, 3, 4] and remote.used == 0
+    os.close(ring.fd)
+
+
+def test_a_late_rank_keeps_what_it_may_still_write(tmp_path: Path) -> None:
+    """Arrays of a writer that died are not made from journals that another rank may be writing."""
+    partial = tmp_path / "a.zarr.partial"
+    partial.mkdir()
+    spec = ArraySpec("q", "float32", (0,), 8, 2)
+    arrays = {name: pack_array(np.zeros(0, dtype)) for name, dtype in TOKEN_ARRAYS.items()}
+    attrs = {"hooks": hooks_attribute([spec]), "num_tokens": 0, "complete": True, "reason": None, "missing": []}
+    message = {"partial": str(partial), "final": str(tmp_path / "a.zarr"), "files": {}, "attrs": attrs}
+    message |= {"arrays": arrays, "samples": {}, "ranks": 2, "rank_timeout": 0, "fsync": False, "bytes_raw": 0}
+    answer = Commit.start({**message, "losses": []}).run(lambda *_: pytest.fail("rank 1 may still write"))
+    reason = "tensor-parallel ranks [1] did not finish in 0 s; hooks without data: q"
+    assert answer == {"complete": False, "reason": reason, "label": "other"}
 
 
 def writers(client: StoreClient) -> list[psutil.Process]:

@@ -22,7 +22,7 @@ import pytest
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
-from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.index import find_captures, read_index
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.captures import CaptureRecord, State
 from dmi_connector.store.write.repair import repair
@@ -178,8 +178,13 @@ def test_a_capture_whose_name_is_taken_fails_and_changes_nothing(
 ) -> None:
     stores.write(tmp_path / "a.zarr", [SPEC], 40)
     before = (tmp_path / "a.zarr/zarr.json").read_bytes()
-    stores.write(tmp_path / "a.zarr", [SPEC], 50)
+    stores.write(tmp_path / "a.zarr", [SPEC], 50, key="k", request_id="r")
     assert done[1][0] == "failed" and "exists already" in str(done[1][1])
+    line = read_index(tmp_path)[-1]
+    assert line.pop("finished") >= line.pop("created")
+    reason = f"FileExistsError: store {tmp_path}/a.zarr exists already: use another name"
+    told = {"state": "failed", "reason": reason, "key": "k", "request_id": "r"}
+    assert line == {"event": "finish", "store": "a.zarr", **told}
     assert (tmp_path / "a.zarr/zarr.json").read_bytes() == before
 
 
@@ -244,6 +249,71 @@ def test_a_killed_writer_of_another_rank_makes_all_rows_missing(stores: kit.Stor
     assert caught.value.missing == [[0, 300]] and verify_store(tmp_path / "a.zarr") == []
 
 
+def test_a_shard_of_another_rank_that_cannot_be_closed_makes_all_rows_missing(
+    stores: kit.Store, tmp_path: Path
+) -> None:
+    """A limit on file sizes lets the chunk of rank 1 through, and not the index behind it."""
+    wide = [replace(SPEC, shards=2, rank=rank) for rank in range(2)]
+    values = {"q": kit.random_bits(SPEC, 128)}
+    other = kit.Store()
+    owners, records = (stores, other), []
+    for rank, owner in enumerate(owners):
+        records.append(owner.open(tmp_path / "a.zarr", wide[rank], rank=rank, ranks=2))
+    pid, chunk = writer_pid(records[1]), wide[1].token_bytes * 128 + 2 * 4
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (chunk, resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]))
+    for owner, record in zip(owners, records, strict=True):
+        owner.feed(record, values, 128)
+    until(lambda: other.ring.used == 0)
+    assert (tmp_path / "a.zarr.partial/q/c/0/0/1").stat().st_size == chunk
+    for owner, record in zip(owners, records, strict=True):
+        owner.close(record, 128)
+    assert other.shutdown(PATIENCE) and stores.flush(PATIENCE)
+    assert [record.state for record in records] == ["incomplete", "incomplete"]
+    with pytest.raises(CaptureIncomplete, match=r"rank 1: OSError: \[Errno 27\] File too large") as caught:
+        open_capture(tmp_path / "a.zarr", timeout=0)
+    assert caught.value.missing == [[0, 128]] and verify_store(tmp_path / "a.zarr") == []
+
+
+@pytest.mark.parametrize(
+    ("start", "came", "missing"),
+    [
+        (0, [0], [[128, 250]]),
+        (0, [0, 128], []),
+        (0, [128], [[0, 128]]),
+        (0, [], [[0, 250]]),
+        (50, [0], [[128, 200]]),
+        (200, [0], []),
+    ],
+)
+def test_rows_of_the_prompt_are_missing_where_the_engine_ends_inside_it(
+    stores: kit.Store, tmp_path: Path, start: int, came: list[int], missing: list[list[int]]
+) -> None:
+    """The prompt has 250 tokens. How many tokens would have followed nobody knows."""
+    record = stores.open(tmp_path / "a.zarr", SPEC, attrs={"prompt_len": 250, "start": start})
+    values = {"q": kit.random_bits(SPEC, 256)}
+    stores.feed(record, values, 256, skip=[first for first in (0, 128) if first not in came])
+    stores.captures.abandon_all(Loss.of(Cause.ENGINE_ENDED))
+    assert stores.flush(PATIENCE) and record.state == "incomplete"
+    cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    assert (cap.missing, cap.reason) == (missing, "the engine ended before the request did")
+    assert cap.attrs["num_tokens"] == max((first + 128 for first in came), default=0)
+    assert verify_store(tmp_path / "a.zarr") == []
+
+
+def test_samples_that_came_before_the_engine_ended_are_kept(stores: kit.Store, tmp_path: Path) -> None:
+    logits = ArraySpec("logits", "float32", (), 32)
+    values = {"q": kit.random_bits(SPEC, 128), "logits": kit.random_bits(logits, 5)}
+    record = stores.open(tmp_path / "a.zarr", SPEC, logits)
+    stores.feed(record, values, 128)
+    for i in (0, 1, 4, 2, 3):
+        stores.put_rows(record, "logits", values["logits"][i : i + 1], i, 9 + i)
+    stores.captures.abandon_all(Loss.of(Cause.ENGINE_ENDED))
+    assert stores.flush(PATIENCE) and verify_store(tmp_path / "a.zarr") == []
+    cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    assert cap.logits_positions.tolist() == [9, 10, 11, 12, 13] and cap.missing == []
+    np.testing.assert_array_equal(kit.bits(cap.numpy("logits")), values["logits"])
+
+
 def test_a_sample_that_never_came_reads_as_zeros_at_position_minus_1(stores: kit.Store, tmp_path: Path) -> None:
     logits = ArraySpec("logits", "float32", (), 32)
     rows = kit.random_bits(logits, 3)
@@ -281,6 +351,56 @@ def test_a_capture_whose_writer_dies_in_the_commit_is_still_complete(
     other.close(other.open(tmp_path / "a.zarr", rank=1, ranks=2), 40)
     assert other.shutdown(PATIENCE) and stores.flush(PATIENCE)
     assert done == [("complete", None)] and verify_store(tmp_path / "a.zarr") == []
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_store_that_has_its_name_is_not_committed_again(
+    stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]], lost: bool
+) -> None:
+    """The writer died between the renaming and its answer."""
+    record = stores.open(tmp_path / "a.zarr", SPEC, ranks=2)
+    losses = [Loss.of(Cause.FELL_BEHIND, [[0, 40]])] if lost else []
+    stores.close(record, 40, losses=losses) if lost else stores.close(record, 0)
+    until(lambda: record.state is State.COMMITTING)
+    (tmp_path / "a.zarr").mkdir()
+    os.kill(writer_pid(record), signal.SIGKILL)
+    assert stores.flush(PATIENCE)
+    assert done == [("incomplete", "writing fell behind (policy drop)") if lost else ("complete", None)]
+
+
+def test_a_capture_whose_commit_kills_two_writers_fails(
+    stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]
+) -> None:
+    """It may be what kills them. Its rows stay for a repair."""
+    record = stores.open(tmp_path / "a.zarr", SPEC, ranks=2)
+    stores.feed(record, {"q": kit.random_bits(SPEC, 40)}, 40)
+    stores.close(record, 40)  # and now it waits for rank 1
+    until(lambda: record.state is State.COMMITTING)
+    for number in (1, 2):
+        committer = record.committer
+        assert committer is not None and committer.name == f"writer process {number}"
+        os.kill(committer.process.pid, signal.SIGKILL)
+        until(lambda committer=committer: done or record.committer is not committer)
+    assert done == [("failed", "writer process 2 died (signal 9)")]
+    assert [outcome.state for outcome in repair(tmp_path)] == ["salvaged"]
+
+
+def test_no_writer_holds_a_capture_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: list[tuple[str, str | None]]
+) -> None:
+    """Each of the two that wrote it gives it up, so that a repair can take it."""
+    monkeypatch.setattr("dmi_connector.store.write.writer_pool.SPREAD_BYTES", 1)
+    p = kit.Store(writers=2, on_done=lambda record: done.append((record.state, record.reason)))
+    try:
+        both = [SPEC, replace(SPEC, name="k")]
+        p.write(tmp_path / "a.zarr", both, 40)
+        p.write(tmp_path / "a.zarr", both, 50)  # the name is taken
+        assert [state for state, _ in done] == ["complete", "failed"]
+        (tmp_path / "a.zarr").rename(tmp_path / "b.zarr")
+        until(lambda: [outcome.state for outcome in repair(tmp_path / "a.zarr.partial")] != ["written"])
+        assert (tmp_path / "a.zarr").exists()
+    finally:
+        p.shutdown()
 
 
 def test_writers_ignore_an_interrupt(stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]) -> None:
@@ -326,15 +446,18 @@ def test_rows_that_never_came_are_missing(stores: kit.Store, tmp_path: Path) -> 
     assert capture.reason == "rows never came from the engine"
 
 
+@pytest.mark.parametrize("named", [[], [[0, 128]], [[256, 300]], [[0, 128], [256, 300]]])
 def test_verify_finds_missing_rows_that_no_loss_names(
-    stores: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stores: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: list[list[int]]
 ) -> None:
+    """Also where the rows beside them are named."""
     monkeypatch.setattr(RowCheck, "absent", lambda *_: [])
     record = stores.open(tmp_path / "a.zarr", SPEC)
     stores.feed(record, {"q": kit.random_bits(SPEC, 300)}, 300, skip=[128])
-    stores.close(record, 300)
+    stores.close(record, 300, losses=[Loss.of(Cause.FELL_BEHIND, named)] if named else [])
     assert stores.flush(PATIENCE)
-    assert "tokens 128 to 255" in " ".join(p.where for p in verify_store(tmp_path / "a.zarr"))
+    where = [f"q layer {layer} tokens 128 to 255" for layer in (0, 1)]
+    assert [p.where for p in verify_store(tmp_path / "a.zarr")] == where
 
 
 @pytest.mark.parametrize(("first", "count"), [(5, 128), (0, 129), (256, 44)])

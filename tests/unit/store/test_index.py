@@ -52,3 +52,18 @@ def test_the_index_gives_the_state_of_each_capture(tmp_path: Path) -> None:
     listed = sum(p.stat().st_size for p in a.store.rglob("*") if p.is_file() and p != a.store / "zarr.json")
     assert a.bytes == listed and a.finished is not None and a.finished > a.started
     assert (b.state, b.reason) == ("incomplete", loss.words)
+
+
+def test_a_store_that_begins_anew_has_nothing_of_its_earlier_life(tmp_path: Path) -> None:
+    """As after a removal, by a client that names its stores itself."""
+    start(tmp_path, "a.zarr", "1", key="old", request_id="r1")
+    line = {"event": "finish", "store": "a.zarr", "state": "incomplete", "reason": "why", "finished": "2", "bytes": 7}
+    append_index(str(tmp_path), {**line, "num_tokens": 3})
+    [found] = find_captures(tmp_path)
+    assert (found.started, found.finished, found.key, found.bytes, found.num_tokens) == ("1", "2", "old", 7, 3)
+    start(tmp_path, "a.zarr", "3", request_id="r2")
+    [found] = find_captures(tmp_path)
+    assert (found.started, found.state, found.request_id, found.store) == ("3", "started", "r2", tmp_path / "a.zarr")
+    assert (found.key, found.reason, found.finished, found.bytes, found.num_tokens) == (None,) * 5
+    append_index(str(tmp_path), {"event": "remove", "store": "a.zarr", "state": "removed"})
+    assert find_captures(tmp_path) == []

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.verify import verify_dir, verify_store
+from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.ring import Extent
 from dmi_connector.store.write.settings import WriteSettings
 from tests import storekit as kit
@@ -236,6 +238,40 @@ def test_arrays_of_one_capture_are_spread_over_writers(
     assert verify_store(tmp_path / "a.zarr") == []
     cap = open_capture(tmp_path / "a.zarr", timeout=0)
     np.testing.assert_array_equal(cap.numpy("q"), kit.to_float(values["q"], "bfloat16"))
+
+
+@pytest.mark.parametrize("end", ["closed", "aborted", "killed"])
+def test_the_load_of_a_writer_ends_with_its_captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """So that later captures go to the writer that has least to do."""
+    monkeypatch.setattr("dmi_connector.store.write.writer_pool.SPREAD_BYTES", 1)
+    p = kit.Store(8 << 20, writers=2)
+    try:
+        record = p.open(tmp_path / "a.zarr", *ALL)
+        assert sorted(p.pool.loads) == sorted(a.load for a in record.assignments)
+        assert sum(p.pool.loads) == sum(spec.token_bytes for spec in ALL) and min(p.pool.loads) > 0
+        if end == "killed":
+            for process in p.pool.processes:
+                process.process.kill()
+        (p.abort if end == "aborted" else lambda record: p.close(record, 0, {"logits": 0}))(record)
+        assert p.flush(kit.PATIENCE)
+        assert p.pool.loads == [0, 0]
+    finally:
+        p.shutdown()
+
+
+def test_only_one_writer_is_sent_the_token_ids_of_a_chunk(
+    stores: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its journal keeps them, and the facts of the capture."""
+    monkeypatch.setattr("dmi_connector.store.write.writer_pool.SPREAD_BYTES", 1)
+    sent: list[dict[str, Any]] = []
+    post = Child.post
+    monkeypatch.setattr(Child, "post", lambda child, message: (sent.append(message), post(child, message))[1])
+    stores.write(tmp_path / "a.zarr", ALL, 200, 1)
+    chunks = [(m["first"], "token_ids" in m) for m in sent if m["type"] == "chunk"]
+    assert chunks == [(0, True), (0, False), (128, True), (128, False)]
+    assert sorted(m["about"] is None for m in sent if m["type"] == "open") == [False, True]
+    assert [m["generated"] for m in sent if m["type"] == "chunk"] == [True] * 4, "the prompt has 100 tokens"
 
 
 def test_captures_that_share_an_extent_may_send_chunks_out_of_order(stores: kit.Store, tmp_path: Path) -> None:

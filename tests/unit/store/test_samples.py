@@ -35,6 +35,23 @@ def test_a_surplus_sample_is_left_out(tmp_path: Path, samples: int) -> None:
     np.testing.assert_array_equal(kit.bits(capture.array("logits")[:]), values["logits"][:samples])
 
 
+def test_verify_finds_damage_in_a_surplus_sample(tmp_path: Path) -> None:
+    """It lies in the shard, and its bytes are as safe as the others."""
+    stores = kit.Store(1 << 20, writers=1)
+    values = {"q": kit.random_bits(Q, 8), "logits": kit.random_bits(LOGITS, 3)}
+    path = tmp_path / "a.zarr"
+    record = stores.open(path, Q, LOGITS, attrs={"prompt_len": 4})
+    stores.feed(record, values, 8)
+    stores.put_rows(record, "logits", values["logits"], 0, 3)
+    stores.close(record, 8, {"logits": 2})
+    assert stores.shutdown(kit.PATIENCE) and verify_store(path) == []
+    shard = path / "logits/c/0/0"
+    data = bytearray(shard.read_bytes())
+    data[2 * (33 * 4 + 4) + 7] ^= 16
+    shard.write_bytes(data)
+    assert [(p.where, p.what) for p in verify_store(path)] == [("logits/c/0/0", "the chunk does not match its crc32c")]
+
+
 def test_a_missing_sample_makes_the_capture_incomplete(tmp_path: Path) -> None:
     stores = kit.Store(1 << 20, writers=1)
     values = {"q": kit.random_bits(Q, 8), "logits": kit.random_bits(LOGITS, 1)}

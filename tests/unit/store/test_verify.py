@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -17,7 +18,10 @@ import pytest
 from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format import schema
-from dmi_connector.store.format.checksum import crc32c
+from dmi_connector.store.format.checksum import crc32c, file_checksum
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.format.schema import INDEX_NAME
+from dmi_connector.store.format.shard_index import EMPTY, index_bytes, read_index, shard_content
 from dmi_connector.store.read.verify import verify_dir, verify_store
 from tests import storekit as kit
 
@@ -118,12 +122,81 @@ def test_verify_finds_values_that_are_not_finite(stores: kit.Store, tmp_path: Pa
     values["q"][1, 140, 3] = 0x7F80  # +inf
     values["logits"].view("f4")[2, 4] = np.nan
     values["logits"].view("f4")[3, 4] = -np.inf  # a masked token: legal
+    values["logits"].view("f4")[4, :2] = np.inf
     stores.write(tmp_path / "a.zarr", ARRAYS, 300, 5, values=values)
     found = [(p.where, p.what) for p in verify_store(tmp_path / "a.zarr")]
     assert found == [
         ("q layer 3 tokens 128 to 255", "1 values are not finite"),
         ("logits sample 2", "1 values are not finite"),
+        ("logits sample 4", "2 values are not finite"),
     ]
+
+
+def rewrite(store: Path, change: dict[str, bytes], **attrs: object) -> None:
+    """Forge files of a store, with the sizes and checksums that they should have, and some root attributes."""
+    document = json.loads((store / "zarr.json").read_bytes())
+    own = document["attributes"]["dmi"]
+    for path, data in change.items():
+        (store / path).parent.mkdir(parents=True, exist_ok=True)
+        (store / path).write_bytes(data)
+        values = data[:-4] if path.endswith("/c/0") and path.count("/") == 2 else data
+        own["files"][path] = [len(data), file_checksum(path, values)]
+    own |= attrs
+    own["checksum"] = crc32c(schema.canonical(own))
+    (store / "zarr.json").write_bytes(schema.dump(document))
+
+
+def plain(values: list[int], dtype: str) -> bytes:
+    data = np.array(values, dtype).tobytes()
+    return data + crc32c(data).to_bytes(4, "little")
+
+
+def test_verify_finds_token_arrays_that_contradict_the_attributes(sound: Path, tmp_path: Path) -> None:
+    """All checksums are right."""
+    for what, change, attrs, expected in (
+        ("start", {}, {"start": 3}, {"positions": "row 0 is position 0, not 3"}),
+        ("gap", {"positions/c/0": plain([*range(200), *range(201, 301)], "<i4")}, {}, {"positions": "row 200 is"}),
+        ("phase", {"phase/c/0": plain([0] * 151 + [1] * 149, "u1")}, {}, {"phase": "does not change"}),
+        ("prompt", {}, {"prompt_len": 151}, {"phase": "from 0 to 1 at prompt_len 151"}),
+        ("short", {"token_ids/c/0": plain([1] * 299, "<i4")}, {}, {"token_ids": "it has 299 values for 300 tokens"}),
+        ("samples", {"logits_positions/c/0": plain([1] * 4, "<i4")}, {}, {"logits": "does not have 5 values"}),
+        (
+            "document of samples",
+            {"logits_positions/zarr.json": schema.dump(schema.plain_document("int32", 5, "token"))},
+            {},
+            {"logits": "zarr.json of logits_positions is not that of 5 samples"},
+        ),
+        (
+            "document",
+            {"phase/zarr.json": schema.dump(schema.plain_document("uint8", 301, "token"))},
+            {},
+            {"phase": "not that of a token array of this length"},
+        ),
+        ("outside", {"q/c/0/7/0": b"x" * 40}, {}, {"q/c/0/7/0": "the file lies outside its array"}),
+        ("unknown", {"x/c/0/0/0": b"x" * 40}, {}, {"x/c/0/0/0": "the file belongs to no array"}),
+    ):
+        path = Path(shutil.copytree(sound, tmp_path / f"{what}.zarr"))
+        rewrite(path, change, **attrs)
+        found = {p.where: p.what for p in verify_store(path)}
+        assert found.keys() == expected.keys(), (what, found)
+        assert all(words in found[where] for where, words in expected.items()), (what, found)
+
+
+@pytest.mark.parametrize(("name", "value"), [("request_id", "other"), ("key", "k2"), ("created", "2020-01-01")])
+def test_verify_compares_a_store_with_the_line_of_its_beginning(
+    sound: Path, tmp_path: Path, name: str, value: str
+) -> None:
+    """Each of the three tells two requests apart."""
+    path = copy(sound, tmp_path)
+    shutil.copyfile(sound.parent / INDEX_NAME, tmp_path / INDEX_NAME)
+    assert verify_store(path) == []
+    own = json.loads((path / "zarr.json").read_bytes())["attributes"]["dmi"][name]
+    rewrite(path, {}, **{name: value})
+    [found] = verify_dir(tmp_path)
+    assert found.where == "zarr.json"
+    assert found.what == f"{name} is {value!r}, but the directory's index has {own!r}"
+    (tmp_path / INDEX_NAME).unlink()
+    assert verify_store(path) == [], "without an index nobody knows"
 
 
 # ---- files that changed places ------------------------------------------------------------------------------------
@@ -136,40 +209,115 @@ EXCHANGED = (
 )
 EXCHANGES = {
     "two shards of a hook": ("a", "k/c/0/0/0", "a", "k/c/0/1/0"),
+    "two shards of a hook that exists once": ("a", "embed/c/0/0/0", "a", "embed/c/0/1/0"),
     "a shard of two stores": ("a", "k/c/0/0/0", "b", "k/c/0/0/0"),
     "the last shard of two stores": ("a", "v/c/0/2/0", "b", "v/c/0/2/0"),
+    "two segments of two stores": ("a", "k/c/0/0/0", "b", "k/c/0/1/0"),
     "two hooks": ("a", "k/c/0/0/0", "a", "v/c/0/0/0"),
+    "the last shard of two hooks": ("a", "k/c/0/2/0", "a", "v/c/0/2/0"),
+    "two hooks of two stores": ("a", "k/c/0/0/0", "b", "v/c/0/0/0"),
     "all of two hooks": ("a", "k", "a", "v"),
+    "the shards of two hooks": ("a", "k/c", "a", "v/c"),
     "a hook of two stores": ("a", "embed", "b", "embed"),
+    "a hook of many shards of two stores": ("a", "v", "b", "v"),
+    "the metadata of two hooks": ("a", "k/zarr.json", "a", "v/zarr.json"),
+    "the metadata of two token arrays": ("a", "token_ids/zarr.json", "a", "phase/zarr.json"),
+    "the root documents of two stores": ("a", "zarr.json", "b", "zarr.json"),
     "token ids of two stores": ("a", "token_ids", "b", "token_ids"),
+    "the values of token ids of two stores": ("a", "token_ids/c/0", "b", "token_ids/c/0"),
+    "token ids and positions": ("a", "token_ids/c/0", "a", "positions/c/0"),
+    "token ids and positions with their metadata": ("a", "token_ids", "a", "positions"),
+    "two shards of logits": ("a", "logits/c/0/0", "a", "logits/c/1/0"),
     "logits of two stores": ("a", "logits/c/0/0", "b", "logits/c/0/0"),
+    "the last logits of two stores": ("a", "logits/c/1/0", "b", "logits/c/1/0"),
+    "all logits of two stores": ("a", "logits", "b", "logits"),
+    "positions of tokens and of logits": ("a", "positions/c/0", "a", "logits_positions/c/0"),
     "two stores": ("a", "", "b", ""),
+}
+BETWEEN_RANKS = {
+    "the ranks of a segment": ("a", "k/c/0/0/0", "a", "k/c/0/0/1"),
+    "the ranks of the last segment": ("a", "v/c/0/2/0", "a", "v/c/0/2/1"),
+    "two segments of rank 1": ("a", "k/c/0/0/1", "a", "k/c/0/1/1"),
+    "segments of two ranks": ("a", "k/c/0/0/1", "a", "k/c/0/1/0"),
+    "rank 1 of two hooks": ("a", "k/c/0/0/1", "a", "v/c/0/0/1"),
+    "rank 1 of two stores": ("a", "k/c/0/1/1", "b", "k/c/0/1/1"),
+    "two ranks of two stores": ("a", "k/c/0/1/0", "b", "k/c/0/1/1"),
+    "all ranks of a segment and the next": ("a", "k/c/0/0", "a", "k/c/0/1"),
 }
 
 
-@pytest.fixture(scope="module", params=["none", "zstd"])
-def pair(request: pytest.FixtureRequest, stores: kit.Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two stores whose files have the same sizes with codec none."""
-    root, length, samples = tmp_path_factory.mktemp("pair"), 300, 5
+def make_pair(root: Path, codec: str, tp: int) -> Path:
+    """Stores a and b of `tp` ranks, whose files have the same sizes with codec none."""
+    length, samples = 300, 70
+    owners = [kit.Store(4 << 20) for _ in range(tp)]
+    specs = [replace(s, shards=tp if s.name in ("k", "v") else 1) for s in EXCHANGED]
     for seed, name in enumerate("ab"):
-        rows = {s.name: samples if s.per_sample else length for s in EXCHANGED}
-        values = {s.name: kit.random_bits(s, rows[s.name], 10 * seed + i) for i, s in enumerate(EXCHANGED)}
-        options = {"codec": request.param, "segment": 128, "chunk": 32, "request_id": name}
+        rows = {s.name: samples if s.per_sample else length for s in specs}
+        values = {s.name: kit.random_bits(s, rows[s.name], 10 * seed + i) for i, s in enumerate(specs)}
+        options = {"codec": codec, "segment": 128, "chunk": 32, "request_id": name, "ranks": tp}
         ids = np.random.default_rng(seed).integers(0, 500, length)
-        stores.write(root / f"{name}.zarr", EXCHANGED, length, samples, values, ids=ids, **options)
+        for rank, owner in enumerate(owners):
+            own = kit.shard_specs(specs, tp, rank) if tp > 1 else specs
+            wait = rank == tp - 1
+            owner.write(root / f"{name}.zarr", own, length, samples, values, ids=ids, rank=rank, wait=wait, **options)
+    assert all([owner.shutdown(kit.PATIENCE) for owner in owners])
     assert verify_dir(root) == []
     return root
 
 
-@pytest.mark.parametrize("what", EXCHANGES)
-def test_verify_finds_files_that_changed_places(pair: Path, tmp_path: Path, what: str) -> None:
-    root = Path(shutil.copytree(pair, tmp_path / "root"))
-    first, one, second, other = EXCHANGES[what]
-    a, b, aside = root / f"{first}.zarr" / one, root / f"{second}.zarr" / other, tmp_path / "aside"
+@pytest.fixture(scope="module", params=["none", "zstd"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pair(tmp_path_factory.mktemp("pair"), request.param, 1)
+
+
+@pytest.fixture(scope="module", params=["none", "zstd"])
+def pair_of_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pair(tmp_path_factory.mktemp("pair"), request.param, 2)
+
+
+def exchange(root: Path, aside: Path, first: str, one: str, second: str, other: str) -> None:
+    """Let file `one` of store `first` and file `other` of store `second` change places."""
+    a, b = root / f"{first}.zarr" / one, root / f"{second}.zarr" / other
     a.rename(aside)
     b.rename(a)
     aside.rename(b)
+
+
+@pytest.mark.parametrize("what", EXCHANGES)
+def test_verify_finds_files_that_changed_places(pair: Path, tmp_path: Path, what: str) -> None:
+    """In the directory, and in each store that has a foreign file."""
+    root = Path(shutil.copytree(pair, tmp_path / "root"))
+    exchange(root, tmp_path / "aside", *EXCHANGES[what])
     assert verify_dir(root)
+    for name in {EXCHANGES[what][0], EXCHANGES[what][2]}:
+        assert verify_store(root / f"{name}.zarr"), name
+
+
+@pytest.mark.parametrize("what", EXCHANGES | BETWEEN_RANKS)
+def test_verify_finds_files_of_ranks_that_changed_places(pair_of_ranks: Path, tmp_path: Path, what: str) -> None:
+    root, files = Path(shutil.copytree(pair_of_ranks, tmp_path / "root")), (EXCHANGES | BETWEEN_RANKS)[what]
+    exchange(root, tmp_path / "aside", *files)
+    for name in {files[0], files[2]}:
+        assert verify_store(root / f"{name}.zarr"), name
+
+
+@pytest.mark.parametrize("first", ["k/c/0/0/0", "k/c/0/2/1", "v/c/0/1/1", "logits/c/1/0", "token_ids/c/0"])
+def test_verify_finds_a_copy_in_the_place_of_any_other_file(pair_of_ranks: Path, tmp_path: Path, first: str) -> None:
+    """Whatever file it replaces, in its own store or the other one."""
+    root = Path(shutil.copytree(pair_of_ranks, tmp_path / "root"))
+    data = (root / "a.zarr" / first).read_bytes()
+    for name in "ab":
+        store = root / f"{name}.zarr"
+        for path in [p for p in store.rglob("*") if p.is_file() and p != root / "a.zarr" / first]:
+            own = path.read_bytes()
+            path.write_bytes(data)
+            assert verify_store(store), f"{first} in the place of {path.relative_to(root)}"
+            path.write_bytes(own)
+        assert verify_store(store) == []
+
+
+def test_a_finished_store_has_no_journal_and_no_file_of_a_rank(pair_of_ranks: Path) -> None:
+    assert not [p for p in pair_of_ranks.glob("*.zarr/.*")]
 
 
 RESIDUAL = ("resid_pre", "attn_out", "resid_mid", "mlp_out")
@@ -193,23 +341,77 @@ def residual_stream(dtype: str, length: int, layers: int = 3, width: int = 32) -
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verify_finds_where_the_residual_stream_does_not_add_up(stores: kit.Store, tmp_path: Path, dtype: str) -> None:
-    values = residual_stream(dtype, 200)
+    values = residual_stream(dtype, 300)
     specs = [ArraySpec(n, dtype, (0, 1, 2), 32) for n in RESIDUAL] + [ArraySpec("resid_final", dtype, (), 32)]
     attrs = {"identities": True, "num_layers": 3}
-    stores.write(tmp_path / "good.zarr", specs, 200, values=values, attrs=attrs)
+    stores.write(tmp_path / "good.zarr", specs, 300, values=values, attrs=attrs)
     assert verify_store(tmp_path / "good.zarr") == []
     for name, layer, token, expected in (
         ("attn_out", 1, 130, ["resid_mid layer 1 token 130"]),
         ("resid_final", 0, 7, ["resid_final layer 0 token 7"]),
         ("resid_mid", 2, 199, ["resid_mid layer 2 token 199", "resid_final layer 0 token 199"]),
+        ("mlp_out", 0, 299, ["resid_pre layer 1 token 299"]),
+        ("resid_pre", 2, 256, ["resid_pre layer 2 token 256", "resid_mid layer 2 token 256"]),
     ):
         wrong = {k: v.copy() for k, v in values.items()}
-        wrong[name][layer, token, 5] = wrong[name][layer, (token + 50) % 200, 5] ^ 0x100
+        wrong[name][layer, token, 5] = wrong[name][layer, (token + 50) % 300, 5] ^ 0x100
         path = tmp_path / f"{name}.zarr"
-        stores.write(path, specs, 200, values=wrong, attrs=attrs)
+        stores.write(path, specs, 300, values=wrong, attrs=attrs)
         assert [p.where for p in verify_store(path)] == expected
-        stores.write(tmp_path / f"unflagged-{name}.zarr", specs, 200, values=wrong)
+        stores.write(tmp_path / f"unflagged-{name}.zarr", specs, 300, values=wrong)
         assert verify_store(tmp_path / f"unflagged-{name}.zarr") == []
+
+
+@pytest.mark.parametrize("lacking", RESIDUAL)
+def test_sums_without_all_their_rows_are_not_checked_and_the_others_are(
+    stores: kit.Store, tmp_path: Path, lacking: str
+) -> None:
+    """An incomplete store may lack a chunk of one hook. The same tokens of another layer are still compared."""
+    values = residual_stream("float32", 200)
+    values["resid_mid"][2, 150, 3] ^= 1 << 24  # in the chunk that is lacking in layer 0
+    specs = [ArraySpec(n, "float32", (0, 1, 2), 32) for n in RESIDUAL]
+    path, attrs = tmp_path / "a.zarr", {"identities": True, "num_layers": 3}
+    losses = [Loss.of(Cause.FELL_BEHIND, [[128, 200]])]
+    stores.write(path, specs, 200, values=values, attrs=attrs, codec="none", losses=losses)
+    data = (path / f"{lacking}/c/0/0/0").read_bytes()
+    size = 16 * 3 * 2 + 4
+    index = read_index(data[-size:], (3, 2)).copy()
+    index[0, 1] = EMPTY
+    body = data[:-size]
+    crcs = [body[int(a + n) - 4 : int(a + n)] for a, n in sorted(map(tuple, index[index[..., 0] != EMPTY].tolist()))]
+    content = shard_content(b"".join(crcs), index)
+    document = json.loads((path / "zarr.json").read_bytes())
+    own = document["attributes"]["dmi"]
+    forged = body + index_bytes(index)
+    (path / f"{lacking}/c/0/0/0").write_bytes(forged)
+    own["files"][f"{lacking}/c/0/0/0"] = [len(forged), file_checksum(f"{lacking}/c/0/0/0", content)]
+    own["checksum"] = crc32c(schema.canonical(own))
+    (path / "zarr.json").write_bytes(schema.dump(document))
+    assert [p.where for p in verify_store(path)] == ["resid_mid layer 2 token 150"]
+
+
+TOLERATED = {"float32": 1e-5, "float16": 2 * 2.0**-11, "bfloat16": 2 * 2.0**-8}
+"""Of docs/FORMAT.md, section 7: the error of a sum as a part of the largest magnitude in the three rows."""
+
+
+@pytest.mark.parametrize("dtype", TOLERATED)
+@pytest.mark.parametrize("values", [(64, -32, 32), (-32, 64, 32), (32, 32, 64)])
+def test_a_sum_may_be_off_by_the_tolerance_and_no_more(
+    stores: kit.Store, tmp_path: Path, dtype: str, values: tuple[float, float, float]
+) -> None:
+    """The largest magnitude of a row is 64, in one of the three. Another column is off."""
+    specs = [ArraySpec(name, dtype, (0,), 4) for name in RESIDUAL[:3]]
+    for part, found in ((0.97, []), (1.03, ["resid_mid layer 0 token 150"])):
+        rows = {
+            name: np.full((1, 200, 4), 1.0 - (name == "attn_out")).astype(numpy_dtype(dtype)) for name in RESIDUAL[:3]
+        }
+        for name, value in zip(RESIDUAL, values, strict=False):
+            rows[name][0, 150, 1] = value
+        rows["resid_pre"][0, 150, 2], rows["resid_mid"][0, 150, 2] = 0, part * TOLERATED[dtype] * 64
+        path = tmp_path / f"{part}.zarr"
+        raw = {name: kit.bits(row) for name, row in rows.items()}
+        stores.write(path, specs, 200, values=raw, attrs={"identities": True, "num_layers": 1})
+        assert [p.where for p in verify_store(path) if "suspect" not in p.what] == found
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An Exporter over rows in main memory, without an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from dmi_connector.engine.architectures import ARCHITECTURES
+from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.messages import Close, Open, StepMetadata
+from dmi_connector.engine.transfer.exporter import Exporter
+from dmi_connector.hooks import ModelDims, parse_selection
+from dmi_connector.layout import row_layout
+from dmi_connector.settings import ServerOptions
+from dmi_connector.store.write.ring import Extent, Ring
+
+DIMS = ModelDims("Qwen3ForCausalLM", 4, 512, 16, 16, 64, 512, 512)
+SMALL = ModelDims("Qwen3ForCausalLM", 2, 8, 2, 2, 4, 16, 33)
+
+
+def make_exporter(
+    store_dir: object, tokens: int, dims: ModelDims = DIMS, rank: int = 0, tp: int = 1, **options: Any
+) -> Exporter:
+    """An exporter over `tokens` slots, whose rows carry their slot as token id and position."""
+    extra = {"store_dir": str(store_dir), "hooks": "q", "codec": "none", "writers": 1, **options}
+    parsed = ServerOptions.parse(extra)
+    selection = parse_selection(parsed.hooks, dims)
+    layout = row_layout(selection, dims, "float32", tp)
+    arch = ARCHITECTURES[dims.architecture]
+    context = CaptureContext(parsed, arch, dims, selection, layout, "float32", tp, "target")
+    rows = torch.zeros(tokens, layout.row_bytes, dtype=torch.uint8)
+    rows.view(torch.int32)[:, :2] = torch.arange(tokens, dtype=torch.int32)[:, None]
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        model_config=SimpleNamespace(model="tiny"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+    layer: Any = SimpleNamespace(rows=rows, row_dtype=torch.float32, step=None)
+    return Exporter(context, layer, rank, config)
+
+
+@dataclass
+class Noted:
+    """Stands for an `OpenCapture`: notes what it is given, and keeps the ring memory.
+
+    chunks: (first row, rows, payload).
+    """
+
+    ring: Ring
+    chunks: list[tuple[int, int, bytes]] = field(default_factory=list)
+    extents: list[Extent] = field(default_factory=list)
+    closed: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def chunk(self, extent: Extent, first: int, count: int) -> None:
+        self.extents.append(extent)
+        self.chunks.append((first, count, self.ring.view(extent).tobytes()))
+
+    def close(self, *what: Any) -> None:
+        self.closed.append(what)
+
+
+def begin(exporter: Exporter, number: int, prompt: int, start: int = 0) -> Noted:
+    """Open a capture of all hooks, whose rows go to a `Noted`."""
+    hooks = dict(exporter.context.selection.hooks)
+    opened = Open(number, f"/x/{number}.zarr", hooks, f"r{number}", None, start, prompt, {"prompt_len": prompt})
+    exporter.before_forward(StepMetadata(opens=[opened]))
+    noted = Noted(exporter.ring)
+    exporter.captures[number].out = noted  # type: ignore[assignment]
+    return noted
+
+
+def closing(number: int, length: int, **more: Any) -> Close:
+    """The end of a capture of `length` rows."""
+    given = {"rows": [], "samples": 0, "token_ids": list(range(length)), "attrs": {}, "losses": [], **more}
+    return Close(capture=number, length=length, **given)

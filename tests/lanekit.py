@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A `DeviceLane` with CPU memory in place of CUDA, the chunks sent to it and what became of them."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from dmi_connector.engine.transfer import gpu_lane, pinning
+from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Progress
+from dmi_connector.engine.transfer.gpu_lane import DeviceLane
+from dmi_connector.store.format.completeness import Cause
+from dmi_connector.store.write.ring import Extent, Ring
+from tests import storekit as kit
+
+ROW_BYTES, ROWS = 2048, 8
+CHUNK = ROW_BYTES * 2
+"""Bytes of the chunks here: two rows."""
+TABLE = np.array([[0, ROW_BYTES, 0]])
+BEHIND = Cause.FELL_BEHIND.value[1]
+
+
+class Event:
+    """Happened at once, unless the link is held up."""
+
+    link = threading.Event()
+
+    def __init__(self, **_: Any) -> None:
+        self.of_link = False
+
+    def record(self, *_: Any) -> None:
+        return
+
+    def query(self) -> bool:
+        return not self.of_link or self.link.is_set()
+
+    def synchronize(self) -> None:
+        if self.of_link:
+            assert self.link.wait(kit.PATIENCE)
+
+
+class Copier:
+    """Copies when it is asked; the events say so when the link goes on."""
+
+    def __init__(self, *_: Any) -> None:
+        return
+
+    def start(self) -> None:
+        return
+
+    @staticmethod
+    def copy(source: torch.Tensor, target: int, _ready: Event) -> Event:
+        ctypes.memmove(target, source.data_ptr(), source.numel())
+        copied = Event()
+        copied.of_link = True
+        return copied
+
+
+class Lane:
+    """A lane, the chunks sent to it and what became of them."""
+
+    def __init__(self, chunks_in_staging: int, chunks_in_ring: int) -> None:
+        self.rows = torch.randint(0, 255, (ROWS * 8, ROW_BYTES), dtype=torch.uint8)
+        self.ring = Ring(chunks_in_ring * CHUNK)
+        self.extents: list[Extent] = []
+        self.delivered: list[tuple[int, bytes]] = []
+        self.progress = Progress()
+        self.lane = DeviceLane(self.ring, chunks_in_staging * CHUNK, self.rows)
+
+    def capture(self, table: np.ndarray = TABLE) -> CaptureExport:
+        """A capture of some fields of the rows, which notes what is delivered. It keeps the ring memory."""
+
+        def chunk(extent: Extent, first: int, count: int) -> None:
+            assert count == 2
+            self.extents.append(extent)
+            self.delivered.append((first // 2, self.ring.view(extent).tobytes()))
+
+        layout: Any = SimpleNamespace(payload=SimpleNamespace(token_bytes=int(table[:, 1].sum())), table=table)
+        out: Any = SimpleNamespace(chunk=chunk)
+        return CaptureExport(1, layout, out, 0, self.ring, self.progress)
+
+    def chunk(self, number: int, capture: CaptureExport | None = None) -> ChunkTransfer:
+        """Rows 2 * number and the one after."""
+        return ChunkTransfer(capture or self.capture(), 2 * number, np.array([2 * number, 2 * number + 1]))
+
+    def wanted(self, number: int) -> tuple[int, bytes]:
+        return number, self.rows[2 * number : 2 * number + 2].numpy().tobytes()
+
+
+def lost(*transfers: ChunkTransfer) -> list[tuple[int, str]]:
+    """(number, reason) of chunks that were given up."""
+    found = {loss.rows: loss.words for t in transfers for loss in t.capture.losses}
+    return [(start // 2, words) for rows, words in found.items() for start, _ in rows]
+
+
+class Engine:
+    """The stream that the engine's thread works on; other threads have theirs."""
+
+    stream: ClassVar[object] = object()
+
+    @classmethod
+    def current(cls, _device: object) -> object:
+        return cls.stream if threading.current_thread() is threading.main_thread() else object()
+
+
+_streams: list[object] = []
+
+
+@contextmanager
+def chosen(stream: object) -> Iterator[None]:
+    _streams.append(stream)
+    try:
+        yield
+    finally:
+        _streams.pop()
+
+
+def simulate(patch: pytest.MonkeyPatch) -> list[int]:
+    """Put CPU memory in place of CUDA. Returns a list that gets the number of rows of each gather."""
+    found: list[int] = []
+    gather = gpu_lane.gather_rows
+    cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    for name, fake in (
+        ("Event", Event),
+        ("current_stream", Engine.current),
+        ("stream", chosen),
+        ("set_device", lambda _device: None),
+        ("cudart", lambda: cudart),
+    ):
+        patch.setattr(torch.cuda, name, fake)
+    patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    patch.setattr(gpu_lane, "SliceCopier", Copier)
+    patch.setattr(pinning, "relax_captures", lambda: None)
+
+    def gather_rows(rows: torch.Tensor, index: torch.Tensor, *rest: torch.Tensor) -> None:
+        assert _streams == [Engine.stream], "kernels on another stream slow down graphs that are replayed later"
+        found.append(len(index))
+        gather(rows, index, *rest)
+
+    patch.setattr(gpu_lane, "gather_rows", gather_rows)
+    Event.link = threading.Event()
+    Event.link.set()
+    return found

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plugin of pytest: tells mutmut which functions each test reaches in child processes.
+
+mutmut runs a mutant only against tests that reach its function, and sees those of pytest's own process. Coordinator and
+writers are processes of their own: `sitecustomize.py`, which each Python process imports at its start, notes there what
+they reach. A mutant itself needs no help: children inherit the variable that names it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+FOLDER = os.environ.get("MUTANTS_HITS", "")
+"""Where children leave what they reach: a file for each process. `test` grows by one byte with each test."""
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    if FOLDER and os.environ.get("MUTANT_UNDER_TEST") == "stats":
+        with open(Path(FOLDER, "test"), "ab") as f:
+            f.write(b".")
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    if FOLDER and os.environ.get("MUTANT_UNDER_TEST") == "stats":
+        from mutmut.state import state
+
+        for path in Path(FOLDER).glob("*.hits"):
+            for function in path.read_text().split("\n")[:-1]:
+                state().tests_by_mangled_function_name[function].add(nodeid)
+            path.unlink()

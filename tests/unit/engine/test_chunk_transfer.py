@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker tells the scheduler of lost and gathered rows, and what becomes of a lost chunk's memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.messages import Report
+from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Progress
+from dmi_connector.store.format.completeness import Cause
+from dmi_connector.store.write.ring import Ring
+from tests.trackerkit import ask, generate, make_tracker
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    one = Ring(8192)
+    yield one
+    os.close(one.fd)
+
+
+def export(ring: Ring, number: int = 7) -> CaptureExport:
+    layout: Any = SimpleNamespace(payload=SimpleNamespace(token_bytes=100), table=None)
+    return CaptureExport(number, layout, None, 0, ring, Progress())
+
+
+def test_a_report_tells_of_each_loss_once(ring: Ring) -> None:
+    capture = export(ring)
+    capture.progress.gather(5)
+    capture.lose(16, 16, Cause.FELL_BEHIND)
+    capture.lose(40, 8, Cause.FELL_BEHIND)
+    first, second = capture.progress.report(), capture.progress.report()
+    assert (first.gathered, first.lost) == (5, {7: [[16, 32], [40, 48]]})
+    assert (second.gathered, second.lost) == (5, {})
+    assert (capture.progress.counts["lost_ranges"], capture.progress.counts["lost_rows"]) == (2, 24)
+    capture.progress.gather(3)
+    capture.lose(0, 1, Cause.FELL_BEHIND)
+    third = capture.progress.report()
+    assert (third.gathered, third.lost) == (8, {7: [[0, 1]]})
+    assert [(loss.cause, loss.rows) for loss in capture.losses] == [(Cause.FELL_BEHIND, ((16, 32), (40, 48), (0, 1)))]
+
+
+def test_a_response_names_lost_rows_once_however_many_steps_follow(ring: Ring, tmp_path: Path) -> None:
+    """The worker reports after each step."""
+    tracker, request = make_tracker(tmp_path, "resid_pre"), ask({"include_output_tokens": True}, 40)
+    tracker.on_new_request(request)  # type: ignore[arg-type]
+    capture, step = export(ring, 1), tracker.step
+
+    def step_with_report(*arguments: Any) -> Any:
+        found = step(*arguments)
+        if found.chunks and found.chunks[0].first == 0:
+            capture.lose(16, 16, Cause.FELL_BEHIND)
+            capture.lose(0, 8, Cause.FELL_BEHIND)
+        tracker.on_report(capture.progress.report())
+        return found
+
+    tracker.step = step_with_report  # type: ignore[method-assign]
+    _, response = generate(tracker, request, 5)
+    assert response is not None and response["dmi_missing"] == [[0, 8], [16, 32]]
+
+
+def test_losses_of_ended_requests_are_not_kept(tmp_path: Path) -> None:
+    tracker, request = make_tracker(tmp_path, "resid_pre"), ask({}, 40)
+    tracker.on_new_request(request)  # type: ignore[arg-type]
+    generate(tracker, request, 1)
+    tracker.on_report(Report(9, {1: [[0, 8]]}))
+    assert tracker.lost == {} and tracker.gathered == 9
+
+
+def test_reports_of_ranks_are_joined(tmp_path: Path) -> None:
+    both = Report(5, {1: [[0, 4]], 2: [[8, 9]]}).aggregate(Report(9, {1: [[4, 8]], 3: [[1, 2]]}))
+    assert isinstance(both, Report)
+    assert (both.gathered, both.lost) == (5, {1: [[0, 4], [4, 8]], 2: [[8, 9]], 3: [[1, 2]]})
+
+
+def test_a_lost_chunk_gives_its_ring_memory_back(ring: Ring) -> None:
+    capture = export(ring)
+    transfer = ChunkTransfer(capture, 20, np.arange(30))
+    assert transfer.nbytes == 3000 and transfer.waits and transfer.reserve() and ring.used == 4096
+    transfer.lose(Cause.NOT_GATHERED, error="no memory")
+    assert ring.used == 0 and transfer.lost and not transfer.waits
+    assert capture.progress.report().lost == {7: [[20, 50]]} and capture.progress.gathered == 30
+    assert [loss.words for loss in capture.losses] == ["rows could not be gathered (no memory)"]
+
+
+def test_a_chunk_does_not_wait_for_room_in_the_ring(ring: Ring) -> None:
+    full = ring.alloc(8192, 0)
+    transfer = ChunkTransfer(export(ring), 0, np.arange(30))
+    assert full is not None and not transfer.reserve() and transfer.extent is None
+    transfer.lose(Cause.FELL_BEHIND)  # it has no memory to give back
+    assert ring.used == 8192

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's half without an engine: what goes where in a step, what is lost, and when captures end."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.coverage import UNWRITTEN
+from dmi_connector.engine.messages import Open, Rows, Sample, StepMetadata
+from dmi_connector.engine.transfer.chunk_transfer import CaptureExport
+from dmi_connector.engine.transfer.exporter import Exporter
+from dmi_connector.engine.transfer.gpu_lane import DeviceLane
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.write.ring import Extent, Ring
+from tests import storekit as kit
+from tests.exporterkit import SMALL, Noted, begin, closing, make_exporter
+from tests.lanekit import Event, simulate
+
+CHUNK = 4
+SLOTS = np.arange(64)
+LOGIT_BYTES = SMALL.vocab * 4
+Make = Callable[..., Exporter]
+
+
+def rows(number: int, first: int, count: int = CHUNK) -> Rows:
+    """Rows of a capture that lie in the slots of the same numbers."""
+    return Rows(number, first, SLOTS[first : first + count])
+
+
+def payload(exporter: Exporter, first: int, count: int = CHUNK) -> bytes:
+    """What a chunk of these rows is to hold: each field of all rows, then the headers."""
+    [layout] = exporter.layouts.values()
+    found = exporter.rows.numpy()[first : first + count]
+    return b"".join(found[:, at : at + nbytes].tobytes() for at, nbytes, _ in layout.table)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """make(policy): an exporter of two layers of q without processes; its ring has room for 8,192 bytes."""
+    made: list[Exporter] = []
+
+    def one(policy: str = "block", ring: int = 8192, **options: Any) -> Exporter:
+        exporter = make_exporter(
+            tmp_path, 64, SMALL, policy=policy, **{"sink": "host", "chunk_tokens": CHUNK, **options}
+        )
+        exporter.rows[:, 64:] = torch.randint(0, 255, exporter.rows[:, 64:].shape, dtype=torch.uint8)
+        os.close(exporter.ring.fd)
+        exporter.ring = Ring(ring)
+        made.append(exporter)
+        return exporter
+
+    yield one
+    for exporter in made:
+        os.close(exporter.ring.fd)
+
+
+def lost(capture: CaptureExport) -> list[tuple[Cause, tuple[tuple[int, int], ...]]]:
+    return [(loss.cause, loss.rows) for loss in capture.losses]
+
+
+# ---- on a CPU -----------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_step_arrive_with_the_first_row_that_each_chunk_has(make: Make) -> None:
+    exporter = make(ring=1 << 20)
+    a, b = begin(exporter, 1, 20), begin(exporter, 2, 20)
+    exporter.after_forward(StepMetadata(chunks=[rows(1, 4), rows(2, 0), rows(1, 8)]))
+    assert a.chunks == [(4, 4, payload(exporter, 4)), (8, 4, payload(exporter, 8))]
+    assert b.chunks == [(0, 4, payload(exporter, 0))]
+    assert exporter.take_report().gathered == 12
+
+
+def test_a_store_is_opened_with_what_the_scheduler_and_the_server_say(make: Make) -> None:
+    exporter = make(tp=2, rank=1)
+    opened: list[tuple[Any, ...]] = []
+    exporter.client = SimpleNamespace(  # type: ignore[assignment]
+        register=lambda layout: opened.append((layout,)) or 5, open_capture=lambda *what: opened.append(what)
+    )
+    for number in (1, 2):
+        hooks = dict(exporter.context.selection.hooks)
+        message = Open(number, f"/x/{number}.zarr", hooks, f"r{number}", "key", 3, 17, {"prompt_len": 20})
+        exporter.before_forward(StepMetadata(opens=[message]))
+    exporter.client = None
+    [layout] = exporter.layouts.values()
+    attrs = {**exporter.store_attrs, "prompt_len": 20, "start": 3}
+    assert opened == [
+        (layout.payload,),
+        (5, "/x/1.zarr", attrs, "r1", "key", 1, 2, 17),
+        (5, "/x/2.zarr", attrs, "r2", "key", 1, 2, 17),
+    ]
+    assert [(c.number, c.start, c.checked) for c in exporter.captures.values()] == [(1, 3, False), (2, 3, False)]
+
+
+def test_the_last_rows_are_exported_before_the_capture_is_closed(make: Make) -> None:
+    exporter = make()
+    a, other = begin(exporter, 1, 20), begin(exporter, 2, 20)
+    early = Loss.of(Cause.ENDED_EARLY, [[7, 9]], finish="abort", end=7, expected=9)
+    end = closing(1, 7, rows=[rows(1, 4, 3)], attrs={"finish_reason": "stop"}, losses=[early])
+    exporter.before_forward(StepMetadata(closes=[end]))
+    assert a.chunks == [(4, 3, payload(exporter, 4, 3))]
+    assert a.closed == [(7, {}, list(range(7)), {"finish_reason": "stop"}, [early])]
+    assert list(exporter.captures) == [2] and other.closed == []
+
+
+def test_only_rank_0_tells_what_the_request_lacks(make: Make) -> None:
+    exporter = make(rank=1, tp=2)
+    a = begin(exporter, 1, 20)
+    early = Loss.of(Cause.ENDED_EARLY, [[7, 9]], finish="abort", end=7, expected=9)
+    exporter.captures[1].lose(4, 4, Cause.FELL_BEHIND)
+    exporter.before_forward(StepMetadata(closes=[closing(1, 7, losses=[early])]))
+    assert [(loss.cause, loss.rows) for loss in a.closed[0][4]] == [(Cause.FELL_BEHIND, ((4, 7),))]
+
+
+def test_rows_behind_the_end_are_no_loss(make: Make) -> None:
+    """The engine samples once more before it learns of a stop."""
+    exporter = make()
+    a = begin(exporter, 1, 20)
+    for first, count in ((2, 1), (6, 4), (8, 1), (9, 1)):
+        exporter.captures[1].lose(first, count, Cause.FELL_BEHIND)
+    exporter.before_forward(StepMetadata(closes=[closing(1, 8)]))
+    assert [loss.rows for loss in a.closed[0][4]] == [((2, 3), (6, 8))]
+
+
+def test_rows_without_room_are_lost_under_policy_drop_and_told_once(make: Make) -> None:
+    """Two chunks fill the ring. The third is lost; it counts as gathered, since nothing waits for its blocks."""
+    exporter = make("drop")
+    a = begin(exporter, 1, 20)
+    exporter.after_forward(StepMetadata(chunks=[rows(1, 0), rows(1, 4), rows(1, 8)]))
+    assert [first for first, *_ in a.chunks] == [0, 4] and lost(exporter.captures[1]) == [
+        (Cause.FELL_BEHIND, ((8, 12),))
+    ]
+    report = exporter.take_report()
+    assert (report.gathered, report.lost) == (12, {1: [[8, 12]]})
+    again = exporter.take_report()
+    assert (again.gathered, again.lost) == (12, {})
+    for extent in a.extents:
+        exporter.ring.release(extent)
+    assert exporter.ring.used == 0
+    exporter.after_forward(StepMetadata(chunks=[rows(1, 12)]))
+    assert a.chunks[-1] == (12, 4, payload(exporter, 12))
+
+
+def test_under_policy_block_a_full_ring_is_waited_for_and_the_time_counted(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter = make()
+    a = begin(exporter, 1, 20)
+    exporter.after_forward(StepMetadata(chunks=[rows(1, 0), rows(1, 4)]))
+    assert exporter.progress.counts["blocked_seconds"] == 0
+    alloc, waits = exporter.ring.alloc, []
+
+    def drained(nbytes: int, timeout: float | None = None) -> Extent | None:
+        waits.append(timeout)
+        if timeout is None:
+            time.sleep(0.01)
+            exporter.ring.release(a.extents[0])
+        return alloc(nbytes, timeout)
+
+    monkeypatch.setattr(exporter.ring, "alloc", drained)
+    exporter.after_forward(StepMetadata(chunks=[rows(1, 8)]))
+    assert waits == [0.0, None], "it tries without waiting first"
+    assert a.chunks[-1] == (8, 4, payload(exporter, 8)) and lost(exporter.captures[1]) == []
+    assert 0.01 <= exporter.progress.counts["blocked_seconds"] < kit.PATIENCE
+
+
+def test_a_sink_without_stores_gives_the_ring_back(make: Make) -> None:
+    exporter = make()
+    begin(exporter, 1, 20)
+    exporter.captures[1].out = None
+    for first in range(0, 20, 4):
+        exporter.after_forward(StepMetadata(chunks=[rows(1, first)]))
+    assert exporter.ring.used == 0 and exporter.progress.counts["bytes_exported"] == 20 * (2 * 32 + 8)
+    exporter.before_forward(StepMetadata(closes=[closing(1, 20)]))
+    assert exporter.pending() == 0
+
+
+def test_the_null_sink_only_counts_rows(make: Make) -> None:
+    exporter = make(sink="null")
+    a = begin(exporter, 1, 20)
+    exporter.after_forward(StepMetadata(chunks=[rows(1, 0), rows(1, 4)]))
+    assert a.chunks == [] and exporter.take_report().gathered == 8
+
+
+def test_rows_that_no_tap_wrote_are_lost_under_check_poison(make: Make) -> None:
+    exporter = make(check="poison")
+    a = begin(exporter, 1, 20)
+    [layout] = exporter.layouts.values()
+    offset = int(layout.table[1][0])
+    exporter.rows[5, offset : offset + 4].view(torch.int16)[:] = UNWRITTEN
+    exporter.after_forward(StepMetadata(chunks=[rows(1, 0), rows(1, 4)]))
+    assert [first for first, *_ in a.chunks] == [0]
+    assert [(loss.words, loss.rows) for loss in exporter.captures[1].losses] == [
+        ("no tap wrote q of layer 1 in some row (check poison)", ((4, 8),))
+    ]
+    exporter.ring.release(a.extents[0])
+    assert exporter.ring.used == 0
+
+
+# ---- logits -------------------------------------------------------------------------------------------------------
+
+
+class Client:
+    """Stands for a `StoreClient`: notes the rows of logits that it is given."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self.ring = exporter.ring
+        self.rows_given: list[list[tuple[Any, ...]]] = []
+        self.bytes_given: list[bytes] = []
+
+    def rows(self, extent: Any, found: list[tuple[Any, ...]]) -> None:
+        self.rows_given.append(found)
+        self.bytes_given.append(self.ring.view(extent).tobytes())
+        self.ring.release(extent)
+
+
+def sampled(exporter: Exporter, slots: list[list[int]]) -> torch.Tensor:
+    """Let a step have computed these slots, one list for each request. Returns its logits, one row for each."""
+    ends = np.cumsum([0] + [len(each) for each in slots])
+    exporter.layer.step = SimpleNamespace(  # type: ignore[assignment]
+        slot_mapping=torch.tensor([s for each in slots for s in each]), query_start_loc=torch.tensor(ends)
+    )
+    return torch.arange(len(slots) * SMALL.vocab, dtype=torch.float32).view(len(slots), -1)
+
+
+def with_logits(make: Make, policy: str = "block") -> tuple[Exporter, Client]:
+    exporter = make(policy, hooks="q,logits")
+    client = Client(exporter)
+    exporter.client = client  # type: ignore[assignment]
+    return exporter, client
+
+
+def test_logits_go_to_the_captures_whose_last_slot_they_belong_to(make: Make) -> None:
+    """The order of the batch is not that of the samples, and one request is not captured."""
+    exporter, client = with_logits(make)
+    exporter.client = None
+    a, b = begin(exporter, 1, 20), begin(exporter, 2, 20)
+    exporter.client = client  # type: ignore[assignment]
+    exporter.before_forward(StepMetadata(samples=[Sample(1, 3, 22, 40), Sample(2, 0, 19, 7)]))
+    logits = sampled(exporter, [[5, 6, 7], [30, 31], [40]])
+    exporter.logits(logits)
+    exporter.logits(logits)  # as prompt logprobs do
+    assert client.rows_given == [[(b, "logits", 0, 19, 0), (a, "logits", 3, 22, 2 * LOGIT_BYTES)]]
+    assert client.bytes_given[0][: 3 * LOGIT_BYTES] == logits.numpy().tobytes()
+    assert exporter.ring.used == 0
+
+
+def test_logits_without_room_are_lost_at_their_row_under_policy_drop(make: Make) -> None:
+    exporter, client = with_logits(make, "drop")
+    exporter.client = None
+    begin(exporter, 1, 20, start=15)
+    exporter.client = client  # type: ignore[assignment]
+    full = exporter.ring.alloc(exporter.ring.nbytes, 0)
+    assert full is not None
+    exporter.before_forward(StepMetadata(samples=[Sample(1, 0, 19, 7)]))
+    exporter.logits(sampled(exporter, [[6, 7]]))
+    assert client.rows_given == [] and lost(exporter.captures[1]) == [(Cause.FELL_BEHIND, ((4, 5),))]
+    assert exporter.take_report().lost == {1: [[4, 5]]}
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """gpu(policy): an exporter with a lane whose staging memory holds two chunks. The link stands still."""
+    simulate(monkeypatch)
+    Event.link.clear()
+    made: list[DeviceLane] = []
+
+    def one(policy: str = "block") -> Exporter:
+        exporter = make(policy, 1 << 20)
+        exporter.lane = DeviceLane(exporter.ring, 1024, exporter.rows)
+        made.append(exporter.lane)
+        return exporter
+
+    yield one
+    Event.link.set()
+    for lane in made:
+        lane.finish_gathers(kit.PATIENCE)
+        lane.shutdown(kit.PATIENCE)
+        assert not lane._thread.is_alive()
+
+
+def fill(exporter: Exporter, *numbers: int) -> list[Noted]:
+    """Open captures and export a chunk of each; two more of the first go before and fill the staging memory."""
+    found = [begin(exporter, number, 20) for number in numbers]
+    exporter.after_forward(StepMetadata(chunks=[rows(numbers[0], 0), rows(numbers[0], 4)]))
+    exporter.after_forward(StepMetadata(chunks=[rows(number, 8) for number in numbers]))
+    assert [len(exporter.captures[number].waiting) for number in numbers] == [1] * len(numbers)
+    return found
+
+
+@pytest.mark.parametrize("preempted", [[2], [3], [3, 2], [9, 3]])
+def test_waiting_rows_of_preempted_captures_are_moved_first(gpu: Any, preempted: list[int]) -> None:
+    """Their blocks are overwritten by the next forward. Captures that are not preempted go on waiting."""
+    exporter = gpu("drop")
+    fill(exporter, 1, 2, 3)
+    exporter.before_forward(StepMetadata(preempted=preempted))
+    for number in (1, 2, 3):
+        capture, moved = exporter.captures[number], number in preempted
+        assert lost(capture) == ([(Cause.FELL_BEHIND, ((8, 12),))] if moved else []), number
+        assert len(capture.waiting) == (not moved), number
+    kept = [t.capture.number for t in exporter.lane.waiting]
+    assert kept == [number for number in (1, 2, 3) if number not in preempted]
+
+
+def test_a_preemption_under_policy_block_waits_for_its_rows_alone(gpu: Any) -> None:
+    exporter = gpu()
+    noted = fill(exporter, 1, 2, 3)
+    waiting = {number: exporter.captures[number].waiting[0] for number in (1, 2, 3)}
+    order: list[int] = []
+    gather = exporter.lane._gather
+
+    def note(room: Any) -> Any:
+        order.extend(transfer.capture.number for transfer, _ in room)
+        return gather(room)
+
+    exporter.lane._gather = note
+    timer = threading.Timer(0.02, Event.link.set)
+    timer.start()
+    exporter.before_forward(StepMetadata(preempted=[3]))
+    timer.join()
+    assert not waiting[3].waits and exporter.captures[3].waiting == []
+    kit.until(lambda: not any(transfer.waits for transfer in waiting.values()))
+    assert sorted(order) == [1, 2, 3] and all(lost(exporter.captures[n]) == [] for n in (1, 2, 3))
+    kit.until(lambda: [len(each.chunks) for each in noted] == [3, 1, 1])
+    assert noted[2].chunks == [(8, 4, payload(exporter, 8))]
+    assert exporter.progress.counts["blocked_seconds"] > 0
+
+
+def test_a_capture_whose_blocks_are_kept_ends_once_its_rows_are_gathered(gpu: Any) -> None:
+    exporter = gpu()
+    a, b = fill(exporter, 1, 2)
+    exporter.before_forward(StepMetadata(closes=[closing(2, 12, keeps_blocks="r2")]))
+    exporter.after_forward(StepMetadata())
+    assert exporter.take_finished() == set() and exporter.pending() >= 2 and b.closed == []
+    Event.link.set()
+    kit.until(lambda: not exporter.lane.waiting)
+    exporter.after_forward(StepMetadata())
+    assert exporter.take_finished() == {"r2"} and exporter.take_finished() == set()
+    kit.until(lambda: b.closed)
+    assert b.chunks == [(8, 4, payload(exporter, 8))] and exporter.ending == [] and a.closed == []
+
+
+def test_a_capture_whose_blocks_are_free_is_gathered_before_the_forward(gpu: Any) -> None:
+    exporter = gpu("drop")
+    _, b = fill(exporter, 1, 2)
+    exporter.before_forward(StepMetadata(closes=[closing(2, 12)]))
+    kit.until(lambda: not exporter.lane.waiting or exporter.lane.waiting[0].capture.number == 1)
+    Event.link.set()
+    kit.until(lambda: b.closed)
+    assert [(loss.cause, loss.rows) for loss in b.closed[0][4]] == [(Cause.FELL_BEHIND, ((8, 12),))]
+
+
+def test_a_shutdown_ends_captures_whose_blocks_were_kept(gpu: Any) -> None:
+    exporter = gpu()
+    _, b = fill(exporter, 1, 2)
+    exporter.before_forward(StepMetadata(closes=[closing(2, 12, keeps_blocks="r2")]))
+    threading.Timer(0.02, Event.link.set).start()
+    exporter.shutdown()
+    assert [closed[0] for closed in b.closed] == [12] and b.chunks == [(8, 4, payload(exporter, 8))]
+
+
+def test_logits_take_the_lane_behind_the_rows_of_their_step(gpu: Any) -> None:
+    exporter = gpu()
+    a = begin(exporter, 1, 20)
+    noted = begin(exporter, 2, 20)
+    client = Client(exporter)
+    exporter.client = client
+    exporter.before_forward(StepMetadata(samples=[Sample(1, 0, 19, 7)]))
+    exporter.after_forward(StepMetadata(chunks=[rows(1, 0)]))
+    exporter.logits(sampled(exporter, [[6, 7]]))
+    assert client.rows_given == []
+    Event.link.set()
+    kit.until(lambda: client.rows_given)
+    assert client.rows_given == [[]] and len(a.chunks) == 1 and noted.chunks == []
+    exporter.client = None

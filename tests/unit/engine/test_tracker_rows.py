@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows, samples and losses the tracker tells of, worked out here from the request and its blocks alone."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.messages import Close, Report, Rows, StepMetadata
+from dmi_connector.engine.tracker import Tracker
+from dmi_connector.store.format.completeness import Cause
+from tests.trackerkit import FakeRequest, ask, make_tracker
+
+BLOCK, CHUNK = 16, 16
+GROUP = 1
+"""The cache group of the rows. Group 0 has other blocks."""
+
+
+def block(number: int, life: int = 0) -> int:
+    """The number-th block of a request: they do not lie in order. life: how often it was resumed."""
+    return (7 * number + 3) % 64 + 100 * (1 + life)
+
+
+def slot(position: int, life: int = 0) -> int:
+    return block(position // BLOCK, life) * BLOCK + position % BLOCK
+
+
+class Run:
+    """One request in a scheduler that gives out its blocks as they are needed.
+
+    told: what each step said. Of each step `tokens` are computed; the last one samples a token.
+    """
+
+    def __init__(self, tracker: Tracker, request: FakeRequest) -> None:
+        self.tracker, self.request = tracker, request
+        self.told: list[StepMetadata] = []
+        self.blocks = self.life = 0
+        self.known = False
+        tracker.on_new_request(request)  # type: ignore[arg-type]
+
+    def step(self, tokens: int, resumed: bool = False, ahead: int = 0) -> StepMetadata:
+        """Compute tokens. ahead: the scheduler counts so many more, which have no known id yet."""
+        request = self.request
+        need = -(-(request.num_computed_tokens + tokens + ahead) // BLOCK)
+        had = 0 if resumed else self.blocks
+        self.life += resumed
+        fresh = ([1] * (need - had), [block(n, self.life) for n in range(had, need)])
+        self.blocks = max(had, need)
+        nothing: Any = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
+        new, of_running = [], nothing
+        if self.known:
+            of_running = SimpleNamespace(
+                req_ids=[request.request_id],
+                new_block_ids=[fresh if need > had else None],
+                resumed_req_ids={request.request_id} if resumed else set(),
+                num_computed_tokens=[request.num_computed_tokens],
+            )
+        else:
+            new = [
+                SimpleNamespace(
+                    req_id=request.request_id, block_ids=fresh, num_computed_tokens=request.num_computed_tokens
+                )
+            ]
+        self.known = True
+        output: Any = SimpleNamespace(
+            preempted_req_ids=None,
+            num_scheduled_tokens={request.request_id: tokens + ahead},
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=of_running,
+        )
+        self.told.append(self.tracker.step(output, GROUP))
+        request.num_computed_tokens += tokens + ahead
+        if request.num_computed_tokens >= request.num_tokens:
+            request.tokens.append(1000 + request.num_tokens)
+        return self.told[-1]
+
+    def finish(self) -> tuple[Close, dict[str, Any]]:
+        keep, response = self.tracker.finish(
+            self.request,
+            [block(n, self.life) for n in range(self.blocks)],  # type: ignore[arg-type]
+        )
+        assert response is not None
+        close = self.tracker.pending_closes[-1]
+        assert keep == (close.keeps_blocks is not None)
+        return close, response
+
+
+def rows_of(run: Run, close: Close) -> list[Rows]:
+    return [*itertools.chain.from_iterable(told.chunks for told in run.told), *close.rows]
+
+
+def pairs(rows: list[Rows]) -> list[tuple[int, int]]:
+    """(number in the store, slot) of each row."""
+    return [(one.first + i, int(at)) for one in rows for i, at in enumerate(one.slots)]
+
+
+@pytest.mark.parametrize("output", [True, False])
+@pytest.mark.parametrize(("start", "stop"), [(0, None), (5, None), (38, None), (5, 33), (0, 45), (41, 44), (41, None)])
+@pytest.mark.parametrize("hooks", ["resid_pre", "resid_pre,logits"])
+def test_each_wanted_row_and_sample_is_told_once_from_its_own_slot(
+    tmp_path: Path, hooks: str, start: int, stop: int | None, output: bool
+) -> None:
+    """A prompt of 40 tokens in two steps, then 20 generated ones, the last of which has no row."""
+    tracker = make_tracker(tmp_path, hooks)
+    run = Run(tracker, ask({"include_output_tokens": output, "dmi": {"tokens": [start, stop]}}, 40))
+    run.step(21)
+    run.step(19)
+    for _ in range(19):
+        run.step(1)
+    assert run.request.num_tokens == 60 and run.request.num_computed_tokens == 59
+    close, response = run.finish()
+    end = min(59 if output else 40, 999 if stop is None else stop)
+    end = max(end, min(start, end))
+    wanted = range(start, end)
+    assert pairs(rows_of(run, close)) == [(p - start, slot(p)) for p in wanted]
+    assert [len(one.slots) for told in run.told for one in told.chunks] == [CHUNK] * (len(wanted) // CHUNK)
+    assert close.length == len(wanted) and close.token_ids == run.request.tokens[start:end]
+    first = max(39, start)
+    sampled = range(first, end) if "logits" in hooks else range(0)
+    found = [(s.index, s.position, s.slot) for told in run.told for s in told.samples]
+    assert found == [(p - first, p, slot(p)) for p in sampled]
+    assert close.samples == len(sampled) and close.losses == []
+    assert "dmi_missing" not in response and tracker.handed == len(wanted) and tracker.tracked == {}
+
+
+def test_a_chunk_is_told_in_the_step_that_computes_its_last_row(tmp_path: Path) -> None:
+    run = Run(make_tracker(tmp_path, "resid_pre"), ask({"include_output_tokens": True}, 30))
+    assert run.step(15).chunks == []
+    assert [one.first for one in run.step(15).chunks] == [0]
+    run.step(1)
+    assert [one.first for one in run.step(1).chunks] == [16]
+
+
+def test_the_blocks_of_a_resumed_request_take_the_place_of_its_old_ones(tmp_path: Path) -> None:
+    """Its rows so far were told before; those that follow lie in the new blocks."""
+    run = Run(make_tracker(tmp_path, "resid_pre"), ask({"include_output_tokens": True}, 40))
+    run.step(20)
+    run.request.num_computed_tokens = 0
+    run.step(30, resumed=True)
+    run.step(10)
+    close, _ = run.finish()
+    assert pairs(rows_of(run, close)) == [(p, slot(p, int(p >= 16))) for p in range(40)]
+
+
+def test_rows_of_tokens_without_a_known_id_wait(tmp_path: Path) -> None:
+    """With asynchronous scheduling a step may compute a token that lies behind a stop."""
+    run = Run(make_tracker(tmp_path, "resid_pre"), ask({"include_output_tokens": True}, 31))
+    assert [one.first for one in run.step(31, ahead=1).chunks] == [0]
+    run.request.tokens = run.request.tokens[:31]
+    run.request.num_computed_tokens = 31
+    close, _ = run.finish()
+    assert close.length == 30 and [len(one.slots) for one in close.rows] == [14]
+
+
+def test_a_pooling_request_has_a_row_for_each_token(tmp_path: Path) -> None:
+    request = ask({}, 20)
+    request.pooling_params, request.sampling_params = object(), None
+    run = Run(make_tracker(tmp_path, "resid_pre"), request)
+    run.step(20)
+    request.tokens = request.tokens[:20]
+    [opened] = run.told[0].opens
+    assert opened.attrs["seed"] is None
+    close, _ = run.finish()
+    assert close.length == 20 and close.losses == []
+
+
+@pytest.mark.parametrize(
+    ("start", "computed", "lost"), [(0, 25, [[25, 40]]), (10, 25, [[15, 30]]), (30, 25, [[0, 10]])]
+)
+def test_a_request_that_ends_inside_its_prompt_lacks_the_rest_of_it(
+    tmp_path: Path, start: int, computed: int, lost: list[list[int]]
+) -> None:
+    """The rows are counted from the start of the store."""
+    run = Run(make_tracker(tmp_path, "resid_pre"), ask({"dmi": {"tokens": [start, None]}}, 40))
+    run.step(computed)
+    close, response = run.finish()
+    [loss] = close.losses
+    assert (loss.cause, [list(rows) for rows in loss.rows]) == (Cause.ENDED_EARLY, lost)
+    assert loss.facts == {"end": max(start, computed), "expected": 40, "finish": "length"}
+    assert close.length == max(0, computed - start) and "dmi_reason" not in response
+
+
+def test_an_open_names_what_the_store_has_to_know(tmp_path: Path) -> None:
+    request = ask({"include_output_tokens": True, "dmi": {"key": "k", "tokens": [3, None], "hooks": "resid_pre@1"}}, 40)
+    request.sampling_params = SimpleNamespace(seed=11)
+    request.lora_request = SimpleNamespace(lora_name="fine")
+    run = Run(make_tracker(tmp_path), request)
+    run.step(40)
+    run.step(1)
+    [opened] = [one for told in run.told for one in told.opens]
+    assert opened.attrs == {"prompt_len": 40, "seed": 11, "include_output_tokens": True, "adapter": "fine"}
+    assert (opened.capture, opened.request_id, opened.key, opened.start) == (1, "cmpl-1", "k", 3)
+    assert opened.hooks == {"resid_pre": (1,)} and opened.most_rows == 40 + 64 - 3
+    close, response = run.finish()
+    assert response == {"dmi_store": opened.path, "dmi_request_id": "cmpl-1", "dmi_key": "k"}
+    assert Path(opened.path).parent == tmp_path and Path(opened.path).name.startswith("k--cmpl-1-")
+    assert (close.capture, close.attrs) == (1, {"finish_reason": "length"})
+
+
+def test_a_sink_without_stores_names_none(tmp_path: Path) -> None:
+    run = Run(make_tracker(tmp_path, sink="host"), ask({}, 20))
+    run.step(20)
+    assert run.finish()[1] == {"dmi_store": None, "dmi_request_id": "cmpl-1"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "keep_rows", "gathered", "kept"),
+    [
+        ("block", 15, 0, True),
+        ("block", 20, 0, False),
+        ("block", 19, 0, True),
+        ("block", 15, 5, False),
+        ("block", 15, 4, True),
+        ("drop", 15, 0, False),
+    ],
+)
+def test_blocks_are_kept_while_more_rows_wait_than_staging_memory_takes(
+    tmp_path: Path, policy: str, keep_rows: int, gathered: int, kept: bool
+) -> None:
+    tracker = make_tracker(tmp_path, "resid_pre", policy=policy)
+    tracker.keep_rows = keep_rows
+    run = Run(tracker, ask({}, 20))
+    run.step(20)
+    tracker.on_report(Report(gathered, {}))
+    close, _ = run.finish()
+    assert close.keeps_blocks == ("cmpl-1" if kept else None)
+    step: Any = SimpleNamespace(
+        preempted_req_ids=None,
+        num_scheduled_tokens={},
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[]
+        ),
+    )
+    assert tracker.step(step, GROUP).closes == [close] and tracker.step(step, GROUP).closes == []
+
+
+def test_blocks_that_the_engine_has_freed_are_not_kept(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path, "resid_pre")
+    tracker.keep_rows = 0
+    run = Run(tracker, ask({}, 32))
+    run.step(32)
+    keep, _ = tracker.finish(run.request, [])  # type: ignore[arg-type]
+    assert not keep and tracker.pending_closes[0].keeps_blocks is None
+
+
+def test_what_a_request_lost_is_told_in_its_response_alone(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path, "resid_pre")
+    runs = [Run(tracker, ask({}, 20, f"r{i}")) for i in range(2)]
+    for run in runs:
+        run.step(20)
+    tracker.on_report(Report(20, {1: [[16, 20]], 2: [[0, 16]]}))
+    tracker.on_report(Report(20, {1: [[0, 4]]}))
+    assert runs[0].finish()[1]["dmi_missing"] == [[0, 4], [16, 20]]
+    assert tracker.lost == {2: [[0, 16]]} and runs[1].finish()[1]["dmi_missing"] == [[0, 16]]
+
+
+def test_requests_without_a_capture_leave_no_trace(tmp_path: Path) -> None:
+    """One that is not captured, one that is refused, one that ends before its first token."""
+    tracker = make_tracker(tmp_path, max_total_bytes=1 << 30)
+    ended: list[tuple[str, bool]] = []
+    tracker.quota.ended = lambda path, nothing: ended.append((Path(path).name[:4], nothing))  # type: ignore[method-assign]
+    for name, kv in (("off", {"dmi": {"enabled": False}}), ("bad", {"dmi": 3}), ("soon", {}), ("well", {})):
+        tracker.on_new_request(ask(kv, 20, name))  # type: ignore[arg-type]
+    assert sorted(tracker.tracked) == ["soon", "well"] and list(tracker.refused) == ["bad"]
+    finish: Any = tracker.finish
+    assert finish(ask({}, 20, "off"), []) == (False, None)
+    keep, response = finish(ask({}, 20, "bad"), [])
+    assert not keep and list(response) == ["dmi_error"] and response["dmi_error"].startswith("dmi: 3 ")
+    keep, response = finish(ask({}, 20, "soon"), [])
+    assert not keep and "before its first token" in response["dmi_error"] and tracker.pending_closes == []
+    assert tracker.refused == {} and list(tracker.tracked) == ["well"] and ended == [("soon", True)]
+    run = Run(tracker, ask({}, 20, "next"))
+    run.step(20)
+    run.finish()
+    assert ended[1:] == [("next", False)]
+
+
+def test_prompt_embeddings_and_options_that_break_are_refused(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path)
+
+    class Embedded(FakeRequest):
+        prompt_token_ids = None  # type: ignore[assignment]
+
+    class Broken(dict[str, Any]):
+        def get(self, *_: object) -> Any:
+            raise RuntimeError("x" * 3000)
+
+    tracker.on_new_request(Embedded("a", {}, [1], 1))  # type: ignore[arg-type]
+    tracker.on_new_request(ask(Broken(), 20, "b"))  # type: ignore[arg-type]
+    assert tracker.refused["a"].startswith("prompt_embeds: ") and tracker.tracked == {}
+    assert tracker.refused["b"].startswith("kv_transfer_params: they could not be handled: RuntimeError: xxx")
+    assert len(tracker.refused["b"]) == 2000
+    tracker._refuse("c", "\ud800")
+    assert tracker.refused["c"] == "\\ud800"
