@@ -29,6 +29,8 @@ from dmi_connector.engine.coverage import POSITIONS, TOKEN_IDS
 from dmi_connector.engine.taps import attention_summary
 from dmi_connector.engine.taps.batches import ModelTaps, TapBatch, batches_of_layers
 from dmi_connector.engine.taps.compilation import Compilation
+from dmi_connector.engine.taps.routing import install_routing
+from dmi_connector.engine.taps.values import copied
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import RowField, RowLayout
 
@@ -219,7 +221,7 @@ def _install_inputs(taps: ModelTaps, header: TapBatch) -> None:
     def at_embed(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         header.add(TOKEN_IDS, args[0])
         if embed:
-            embedding.add(embed, output if context.embed_scale == 1.0 else _copy(output * context.embed_scale))
+            embedding.add(embed, output if context.embed_scale == 1.0 else copied(output * context.embed_scale))
             embedding.write()
 
     taps.hook(arch.embed, at_embed)
@@ -243,7 +245,7 @@ def _install_final(taps: ModelTaps, batch: TapBatch) -> None:
     def at_final_norm(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         values = _norm_outputs(context.arch, args, output)
         if final:
-            batch.add(final, _copy(values[1]))
+            batch.add(final, copied(values[1]))
         batch.add(normed, values[0])
         batch.write()
         batch.end(values[0])
@@ -280,7 +282,7 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
         attention_summary.install(attn, pattern, context.cache_layer, context.coverage)
         context.coverage.expect(pattern, f"{path}.{arch.attn}")
     if experts:
-        _install_routing(taps, module, index, batch)
+        install_routing(taps, module, index, batch)
 
 
 Points = Sequence[tuple[TapPoint, RowField]]
@@ -356,7 +358,7 @@ def _reader(point: TapPoint, layer: LayerFacts) -> Read:
     if keep is Keep.PRODUCT:
         product = _written_by_product(layer.module.get_submodule(layer.arch.o_proj))
         lasts = product and compilation.products_last and not (layer.mlp_taps and compilation.in_place)
-    kept = _rename if lasts else _copy
+    kept = _rename if lasts else copied
     return lambda facts, args, output: kept(read(facts, args, output))
 
 
@@ -374,15 +376,6 @@ def _rename(value: torch.Tensor) -> torch.Tensor:
     return value.view(value.shape)
 
 
-def _copy(value: torch.Tensor) -> torch.Tensor:
-    """A copy for a tap. The compiled model then computes the same as without it, and may overwrite the original.
-
-    Inductor keeps fused sums and norms in float32. What an opaque op reads must be written in the model's dtype, and
-    everything after it would go on from the rounded tensor. (A plain clone is removed as a no-op.)
-    """
-    return torch.neg(torch.neg(value)) if torch.compiler.is_compiling() else value
-
-
 def _copy_halves(value: torch.Tensor, head_size: int) -> torch.Tensor:
     """A copy of heads, made of the two halves of each head.
 
@@ -392,37 +385,4 @@ def _copy_halves(value: torch.Tensor, head_size: int) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         return value
     heads = value if value.shape[-1] % head_size else value.unflatten(-1, (-1, head_size))
-    return torch.cat([_copy(half) for half in heads.chunk(2, -1)], -1)
-
-
-def _install_routing(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatch) -> None:
-    """Routing hooks. They run inside vLLM's opaque MoE op, so each is written where it appears."""
-    context, path = taps.context, f"{taps.context.arch.layers}.{index}"
-    scores, ids, weights = (context.layout.find(n, index) for n in ("router_logits", "topk_ids", "topk_weights"))
-    scored, chosen = batch.again(), batch.again()
-    if scores:
-
-        def at_gate(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            scored.add(scores, output[0] if isinstance(output, tuple) else output)
-            scored.write(beside=False)
-
-        taps.hook(f"{path}.{context.arch.moe_gate}", at_gate)
-        context.coverage.expect(scores, f"{path}.{context.arch.moe_gate}")
-    if ids or weights:
-        router: Any = module.get_submodule(context.arch.moe_experts).router
-        select, to_places = router.select_experts, router._apply_eplb_mapping
-
-        def apply_eplb_mapping(topk_ids: torch.Tensor) -> torch.Tensor:
-            """Takes the model's numbers of experts; with redundant experts the result numbers their places."""
-            chosen.add(ids, topk_ids)
-            return to_places(topk_ids)
-
-        def select_experts(*args: Any, **kwargs: Any) -> Any:
-            topk_weights, topk_ids = select(*args, **kwargs)
-            chosen.add(weights, topk_weights)
-            chosen.write(beside=False)
-            return topk_weights, topk_ids
-
-        router._apply_eplb_mapping, router.select_experts = apply_eplb_mapping, select_experts
-        for row_field in filter(None, (ids, weights)):
-            context.coverage.expect(row_field, f"{path}.{context.arch.moe_experts}.router.select_experts")
+    return torch.cat([copied(half) for half in heads.chunk(2, -1)], -1)
