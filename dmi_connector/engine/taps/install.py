@@ -7,7 +7,7 @@ end, and narrow layers share an op (batches.py); `Keep` says what of that a valu
 
     stage           hooks                               written before
     ATTENTION_IN    resid_pre, ln1, q, k, v             rotary, which may rotate q and k in place
-    ATTENTION_OUT   q_rot, k_rot, z, attn_proj, attn_out
+    ATTENTION_OUT   kv_c, k_pe, q_rot, k_rot, z, attn_proj, attn_out
                                                         the add-and-norm, which may overwrite attn_out
     MLP_IN          resid_mid, ln2                      the end of the MLP; with experts, the experts
     MLP_OUT         mlp_post, mlp_proj, mlp_out         the next add-and-norm, which may overwrite them
@@ -65,7 +65,8 @@ EXPERTS_IN = Stage("ln2", Waits.NEVER, beside=False)
 MLP_OUT = Stage("mlp", Waits.NEVER)
 STAGES = (ATTENTION_IN, ATTENTION_OUT, MLP_IN, EXPERTS_IN, MLP_OUT)
 
-MODULES = ("ln1", "qkv", "q_norm", "k_norm", "attn", "o_proj", "attn_norm", "ln2", "down_proj", "mlp", "mlp_norm")
+_ATTENTION = ("ln1", "kv_norm", "qkv", "q_norm", "k_norm", "attn", "o_proj", "attn_norm")
+MODULES = (*_ATTENTION, "ln2", "down_proj", "mlp", "mlp_norm")
 """Modules of a layer in the order in which they run: fields of `Architecture`."""
 
 
@@ -83,8 +84,10 @@ class Keep(enum.Enum):
 class LayerFacts(NamedTuple):
     """One decoder layer.
 
-    q_size, kv_size: widths of q and k on this rank. experts: whether its MLP is a mixture of experts. mlp_taps: whether
-    hooks of its MLP are selected. scale: by what the outputs of its blocks are multiplied before they are added.
+    head_size: of q. q_size, kv_size: widths of q and k on this rank. shared: values of each key that all heads share,
+    at its end, where latent attention gets keys of heads; else 0. experts: whether its MLP is a mixture of experts.
+    mlp_taps: whether hooks of its MLP are selected. scale: by what the outputs of its blocks are multiplied before they
+    are added.
     """
 
     module: nn.Module
@@ -93,6 +96,7 @@ class LayerFacts(NamedTuple):
     head_size: int
     q_size: int
     kv_size: int
+    shared: int
     experts: bool
     mlp_taps: bool
     scale: float
@@ -139,6 +143,12 @@ def _values(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tens
     return _output(layer, args, output)[..., layer.q_size + layer.kv_size :]
 
 
+def _rotary_key(layer: LayerFacts, args: tuple[Any, ...], _output: Any) -> torch.Tensor:
+    """The key that all heads share. Latent attention gets (q, kv_c, k_pe), or q, k and v of heads."""
+    key: torch.Tensor = args[1][:, 0, -layer.shared :] if layer.shared else args[2]
+    return key
+
+
 class TapPoint(NamedTuple):
     """Where a hook is tapped.
 
@@ -163,6 +173,8 @@ TAP_POINTS = (
     TapPoint("k", "qkv", _keys, Keep.HALVES, ATTENTION_IN, unless="k_norm"),
     TapPoint("q", "q_norm", _output, Keep.HALVES, ATTENTION_IN),
     TapPoint("k", "k_norm", _output, Keep.HALVES, ATTENTION_IN),
+    TapPoint("kv_c", "kv_norm", _output, Keep.AS_IS, ATTENTION_OUT),
+    TapPoint("k_pe", "attn", _rotary_key, Keep.AS_IS, ATTENTION_OUT),
     TapPoint("q_rot", "attn", _input(0), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("k_rot", "attn", _input(1), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("z", "o_proj", _input(0), Keep.AS_IS, ATTENTION_OUT),
@@ -265,9 +277,12 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
     experts = index in context.dims.moe_layers
     points = _points(arch, context.layout, index, experts)
     attn: Any = module.get_submodule(arch.attn)
-    sizes = attn.head_size, attn.num_heads * attn.head_size, attn.num_kv_heads * attn.head_size
+    absorbed = hasattr(attn, "qk_head_dim")  # latent attention whose head_size is that of the cache
+    head_size = attn.qk_head_dim if absorbed else attn.head_size
+    sizes = head_size, attn.num_heads * head_size, attn.num_kv_heads * head_size
+    shared = 0 if absorbed else context.dims.qk_rope_head_dim
     mlp_taps = any(point.stage in (MLP_IN, EXPERTS_IN, MLP_OUT) for point, _ in points)
-    layer = LayerFacts(module, arch, compilation, *sizes, experts, mlp_taps, context.block_scale)
+    layer = LayerFacts(module, arch, compilation, *sizes, shared, experts, mlp_taps, context.block_scale)
     ends = {_end_of(stage, points): stage for stage in STAGES if any(point.stage is stage for point, _ in points)}
     for name in MODULES:
         here = tuple((row_field, _reader(point, layer)) for point, row_field in points if point.module == name)
