@@ -22,7 +22,7 @@ class Hook:
     width: symbol of its width, see `ModelDims.width`. scope: "layer" (one a layer), "once" (one a forward) or "sampled"
     (one row for each sampled position). sharded: under tensor parallelism each rank holds a slice of the width.
     dtype: "model" (the model's own) or a fixed one. only: who has it: layers that are "dense" or "moe" (mixtures of
-    experts), or models with one of FEATURES; None for all.
+    experts), or models with one of FEATURES; None for all. unless: models with this one of FEATURES lack it.
     """
 
     name: str
@@ -32,10 +32,12 @@ class Hook:
     doc: str
     dtype: str = "model"
     only: str | None = None
+    unless: str = ""
 
 
 FEATURES = {
     "rotary": "which has no rotary embedding",
+    "latent": "which has no latent attention",
     "sequential": "which runs attention and MLP side by side",
     "mlp_norm": "which has no norm of its own before the MLP",
     "post_norms": "which has no norm behind a block",
@@ -43,6 +45,8 @@ FEATURES = {
 """Features of a model that some hooks need, and what a refusal says of a model that lacks one."""
 USUAL = frozenset(("rotary", "sequential", "mlp_norm"))
 """The features of a Llama."""
+_INSTEAD = {"latent": "whose attention has kv_c and k_pe in the place of keys and values of heads"}
+"""What a refusal says of a model that lacks a hook because it has one of FEATURES."""
 
 HOOKS: dict[str, Hook] = {
     h.name: h
@@ -51,12 +55,14 @@ HOOKS: dict[str, Hook] = {
         Hook("resid_pre", "H", "layer", False, "residual stream entering the layer"),
         Hook("ln1", "H", "layer", False, "output of the norm before attention"),
         Hook("q", "Q", "layer", True, "queries after q_norm where there is one, before rotary"),
-        Hook("k", "K", "layer", True, "keys after k_norm where there is one, before rotary"),
-        Hook("v", "K", "layer", True, "values"),
+        Hook("k", "K", "layer", True, "keys after k_norm where there is one, before rotary", unless="latent"),
+        Hook("v", "K", "layer", True, "values", unless="latent"),
+        Hook("kv_c", "C", "layer", False, "latent of keys and values, as attention sees it", only="latent"),
+        Hook("k_pe", "R", "layer", False, "rotary key that all heads share, after rotary", only="latent"),
         Hook("q_rot", "Q", "layer", True, "queries after rotary, as attention sees them", only="rotary"),
-        Hook("k_rot", "K", "layer", True, "keys after rotary, as attention sees them", only="rotary"),
-        Hook("pattern", "A", "layer", True, "attention weights of every head, in summary: see attn(m)", "float32"),
-        Hook("z", "Q", "layer", True, "attention output of every head, before the output projection"),
+        Hook("k_rot", "K", "layer", True, "keys after rotary, as attention sees them", only="rotary", unless="latent"),
+        Hook("pattern", "A", "layer", True, "attention weights of heads: see attn(m)", "float32", unless="latent"),
+        Hook("z", "Z", "layer", True, "attention output of every head, before the output projection"),
         Hook("attn_proj", "H", "layer", False, "output of the attention block before its post-norm", only="post_norms"),
         Hook("attn_out", "H", "layer", False, "what attention adds to the residual stream"),
         Hook("resid_mid", "H", "layer", False, "residual stream between attention and MLP", only="sequential"),
@@ -83,7 +89,7 @@ layer l + 1, that of the last layer is resid_final."""
 PRESETS: dict[str, tuple[str, ...]] = {
     "hidden-states": ("resid_pre", "resid_final"),
     "vllm-full": tuple(n for n in HOOKS if n not in ("q_rot", "k_rot", "pattern")),
-    "attention": ("q_rot", "k_rot", "v", "z"),
+    "attention": ("q_rot", "k_rot", "v", "kv_c", "k_pe", "z"),
     "mlp": ("ln2", "mlp_post", "mlp_out"),
     "logits": ("logits",),
 }
@@ -93,7 +99,8 @@ PRESETS: dict[str, tuple[str, ...]] = {
 class ModelDims:
     """The sizes of a model that decide hook widths. Sizes are elements of the whole model, before sharding.
 
-    features: those of FEATURES that it has.
+    head_dim: of queries and keys. v_head_dim: of values, 0 where it is head_dim. kv_lora_rank, qk_rope_head_dim: of
+    latent attention, the latent and the rotary part of a head. features: those of FEATURES that it has.
     """
 
     architecture: str
@@ -108,6 +115,9 @@ class ModelDims:
     top_k: int = 0
     moe_layers: tuple[int, ...] = ()
     features: frozenset[str] = USUAL
+    v_head_dim: int = 0
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
 
     def width(self, hook: Hook) -> int:
         """Elements of one row of `hook` for the whole model."""
@@ -115,6 +125,9 @@ class ModelDims:
             "H": self.hidden,
             "Q": self.heads * self.head_dim,
             "K": self.kv_heads * self.head_dim,
+            "Z": self.heads * (self.v_head_dim or self.head_dim),
+            "C": self.kv_lora_rank,
+            "R": self.qk_rope_head_dim,
             "I": self.intermediate,
             "V": self.vocab,
             "E": self.experts,
@@ -130,7 +143,7 @@ class ModelDims:
             return self.moe_layers
         if hook.only == "dense":
             return tuple(i for i in range(self.layers) if i not in set(self.moe_layers))
-        if hook.only in FEATURES and hook.only not in self.features:
+        if (hook.only in FEATURES and hook.only not in self.features) or hook.unless in self.features:
             return ()
         return tuple(range(self.layers))
 
@@ -296,6 +309,8 @@ def _why_absent(hook: Hook, dims: ModelDims) -> str:
         return " in those layers, which are mixtures of experts"
     if hook.only in FEATURES and hook.only not in dims.features:
         return f", {FEATURES[hook.only]}"
+    if hook.unless in dims.features:
+        return f", {_INSTEAD[hook.unless]}"
     return " in those layers"
 
 

@@ -50,7 +50,7 @@ class Twin:
     layer, which returns scores, weights and experts. by_head: the fused projection has queries, keys and values of one
     head side by side. norms_heads: q_norm and k_norm get [heads, tokens, head_dim]. scale: field of the config by which
     the output of a block is multiplied. weights_scale: field by which transformers multiplies the weights of experts,
-    and vLLM the sum of their outputs.
+    and vLLM the sum of their outputs. latent: attention is latent (k_pe is a part of each head's keys).
     """
 
     points: tuple[Point, ...]
@@ -63,6 +63,7 @@ class Twin:
     norms_heads: bool = False
     scale: str = ""
     weights_scale: str = ""
+    latent: bool = False
 
     def but(self, *points: Point, **changes: Any) -> Twin:
         """The same with other points of these names, and other fields."""
@@ -81,6 +82,8 @@ _LLAMA = Twin(
         Point("q", "self_attn.qkv_proj", part="q"),
         Point("k", "self_attn.qkv_proj", part="k"),
         Point("v", "self_attn.qkv_proj", part="v"),
+        Point("q", "self_attn.q_b_proj"),
+        Point("kv_c", "self_attn.kv_a_layernorm"),
         Point("q", "self_attn.q_norm"),
         Point("k", "self_attn.k_norm"),
         Point("z", "self_attn.o_proj", "in"),
@@ -100,11 +103,15 @@ _GEMMA = _LLAMA.but(
     Point("mlp_proj", "mlp"),
     Point("mlp_out", "post_feedforward_layernorm"),
 )
+_LATENT = replace(_LLAMA, weights_scale="routed_scaling_factor", latent=True)
 _ABSENT = "-"  # no module has this name
 TWINS = {
     "gemma2": _GEMMA,
     "gemma3_text": replace(_GEMMA, norms_heads=True),
     "glm4_moe": replace(_LLAMA, weights_scale="routed_scaling_factor"),
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
     "glm4": _LLAMA.but(
         Point("attn_proj", "self_attn.o_proj"),
         Point("attn_out", "post_self_attn_layernorm"),
@@ -199,6 +206,9 @@ class Oracle:
         self._head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
         kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
         self._sizes = [heads * self._head_dim, *[kv_heads * self._head_dim] * 2]
+        for name, module in self._base.named_modules():
+            if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+                module.variance_epsilon = self.config.rms_norm_eps  # as vLLM has it; transformers takes 1e-6
 
     @torch.no_grad()
     def run(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
@@ -226,6 +236,8 @@ class Oracle:
         if self.config.model_type == "llama4_text":
             for name in ("q", "k", "q_rot", "k_rot"):
                 values[name] = self._in_halves(values[name])
+        if self.twin.latent:
+            self._share_keys(values)
         values["logits"] = logits[0]
         values = {name: value for name, value in values.items() if name not in self._without}
         values = {name: value.int() if name == "topk_ids" else value.float() for name, value in values.items()}
@@ -262,6 +274,15 @@ class Oracle:
     def _heads_last(self, value: torch.Tensor, heads: int) -> torch.Tensor:
         """[tokens, width] of values that were [heads, tokens, head_dim]. heads: their width."""
         return value.reshape(heads // self._head_dim, -1, self._head_dim).transpose(0, 1).flatten(1)
+
+    def _share_keys(self, values: dict[str, torch.Tensor]) -> None:
+        """Put the key that all heads share in the place of their keys, and pairs of rotated values side by side."""
+        rope = self.config.qk_rope_head_dim
+        queries = values["q_rot"].unflatten(-1, (self.config.num_attention_heads, -1)).clone()
+        key = values.pop("k_rot").unflatten(-1, (self.config.num_attention_heads, -1))[..., 0, -rope:]
+        if getattr(self.config, "rope_interleave", False):
+            queries[..., -rope:], key = (x.unflatten(-1, (2, -1)).mT.flatten(-2) for x in (queries[..., -rope:], key))
+        values |= {"q_rot": queries.flatten(-2), "k_pe": key}
 
     def _in_halves(self, value: torch.Tensor) -> torch.Tensor:
         """Heads whose pairs of values are rotated, as vLLM keeps them: first values of all pairs, then second ones."""

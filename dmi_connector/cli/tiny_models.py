@@ -89,6 +89,30 @@ _ODD = {
     "tie_word_embeddings": False,
 }
 _EXPERTS = {**_ODD, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+_LATENT = {
+    **_EXPERTS,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "kv_lora_rank": 512,  # with 64 what vLLM's CPU kernel for latent attention takes
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 48,
+    "v_head_dim": 40,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+del _LATENT["head_dim"]
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 512,
+}
 _WINDOWS = {"sliding_window": 32, "num_hidden_layers": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {**_ODD, "num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": None},
@@ -121,6 +145,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "use_qk_norm": True,
         "partial_rotary_factor": 0.5,
+    },
+    "deepseek_v2": {
+        **_LATENT,
+        "q_lora_rank": 48,
+        "topk_method": "group_limited_greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.5},
+    },
+    "deepseek_v3": {
+        **_LATENT,
+        "q_lora_rank": 56,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "glm4_moe_lite": {
+        **_LATENT,
+        "q_lora_rank": 40,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.8,
     },
     "granite": {
         **_ODD,
@@ -155,15 +203,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 64,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 512,
-        },
+        "rope_parameters": {**_YARN, "truncate": False},
     },
     "llama4_text": {
         **_ODD,
@@ -260,6 +300,7 @@ _QK = 1.3  # size of queries and keys: attention logits of standard deviation ab
 # sizes of other weights, 1 for those not named: attention and routing far from uniform, MLPs that matter
 _GAIN = {"q_proj": _QK / _NORM, "k_proj": _QK / _NORM, "v_proj": 0.5, "gate": 3.0, "router": 3.0, "down_proj": 2.0}
 _GAIN["query_key_value"] = 1.6  # of queries, keys and values of one head side by side
+_GAIN |= {"q_b_proj": _QK / _NORM, "kv_a_proj_with_mqa": _QK / _NORM, "kv_b_proj": 1.6}  # latent attention
 _LAST_NORMS = ("norm", "ln_f")
 _POSITIONS = ("wpe", "embed_positions")
 _EMBEDDINGS = ("embed_tokens", "word_embeddings", "wte", "lm_head", *_POSITIONS)
@@ -305,6 +346,9 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
                 size = values * (getattr(config, "head_dim", None) or weight.shape[0] // values)
                 heads[:-size] *= _GAIN["q_proj"]
                 heads[-size:] *= _GAIN["v_proj"]
+    for name, bias in sorted(model.named_buffers()):
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
 
 
 def _input_axis(leaf: str) -> int:

@@ -17,13 +17,14 @@ class Architecture:
     positions_at: the number of that argument. ln1, ln2, final_norm: a fused add-and-norm returns (normed, residual
     stream), a plain norm gets the residual stream as input; taps tell them apart by the output. plain_norms: norms
     return something else behind the normed values, and get the stream as input. qkv: the projection that returns q, k
-    and v side by side. q_norm, k_norm: norms of q and k. attn_norm, mlp_norm: norms of a block's output, before it is
-    added to the stream. moe_gate, moe_experts: router and experts, in layers that have them. rotary: whether q and k
-    are rotated. parallel: attention and MLP read the same stream, and both are added to it.
+    and v side by side. q_norm, k_norm: norms of q and k. kv_norm: norm of the latent in latent attention. attn_norm,
+    mlp_norm: norms of a block's output, before it is added to the stream. moe_gate, moe_experts: router and experts, in
+    layers that have them. rotary: whether q and k are rotated. parallel: attention and MLP read the same stream, and
+    both are added to it.
 
     scale: field of the config by which a block's output is multiplied before it is added. embed_scaled: embeddings are
     multiplied by the root of their width. one_rank: hooks that a rank does not have whole or as its slice under tensor
-    parallelism.
+    parallelism. float16_divisor: field of the config by which vLLM divides the residual stream in float16.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Architecture:
     qkv: str = "self_attn.qkv_proj"
     q_norm: str = ""
     k_norm: str = ""
+    kv_norm: str = ""
     attn: str = "self_attn.attn"
     o_proj: str = "self_attn.o_proj"
     attn_norm: str = ""
@@ -52,6 +54,7 @@ class Architecture:
     scale: str = ""
     embed_scaled: bool = False
     one_rank: tuple[str, ...] = ()
+    float16_divisor: str = ""
 
     def fit(self, config: Any) -> Architecture:
         """The row for a model with this Hugging Face text config, where some of it depends on that.
@@ -61,6 +64,11 @@ class Architecture:
         if self.q_norm and not getattr(config, "use_qk_norm", True):
             return replace(self, q_norm="", k_norm="")
         return self
+
+    @property
+    def attn_name(self) -> str:
+        """The name of a layer's attention in vLLM's table of cache layers, relative to the layer."""
+        return self.attn
 
     @property
     def features(self) -> frozenset[str]:
@@ -137,8 +145,53 @@ class Bloom(Architecture):
         return self
 
 
+class Latent(Architecture):
+    """Multi-head latent attention (MLA): keys and values of all heads are made of one latent and one rotary key."""
+
+    def fit(self, config: Any) -> Architecture:
+        if not getattr(config, "kv_lora_rank", None) or not getattr(config, "qk_rope_head_dim", None):
+            raise ValueError(
+                f"model: {self.name} without kv_lora_rank or qk_rope_head_dim in its config has plain attention, which "
+                "its row of hooks does not describe; use another model"
+            )
+        queries = "q_proj" if getattr(config, "q_lora_rank", None) is None else "q_b_proj"
+        return self._in("self_attn.mla_attn", queries, "mla_attn")
+
+    def over_heads(self) -> Latent:
+        """This fitted row where vLLM attends over keys and values of heads, as with VLLM_MLA_DISABLE=1."""
+        return self._in("self_attn", self.qkv.rpartition(".")[2], "attn")
+
+    def _in(self, parent: str, queries: str, attn: str) -> Latent:
+        """The row whose attention modules are in `parent`. queries: the projection that returns q."""
+        return replace(
+            self,
+            qkv=f"{parent}.{queries}",
+            kv_norm=f"{parent}.kv_a_layernorm",
+            attn=f"{parent}.{attn}",
+            o_proj=f"{parent}.o_proj",
+        )
+
+    @property
+    def attn_name(self) -> str:
+        return "self_attn.attn"
+
+    @property
+    def features(self) -> frozenset[str]:
+        return super().features | {"latent"}
+
+    def dims(self, config: Any) -> ModelDims:
+        return replace(
+            super().dims(config),
+            head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim,
+            v_head_dim=config.v_head_dim,
+            kv_lora_rank=config.kv_lora_rank,
+            qk_rope_head_dim=config.qk_rope_head_dim,
+        )
+
+
 _MODELS = "vllm.model_executor.models"
 _QK_NORM: dict[str, Any] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+_DEEPSEEK: dict[str, Any] = {"float16_divisor": "routed_scaling_factor"}
 _GEMMA: dict[str, Any] = {
     "embed_scaled": True,
     "attn_norm": "post_attention_layernorm",
@@ -167,6 +220,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         Architecture("OlmoeForCausalLM", f"{_MODELS}.olmoe:OlmoeForCausalLM", **_QK_NORM, one_rank=("q", "k")),
         Architecture("Glm4MoeForCausalLM", f"{_MODELS}.glm4_moe:Glm4MoeForCausalLM", **_QK_NORM),
+        Latent("DeepseekV2ForCausalLM", f"{_MODELS}.deepseek_v2:DeepseekV2ForCausalLM", **_DEEPSEEK),
+        Latent("DeepseekV3ForCausalLM", f"{_MODELS}.deepseek_v2:DeepseekV3ForCausalLM", **_DEEPSEEK),
+        Latent("Glm4MoeLiteForCausalLM", f"{_MODELS}.glm4_moe_lite:Glm4MoeLiteForCausalLM"),
         Architecture("GraniteForCausalLM", f"{_MODELS}.granite:GraniteForCausalLM", scale="residual_multiplier"),
         Architecture("Gemma2ForCausalLM", f"{_MODELS}.gemma2:Gemma2ForCausalLM", **_GEMMA),
         Architecture("Gemma3ForCausalLM", f"{_MODELS}.gemma3:Gemma3ForCausalLM", **_QK_NORM, **_GEMMA),

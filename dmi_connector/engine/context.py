@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dmi_connector.args import CONNECTOR, EXTRACT_HIDDEN_STATES
-from dmi_connector.engine.architectures import ARCHITECTURES, Architecture
+from dmi_connector.engine.architectures import ARCHITECTURES, Architecture, Latent
 from dmi_connector.engine.coverage import Coverage
 from dmi_connector.hooks import ModelDims, Selection, parse_selection
 from dmi_connector.layout import Reductions, RowLayout, hook_reductions, row_layout
@@ -98,6 +98,9 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
             "Adding one takes a few lines: see docs/HOOKS.md"
         )
     arch = arch.fit(model.hf_text_config)
+    if isinstance(arch, Latent) and not model.use_mla:
+        arch = arch.over_heads()
+    refusals.check_attention(arch, model)
     dims = arch.dims(model.hf_text_config)
     selection = parse_selection(options.hooks, dims)
     if "logits" in selection.hooks:

@@ -77,6 +77,23 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.config:SpeculativeConfig.__dataclass_fields__.num_speculative_tokens_per_batch_size",
         "V2 runner: the schedule of 0 drafts, with which each request decodes one token a step",
     ),
+    # ---- latent attention
+    "latent": (
+        "vllm.model_executor.layers.attention:MLAAttention.forward",
+        "gets queries, latent and rotary key, in this order, in models with latent attention",
+    ),
+    "latent_modules": (
+        "vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper.forward",
+        "calls the projections, the norm and the attention that are tapped in models with latent attention",
+    ),
+    "latent_used": (
+        "vllm.config:ModelConfig.use_mla",
+        "says whether attention gets the latent, or keys and values of heads",
+    ),
+    "scheduled": (
+        "vllm.config:SchedulerConfig.__dataclass_fields__.max_num_scheduled_tokens",
+        "tells prompts that would wait for ever, where a draft limits a step and prompts are not split over steps",
+    ),
     # ---- the forward pass
     "slots": (
         "vllm.forward_context:ForwardContext.__dataclass_fields__.slot_mapping",

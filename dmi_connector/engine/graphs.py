@@ -64,7 +64,7 @@ _WRONG_HEADS = f"{_BACKEND} has heads of up to {_WRONG_UP_TO} values, or of more
 
 def _why_not_full(vllm_config: VllmConfig) -> str:
     """Why FULL is not known to be right, or ""."""
-    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.v1.attention.backend import AttentionCGSupport
 
     if not vllm_config.use_v2_model_runner:
@@ -72,7 +72,7 @@ def _why_not_full(vllm_config: VllmConfig) -> str:
     layers: list[Any] = [
         layer
         for layer in vllm_config.compilation_config.static_forward_context.values()
-        if isinstance(layer, Attention)
+        if isinstance(layer, Attention | MLAAttention)
     ]
     for layer in layers:
         backend = layer.get_attn_backend()

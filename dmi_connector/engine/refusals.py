@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
+
 from dmi_connector.args import CONNECTOR, EXTRACT_HIDDEN_STATES
 from dmi_connector.engine import contract
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
     from dmi_connector.engine.architectures import Architecture
 
@@ -22,6 +24,7 @@ def check(vllm_config: VllmConfig) -> None:
     _check_model(vllm_config)
     _check_compilation(vllm_config)
     _check_speculative(vllm_config)
+    _check_whole_prompts(vllm_config)
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
@@ -47,10 +50,10 @@ def _check_parallel(parallel: ParallelConfig) -> None:
 def _check_model(vllm_config: VllmConfig) -> None:
     """The model has the hooks, and its caches keep rows until they are exported."""
     model = vllm_config.model_config
-    if model.use_mla:
+    if hasattr(model.hf_text_config, "index_topk"):
         raise ValueError(
-            f"model: {model.model!r} uses multi-head latent attention, whose hooks are not defined yet; "
-            "use a model with plain attention"
+            f"model: {model.model!r} chooses the tokens that it attends to with an indexer (index_topk in its config), "
+            "whose hooks are not defined; use a model without one, such as DeepSeek V3"
         )
     if model.enable_prompt_embeds:
         raise ValueError(
@@ -106,6 +109,21 @@ def _check_speculative(vllm_config: VllmConfig) -> None:
         )
 
 
+def _check_whole_prompts(vllm_config: VllmConfig) -> None:
+    """Where prompts are not split over steps, the longest fits into a step.
+
+    vLLM raises max_num_batched_tokens for latent attention on a CPU, but a draft has set the scheduler's limit by then.
+    """
+    scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+    limit = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    if not scheduler.enable_chunked_prefill and limit < longest:
+        raise ValueError(
+            f"max_num_batched_tokens: a step takes {limit} tokens, and here vLLM does not split prompts over steps, so "
+            f"longer ones would wait for ever; set it to {longest} (max_model_len) or more, lower max_model_len, or "
+            "use owner='target'"
+        )
+
+
 def check_logits(vllm_config: VllmConfig) -> None:
     """Raises ValueError for configurations in which `logits` could not be captured."""
     if vllm_config.model_config.runner_type == "pooling":
@@ -114,6 +132,21 @@ def check_logits(vllm_config: VllmConfig) -> None:
         raise ValueError(
             "enable_batch_sharded_sampling: True computes logits past compute_logits, where they are captured; remove "
             "--enable-batch-sharded-sampling, or take logits out of the hooks"
+        )
+
+
+def check_attention(arch: Architecture, model: ModelConfig) -> None:
+    """Raises ValueError for attention of which the row of hooks does not know, and for a dtype that scales hooks."""
+    if model.use_mla and "latent" not in arch.features:
+        raise ValueError(
+            f"model: {model.model!r} uses multi-head latent attention, which the row of {arch.name} does not describe; "
+            "register it as a Latent (docs/HOOKS.md)"
+        )
+    divisor = getattr(model.hf_text_config, arch.float16_divisor, 1.0) if arch.float16_divisor else 1.0
+    if model.dtype is torch.float16 and divisor != 1.0:
+        raise ValueError(
+            f"dtype: float16 lets vLLM divide the residual stream of {arch.name} by {arch.float16_divisor} "
+            f"({divisor}), so its hooks would not be those of the model; set dtype to bfloat16"
         )
 
 

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+_LATENT_DIMS = ("v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
+"""Sizes that only models with latent attention need."""
+
+
 def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, Any]:
     """The shared attributes, JSON-ready. `engine/tracker.py` adds those of one request."""
     import vllm
@@ -41,6 +45,7 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
             "kv_heads": dims.kv_heads,
             "head_dim": dims.head_dim,
             "vocab": dims.vocab,
+            **({name: getattr(dims, name) for name in _LATENT_DIMS} if dims.kv_lora_rank else {}),
         },
     }
 
@@ -49,7 +54,9 @@ def _attention(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, An
     """How the layers attend, for readers that work attention out again. {} where vLLM does not tell."""
     named = vllm_config.compilation_config.static_forward_context
     arch = context.arch
-    layers = [named.get(f"{arch.layers}.{i}.{arch.attn}") for i in range(context.dims.layers)]
+    layers = [named.get(f"{arch.layers}.{i}.{arch.attn_name}") for i in range(context.dims.layers)]
+    if "latent" in arch.features:
+        return {"latent": True, **({} if layers[0] is None else {"scale": float(layers[0].impl.scale)})}
     if any(layer is None or not hasattr(layer, "sliding_window") for layer in layers):
         return {}
     impls = [layer.impl for layer in layers]

@@ -13,6 +13,7 @@ import pytest
 from dmi_connector import capture_args
 from dmi_connector.args import OWNERS
 from dmi_connector.engine import contract, refusals
+from dmi_connector.engine.architectures import ARCHITECTURES, Architecture
 from dmi_connector.engine.context import capture_context
 from tests.engine.harness import engine
 
@@ -131,17 +132,61 @@ def test_models_without_a_residual_stream_are_refused(
         capture_context(vllm_config(model, tmp_path / "captures"))
 
 
-@pytest.mark.parametrize("owner", OWNERS)
-def test_latent_attention_is_refused(tmp_path: Path, owner: str) -> None:
-    from transformers import DeepseekV2Config
+def latent_model(folder: Path, arch: str = "deepseek_v3", **fields: Any) -> Path:
+    """A tiny model whose config.json has these fields, in the place of what transformers wrote."""
+    from dmi_connector.cli.tiny_models import make_model
 
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    latent = {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
-    config = DeepseekV2Config(vocab_size=512, architectures=["DeepseekV2ForCausalLM"], **sizes, **latent)
-    config.save_pretrained(tmp_path / "model")
-    built = vllm_config(tmp_path / "model", tmp_path / "captures", owner=owner, skip_tokenizer_init=True)
-    with pytest.raises(ValueError, match=r"multi-head latent attention.*use a model with plain attention"):
-        capture_context(built)
+    model = make_model(arch, folder / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **fields}))
+    return model
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k2"])
+def test_latent_attention_is_accepted(tmp_path: Path, model_type: str, owner: str) -> None:
+    model = latent_model(tmp_path, model_type=model_type)
+    args = {"owner": owner, "max_num_batched_tokens": 512}
+    context = capture_context(vllm_config(model, tmp_path / "captures", {"hooks": "attention"}, **args))
+    assert list(context.selection.hooks) == ["kv_c", "k_pe", "q_rot", "z"]
+    assert context.arch.attn == "self_attn.mla_attn.mla_attn"
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields", "args", "reason"),
+    [
+        ("deepseek_v3", {"index_topk": 64}, {}, r"with an indexer \(index_topk in its config\).*such as DeepSeek V3"),
+        ("deepseek_v2", {"qk_rope_head_dim": 0}, {}, "DeepseekV2ForCausalLM without kv_lora_rank or qk_rope_head_dim"),
+        ("deepseek_v2", {}, {"dtype": "float16"}, r"float16 .* by routed_scaling_factor \(1.5\).*bfloat16"),
+        (
+            "deepseek_v2",
+            {},
+            {"owner": "draft", "max_num_batched_tokens": 256},
+            r"a step takes 256 tokens, .*set it to 512 \(max_model_len\) or more",
+        ),
+    ],
+    ids=["indexer", "plain", "float16", "whole-prompts"],
+)
+def test_latent_attention_that_would_be_wrong_is_refused(
+    tmp_path: Path, arch: str, fields: dict[str, Any], args: dict[str, Any], reason: str
+) -> None:
+    model = latent_model(tmp_path, arch, **fields)
+    with pytest.raises(ValueError, match=reason):
+        capture_context(vllm_config(model, tmp_path / "captures", **{"dtype": "float32", **args}))
+
+
+def test_float16_is_accepted_where_vllm_divides_nothing(tmp_path: Path) -> None:
+    model = latent_model(tmp_path, "deepseek_v2", routed_scaling_factor=1.0)
+    assert capture_context(vllm_config(model, tmp_path / "captures", dtype="float16")).dtype == "float16"
+
+
+def test_a_row_of_plain_attention_for_a_latent_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Architecture("DeepseekV3ForCausalLM", ARCHITECTURES["DeepseekV3ForCausalLM"].base)
+    monkeypatch.setitem(ARCHITECTURES, row.name, row)
+    with pytest.raises(ValueError, match=r"latent attention, which the row of Deepseek.*register it as a Latent"):
+        capture_context(vllm_config(latent_model(tmp_path), tmp_path / "captures"))
 
 
 @pytest.mark.parametrize("owner", OWNERS)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,20 @@ from dmi_connector.reduce import ReduceError
 DENSE = ModelDims("Dense", 8, hidden=64, heads=4, kv_heads=2, head_dim=32, intermediate=96, vocab=512)
 MIXED = ModelDims("Mixed", 4, 64, 4, 2, head_dim=32, intermediate=96, vocab=512, experts=5, top_k=3, moe_layers=(1, 3))
 LEARNED = ModelDims("Learned", 3, 128, 4, 4, head_dim=32, intermediate=512, vocab=512, features=USUAL - {"rotary"})
+LATENT = ModelDims(
+    "Latent",
+    3,
+    hidden=64,
+    heads=4,
+    kv_heads=4,
+    head_dim=24,
+    intermediate=96,
+    vocab=512,
+    features=USUAL | {"latent"},
+    v_head_dim=20,
+    kv_lora_rank=40,
+    qk_rope_head_dim=8,
+)
 ALL = tuple(range(8))
 ROOT = Path(__file__).parents[2]
 
@@ -110,10 +125,22 @@ def test_a_preset_skips_what_a_model_lacks_but_a_name_does_not() -> None:
         parse_selection("mlp_post@1", MIXED)
 
 
+def test_latent_attention_has_a_latent_in_the_place_of_keys_and_values() -> None:
+    assert set(chosen("attention", LATENT)) == {"q_rot", "kv_c", "k_pe", "z"}
+    assert set(chosen("attention")) == {"q_rot", "k_rot", "v", "z"}
+    widths = {name: LATENT.width(HOOKS[name]) for name in ("q", "q_rot", "kv_c", "k_pe", "z")}
+    assert widths == {"q": 4 * 24, "q_rot": 4 * 24, "kv_c": 40, "k_pe": 8, "z": 4 * 20}
+    for name in ("k", "v", "k_rot@1", "pattern"):
+        with pytest.raises(SelectionError, match=rf"{name!r} does not exist in Latent, whose attention has kv_c and"):
+            parse_selection(name, LATENT)
+    with pytest.raises(SelectionError, match="'kv_c' does not exist in Dense, which has no latent attention"):
+        parse_selection("kv_c", DENSE)
+
+
 def test_presets_are_what_the_pages_promise() -> None:
     assert set(PRESETS["vllm-full"]) == set(HOOKS) - {"q_rot", "k_rot", "pattern"}
     assert PRESETS["hidden-states"] == ("resid_pre", "resid_final")
-    assert PRESETS["attention"] == ("q_rot", "k_rot", "v", "z")
+    assert PRESETS["attention"] == ("q_rot", "k_rot", "v", "kv_c", "k_pe", "z")
     usual = [name for name, hook in HOOKS.items() if hook.only != "post_norms"]
     pages = {"README.md": [*usual, *PRESETS], "docs/HOOKS.md": [*HOOKS, *PRESETS, *ALIASES]}
     for page, names in pages.items():
@@ -160,6 +187,7 @@ def test_row_layout_packs_without_overlap(names: list[str], dims: ModelDims, dty
 @pytest.mark.parametrize("name", sorted(HOOKS))
 def test_the_owners_of_a_hook_hold_each_column_once(name: str, tp: int) -> None:
     dims = ModelDims("Wide", 2, 64, 8, 2, head_dim=32, intermediate=96, vocab=512, experts=4, top_k=2)
+    dims = replace(dims, v_head_dim=20, kv_lora_rank=40, qk_rope_head_dim=8)
     shards = [shard_of(HOOKS[name], dims, tp, rank) for rank in range(tp)]
     owned = [s.shard for s in shards if s.owner]
     assert sorted(owned) == list(range(shards[0].shards)), "one owner for each slice"

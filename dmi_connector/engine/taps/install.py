@@ -7,7 +7,7 @@ end, and narrow layers share an op (batches.py); `Keep` says what of that a valu
 
     stage           hooks                               written before
     ATTENTION_IN    resid_pre, ln1, q, k, v             rotary, which may rotate q and k in place
-    ATTENTION_OUT   q_rot, k_rot, z, attn_proj, attn_out
+    ATTENTION_OUT   kv_c, k_pe, q_rot, k_rot, z, attn_proj, attn_out
                                                         the add-and-norm, which may overwrite attn_out
     MLP_IN          resid_mid, ln2                      the end of the MLP; with experts, the experts
     MLP_OUT         mlp_post, mlp_proj, mlp_out         the next add-and-norm, which may overwrite them
@@ -29,6 +29,8 @@ from dmi_connector.engine.coverage import POSITIONS, TOKEN_IDS
 from dmi_connector.engine.taps import attention_summary
 from dmi_connector.engine.taps.batches import ModelTaps, TapBatch, batches_of_layers
 from dmi_connector.engine.taps.compilation import Compilation
+from dmi_connector.engine.taps.routing import install_routing
+from dmi_connector.engine.taps.values import copied
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import RowField, RowLayout
 
@@ -63,7 +65,8 @@ EXPERTS_IN = Stage("ln2", Waits.NEVER, beside=False)
 MLP_OUT = Stage("mlp", Waits.NEVER)
 STAGES = (ATTENTION_IN, ATTENTION_OUT, MLP_IN, EXPERTS_IN, MLP_OUT)
 
-MODULES = ("ln1", "qkv", "q_norm", "k_norm", "attn", "o_proj", "attn_norm", "ln2", "down_proj", "mlp", "mlp_norm")
+_ATTENTION = ("ln1", "kv_norm", "qkv", "q_norm", "k_norm", "attn", "o_proj", "attn_norm")
+MODULES = (*_ATTENTION, "ln2", "down_proj", "mlp", "mlp_norm")
 """Modules of a layer in the order in which they run: fields of `Architecture`."""
 
 
@@ -81,8 +84,10 @@ class Keep(enum.Enum):
 class LayerFacts(NamedTuple):
     """One decoder layer.
 
-    q_size, kv_size: widths of q and k on this rank. experts: whether its MLP is a mixture of experts. mlp_taps: whether
-    hooks of its MLP are selected. scale: by what the outputs of its blocks are multiplied before they are added.
+    head_size: of q. q_size, kv_size: widths of q and k on this rank. shared: values of each key that all heads share,
+    at its end, where latent attention gets keys of heads; else 0. experts: whether its MLP is a mixture of experts.
+    mlp_taps: whether hooks of its MLP are selected. scale: by what the outputs of its blocks are multiplied before they
+    are added.
     """
 
     module: nn.Module
@@ -91,6 +96,7 @@ class LayerFacts(NamedTuple):
     head_size: int
     q_size: int
     kv_size: int
+    shared: int
     experts: bool
     mlp_taps: bool
     scale: float
@@ -137,6 +143,12 @@ def _values(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tens
     return _output(layer, args, output)[..., layer.q_size + layer.kv_size :]
 
 
+def _rotary_key(layer: LayerFacts, args: tuple[Any, ...], _output: Any) -> torch.Tensor:
+    """The key that all heads share. Latent attention gets (q, kv_c, k_pe), or q, k and v of heads."""
+    key: torch.Tensor = args[1][:, 0, -layer.shared :] if layer.shared else args[2]
+    return key
+
+
 class TapPoint(NamedTuple):
     """Where a hook is tapped.
 
@@ -161,6 +173,8 @@ TAP_POINTS = (
     TapPoint("k", "qkv", _keys, Keep.HALVES, ATTENTION_IN, unless="k_norm"),
     TapPoint("q", "q_norm", _output, Keep.HALVES, ATTENTION_IN),
     TapPoint("k", "k_norm", _output, Keep.HALVES, ATTENTION_IN),
+    TapPoint("kv_c", "kv_norm", _output, Keep.AS_IS, ATTENTION_OUT),
+    TapPoint("k_pe", "attn", _rotary_key, Keep.AS_IS, ATTENTION_OUT),
     TapPoint("q_rot", "attn", _input(0), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("k_rot", "attn", _input(1), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("z", "o_proj", _input(0), Keep.AS_IS, ATTENTION_OUT),
@@ -219,7 +233,7 @@ def _install_inputs(taps: ModelTaps, header: TapBatch) -> None:
     def at_embed(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         header.add(TOKEN_IDS, args[0])
         if embed:
-            embedding.add(embed, output if context.embed_scale == 1.0 else _copy(output * context.embed_scale))
+            embedding.add(embed, output if context.embed_scale == 1.0 else copied(output * context.embed_scale))
             embedding.write()
 
     taps.hook(arch.embed, at_embed)
@@ -243,7 +257,7 @@ def _install_final(taps: ModelTaps, batch: TapBatch) -> None:
     def at_final_norm(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         values = _norm_outputs(context.arch, args, output)
         if final:
-            batch.add(final, _copy(values[1]))
+            batch.add(final, copied(values[1]))
         batch.add(normed, values[0])
         batch.write()
         batch.end(values[0])
@@ -263,9 +277,12 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
     experts = index in context.dims.moe_layers
     points = _points(arch, context.layout, index, experts)
     attn: Any = module.get_submodule(arch.attn)
-    sizes = attn.head_size, attn.num_heads * attn.head_size, attn.num_kv_heads * attn.head_size
+    absorbed = hasattr(attn, "qk_head_dim")  # latent attention whose head_size is that of the cache
+    head_size = attn.qk_head_dim if absorbed else attn.head_size
+    sizes = head_size, attn.num_heads * head_size, attn.num_kv_heads * head_size
+    shared = 0 if absorbed else context.dims.qk_rope_head_dim
     mlp_taps = any(point.stage in (MLP_IN, EXPERTS_IN, MLP_OUT) for point, _ in points)
-    layer = LayerFacts(module, arch, compilation, *sizes, experts, mlp_taps, context.block_scale)
+    layer = LayerFacts(module, arch, compilation, *sizes, shared, experts, mlp_taps, context.block_scale)
     ends = {_end_of(stage, points): stage for stage in STAGES if any(point.stage is stage for point, _ in points)}
     for name in MODULES:
         here = tuple((row_field, _reader(point, layer)) for point, row_field in points if point.module == name)
@@ -280,7 +297,7 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
         attention_summary.install(attn, pattern, context.cache_layer, context.coverage)
         context.coverage.expect(pattern, f"{path}.{arch.attn}")
     if experts:
-        _install_routing(taps, module, index, batch)
+        install_routing(taps, module, index, batch)
 
 
 Points = Sequence[tuple[TapPoint, RowField]]
@@ -356,7 +373,7 @@ def _reader(point: TapPoint, layer: LayerFacts) -> Read:
     if keep is Keep.PRODUCT:
         product = _written_by_product(layer.module.get_submodule(layer.arch.o_proj))
         lasts = product and compilation.products_last and not (layer.mlp_taps and compilation.in_place)
-    kept = _rename if lasts else _copy
+    kept = _rename if lasts else copied
     return lambda facts, args, output: kept(read(facts, args, output))
 
 
@@ -374,15 +391,6 @@ def _rename(value: torch.Tensor) -> torch.Tensor:
     return value.view(value.shape)
 
 
-def _copy(value: torch.Tensor) -> torch.Tensor:
-    """A copy for a tap. The compiled model then computes the same as without it, and may overwrite the original.
-
-    Inductor keeps fused sums and norms in float32. What an opaque op reads must be written in the model's dtype, and
-    everything after it would go on from the rounded tensor. (A plain clone is removed as a no-op.)
-    """
-    return torch.neg(torch.neg(value)) if torch.compiler.is_compiling() else value
-
-
 def _copy_halves(value: torch.Tensor, head_size: int) -> torch.Tensor:
     """A copy of heads, made of the two halves of each head.
 
@@ -392,37 +400,4 @@ def _copy_halves(value: torch.Tensor, head_size: int) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         return value
     heads = value if value.shape[-1] % head_size else value.unflatten(-1, (-1, head_size))
-    return torch.cat([_copy(half) for half in heads.chunk(2, -1)], -1)
-
-
-def _install_routing(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatch) -> None:
-    """Routing hooks. They run inside vLLM's opaque MoE op, so each is written where it appears."""
-    context, path = taps.context, f"{taps.context.arch.layers}.{index}"
-    scores, ids, weights = (context.layout.find(n, index) for n in ("router_logits", "topk_ids", "topk_weights"))
-    scored, chosen = batch.again(), batch.again()
-    if scores:
-
-        def at_gate(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            scored.add(scores, output[0] if isinstance(output, tuple) else output)
-            scored.write(beside=False)
-
-        taps.hook(f"{path}.{context.arch.moe_gate}", at_gate)
-        context.coverage.expect(scores, f"{path}.{context.arch.moe_gate}")
-    if ids or weights:
-        router: Any = module.get_submodule(context.arch.moe_experts).router
-        select, to_places = router.select_experts, router._apply_eplb_mapping
-
-        def apply_eplb_mapping(topk_ids: torch.Tensor) -> torch.Tensor:
-            """Takes the model's numbers of experts; with redundant experts the result numbers their places."""
-            chosen.add(ids, topk_ids)
-            return to_places(topk_ids)
-
-        def select_experts(*args: Any, **kwargs: Any) -> Any:
-            topk_weights, topk_ids = select(*args, **kwargs)
-            chosen.add(weights, topk_weights)
-            chosen.write(beside=False)
-            return topk_weights, topk_ids
-
-        router._apply_eplb_mapping, router.select_experts = apply_eplb_mapping, select_experts
-        for row_field in filter(None, (ids, weights)):
-            context.coverage.expect(row_field, f"{path}.{context.arch.moe_experts}.router.select_experts")
+    return torch.cat([copied(half) for half in heads.chunk(2, -1)], -1)

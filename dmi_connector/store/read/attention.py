@@ -31,6 +31,11 @@ class _How:
             raise ValueError(
                 f"{capture.path}: attention cannot be worked out: the model has attention sinks, which are not stored"
             )
+        if facts.get("latent"):
+            raise ValueError(
+                f"{capture.path}: attention cannot be worked out: the model has latent attention, whose keys of heads "
+                "are made of kv_c with weights that are not stored"
+            )
         window, chunk = (facts[name][layer] if name in facts else None for name in ("windows", "chunks"))
         scale = facts.get("scale", float(capture.attrs["dims"]["head_dim"]) ** -0.5)
         return cls(scale, facts.get("soft_cap"), window, chunk, facts.get("alibi_slopes"))
@@ -67,7 +72,7 @@ def attention(capture: Capture, layer: int, head: int | None = None, queries: sl
     queries: rows of the store, all by default. Keys are all rows up to the last query.
 
     Raises KeyError when queries or keys were not captured. Raises ValueError when earlier rows were not captured, for a
-    head that does not exist, and for models with attention sinks, which are no keys of a row.
+    head that does not exist, and for models with attention sinks or latent attention, whose keys are not stored.
     """
     how = _How.of(capture, layer)
     names = ("q_rot", "k_rot") if "q_rot" in capture or "k_rot" in capture or "q" not in capture else ("q", "k")

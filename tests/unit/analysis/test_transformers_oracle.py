@@ -133,9 +133,34 @@ def check_layer_gpt2(layer: torch.nn.Module, row: dict[str, torch.Tensor]) -> No
     close(row["mlp_out"], layer.mlp.c_proj(row["mlp_post"]))
 
 
+@pytest.mark.parametrize("arch", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_latent_attention_follows_from_the_latent_and_the_rotary_key(arch: str, tmp_path: Path) -> None:
+    """As docs/HOOKS.md says, with the weights of kv_b_proj."""
+    oracle = Oracle(make_model(arch, tmp_path, kv_lora_rank=24, qk_rope_head_dim=16))
+    got, cfg = {name: torch.from_numpy(value) for name, value in oracle.run(IDS).items()}, oracle.config
+    nope, values = cfg.qk_nope_head_dim, cfg.v_head_dim
+    assert not {"k", "v", "k_rot"} & set(got) and got["kv_c"].shape[-1] == 24 and got["k_pe"].shape[-1] == 16
+    for i, layer in enumerate(oracle.model.model.layers):
+        attn = layer.self_attn
+        weight = attn.kv_b_proj.weight.detach().unflatten(0, (-1, nope + values))
+        made = torch.einsum("tc,hdc->htd", got["kv_c"][i], weight)
+        shared = got["k_pe"][i].expand(len(made), -1, -1)
+        keys = torch.cat([made[..., :nope], shared], -1).transpose(0, 1).flatten(1)
+        # `check_attention` divides by the root of the head size; yarn scales more.
+        queries = got["q_rot"][i] * (attn.scaling * (nope + 16) ** 0.5)
+        check_attention(queries, keys, made[..., nope:].transpose(0, 1).flatten(1), got["z"][i], nope + 16)
+        close(got["attn_out"][i], attn.o_proj(got["z"][i]).detach())
+        plain, rotated = (got[name][i].unflatten(-1, (-1, nope + 16)) for name in ("q", "q_rot"))
+        close(plain[..., :nope], rotated[..., :nope])
+        plain, rotated = plain[..., nope:], rotated[..., nope:]
+        close(rotated[0], plain[0] * rotated[0].norm() / plain[0].norm())  # yarn may scale, and rotates position 0 by 0
+        assert not np.allclose(plain[1:], rotated[1:], atol=1e-2)
+
+
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, d: int) -> None:
     """z is causal attention over q, k, v, and far from uniform, or a wrong mask could go unseen."""
-    q, k, v = (x.unflatten(-1, (-1, d)).transpose(0, 1) for x in (q, k, v))
+    q, k = (x.unflatten(-1, (-1, d)).transpose(0, 1) for x in (q, k))
+    v = v.unflatten(-1, (k.shape[0], -1)).transpose(0, 1)
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
     scores = q @ k.mT / d**0.5
     weights = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)

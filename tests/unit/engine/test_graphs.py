@@ -58,6 +58,17 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+def test_latent_attention_keeps_vllms_default(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Latent(Layer):
+        """Not an `Attention`."""
+
+    monkeypatch.setattr(attention, "Attention", type("Attention", (), {}))
+    monkeypatch.setattr(attention, "MLAAttention", Latent)
+    given = config(PIECES, Latent(576, name="FLASHMLA"))
+    graphs.choose_graphs(given, "auto")
+    assert given.compilation_config.cudagraph_mode == PIECES and "attention backend FLASHMLA" in lines[0]
+
+
 @pytest.mark.parametrize("head_size", [65, 80, 96, 128])
 def test_full_graphs_are_chosen_where_they_are_right(lines: list[str], head_size: int) -> None:
     given = config(PIECES, Layer(head_size), object(), Layer(head_size))

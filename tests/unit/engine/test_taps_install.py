@@ -80,7 +80,7 @@ def tap(block: torch.nn.Module, batch: TapBatch, fields: list[RowField], **modul
     every = {"ln1", "qkv", "attn", "o_proj", "ln2", "mlp", "down_proj"}
     context: Any = SimpleNamespace(
         arch=Architecture("Block", "", **{**dict.fromkeys(every, ""), **modules}),
-        dims=SimpleNamespace(moe_layers=()),
+        dims=SimpleNamespace(moe_layers=(), qk_rope_head_dim=0),
         block_scale=1.0,
         layout=SimpleNamespace(find=lambda name, _layer: by_hook.get(name), fields=fields),
         cache_layer=kit.CACHE_LAYER,
@@ -199,3 +199,12 @@ def test_the_attention_after_a_layer_that_reduces_waits_for_its_tap() -> None:
     specs += [("pattern", 5, "attn(2)"), ("final_ln", 0, "int8"), ("resid_pre", 7, "rp(4)")]
     fields = [RowField(hook, layer, "float32", 8, 64 * i, parse(spec)) for i, (hook, layer, spec) in enumerate(specs)]
     assert install.joined_before_attention(fields) == {2, 4, 8}
+
+
+def test_the_shared_key_of_latent_attention_is_found_beside_the_latent_and_in_keys_of_heads() -> None:
+    key, made = torch.randn(5, 1, 2), torch.randn(5, 3, 4)
+    heads = torch.cat([made, key.expand(-1, 3, -1)], -1)
+    latent: Any = SimpleNamespace(shared=0)
+    assert torch.equal(install._rotary_key(latent, (None, torch.randn(5, 7), key), None), key)
+    over_heads: Any = SimpleNamespace(shared=2)
+    assert torch.equal(install._rotary_key(over_heads, (None, heads, made), None), key[:, 0])

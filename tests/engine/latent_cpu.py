@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latent attention of other shapes than 512 + 64 on a CPU, in an engine of this process.
+
+vLLM's own decode kernel there takes that one shape, and its platform turns prefix caching and chunked prefill off.
+`stand_in` replaces the kernel and the merge of two parts of the keys by the functions below, and leaves both features
+on. So rows, taps and stores meet every kind of step. The rest is vLLM's: the model, its modules and their order, the
+cache, the decode over latents, the prefill over keys of heads.
+
+`docs/HOOKS.md` says which of these options a user needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+KERNEL: dict[str, Any] = {"attention_config": {"backend": "CPU_MLA"}}
+"""Options of an engine that takes vLLM's kernel in float32 on any CPU; with AMX it would take another, in bfloat16."""
+WHOLE: dict[str, Any] = {"max_num_batched_tokens": 512}
+"""For the draft beside that kernel, with which vLLM splits no prompt over steps: max_model_len of these engines."""
+ROTARY = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+"""For an eager engine: vLLM 0.32's own CPU kernel rotates heads wrongly that lie side by side with another part."""
+ODD = {"kv_lora_rank": 280, "qk_rope_head_dim": 40, "qk_nope_head_dim": 20, "v_head_dim": 28}
+"""Sizes without a kernel on a CPU. vLLM checks their sum: 320, 512 or 576."""
+HEADS = {"kv_lora_rank": 40, "qk_rope_head_dim": 24, "qk_nope_head_dim": 40, "v_head_dim": 28}
+"""Sizes with keys of 64 values, which vLLM's CPU attention over heads takes (VLLM_MLA_DISABLE=1)."""
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines of this process run latent attention of other shapes, with prefix caching and chunked prefill."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.attention import mla_attention
+    from vllm.platforms.cpu import CpuPlatform
+
+    monkeypatch.setattr(_custom_ops, "mla_decode_kvcache_cpu", decode)
+    monkeypatch.setattr(mla_attention, "merge_attn_states", merge)
+    checked = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        steps = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
+        checked(vllm_config)
+        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = steps
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_update_config))
+
+
+def decode(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    scale: float,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    """One query a request over its paged latents: out [requests, heads, latent], query [requests, heads, latent +
+    rotary], kv_cache [blocks, block, latent + rotary].
+    """
+    for i, length in enumerate(seq_lens.tolist()):
+        blocks = block_tables[i, : -(-length // kv_cache.shape[1])].long()
+        keys = kv_cache[blocks].flatten(0, 1)[:length]
+        out[i] = torch.softmax(query[i] @ keys.T * scale, -1) @ keys[:, : out.shape[-1]]
+
+
+def merge(
+    output: torch.Tensor,
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+) -> None:
+    """Attention over two parts of the keys: outputs [tokens, heads, size], log-sum-exps [heads, tokens]."""
+    weights = torch.softmax(torch.stack([prefix_lse, suffix_lse]), 0).mT[..., None]
+    output.copy_(weights[0] * prefix_output + weights[1] * suffix_output)
