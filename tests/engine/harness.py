@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dmi_connector.hooks import HOOKS, USUAL
 from tests import runner
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 ALL_HOOKS = "vllm-full,attention"
 """Every hook a model has: both presets leave out what it lacks."""
+
+USUAL_HOOKS = {name for name, hook in HOOKS.items() if hook.only in (None, "dense", *USUAL)}
+"""The hooks of a model like Llama."""
 
 CHUNK, SEGMENT, BLOCK = 32, 64, 128
 """Rows of a chunk and of a shard in these tests, and the block size vLLM chooses on the CPU."""

@@ -21,15 +21,14 @@ from typing import Any
 import pytest
 
 from dmi_connector.hooks import PRESETS
+from tests.engine.harness import USUAL_HOOKS
 from tests.ports import free_port
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-LACKING = {"router_logits", "topk_ids", "topk_weights", "attn_proj", "mlp_proj"}
-"""Hooks of models with experts or post-norms."""
 EXPECTED = {
     "hidden-states.yaml": ("draft", set(PRESETS["hidden-states"])),
-    "full.yaml": ("draft", set(PRESETS["vllm-full"]) - LACKING),
-    "attention.yaml": ("draft", set(PRESETS["attention"])),
+    "full.yaml": ("draft", set(PRESETS["vllm-full"]) & USUAL_HOOKS),
+    "attention.yaml": ("draft", set(PRESETS["attention"]) & USUAL_HOOKS),
     "target-owner.yaml": ("target", {*PRESETS["hidden-states"], "mlp_out"}),
 }
 HOMEMADE = "HomemadeForCausalLM"
