@@ -131,6 +131,15 @@ def test_models_without_a_residual_stream_are_refused(
         capture_context(vllm_config(model, tmp_path / "captures"))
 
 
+def test_pruned_videos_are_refused(known_models: None, tmp_path: Path) -> None:
+    from dmi_connector.cli.tiny_models import make_model
+
+    model = make_model("qwen2_5_vl", tmp_path / "model")
+    assert capture_context(vllm_config(model, tmp_path / "captures")).dims.rope_axes == 3
+    with pytest.raises(ValueError, match=r"video_pruning_rate: 0\.5 drops tokens .*; remove --video-pruning-rate"):
+        capture_context(vllm_config(model, tmp_path / "captures", video_pruning_rate=0.5))
+
+
 @pytest.mark.parametrize("owner", OWNERS)
 def test_latent_attention_is_refused(tmp_path: Path, owner: str) -> None:
     from transformers import DeepseekV2Config

@@ -25,10 +25,11 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from dmi_connector.engine.architectures import Architecture
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.coverage import POSITIONS, TOKEN_IDS
 from dmi_connector.engine.taps import attention_summary
 from dmi_connector.engine.taps.batches import ModelTaps, TapBatch, batches_of_layers
 from dmi_connector.engine.taps.compilation import Compilation
+from dmi_connector.engine.taps.inputs import install_inputs
+from dmi_connector.engine.taps.values import copied
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import RowField, RowLayout
 
@@ -183,8 +184,7 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
     """Register the taps of the selection on a freshly built model, before its first forward."""
     taps = ModelTaps(model, context, compilation)
     fields, arch = context.layout.fields, context.arch
-    once = taps.once()
-    _install_inputs(taps, once)
+    install_inputs(taps)
     shared = {layer: batch for batch in batches_of_layers(fields) for layer in batch}
     batches: dict[int, TapBatch] = {}
     joined = joined_before_attention(fields)
@@ -197,7 +197,7 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
             if mine[0] not in batches:
                 batches[mine[0]] = taps.batch(mine, lasting=index in shared)
             install_layer(taps, layers[index], index, batches[mine[0]], more=index != mine[-1])
-    _install_final(taps, once.again())
+    _install_final(taps, taps.once.again())
     return taps
 
 
@@ -210,31 +210,6 @@ def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
     return {f.layer + 1 for f in reduced if HOOKS[f.hook].scope != "once"}
 
 
-def _install_inputs(taps: ModelTaps, header: TapBatch) -> None:
-    """The row header (token id and position, as the model saw them) and the embedding."""
-    context = taps.context
-    embed, arch = context.layout.find("embed", 0), context.arch
-    embedding = header.again()
-
-    def at_embed(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        header.add(TOKEN_IDS, args[0])
-        if embed:
-            embedding.add(embed, output if context.embed_scale == 1.0 else _copy(output * context.embed_scale))
-            embedding.write()
-
-    taps.hook(arch.embed, at_embed)
-
-    def before_layer(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        header.add(POSITIONS, kwargs["positions"] if "positions" in kwargs else args[arch.positions_at])
-        header.write()
-
-    source = arch.positions or f"{arch.layers}.0"
-    taps.hook(source, before_layer, before=True, with_kwargs=True)
-    for row_field, module in ((TOKEN_IDS, arch.embed), (embed, arch.embed), (POSITIONS, source)):
-        if row_field is not None:
-            context.coverage.expect(row_field, module)
-
-
 def _install_final(taps: ModelTaps, batch: TapBatch) -> None:
     """The final norm, after which a step's taps end."""
     context = taps.context
@@ -243,7 +218,7 @@ def _install_final(taps: ModelTaps, batch: TapBatch) -> None:
     def at_final_norm(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         values = _norm_outputs(context.arch, args, output)
         if final:
-            batch.add(final, _copy(values[1]))
+            batch.add(final, copied(values[1]))
         batch.add(normed, values[0])
         batch.write()
         batch.end(values[0])
@@ -356,7 +331,7 @@ def _reader(point: TapPoint, layer: LayerFacts) -> Read:
     if keep is Keep.PRODUCT:
         product = _written_by_product(layer.module.get_submodule(layer.arch.o_proj))
         lasts = product and compilation.products_last and not (layer.mlp_taps and compilation.in_place)
-    kept = _rename if lasts else _copy
+    kept = _rename if lasts else copied
     return lambda facts, args, output: kept(read(facts, args, output))
 
 
@@ -374,15 +349,6 @@ def _rename(value: torch.Tensor) -> torch.Tensor:
     return value.view(value.shape)
 
 
-def _copy(value: torch.Tensor) -> torch.Tensor:
-    """A copy for a tap. The compiled model then computes the same as without it, and may overwrite the original.
-
-    Inductor keeps fused sums and norms in float32. What an opaque op reads must be written in the model's dtype, and
-    everything after it would go on from the rounded tensor. (A plain clone is removed as a no-op.)
-    """
-    return torch.neg(torch.neg(value)) if torch.compiler.is_compiling() else value
-
-
 def _copy_halves(value: torch.Tensor, head_size: int) -> torch.Tensor:
     """A copy of heads, made of the two halves of each head.
 
@@ -392,7 +358,7 @@ def _copy_halves(value: torch.Tensor, head_size: int) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         return value
     heads = value if value.shape[-1] % head_size else value.unflatten(-1, (-1, head_size))
-    return torch.cat([_copy(half) for half in heads.chunk(2, -1)], -1)
+    return torch.cat([copied(half) for half in heads.chunk(2, -1)], -1)
 
 
 def _install_routing(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatch) -> None:
