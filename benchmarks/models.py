@@ -3,7 +3,7 @@
 
     python -m benchmarks.models
 
-Runs tests/engine/test_models.py and test_hooks_vs_transformers.py in full: eager and compiled, rows of both owners, two
+Runs tests/engine/test_models.py and test_multimodal.py in full: eager and compiled, rows of both owners, two
 tensor-parallel ranks. Results go to benchmarks/results/cpu-models.json.
 """
 
@@ -31,7 +31,14 @@ def run(argv: list[str]) -> tuple[list[dict[str, Any]], int]:
     """(what the tests found, pytest's exit status)."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.jsonl"
-        tests = ["tests/engine/test_models.py", "-m", "soak or not soak", "-q", *argv]
+        tests = [
+            "tests/engine/test_models.py",
+            "tests/engine/test_multimodal.py",
+            "-m",
+            "soak or not soak",
+            "-q",
+            *argv,
+        ]
         env = {**os.environ, "MODELS_RESULT": str(out)}
         status = subprocess.run(
             [sys.executable, "-m", "pytest", *tests], cwd=common.ROOT, env=env, check=False

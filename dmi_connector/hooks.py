@@ -22,7 +22,8 @@ class Hook:
     width: symbol of its width, see `ModelDims.width`. scope: "layer" (one a layer), "once" (one a forward) or "sampled"
     (one row for each sampled position). sharded: under tensor parallelism each rank holds a slice of the width.
     dtype: "model" (the model's own) or a fixed one. only: who has it: layers that are "dense" or "moe" (mixtures of
-    experts), or models with one of FEATURES; None for all. unless: models with this one of FEATURES lack it.
+    experts), models with one of FEATURES, or models with "mrope" (positions on several axes); None for all. unless:
+    models with this one of FEATURES lack it.
     """
 
     name: str
@@ -75,12 +76,13 @@ HOOKS: dict[str, Hook] = {
         Hook("mlp_out", "H", "layer", False, "what the MLP adds to the residual stream"),
         Hook("resid_final", "H", "once", False, "residual stream after the last layer"),
         Hook("final_ln", "H", "once", False, "output of the final norm"),
+        Hook("mrope_positions", "M", "once", False, "position on each axis of M-RoPE", "int32", only="mrope"),
         Hook("logits", "V", "sampled", False, "output of compute_logits at each sampled position"),
     )
 }
 
-ALWAYS = ("token_ids", "positions")
-"""Stored with every capture. A selection may name them, without effect."""
+ALWAYS = ("token_ids", "positions", "mrope_positions")
+"""Stored with every capture, the last of models that have it. A selection may name them, without effect."""
 
 ALIASES = {"mlp_in": "ln2"}
 """Other names of the same tensor, which is stored once. `resid_post` is one too: that of layer l is the resid_pre of
@@ -100,7 +102,8 @@ class ModelDims:
     """The sizes of a model that decide hook widths. Sizes are elements of the whole model, before sharding.
 
     head_dim: of queries and keys. v_head_dim: of values, 0 where it is head_dim. kv_lora_rank, qk_rope_head_dim: of
-    latent attention, the latent and the rotary part of a head. features: those of FEATURES that it has.
+    latent attention, the latent and the rotary part of a head. features: those of FEATURES that it has. rope_axes: axes
+    of the positions of M-RoPE, 0 without it.
     """
 
     architecture: str
@@ -118,6 +121,7 @@ class ModelDims:
     v_head_dim: int = 0
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0
+    rope_axes: int = 0
 
     def width(self, hook: Hook) -> int:
         """Elements of one row of `hook` for the whole model."""
@@ -133,10 +137,13 @@ class ModelDims:
             "E": self.experts,
             "T": self.top_k,
             "A": self.heads,
+            "M": self.rope_axes,
         }[hook.width]
 
     def layers_of(self, hook: Hook) -> tuple[int, ...]:
         """Layers where `hook` exists in this model: (0,) for hooks that exist once, () for absent ones."""
+        if hook.only == "mrope" and not self.rope_axes:
+            return ()
         if hook.scope != "layer":
             return (0,)
         if hook.only == "moe":
@@ -207,7 +214,7 @@ def _names(name: str, item: str) -> tuple[tuple[str, ...], bool]:
         )  # expensive: never selected by a wildcard
         if found:
             return found, True
-    known = [*HOOKS, *ALIASES, "resid_post", *PRESETS, *ALWAYS]
+    known = list(dict.fromkeys((*HOOKS, *ALIASES, "resid_post", *PRESETS, *ALWAYS)))
     raise SelectionError(f"hooks: {item!r} is unknown{suggest(name, known) or ';'} known names: {', '.join(known)}")
 
 
@@ -258,7 +265,8 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
         raise SelectionError(
             f"hooks: {spec!r} selects nothing; name at least one hook or preset ({', '.join(PRESETS)})"
         )
-    return Selection(hooks)
+    always = {name: (0,) for name in ALWAYS if name in HOOKS and dims.layers_of(HOOKS[name])}
+    return Selection({name: (hooks | always)[name] for name in HOOKS if name in hooks or name in always})
 
 
 def narrow(served: Selection, hooks: Iterable[str] | None, layers: Sequence[int] | None, dims: ModelDims) -> Selection:

@@ -274,6 +274,11 @@ class PayloadLayout:
             at += 0 if spec.per_sample else spec.token_bytes
         return tuple(found)
 
+    def find(self, name: str) -> tuple[ArraySpec, int] | None:
+        """An array and its entry in `bases`; None where this rank does not write it."""
+        found = zip(self.arrays, self.bases, strict=True)
+        return next(((spec, base) for spec, base in found if spec.name == name), None)
+
     @cached_property
     def header_base(self) -> int:
         """Byte offset of the row headers in a payload, divided by the rows of the payload."""

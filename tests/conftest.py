@@ -17,7 +17,7 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 from dmi_connector.cli.tiny_models import ENV
-from tests import runner
+from tests import runner, vision
 
 if TYPE_CHECKING:
     from dmi_connector.analysis.transformers_oracle import Oracle
@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor would try the compiler's vector instructions in every process anew, which takes eight seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 runner.choose()
+vision.use_standin()
 # As long as a busy machine takes for examples, and the same ones in each run; in `make soak` others each time.
 _patient: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("random", **_patient)

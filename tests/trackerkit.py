@@ -38,6 +38,7 @@ class FakeRequest:
     max_tokens: int = 64
     pooling_params: object = None
     lora_request: Any = None
+    mm_features: list[Any] = field(default_factory=list)
     sampling_params: Any = field(default_factory=lambda: SimpleNamespace(seed=None))
 
     @property

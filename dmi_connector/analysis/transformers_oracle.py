@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dmi_connector.store.read.capture import Capture
@@ -182,24 +182,31 @@ TWINS = {
 class Oracle:
     """A transformers model with eager attention that computes every hook for a token sequence.
 
-    without: hooks to leave out.
+    A model with a vision tower computes the hooks of its language model, also for prompts with images.
+
+    without: hooks to leave out. config: of the language model. architecture: of the whole model.
     """
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float32, without: Sequence[str] = ()) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            config=_as_vllm(AutoConfig.from_pretrained(model_dir, local_files_only=True)),
-            dtype=dtype,
-            attn_implementation="eager",
-            local_files_only=True,
+        config = _as_vllm(AutoConfig.from_pretrained(model_dir, local_files_only=True))
+        self.wraps = config.get_text_config() is not config
+        auto = AutoModelForImageTextToText if self.wraps else AutoModelForCausalLM
+        how: Any = {"text_config": "eager", "vision_config": "sdpa"} if self.wraps else "eager"
+        self.model = auto.from_pretrained(
+            model_dir, config=config, dtype=dtype, attn_implementation=how, local_files_only=True
         ).eval()
-        self.config, self._without = self.model.config, without
+        self.architecture = str(self.model.config.architectures[0])
+        self.config, self._without = self.model.config.get_text_config(), without
         if self.config.model_type == "bloom":
             for module in self.model.modules():
                 if hasattr(module, "gelu_impl"):
                     module.gelu_impl = torch.nn.GELU()  # as vLLM has it; transformers takes the approximation by tanh
-        base = self.model.base_model
-        self._base = self.model.model if base is self.model else base  # Llama 4's text model has no base of its own
+        if self.model.config.model_type == "mistral3":
+            # As vLLM has it, whatever the config says.
+            self.model.model.multi_modal_projector.norm.variance_epsilon = 1e-5
+        base = self.model.get_decoder() if self.wraps else self.model.base_model
+        # Llama 4's text model has no base of its own.
+        self._base = self.model.model if base is self.model else getattr(base, "model", base) if self.wraps else base
         self.twin = TWINS.get(self.config.model_type, _LLAMA)
         self._layers: Any = self._base.get_submodule(self.twin.layers)
         heads = self.config.num_attention_heads
@@ -211,22 +218,29 @@ class Oracle:
                 module.variance_epsilon = self.config.rms_norm_eps  # as vLLM has it; transformers takes 1e-6
 
     @torch.no_grad()
-    def run(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
+    def run(self, token_ids: Sequence[int], images: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
         """Every hook of one forward over `token_ids` (the prompt, then the generated tokens).
 
+        images: what the model's image processor returned for the images of the prompt, such as `pixel_values`; the ids
+        then have their placeholders. Image tokens see earlier ones only, as on vLLM's CPU backend.
+
         Layer hooks are float32 [layers, tokens, width], those of ONCE [1, tokens, width], `logits` float32 [tokens,
-        vocab] (row i predicts token i + 1), `token_ids` and `positions` int32 [tokens]. Models with experts add
+        vocab] (row i predicts token i + 1), `token_ids` and `positions` int32 [tokens]. M-RoPE adds `mrope_positions`,
+        int32 [1, tokens, axes]. Models with experts add
         router_logits and topk_weights (float32) and topk_ids (int32), by descending weight, equal weights by id. The
         layer axis of a hook holds only layers that have it.
         """
         with _Recorder(len(token_ids)) as recorder:
             for point in self.twin.once:
-                recorder.watch(self._base.get_submodule(point.module), point.name, point.side)
+                if not (self.wraps and point.name == "embed"):  # images are merged into it later
+                    recorder.watch(self._base.get_submodule(point.module), point.name, point.side)
             for layer in self._layers:
                 self._watch_layer(recorder, layer)
+            if self.wraps:
+                self._watch_inputs(recorder)
             ids = torch.tensor([list(token_ids)], dtype=torch.long)
             with _seen_attention(recorder.rows) if self.twin.rotary else nullcontext():
-                logits = self.model(ids, use_cache=False).logits
+                logits = self.model(ids, use_cache=False, **self._with_images(ids, images)).logits
         values = {name: torch.stack(parts) for name, parts in recorder.rows.items()}
         if self.twin.scale:
             for name in ("attn_out", "mlp_out"):
@@ -240,7 +254,8 @@ class Oracle:
             self._share_keys(values)
         values["logits"] = logits[0]
         values = {name: value for name, value in values.items() if name not in self._without}
-        values = {name: value.int() if name == "topk_ids" else value.float() for name, value in values.items()}
+        whole = ("topk_ids", "mrope_positions")
+        values = {name: value.int() if name in whole else value.float() for name, value in values.items()}
         values["token_ids"] = ids[0].int()
         values["positions"] = torch.arange(len(token_ids), dtype=torch.int32)
         return {name: value.numpy() for name, value in values.items()}
@@ -253,6 +268,28 @@ class Oracle:
             logits = self.model(torch.tensor([ids]), use_cache=False, logits_to_keep=1).logits
             ids.append(int(logits[0, -1].argmax()))
         return ids[len(token_ids) :]
+
+    def _with_images(self, ids: torch.Tensor, images: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Arguments of a forward over a prompt with images."""
+        if not images:
+            return {}
+        pixels = {"pixel_values": images["pixel_values"].to(self.model.dtype)}
+        told = {"mm_token_type_ids": (ids == self.model.config.image_token_id).int()}
+        return {**images, **pixels, **(told if "image_grid_thw" in images else {})}
+
+    def _watch_inputs(self, recorder: _Recorder) -> None:
+        """Note the embeddings that enter the language model, with those of images, and the positions of M-RoPE."""
+        axes = len((getattr(self.config, "rope_parameters", None) or {}).get("mrope_section", ()))
+
+        def before(_module: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            recorder.rows["embed"] = [kwargs["inputs_embeds"][0].clone()]
+            if axes:
+                positions = kwargs.get("position_ids")
+                if positions is None:
+                    positions = torch.arange(recorder.tokens).expand(axes, 1, -1)
+                recorder.rows["mrope_positions"] = [positions[-axes:, 0].T.clone()]
+
+        recorder.callback(self._base.register_forward_pre_hook(before, with_kwargs=True).remove)
 
     def _watch_layer(self, recorder: _Recorder, layer: Any) -> None:
         present = dict(layer.named_modules())
@@ -357,15 +394,17 @@ def _seen_attention(rows: dict[str, list[torch.Tensor]]) -> Iterator[None]:
         del ALL_ATTENTION_FUNCTIONS["eager"]
 
 
-def compare(capture: Capture, oracle: Oracle) -> dict[str, float]:
+def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None = None) -> dict[str, float]:
     """The largest absolute difference of each hook of `capture` from `oracle`, over all layers and tokens.
+
+    images: see `Oracle.run`.
 
     Raises ValueError if the capture does not begin at position 0 (its earlier tokens are then unknown), or if its
     layers or shapes are not those of the oracle's model.
     """
     if capture.attrs["start"] != 0:
         raise ValueError(f"{capture.path} begins at position {capture.attrs['start']}: its earlier tokens are unknown")
-    expected = oracle.run(capture.token_ids.tolist())
+    expected = oracle.run(capture.token_ids.tolist(), images)
     errors = {}
     for hook, entry in capture.attrs["hooks"].items():
         want = expected[hook]

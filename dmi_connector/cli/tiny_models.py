@@ -8,8 +8,21 @@ and transformers are imported when a model is made, so that `ENV` can be set bef
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dmi_connector.cli.tiny_vision import (
+    TOKENS,
+    VOCAB,
+    WRAPPERS,
+    fill_vision,
+    is_vision,
+    named_tokens,
+    save_names,
+    save_processor,
+    wrapper_fields,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +40,6 @@ ENV = {
 }
 """Environment of such a run: offline, no usage reports, a small KV cache."""
 
-VOCAB = 512
 SPECIAL = ("<|pad|>", "<|bos|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Special tokens. <|endoftext|> is among them because Qwen2Tokenizer adds it where it is missing."""
 PAD, BOS, EOS = 0, 1, 2
@@ -240,8 +252,11 @@ please explain quantum physics, music theory, history, cooking, gardening and ch
 """Text to train the tokenizer on: enough words for the 251 merges of the vocabulary."""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of exactly VOCAB tokens, with a chat template. It encodes any text."""
+def make_tokenizer(more: Sequence[str] = (), named: Mapping[str, str] | None = None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of exactly VOCAB tokens, with a chat template. It encodes any text.
+
+    more: tokens behind these VOCAB. named: attributes of the tokenizer that name some of them.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -257,12 +272,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     core.train_from_iterator(_CORPUS.strip().splitlines(), trainer)
     if core.get_vocab_size() != VOCAB:
         raise ValueError(f"the corpus gives {core.get_vocab_size()} tokens, not {VOCAB}: add words to it")
+    core.add_tokens([AddedToken(token, special=not token.isspace(), normalized=False) for token in more])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=SPECIAL[PAD],
         bos_token=SPECIAL[BOS],
         eos_token=SPECIAL[EOS],
         additional_special_tokens=list(SPECIAL[3:]),
+        model_specific_special_tokens=dict(named or {}),
         model_max_length=1024,
         clean_up_tokenization_spaces=False,
     )
@@ -275,23 +292,32 @@ def make_model(arch: str, dir: str | Path, dtype: str = "float32", seed: int = 0
 
     `config` overrides fields of the transformers configuration. The same arguments write the same weights;
     dtype "bfloat16" rounds those of "float32". Returns `dir`. Raises ValueError for an unknown `arch`.
+
+    Models of WRAPPERS have a vision tower, and the configuration of an image processor beside them.
     """
-    known = {**ARCHS, **FAMILIES}
+    known = {**ARCHS, **FAMILIES, **WRAPPERS}
     if arch not in known:
         raise ValueError(f"arch {arch!r} is unknown: known architectures are {', '.join(known)}")
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
-    fields = {**_COMMON, **known[arch], **config}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(arch, **fields), dtype=torch.float32)
+    fields = wrapper_fields(arch, config) if arch in WRAPPERS else {**_COMMON, **known[arch], **config}
+    auto = AutoModelForImageTextToText if arch in WRAPPERS else AutoModelForCausalLM
+    model = auto.from_config(AutoConfig.for_model(arch, **fields), dtype=torch.float32)
     with torch.no_grad():
-        _fill(model, torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        _fill(model, generator)
+        if arch in WRAPPERS:
+            fill_vision(model, generator)
     model.to(getattr(torch, dtype))
     model.config.dtype = dtype
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
     path = Path(dir)
     model.save_pretrained(path, safe_serialization=True)
-    make_tokenizer().save_pretrained(path)
+    tokenizer = make_tokenizer(TOKENS.get(arch, ()), named_tokens(arch))
+    tokenizer.save_pretrained(path)
+    save_processor(arch, path)
+    save_names(arch, path)
     return path
 
 
@@ -317,12 +343,14 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
     """
     import torch
 
-    config: Any = model.config
-    tied = getattr(config, "tie_word_embeddings", False)
+    whole: Any = model.config
+    config, tied = whole.get_text_config(), getattr(whole, "tie_word_embeddings", False)
     gemma = config.model_type.startswith("gemma")
     offset = 1.0 if gemma else 0.0  # Gemma's norms multiply by 1 + weight
     embed = 0.3 / math.sqrt(config.hidden_size) if gemma else 0.3  # and its embeddings by this root
     for name, weight in sorted(model.named_parameters()):
+        if config is not whole and is_vision(name):
+            continue
         leaf = name.split(".")[-2] if name.endswith((".weight", ".bias")) else name.split(".")[-1]
         noise = torch.randn(weight.shape, generator=generator)
         if name.endswith(".bias"):
@@ -337,6 +365,7 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
             weight.copy_((0.15 if leaf == "lm_head" else embed) * noise)
             if leaf == "lm_head" or (tied and leaf not in _POSITIONS):
                 weight[: len(SPECIAL)] *= 0.1  # greedy decoding must not end early
+                weight[VOCAB:] *= 0.1  # nor give tokens of images
         else:
             axis = -2 if config.model_type in _INPUT_FIRST and weight.dim() == 3 else _input_axis(leaf)
             weight.copy_(_GAIN.get(leaf, 1.0) * noise / math.sqrt(weight.shape[axis]))

@@ -22,6 +22,9 @@ class Architecture:
     layers that have them. rotary: whether q and k are rotated. parallel: attention and MLP read the same stream, and
     both are added to it.
 
+    language: path of the language model, where the model has other parts, such as a vision tower. Token ids and
+    embeddings then both enter the forward; embeddings are made before it.
+
     scale: field of the config by which a block's output is multiplied before it is added. embed_scaled: embeddings are
     multiplied by the root of their width. one_rank: hooks that a rank does not have whole or as its slice under tensor
     parallelism. float16_divisor: field of the config by which vLLM divides the residual stream in float16.
@@ -29,6 +32,7 @@ class Architecture:
 
     name: str
     base: str
+    language: str = ""
     layers: str = "model.layers"
     embed: str = "model.embed_tokens"
     final_norm: str = "model.norm"
@@ -104,6 +108,11 @@ class Architecture:
     def block_scale(self, config: Any) -> float:
         """By what a block's output is multiplied before it is added to the residual stream."""
         return float(getattr(config, self.scale)) if self.scale else 1.0
+
+    def visual_layers(self, config: Any) -> int:
+        """First layers behind which visual features are added, as the config of the whole model says (deepstack)."""
+        vision = getattr(config, "vision_config", None) if self.language else None
+        return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
 def _first(config: Any, *names: str) -> Any:
@@ -301,6 +310,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     )
 }
+
+
+def _add_wrapper(name: str, module: str, inner: str) -> None:
+    """Add a model with a vision tower whose language model has the row `inner`."""
+    row = ARCHITECTURES[inner]
+    paths: dict[str, Any] = {
+        field: f"language_model.{getattr(row, field)}" for field in ("layers", "embed", "final_norm")
+    }
+    base = f"{_MODELS}.{module}:{name}"
+    ARCHITECTURES[name] = replace(row, name=name, base=base, language="language_model", **paths)
+
+
+for _name, _module, _inner in (
+    ("Gemma3ForConditionalGeneration", "gemma3_mm", "Gemma3ForCausalLM"),
+    ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "Qwen2ForCausalLM"),
+    ("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3ForCausalLM"),
+    ("Mistral3ForConditionalGeneration", "mistral3", "MistralForCausalLM"),
+    ("Llama4ForConditionalGeneration", "mllama4", "Llama4ForCausalLM"),
+):
+    _add_wrapper(_name, _module, _inner)
 
 
 def register_architecture(row: Architecture) -> None:

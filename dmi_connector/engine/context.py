@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +29,8 @@ class CaptureContext:
     """What one engine captures.
 
     dtype: the model's. tp: tensor-parallel size. owner: of the rows, "draft" or "target". block_scale: by what the
-    output of a block is multiplied before it is added to the residual stream. coverage: what the taps of this process
-    have written.
+    output of a block is multiplied before it is added to the residual stream. visual_layers: first layers behind which
+    visual features are added to the residual stream. coverage: what the taps of this process have written.
     """
 
     options: ServerOptions
@@ -43,6 +43,7 @@ class CaptureContext:
     owner: str
     block_scale: float = 1.0
     embed_scale: float = 1.0
+    visual_layers: int = 0
     coverage: Coverage = field(default_factory=Coverage, compare=False, repr=False)
 
     @property
@@ -101,7 +102,7 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     if isinstance(arch, Latent) and not model.use_mla:
         arch = arch.over_heads()
     refusals.check_attention(arch, model)
-    dims = arch.dims(model.hf_text_config)
+    dims = replace(arch.dims(model.hf_text_config), rope_axes=model.mrope_num_dims if model.uses_mrope else 0)
     selection = parse_selection(options.hooks, dims)
     if "logits" in selection.hooks:
         refusals.check_logits(vllm_config)
@@ -115,9 +116,10 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     if options.sink == "disk":
         _keep_bases(options, reductions)
     layout = row_layout(selection, dims, dtype, tp, reductions)
-    coverage = Coverage(layout.fields, options.check == "poison")
+    coverage = Coverage(layout.fields, options.check == "poison", header_first=bool(arch.language))
     scales = arch.block_scale(model.hf_text_config), _embed_scale(arch, dims, model.dtype)
-    return CaptureContext(options, arch, dims, selection, layout, dtype, tp, _owner(vllm_config), *scales, coverage)
+    rest = (*scales, arch.visual_layers(model.hf_config), coverage)
+    return CaptureContext(options, arch, dims, selection, layout, dtype, tp, _owner(vllm_config), *rest)
 
 
 def _embed_scale(arch: Architecture, dims: ModelDims, dtype: torch.dtype) -> float:

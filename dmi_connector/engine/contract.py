@@ -135,6 +135,51 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group",
         "says whether this process has a connector: vLLM keeps one",
     ),
+    # ---- models with a vision tower
+    "raw_tokens": (
+        "vllm.model_executor.models.interfaces:SupportsMultiModal.requires_raw_input_tokens",
+        "set on these models, so that token ids enter the forward beside embeddings",
+    ),
+    "request_positions": (
+        "vllm.v1.attention.backend:CommonAttentionMetadata.__dataclass_fields__.positions",
+        "position in the request of each token, which those of M-RoPE do not tell",
+    ),
+    "axes": (
+        "vllm.config:ModelConfig.mrope_num_dims",
+        "axes of the positions of M-RoPE",
+    ),
+    "has_axes": (
+        "vllm.config:ModelConfig.uses_mrope",
+        "says whether positions have several axes",
+    ),
+    "takes_embeddings": (
+        "vllm.config:ModelConfig.supports_multimodal_inputs",
+        "says whether the forward gets embeddings",
+    ),
+    "makes_embeddings": (
+        "vllm.model_executor.models.interfaces:SupportsMultiModal.embed_input_ids",
+        "makes the embeddings of our first forward",
+    ),
+    "pruned": (
+        "vllm.config:MultiModalConfig.__dataclass_fields__.video_pruning_rate",
+        "drops tokens of videos, which is refused",
+    ),
+    "media": (
+        "vllm.multimodal.inputs:MultiModalFeatureSpec.__dataclass_fields__.mm_position",
+        "where an image lies in a prompt",
+    ),
+    "media_hash": (
+        "vllm.multimodal.inputs:MultiModalFeatureSpec.__dataclass_fields__.identifier",
+        "tells one image from another",
+    ),
+    "media_rows": (
+        "vllm.multimodal.inputs:PlaceholderRange.__dataclass_fields__.is_embed",
+        "which tokens of an image get its embeddings",
+    ),
+    "image_blocks": (
+        "vllm.v1.attention.backend:AttentionBackend.supports_mm_prefix",
+        "says whether tokens of an image see each other",
+    ),
     # ---- hooks inside opaque ops
     "attention": (
         "vllm.v1.attention.backend:AttentionImpl.forward",

@@ -28,15 +28,16 @@ class Coverage:
     """What the taps of one model have written in its first forward.
 
     fields: of a row. poison: whether rows are filled with UNWRITTEN before each forward writes them. tokens: of the
-    running forward; None before the first. logits: whether compute_logits has run.
+    running forward; None before the first. logits: whether compute_logits has run. header_first: whether the header is
+    written before the embedding, if that is selected, or behind it.
     """
 
-    def __init__(self, fields: Iterable[RowField] = (), poison: bool = False) -> None:
+    def __init__(self, fields: Iterable[RowField] = (), poison: bool = False, header_first: bool = False) -> None:
         self._fields = {f.offset: f for f in (TOKEN_IDS, POSITIONS, *fields)}
         self._modules: dict[int, str] = {}
         self._written: dict[int, list[int]] = {}
-        # The embedding is written before the header, if it is selected.
-        first = next((f for f in self._fields.values() if f.hook == "embed"), TOKEN_IDS)
+        embed = next((f for f in self._fields.values() if f.hook == "embed"), TOKEN_IDS)
+        first = TOKEN_IDS if header_first else embed
         self._begins = frozenset((TOKEN_IDS.offset, first.offset))
         self.poisoned_at = first.offset if poison else None
         self.tokens: int | None = None

@@ -20,12 +20,19 @@ def first_forward(model: Any, vllm_config: VllmConfig) -> None:
     device = next(model.parameters()).device
     ids = torch.zeros(_FEW_TOKENS, dtype=torch.int32, device=device)
     positions = torch.arange(_FEW_TOKENS, dtype=torch.int64, device=device)
+    config = vllm_config.model_config
+    if config.uses_mrope:
+        positions = positions.repeat(config.mrope_num_dims, 1)
     if vllm_config.lora_config is not None:
         _use_no_adapter(model, vllm_config)
+    embeddings = None
+    if config.supports_multimodal_inputs:
+        with torch.inference_mode():
+            embeddings = model.embed_input_ids(ids)
     with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=_FEW_TOKENS):
-        output = model(input_ids=ids, positions=positions)
+        output = model(input_ids=ids, positions=positions, inputs_embeds=embeddings)
         hidden = output[0] if isinstance(output, tuple) else output
-        if vllm_config.model_config.runner_type != "pooling":
+        if config.runner_type != "pooling":
             model.compute_logits(hidden[:1])
 
 

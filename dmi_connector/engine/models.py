@@ -17,6 +17,11 @@ from torch import nn
 from dmi_connector.engine.architectures import ARCHITECTURES
 from dmi_connector.engine.context import CaptureContext, capture_context, is_active
 
+_building = False
+"""Whether a tapped model is being built. What is built inside it, such as the language model of a model with a vision
+tower, is then vLLM's own, although vLLM finds it under our name.
+"""
+
 
 class Tapped:
     """Mixin that comes before a vLLM model class in the MRO."""
@@ -24,10 +29,15 @@ class Tapped:
     dmi_context: CaptureContext | None = None
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        if is_active(vllm_config):
-            self._init_tapped(vllm_config, prefix)
-        else:
+        global _building
+        if _building or not is_active(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+            return
+        _building = True
+        try:
+            self._init_tapped(vllm_config, prefix)
+        finally:
+            _building = False
 
     def _init_tapped(self, vllm_config: Any, prefix: str) -> None:
         from dmi_connector.engine.graphs import choose_graphs
@@ -44,6 +54,8 @@ class Tapped:
         assert isinstance(self, nn.Module)
         self.dmi_taps = install(self, context, compilation)
         context.coverage.model = weakref.ref(self)
+        if context.arch.language:
+            self.requires_raw_input_tokens = True  # beside the embeddings
         if context.owner == "target":
             self.dmi_rows = CaptureLayer(context)
         elif not getattr(self, "supports_eagle3", False):
@@ -59,6 +71,16 @@ class Tapped:
         """The first forward begins: what vLLM puts in the place of modules after it built them is there."""
         if self.dmi_context is not None and not self.dmi_context.coverage.checked:
             self.dmi_taps.follow()
+
+    def dmi_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Write what enters the forward of a model whose embeddings are made before. Returns its keyword arguments."""
+        from dmi_connector.engine.taps.inputs import write_inputs
+
+        given = {**dict(zip(_INPUTS, args, strict=False)), **kwargs}
+        embeddings = given.get("inputs_embeds")
+        write_inputs(self.dmi_taps, given["input_ids"], given["positions"], embeddings)
+        # vLLM's own code gets what it gets without capture: one of the two.
+        return given if embeddings is None else {**given, "input_ids": None}
 
     def dmi_end(self, positions: torch.Tensor) -> None:
         """A forward ended. positions: int [..., tokens]. Raises ValueError if it was the first and lacks a hook."""
@@ -86,6 +108,10 @@ class Tapped:
         return logits
 
 
+_INPUTS = ("input_ids", "positions", "intermediate_tensors", "inputs_embeds")
+"""The arguments of every model's forward, in their order."""
+
+
 def _tapped_class(name: str) -> type:
     row = ARCHITECTURES[name]
     module, _, class_name = row.base.partition(":")
@@ -96,9 +122,12 @@ def _tapped_class(name: str) -> type:
         traced = torch.compiler.is_compiling()  # the model as a whole: its forwards are not seen here
         if not traced:
             self.dmi_begin()
+        positions = kwargs["positions"] if "positions" in kwargs else args[1]
+        if self.dmi_context is not None and self.dmi_context.arch.language:
+            args, kwargs = (), self.dmi_inputs(args, kwargs)
         output = base.forward(self, *args, **kwargs)
         if not traced:
-            self.dmi_end(kwargs["positions"] if "positions" in kwargs else args[1])
+            self.dmi_end(positions)
         if self.dmi_context is not None and self.dmi_context.owner == "draft" and isinstance(output, torch.Tensor):
             return output, [output]  # the proposer expects one auxiliary tensor
         return output

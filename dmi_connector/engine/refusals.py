@@ -60,6 +60,11 @@ def _check_model(vllm_config: VllmConfig) -> None:
             "enable_prompt_embeds: True embeds every prompt outside the model's forward, where neither token ids nor "
             "embeddings can be captured; remove --enable-prompt-embeds"
         )
+    if pruned := getattr(model.multimodal_config, "video_pruning_rate", None):
+        raise ValueError(
+            f"video_pruning_rate: {pruned} drops tokens of videos and moves others, so positions of rows "
+            "could not be checked; remove --video-pruning-rate"
+        )
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         raise ValueError(
             "kv_sharing_fast_prefill: True skips most tokens of a prompt in layers that share a cache, so their rows "

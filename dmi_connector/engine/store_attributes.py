@@ -67,6 +67,7 @@ def _attention(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, An
         "windows": [layer.sliding_window for layer in layers],
         "chunks": [getattr(layer, "attention_chunk_size", None) for layer in layers],
         "sinks": any(getattr(impl, "sinks", None) is not None for impl in impls),
+        "image_blocks": getattr(layers[0], "use_mm_prefix", False) and layers[0].attn_backend.supports_mm_prefix(),
         "alibi_slopes": None if slopes is None else [float(slope) for slope in slopes],
     }
     return {name: value for name, value in facts.items() if value and value != [None] * len(layers)}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.media import media_attributes
 from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.engine.quota import UNLIMITED, Quota, RequestBytes, row_bytes
 from dmi_connector.hooks import Selection, SelectionError, narrow
@@ -245,6 +246,7 @@ class Tracker:
                 "seed": None if sampling is None else sampling.seed,
                 "include_output_tokens": tracked.params.include_output_tokens,
                 "adapter": None if request.lora_request is None else request.lora_request.lora_name,
+                **media_attributes(request, self.context),
             },
         )
 

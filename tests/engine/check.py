@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -114,14 +115,17 @@ def check_store(
     return errors
 
 
-def relative_errors(path: Path, oracle: Oracle, tokens: Sequence[int], prompt_len: int) -> dict[str, float]:
+def relative_errors(
+    path: Path, oracle: Oracle, tokens: Sequence[int], prompt_len: int, images: Mapping[str, Any] | None = None
+) -> dict[str, float]:
     """Largest error of each hook of a whole store, as a part of the largest value that transformers has for it.
 
-    Every hook that transformers has must be there. Experts are compared by number: their weights may be all but equal.
+    images: see `Oracle.run`. Every hook that transformers has must be there. Experts are compared by number: their
+    weights may be all but equal.
     """
     capture = open_capture(path, timeout=300)
     check_header(capture, tokens, prompt_len, 0, len(tokens) - 1, path.name)
-    want = reference(oracle, tokens)
+    want = oracle.run(tokens, images) if images else reference(oracle, tokens)
     assert set(capture.attrs["hooks"]) == set(want) - {"token_ids", "positions"}, f"{path.name}: {capture.hooks}"
     errors = {}
     for hook, whole in want.items():

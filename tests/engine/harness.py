@@ -40,12 +40,16 @@ ENGINE = {"max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 1
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: token ids, `kv_transfer_params`, SamplingParams fields, and vLLM's LoRARequest."""
+    """One request: token ids, `kv_transfer_params`, SamplingParams fields, vLLM's LoRARequest, and PIL images.
+
+    A prompt with images has one placeholder for each.
+    """
 
     prompt: Sequence[int]
     kv: dict[str, Any] | None = field(default_factory=lambda: {"include_output_tokens": True})
     sampling: dict[str, Any] = field(default_factory=dict)
     lora: Any = None
+    images: Sequence[Any] = ()
 
 
 @dataclass
@@ -129,7 +133,10 @@ def sampling_params(ask: Ask) -> SamplingParams:
 
 def generate(llm: LLM, run: Run, asks: dict[str, Ask]) -> None:
     """Answer all of `asks` at once into run.replies."""
-    prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks.values()]
+    prompts: list[dict[str, Any]] = [{"prompt_token_ids": list(ask.prompt)} for ask in asks.values()]
+    for given, ask in zip(prompts, asks.values(), strict=True):
+        if ask.images:
+            given["multi_modal_data"] = {"image": list(ask.images)}
     adapters = [ask.lora for ask in asks.values()]
     wanted = {"lora_request": adapters} if any(adapters) else {}
     replies = llm.generate(prompts, [sampling_params(ask) for ask in asks.values()], use_tqdm=False, **wanted)

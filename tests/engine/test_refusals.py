@@ -132,6 +132,15 @@ def test_models_without_a_residual_stream_are_refused(
         capture_context(vllm_config(model, tmp_path / "captures"))
 
 
+def test_pruned_videos_are_refused(known_models: None, tmp_path: Path) -> None:
+    from dmi_connector.cli.tiny_models import make_model
+
+    model = make_model("qwen2_5_vl", tmp_path / "model")
+    assert capture_context(vllm_config(model, tmp_path / "captures")).dims.rope_axes == 3
+    with pytest.raises(ValueError, match=r"video_pruning_rate: 0\.5 drops tokens .*; remove --video-pruning-rate"):
+        capture_context(vllm_config(model, tmp_path / "captures", video_pruning_rate=0.5))
+
+
 def latent_model(folder: Path, arch: str = "deepseek_v3", **fields: Any) -> Path:
     """A tiny model whose config.json has these fields, in the place of what transformers wrote."""
     from dmi_connector.cli.tiny_models import make_model

@@ -34,6 +34,7 @@ CASES = [
             "limits",
             "faults",
             "hooks_vs_transformers",
+            "multimodal",
         )
     ),
 ]

@@ -85,6 +85,20 @@ def test_a_selection_gives_the_hooks_and_layers_that_it_names(spec: str, hooks: 
     assert chosen(spec.split(",")) == hooks, "a list of items means the same as the string"
 
 
+@pytest.mark.parametrize("spec", ["q@1", "q@1,mrope_positions", "q@1,-mrope_positions", "logits", "*,-*,q@0"])
+def test_positions_on_the_axes_of_m_rope_are_always_selected(spec: str) -> None:
+    """Where a model has them, and there alone; a name or a request changes nothing."""
+    with_axes = replace(DENSE, rope_axes=3)
+    served = parse_selection(spec, with_axes)
+    assert served.hooks["mrope_positions"] == (0,) and len(served.hooks) == 2
+    assert "mrope_positions" not in chosen(spec)
+    assert narrow(served, None, [0], with_axes).hooks["mrope_positions"] == (0,)
+    with pytest.raises(SelectionError, match="selects nothing"):
+        parse_selection("mrope_positions", with_axes)
+    field = row_layout(served, with_axes, "bfloat16").find("mrope_positions", 0)
+    assert field is not None and (field.dtype, field.width) == ("int32", 3)
+
+
 def test_selection_keeps_the_order_of_the_vocabulary() -> None:
     assert list(chosen("logits,mlp_out,embed,q")) == ["embed", "q", "mlp_out", "logits"]
 

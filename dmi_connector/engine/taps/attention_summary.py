@@ -41,6 +41,8 @@ def check(attn: nn.Module, layer: int) -> None:
         "attention sinks": impl.sinks is not None,
         "a quantized KV cache": impl.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
         "values of another width than its keys": attn.head_size_v != attn.head_size,
+        "image tokens that see later ones": getattr(attn, "use_mm_prefix", False)
+        and attn.attn_backend.supports_mm_prefix(),  # type: ignore[operator, union-attr]
         "shared keys": impl.kv_sharing_target_layer_name is not None,
     }
     for what, there in special.items():

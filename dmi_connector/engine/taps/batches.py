@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -90,8 +91,9 @@ class ModelTaps:
             if module is not hook.module:
                 hook.register(module)
 
+    @cached_property
     def once(self) -> TapBatch:
-        """The batch of what exists once in the model. Call it once; `TapBatch.again` gives more of them."""
+        """The batch of what exists once in the model. `TapBatch.again` gives more of them."""
         fields = [f for f in self.context.layout.fields if HOOKS[f.hook].scope == "once"]
         return self._batch("once", fields, 0)
 

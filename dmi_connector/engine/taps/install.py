@@ -25,10 +25,10 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from dmi_connector.engine.architectures import Architecture
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.coverage import POSITIONS, TOKEN_IDS
 from dmi_connector.engine.taps import attention_summary
 from dmi_connector.engine.taps.batches import ModelTaps, TapBatch, batches_of_layers
 from dmi_connector.engine.taps.compilation import Compilation
+from dmi_connector.engine.taps.inputs import install_inputs
 from dmi_connector.engine.taps.routing import install_routing
 from dmi_connector.engine.taps.values import copied
 from dmi_connector.hooks import HOOKS
@@ -197,8 +197,7 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
     """Register the taps of the selection on a freshly built model, before its first forward."""
     taps = ModelTaps(model, context, compilation)
     fields, arch = context.layout.fields, context.arch
-    once = taps.once()
-    _install_inputs(taps, once)
+    install_inputs(taps)
     shared = {layer: batch for batch in batches_of_layers(fields) for layer in batch}
     batches: dict[int, TapBatch] = {}
     joined = joined_before_attention(fields)
@@ -211,7 +210,7 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
             if mine[0] not in batches:
                 batches[mine[0]] = taps.batch(mine, lasting=index in shared)
             install_layer(taps, layers[index], index, batches[mine[0]], more=index != mine[-1])
-    _install_final(taps, once.again())
+    _install_final(taps, taps.once.again())
     return taps
 
 
@@ -222,31 +221,6 @@ def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
     """
     reduced = (f for f in fields if f.reduction is not None and f.hook != "pattern")
     return {f.layer + 1 for f in reduced if HOOKS[f.hook].scope != "once"}
-
-
-def _install_inputs(taps: ModelTaps, header: TapBatch) -> None:
-    """The row header (token id and position, as the model saw them) and the embedding."""
-    context = taps.context
-    embed, arch = context.layout.find("embed", 0), context.arch
-    embedding = header.again()
-
-    def at_embed(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        header.add(TOKEN_IDS, args[0])
-        if embed:
-            embedding.add(embed, output if context.embed_scale == 1.0 else copied(output * context.embed_scale))
-            embedding.write()
-
-    taps.hook(arch.embed, at_embed)
-
-    def before_layer(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        header.add(POSITIONS, kwargs["positions"] if "positions" in kwargs else args[arch.positions_at])
-        header.write()
-
-    source = arch.positions or f"{arch.layers}.0"
-    taps.hook(source, before_layer, before=True, with_kwargs=True)
-    for row_field, module in ((TOKEN_IDS, arch.embed), (embed, arch.embed), (POSITIONS, source)):
-        if row_field is not None:
-            context.coverage.expect(row_field, module)
 
 
 def _install_final(taps: ModelTaps, batch: TapBatch) -> None:

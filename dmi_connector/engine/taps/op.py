@@ -2,6 +2,7 @@
 """The custom ops of taps.
 
     dmi::tap        writes values into this step's paged rows, reduced where that is wanted
+    dmi::tap_header writes row headers where positions have several axes (inputs.py)
     dmi::tap_join   lets the model wait for the tap before it (overlap.py)
     dmi::tap_end    ends a step's taps: reduces what they deferred (deferred.py)
 
@@ -33,6 +34,10 @@ _TAGS = (torch.Tag.flexible_layout,)
 """Without it Inductor copies values whose layout differs from the traced one."""
 _LIB.define(
     "tap(Tensor[] values, Tensor(a!) token, Tensor place, int[] offsets, bool beside, str cache_layer) -> ()",
+    tags=_TAGS,
+)
+_LIB.define(
+    "tap_header(Tensor ids, Tensor positions, Tensor(a!) token, Tensor place, int[] offsets, str cache_layer) -> ()",
     tags=_TAGS,
 )
 _LIB.define("tap_join(Tensor(a!) token) -> ()", tags=_TAGS)
@@ -149,6 +154,24 @@ def _tap(
         compile_others(where, rows, values, offsets)
 
 
+def _tap_header(
+    ids: torch.Tensor, positions: torch.Tensor, token: torch.Tensor, place: torch.Tensor, offsets: list[int], layer: str
+) -> None:
+    """Write token id, position in the request, and position on each axis.
+
+    ids: int [tokens]. positions: int [axes, tokens]. They do not tell the position in the request behind an image, so
+    that one is vLLM's own, by which it also chose the slots.
+    """
+    at = positions[0]
+    if forward_context.is_forward_context_available():
+        owner = forward_context.get_forward_context().no_compile_layers.get(layer)
+        planned = None if owner is None or owner.step is None else owner.step.positions
+        if planned is not None and len(planned) >= len(ids):  # neither is there in a profiling run
+            at = planned[: len(ids)]
+    values = [value.to(torch.int32) for value in (ids[:, None], at[:, None], positions.T)]
+    _tap(values, token, place, offsets, False, layer)
+
+
 def _poison(rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Fill the rows of this forward, so that what no tap writes is found (`check="poison"`). Padding goes to row 0."""
     rows.view(torch.int16).index_fill_(0, slots.clamp(min=0), UNWRITTEN)
@@ -196,7 +219,7 @@ def tokens_at_once(values: Sequence[torch.Tensor], reductions: Sequence[Reductio
     return max(_REDUCE_TOKENS, SCRATCH // scratch) if scratch else sys.maxsize
 
 
-for _name, _op in (("tap", _tap), ("tap_join", _tap_join), ("tap_end", _tap_end)):
+for _name, _op in (("tap", _tap), ("tap_header", _tap_header), ("tap_join", _tap_join), ("tap_end", _tap_end)):
     for _key in ("CPU", "CUDA"):
         _LIB.impl(_name, _op, _key)
     _LIB.impl(_name, lambda *_: None, "Meta")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,6 +172,11 @@ def hooks_attribute(arrays: Sequence[ArraySpec]) -> dict[str, dict[str, Any]]:
         }
         for a in arrays
     }
+
+
+def media_positions(attrs: Mapping[str, Any]) -> list[list[int]]:
+    """The [start, stop) positions of a request's media, ascending."""
+    return sorted(span for item in attrs.get("media", ()) for span in item["positions"])
 
 
 def root_document(attrs: dict[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,8 @@ def attention(capture: Capture, layer: int, head: int | None = None, queries: sl
     queries: rows of the store, all by default. Keys are all rows up to the last query.
 
     Raises KeyError when queries or keys were not captured. Raises ValueError when earlier rows were not captured, for a
-    head that does not exist, and for models with attention sinks or latent attention, whose keys are not stored.
+    head that does not exist, for models with attention sinks, which are no keys of a row, or latent attention, whose
+    keys are not stored, and for image tokens that see later ones.
     """
     how = _How.of(capture, layer)
     names = ("q_rot", "k_rot") if "q_rot" in capture or "k_rot" in capture or "q" not in capture else ("q", "k")
@@ -83,6 +84,11 @@ def attention(capture: Capture, layer: int, head: int | None = None, queries: sl
     rows = range(int(capture.attrs["num_tokens"]))[queries or slice(None)]
     if rows.step != 1:
         raise ValueError(f"queries {queries} must be a slice with step 1")
+    if capture.attrs.get("attention", {}).get("image_blocks") and (capture.media[rows.start : rows.stop] >= 0).any():
+        raise ValueError(
+            f"{capture.path}: attention of image tokens cannot be worked out: in this model they see later tokens of "
+            "their image; name queries without them"
+        )
     stop = rows.stop if len(rows) else 0
     lacking = [r for r in capture.missing if r[0] < stop]
     if int(capture.attrs["start"]) or lacking:

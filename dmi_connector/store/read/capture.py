@@ -159,6 +159,22 @@ class Capture:
         return self._plain("phase")
 
     @property
+    def media(self) -> np.ndarray:
+        """int32 [tokens]: number in `attrs["media"]` of the image (or the like) that a row's embedding comes from; -1
+        for text.
+        """
+        positions, found = self.positions, np.full(int(self.attrs["num_tokens"]), -1, np.int32)
+        for number, item in enumerate(self.attrs.get("media", ())):
+            for start, stop in item["positions"]:
+                found[(positions >= start) & (positions < stop)] = number
+        return found
+
+    @property
+    def mrope_positions(self) -> np.ndarray:
+        """int32 [tokens, axes]: position of each row on the axes of M-RoPE. Raises KeyError for models without it."""
+        return self.numpy("mrope_positions")
+
+    @property
     def logits_positions(self) -> np.ndarray:
         """int32 [samples]: position of the token whose logits each row of `logits` holds.
 

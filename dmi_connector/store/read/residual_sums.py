@@ -7,6 +7,9 @@ resid_pre[l + 1] = resid_mid[l] + mlp_out[l]                  (resid_final after
 In models whose attention and MLP run side by side (attribute `parallel`):
 
 resid_pre[l + 1] = resid_pre[l] + attn_out[l] + mlp_out[l]
+
+Behind the first layers of some models visual features are added (attribute `visual_layers`). There the second sum holds
+for the tokens of text alone.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from dmi_connector.store.format import schema
 from dmi_connector.store.format.shard_index import EMPTY
 from dmi_connector.store.read.shard_reader import ShardReader, StoredArray
 
@@ -40,12 +44,32 @@ def equations(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> li
     return [e for e in found if all(name in layers and layer in layers[name] for name, layer in e)]
 
 
+def stated(attrs: Mapping[str, Any]) -> bool:
+    """Whether a store says that its sums hold, for all rows or for those of text."""
+    return bool(attrs.get("identities") or attrs.get("visual_layers"))
+
+
+def for_text(attrs: Mapping[str, Any], equation: tuple[Term, ...]) -> bool:
+    """Whether a sum holds for tokens of text alone."""
+    (total, _), *_, (_, layer) = equation
+    return total in ("resid_pre", "resid_final") and layer < int(attrs.get("visual_layers", 0))
+
+
+def _text_rows(attrs: Mapping[str, Any]) -> np.ndarray:
+    """Which rows are tokens of text: bool [tokens]."""
+    start, text = int(attrs["start"]), np.ones(int(attrs["num_tokens"]), bool)
+    for first, stop in schema.media_positions(attrs):
+        text[max(0, first - start) : max(0, stop - start)] = False
+    return text
+
+
 def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> Iterator[tuple[str, str]]:
     """Check every sum on every stored token. Yields (where, what) for each chunk of tokens in which one is wrong."""
     wanted = equations(attrs, arrays)
     if not wanted:
         return
     any_array = arrays[wanted[0][0][0]]
+    text = _text_rows(attrs)
     for segment in range(any_array.segments):
         rows: dict[tuple[str, int, int], np.ndarray | None] = {}
         spans = sorted({(slot[-1], first, stop) for slot, first, stop in any_array.chunks(segment)})
@@ -65,6 +89,8 @@ def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]
                     continue  # missing rows, which an incomplete store lists
                 scale = np.max([np.abs(term).max(axis=1) for term in terms], axis=0)
                 error = np.abs(terms[0] - sum(terms[1:])).max(axis=1)
+                if for_text(attrs, equation):
+                    error *= text[first:stop]
                 bad = np.flatnonzero(error > TOLERANCE[arrays[equation[0][0]].spec.dtype] * scale)
                 if len(bad):
                     worst = int(np.argmax(error))

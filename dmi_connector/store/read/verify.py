@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.dtypes import FLOATS, numpy_dtype
+from dmi_connector.hooks import ALWAYS
 from dmi_connector.layout import TOKEN_ARRAYS, ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c, file_checksum
 from dmi_connector.store.format.schema import Grid
 from dmi_connector.store.format.shard_index import EMPTY
 from dmi_connector.store.read.index import read_index
-from dmi_connector.store.read.residual_sums import check_identities, equations
+from dmi_connector.store.read.residual_sums import check_identities, equations, for_text, stated
 from dmi_connector.store.read.shard_reader import ShardReader, StoredArray, decode_plain, read_file
 
 
@@ -107,15 +108,16 @@ class _Check:
         problems = [*self._place(attrs, begun), *self._unlisted(attrs), *self.damage(attrs)]
         yield from problems
         # Sums of damaged data would only repeat what was found.
-        sums = [] if problems or not attrs.get("identities") else list(check_identities(attrs, self.arrays))
+        sums = [] if problems or not stated(attrs) else list(check_identities(attrs, self.arrays))
         yield from (self.problem(where, what) for where, what in sums)
-        right = bool(attrs.get("identities")) and not problems and not sums
-        yield from self._constant({term for e in equations(attrs, self.arrays) for term in e} if right else set())
+        right = equations(attrs, self.arrays) if stated(attrs) and not problems and not sums else []
+        yield from self._constant({term for e in right if not for_text(attrs, e) for term in e})
 
     def damage(self, attrs: dict[str, Any]) -> Iterator[Problem]:
         """What differs from what was written, in the files that are listed."""
         own = {name for name, hook in attrs["hooks"].items() if hook["array"] == name}
         in_shards = {path for path in attrs["files"] if path.split("/")[1:2] == ["c"] and path.split("/")[0] in own}
+        yield from self._media(attrs)
         yield from self._files(attrs, own, in_shards)
         yield from self._token_arrays(attrs)
         for name, hook in attrs["hooks"].items():
@@ -196,6 +198,14 @@ class _Check:
                     yield self.problem(path, "the file does not match its checksum")
             elif path not in in_shards and file_checksum(path, data[:-4] if path in chunks else data) != checksum:
                 yield self.problem(path, "the file does not match its checksum")
+
+    def _media(self, attrs: dict[str, Any]) -> Iterator[Problem]:
+        """Media lie in the prompt, one behind the other."""
+        before = 0
+        for start, stop in (span for item in attrs.get("media", ()) for span in item["positions"]):
+            if not before <= start < stop <= attrs["prompt_len"]:
+                yield self.problem("zarr.json", f"media: positions {start} to {stop} are not in order in the prompt")
+            before = stop
 
     def _token_arrays(self, attrs: dict[str, Any]) -> Iterator[Problem]:
         length, start = attrs["num_tokens"], attrs["start"]
@@ -291,7 +301,8 @@ class _Check:
         key = spec.name, spec.layers[index] if spec.layers else 0
         one = values.reshape(-1)[0].tobytes()
         before = self.constant.get(key, one)
-        wide = spec.local_width > 1 and (not any(one) or (spec.dtype in FLOATS and spec.name != "topk_weights"))
+        wide = spec.local_width > 1 and spec.name not in ALWAYS  # positions on each axis of the first token are 0
+        wide &= not any(one) or (spec.dtype in FLOATS and spec.name != "topk_weights")
         self.constant[key] = one if before == one and wide and bool((values == values.flat[0]).all()) else None
 
     @staticmethod

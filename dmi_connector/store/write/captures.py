@@ -210,7 +210,7 @@ class Captures:
                 now(),
                 to_come,
                 assignments,
-                RowCheck(start),
+                RowCheck(start, schema.media_positions(attrs)),
             )
             self._records[record.number] = record
             self._open += 1
@@ -234,6 +234,10 @@ class Captures:
             layout = record.layout
             headers = self.ring.view(extent)[offset + layout.header_base * count :]
             ids = pack_array(record.check.positions(headers, first, count))
+            if axes := layout.find("mrope_positions"):
+                spec, base = axes
+                values = self.ring.view(extent)[offset + base * count :][: spec.token_bytes * count]
+                record.check.axes(values.view("<i4").reshape(count, -1), first)
             generated = record.start + first + count > record.prompt_len
             message = {"type": "chunk", "id": record.number, "offset": extent.offset + offset, "first": first}
             message |= {"count": count, "generated": generated}

@@ -10,12 +10,19 @@ import numpy as np
 from dmi_connector.layout import HEADER_SENT_BYTES
 from dmi_connector.store.format.completeness import Cause, Loss
 
+_NEVER = 1 << 62
+"""Behind every position."""
+
 
 class RowCheck:
-    """The row headers of one capture. start: position of its first row."""
+    """The row headers of one capture.
 
-    def __init__(self, start: int) -> None:
-        self._start = start
+    start: position of its first row. media: [start, stop) positions of images and the like, ascending.
+    """
+
+    def __init__(self, start: int, media: Sequence[Sequence[int]] = ()) -> None:
+        self._start, self._media = start, media
+        self._shift: int | None = None  # of positions on the axes behind the last of media
         self._chunks: list[tuple[int, np.ndarray]] = []  # (first row, token ids that the rows carry)
         self._losses: list[Loss] = []
 
@@ -31,6 +38,27 @@ class RowCheck:
         if not np.array_equal(pairs[:, 1], np.arange(begin, begin + count, dtype=np.int32)):
             self._losses.append(Loss.of(Cause.WRONG_POSITIONS, first=begin, last=begin + count - 1))
         return ids
+
+    def axes(self, values: np.ndarray, first: int) -> None:
+        """Check positions on the axes of M-RoPE. values: int [rows, axes] of rows from `first` on.
+
+        A text token has the same position on all axes. Before the first image that is its position in the request,
+        behind the last one it is less by a number that does not change.
+        """
+        begin = self._start + first
+        at = np.arange(begin, begin + len(values))
+        text = np.ones(len(at), bool)
+        for start, stop in self._media:
+            text[max(0, start - begin) : max(0, stop - begin)] = False
+        shift = values[:, 0] - at
+        right = (values == values[:, :1]).all(axis=1)
+        right &= (shift == 0) | (at >= (self._media[0][0] if self._media else _NEVER))
+        behind = text & (at >= (self._media[-1][1] if self._media else 0))
+        if behind.any():
+            self._shift = int(shift[behind][0]) if self._shift is None else self._shift
+            right &= (shift == self._shift) | ~behind
+        if not right[text].all():
+            self._losses.append(Loss.of(Cause.WRONG_POSITIONS, first=begin, last=begin + len(values) - 1))
 
     def losses(self, token_ids: np.ndarray) -> list[Loss]:
         """What is wrong with the rows that came. token_ids: those of the request, int [rows]."""

@@ -28,8 +28,13 @@ def test_packed_keys_are_unpacked_in_order(dtype: torch.dtype) -> None:
     assert torch.equal(packed[1].reshape(2, -1)[:, order].view(2, 128, size), keys.transpose(0, 1))
 
 
-def attention_layer(backend: str = "FLASH_ATTN", values: int = 64, **impl: object) -> SimpleNamespace:
-    """What `check` reads of vLLM's Attention."""
+def attention_layer(
+    backend: str = "FLASH_ATTN", values: int = 64, images: bool = False, blocks: bool = True, **impl: object
+) -> SimpleNamespace:
+    """What `check` reads of vLLM's Attention.
+
+    images: whether tokens of an image may see each other. blocks: whether the backend lets them.
+    """
     plain = {
         "kv_cache_dtype": "auto",
         "sliding_window": (-1, -1),
@@ -40,7 +45,8 @@ def attention_layer(backend: str = "FLASH_ATTN", values: int = 64, **impl: objec
     }
     return SimpleNamespace(
         impl=SimpleNamespace(**{**plain, **impl}),
-        attn_backend=SimpleNamespace(get_name=lambda: backend),
+        attn_backend=SimpleNamespace(get_name=lambda: backend, supports_mm_prefix=lambda: blocks),
+        use_mm_prefix=images,
         head_size=64,
         head_size_v=values,
     )
@@ -57,6 +63,7 @@ def attention_layer(backend: str = "FLASH_ATTN", values: int = 64, **impl: objec
         ({"sinks": [0.0]}, "attention sinks"),
         ({"kv_cache_dtype": "fp8"}, "a quantized KV cache"),
         ({"values": 128}, "values of another width than its keys"),
+        ({"images": True}, "image tokens that see later ones"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "shared keys"),
     ],
 )
@@ -66,5 +73,6 @@ def test_attention_whose_summary_would_be_wrong_is_refused(layer: dict[str, obje
 
 
 def test_full_attention_is_accepted() -> None:
-    for plain in ({}, {"backend": "CPU_ATTN", "sliding_window": -1, "logits_soft_cap": 0}, {"backend": "TRITON_ATTN"}):
+    on_cpu = {"backend": "CPU_ATTN", "sliding_window": -1, "logits_soft_cap": 0, "images": True, "blocks": False}
+    for plain in ({}, on_cpu, {"backend": "TRITON_ATTN"}):
         check(attention_layer(**plain), 0)  # type: ignore[arg-type]

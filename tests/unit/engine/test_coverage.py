@@ -45,6 +45,19 @@ def test_a_forward_that_writes_every_hook_once_passes() -> None:
     assert coverage.checked
 
 
+@pytest.mark.parametrize("header_first", [True, False])
+def test_poison_is_put_where_the_first_write_of_a_forward_goes(header_first: bool) -> None:
+    """The header is written before the embedding in models whose embeddings are made before the forward."""
+    coverage = Coverage(FIELDS, poison=True, header_first=header_first)
+    assert coverage.poisoned_at == (0 if header_first else EMBED.offset)
+    for _ in range(2):
+        for offsets in ([0, 4], [64]) if header_first else ([64], [0, 4]):
+            coverage.wrote(0, offsets, TOKENS)
+    assert coverage.tokens == TOKENS
+    with pytest.raises(ValueError, match=r"q of layer 0, 1 would hold nothing"):
+        coverage.check(TOKENS)
+
+
 def test_only_the_last_forward_before_the_check_counts() -> None:
     coverage = covered()
     forward(coverage, 3, z1=0)

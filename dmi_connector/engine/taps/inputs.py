@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Taps of what enters the model: the row header (token id and position, as the model saw them) and the embedding.
+
+A language model embeds token ids in its forward. So the header is read from the arguments of its embedding and of its
+layers. A model with a vision tower gets embeddings, into which those of images are merged. They were made before the
+forward, so its header is read from the arguments of the forward itself (`write_inputs`). vLLM passes token ids beside
+embeddings where the model asks for them (`requires_raw_input_tokens`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmi_connector.engine.coverage import POSITIONS, TOKEN_IDS
+from dmi_connector.engine.taps.batches import ModelTaps
+from dmi_connector.engine.taps.values import copied
+
+
+def install_inputs(taps: ModelTaps) -> None:
+    """Register the taps of the row header and the embedding."""
+    context, header, embedding = taps.context, taps.once, taps.once.again()
+    embed, arch, coverage = context.layout.find("embed", 0), context.arch, context.coverage
+
+    def at_embed(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not arch.language:
+            header.add(TOKEN_IDS, args[0])
+        if embed:
+            scale = context.embed_scale
+            embedding.add(embed, output if scale == 1.0 else copied(output * scale))
+            embedding.write()
+
+    def before_layer(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        header.add(POSITIONS, kwargs["positions"] if "positions" in kwargs else args[arch.positions_at])
+        header.write()
+
+    taps.hook(arch.embed, at_embed)  # outside a forward it writes nothing
+    ids, positions = arch.embed, arch.positions or f"{arch.layers}.0"
+    if arch.language:
+        ids = positions = "the forward of the model"
+    else:
+        taps.hook(positions, before_layer, before=True, with_kwargs=True)
+    for row_field, module in ((TOKEN_IDS, ids), (embed, arch.embed), (POSITIONS, positions)):
+        if row_field is not None:
+            coverage.expect(row_field, module)
+
+
+def write_inputs(
+    taps: ModelTaps, ids: torch.Tensor | None, positions: torch.Tensor, embeddings: torch.Tensor | None
+) -> None:
+    """Write the header, and the embeddings that enter the first layer, before the forward of a model in which
+    `Architecture.language` is part of the whole.
+
+    ids: int [tokens]. positions: int [tokens], or [axes, tokens] with M-RoPE. embeddings: [tokens, hidden]; None where
+    the language model embeds token ids itself. Raises RuntimeError without token ids.
+    """
+    if ids is None:
+        raise RuntimeError(
+            f"{taps.context.arch.name}: no token ids entered the forward, so rows could not be checked; "
+            "turn off the feature that embeds prompts elsewhere"
+        )
+    layout, once = taps.context.layout, taps.once
+    axes = layout.find("mrope_positions", 0)
+    if axes is None:
+        once.add(TOKEN_IDS, ids)
+        once.add(POSITIONS, positions)
+        once.write(beside=False)
+    else:
+        offsets = [TOKEN_IDS.offset, POSITIONS.offset, axes.offset]
+        layer = taps.context.cache_layer
+        torch.ops.dmi.tap_header(ids, positions, taps.token, once.tensor, offsets, layer)
+    embed = layout.find("embed", 0)
+    if embed and embeddings is not None:
+        once.add(embed, embeddings)
+        once.write(beside=False)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request's images become in the attributes of its store, and which headers rows of such models carry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vllm.multimodal.inputs import PlaceholderRange
+
+from dmi_connector.engine.architectures import ARCHITECTURES
+from dmi_connector.engine.coverage import Coverage
+from dmi_connector.engine.media import media_attributes
+from dmi_connector.engine.taps import op
+from dmi_connector.engine.taps.deferred import DeferredReductions
+from dmi_connector.engine.taps.inputs import write_inputs
+from dmi_connector.layout import RowField
+from tests.trackerkit import FakeRequest, ask, generate, make_tracker
+
+ITEM = SimpleNamespace(modality="image", identifier="one", mm_position=PlaceholderRange(offset=3, length=4))
+BROKEN = SimpleNamespace(
+    modality="image",
+    identifier="two",
+    mm_position=PlaceholderRange(10, 6, torch.tensor([True, True, False, True, True, False])),
+)
+PLACES = [[[3, 7]], [[10, 12], [13, 15]]]
+
+
+def with_images() -> FakeRequest:
+    request = ask({"include_output_tokens": True})
+    request.mm_features = [BROKEN, ITEM]
+    return request
+
+
+def test_a_store_lists_images_in_order_with_the_positions_of_their_embeddings(tmp_path: object) -> None:
+    """A token between two rows of an image, such as a line break, is text."""
+    tracker, request = make_tracker(tmp_path), with_images()
+    tracker.on_new_request(request)  # type: ignore[arg-type]
+    steps, _ = generate(tracker, request, 3)
+    attrs = steps[0].opens[0].attrs
+    assert [item["hash"] for item in attrs["media"]] == ["one", "two"]
+    assert [item["positions"] for item in attrs["media"]] == PLACES
+    assert "identities" not in attrs and "visual_layers" not in attrs
+
+
+def test_sums_are_not_promised_where_visual_features_are_added(tmp_path: object) -> None:
+    context = replace(make_tracker(tmp_path).context, visual_layers=2)
+    attrs = media_attributes(with_images(), context)  # type: ignore[arg-type]
+    assert attrs["identities"] is False and attrs["visual_layers"] == 2
+    assert media_attributes(ask({}), context) == {}  # type: ignore[arg-type]
+
+
+def test_visual_layers_are_those_of_the_config_of_the_whole_model() -> None:
+    config = SimpleNamespace(vision_config=SimpleNamespace(deepstack_visual_indexes=[5, 11, 17]))
+    assert ARCHITECTURES["Qwen3VLForConditionalGeneration"].visual_layers(config) == 3
+    assert ARCHITECTURES["Qwen3ForCausalLM"].visual_layers(config) == 0
+    assert ARCHITECTURES["Gemma3ForConditionalGeneration"].visual_layers(SimpleNamespace(vision_config=None)) == 0
+
+
+@pytest.mark.parametrize("planned", [[40, 41, 90, 91, 0], [40], None], ids=["batch", "stale", "profiling"])
+def test_a_header_has_the_position_in_the_request_and_those_on_the_axes(
+    planned: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is vLLM's own. Of a run that it planned nothing for, no row is kept."""
+    step = None if planned is None else SimpleNamespace(positions=torch.tensor(planned))
+    rows, slots = torch.zeros(8, 128, dtype=torch.uint8), torch.tensor([3, 5, 1, -1])
+    owner = SimpleNamespace(step=step, rows=rows)
+    forward: Any = SimpleNamespace(no_compile_layers={"rows": owner}, slot_mapping={"rows": slots})
+    monkeypatch.setattr(op.forward_context, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(op.forward_context, "get_forward_context", lambda: forward)
+    field = RowField("mrope_positions", 0, "int32", 3, 64)
+    place = op.Place(0, 0, {}, DeferredReductions([], torch.device("cpu")), Coverage([field]))
+    stand = torch.zeros(1, dtype=torch.int32)
+    op.stand_for(stand, place)
+    ids, axes = torch.tensor([7, 8, 9, 0]), torch.tensor([[5, 6, 7, 0], [15, 16, 17, 0], [25, 26, 27, 0]])
+    torch.ops.dmi.tap_header(ids, axes, torch.zeros(1, dtype=torch.int32), stand, [0, 4, 64], "rows")
+    words = rows.view(torch.int32)[[3, 5, 1]]
+    at = planned[:3] if planned and len(planned) > 3 else [5, 6, 7]
+    assert words[:, 0].tolist() == [7, 8, 9] and words[:, 1].tolist() == at
+    assert words[:, 16:19].tolist() == [[5, 15, 25], [6, 16, 26], [7, 17, 27]]
+    place.coverage.check(4)
+
+
+def test_a_forward_that_got_no_token_ids_stops() -> None:
+    """Its rows could not be told from those of another request."""
+    taps: Any = SimpleNamespace(context=SimpleNamespace(arch=ARCHITECTURES["Qwen3VLForConditionalGeneration"]))
+    message = "Qwen3VLForConditionalGeneration: no token ids entered the forward, .*; turn off the feature"
+    with pytest.raises(RuntimeError, match=message):
+        write_inputs(taps, None, torch.arange(3), torch.zeros(3, 8))
