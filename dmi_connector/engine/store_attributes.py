@@ -27,6 +27,8 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
         "num_layers": dims.layers,
         "identities": True,
         "attention": _attention(context, vllm_config),
+        "rotary": context.arch.rotary,
+        "qk_norm": bool(context.arch.q_norm),
         **({"parallel": True} if context.arch.parallel else {}),
         "tp": context.tp,
         "owner": context.owner,

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     import xarray
     import zarr
 
+    from dmi_connector.store.read.activation_cache import StoreActivations
+
 Tokens = slice | Sequence[int] | np.ndarray | None
 
 
@@ -310,6 +312,24 @@ class Capture:
         from dmi_connector.store.read.xarray_view import dataset
 
         return dataset(self, self.attrs["hooks"] if hooks is None else hooks)
+
+    def activation_cache(self, model: Any = None, batch_dim: bool = True) -> StoreActivations:
+        """The store as TransformerLens' ActivationCache: `cache["z", 3]` is a torch tensor in the stored dtype.
+
+        It has each tensor that is the same in TransformerLens' cache of the unprocessed model, under all its names and
+        in its shapes: `[batch, pos, d_model]`, by head `[batch, pos, head, d_head]`, patterns `[batch, head, query,
+        key]`, worked out from queries and keys. batch is 1, or no dimension with batch_dim=False. pos are the rows of
+        the store. Tensors are read when they are first asked for, and then kept. `cache.absent` and
+        `cache.why_absent(name)` say why others are not there.
+
+        model: of TransformerLens, with the same weights. With it the cache has `hook_scale` and `hook_normalized` of
+        the norms, and those of its methods work that need weights.
+
+        Raises ImportError without transformer_lens (`dmi_connector[transformer-lens]`).
+        """
+        from dmi_connector.store.read.activation_cache import StoreActivations
+
+        return StoreActivations(self, model, batch_dim)
 
     def shape(self, hook: str) -> tuple[int, ...]:
         """The shape of `numpy(hook)`. Reads no values. Raises KeyError for an unknown hook."""
