@@ -25,3 +25,8 @@ def run(title: str, names: dict[str, Any]) -> dict[str, Any]:
     names = dict(names)
     exec(compile(code(title), f"docs/TYPES.md, {title}", "exec"), names)
     return names
+
+
+def commands(title: str) -> list[str]:
+    """The command lines of a section, those over several lines as one."""
+    return code(title, "sh").replace("\\\n", " ").strip().splitlines()
