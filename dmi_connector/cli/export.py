@@ -15,6 +15,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "layers": {"metavar": "IDS", "help": "layer ids such as 2,18,33; N layers: N is the stream after the last"},
     "number_by": {"choices": ("order", "key"), "help": "number files as requests began (default), or by their keys"},
     "loss": {"choices": ("generated", "all"), "help": "tokens to train on (default: generated)"},
+    "prompt_start": {"type": int, "metavar": "N", "help": "tokens of the prompt to leave out (default: 0)"},
     "gzip": {"action": "store_const", "const": True, "help": "compress the files"},
 }
 """Options of single formats: name -> arguments of add_argument."""

@@ -29,6 +29,7 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
         "attention": _attention(context, vllm_config),
         "rotary": context.arch.rotary,
         "qk_norm": bool(context.arch.q_norm),
+        **({"experts": {"count": dims.experts, "layers": list(dims.moe_layers)}} if dims.moe_layers else {}),
         **({"parallel": True} if context.arch.parallel else {}),
         "tp": context.tp,
         "owner": context.owner,

@@ -331,6 +331,12 @@ class Capture:
 
         return StoreActivations(self, model, batch_dim)
 
+    def routed_experts(self, prompt_start: int = 0, check: bool = True) -> np.ndarray:
+        """The experts of each token as vLLM returns them, see `store.read.routed_experts.routed_experts`."""
+        from dmi_connector.store.read.routed_experts import routed_experts
+
+        return routed_experts(self, prompt_start, check)
+
     def shape(self, hook: str) -> tuple[int, ...]:
         """The shape of `numpy(hook)`. Reads no values. Raises KeyError for an unknown hook."""
         sources = self.sources(hook)
