@@ -16,6 +16,9 @@ FLAGS: dict[str, dict[str, Any]] = {
     "number_by": {"choices": ("order", "key"), "help": "number files as requests began (default), or by their keys"},
     "loss": {"choices": ("generated", "all"), "help": "tokens to train on (default: generated)"},
     "prompt_start": {"type": int, "metavar": "N", "help": "tokens of the prompt to leave out (default: 0)"},
+    "hook": {"metavar": "HOOK", "help": "such as resid_pre@12 or blocks.12.hook_resid_pre"},
+    "context_size": {"type": int, "metavar": "N", "help": "rows of a context (default: 128)"},
+    "skip": {"type": int, "metavar": "N", "help": "rows to leave out at the start of each store (default: 0)"},
     "gzip": {"action": "store_const", "const": True, "help": "compress the files"},
 }
 """Options of single formats: name -> arguments of add_argument."""

@@ -100,6 +100,18 @@ def write_note(out: Path, settings: Mapping[str, Any], stores: Any) -> None:
         partial.write_text(json.dumps({"settings": dict(settings), "stores": stores}, indent=1) + "\n")
 
 
+def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures) -> None:
+    """Note from which stores an output that is one whole is written.
+
+    Raises ValueError for a directory that was written with other settings or from other stores.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    noted, names = check_note(out, settings), _names(captures)
+    if noted is not None and noted["stores"] != names:
+        raise ValueError(f"export: {out} was written from other stores; give another directory")
+    write_note(out, settings, names)
+
+
 def _note(out: Path, settings: Mapping[str, Any], stores: dict[str, int]) -> None:
     noted = check_note(out, settings)
     for name, number in (noted["stores"] if noted else {}).items():

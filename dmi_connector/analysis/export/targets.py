@@ -41,6 +41,7 @@ TARGETS = {
         Target("speculators", "hs_N.safetensors of cached hidden states", ("layers", "number_by")),
         Target("specforge", "rows_A-B/data_N.ckpt of hidden states", ("layers", "number_by", "loss", "gzip")),
         Target("routed-experts", "routed_experts_N.npy, as vLLM returns them", ("number_by", "prompt_start")),
+        Target("saelens", "SAELens' cached activations", ("hook", "context_size", "skip"), ("hook",)),
     )
 }
 

@@ -98,3 +98,14 @@ def parse_name(name: str) -> tuple[str, int | None]:
     if "hook_" in name and name in TL_NAMES:
         return TL_NAMES[name], None
     return name, None
+
+
+def hook_and_layer(name: str) -> tuple[str, int | None]:
+    """Hook and layer of "resid_pre@3" or a name as in `parse_name`. Raises ValueError for a layer that is no number."""
+    hook, at, layer = name.partition("@")
+    if not at:
+        return parse_name(name)
+    try:
+        return hook, int(layer)
+    except ValueError as error:
+        raise ValueError(f"{name!r} names no layer; write a hook as in 'resid_pre@3'") from error

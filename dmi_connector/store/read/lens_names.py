@@ -105,6 +105,14 @@ def full_name(name: str, layer: int | None) -> str:
     return name if layer is None else f"blocks.{layer}.{name}"
 
 
+def lens_name(hook: str, layer: int | None) -> str | None:
+    """What TransformerLens calls a hook that is the same tensor in every model; None without a name."""
+    for name, same in TL_NAMES.items():
+        if same == hook:
+            return full_name(name, layer)
+    return None
+
+
 def equal_hooks(attrs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(name, hook) of all tensors that are the same for the model of a store."""
     architecture, normed = attrs.get("architecture"), attrs.get("qk_norm")
