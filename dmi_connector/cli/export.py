@@ -17,8 +17,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     "loss": {"choices": ("generated", "all"), "help": "tokens to train on (default: generated)"},
     "prompt_start": {"type": int, "metavar": "N", "help": "tokens of the prompt to leave out (default: 0)"},
     "hook": {"metavar": "HOOK", "help": "such as resid_pre@12 or blocks.12.hook_resid_pre"},
-    "context_size": {"type": int, "metavar": "N", "help": "rows of a context (default: 128)"},
+    "context_size": {"type": int, "metavar": "N", "help": "rows of a context (default: 128, delphi 256)"},
     "skip": {"type": int, "metavar": "N", "help": "rows to leave out at the start of each store (default: 0)"},
+    "sae": {"metavar": "PATH", "help": "safetensors of an autoencoder with its cfg.json, or their directory"},
+    "splits": {"type": int, "metavar": "N", "help": "files of latents (default: 5)"},
     "gzip": {"action": "store_const", "const": True, "help": "compress the files"},
 }
 """Options of single formats: name -> arguments of add_argument."""

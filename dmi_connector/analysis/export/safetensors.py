@@ -23,6 +23,8 @@ _NAMES = {
     "int64": "I64",
     "int32": "I32",
     "int16": "I16",
+    "uint32": "U32",
+    "uint16": "U16",
     "uint8": "U8",
 }
 """numpy's names of dtypes -> those of safetensors."""

@@ -42,6 +42,12 @@ TARGETS = {
         Target("specforge", "rows_A-B/data_N.ckpt of hidden states", ("layers", "number_by", "loss", "gzip")),
         Target("routed-experts", "routed_experts_N.npy, as vLLM returns them", ("number_by", "prompt_start")),
         Target("saelens", "SAELens' cached activations", ("hook", "context_size", "skip"), ("hook",)),
+        Target(
+            "delphi",
+            "latents of an autoencoder, as Delphi caches them",
+            ("hook", "sae", "context_size", "skip", "splits"),
+            ("hook", "sae"),
+        ),
     )
 }
 
