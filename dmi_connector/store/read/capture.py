@@ -29,6 +29,7 @@ from dmi_connector.store.read.attention import attention
 from dmi_connector.store.read.chunk_reader import read_pieces
 from dmi_connector.store.read.hook_array import HookArray, ShardPieces
 from dmi_connector.store.read.hook_names import HookTable, Source, parse_name
+from dmi_connector.store.read.lens_names import equal_hooks, split_name, why_not_equal
 from dmi_connector.store.read.metadata import check_arrays, read_attrs
 from dmi_connector.store.read.shard_reader import decode_plain
 from dmi_connector.store.read.store_files import StoreFiles
@@ -354,8 +355,12 @@ class Capture:
         return as_torch(self._read(hook, layer, tokens, False))
 
     def __getitem__(self, name: str) -> np.ndarray:
-        hook, layer = parse_name(name)
-        return self.numpy(hook, layer)
+        short, layer = split_name(name)
+        why = why_not_equal(short, self.attrs)
+        if why is not None:
+            raise KeyError(f"{name!r} has no equal here: {why}")
+        hook = dict(equal_hooks(self.attrs)).get(short) if layer is not None else None
+        return self.numpy(hook, layer) if hook else self.numpy(*parse_name(name))
 
     def __contains__(self, name: object) -> bool:
         return name in self.hooks
