@@ -13,7 +13,7 @@ from dmi_connector.store.read.captures import captures_of
 
 FLAGS: dict[str, dict[str, Any]] = {
     "layers": {"metavar": "IDS", "help": "layer ids such as 2,18,33; N layers: N is the stream after the last"},
-    "number_by": {"choices": ("order", "key"), "help": "number files as requests began (default), or by their keys"},
+    "number_by": {"choices": ("order", "key"), "help": "number files in order (default), or by the keys of requests"},
     "loss": {"choices": ("generated", "all"), "help": "tokens to train on (default: generated)"},
     "prompt_start": {"type": int, "metavar": "N", "help": "tokens of the prompt to leave out (default: 0)"},
     "hook": {"metavar": "HOOK", "help": "such as resid_pre@12 or blocks.12.hook_resid_pre"},

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,21 +65,17 @@ def export_each(
     return Done(out, written, len(numbers) - written)
 
 
-class whole:
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
     """A path to write to, which gets its name at the end of the `with` block, and is removed if that fails."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._partial = path, path.with_name(path.name + PARTIAL)
-
-    def __enter__(self) -> Path:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        return self._partial
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            os.replace(self._partial, self._path)
-        else:
-            self._partial.unlink(missing_ok=True)
+    partial = path.with_name(path.name + PARTIAL)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield partial
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    os.replace(partial, path)
 
 
 def check_note(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -113,13 +110,15 @@ def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures) -> No
 
 
 def _note(out: Path, settings: Mapping[str, Any], stores: dict[str, int]) -> None:
-    noted = check_note(out, settings)
-    for name, number in (noted["stores"] if noted else {}).items():
-        if stores.get(name) != number:
+    """Note the numbers of stores, beside those of earlier runs. Raises ValueError where one would change."""
+    noted: dict[str, int] = (check_note(out, settings) or {"stores": {}})["stores"]
+    owners = {number: name for name, number in stores.items()}
+    for name, number in noted.items():
+        if stores.get(name, number) != number or owners.get(number, name) != name:
             raise ValueError(
                 f"export: {out} holds {name} as number {number}, which would change; give another directory"
             )
-    write_note(out, settings, stores)
+    write_note(out, settings, noted | stores)
 
 
 def _names(captures: Captures) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dmi_connector.analysis.export.progress import Done, Progress, export_each
-from dmi_connector.analysis.export.residual_stream import chosen_ids
+from dmi_connector.analysis.export.residual_stream import chosen_ids, layer_ids
 from dmi_connector.analysis.export.safetensors import write_hidden_states
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
@@ -19,10 +19,10 @@ def training_ids(capture: Capture, layers: Sequence[int] | None) -> list[int]:
     layers: auxiliary layer ids in the order of training; None: all that were captured. Raises ValueError for ids that
     the store lacks.
     """
-    last = int(capture.attrs["num_layers"])
-    chosen = chosen_ids(capture, None if layers is None else [*layers, last])
-    chosen_ids(capture, [last])
-    return [i for i in chosen if i != last] + [last]
+    known, last = layer_ids(capture), capture.attrs.get("num_layers")
+    if last not in known:
+        raise ValueError(f"{capture.path} lacks resid_final, the verifier's last hidden state; capture resid_final too")
+    return [i for i in (known if layers is None else chosen_ids(capture, layers)) if i != last] + [last]
 
 
 def export(

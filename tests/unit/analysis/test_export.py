@@ -72,6 +72,13 @@ def test_speculators_gets_a_file_for_each_store(stores: Path, tmp_path: Path, ru
     assert torch.equal(found["hidden_states"], stream(open_capture(stores / "a.zarr"), 2, 0, 3))
 
 
+def test_speculators_needs_the_last_hidden_state(tmp_path: Path, run: Run) -> None:
+    owner = kit.Store(1 << 20)
+    owner.write(tmp_path / "a.zarr", SPECS[:1], 10, attrs={"num_layers": 3})
+    assert owner.shutdown()
+    assert "capture resid_final too" in run(tmp_path, "--to", "speculators", "-o", tmp_path / "hs")[2]
+
+
 @pytest.mark.parametrize("gzip", [False, True])
 def test_specforge_gets_the_tensors_of_its_features(stores: Path, tmp_path: Path, run: Run, gzip: bool) -> None:
     flags = ["--gzip"] if gzip else []
@@ -157,6 +164,13 @@ def test_another_run_into_the_same_directory_is_refused(stores: Path, tmp_path: 
         "1 written, 1 were there\n"
     )
     assert len(json.loads((out / NOTE).read_text())["stores"]) == 2
+
+
+def test_stores_that_are_gone_keep_their_numbers(stores: Path, tmp_path: Path, run: Run) -> None:
+    flags = ["--to", "speculators", "--number-by", "key", "-o", tmp_path / "hs"]
+    assert run(stores / "a.zarr", *flags)[1].endswith("1 written\n")
+    assert run(stores / "b.zarr", *flags)[1].endswith("1 written\n")
+    assert sorted(json.loads((tmp_path / "hs" / NOTE).read_text())["stores"].values()) == [3, 5]
 
 
 def test_rows_are_read_in_small_blocks(stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
