@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from dmi_connector import capture_args, open_capture
 from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.store.read import lens_names
 from dmi_connector.store.read.capture import Capture
 from tests import oraclestore, snippets
+from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 
 lens = pytest.importorskip(
     "transformer_lens", reason="transformer_lens is not installed; run make types TYPES=transformer-lens"
@@ -87,6 +89,19 @@ def test_each_tensor_is_that_of_the_bridge_or_absent_with_a_reason(made: Callabl
     usual |= set() if arch == "gpt_oss" else {"attn.hook_pattern"}
     assert not usual & absent, usual & absent
     assert {lens_names.split_name(name)[0] for name in own.cache_dict} - absent >= usual
+
+
+def test_a_capture_of_an_engine_has_the_same_tensors(
+    made: Callable[[str], Made], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model, run = made("qwen3")[1], Run(tmp_path)
+    args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, "target", **SMALL)
+    with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
+        generate(llm, run, {"one": Ask(prompt(40))})
+    capture = open_capture(run.store("one"), timeout=60)
+    with torch.no_grad():
+        own = model.run_with_cache(torch.tensor([capture.token_ids.tolist()]))[1]
+    assert "attn.hook_pattern" not in check(capture.activation_cache(model), own)
 
 
 def test_what_a_dense_model_lacks_is_known_to_the_name(made: Callable[[str], Made]) -> None:
