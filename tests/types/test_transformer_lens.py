@@ -98,7 +98,7 @@ def test_a_capture_of_an_engine_has_the_same_tensors(
     args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, "target", **SMALL)
     with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
         generate(llm, run, {"one": Ask(prompt(40))})
-    capture = open_capture(run.store("one"), timeout=60)
+    capture = open_capture(run.store("one"), timeout=300)
     with torch.no_grad():
         own = model.run_with_cache(torch.tensor([capture.token_ids.tolist()]))[1]
     assert "attn.hook_pattern" not in check(capture.activation_cache(model), own)
