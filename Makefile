@@ -14,15 +14,18 @@ TORCH := $(shell grep -h ^torch== $(LOCKS))
 JOBS ?= 3
 # Its own environment: packages of the tests come from $(VENV), those of requirements/mutants.txt are added.
 MUTANTS := .mutants/venv
+# Likewise for each library whose types stores are read as: those of requirements/types/LIBRARY.txt are added.
+TYPES ?= $(basename $(notdir $(wildcard requirements/types/*.txt)))
 STAMP := $(VENV)/.stamp-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: help env demo test soak compat lint docs bench models mutants
+.PHONY: help env demo test soak compat lint docs bench models mutants types
 
 help:
 	@echo "make env    build $(VENV) from requirements/ (minutes, once)"
 	@echo "make demo   capture every hook of a tiny model and compare it with transformers"
 	@echo "make test   the test suite          make soak   its long-running part"
 	@echo "make mutants   put small bugs in, count those that the fast tests find (about an hour; ARGS=--help)"
+	@echo "make types   stores as types of other libraries, by these libraries (TYPES=transformer-lens for one)"
 	@echo "make lint   ruff, mypy, imports     make bench  capture throughput (ARGS=--help)"
 	@echo "make docs   the documentation, as a website in site/"
 	@echo "make models every hook of every family of models, compared with transformers (an hour)"
@@ -72,6 +75,16 @@ mutants: env
 	  "$$($(MUTANTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
 	@$(MUTANTS)/bin/python -m pip install -q --no-deps -r requirements/mutants.txt
 	@$(MUTANTS)/bin/python -m tests.mutants.run $(ARGS)
+
+types: env
+	@for name in $(TYPES); do \
+	  venv=.types/$$name; echo "types: $$name"; \
+	  test -x $$venv/bin/python || $(PY) -m venv $$venv; \
+	  $(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	    "$$($$venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"; \
+	  $$venv/bin/python -m pip install -q --no-deps -r requirements/types/$$name.txt; \
+	  $$venv/bin/python -m pytest tests/types $(ARGS); \
+	done
 
 models: env
 	@$(PY) -m benchmarks.models $(ARGS)

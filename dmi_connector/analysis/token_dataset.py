@@ -24,7 +24,7 @@ from dmi_connector.dtypes import as_torch
 from dmi_connector.store.read.captures import Captures, open_captures
 from dmi_connector.store.read.chunk_reader import read_blocks
 from dmi_connector.store.read.hook_array import ShardPieces
-from dmi_connector.store.read.hook_names import parse_name
+from dmi_connector.store.read.hook_names import hook_and_layer
 from dmi_connector.store.read.row_view import RowView
 from dmi_connector.store.read.thread_pool import read_threads, set_read_threads
 
@@ -90,7 +90,7 @@ class TokenDataset(IterableDataset[Batch]):
                 f"hooks {names}, batch_size {batch_size} and buffer_tokens {buffer_tokens} do not fit; name a hook, and"
                 " let the buffer hold a batch"
             )
-        self.views = {name: found.rows(*_hook_and_layer(name), skip=skip) for name in names}
+        self.views = {name: found.rows(*hook_and_layer(name), skip=skip) for name in names}
         for name, view in self.views.items():
             if len(view.shape) == 3:
                 raise ValueError(f"{name!r} has layers {view.layers}; name one, as in '{name}@{view.layers[0]}'")
@@ -345,16 +345,6 @@ def _part(rows: dict[str, np.ndarray], start: int, count: int) -> dict[str, np.n
 
 def _length(parts: list[dict[str, np.ndarray]]) -> int:
     return sum(next(iter(part.values())).shape[1] for part in parts)
-
-
-def _hook_and_layer(name: str) -> tuple[str, int | None]:
-    hook, at, layer = name.partition("@")
-    if not at:
-        return parse_name(name)
-    try:
-        return hook, int(layer)
-    except ValueError as error:
-        raise ValueError(f"{name!r} names no layer; write a hook as in 'resid_pre@3'") from error
 
 
 def _distributed() -> tuple[int, int]:

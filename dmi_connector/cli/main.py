@@ -70,11 +70,9 @@ def make_parser() -> Parser:
     prune.add_argument("--json", action="store_true", help="print a JSON list")
     prune.set_defaults(run=_prune)
 
-    export = commands.add_parser("export", help="write a store in another format")
-    export.add_argument("store", metavar="STORE")
-    export.add_argument("--to", choices=("safetensors",), required=True)
-    export.add_argument("-o", "--out", help="default: the store's name in the current directory")
-    export.set_defaults(run=_export)
+    from dmi_connector.cli.export import add_export
+
+    add_export(commands.add_parser("export", help="write stores in the formats of other programs"))
 
     fit = commands.add_parser("fit-pca", help="fit principal components on stores, for reduce pca(FILE)")
     fit.add_argument("stores", metavar="STORE", nargs="+", help="stores that hold the hooks in full")
@@ -247,16 +245,6 @@ def _prune(options: argparse.Namespace) -> int:
     for store in removed:
         print(f"{store.path}: {verb}, {format_bytes(store.nbytes)}")
     print(f"{len(removed)} {verb}, {format_bytes(sum(store.nbytes for store in removed))}")
-    return 0
-
-
-def _export(options: argparse.Namespace) -> int:
-    from dmi_connector.analysis.safetensors import export_safetensors
-
-    store = _directory(options.store, "a store (*.zarr)")
-    out = Path(options.out or f"{store.absolute().stem}.safetensors")
-    ids = export_safetensors(store, out)
-    print(f"{out}: layer ids {', '.join(map(str, ids))}")
     return 0
 
 

@@ -27,7 +27,9 @@ def captured(
 
 def test_attention_is_that_of_transformers(captured: tuple[Capture, np.ndarray]) -> None:
     capture, want = captured
-    rows = len(capture.token_ids)
+    rows, model = len(capture.token_ids), capture.attrs["architecture"]
+    assert capture.attrs["rotary"] == (model != "GPT2LMHeadModel")
+    assert capture.attrs["qk_norm"] == (model == "Qwen3ForCausalLM")
     assert rows > 256, "more than one block of queries"
     for layer in range(len(want)):
         got = capture.attention(layer)

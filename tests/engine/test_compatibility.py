@@ -159,10 +159,13 @@ def test_chosen_experts_are_those_that_vllm_returns(
     run = Run(tmp_path)
     args: dict[str, Any] = capture_args("hidden-states,topk_ids", tmp_path, owner, **SMALL)
     asks = {f"{length}": Ask(prompt(length)) for length in (40, 130, 200)}
+    asks["part"] = Ask(prompt(40, seed=1), sampling={"routed_experts_prompt_start": 33})
     with engine(tiny_model("qwen3_moe"), enforce_eager=True, enable_return_routed_experts=True, **args) as llm:
         generate(llm, run, asks)
     for name in asks:
         returned = run.replies[name].outputs[0].routed_experts
-        ids = open_capture(run.store(name), timeout=300).numpy("topk_ids")
-        assert returned.shape == (ids.shape[1], ids.shape[0], ids.shape[2])
-        assert np.array_equal(ids, returned.transpose(1, 0, 2)), name
+        capture = open_capture(run.store(name), timeout=300)
+        found = capture.routed_experts(33 if name == "part" else 0)
+        assert found.dtype == returned.dtype and found.shape == returned.shape, name
+        assert np.array_equal(found, returned), name
+        assert np.array_equal(capture.numpy("topk_ids")[:, -len(found) :], found.transpose(1, 0, 2)), name

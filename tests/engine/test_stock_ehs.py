@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from dmi_connector import capture_args
-from dmi_connector.analysis.safetensors import export_safetensors
+from dmi_connector.analysis.export.safetensors import export_safetensors
 from tests.engine.check import same
 from tests.engine.harness import Ask, Run, engine, generate, prompt
 

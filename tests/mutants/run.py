@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("dmi_connector", "tests", "pyproject.toml", "README.md", "docs/HOOKS.md", "docs/CONTRACT.md")
+COPIED = ("dmi_connector", "tests", "pyproject.toml", "README.md")
+COPIED += ("docs/HOOKS.md", "docs/CONTRACT.md", "docs/TYPES.md")
 FOUND = ("killed", "timeout", "segfault")
 """What mutmut calls a mutant that the tests found."""
 

@@ -194,7 +194,8 @@ import sys
 from dmi_connector.cli.main import main
 store = {str(stores / "one.zarr")!r}
 for argv in (["ls", {str(stores)!r}], ["info", store], ["verify", store],
-             ["export", store, "--to", "safetensors", "-o", "x.safetensors"]):
+             ["export", store, "--to", "safetensors", "-o", "x.safetensors"],
+             ["export", store, "--to", "speculators", "-o", "hs"]):
     assert main(argv) == 0, argv
 heavy = {{"torch", "vllm", "transformers", "matplotlib"}} & set(sys.modules)
 assert not heavy, heavy

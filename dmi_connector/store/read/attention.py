@@ -57,6 +57,15 @@ class _How:
         return scores
 
 
+def seen_by_attention(capture: Capture) -> tuple[str, str]:
+    """The hooks of queries and keys as attention sees them: rotated ones, but for models without rotary embedding.
+
+    Older stores do not say which their model is: they are taken at what they hold.
+    """
+    held = "q_rot" in capture or "k_rot" in capture or "q" not in capture
+    return ("q_rot", "k_rot") if capture.attrs.get("rotary", held) else ("q", "k")
+
+
 _QUERIES = 256
 """Queries computed at a time for each head, so that scores take little memory beside the result."""
 
@@ -76,7 +85,7 @@ def attention(capture: Capture, layer: int, head: int | None = None, queries: sl
     keys are not stored, and for image tokens that see later ones.
     """
     how = _How.of(capture, layer)
-    names = ("q_rot", "k_rot") if "q_rot" in capture or "k_rot" in capture or "q" not in capture else ("q", "k")
+    names = seen_by_attention(capture)
     dims = capture.attrs["dims"]
     heads, kv_heads, size = (int(dims[name]) for name in ("heads", "kv_heads", "head_dim"))
     if head is not None and not -heads <= head < heads:

@@ -29,6 +29,7 @@ from dmi_connector.store.read.attention import attention
 from dmi_connector.store.read.chunk_reader import read_pieces
 from dmi_connector.store.read.hook_array import HookArray, ShardPieces
 from dmi_connector.store.read.hook_names import HookTable, Source, parse_name
+from dmi_connector.store.read.lens_names import equal_hooks, split_name, why_not_equal
 from dmi_connector.store.read.metadata import check_arrays, read_attrs
 from dmi_connector.store.read.shard_reader import decode_plain
 from dmi_connector.store.read.store_files import StoreFiles
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     import torch
     import xarray
     import zarr
+
+    from dmi_connector.store.read.activation_cache import StoreActivations
 
 Tokens = slice | Sequence[int] | np.ndarray | None
 
@@ -327,6 +330,30 @@ class Capture:
 
         return dataset(self, self.attrs["hooks"] if hooks is None else hooks)
 
+    def activation_cache(self, model: Any = None, batch_dim: bool = True) -> StoreActivations:
+        """The store as TransformerLens' ActivationCache: `cache["z", 3]` is a torch tensor in the stored dtype.
+
+        It has each tensor that is the same in TransformerLens' cache of the unprocessed model, under all its names and
+        in its shapes: `[batch, pos, d_model]`, by head `[batch, pos, head, d_head]`, patterns `[batch, head, query,
+        key]`, worked out from queries and keys. batch is 1, or no dimension with batch_dim=False. pos are the rows of
+        the store. Tensors are read when they are first asked for, and then kept. `cache.absent` and
+        `cache.why_absent(name)` say why others are not there.
+
+        model: of TransformerLens, with the same weights. With it the cache has `hook_scale` and `hook_normalized` of
+        the norms, and those of its methods work that need weights.
+
+        Raises ImportError without transformer_lens (`dmi_connector[transformer-lens]`).
+        """
+        from dmi_connector.store.read.activation_cache import StoreActivations
+
+        return StoreActivations(self, model, batch_dim)
+
+    def routed_experts(self, prompt_start: int = 0, check: bool = True) -> np.ndarray:
+        """The experts of each token as vLLM returns them, see `store.read.routed_experts.routed_experts`."""
+        from dmi_connector.store.read.routed_experts import routed_experts
+
+        return routed_experts(self, prompt_start, check)
+
     def shape(self, hook: str) -> tuple[int, ...]:
         """The shape of `numpy(hook)`. Reads no values. Raises KeyError for an unknown hook."""
         sources = self.sources(hook)
@@ -344,8 +371,12 @@ class Capture:
         return as_torch(self._read(hook, layer, tokens, False))
 
     def __getitem__(self, name: str) -> np.ndarray:
-        hook, layer = parse_name(name)
-        return self.numpy(hook, layer)
+        short, layer = split_name(name)
+        why = why_not_equal(short, self.attrs)
+        if why is not None:
+            raise KeyError(f"{name!r} has no equal here: {why}")
+        hook = dict(equal_hooks(self.attrs)).get(short) if layer is not None else None
+        return self.numpy(hook, layer) if hook else self.numpy(*parse_name(name))
 
     def __contains__(self, name: object) -> bool:
         return name in self.hooks

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -72,11 +72,29 @@ def open_captures(
     return Captures(tuple(info for info in kept if where is None or where(info)))
 
 
+def captures_of(paths: Iterable[str | os.PathLike[str]], key: str | Collection[str] | None = None) -> Captures:
+    """The captures of stores (`NAME.zarr`), in their order, and of directories, by start time.
+
+    key: as in `open_captures`. Raises CaptureIncomplete for a store that lacks rows; such stores of a directory are
+    left out. Raises ValueError for what is neither a store nor a directory.
+    """
+    keys = {key} if isinstance(key, str) else key
+    infos: list[CaptureInfo] = []
+    for path in map(Path, paths):
+        if path.suffix == ".zarr" or (path / "zarr.json").exists():
+            open_capture(path, timeout=0).close()
+            infos += [info for info in [info_of(path)] if keys is None or info.key in keys]
+        else:
+            infos += open_captures(path, key).infos
+    return Captures(tuple(infos))
+
+
 def _scanned(directory: str | os.PathLike[str]) -> list[CaptureInfo]:
-    return sorted((_of_attrs(store) for store in Path(directory).glob("*.zarr")), key=lambda info: info.started)
+    return sorted((info_of(store) for store in Path(directory).glob("*.zarr")), key=lambda info: info.started)
 
 
-def _of_attrs(store: Path) -> CaptureInfo:
+def info_of(store: Path) -> CaptureInfo:
+    """What a finished store says of itself. Raises ValueError for a directory that is no store."""
     attrs = read_attrs(store)
     return CaptureInfo(
         store=store,

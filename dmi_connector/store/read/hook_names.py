@@ -3,30 +3,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dmi_connector.hooks import ALIASES
+from dmi_connector.store.read.lens_names import TL_NAMES, split_name
 from dmi_connector.wording import suggest
 
 RESID_POST = "resid_post"
-TL_NAMES = {
-    "hook_embed": "embed",
-    "hook_resid_pre": "resid_pre",
-    "attn.hook_v": "v",
-    "attn.hook_rot_q": "q_rot",
-    "attn.hook_rot_k": "k_rot",
-    "attn.hook_z": "z",
-    "hook_attn_out": "attn_out",
-    "hook_resid_mid": "resid_mid",
-    "mlp.hook_post": "mlp_post",
-    "hook_mlp_out": "mlp_out",
-    "hook_resid_post": "resid_post",
-}
-"""TransformerLens names (without the block prefix) of tensors that are equal to ours."""
-_BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)$")
 
 
 @dataclass(frozen=True)
@@ -105,11 +90,22 @@ def parse_name(name: str) -> tuple[str, int | None]:
 
     Raises KeyError for names that mean another tensor in TransformerLens.
     """
-    block = _BLOCK.match(name)
-    if block:
-        if block[2] not in TL_NAMES:
+    short, layer = split_name(name)
+    if layer is not None:
+        if short not in TL_NAMES:
             raise KeyError(f"{name!r} has no equal here; suffixes that have: {', '.join(TL_NAMES)}")
-        return TL_NAMES[block[2]], int(block[1])
+        return TL_NAMES[short], layer
     if "hook_" in name and name in TL_NAMES:
         return TL_NAMES[name], None
     return name, None
+
+
+def hook_and_layer(name: str) -> tuple[str, int | None]:
+    """Hook and layer of "resid_pre@3" or a name as in `parse_name`. Raises ValueError for a layer that is no number."""
+    hook, at, layer = name.partition("@")
+    if not at:
+        return parse_name(name)
+    try:
+        return hook, int(layer)
+    except ValueError as error:
+        raise ValueError(f"{name!r} names no layer; write a hook as in 'resid_pre@3'") from error

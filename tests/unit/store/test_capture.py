@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dmi_connector.analysis.safetensors import export_safetensors
+from dmi_connector.analysis.export.safetensors import export_safetensors
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.schema import effective_grid
 from dmi_connector.store.read.capture import Capture, open_capture

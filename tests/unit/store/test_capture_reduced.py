@@ -72,6 +72,15 @@ def test_attention_is_the_softmax_of_stored_queries_and_keys(
     assert cap.attention(0, queries=slice(9, 9)).shape == (HEADS, 0, 0)
 
 
+def test_queries_from_before_rotary_give_no_attention(stores: kit.Store, tmp_path: Path) -> None:
+    attrs = {"dims": DIMS, "rotary": True}
+    stores.write(tmp_path / "a.zarr", specs("q", "k"), TOKENS, attrs=attrs)
+    with pytest.raises(KeyError, match="'q_rot' is not in this store"):
+        open_capture(tmp_path / "a.zarr", timeout=0).attention(0)
+    stores.write(tmp_path / "b.zarr", specs("q", "k"), TOKENS, attrs={**attrs, "rotary": False})
+    assert open_capture(tmp_path / "b.zarr", timeout=0).attention(0).shape == (HEADS, TOKENS, TOKENS)
+
+
 def test_large_scores_overflow_no_softmax(stores: kit.Store, tmp_path: Path) -> None:
     """Rows differ by hundreds: each is shifted by its own largest score."""
     scale = np.geomspace(0.1, 300, TOKENS)[:, None]

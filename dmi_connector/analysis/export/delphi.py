@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export of the latents of a sparse autoencoder as Delphi caches them: `MODULE/START_END.safetensors`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.analysis.export.packed import PackedRows
+from dmi_connector.analysis.export.progress import PARTIAL, Done, Progress, fix_stores, whole
+from dmi_connector.analysis.export.safetensors import write_file
+from dmi_connector.analysis.sparse_encoder import SparseEncoder
+from dmi_connector.store.read.captures import Captures
+
+_LEAST = 1e-5
+"""Latents that are not above it are left out, as Delphi does."""
+_STEP_VALUES = 1 << 24
+"""Latents that are worked out at a time."""
+_COUNT = "count.json"
+"""Contexts done, and entries of each split."""
+_ENTRIES = 1 << 20
+"""Entries that are copied at a time."""
+
+
+def export(
+    captures: Captures,
+    out: Path,
+    progress: Progress,
+    hook: str,
+    sae: str,
+    context_size: int = 256,
+    skip: int = 0,
+    splits: int = 5,
+) -> Done:
+    """Write `out/HOOK/START_END.safetensors` for each part of the latents, and `config.json`.
+
+    locations: uint16 or uint32 [n, 3], the context, the row in it, and the latent minus START. activations: float16
+    [n]. tokens: int32 [contexts, context_size]. HOOK: TransformerLens' name of the hook. splits: number of files.
+
+    Raises ValueError for an encoder of another width, see `SparseEncoder`, and for a bad number of splits.
+    """
+    rows, encoder = PackedRows(captures, hook, context_size, skip), SparseEncoder.load(sae)
+    if not 1 <= splits <= encoder.latents:
+        raise ValueError(f"--splits {splits} is not valid; use 1 to {encoder.latents}, the latents of the autoencoder")
+    settings = {"to": "delphi", "hook": hook, "sae": os.path.abspath(sae), "context_size": context_size}
+    module = out / rows.name  # all that is written: Delphi takes each entry of `out` for a module
+    fix_stores(module, {**settings, "skip": skip, "splits": splits}, captures)
+    note = f"{rows.contexts} contexts of {context_size} tokens, {encoder.latents} latents; {rows.left} tokens left over"
+    if (module / "config.json").exists():
+        return Done(out, 0, splits, (note,))
+    parts = _Parts(module / f".parts{PARTIAL}", rows.contexts, _bounds(encoder.latents, splits))
+    step = max(1, min(rows.step, _STEP_VALUES // (context_size * encoder.latents)))
+    for first in range(parts.contexts, rows.contexts, step):
+        stop = min(first + step, rows.contexts)
+        _encode(rows, encoder, parts, first, stop)
+        progress(stop, rows.contexts)
+    parts.write(module, rows)
+    with whole(module / "config.json") as partial:
+        partial.write_text(json.dumps(_config(captures, rows, splits), indent=4) + "\n")
+    parts.remove()
+    return Done(out, splits, 0, (note,))
+
+
+def _bounds(latents: int, splits: int) -> list[tuple[int, int]]:
+    """(first, last) latent of each file, as Delphi cuts them."""
+    edges = np.linspace(0, latents, splits + 1, dtype=np.float32).astype(np.int64).tolist()
+    return [(start, stop - 1) for start, stop in itertools.pairwise(edges)]
+
+
+def _encode(rows: PackedRows, encoder: SparseEncoder, parts: _Parts, first: int, stop: int) -> None:
+    """Add the latents of contexts [first, stop)."""
+    values = rows.read(first, stop)
+    found = encoder.encode(values.reshape(-1, rows.width)).reshape(stop - first, rows.context_size, -1)
+    where = np.nonzero(found > _LEAST)
+    parts.add(np.stack(where, axis=1) + [first, 0, 0], found[where], stop)
+
+
+class _Parts:
+    """Entries of each file while it grows: locations and activations in files of their own, and a count of what counts.
+
+    A killed run leaves more than the count says, which is cut off when the next one opens them.
+    """
+
+    def __init__(self, folder: Path, contexts: int, bounds: list[tuple[int, int]]) -> None:
+        self._folder, self._bounds = folder, bounds
+        width = max(last - first for first, last in bounds)
+        self._dtype = np.dtype("<u2" if max(width, contexts) < 1 << 16 else "<u4")
+        folder.mkdir(exist_ok=True)
+        noted = folder / _COUNT
+        known: dict[str, Any] = json.loads(noted.read_text()) if noted.exists() else {}
+        self.contexts: int = known.get("contexts", 0)
+        self._entries: list[int] = known.get("entries", [0] * len(bounds))
+        for i, entries in enumerate(self._entries):
+            for name, size in ((f"{i}.locations", 3 * self._dtype.itemsize), (f"{i}.activations", 2)):
+                with open(folder / name, "ab") as file:
+                    file.truncate(entries * size)
+
+    def add(self, locations: np.ndarray, activations: np.ndarray, contexts: int) -> None:
+        """Add entries [n, 3], [n] of the contexts up to `contexts`."""
+        for i, (first, last) in enumerate(self._bounds):
+            here = (locations[:, 2] >= first) & (locations[:, 2] <= last)
+            found = locations[here] - [0, 0, first]
+            self._append(f"{i}.locations", found.astype(self._dtype))
+            self._append(f"{i}.activations", activations[here].astype("<f2"))
+            self._entries[i] += len(found)
+        self.contexts = contexts
+        with whole(self._folder / _COUNT) as partial:
+            partial.write_text(json.dumps({"contexts": contexts, "entries": self._entries}))
+
+    def _append(self, name: str, values: np.ndarray) -> None:
+        with open(self._folder / name, "ab") as file:
+            file.write(values.tobytes())
+
+    def write(self, module: Path, rows: PackedRows) -> None:
+        """Write the files of all parts."""
+        for i, (first, last) in enumerate(self._bounds):
+            count = self._entries[i]
+            tokens = (rows.token_ids(n, min(n + rows.step, rows.contexts)) for n in range(0, rows.contexts, rows.step))
+            tensors = {
+                "locations": (self._dtype, (count, 3), self._blocks(f"{i}.locations", self._dtype)),
+                "activations": (np.dtype("<f2"), (count,), self._blocks(f"{i}.activations", np.dtype("<f2"))),
+                "tokens": (np.dtype("<i4"), (rows.contexts, rows.context_size), tokens),
+            }
+            with whole(module / f"{first}_{last}.safetensors") as partial:
+                write_file(partial, tensors)
+
+    def _blocks(self, name: str, dtype: np.dtype) -> Iterator[np.ndarray]:
+        with open(self._folder / name, "rb") as file:
+            while block := file.read(_ENTRIES * 6 * dtype.itemsize):
+                yield np.frombuffer(block, dtype)
+
+    def remove(self) -> None:
+        """Remove the growing files."""
+        for path in self._folder.iterdir():
+            path.unlink()
+        self._folder.rmdir()
+
+
+def _config(captures: Captures, rows: PackedRows, splits: int) -> dict[str, Any]:
+    """Delphi's config of a cache, with our directory in place of its data set."""
+    with captures[0] as capture:
+        model = capture.attrs.get("model", "")
+    store = captures.infos[0].store
+    return {
+        "dataset_repo": str(store.absolute().parent),
+        "dataset_split": "",
+        "dataset_name": "",
+        "dataset_column": "token_ids",
+        "batch_size": 1,
+        "cache_ctx_len": rows.context_size,
+        "n_tokens": rows.contexts * rows.context_size,
+        "n_splits": splits,
+        "model_name": model,
+    }

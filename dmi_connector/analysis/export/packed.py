@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of one hook in contexts of equal length, as data sets of autoencoders have them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+
+from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.hook_names import hook_and_layer
+from dmi_connector.store.read.lens_names import lens_name
+from dmi_connector.store.read.shard_reader import decode_plain
+
+_STEP_BYTES = 64 << 20
+"""float32 bytes that are read at a time."""
+
+
+class PackedRows:
+    """The rows of all stores one after the other, cut into contexts of `context_size` rows.
+
+    hook: such as "resid_pre@3". skip: rows left out at the start of each store. name: TransformerLens' name of the
+    hook, or its own. contexts: their number. left: rows that do not fill a context.
+
+    Raises ValueError for a hook without a layer, and where no context is full.
+    """
+
+    def __init__(self, captures: Captures, hook: str, context_size: int, skip: int = 0) -> None:
+        found, layer = hook_and_layer(hook)
+        self._view = captures.rows(found, layer, skip)
+        if len(self._view.shape) == 3:
+            raise ValueError(
+                f"{hook!r} has layers {self._view.layers}; name one, as in '{hook}@{self._view.layers[0]}'"
+            )
+        self.name = hook if "hook_" in hook else lens_name(found, layer) or hook
+        self.context_size, self.width = context_size, self._view.width
+        self.contexts, self.left = divmod(len(self._view), context_size) if context_size > 0 else (0, 0)
+        if not self.contexts:
+            raise ValueError(
+                f"the stores hold {len(self._view)} rows of {hook!r}, too few for a context of {context_size}; use"
+                " another --context-size, at least 1"
+            )
+
+    @property
+    def step(self) -> int:
+        """Contexts to read at a time."""
+        return max(1, _STEP_BYTES // (4 * self.context_size * self.width))
+
+    def read(self, first: int, stop: int) -> np.ndarray:
+        """Contexts [first, stop) as float32 [contexts, context_size, width]."""
+        rows = self._view.read(slice(first * self.context_size, stop * self.context_size))
+        return rows.astype(np.float32, copy=False).reshape(-1, self.context_size, self.width)
+
+    def token_ids(self, first: int, stop: int) -> np.ndarray:
+        """Their tokens, int32 [contexts, context_size]."""
+        stores, rows = self._view.origins(slice(first * self.context_size, stop * self.context_size))
+        ids = np.empty(len(rows), np.int32)
+        for store in np.unique(stores):
+            there = stores == store
+            ids[there] = _token_ids(self._view.stores[store])[rows[there]]
+        return ids.reshape(-1, self.context_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _token_ids(store: Path) -> np.ndarray:
+    return decode_plain(store, "token_ids", "int32")

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes one file for each store, so that a run which ended early can go on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.index import CaptureInfo
+
+Progress = Callable[[int, int], None]
+PARTIAL = ".partial"
+"""Behind the name of a file that is being written."""
+NOTE = ".dmi-export.json"
+"""What an output directory was written from, and with which options."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What an export did. written, kept: files, or rows of a data set, that it wrote or found there. out: the result.
+    notes: what the user should know.
+    """
+
+    out: Path
+    written: int
+    kept: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def export_each(
+    captures: Captures,
+    out: Path,
+    path_of: Callable[[int], Path],
+    write: Callable[[Capture, Path], None],
+    progress: Progress,
+    settings: Mapping[str, Any],
+    number_by: str = "order",
+) -> Done:
+    """Write a file for each store, one store open at a time. Files that are there are kept.
+
+    path_of: the file of a number, below `out`. write: writes one store to a path. settings: on which the files depend.
+    number_by: "order" numbers the stores as they began; "key" takes the request's key, which is a whole number then.
+
+    Raises ValueError for an output directory that was written with other settings or from other stores, and for keys
+    that are no numbers or are not unique.
+    """
+    numbers = number_captures(captures.infos, number_by)
+    out.mkdir(parents=True, exist_ok=True)
+    _note(out, {**settings, "number_by": number_by}, dict(zip(_names(captures), numbers, strict=True)))
+    written = 0
+    for done, number in enumerate(numbers):
+        path = out / path_of(number)
+        if not path.exists():
+            with captures[done] as capture, whole(path) as partial:
+                write(capture, partial)
+            written += 1
+        progress(done + 1, len(numbers))
+    return Done(out, written, len(numbers) - written)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path to write to, which gets its name at the end of the `with` block, and is removed if that fails."""
+    partial = path.with_name(path.name + PARTIAL)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield partial
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    os.replace(partial, path)
+
+
+def check_note(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the output directory notes; None where it notes nothing. Raises ValueError for other settings."""
+    path = out / NOTE
+    if not path.exists():
+        return None
+    noted: dict[str, Any] = json.loads(path.read_text())
+    if noted["settings"] != json.loads(json.dumps(dict(settings))):
+        raise ValueError(
+            f"export: {out} was written with {noted['settings']}, not {dict(settings)}; give another directory"
+        )
+    return noted
+
+
+def write_note(out: Path, settings: Mapping[str, Any], stores: Any) -> None:
+    """Note what an output directory is written from."""
+    with whole(out / NOTE) as partial:
+        partial.write_text(json.dumps({"settings": dict(settings), "stores": stores}, indent=1) + "\n")
+
+
+def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures) -> None:
+    """Note from which stores an output that is one whole is written.
+
+    Raises ValueError for a directory that was written with other settings or from other stores.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    noted, names = check_note(out, settings), _names(captures)
+    if noted is not None and noted["stores"] != names:
+        raise ValueError(f"export: {out} was written from other stores; give another directory")
+    write_note(out, settings, names)
+
+
+def _note(out: Path, settings: Mapping[str, Any], stores: dict[str, int]) -> None:
+    """Note the numbers of stores, beside those of earlier runs. Raises ValueError where one would change."""
+    noted: dict[str, int] = (check_note(out, settings) or {"stores": {}})["stores"]
+    owners = {number: name for name, number in stores.items()}
+    for name, number in noted.items():
+        if stores.get(name, number) != number or owners.get(number, name) != name:
+            raise ValueError(
+                f"export: {out} holds {name} as number {number}, which would change; give another directory"
+            )
+    write_note(out, settings, noted | stores)
+
+
+def _names(captures: Captures) -> list[str]:
+    return [str(info.store.absolute()) for info in captures.infos]
+
+
+def number_captures(infos: Sequence[CaptureInfo], number_by: str) -> list[int]:
+    """The number of each capture: how they began, or their keys. Raises ValueError for keys that are no numbers."""
+    if number_by == "order":
+        return list(range(len(infos)))
+    for info in infos:
+        if info.key is None or not (info.key.isascii() and info.key.isdigit()):
+            raise ValueError(f"export: the key {info.key!r} of {info.store} is no whole number; use --number-by order")
+    numbers = [int(info.key or "") for info in infos]
+    twice = {number for number in numbers if numbers.count(number) > 1} if len(set(numbers)) < len(numbers) else set()
+    if twice:
+        raise ValueError(f"export: several captures have the key {min(twice)}; narrow them, or use --number-by order")
+    return numbers
+
+
+def row_blocks(rows: int, size: int = 256) -> Iterator[slice]:
+    """Slices of at most `size` rows, so that memory does not grow with the request."""
+    for first in range(0, rows, size):
+        yield slice(first, min(rows, first + size))

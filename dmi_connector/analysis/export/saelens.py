@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export of one hook as the data set of activations that SAELens caches, for `use_cached_activations`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+try:
+    import datasets
+except ImportError as error:
+    raise ImportError("saelens: datasets is not installed; install dmi_connector[saelens]") from error
+
+from dmi_connector.analysis.export.packed import PackedRows
+from dmi_connector.analysis.export.progress import PARTIAL, Done, Progress, fix_stores, whole
+from dmi_connector.store.read.captures import Captures
+
+
+def export(
+    captures: Captures, out: Path, progress: Progress, hook: str, context_size: int = 128, skip: int = 0
+) -> Done:
+    """Write a data set of Hugging Face to `out`, with the columns HOOK and `token_ids`.
+
+    HOOK: `Array2D(shape=(context_size, width))` float32, under TransformerLens' name of the hook. token_ids: int32
+    [context_size]. A context holds rows of one store after the other. skip: rows left out at the start of each store.
+    """
+    rows = PackedRows(captures, hook, context_size, skip)
+    settings = {"to": "saelens", "hook": hook, "context_size": context_size, "skip": skip}
+    fix_stores(out, settings, captures)
+    starts = range(0, rows.contexts, rows.step)
+    names = [f"data-{i:05d}-of-{len(starts):05d}.arrow" for i in range(len(starts))]
+    written = 0
+    for i, (first, name) in enumerate(zip(starts, names, strict=True)):
+        if not (out / name).exists():
+            _write_part(rows, first, min(first + rows.step, rows.contexts), out, out / name)
+            written += 1
+        progress(i + 1, len(starts))
+    _write_state(rows, out, names, settings)
+    note = f"{rows.contexts} contexts of {context_size} tokens, column {rows.name}; {rows.left} tokens left over"
+    return Done(out, written, len(starts) - written, (note,))
+
+
+def _features(rows: PackedRows) -> datasets.Features:
+    ids = datasets.Sequence(datasets.Value("int32"), length=rows.context_size)
+    return datasets.Features(
+        {rows.name: datasets.Array2D((rows.context_size, rows.width), "float32"), "token_ids": ids}
+    )
+
+
+def _write_part(rows: PackedRows, first: int, stop: int, out: Path, path: Path) -> None:
+    columns = {rows.name: rows.read(first, stop), "token_ids": rows.token_ids(first, stop)}
+    with _saved(columns, rows, out) as saved:
+        os.replace(saved / "data-00000-of-00001.arrow", path)
+
+
+def _write_state(rows: PackedRows, out: Path, names: list[str], settings: dict[str, Any]) -> None:
+    """Write the two files that make a data set of the parts, `state.json` last."""
+    none = {rows.name: np.empty((0, rows.context_size, rows.width), np.float32), "token_ids": []}
+    with _saved(none, rows, out) as saved:
+        state = json.loads((saved / "state.json").read_text())
+        os.replace(saved / "dataset_info.json", out / "dataset_info.json")
+    state["_data_files"] = [{"filename": name} for name in names]
+    state["_fingerprint"] = hashlib.sha256(repr((settings, names, rows.contexts)).encode()).hexdigest()[:16]
+    with whole(out / "state.json") as partial:
+        partial.write_text(json.dumps(state, indent=2, sort_keys=True))
+
+
+@contextmanager
+def _saved(columns: dict[str, Any], rows: PackedRows, out: Path) -> Iterator[Path]:
+    """A directory, gone at the end, that holds columns as a data set in one file."""
+    partial = out / f".part{PARTIAL}"
+    shutil.rmtree(partial, ignore_errors=True)
+    shown = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        datasets.Dataset.from_dict(columns, features=_features(rows)).save_to_disk(partial, num_shards=1)
+        yield partial
+    finally:
+        if not shown:
+            datasets.enable_progress_bars()
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export of stores to safetensors, as vLLM's own connector writes hidden states."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dmi_connector.analysis.export.progress import Done, Progress, export_each, row_blocks, whole
+from dmi_connector.analysis.export.residual_stream import chosen_ids, stream_rows
+from dmi_connector.store.read.capture import Capture, open_capture
+from dmi_connector.store.read.captures import Captures
+
+_NAMES = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+}
+"""numpy's names of dtypes -> those of safetensors."""
+Blocks = tuple[np.dtype, tuple[int, ...], Iterable[np.ndarray]]
+"""(dtype, shape, values in C order, in parts)."""
+
+
+def write_file(path: Path, tensors: Mapping[str, Blocks]) -> None:
+    """Write a safetensors file part by part. Raises ValueError for a dtype that the format lacks."""
+    # safetensors puts wider types first.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
+    header, offset = {}, 0
+    for name, (dtype, shape, _) in ordered:
+        if dtype.name not in _NAMES:
+            raise ValueError(f"safetensors has no {dtype.name}; export another hook")
+        end = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype.name], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    with open(path, "wb") as f:
+        f.write(len(head).to_bytes(8, "little") + head)
+        for _, (dtype, _, blocks) in ordered:
+            for block in blocks:
+                f.write(np.ascontiguousarray(block, dtype).tobytes())
+
+
+def write_hidden_states(capture: Capture, path: Path, ids: Sequence[int]) -> None:
+    """Write `hidden_states` [tokens, layers, hidden] of these layer ids and `token_ids` int64 [tokens]."""
+    tokens = capture.token_ids.astype("<i8")
+    first = stream_rows(capture, ids, slice(0, 0))
+    blocks = (stream_rows(capture, ids, rows) for rows in row_blocks(len(tokens)))
+    hidden = (first.dtype, (len(tokens), *first.shape[1:]), blocks)
+    write_file(path, {"token_ids": (tokens.dtype, tokens.shape, [tokens]), "hidden_states": hidden})
+
+
+def export_safetensors(
+    store: str | os.PathLike[str], out: str | os.PathLike[str], layer_ids: Sequence[int] | None = None
+) -> list[int]:
+    """Write the file that vLLM's ExampleHiddenStatesConnector would have written for this request.
+
+    The file holds `hidden_states` [tokens, layers, hidden] in the stored dtype and `token_ids` int64 [tokens]. It gets
+    its name when it is whole.
+
+    layer_ids: vLLM's auxiliary layer ids (see `residual_stream`), written in ascending order. None: all that were
+    captured. Returns the ids written.
+
+    Raises ValueError if the store has no residual stream or lacks an id; CaptureIncomplete for an incomplete store.
+    """
+    with open_capture(store, timeout=0) as capture:
+        ids = sorted(chosen_ids(capture, layer_ids))
+        with whole(Path(out)) as partial:
+            write_hidden_states(capture, partial, ids)
+    return ids
+
+
+def export(captures: Captures, out: Path, progress: Progress, layers: Sequence[int] | None = None) -> Done:
+    """One store: the file `out`. Several: `NAME.safetensors` for each in the directory `out`."""
+    if len(captures) == 1 and not out.is_dir():
+        ids = export_safetensors(captures.infos[0].store, out, layers)
+        return Done(out, 1, notes=(f"layer ids {', '.join(map(str, ids))}",))
+
+    def write(capture: Capture, path: Path) -> None:
+        write_hidden_states(capture, path, sorted(chosen_ids(capture, layers)))
+
+    names = [f"{info.store.stem}.safetensors" for info in captures.infos]
+    if len(set(names)) < len(names):
+        raise ValueError("export: several stores have the same name; export their directories one by one")
+    settings = {"to": "safetensors", "layers": layers}
+    return export_each(captures, out, lambda number: Path(names[number]), write, progress, settings)

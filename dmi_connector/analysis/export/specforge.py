@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export of stores as the offline features that SpecForge trains EAGLE-3 drafts on: `rows_A-B/data_N.ckpt`."""
+
+from __future__ import annotations
+
+import gzip as gzip_file
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("specforge: torch is not installed; install dmi_connector[torch]") from error
+
+from dmi_connector.analysis.export.progress import Done, Progress, export_each
+from dmi_connector.analysis.export.residual_stream import chosen_ids, layer_ids, stream_rows
+from dmi_connector.dtypes import as_torch
+from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.captures import Captures
+
+_GROUP = 2000
+"""Files of one directory, as in SpecForge's own preparation."""
+
+
+def features(capture: Capture, layers: Sequence[int] | None, loss: str) -> dict[str, torch.Tensor]:
+    """The tensors of one request.
+
+    input_ids, loss_mask: int64 [tokens]. hidden_state: [1, tokens, hidden], the output of the final norm, to which
+    SpecForge applies the head. aux_hidden_state: [1, tokens, layers x hidden]. Both in the stored dtype.
+
+    layers: auxiliary layer ids; None: all of resid_pre. loss: "generated" trains on generated tokens, "all" on all.
+    Raises ValueError for a store without final_ln, an auxiliary layer or generated tokens.
+    """
+    if "final_ln" not in capture:
+        raise ValueError(f"{capture.path} lacks final_ln, which SpecForge takes as target; capture final_ln too")
+    known = [i for i in layer_ids(capture) if i != capture.attrs.get("num_layers")]
+    ids = chosen_ids(capture, known if layers is None else layers)
+    mask = np.ones(len(capture.token_ids), np.int64) if loss == "all" else (capture.phase == 1).astype(np.int64)
+    if not mask.any():
+        raise ValueError(
+            f"{capture.path} holds no generated token to train on; use --loss all, or capture with"
+            " include_output_tokens"
+        )
+    stream = stream_rows(capture, ids, slice(None))
+    return {
+        "input_ids": torch.from_numpy(capture.token_ids.astype(np.int64)),
+        "loss_mask": torch.from_numpy(mask),
+        "hidden_state": capture.torch("final_ln")[None],
+        "aux_hidden_state": as_torch(stream.reshape(1, len(stream), -1)),
+    }
+
+
+def export(
+    captures: Captures,
+    out: Path,
+    progress: Progress,
+    layers: Sequence[int] | None = None,
+    number_by: str = "order",
+    loss: str = "generated",
+    gzip: bool = False,
+) -> Done:
+    """Write `out/rows_A-B/data_N.ckpt`, or `.ckpt.gz`, each with the `features` of a request."""
+
+    def path_of(number: int) -> Path:
+        first = number // _GROUP * _GROUP
+        return Path(f"rows_{first}-{first + _GROUP}/data_{number}.ckpt{'.gz' if gzip else ''}")
+
+    def write(capture: Capture, path: Path) -> None:
+        tensors = features(capture, layers, loss)
+        with _opened(path, gzip) as file:
+            torch.save(tensors, file)
+
+    settings = {"to": "specforge", "layers": layers, "loss": loss, "gzip": gzip}
+    return export_each(captures, out, path_of, write, progress, settings, number_by)
+
+
+def _opened(path: Path, gzip: bool) -> Any:
+    return gzip_file.open(path, "wb", compresslevel=1) if gzip else open(path, "wb")

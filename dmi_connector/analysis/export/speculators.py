@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export of stores as the cached hidden states that speculators trains on: `hs_N.safetensors`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dmi_connector.analysis.export.progress import Done, Progress, export_each
+from dmi_connector.analysis.export.residual_stream import chosen_ids, layer_ids
+from dmi_connector.analysis.export.safetensors import write_hidden_states
+from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.captures import Captures
+
+
+def training_ids(capture: Capture, layers: Sequence[int] | None) -> list[int]:
+    """Auxiliary layers, then the last hidden state before the final norm, which is the verifier's.
+
+    layers: auxiliary layer ids in the order of training; None: all that were captured. Raises ValueError for ids that
+    the store lacks.
+    """
+    known, last = layer_ids(capture), capture.attrs.get("num_layers")
+    if last not in known:
+        raise ValueError(f"{capture.path} lacks resid_final, the verifier's last hidden state; capture resid_final too")
+    return [i for i in (known if layers is None else chosen_ids(capture, layers)) if i != last] + [last]
+
+
+def export(
+    captures: Captures,
+    out: Path,
+    progress: Progress,
+    layers: Sequence[int] | None = None,
+    number_by: str = "order",
+) -> Done:
+    """Write `out/hs_N.safetensors`: `hidden_states` [tokens, layers, hidden], the last layer last, and `token_ids`.
+
+    N is the row of the training data set. layers: auxiliary layer ids, see `residual_stream`.
+    """
+
+    def write(capture: Capture, path: Path) -> None:
+        write_hidden_states(capture, path, training_ids(capture, layers))
+
+    settings = {"to": "speculators", "layers": layers}
+    return export_each(captures, out, lambda n: Path(f"hs_{n}.safetensors"), write, progress, settings, number_by)

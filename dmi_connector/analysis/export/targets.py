@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formats that `dmi export` writes, and the options that each takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from dmi_connector.analysis.export.progress import Done, Progress
+from dmi_connector.store.read.captures import Captures
+
+Write = Callable[..., Done]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One format. doc: what it is, for help. options: those of `dmi export` that it takes. required: of them.
+
+    Its module has `export(captures, out, progress, **options)`.
+    """
+
+    name: str
+    doc: str
+    options: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+
+    def load(self) -> Write:
+        """The function that writes it."""
+        module = import_module(f"dmi_connector.analysis.export.{self.name.replace('-', '_')}")
+        write: Write = module.export
+        return write
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("safetensors", "the file of vLLM's own hidden-states connector", ("layers",)),
+        Target("speculators", "hs_N.safetensors of cached hidden states", ("layers", "number_by")),
+        Target("specforge", "rows_A-B/data_N.ckpt of hidden states", ("layers", "number_by", "loss", "gzip")),
+        Target("routed-experts", "routed_experts_N.npy, as vLLM returns them", ("number_by", "prompt_start")),
+        Target("saelens", "SAELens' cached activations", ("hook", "context_size", "skip"), ("hook",)),
+        Target(
+            "delphi",
+            "latents of an autoencoder, as Delphi caches them",
+            ("hook", "sae", "context_size", "skip", "splits"),
+            ("hook", "sae"),
+        ),
+    )
+}
+
+
+def export(
+    captures: Captures,
+    to: str,
+    out: Path,
+    options: Mapping[str, Any],
+    progress: Progress = lambda _done, _total: None,
+) -> Done:
+    """Write captures in a format. options: those that were given. progress: called with (stores done, all stores).
+
+    Raises ValueError without a capture, for an option that the format lacks, and for one that it needs.
+    """
+    target = TARGETS[to]
+    foreign = [name for name in options if name not in target.options]
+    lacking = [name for name in target.required if name not in options]
+    if foreign or lacking:
+        flags = ", ".join("--" + name.replace("_", "-") for name in foreign or lacking)
+        what = "takes no" if foreign else "needs"
+        raise ValueError(f"export: {to} {what} {flags}; see dmi export --help")
+    if not len(captures):
+        raise ValueError("export: no finished capture matches; give a store, or a directory of stores")
+    return target.load()(captures, out, progress, **options)

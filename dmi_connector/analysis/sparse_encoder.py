@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The encoder of a sparse autoencoder that SAELens or sparsify saved, in numpy."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import deserialize
+
+from dmi_connector.dtypes import numpy_dtype
+
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_NAMES = {"W_enc": ("W_enc",), "b_enc": ("b_enc", "encoder.bias"), "b_dec": ("b_dec",), "threshold": ("threshold",)}
+"""What is needed -> its names in files. sparsify's encoder.weight is W_enc transposed."""
+_KINDS = ("standard", "jumprelu", "topk")
+
+
+@dataclass(frozen=True)
+class SparseEncoder:
+    """Latents of rows: relu((x - shift) W + b), of which those above `threshold`, or the `k` largest, are kept.
+
+    weight: float32 [d_in, latents]. bias: [latents]. shift: [d_in]. threshold: [latents], or None. k: None for all.
+    """
+
+    weight: np.ndarray
+    bias: np.ndarray
+    shift: np.ndarray
+    threshold: np.ndarray | None = None
+    k: int | None = None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> SparseEncoder:
+        """Read a safetensors file, or the only one of a directory, and the `cfg.json` beside it.
+
+        SAELens: architectures standard, jumprelu and topk. sparsify: topk. Raises ValueError for others, for
+        activations that are normalised before, and where a file or a tensor is missing.
+        """
+        file = _file(Path(path))
+        config = file.parent / "cfg.json"
+        if not config.exists():
+            raise ValueError(f"sae: {config} is not there; it says how the encoder works")
+        facts, tensors = json.loads(config.read_text()), _tensors(file)
+        kind = facts.get("architecture", facts.get("activation", "standard"))
+        normed = facts.get("normalize_activations", "none")
+        if kind not in _KINDS or normed not in ("none", None):
+            raise ValueError(
+                f"sae: {config} has architecture {kind!r} and normalize_activations {normed!r}; encoders of"
+                f" {', '.join(_KINDS)} without normalisation work"
+            )
+        weight, bias = _get(tensors, "W_enc", file), _get(tensors, "b_enc", file)
+        if facts.get("rescale_acts_by_decoder_norm"):
+            norm = np.linalg.norm(_get(tensors, "W_dec", file), axis=1)
+            weight, bias = weight * norm, bias * norm
+        shifted = facts.get("apply_b_dec_to_input", not facts.get("transcode", False))
+        shift = _get(tensors, "b_dec", file) if shifted else np.zeros(len(weight), np.float32)
+        threshold = _get(tensors, "threshold", file) if kind == "jumprelu" else None
+        return cls(weight, bias, shift, threshold, int(facts["k"]) if kind == "topk" else None)
+
+    @property
+    def latents(self) -> int:
+        """Their number."""
+        return self.weight.shape[1]
+
+    def encode(self, rows: np.ndarray) -> np.ndarray:
+        """float32 [rows, latents] of rows [rows, d_in]. Raises ValueError for rows of another width."""
+        if rows.shape[1] != len(self.weight):
+            raise ValueError(f"sae: it takes rows of {len(self.weight)} values, the hook has {rows.shape[1]}")
+        found = (rows - self.shift) @ self.weight + self.bias
+        np.maximum(found, 0, out=found)
+        if self.threshold is not None:
+            found[found <= self.threshold] = 0
+        if self.k is not None and self.k < self.latents:
+            lower = np.argpartition(found, -self.k, axis=1)[:, : -self.k]
+            np.put_along_axis(found, lower, 0, axis=1)
+        return found
+
+
+def _file(path: Path) -> Path:
+    if not path.is_dir():
+        if not path.exists():
+            raise ValueError(f"sae: {path} is not there; give a safetensors file, or its directory")
+        return path
+    found = sorted(path.glob("*.safetensors"))
+    if len(found) != 1:
+        raise ValueError(f"sae: {path} holds {len(found)} safetensors files; name one")
+    return found[0]
+
+
+def _tensors(path: Path) -> dict[str, Mapping[str, Any]]:
+    """The tensors of a file by name, as bytes."""
+    return dict(deserialize(path.read_bytes()))
+
+
+def _get(tensors: Mapping[str, Mapping[str, Any]], name: str, file: Path) -> np.ndarray:
+    """A tensor as float32. Raises ValueError where it is missing, or holds no floats."""
+    if name == "W_enc" and name not in tensors and "encoder.weight" in tensors:
+        return np.ascontiguousarray(_get(tensors, "encoder.weight", file).T)
+    for known in _NAMES.get(name, (name,)):
+        found = tensors.get(known)
+        if found is not None and found["dtype"] in _DTYPES:
+            values = np.frombuffer(found["data"], numpy_dtype(_DTYPES[found["dtype"]]))
+            return values.reshape(found["shape"]).astype(np.float32)
+    raise ValueError(f"sae: {file} holds no {name} of floats; it holds {', '.join(sorted(tensors))}")

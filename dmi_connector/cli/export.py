@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi export`: stores in the formats of other programs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from dmi_connector.analysis.export.targets import TARGETS, export
+from dmi_connector.store.read.captures import captures_of
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "layers": {"metavar": "IDS", "help": "layer ids such as 2,18,33; N layers: N is the stream after the last"},
+    "number_by": {"choices": ("order", "key"), "help": "number files in order (default), or by the keys of requests"},
+    "loss": {"choices": ("generated", "all"), "help": "tokens to train on (default: generated)"},
+    "prompt_start": {"type": int, "metavar": "N", "help": "tokens of the prompt to leave out (default: 0)"},
+    "hook": {"metavar": "HOOK", "help": "such as resid_pre@12 or blocks.12.hook_resid_pre"},
+    "context_size": {"type": int, "metavar": "N", "help": "rows of a context (default: 128, delphi 256)"},
+    "skip": {"type": int, "metavar": "N", "help": "rows to leave out at the start of each store (default: 0)"},
+    "sae": {"metavar": "PATH", "help": "safetensors of an autoencoder with its cfg.json, or their directory"},
+    "splits": {"type": int, "metavar": "N", "help": "files of latents (default: 5)"},
+    "gzip": {"action": "store_const", "const": True, "help": "compress the files"},
+}
+"""Options of single formats: name -> arguments of add_argument."""
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `dmi export`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "formats:\n" + "\n".join(f"  {t.name:16}{t.doc}{_takes(t.options)}" for t in TARGETS.values())
+    parser.add_argument("stores", metavar="STORE|DIR", nargs="+", help="stores, or directories of stores")
+    parser.add_argument("--to", choices=tuple(TARGETS), required=True)
+    parser.add_argument("-o", "--out", help="a directory; for one safetensors file its name (default: the store's)")
+    parser.add_argument("--key", action="append", help="only captures with this key; can be repeated")
+    for name, arguments in FLAGS.items():
+        parser.add_argument("--" + name.replace("_", "-"), **arguments)
+    parser.set_defaults(run=run_export)
+
+
+def _takes(options: tuple[str, ...]) -> str:
+    return f" ({', '.join('--' + name.replace('_', '-') for name in options)})" if options else ""
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Run the command. Returns the exit status."""
+    captures = captures_of(options.stores, options.key)
+    given = {name: value for name in FLAGS if (value := getattr(options, name)) is not None}
+    if "layers" in given:
+        given["layers"] = _layers(given["layers"])
+    done = export(captures, options.to, _out(options, len(captures)), given, _progress)
+    counts = f"{done.written} written" + (f", {done.kept} were there" if done.kept else "")
+    print(f"{done.out}: {'; '.join(done.notes) or counts}")
+    return 0
+
+
+def _out(options: argparse.Namespace, stores: int) -> Path:
+    if options.out is not None:
+        return Path(options.out)
+    if options.to == "safetensors" and stores == 1 and len(options.stores) == 1:
+        return Path(f"{Path(options.stores[0]).absolute().stem}.safetensors")
+    raise ValueError(f"export: --to {options.to} needs -o DIR; give a new directory, or one to go on with")
+
+
+def _layers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--layers {text!r} is not valid; write layer ids as in 2,18,33") from error
+
+
+def _progress(done: int, total: int) -> None:
+    """A line on a terminal that counts."""
+    if sys.stderr.isatty():
+        print(f"\r{done}/{total} stores", end="\n" if done == total else "", file=sys.stderr, flush=True)

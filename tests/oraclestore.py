@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores of tiny models without an engine: what transformers computes, written by our writers.
+
+Engine tests compare captures with the same values (`transformers_oracle`), so what holds for these holds for captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.engine.architectures import ARCHITECTURES
+from dmi_connector.hooks import HOOKS
+from dmi_connector.layout import ArraySpec
+from dmi_connector.store.read.capture import Capture, open_capture
+from tests import storekit as kit
+
+
+def specs_of(values: dict[str, np.ndarray], oracle: Oracle) -> list[ArraySpec]:
+    """The arrays of all hooks that exist for each token, with the layers that have them."""
+    dims = ARCHITECTURES[oracle.config.architectures[0]].dims(oracle.config)
+    specs = []
+    for name, hook in HOOKS.items():
+        if name in values and hook.scope != "sampled":
+            layers = dims.layers_of(hook) if hook.scope == "layer" else ()
+            specs.append(ArraySpec(name, str(values[name].dtype), layers, values[name].shape[-1]))
+    return specs
+
+
+def attributes(oracle: Oracle, attention: dict[str, Any] | None) -> dict[str, Any]:
+    """Those that an engine would write for the model, but for versions. attention: how its layers attend."""
+    row = ARCHITECTURES[oracle.config.architectures[0]].fit(oracle.config)
+    dims = row.dims(oracle.config)
+    sizes = {name: getattr(dims, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "vocab")}
+    facts = {"model": oracle.config.name_or_path, "architecture": row.name, "dtype": "float32"}
+    named = {"num_layers": dims.layers, "rotary": row.rotary, "qk_norm": bool(row.q_norm), "dims": sizes}
+    return {**facts, **named, "attention": attention or {"scale": dims.head_dim**-0.5}}
+
+
+def write(
+    oracle: Oracle,
+    path: Path,
+    tokens: Sequence[int],
+    attention: dict[str, Any] | None = None,
+    hooks: Sequence[str] | None = None,
+    **options: Any,
+) -> Capture:
+    """Write the store of one request of these tokens, and open it. hooks: only these. options: of `Store.write`."""
+    values = oracle.run(tokens)
+    specs = [spec for spec in specs_of(values, oracle) if hooks is None or spec.name in hooks]
+    raw = {spec.name: kit.bits(values[spec.name].astype(spec.dtype)) for spec in specs}
+    owner = kit.Store(1 << 24)
+    try:
+        ids = np.asarray(tokens)
+        owner.write(path, specs, len(tokens), values=raw, ids=ids, attrs=attributes(oracle, attention), **options)
+    finally:
+        assert owner.shutdown()
+    return open_capture(path, timeout=0)

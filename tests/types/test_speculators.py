@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores as the training data of speculators and SpecForge, read by these: `make types`."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dmi_connector.cli.main import main
+from dmi_connector.layout import ArraySpec
+from dmi_connector.store.read.capture import open_capture
+from tests import snippets
+from tests import storekit as kit
+
+pytest.importorskip("speculators", reason="speculators is not installed; run make types TYPES=speculators")
+import datasets
+from hs_connectors import FileTransfer, HiddenStatesBackend
+from speculators.data_generation.offline import (
+    check_hidden_states,
+    find_corrupt_hidden_state_indices,
+    get_existing_hidden_state_indices,
+)
+from speculators.train.data import ArrowDataset
+
+from dmi_connector.analysis.speculators_backend import StoreBackend, StoreTransfer
+
+WIDTH, LENGTHS = 16, (300, 40, 7)
+SPECS = (
+    ArraySpec("resid_pre", "bfloat16", (0, 1, 2, 3), WIDTH),
+    ArraySpec("resid_final", "bfloat16", (), WIDTH),
+    ArraySpec("final_ln", "bfloat16", (), WIDTH),
+)
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("captures")
+    owner = kit.Store(1 << 22)
+    for number, length in enumerate(LENGTHS):
+        owner.write(root / f"{number}.zarr", SPECS, length, attrs={"num_layers": 4}, key=str(number))
+    assert owner.shutdown()
+    return root
+
+
+@pytest.fixture(scope="module")
+def data(stores: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The preprocessed data set of speculators for the same requests."""
+    path = tmp_path_factory.mktemp("data")
+    ids = [open_capture(stores / f"{number}.zarr").token_ids.tolist() for number in range(len(LENGTHS))]
+    columns = {"input_ids": ids, "loss_mask": [[1] * len(i) for i in ids], "seq_len": [len(i) for i in ids]}
+    made = datasets.Dataset.from_dict(columns)
+    made.set_format("torch", columns=["input_ids", "loss_mask"])
+    made.save_to_disk(path)
+    return path
+
+
+def test_exported_files_pass_the_checks_of_speculators(stores: Path, data: Path) -> None:
+    out = data / "hidden_states"
+    assert main(["export", str(stores), "--to", "speculators", "--layers", "1,2,3", "-o", str(out)]) == 0
+    indices = get_existing_hidden_state_indices(out)
+    assert indices == [0, 1, 2] and not find_corrupt_hidden_state_indices(out, indices)
+    for index in indices:
+        found = FileTransfer(out).get_cached(index)
+        capture = open_capture(stores / f"{index}.zarr")
+        check_hidden_states(found, capture.token_ids.tolist())
+        assert torch.equal(found["hidden_states"][:, 1], capture.torch("resid_pre", 2))
+        assert torch.equal(found["hidden_states"][:, -1], capture.torch("resid_final"))
+
+
+def test_training_reads_stores_as_it_reads_exported_files(stores: Path, data: Path) -> None:
+    main(["export", str(stores), "--to", "speculators", "--layers", "1,2,3", "-o", str(data / "hidden_states")])
+    assert HiddenStatesBackend.registry["dmi"] is StoreBackend
+    parser = argparse.ArgumentParser()
+    StoreBackend.add_train_args(parser)
+    flags = ["--dmi-store-dir", str(stores), "--dmi-layers", "1", "2", "3", "--dmi-number-by", "key"]
+    transfer = StoreBackend.from_train_args(parser.parse_args(flags), str(data))
+    ours = ArrowDataset(512, data, transfer, on_missing="raise")
+    theirs = ArrowDataset(512, data, on_missing="raise")
+    for index, length in enumerate(LENGTHS):
+        have, want = ours[index], theirs[index]
+        assert have.keys() == want.keys() and have["hidden_states"].shape == (length, 3 * WIDTH)
+        assert all(torch.equal(have[name], want[name]) for name in want)
+    assert transfer.get_cached(3) is None
+
+
+def test_answers_of_a_server_lead_to_their_stores(stores: Path) -> None:
+    transfer = StoreTransfer(str(stores), [1])
+    found = transfer.get_generated({"dmi_store": str(stores / "1.zarr")})
+    check_hidden_states(found, open_capture(stores / "1.zarr").token_ids.tolist())
+    with pytest.raises(ValueError, match="names no store: ring is full"):
+        transfer.get_generated({"dmi_error": "ring is full"})
+
+
+def test_the_command_line_of_training_knows_the_backend() -> None:
+    run = [sys.executable, "-m", "dmi_connector.analysis.speculators_backend", "--help"]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--dmi-store-dir" in done.stdout and "dmi" in done.stdout.split("--hidden-states-backend")[1][:60]
+
+
+def test_a_server_is_launched_with_our_connector(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    StoreBackend.add_launch_args(parser)
+    flags = ["--dmi-store-dir", str(tmp_path), "--dmi-hooks", "resid_pre@1,resid_final"]
+    config = StoreBackend.build_kv_transfer_config(parser.parse_args(flags))
+    assert config["kv_connector"] == "DMIConnector" and config["kv_connector_extra_config"]["hooks"] == flags[3]
+    with pytest.raises(ValueError, match="--dmi-store-dir is missing"):
+        StoreBackend.from_train_args(argparse.Namespace(dmi_store_dir=None), "data")
+
+
+@pytest.mark.parametrize("flags", [[], ["--gzip"]])
+def test_specforge_reads_its_features(stores: Path, tmp_path: Path, flags: list[str]) -> None:
+    from specforge.algorithms.eagle3.data import build_offline_reader, normalize_offline_sample
+    from specforge.runtime.data_plane.feature_store import load_feature_file
+    from specforge.runtime.data_plane.offline_reader import OfflineManifestReader
+
+    assert main(["export", str(stores), "--to", "specforge", "--layers", "1,2,3", *flags, "-o", str(tmp_path)]) == 0
+    refs = OfflineManifestReader(str(tmp_path), validate_files=True).read()
+    assert [ref.num_tokens for ref in refs] == list(LENGTHS)
+    assert len(build_offline_reader(str(tmp_path), run_id="r", ttt_length=1, max_len=64).read()) == 3
+    capture = open_capture(stores / "1.zarr")
+    sample: dict[str, Any] = normalize_offline_sample(
+        load_feature_file(refs[1].feature_store_uri.removeprefix("file://")), max_len=32
+    )
+    assert torch.equal(sample["target"], capture.torch("final_ln")[None, :32])
+    want = torch.cat([capture.torch("resid_pre", layer) for layer in (1, 2, 3)], dim=1)
+    assert torch.equal(sample["hidden_state"], want[None, :32])
+    assert sample["loss_mask"].tolist() == [[0] * 20 + [1] * 11 + [0]] and sample["input_ids"].shape == (1, 32)
+
+
+def test_the_pages_commands_work(stores: Path, data: Path, tmp_path: Path) -> None:
+    for title in ("speculators", "SpecForge"):
+        for line in snippets.commands(title):
+            if line.startswith("dmi export"):
+                filled = (
+                    line.replace("captures", str(stores)).replace("2,18,33", "1,2,3").replace("data", str(tmp_path))
+                )
+                assert main(filled.split()[1:]) == 0, line
+    assert len(list(tmp_path.rglob("hs_*.safetensors"))) == len(list(tmp_path.rglob("*.ckpt"))) == 3
+    names = snippets.run("speculators", {"captures": str(stores), "layers": [1, 2, 3]})
+    assert names["sample"]["hidden_states"].shape == (300, 4, WIDTH)

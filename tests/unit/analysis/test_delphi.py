@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoders of autoencoders, and their latents as Delphi caches them. tests/types reads them with the real libraries."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dmi_connector.analysis.export import delphi
+from dmi_connector.analysis.sparse_encoder import SparseEncoder
+from dmi_connector.cli.main import main
+from dmi_connector.layout import ArraySpec
+from dmi_connector.store.read.captures import open_captures
+from tests import storekit as kit
+
+WIDTH, LATENTS, CONTEXT = 8, 23, 16
+LENGTHS = (100, 30, 50)
+Save = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("captures")
+    owner = kit.Store(1 << 22)
+    for number, length in enumerate(LENGTHS):
+        spec = ArraySpec("mlp_out", "float32", (0, 1), WIDTH)
+        owner.write(root / f"{number}.zarr", [spec], length, attrs={"num_layers": 2}, chunk=16, segment=32)
+    assert owner.shutdown()
+    return root
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    """save(config, leave_out=(), **tensors): an autoencoder on disk."""
+
+    def call(config: dict[str, Any] | None = None, leave_out: tuple[str, ...] = (), **tensors: np.ndarray) -> Path:
+        rng = np.random.default_rng(0)
+        made = {
+            "W_enc": rng.standard_normal((WIDTH, LATENTS), dtype=np.float32),
+            "b_enc": rng.standard_normal(LATENTS, dtype=np.float32) - 1,
+            "b_dec": rng.standard_normal(WIDTH, dtype=np.float32),
+            "W_dec": rng.standard_normal((LATENTS, WIDTH), dtype=np.float32),
+            **tensors,
+        }
+        folder = tmp_path / "sae"
+        folder.mkdir(exist_ok=True)
+        save_file({name: t for name, t in made.items() if name not in leave_out}, folder / "sae_weights.safetensors")
+        (folder / "cfg.json").write_text(json.dumps({"architecture": "standard", **(config or {})}))
+        return folder
+
+    return call
+
+
+def dense(rows: np.ndarray, folder: Path, shifted: bool = True) -> np.ndarray:
+    """relu((x - b_dec) W_enc + b_enc)."""
+    t = load_file(folder / "sae_weights.safetensors")
+    return np.maximum((rows - t["b_dec"] * shifted).astype("f8") @ t["W_enc"] + t["b_enc"], 0)
+
+
+def test_an_encoder_of_each_architecture_gives_its_latents(save: Save) -> None:
+    rows = np.random.default_rng(1).standard_normal((50, WIDTH), dtype=np.float32)
+    folder = save()
+    np.testing.assert_allclose(SparseEncoder.load(folder).encode(rows), dense(rows, folder), atol=1e-5)
+    folder = save({"apply_b_dec_to_input": False})
+    np.testing.assert_allclose(SparseEncoder.load(folder).encode(rows), dense(rows, folder, False), atol=1e-5)
+    threshold = np.full(LATENTS, 0.7, np.float32)
+    folder = save({"architecture": "jumprelu"}, threshold=threshold)
+    want = dense(rows, folder)
+    np.testing.assert_allclose(SparseEncoder.load(folder).encode(rows), np.where(want > 0.7, want, 0), atol=1e-5)
+    folder = save({"architecture": "topk", "k": 3})
+    found = SparseEncoder.load(folder).encode(rows)
+    want = np.where(dense(rows, folder) >= np.sort(dense(rows, folder), axis=1)[:, -3:-2], dense(rows, folder), 0)
+    np.testing.assert_allclose(found, want, atol=1e-5)
+    assert ((found > 0).sum(1) <= 3).all() and (found > 0).sum() > 50
+
+
+def test_what_an_encoder_cannot_do_is_named(save: Save, tmp_path: Path) -> None:
+    for config, words in (
+        ({"architecture": "gated"}, "architecture 'gated'"),
+        ({"normalize_activations": "layer_norm"}, "normalize_activations 'layer_norm'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            SparseEncoder.load(save(config))
+    with pytest.raises(ValueError, match="holds no b_enc of floats; it holds W_dec, W_enc, b_dec"):
+        SparseEncoder.load(save(leave_out=("b_enc",)))
+    folder = save()
+    with pytest.raises(ValueError, match="takes rows of 8 values, the hook has 9"):
+        SparseEncoder.load(folder).encode(np.zeros((2, 9), np.float32))
+    save_file({}, folder / "more.safetensors")
+    with pytest.raises(ValueError, match="holds 2 safetensors files"):
+        SparseEncoder.load(folder)
+    (folder / "cfg.json").unlink()
+    with pytest.raises(ValueError, match=r"cfg\.json is not there"):
+        SparseEncoder.load(folder / "sae_weights.safetensors")
+    with pytest.raises(ValueError, match="nowhere is not there"):
+        SparseEncoder.load(tmp_path / "nowhere")
+
+
+def check(out: Path, stores: Path, folder: Path, splits: int) -> None:
+    """Fail unless the files of a module hold all latents of all contexts."""
+    rows = open_captures(stores).rows("mlp_out", 1)[:]
+    contexts = len(rows) // CONTEXT
+    want = dense(rows[: contexts * CONTEXT], folder).reshape(contexts, CONTEXT, LATENTS)
+    found = np.zeros_like(want)
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) == splits
+    for path in files:
+        first, last = map(int, path.stem.split("_"))
+        part = load_file(path)
+        at = part["locations"].astype(int)
+        assert part["locations"].dtype == np.uint16 and part["activations"].dtype == np.float16
+        assert part["tokens"].shape == (contexts, CONTEXT) and at[:, 2].max() <= last - first
+        assert np.array_equal(at, at[np.lexsort(at.T[::-1])]), "in the order of contexts"
+        found[at[:, 0], at[:, 1], at[:, 2] + first] = part["activations"]
+    np.testing.assert_allclose(found, want, atol=5e-3)
+
+
+@pytest.mark.parametrize(("splits", "values"), [(1, 1 << 24), (5, 2 * CONTEXT * LATENTS)])
+def test_all_latents_of_all_contexts_are_written(
+    stores: Path, tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch, splits: int, values: int
+) -> None:
+    monkeypatch.setattr(delphi, "_STEP_VALUES", values)
+    folder, out = save(), tmp_path / "latents"
+    flags = ["--hook", "mlp_out@1", "--sae", str(folder), "--context-size", str(CONTEXT), "--splits", str(splits)]
+    assert main(["export", str(stores), "--to", "delphi", *flags, "-o", str(out)]) == 0
+    assert [path.name for path in out.iterdir()] == ["blocks.1.hook_mlp_out"], "Delphi takes each entry for a module"
+    check(out / "blocks.1.hook_mlp_out", stores, folder, splits)
+    assert not list(out.rglob("*.partial"))
+
+
+def test_a_killed_run_goes_on_without_its_last_entries(
+    stores: Path, tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = save(), tmp_path / "latents"
+    flags = ["--hook", "mlp_out@1", "--sae", str(folder), "--context-size", str(CONTEXT), "--splits", "2"]
+    argv = ["export", str(stores), "--to", "delphi", *flags, "-o", str(out)]
+    code = f"""
+import os
+from dmi_connector.analysis.export import delphi
+from dmi_connector.cli.main import main
+delphi._STEP_VALUES = {2 * CONTEXT * LATENTS}
+append, seen = delphi._Parts._append, []
+def dies(self, name, values):
+    append(self, name, values)
+    seen.append(name)
+    if len(seen) == 10:  # after half of the files of the third step
+        os.kill(os.getpid(), 9)
+delphi._Parts._append = dies
+main({argv!r})
+"""
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert killed.returncode == -9, killed.stderr
+    module = out / "blocks.1.hook_mlp_out"
+    counted = json.loads((module / ".parts.partial" / "count.json").read_text())
+    assert counted["contexts"] == 4 and not list(module.glob("*.safetensors"))
+    first: list[int] = []
+    encode = delphi._encode
+    monkeypatch.setattr(delphi, "_encode", lambda *args: first.append(args[3]) or encode(*args))
+    assert main(argv) == 0
+    assert first[0] == 4, "it goes on behind the contexts that were counted"
+    check(module, stores, folder, 2)
+    assert main(argv) == 0 and len(first) == len(set(first)), "a third run has nothing to do"
+
+
+def test_splits_that_do_not_fit_are_named(
+    stores: Path, tmp_path: Path, save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--to", "delphi", "--hook", "mlp_out@1", "--sae", str(save()), "--context-size", str(CONTEXT)]
+    for splits in ("0", "24"):
+        assert main(["export", str(stores), *flags, "--splits", splits, "-o", str(tmp_path / "x")]) == 2
+        assert f"--splits {splits} is not valid; use 1 to 23" in capsys.readouterr().err

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi export`: files that other programs read, and runs that end early. tests/types reads them with these programs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dmi_connector.analysis.export import safetensors, specforge
+from dmi_connector.analysis.export.progress import NOTE
+from dmi_connector.analysis.export.targets import TARGETS
+from dmi_connector.cli.export import FLAGS
+from dmi_connector.cli.main import main
+from dmi_connector.layout import ArraySpec
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.read.capture import Capture, open_capture
+from dmi_connector.store.read.captures import captures_of
+from tests import storekit as kit
+
+WIDTH = 16
+SPECS = (
+    ArraySpec("resid_pre", "bfloat16", (0, 1, 2), WIDTH),
+    ArraySpec("resid_final", "bfloat16", (), WIDTH),
+    ArraySpec("final_ln", "bfloat16", (), WIDTH),
+)
+LENGTHS = {"a": 300, "b": 40, "c": 7}
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three stores whose keys are 5, 3 and 1, half of each a prompt."""
+    root = tmp_path_factory.mktemp("stores")
+    owner = kit.Store(1 << 22)
+    for number, (name, length) in zip((5, 3, 1), LENGTHS.items(), strict=True):
+        options = {"attrs": {"num_layers": 3}, "key": str(number), "chunk": 32, "segment": 64}
+        owner.write(root / f"{name}.zarr", SPECS, length, **options)
+    assert owner.shutdown()
+    return root
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*argv: str | Path) -> tuple[int, str, str]:
+        status = main(["export", *map(str, argv)])
+        return (status, *capsys.readouterr())
+
+    return call
+
+
+def stream(capture: Capture, *ids: int) -> torch.Tensor:
+    """[tokens, layers, width] of these layer ids; 3 is the stream after the last layer."""
+    return torch.stack([capture.torch("resid_final") if i == 3 else capture.torch("resid_pre", i) for i in ids], 1)
+
+
+def test_speculators_gets_a_file_for_each_store(stores: Path, tmp_path: Path, run: Run) -> None:
+    assert run(stores, "--to", "speculators", "-o", tmp_path / "hs") == (0, f"{tmp_path / 'hs'}: 3 written\n", "")
+    for number, name in enumerate(LENGTHS):
+        capture, found = open_capture(stores / f"{name}.zarr"), load_file(tmp_path / f"hs/hs_{number}.safetensors")
+        assert torch.equal(found["hidden_states"], stream(capture, 0, 1, 2, 3))
+        assert found["token_ids"].tolist() == capture.token_ids.tolist() and found["token_ids"].dtype == torch.int64
+    assert run(stores, "--to", "speculators", "--layers", "2,0", "--number-by", "key", "-o", tmp_path / "two")[0] == 0
+    found = load_file(tmp_path / "two/hs_5.safetensors")
+    assert torch.equal(found["hidden_states"], stream(open_capture(stores / "a.zarr"), 2, 0, 3))
+
+
+def test_speculators_needs_the_last_hidden_state(tmp_path: Path, run: Run) -> None:
+    owner = kit.Store(1 << 20)
+    owner.write(tmp_path / "a.zarr", SPECS[:1], 10, attrs={"num_layers": 3})
+    assert owner.shutdown()
+    assert "capture resid_final too" in run(tmp_path, "--to", "speculators", "-o", tmp_path / "hs")[2]
+
+
+@pytest.mark.parametrize("gzip", [False, True])
+def test_specforge_gets_the_tensors_of_its_features(stores: Path, tmp_path: Path, run: Run, gzip: bool) -> None:
+    flags = ["--gzip"] if gzip else []
+    assert run(stores, "--to", "specforge", "--layers", "0,2", "--key", "5", *flags, "-o", tmp_path / "f")[0] == 0
+    path = tmp_path / f"f/rows_0-2000/data_0.ckpt{'.gz' if gzip else ''}"
+    with specforge.gzip_file.open(path) if gzip else path.open("rb") as file:
+        found = torch.load(file)
+    capture = open_capture(stores / "a.zarr")
+    assert found["input_ids"].tolist() == capture.token_ids.tolist()
+    assert found["loss_mask"].tolist() == [0] * 150 + [1] * 150 and found["loss_mask"].dtype == torch.int64
+    assert torch.equal(found["hidden_state"], capture.torch("final_ln")[None])
+    assert torch.equal(found["aux_hidden_state"], stream(capture, 0, 2).reshape(1, 300, -1))
+
+
+def test_specforge_names_what_a_store_lacks(tmp_path: Path, run: Run) -> None:
+    owner = kit.Store(1 << 20)
+    owner.write(tmp_path / "a.zarr", SPECS[:2], 10, attrs={"num_layers": 3})
+    owner.write(tmp_path / "b.zarr", SPECS, 10, attrs={"num_layers": 3, "prompt_len": 10})
+    assert owner.shutdown()
+    flags = ["--to", "specforge", "-o", tmp_path / "out"]
+    assert "capture final_ln too" in run(tmp_path / "a.zarr", *flags)[2]
+    assert "no generated token" in run(tmp_path / "b.zarr", "--to", "specforge", "-o", tmp_path / "out2")[2]
+    assert run(tmp_path / "b.zarr", "--to", "specforge", "--loss", "all", "-o", tmp_path / "out3")[0] == 0
+    (made,) = (tmp_path / "out3").rglob("*.ckpt")
+    assert torch.load(made)["loss_mask"].tolist() == [1] * 10
+
+
+def test_one_store_is_one_file_and_several_are_a_directory(stores: Path, tmp_path: Path, run: Run) -> None:
+    one = [stores / "b.zarr", "--to", "safetensors", "-o", tmp_path / "one"]
+    assert run(*one, "--layers", "3,1")[1] == f"{tmp_path / 'one'}: layer ids 1, 3\n"
+    assert run(stores / "c.zarr", stores / "b.zarr", "--to", "safetensors", "-o", tmp_path / "both")[0] == 0
+    assert {p.name for p in (tmp_path / "both").iterdir()} == {"b.safetensors", "c.safetensors", NOTE}
+    want = stream(open_capture(stores / "b.zarr"), 1, 3)
+    assert torch.equal(load_file(tmp_path / "one")["hidden_states"], want)
+
+
+def test_a_run_goes_on_where_the_last_one_was_killed(stores: Path, tmp_path: Path, run: Run) -> None:
+    """A killed process leaves the beginning of a file, under another name."""
+    flags, out = [stores, "--to", "speculators", "-o", tmp_path / "hs"], tmp_path / "hs"
+    code = f"""
+import os, sys
+from dmi_connector.analysis.export import safetensors
+from dmi_connector.cli.main import main
+blocks = safetensors.stream_rows
+seen = []
+def dies(*args):
+    seen.append(args)
+    if len(seen) == 5:  # in the second file
+        os.kill(os.getpid(), 9)
+    return blocks(*args)
+safetensors.stream_rows = dies
+main(["export", {str(stores)!r}, "--to", "speculators", "-o", {str(out)!r}])
+"""
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert killed.returncode == -9, killed.stderr
+    there = {p.name for p in out.iterdir()}
+    assert there == {"hs_0.safetensors", "hs_1.safetensors.partial", NOTE}
+    first = (out / "hs_0.safetensors").stat().st_mtime_ns
+    assert run(*flags)[1] == f"{out}: 2 written, 1 were there\n"
+    assert {p.name for p in out.iterdir()} == {f"hs_{i}.safetensors" for i in range(3)} | {NOTE}
+    assert (out / "hs_0.safetensors").stat().st_mtime_ns == first
+    assert run(*flags)[1] == f"{out}: 0 written, 3 were there\n"
+
+
+def test_a_run_that_fails_leaves_no_part_of_a_file(
+    stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> np.ndarray:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(safetensors, "stream_rows", full)
+        assert run(stores, "--to", "speculators", "-o", tmp_path / "hs") == (2, "", "dmi: no space left\n")
+    assert [p.name for p in (tmp_path / "hs").iterdir()] == [NOTE]
+
+
+def test_another_run_into_the_same_directory_is_refused(stores: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "hs"
+    assert run(stores / "b.zarr", "--to", "speculators", "-o", out)[0] == 0
+    assert "was written with" in run(stores / "b.zarr", "--to", "speculators", "--layers", "1", "-o", out)[2]
+    assert "as number 0, which would change" in run(stores / "a.zarr", "--to", "speculators", "-o", out)[2]
+    assert run(stores / "b.zarr", stores / "a.zarr", "--to", "speculators", "-o", out)[1].endswith(
+        "1 written, 1 were there\n"
+    )
+    assert len(json.loads((out / NOTE).read_text())["stores"]) == 2
+
+
+def test_stores_that_are_gone_keep_their_numbers(stores: Path, tmp_path: Path, run: Run) -> None:
+    flags = ["--to", "speculators", "--number-by", "key", "-o", tmp_path / "hs"]
+    assert run(stores / "a.zarr", *flags)[1].endswith("1 written\n")
+    assert run(stores / "b.zarr", *flags)[1].endswith("1 written\n")
+    assert sorted(json.loads((tmp_path / "hs" / NOTE).read_text())["stores"].values()) == [3, 5]
+
+
+def test_rows_are_read_in_small_blocks(stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    most: list[int] = []
+    rows = safetensors.stream_rows
+    monkeypatch.setattr(safetensors, "stream_rows", lambda *args: most.append(len(found := rows(*args))) or found)
+    assert run(stores / "a.zarr", "--to", "speculators", "-o", tmp_path / "hs")[0] == 0
+    assert sum(most) == 300 and max(most) == 256
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--to", "speculators"], "needs -o DIR"),
+        (["--to", "safetensors", "--gzip", "-o", "x"], "safetensors takes no --gzip"),
+        (["--to", "speculators", "--layers", "1,x", "-o", "x"], "--layers '1,x' is not valid"),
+        (["--to", "speculators", "--layers", "7", "-o", "x"], r"layer_ids [7] are not in"),
+        (["--to", "speculators", "--key", "none", "-o", "x"], "no finished capture matches"),
+    ],
+)
+def test_mistakes_are_named(
+    stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, flags: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(stores, *flags)
+    assert (status, out) == (2, "") and words in err, err
+
+
+def test_keys_that_are_no_numbers_are_named(stores: Path, tmp_path: Path, run: Run) -> None:
+    owner = kit.Store(1 << 20)
+    for name, key in (("a", "7"), ("b", "7"), ("c", "x")):
+        owner.write(tmp_path / f"{name}.zarr", SPECS, 5, attrs={"num_layers": 3}, key=key)
+    assert owner.shutdown()
+    flags = ["--to", "speculators", "--number-by", "key", "-o", tmp_path / "hs"]
+    assert "the key 'x' of" in run(tmp_path, *flags)[2]
+    assert "several captures have the key 7" in run(tmp_path, "--key", "7", *flags)[2]
+
+
+def test_stores_that_lack_rows_are_refused_by_name_and_left_out_of_directories(tmp_path: Path, run: Run) -> None:
+    owner = kit.Store(1 << 20)
+    owner.write(tmp_path / "a.zarr", SPECS, 10, attrs={"num_layers": 3})
+    owner.write(tmp_path / "b.zarr", SPECS, 10, losses=[Loss.of(Cause.FELL_BEHIND, [[2, 3]])])
+    assert owner.shutdown()
+    assert "is incomplete" in run(tmp_path / "b.zarr", "--to", "safetensors", "-o", tmp_path / "x")[2]
+    assert [info.store.name for info in captures_of([tmp_path]).infos] == ["a.zarr"]
+    with pytest.raises(ValueError, match="is no directory"):
+        captures_of([tmp_path / "nowhere"])
+
+
+def test_each_option_of_a_format_has_a_flag() -> None:
+    for target in TARGETS.values():
+        assert set(target.required) <= set(target.options) <= set(FLAGS)
+    assert set(FLAGS) == {option for target in TARGETS.values() for option in target.options}
