@@ -37,11 +37,12 @@ class Hook:
 FEATURES = {
     "rotary": "which has no rotary embedding",
     "sequential": "which runs attention and MLP side by side",
+    "input_norm": "which has no norm before attention",
     "mlp_norm": "which has no norm of its own before the MLP",
     "post_norms": "which has no norm behind a block",
 }
 """Features of a model that some hooks need, and what a refusal says of a model that lacks one."""
-USUAL = frozenset(("rotary", "sequential", "mlp_norm"))
+USUAL = frozenset(("rotary", "sequential", "input_norm", "mlp_norm"))
 """The features of a Llama."""
 
 HOOKS: dict[str, Hook] = {
@@ -49,7 +50,7 @@ HOOKS: dict[str, Hook] = {
     for h in (
         Hook("embed", "H", "once", False, "output of the token embedding"),
         Hook("resid_pre", "H", "layer", False, "residual stream entering the layer"),
-        Hook("ln1", "H", "layer", False, "output of the norm before attention"),
+        Hook("ln1", "H", "layer", False, "output of the norm before attention", only="input_norm"),
         Hook("q", "Q", "layer", True, "queries after q_norm where there is one, before rotary"),
         Hook("k", "K", "layer", True, "keys after k_norm where there is one, before rotary"),
         Hook("v", "K", "layer", True, "values"),
@@ -93,7 +94,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
 class ModelDims:
     """The sizes of a model that decide hook widths. Sizes are elements of the whole model, before sharding.
 
-    features: those of FEATURES that it has.
+    features: those of FEATURES that it has. only: the hooks that can be captured, where not all are known; None: all.
     """
 
     architecture: str
@@ -108,6 +109,7 @@ class ModelDims:
     top_k: int = 0
     moe_layers: tuple[int, ...] = ()
     features: frozenset[str] = USUAL
+    only: frozenset[str] | None = None
 
     def width(self, hook: Hook) -> int:
         """Elements of one row of `hook` for the whole model."""
@@ -124,6 +126,8 @@ class ModelDims:
 
     def layers_of(self, hook: Hook) -> tuple[int, ...]:
         """Layers where `hook` exists in this model: (0,) for hooks that exist once, () for absent ones."""
+        if self.only is not None and hook.name not in self.only:
+            return ()
         if hook.scope != "layer":
             return (0,)
         if hook.only == "moe":
@@ -290,6 +294,8 @@ def _layers_for(name: str, text: str | None, dims: ModelDims, item: str) -> list
 
 
 def _why_absent(hook: Hook, dims: ModelDims) -> str:
+    if dims.only is not None and hook.name not in dims.only:
+        return f", of which these hooks are known: {', '.join(name for name in HOOKS if name in dims.only)}"
     if hook.only == "moe" and not dims.moe_layers:
         return ", which has no experts"
     if hook.only == "dense" and dims.moe_layers:

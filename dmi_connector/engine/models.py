@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import weakref
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank
 
-from dmi_connector.engine.architectures import ARCHITECTURES
+from dmi_connector.engine.architectures import ARCHITECTURES, FORWARD, TRANSFORMERS, TRANSFORMERS_CLASSES
 from dmi_connector.engine.context import CaptureContext, capture_context, is_active
+from dmi_connector.engine.transformers_backend import Generic
+
+logger = logging.getLogger("vllm.dmi_connector")
 
 
 class Tapped:
@@ -44,6 +49,14 @@ class Tapped:
         assert isinstance(self, nn.Module)
         self.dmi_taps = install(self, context, compilation)
         context.coverage.model = weakref.ref(self)
+        if isinstance(context.arch, Generic) and get_tensor_model_parallel_rank() == 0:
+            logger.warning(
+                "dmi_connector: %s has no row of hooks. Found by its structure: %s%s. Others take a row: see "
+                "docs/HOOKS.md",
+                context.arch.name,
+                ", ".join(context.arch.only),
+                context.arch.why and f"; attn_out and mlp_out are missing: {context.arch.why}",
+            )
         if context.owner == "target":
             self.dmi_rows = CaptureLayer(context)
         elif not getattr(self, "supports_eagle3", False):
@@ -59,6 +72,13 @@ class Tapped:
         """The first forward begins: what vLLM puts in the place of modules after it built them is there."""
         if self.dmi_context is not None and not self.dmi_context.coverage.checked:
             self.dmi_taps.follow()
+
+    def dmi_positions(self, positions: torch.Tensor) -> None:
+        """Write the positions of a forward that ended, where its layers may not get them."""
+        if self.dmi_context is not None and self.dmi_context.arch.positions == FORWARD:
+            from dmi_connector.engine.taps.inputs import end_forward
+
+            end_forward(self.dmi_taps, positions)
 
     def dmi_end(self, positions: torch.Tensor) -> None:
         """A forward ended. positions: int [..., tokens]. Raises ValueError if it was the first and lacks a hook."""
@@ -87,9 +107,11 @@ class Tapped:
 
 
 def _tapped_class(name: str) -> type:
-    row = ARCHITECTURES[name]
-    module, _, class_name = row.base.partition(":")
+    """Of vLLM's Transformers backend our class keeps its name, by which vLLM tells that it serves a model so."""
+    row = ARCHITECTURES.get(name)
+    module, _, class_name = row.base.partition(":") if row is not None else (TRANSFORMERS, ":", name)
     base = getattr(importlib.import_module(module), class_name)
+    name = class_name if module == TRANSFORMERS else name
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,8 +119,10 @@ def _tapped_class(name: str) -> type:
         if not traced:
             self.dmi_begin()
         output = base.forward(self, *args, **kwargs)
+        positions = kwargs["positions"] if "positions" in kwargs else args[1]
+        self.dmi_positions(positions)
         if not traced:
-            self.dmi_end(kwargs["positions"] if "positions" in kwargs else args[1])
+            self.dmi_end(positions)
         if self.dmi_context is not None and self.dmi_context.owner == "draft" and isinstance(output, torch.Tensor):
             return output, [output]  # the proposer expects one auxiliary tensor
         return output
@@ -110,7 +134,7 @@ def _tapped_class(name: str) -> type:
 
 
 def __getattr__(name: str) -> type:
-    if name not in ARCHITECTURES:
+    if name not in ARCHITECTURES and name not in TRANSFORMERS_CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     cls = _tapped_class(name)
     globals()[name] = cls

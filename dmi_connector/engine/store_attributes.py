@@ -49,7 +49,8 @@ def _attention(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, An
     """How the layers attend, for readers that work attention out again. {} where vLLM does not tell."""
     named = vllm_config.compilation_config.static_forward_context
     arch = context.arch
-    layers = [named.get(f"{arch.layers}.{i}.{arch.attn}") for i in range(context.dims.layers)]
+    numbers = range(context.dims.layers)
+    layers = [named.get(f"{arch.layers}.{i}.{arch.attn}", named.get(f"{i}.attn")) for i in numbers]  # 0.31: by number
     if any(layer is None or not hasattr(layer, "sliding_window") for layer in layers):
         return {}
     impls = [layer.impl for layer in layers]

@@ -75,13 +75,13 @@ def test_experts_that_route_inside_themselves_are_refused_by_name(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As vLLM's monolithic kernels do: nothing calls the router."""
-    inner = install._install_routing
+    inner = install.install_routing
 
     def unused(taps: ModelTaps, module: Any, index: int, batch: Any) -> None:
         inner(taps, module, index, batch)
         del module.get_submodule(taps.context.arch.moe_experts).router.select_experts
 
-    monkeypatch.setattr(install, "_install_routing", unused)
+    monkeypatch.setattr(install, "install_routing", unused)
     reason = refused(tiny_model("qwen3_moe"), tmp_path, enforce_eager=True)
     for hook in ("topk_ids", "topk_weights"):
         assert f"hooks: {hook} of layer 0, 1, 2 would hold nothing" in reason

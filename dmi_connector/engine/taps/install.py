@@ -25,10 +25,13 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from dmi_connector.engine.architectures import Architecture
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.coverage import POSITIONS, TOKEN_IDS
 from dmi_connector.engine.taps import attention_summary
 from dmi_connector.engine.taps.batches import ModelTaps, TapBatch, batches_of_layers
 from dmi_connector.engine.taps.compilation import Compilation
+from dmi_connector.engine.taps.final import install_final
+from dmi_connector.engine.taps.inputs import install_inputs
+from dmi_connector.engine.taps.routing import install_routing
+from dmi_connector.engine.taps.values import copied, first, norm_outputs
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import RowField, RowLayout
 
@@ -63,8 +66,11 @@ EXPERTS_IN = Stage("ln2", Waits.NEVER, beside=False)
 MLP_OUT = Stage("mlp", Waits.NEVER)
 STAGES = (ATTENTION_IN, ATTENTION_OUT, MLP_IN, EXPERTS_IN, MLP_OUT)
 
-MODULES = ("ln1", "qkv", "q_norm", "k_norm", "attn", "o_proj", "attn_norm", "ln2", "down_proj", "mlp", "mlp_norm")
-"""Modules of a layer in the order in which they run: fields of `Architecture`."""
+_ATTENTION = ("layer", "ln1", "qkv", "q_norm", "k_norm", "attn", "o_proj", "attn_norm")
+MODULES = (*_ATTENTION, "before_mlp", "ln2", "down_proj", "mlp", "mlp_norm")
+"""Modules of a layer in the order in which they run: attributes of `Architecture`."""
+INPUTS = ("layer", "attn", "before_mlp")
+"""Those whose inputs are tapped, before anything works on them."""
 
 
 class Keep(enum.Enum):
@@ -75,7 +81,7 @@ class Keep(enum.Enum):
     HALVES = enum.auto()  # a copy of the halves of each head
     STREAM = enum.auto()  # the value itself where the residual stream lasts, else a copy
     PRODUCT = enum.auto()  # the value itself where a matrix product writes it and nothing overwrites it, else a copy
-    OUTPUT = enum.auto()  # a copy with experts, whose kernels may return memory that they use again
+    OUTPUT = enum.auto()  # a copy with experts, whose kernels may use its memory again, and of a product with a bias
 
 
 class LayerFacts(NamedTuple):
@@ -96,24 +102,16 @@ class LayerFacts(NamedTuple):
     scale: float
 
 
-def _norm_outputs(arch: Architecture, args: tuple[Any, ...], output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(normed, residual stream) of a fused add-and-norm, or of a plain norm."""
-    if isinstance(output, tuple):
-        return output[0], args[0] if arch.plain_norms else output[1]
-    return output, args[0]
-
-
 def _normed(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    return _norm_outputs(layer.arch, args, output)[0]
+    return norm_outputs(layer.arch, args, output)[0]
 
 
 def _stream(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    return _norm_outputs(layer.arch, args, output)[1]
+    return norm_outputs(layer.arch, args, output)[1]
 
 
 def _output(_layer: LayerFacts, _args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    value: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return value
+    return first(output)
 
 
 def _added(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
@@ -125,16 +123,22 @@ def _input(number: int) -> Read:
     return lambda _layer, args, _output: args[number]
 
 
-def _queries(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    return _output(layer, args, output)[..., : layer.q_size]
+def _part(number: int) -> Read:
+    """0, 1, 2: queries, keys, values of a projection that returns them side by side."""
+
+    def read(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+        value = _output(layer, args, output)
+        if layer.arch.qkv_by_head:
+            return value.unflatten(-1, (-1, 3, layer.head_size))[..., number, :].flatten(-2)
+        ends = (0, layer.q_size, layer.q_size + layer.kv_size, None)
+        return value[..., ends[number] : ends[number + 1]]
+
+    return read
 
 
-def _keys(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    return _output(layer, args, output)[..., layer.q_size : layer.q_size + layer.kv_size]
-
-
-def _values(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    return _output(layer, args, output)[..., layer.q_size + layer.kv_size :]
+def _heads(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    value = _output(layer, args, output)
+    return value.transpose(-3, -2) if layer.arch.heads_first else value
 
 
 class TapPoint(NamedTuple):
@@ -155,12 +159,13 @@ class TapPoint(NamedTuple):
 
 TAP_POINTS = (
     TapPoint("resid_pre", "ln1", _stream, Keep.STREAM, ATTENTION_IN),
+    TapPoint("resid_pre", "layer", _input(0), Keep.STREAM, ATTENTION_IN, unless="ln1"),
     TapPoint("ln1", "ln1", _normed, Keep.AS_IS, ATTENTION_IN),
-    TapPoint("v", "qkv", _values, Keep.AS_IS, ATTENTION_IN),
-    TapPoint("q", "qkv", _queries, Keep.HALVES, ATTENTION_IN, unless="q_norm"),
-    TapPoint("k", "qkv", _keys, Keep.HALVES, ATTENTION_IN, unless="k_norm"),
-    TapPoint("q", "q_norm", _output, Keep.HALVES, ATTENTION_IN),
-    TapPoint("k", "k_norm", _output, Keep.HALVES, ATTENTION_IN),
+    TapPoint("v", "qkv", _part(2), Keep.AS_IS, ATTENTION_IN),
+    TapPoint("q", "qkv", _part(0), Keep.HALVES, ATTENTION_IN, unless="q_norm"),
+    TapPoint("k", "qkv", _part(1), Keep.HALVES, ATTENTION_IN, unless="k_norm"),
+    TapPoint("q", "q_norm", _heads, Keep.HALVES, ATTENTION_IN),
+    TapPoint("k", "k_norm", _heads, Keep.HALVES, ATTENTION_IN),
     TapPoint("q_rot", "attn", _input(0), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("k_rot", "attn", _input(1), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("z", "o_proj", _input(0), Keep.AS_IS, ATTENTION_OUT),
@@ -168,6 +173,7 @@ TAP_POINTS = (
     TapPoint("attn_out", "o_proj", _added, Keep.PRODUCT, ATTENTION_OUT, unless="attn_norm"),
     TapPoint("attn_out", "attn_norm", _output, Keep.COPY, ATTENTION_OUT),
     TapPoint("resid_mid", "ln2", _stream, Keep.COPY, MLP_IN),
+    TapPoint("resid_mid", "before_mlp", _input(0), Keep.COPY, MLP_IN, unless="ln2"),
     TapPoint("ln2", "ln2", _normed, Keep.AS_IS, MLP_IN),
     TapPoint("mlp_post", "down_proj", _input(0), Keep.AS_IS, MLP_OUT),
     TapPoint("mlp_proj", "mlp", _output, Keep.OUTPUT, MLP_OUT, where="mlp_norm"),
@@ -183,21 +189,20 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
     """Register the taps of the selection on a freshly built model, before its first forward."""
     taps = ModelTaps(model, context, compilation)
     fields, arch = context.layout.fields, context.arch
-    once = taps.once()
-    _install_inputs(taps, once)
+    install_inputs(taps)
     shared = {layer: batch for batch in batches_of_layers(fields) for layer in batch}
     batches: dict[int, TapBatch] = {}
     joined = joined_before_attention(fields)
     layers: Any = model.get_submodule(arch.layers)
     for index in range(context.dims.layers):
         if index in joined:
-            taps.hook(f"{arch.layers}.{index}.{arch.attn}", lambda _module, _args: taps.join(), before=True)
+            taps.before_attention(f"{arch.layers}.{index}.{arch.attn}", lambda _module, _args: taps.join())
         if any(f.layer == index and HOOKS[f.hook].scope != "once" for f in fields):
             mine = shared.get(index, [index])
             if mine[0] not in batches:
                 batches[mine[0]] = taps.batch(mine, lasting=index in shared)
             install_layer(taps, layers[index], index, batches[mine[0]], more=index != mine[-1])
-    _install_final(taps, once.again())
+    install_final(taps)
     return taps
 
 
@@ -208,49 +213,6 @@ def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
     """
     reduced = (f for f in fields if f.reduction is not None and f.hook != "pattern")
     return {f.layer + 1 for f in reduced if HOOKS[f.hook].scope != "once"}
-
-
-def _install_inputs(taps: ModelTaps, header: TapBatch) -> None:
-    """The row header (token id and position, as the model saw them) and the embedding."""
-    context = taps.context
-    embed, arch = context.layout.find("embed", 0), context.arch
-    embedding = header.again()
-
-    def at_embed(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        header.add(TOKEN_IDS, args[0])
-        if embed:
-            embedding.add(embed, output if context.embed_scale == 1.0 else _copy(output * context.embed_scale))
-            embedding.write()
-
-    taps.hook(arch.embed, at_embed)
-
-    def before_layer(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        header.add(POSITIONS, kwargs["positions"] if "positions" in kwargs else args[arch.positions_at])
-        header.write()
-
-    source = arch.positions or f"{arch.layers}.0"
-    taps.hook(source, before_layer, before=True, with_kwargs=True)
-    for row_field, module in ((TOKEN_IDS, arch.embed), (embed, arch.embed), (POSITIONS, source)):
-        if row_field is not None:
-            context.coverage.expect(row_field, module)
-
-
-def _install_final(taps: ModelTaps, batch: TapBatch) -> None:
-    """The final norm, after which a step's taps end."""
-    context = taps.context
-    final, normed = context.layout.find("resid_final", 0), context.layout.find("final_ln", 0)
-
-    def at_final_norm(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        values = _norm_outputs(context.arch, args, output)
-        if final:
-            batch.add(final, _copy(values[1]))
-        batch.add(normed, values[0])
-        batch.write()
-        batch.end(values[0])
-
-    taps.hook(context.arch.final_norm, at_final_norm)
-    for row_field in filter(None, (final, normed)):
-        context.coverage.expect(row_field, context.arch.final_norm)
 
 
 # ---- a layer --------------------------------------------------------------------------------------------------------
@@ -266,21 +228,21 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
     sizes = attn.head_size, attn.num_heads * attn.head_size, attn.num_kv_heads * attn.head_size
     mlp_taps = any(point.stage in (MLP_IN, EXPERTS_IN, MLP_OUT) for point, _ in points)
     layer = LayerFacts(module, arch, compilation, *sizes, experts, mlp_taps, context.block_scale)
-    ends = {_end_of(stage, points): stage for stage in STAGES if any(point.stage is stage for point, _ in points)}
+    ends = {_end_of(arch, stage, points): stage for stage in STAGES if any(point.stage is stage for point, _ in points)}
     for name in MODULES:
         here = tuple((row_field, _reader(point, layer)) for point, row_field in points if point.module == name)
         stage = ends.get(name)
         if not here and stage is None:
             continue
         pause = _pause(stage, points, more) if stage is not None else None
-        _register(taps, f"{path}.{getattr(arch, name)}", name, layer, here, pause, batch)
+        _register(taps, arch.path(index, name), name, layer, here, pause, batch)
     for point, row_field in points:
-        context.coverage.expect(row_field, f"{path}.{getattr(arch, point.module)}")
+        context.coverage.expect(row_field, arch.path(index, point.module))
     if pattern := context.layout.find("pattern", index):
         attention_summary.install(attn, pattern, context.cache_layer, context.coverage)
         context.coverage.expect(pattern, f"{path}.{arch.attn}")
     if experts:
-        _install_routing(taps, module, index, batch)
+        install_routing(taps, module, index, batch)
 
 
 Points = Sequence[tuple[TapPoint, RowField]]
@@ -298,10 +260,10 @@ def _points(arch: Architecture, layout: RowLayout, index: int, experts: bool) ->
     return found
 
 
-def _end_of(stage: Stage, points: Points) -> str:
-    """The module at which a stage ends: after the last of its points."""
+def _end_of(arch: Architecture, stage: Stage, points: Points) -> str:
+    """The module at which a stage ends: after the last of its points, and where that module is, at `ends_at`."""
     mine = [point.module for point, _ in points if point.stage is stage]
-    return max([stage.ends_at, *mine], key=MODULES.index)
+    return max([*mine, *([stage.ends_at] if getattr(arch, stage.ends_at) else [])], key=MODULES.index)
 
 
 class _Pause(NamedTuple):
@@ -337,8 +299,12 @@ def _register(
         if pause is not None:
             batch.pause(*pause)
 
-    if name == "attn":  # its inputs, before anything works on them
-        taps.hook(path, lambda _module, args: tap(args, None), before=True)
+    if name == "attn":
+        taps.before_attention(path, lambda _module, args: tap(args, None))
+    elif name in INPUTS:  # which may be given by their names
+        taps.hook(
+            path, lambda _module, args, kwargs: tap(args or tuple(kwargs.values()), None), before=True, with_kwargs=True
+        )
     else:
         taps.hook(path, lambda _module, args, output: tap(args, output))
 
@@ -348,7 +314,7 @@ def _reader(point: TapPoint, layer: LayerFacts) -> Read:
     read, keep, compilation = point.read, point.keep, layer.compilation
     if read is _added and layer.scale != 1.0:
         keep = Keep.COPY
-    if keep is Keep.AS_IS or (keep is Keep.OUTPUT and not layer.experts):
+    if keep is Keep.AS_IS or (keep is Keep.OUTPUT and not layer.experts and not _has_bias(layer)):
         return read
     if keep is Keep.HALVES:
         return lambda facts, args, output: _copy_halves(read(facts, args, output), facts.head_size)
@@ -356,8 +322,14 @@ def _reader(point: TapPoint, layer: LayerFacts) -> Read:
     if keep is Keep.PRODUCT:
         product = _written_by_product(layer.module.get_submodule(layer.arch.o_proj))
         lasts = product and compilation.products_last and not (layer.mlp_taps and compilation.in_place)
-    kept = _rename if lasts else _copy
+    kept = _rename if lasts else copied
     return lambda facts, args, output: kept(read(facts, args, output))
+
+
+def _has_bias(layer: LayerFacts) -> bool:
+    """Whether the MLP's last product adds a bias. Inductor may add it later, together with what is next."""
+    path = layer.arch.down_proj
+    return bool(path) and getattr(layer.module.get_submodule(path), "bias", None) is not None
 
 
 def _written_by_product(linear: nn.Module) -> bool:
@@ -374,15 +346,6 @@ def _rename(value: torch.Tensor) -> torch.Tensor:
     return value.view(value.shape)
 
 
-def _copy(value: torch.Tensor) -> torch.Tensor:
-    """A copy for a tap. The compiled model then computes the same as without it, and may overwrite the original.
-
-    Inductor keeps fused sums and norms in float32. What an opaque op reads must be written in the model's dtype, and
-    everything after it would go on from the rounded tensor. (A plain clone is removed as a no-op.)
-    """
-    return torch.neg(torch.neg(value)) if torch.compiler.is_compiling() else value
-
-
 def _copy_halves(value: torch.Tensor, head_size: int) -> torch.Tensor:
     """A copy of heads, made of the two halves of each head.
 
@@ -392,37 +355,4 @@ def _copy_halves(value: torch.Tensor, head_size: int) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         return value
     heads = value if value.shape[-1] % head_size else value.unflatten(-1, (-1, head_size))
-    return torch.cat([_copy(half) for half in heads.chunk(2, -1)], -1)
-
-
-def _install_routing(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatch) -> None:
-    """Routing hooks. They run inside vLLM's opaque MoE op, so each is written where it appears."""
-    context, path = taps.context, f"{taps.context.arch.layers}.{index}"
-    scores, ids, weights = (context.layout.find(n, index) for n in ("router_logits", "topk_ids", "topk_weights"))
-    scored, chosen = batch.again(), batch.again()
-    if scores:
-
-        def at_gate(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            scored.add(scores, output[0] if isinstance(output, tuple) else output)
-            scored.write(beside=False)
-
-        taps.hook(f"{path}.{context.arch.moe_gate}", at_gate)
-        context.coverage.expect(scores, f"{path}.{context.arch.moe_gate}")
-    if ids or weights:
-        router: Any = module.get_submodule(context.arch.moe_experts).router
-        select, to_places = router.select_experts, router._apply_eplb_mapping
-
-        def apply_eplb_mapping(topk_ids: torch.Tensor) -> torch.Tensor:
-            """Takes the model's numbers of experts; with redundant experts the result numbers their places."""
-            chosen.add(ids, topk_ids)
-            return to_places(topk_ids)
-
-        def select_experts(*args: Any, **kwargs: Any) -> Any:
-            topk_weights, topk_ids = select(*args, **kwargs)
-            chosen.add(weights, topk_weights)
-            chosen.write(beside=False)
-            return topk_weights, topk_ids
-
-        router._apply_eplb_mapping, router.select_experts = apply_eplb_mapping, select_experts
-        for row_field in filter(None, (ids, weights)):
-            context.coverage.expect(row_field, f"{path}.{context.arch.moe_experts}.router.select_experts")
+    return torch.cat([copied(half) for half in heads.chunk(2, -1)], -1)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Taps of what enters the model: the row header (token id and position, as the model saw them) and the embedding.
+
+Token ids are read from the arguments of the embedding, positions from those of a module that gets them. In models whose
+layers may not get them (FORWARD), they are written from the arguments of the model's own forward, once that has ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmi_connector.engine.architectures import FORWARD
+from dmi_connector.engine.coverage import POSITIONS, TOKEN_IDS
+from dmi_connector.engine.taps.batches import ModelTaps
+from dmi_connector.engine.taps.values import copied
+
+
+def install_inputs(taps: ModelTaps) -> None:
+    """Register the taps of the row header and the embedding."""
+    context, header, embedding = taps.context, taps.once, taps.once.again()
+    embed, arch, coverage = context.layout.find("embed", 0), context.arch, context.coverage
+
+    def at_embed(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        header.add(TOKEN_IDS, args[0])
+        if embed:
+            as_is = context.embed_scale == 1.0 and not arch.in_transformers  # there the module itself may multiply
+            embedding.add(embed, output if as_is else copied(output * context.embed_scale))
+            embedding.write()
+        if arch.positions == FORWARD:
+            header.write()
+
+    def before_layer(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        header.add(POSITIONS, kwargs[arch.positions_as] if arch.positions_as in kwargs else args[arch.positions_at])
+        header.write()
+
+    taps.hook(arch.embed, at_embed)
+    ids, positions = arch.embed, arch.positions or f"{arch.layers}.0"
+    if positions != FORWARD:
+        taps.hook(positions, before_layer, before=True, with_kwargs=True)
+    for row_field, module in ((TOKEN_IDS, ids), (embed, arch.embed), (POSITIONS, positions)):
+        if row_field is not None:
+            coverage.expect(row_field, module)
+
+
+def end_forward(taps: ModelTaps, positions: torch.Tensor) -> None:
+    """Write the positions that a forward got, where taps do not see them, and end the taps of the step.
+
+    positions: int [tokens].
+    """
+    taps.once.add(POSITIONS, positions)
+    taps.once.write(beside=False)
+    taps.once.end(positions, always=True)

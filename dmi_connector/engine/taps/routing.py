@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Taps of routing (`router_logits`, `topk_ids`, `topk_weights`), which vLLM's opaque MoE op computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmi_connector.engine.taps.batches import ModelTaps, TapBatch
+
+
+def install_routing(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatch) -> None:
+    """Register the routing taps of one layer. They run inside an opaque op, so each is written where it appears."""
+    context, path = taps.context, f"{taps.context.arch.layers}.{index}"
+    scores, ids, weights = (context.layout.find(n, index) for n in ("router_logits", "topk_ids", "topk_weights"))
+    scored, chosen = batch.again(), batch.again()
+    if scores:
+
+        def at_gate(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            scored.add(scores, output[0] if isinstance(output, tuple) else output)
+            scored.write(beside=False)
+
+        taps.hook(f"{path}.{context.arch.moe_gate}", at_gate)
+        context.coverage.expect(scores, f"{path}.{context.arch.moe_gate}")
+    if ids or weights:
+        router: Any = module.get_submodule(context.arch.moe_experts).router
+        select, to_places = router.select_experts, router._apply_eplb_mapping
+
+        def apply_eplb_mapping(topk_ids: torch.Tensor) -> torch.Tensor:
+            """Takes the model's numbers of experts; with redundant experts the result numbers their places."""
+            chosen.add(ids, topk_ids)
+            return to_places(topk_ids)
+
+        def select_experts(*args: Any, **kwargs: Any) -> Any:
+            topk_weights, topk_ids = select(*args, **kwargs)
+            chosen.add(weights, topk_weights)
+            chosen.write(beside=False)
+            return topk_weights, topk_ids
+
+        router._apply_eplb_mapping, router.select_experts = apply_eplb_mapping, select_experts
+        for row_field in filter(None, (ids, weights)):
+            context.coverage.expect(row_field, f"{path}.{context.arch.moe_experts}.router.select_experts")
