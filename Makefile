@@ -56,8 +56,9 @@ $(STAMP):
 demo: env
 	@$(VENV)/bin/dmi demo
 
+# A test process that dies ends the run: xdist would wait for its tests for ever.
 test: env
-	@$(PY) -m pytest tests -n $(JOBS) --dist loadscope --no-loadscope-reorder --durations=20
+	@$(PY) -m pytest tests -n $(JOBS) --dist loadscope --no-loadscope-reorder --max-worker-restart=0 --durations=20
 
 soak: env
 	@rm -f benchmarks/results/cpu-v2-runner.jsonl

@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def facts(store: Path) -> dict[str, Any]:
     """What a test compares."""
-    with open_capture(store, timeout=60, allow_incomplete=True) as capture:
+    with open_capture(store, timeout=300, allow_incomplete=True) as capture:
         named = {key: getattr(capture, key) for key in ("complete", "reason", "missing", "prompt_len")}
         values = {hook: capture.numpy(hook) for hook in capture.hooks if hook != "resid_post"}
         digests = {hook: [list(v.shape), hashlib.sha256(v.tobytes()).hexdigest()] for hook, v in values.items()}

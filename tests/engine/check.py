@@ -83,7 +83,7 @@ def check_store(
     name = path.name
     start, stop = rows or (0, len(tokens) - 1)
     want = reference(oracle, tokens)
-    capture = open_capture(path, timeout=60, allow_incomplete=True)
+    capture = open_capture(path, timeout=300, allow_incomplete=True)
     check_header(capture, tokens, prompt_len, start, stop, name, missing)
     assert set(capture.attrs["hooks"]) == set(hooks), f"{name}: it holds {list(capture.attrs['hooks'])}"
     errors = {}
@@ -119,7 +119,7 @@ def relative_errors(path: Path, oracle: Oracle, tokens: Sequence[int], prompt_le
 
     Every hook that transformers has must be there. Experts are compared by descending weight.
     """
-    capture = open_capture(path, timeout=60)
+    capture = open_capture(path, timeout=300)
     check_header(capture, tokens, prompt_len, 0, len(tokens) - 1, path.name)
     want = reference(oracle, tokens)
     assert set(capture.attrs["hooks"]) == set(want) - {"token_ids", "positions"}, f"{path.name}: {capture.hooks}"
@@ -142,7 +142,7 @@ def cosines(
     path: Path, oracle: Oracle, tokens: Sequence[int], prompt_len: int, hooks: Sequence[str]
 ) -> dict[str, float]:
     """The least of a hook's rows in a whole store with the oracle's, where values are rounded or quantised."""
-    capture = open_capture(path, timeout=60)
+    capture = open_capture(path, timeout=300)
     check_header(capture, tokens, prompt_len, 0, len(tokens) - 1, path.name)
     want, least = reference(oracle, tokens), {}
     for hook in hooks:

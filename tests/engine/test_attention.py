@@ -21,7 +21,7 @@ def captured(
     request: pytest.FixtureRequest, core_run: Callable[[str, str, str], Run], tiny_model: Callable[..., Path]
 ) -> tuple[Capture, np.ndarray]:
     run = core_run(request.param, "compiled", "draft")
-    capture = open_capture(run.store("len300"), timeout=30)
+    capture = open_capture(run.store("len300"), timeout=300)
     return capture, attention_weights(tiny_model(request.param), run.tokens("len300")[:-1])
 
 

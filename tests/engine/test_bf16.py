@@ -53,7 +53,7 @@ def exact(tiny_model: Callable[..., Path]) -> Oracle:
 
 @pytest.fixture(scope="module")
 def captures(run: Run) -> dict[str, Capture]:
-    return {f"len{n}": open_capture(run.store(f"len{n}"), timeout=60) for n in LENGTHS}
+    return {f"len{n}": open_capture(run.store(f"len{n}"), timeout=300) for n in LENGTHS}
 
 
 def ulps(got: np.ndarray, want: np.ndarray) -> float:

@@ -67,7 +67,7 @@ def test_an_embedding_engine_captures_all_rows_of_its_prompts(
     with engine(tiny_model("qwen3"), runner="pooling", enforce_eager=True, **args) as llm:
         replies = llm.embed([{"prompt_token_ids": ids} for ids in prompts], use_tqdm=False)
     assert [len(reply.outputs.embedding) for reply in replies] == [64, 64]
-    captures = [open_capture(found.store, timeout=30) for found in find_captures(tmp_path)]
+    captures = [open_capture(found.store, timeout=300) for found in find_captures(tmp_path)]
     assert sorted(len(capture.token_ids) for capture in captures) == [33, 100]
     for capture in captures:
         ids = prompt(len(capture.token_ids))
@@ -145,7 +145,7 @@ def test_redundant_experts_are_captured_by_the_models_numbers(
     args: dict[str, Any] = capture_args("router_logits,topk_ids", tmp_path, "target", **SMALL)
     with engine(tiny_model("qwen3_moe"), enforce_eager=True, **args) as llm:
         generate(llm, run, {"one": Ask(prompt(100))})
-    capture = open_capture(run.store("one"), timeout=30)
+    capture = open_capture(run.store("one"), timeout=300)
     ids, scores = capture.numpy("topk_ids"), capture.numpy("router_logits")
     assert seen and ids.shape[-1] > 1
     assert np.array_equal(ids, np.argsort(-scores, axis=-1, kind="stable")[..., : ids.shape[-1]])
@@ -163,6 +163,6 @@ def test_chosen_experts_are_those_that_vllm_returns(
         generate(llm, run, asks)
     for name in asks:
         returned = run.replies[name].outputs[0].routed_experts
-        ids = open_capture(run.store(name), timeout=30).numpy("topk_ids")
+        ids = open_capture(run.store(name), timeout=300).numpy("topk_ids")
         assert returned.shape == (ids.shape[1], ids.shape[0], ids.shape[2])
         assert np.array_equal(ids, returned.transpose(1, 0, 2)), name

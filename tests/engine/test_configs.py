@@ -24,9 +24,11 @@ from dmi_connector.hooks import PRESETS
 from tests.ports import free_port
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+LACKING = {"router_logits", "topk_ids", "topk_weights", "attn_proj", "mlp_proj"}
+"""Hooks of models with experts or post-norms."""
 EXPECTED = {
     "hidden-states.yaml": ("draft", set(PRESETS["hidden-states"])),
-    "full.yaml": ("draft", set(PRESETS["vllm-full"]) - {"router_logits", "topk_ids", "topk_weights"}),
+    "full.yaml": ("draft", set(PRESETS["vllm-full"]) - LACKING),
     "attention.yaml": ("draft", set(PRESETS["attention"])),
     "target-owner.yaml": ("target", {*PRESETS["hidden-states"], "mlp_out"}),
 }
@@ -128,7 +130,7 @@ def test_a_server_with_a_config_and_a_plugin_captures(homemade: tuple[Path, Path
         )
         with urllib.request.urlopen(request, timeout=120) as response:
             answer = json.load(response)
-        capture = open_capture(answer["kv_transfer_params"]["dmi_store"], timeout=60)
+        capture = open_capture(answer["kv_transfer_params"]["dmi_store"], timeout=300)
     assert capture.path.parent == tmp_path / "captures"
     assert capture.attrs["architecture"] == HOMEMADE and capture.attrs["codec"] == "lz4"
     assert set(capture.attrs["hooks"]) == EXPECTED["full.yaml"][1]

@@ -125,6 +125,6 @@ def test_a_value_that_no_tap_writes_later_is_found_by_the_check(
     args = capture_args("hidden-states,z", run.store_dir, "target", chunk_tokens=32, segment_tokens=64, check="poison")
     with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
         generate(llm, run, {"one": Ask(prompt(50))})
-    capture = open_capture(run.store("one"), timeout=30, allow_incomplete=True)
+    capture = open_capture(run.store("one"), timeout=300, allow_incomplete=True)
     assert capture.missing == [[0, 61]] and not capture.complete
     assert capture.reason == "no tap wrote z of layer 1 in some row (check poison)"

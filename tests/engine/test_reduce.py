@@ -160,7 +160,7 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> No
 def test_every_row_decodes_to_the_values_of_transformers(run: Run, oracle: Callable[..., Oracle]) -> None:
     for length in LENGTHS:
         store, tokens = run.store(f"len{length}"), run.tokens(f"len{length}")
-        capture = open_capture(store, timeout=30)
+        capture = open_capture(store, timeout=300)
         assert verify_store(store) == []
         want = reference(oracle("qwen3"), tuple(tokens))
         for hook in hooks_of("qwen3"):
@@ -177,7 +177,7 @@ def test_every_row_decodes_to_the_values_of_transformers(run: Run, oracle: Calla
 
 
 def test_rows_shrink_as_the_reductions_say(run: Run) -> None:
-    capture = open_capture(run.store("len300"), timeout=30)
+    capture = open_capture(run.store("len300"), timeout=300)
     for hook, info in capture.attrs["hooks"].items():
         reduction = capture.reduction(hook)
         if reduction is not None:
@@ -187,7 +187,7 @@ def test_rows_shrink_as_the_reductions_say(run: Run) -> None:
 
 
 def test_directions_can_be_projected(run: Run, oracle: Callable[..., Oracle]) -> None:
-    capture, tokens = open_capture(run.store("len300"), timeout=30), run.tokens("len300")
+    capture, tokens = open_capture(run.store("len300"), timeout=300), run.tokens("len300")
     exact = reference(oracle("qwen3"), tuple(tokens))["resid_mid"][1, : len(tokens) - 1]
     direction = exact[3]
     projected = capture.project("resid_mid", direction)
@@ -203,7 +203,7 @@ def test_directions_can_be_projected(run: Run, oracle: Callable[..., Oracle]) ->
 
 def test_principal_components_can_be_restored_to_rows(run: Run, oracle: Callable[..., Oracle], tmp_path: Path) -> None:
     """Twelve of 64 components keep little of these rows, so the best that twelve can keep is compared."""
-    capture, tokens = open_capture(run.store("len300"), timeout=30), run.tokens("len300")
+    capture, tokens = open_capture(run.store("len300"), timeout=300), run.tokens("len300")
     exact = reference(oracle("qwen3"), tuple(tokens))["ln2"][1, : len(tokens) - 1]
     reduction = capture.reduction("ln2")
     assert isinstance(reduction, Pca) and reduction.k == 12
@@ -231,7 +231,7 @@ def test_attention_summaries_are_those_of_transformers(run: Run, tiny_model: Cal
     """Requests have prompts in one step and in two, decode steps, and a hit of the prefix cache."""
     for name in (*(f"len{n}" for n in LENGTHS), "again"):
         tokens = run.tokens(name)[:-1]
-        capture, want = open_capture(run.store(name), timeout=30), attention_weights(tiny_model("qwen3"), tokens)
+        capture, want = open_capture(run.store(name), timeout=300), attention_weights(tiny_model("qwen3"), tokens)
         for layer, full in enumerate(want):
             positions, weights, entropy = (x.swapaxes(0, 1) for x in capture.attention_summary(layer))
             assert positions.shape == (full.shape[0], len(tokens), TOP)

@@ -95,7 +95,7 @@ def server(
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(120)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+            process.wait(120)

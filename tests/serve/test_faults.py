@@ -50,7 +50,7 @@ def test_sigterm_leaves_a_finished_store_for_every_capture(
     pool = ThreadPoolExecutor(MANY)
     try:
         _wait(process, f"http://127.0.0.1:{port}/health", log)
-        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=600)
 
         def ask(i: int, tokens: int) -> Completion:
             wanted = {"include_output_tokens": True, "dmi": {"key": f"term-{i}"}}
@@ -70,12 +70,12 @@ def test_sigterm_leaves_a_finished_store_for_every_capture(
         print(f"the engine and its processes ended {gone(below, SECONDS):.1f} s after SIGTERM")
         time.sleep(1)  # for the answers that are on their way
         server.kill()
-        process.wait(10)
+        process.wait(120)
         answers = [future.result(60) for future in futures if not future.exception(60)]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+            process.wait(120)
         pool.shutdown()
     reasons = [answer.choices[0].finish_reason for answer in answers]
     assert set(reasons) <= {"abort", "length"}, "on a busy machine some had come to their end before"

@@ -203,7 +203,7 @@ def test_the_ring_has_no_file() -> None:
     ring = Ring(1 << 20)
     link = os.readlink(f"/proc/self/fd/{ring.fd}")
     assert link.startswith("/memfd:") and os.fstat(ring.fd).st_nlink == 0
-    os.close(ring.fd)
+    ring.close()
 
 
 # ---- what a reader accepts --------------------------------------------------------------------------------------

@@ -278,6 +278,7 @@ class Exporter:
             self.lane.shutdown(max(0.0, deadline - time.monotonic()))
         if self.client is not None:
             self.client.shutdown(max(1.0, deadline - time.monotonic()))
+        self.ring.close()
 
 
 def _fill(target: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor) -> None:

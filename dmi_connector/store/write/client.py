@@ -176,6 +176,7 @@ class StoreClient:
         if not ended:
             self._note(f"writing did not end within {timeout:g} s of the shutdown: dmi repair takes what is there")
             _end_group(self._child.group)
+        self.ring.close()
         return ended and self._child.status == 0
 
     # ---- messages out, for OpenCapture ------------------------------------------------------------------------------

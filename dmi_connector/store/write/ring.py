@@ -96,6 +96,14 @@ class Ring(RingBase):
             first, last = self._extents[0], self._extents[-1]
             return last.end - first.offset if last.offset >= first.offset else self.usable - first.offset + last.end
 
+    def close(self) -> None:
+        """Give the memory back, once nobody views it any more. Nothing can be taken after this."""
+        with self._changed:
+            if self.fd < 0:
+                return
+            os.close(self.fd)
+            self.fd, self.usable, self.memory = -1, 0, np.empty(0, np.uint8)
+
     def allow(self, usable: int) -> None:
         """Give out only the first `usable` bytes. Less than before only while nothing is in use."""
         with self._changed:

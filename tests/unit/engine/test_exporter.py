@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -55,14 +54,14 @@ def make(tmp_path: Path) -> Iterator[Make]:
             tmp_path, 64, SMALL, policy=policy, **{"sink": "host", "chunk_tokens": CHUNK, **options}
         )
         exporter.rows[:, 64:] = torch.randint(0, 255, exporter.rows[:, 64:].shape, dtype=torch.uint8)
-        os.close(exporter.ring.fd)
+        exporter.ring.close()
         exporter.ring = Ring(ring)
         made.append(exporter)
         return exporter
 
     yield one
     for exporter in made:
-        os.close(exporter.ring.fd)
+        exporter.ring.close()
 
 
 def lost(capture: CaptureExport) -> list[tuple[Cause, tuple[tuple[int, int], ...]]]:

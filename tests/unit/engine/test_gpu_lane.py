@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ def make(launches: list[int]) -> Iterator[Callable[[int, int], Lane]]:
         each.lane.finish_gathers(kit.PATIENCE)
         each.lane.shutdown(kit.PATIENCE)
         assert not each.lane._thread.is_alive()
-        os.close(each.ring.fd)
+        each.ring.close()
 
 
 def test_rows_arrive_in_order(make: Callable[[int, int], Lane], launches: list[int]) -> None:

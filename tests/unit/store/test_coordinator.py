@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -46,6 +47,22 @@ def coordinator(client: StoreClient) -> int:
     """Its process id, once it is up."""
     assert client._child.ready.wait(PATIENCE)
     return client._child.pid
+
+
+def test_a_client_that_ended_keeps_no_memory_of_its_ring() -> None:
+    """An engine in the user's own process may be one of many that start there."""
+    before = open_rings()
+    client = StoreClient(1 << 20)
+    assert open_rings() > before
+    client.shutdown(PATIENCE)
+    assert open_rings() == before
+
+
+def open_rings() -> int:
+    """Descriptors and mappings of rings in this process."""
+    gc.collect()
+    links = (os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())
+    return sum("memfd:dmi-ring" in line for line in (*links, *Path("/proc/self/maps").read_text().splitlines()))
 
 
 def test_coordinator_and_writers_import_no_torch_vllm_or_zarr() -> None:
@@ -255,7 +272,7 @@ def test_the_coordinator_counts_the_ring_as_the_engine_does() -> None:
     assert remote.used == 30
     remote.release(d)
     assert freed == [2, 1, 3, 4] and remote.used == 0
-    os.close(ring.fd)
+    ring.close()
 
 
 def test_a_late_rank_keeps_what_it_may_still_write(tmp_path: Path) -> None:

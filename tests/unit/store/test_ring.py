@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ PAGES = 16
 def shared() -> Iterator[Ring]:
     ring = Ring(PAGES * ALIGN)
     yield ring
-    os.close(ring.fd)
+    ring.close()
 
 
 @settings(max_examples=200, deadline=None)
