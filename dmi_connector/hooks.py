@@ -40,11 +40,12 @@ FEATURES = {
     "rotary": "which has no rotary embedding",
     "latent": "which has no latent attention",
     "sequential": "which runs attention and MLP side by side",
+    "input_norm": "which has no norm before attention",
     "mlp_norm": "which has no norm of its own before the MLP",
     "post_norms": "which has no norm behind a block",
 }
 """Features of a model that some hooks need, and what a refusal says of a model that lacks one."""
-USUAL = frozenset(("rotary", "sequential", "mlp_norm"))
+USUAL = frozenset(("rotary", "sequential", "input_norm", "mlp_norm"))
 """The features of a Llama."""
 _INSTEAD = {"latent": "whose attention has kv_c and k_pe in the place of keys and values of heads"}
 """What a refusal says of a model that lacks a hook because it has one of FEATURES."""
@@ -54,7 +55,7 @@ HOOKS: dict[str, Hook] = {
     for h in (
         Hook("embed", "H", "once", False, "output of the token embedding"),
         Hook("resid_pre", "H", "layer", False, "residual stream entering the layer"),
-        Hook("ln1", "H", "layer", False, "output of the norm before attention"),
+        Hook("ln1", "H", "layer", False, "output of the norm before attention", only="input_norm"),
         Hook("q", "Q", "layer", True, "queries after q_norm where there is one, before rotary"),
         Hook("k", "K", "layer", True, "keys after k_norm where there is one, before rotary", unless="latent"),
         Hook("v", "K", "layer", True, "values", unless="latent"),
@@ -103,7 +104,7 @@ class ModelDims:
 
     head_dim: of queries and keys. v_head_dim: of values, 0 where it is head_dim. kv_lora_rank, qk_rope_head_dim: of
     latent attention, the latent and the rotary part of a head. features: those of FEATURES that it has. rope_axes: axes
-    of the positions of M-RoPE, 0 without it.
+    of the positions of M-RoPE, 0 without it. only: the hooks that can be captured, where not all are known; None: all.
     """
 
     architecture: str
@@ -122,6 +123,7 @@ class ModelDims:
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0
     rope_axes: int = 0
+    only: frozenset[str] | None = None
 
     def width(self, hook: Hook) -> int:
         """Elements of one row of `hook` for the whole model."""
@@ -142,7 +144,7 @@ class ModelDims:
 
     def layers_of(self, hook: Hook) -> tuple[int, ...]:
         """Layers where `hook` exists in this model: (0,) for hooks that exist once, () for absent ones."""
-        if hook.only == "mrope" and not self.rope_axes:
+        if (hook.only == "mrope" and not self.rope_axes) or (self.only is not None and hook.name not in self.only):
             return ()
         if hook.scope != "layer":
             return (0,)
@@ -311,6 +313,8 @@ def _layers_for(name: str, text: str | None, dims: ModelDims, item: str) -> list
 
 
 def _why_absent(hook: Hook, dims: ModelDims) -> str:
+    if dims.only is not None and hook.name not in dims.only:
+        return f", of which these hooks are known: {', '.join(name for name in HOOKS if name in dims.only)}"
     if hook.only == "moe" and not dims.moe_layers:
         return ", which has no experts"
     if hook.only == "dense" and dims.moe_layers:

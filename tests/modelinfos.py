@@ -13,7 +13,7 @@ from vllm.plugins import load_general_plugins
 
 from dmi_connector.engine.architectures import ARCHITECTURES
 
-ALSO = ("ExtractHiddenStatesModel", "DeepseekV2ForCausalLM", "TransformersForCausalLM")
+ALSO = ("ExtractHiddenStatesModel", "DeepseekV2ForCausalLM", "TransformersForCausalLM", "TransformersMoEForCausalLM")
 
 
 def main() -> None:

@@ -105,6 +105,34 @@ _GEMMA = _LLAMA.but(
 )
 _LATENT = replace(_LLAMA, weights_scale="routed_scaling_factor", latent=True)
 _ABSENT = "-"  # no module has this name
+_OLMO = _LLAMA.but(
+    Point("resid_pre", "self_attn", "in"),
+    Point("attn_proj", "self_attn.o_proj"),
+    Point("attn_out", "post_attention_layernorm"),
+    Point("resid_mid", "mlp", "in"),
+    Point("ln2", _ABSENT),
+    Point("mlp_proj", "mlp"),
+    Point("mlp_out", "post_feedforward_layernorm"),
+)
+_GPT2 = Twin(
+    points=(
+        Point("resid_pre", "ln_1", "in"),
+        Point("ln1", "ln_1"),
+        Point("q", "attn.c_attn", part="q"),
+        Point("k", "attn.c_attn", part="k"),
+        Point("v", "attn.c_attn", part="v"),
+        Point("z", "attn.c_proj", "in"),
+        Point("attn_out", "attn.c_proj"),
+        Point("resid_mid", "ln_2", "in"),
+        Point("ln2", "ln_2"),
+        Point("mlp_post", "mlp.c_proj", "in"),
+        Point("mlp_out", "mlp"),
+    ),
+    once=(Point("embed", "wte"), Point("resid_final", "ln_f", "in"), Point("final_ln", "ln_f")),
+    layers="h",
+    attn="attn",
+    rotary=False,
+)
 TWINS = {
     "gemma2": _GEMMA,
     "gemma3_text": replace(_GEMMA, norms_heads=True),
@@ -124,25 +152,8 @@ TWINS = {
     "llama4_text": _LLAMA.but(
         Point("mlp_post", "feed_forward.down_proj", "in"), Point("mlp_out", "feed_forward"), gate="feed_forward.router"
     ),
-    "gpt2": Twin(
-        points=(
-            Point("resid_pre", "ln_1", "in"),
-            Point("ln1", "ln_1"),
-            Point("q", "attn.c_attn", part="q"),
-            Point("k", "attn.c_attn", part="k"),
-            Point("v", "attn.c_attn", part="v"),
-            Point("z", "attn.c_proj", "in"),
-            Point("attn_out", "attn.c_proj"),
-            Point("resid_mid", "ln_2", "in"),
-            Point("ln2", "ln_2"),
-            Point("mlp_post", "mlp.c_proj", "in"),
-            Point("mlp_out", "mlp"),
-        ),
-        once=(Point("embed", "wte"), Point("resid_final", "ln_f", "in"), Point("final_ln", "ln_f")),
-        layers="h",
-        attn="attn",
-        rotary=False,
-    ),
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
     "opt": _LLAMA.but(
         Point("resid_pre", "self_attn_layer_norm", "in"),
         Point("ln1", "self_attn_layer_norm"),
@@ -175,6 +186,41 @@ TWINS = {
         rotary=False,
         by_head=True,
     ),
+    "gpt_neox": _LLAMA.but(
+        Point("q", "attention.query_key_value", part="q"),
+        Point("k", "attention.query_key_value", part="k"),
+        Point("v", "attention.query_key_value", part="v"),
+        Point("z", "attention.dense", "in"),
+        Point("attn_out", "attention.dense"),
+        Point("mlp_post", "mlp.dense_4h_to_h", "in"),
+        once=(
+            Point("embed", "embed_in"),
+            Point("resid_final", "final_layer_norm", "in"),
+            Point("final_ln", "final_layer_norm"),
+        ),
+        by_head=True,
+    ),
+    "phi": replace(
+        _LLAMA.but(
+            Point("q", "self_attn.q_proj"),
+            Point("k", "self_attn.k_proj"),
+            Point("q", "self_attn.q_layernorm"),
+            Point("k", "self_attn.k_layernorm"),
+            Point("z", "self_attn.dense", "in"),
+            Point("attn_out", "self_attn.dense"),
+            Point("mlp_post", "mlp.fc2", "in"),
+        ),
+        once=(
+            Point("embed", "embed_tokens"),
+            Point("resid_final", "final_layernorm", "in"),
+            Point("final_ln", "final_layernorm"),
+        ),
+        norms_heads=True,
+    ),
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+    "flex_olmo": _OLMO,
+    "starcoder2": _LLAMA.but(Point("mlp_post", "mlp.c_proj", "in")),
 }
 """By `model_type` of the config. Others are looked for as in Llama."""
 
@@ -208,6 +254,8 @@ class Oracle:
         # Llama 4's text model has no base of its own.
         self._base = self.model.model if base is self.model else getattr(base, "model", base) if self.wraps else base
         self.twin = TWINS.get(self.config.model_type, _LLAMA)
+        if getattr(self.config, "use_parallel_residual", False):
+            self.twin = self.twin.but(Point("resid_mid", _ABSENT))
         self._layers: Any = self._base.get_submodule(self.twin.layers)
         heads = self.config.num_attention_heads
         self._head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
@@ -295,7 +343,7 @@ class Oracle:
         present = dict(layer.named_modules())
         for point in {point.name: point for point in self.twin.points if point.module in present}.values():
             pick = functools.partial(self._part, part=point.part) if point.part else None
-            if self.twin.norms_heads and point.module.endswith(("q_norm", "k_norm")):
+            if self.twin.norms_heads and point.module.endswith(("q_norm", "k_norm", "q_layernorm", "k_layernorm")):
                 pick = functools.partial(self._heads_last, heads=self._sizes[0 if point.name == "q" else 1])
             recorder.watch(present[point.module], point.name, point.side, pick)
         if self.twin.gate in present:

@@ -126,6 +126,9 @@ _YARN = {
     "original_max_position_embeddings": 512,
 }
 _WINDOWS = {"sliding_window": 32, "num_hidden_layers": 4}
+_FULL = {"hidden_size": 96, "num_attention_heads": 3, "intermediate_size": 160, "tie_word_embeddings": False}
+"""Heads that share out the residual stream, as older families have them."""
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {**_ODD, "num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": None},
     "ministral3": {**_ODD, "num_key_value_heads": 3, "sliding_window": None},
@@ -237,6 +240,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "bloom": {"hidden_size": 96, "n_head": 3, "tie_word_embeddings": True},
+    # Those that vLLM serves through its Transformers backend.
+    "gpt_neox": {**_FULL, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25}},
+    "phi": {**_FULL, "intermediate_size": 384, "partial_rotary_factor": 0.5},
+    "olmo2": {**_ODD, "num_key_value_heads": 1},
+    "olmo3": {**_ODD, **_WINDOWS, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "smollm3": {**_ODD, "num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": True},
+    "starcoder2": {**_FULL, "num_key_value_heads": 1, "sliding_window": 32, "tie_word_embeddings": True},
+    # Of these some have no row: their hooks are found by structure.
+    "gpt_bigcode": {"hidden_size": 96, "n_head": 3, "n_inner": 160, "tie_word_embeddings": True},
+    "olmo": {**_ODD, "num_attention_heads": 3, "num_key_value_heads": 1, "clip_qkv": 1.5},
+    "flex_olmo": {**_ODD, "num_experts": 4, "num_experts_per_tok": 2},
 }
 """Further families, with heads that do not divide evenly, one key and value head, windows and experts."""
 
@@ -329,9 +343,9 @@ _GAIN["query_key_value"] = 1.6  # of queries, keys and values of one head side b
 _GAIN |= {"q_b_proj": _QK / _NORM, "kv_a_proj_with_mqa": _QK / _NORM, "kv_b_proj": 1.6}  # latent attention
 _LAST_NORMS = ("norm", "ln_f")
 _POSITIONS = ("wpe", "embed_positions")
-_EMBEDDINGS = ("embed_tokens", "word_embeddings", "wte", "lm_head", *_POSITIONS)
+_EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "lm_head", *_POSITIONS)
 _INPUT_FIRST = ("gpt_oss", "llama4_text")
-"""Models that keep the weights of experts as [experts, in, out]."""
+"""Models that keep the weights of experts as [experts, in, out]. All of GPT-2's are [in, out]."""
 
 
 def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
@@ -355,7 +369,7 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
         noise = torch.randn(weight.shape, generator=generator)
         if name.endswith(".bias"):
             weight.copy_(0.05 * noise)
-        elif leaf in ("q_norm", "k_norm"):
+        elif leaf in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
             weight.copy_(_QK + 0.2 * noise - offset)
         elif weight.dim() == 1:
             gain = _NORM + 0.1 * noise
@@ -367,7 +381,8 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
                 weight[: len(SPECIAL)] *= 0.1  # greedy decoding must not end early
                 weight[VOCAB:] *= 0.1  # nor give tokens of images
         else:
-            axis = -2 if config.model_type in _INPUT_FIRST and weight.dim() == 3 else _input_axis(leaf)
+            first = config.model_type == "gpt2" or (config.model_type in _INPUT_FIRST and weight.dim() == 3)
+            axis = -2 if first else -1
             weight.copy_(_GAIN.get(leaf, 1.0) * noise / math.sqrt(weight.shape[axis]))
             if leaf in ("c_attn", "qkv_proj"):
                 heads = weight.T if leaf == "c_attn" else weight
@@ -378,8 +393,3 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, bias in sorted(model.named_buffers()):
         if name.endswith("e_score_correction_bias"):
             bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
-
-
-def _input_axis(leaf: str) -> int:
-    """The input axis of a weight: GPT-2's Conv1D keeps [in, out], all others [..., out, in]."""
-    return 0 if leaf in ("c_attn", "c_fc", "c_proj") else -1

@@ -8,26 +8,38 @@ from typing import Any
 
 from dmi_connector.hooks import USUAL, ModelDims
 
+_MODELS = "vllm.model_executor.models"
+TRANSFORMERS = f"{_MODELS}.transformers"
+"""The module of vLLM's Transformers backend, which builds models of transformers and puts its own layers into them."""
+TRANSFORMERS_CLASSES = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
+"""Its classes of text models."""
+
+FORWARD = "forward"
+"""As a path: the model's own forward."""
+
 
 @dataclass(frozen=True)
 class Architecture:
     """Module paths of one vLLM model class. Paths of a layer's modules are relative to the layer; "": there is none.
 
-    base: ``module:Class`` of vLLM's model. positions: the module that gets the position ids, "" for the layers;
-    positions_at: the number of that argument. ln1, ln2, final_norm: a fused add-and-norm returns (normed, residual
-    stream), a plain norm gets the residual stream as input; taps tell them apart by the output. plain_norms: norms
-    return something else behind the normed values, and get the stream as input. qkv: the projection that returns q, k
-    and v side by side. q_norm, k_norm: norms of q and k. kv_norm: norm of the latent in latent attention. attn_norm,
-    mlp_norm: norms of a block's output, before it is added to the stream. moe_gate, moe_experts: router and experts, in
-    layers that have them. rotary: whether q and k are rotated. parallel: attention and MLP read the same stream, and
-    both are added to it.
+    base: ``module:Class`` of vLLM's model. positions: the module that gets the position ids, "" for the layers, FORWARD
+    where only the model does; positions_at: the number of that argument; positions_as: its keyword. ln1, ln2,
+    final_norm: a fused add-and-norm returns (normed, residual stream), a plain norm gets the residual stream as input;
+    taps tell them apart by the output. plain_norms: norms return something else behind the normed values, and get the
+    stream as input. Without ln1 the stream is the layer's input, without ln2 the MLP's, without final_norm the last
+    layer's output. qkv: the projection that returns q, k and v side by side; qkv_by_head: it returns those of one head
+    side by side. q_norm, k_norm: norms of q and k; heads_first: these get [heads, tokens, head_dim]. kv_norm: norm of
+    the latent in latent attention. attn_norm, mlp_norm: norms of a block's output, before it is added to the stream.
+    moe_gate, moe_experts: router and experts, in layers that have them. rotary: whether q and k are rotated. parallel:
+    attention and MLP read the same stream, and both are added to it.
 
     language: path of the language model, where the model has other parts, such as a vision tower. Token ids and
     embeddings then both enter the forward; embeddings are made before it.
 
     scale: field of the config by which a block's output is multiplied before it is added. embed_scaled: embeddings are
     multiplied by the root of their width. one_rank: hooks that a rank does not have whole or as its slice under tensor
-    parallelism. float16_divisor: field of the config by which vLLM divides the residual stream in float16.
+    parallelism. float16_divisor: field of the config by which vLLM divides the residual stream in float16. only: the
+    hooks that can be captured; (): all.
     """
 
     name: str
@@ -38,12 +50,15 @@ class Architecture:
     final_norm: str = "model.norm"
     positions: str = ""
     positions_at: int = 0
+    positions_as: str = "positions"
     ln1: str = "input_layernorm"
     plain_norms: bool = False
     qkv: str = "self_attn.qkv_proj"
+    qkv_by_head: bool = False
     q_norm: str = ""
     k_norm: str = ""
     kv_norm: str = ""
+    heads_first: bool = False
     attn: str = "self_attn.attn"
     o_proj: str = "self_attn.o_proj"
     attn_norm: str = ""
@@ -59,6 +74,7 @@ class Architecture:
     embed_scaled: bool = False
     one_rank: tuple[str, ...] = ()
     float16_divisor: str = ""
+    only: tuple[str, ...] = ()
 
     def fit(self, config: Any) -> Architecture:
         """The row for a model with this Hugging Face text config, where some of it depends on that.
@@ -75,9 +91,33 @@ class Architecture:
         return self.attn
 
     @property
+    def in_transformers(self) -> bool:
+        """Whether vLLM's Transformers backend serves the model: with the modules of transformers."""
+        return self.base.startswith(f"{TRANSFORMERS}:")
+
+    @property
+    def layer(self) -> str:
+        """The path of a layer in itself."""
+        return "."
+
+    @property
+    def before_mlp(self) -> str:
+        """The module that gets the input of the MLP."""
+        return self.mlp
+
+    def path(self, index: int, module: str) -> str:
+        """The path in the model of a module of a layer. module: an attribute."""
+        return f"{self.layers}.{index}.{getattr(self, module)}".rstrip(".")
+
+    @property
     def features(self) -> frozenset[str]:
         """What models of this row have, of `hooks.FEATURES`."""
-        lacks = {"rotary": not self.rotary, "sequential": self.parallel, "mlp_norm": not self.ln2}
+        lacks = {
+            "rotary": not self.rotary,
+            "sequential": self.parallel,
+            "input_norm": not self.ln1,
+            "mlp_norm": not self.ln2,
+        }
         has = {"post_norms": bool(self.attn_norm)}
         return USUAL - {name for name, absent in lacks.items() if absent} | {
             name for name, there in has.items() if there
@@ -103,6 +143,7 @@ class Architecture:
             top_k=getattr(config, "num_experts_per_tok", 0) or 0 if experts else 0,
             moe_layers=_moe_layers(config, layers) if experts else (),
             features=self.features,
+            only=frozenset(self.only) or None,
         )
 
     def block_scale(self, config: Any) -> float:
@@ -198,13 +239,37 @@ class Latent(Architecture):
         )
 
 
-_MODELS = "vllm.model_executor.models"
+class NeoX(Architecture):
+    """GPT-NeoX, whose blocks run side by side or one after the other."""
+
+    def fit(self, config: Any) -> Architecture:
+        return replace(self, parallel=config.use_parallel_residual)
+
+
+class Phi(Architecture):
+    """Phi-1 and 2, which may norm q and k."""
+
+    def fit(self, config: Any) -> Architecture:
+        if config.qk_layernorm:
+            return replace(self, q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm", heads_first=True)
+        return self
+
+
 _QK_NORM: dict[str, Any] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 _DEEPSEEK: dict[str, Any] = {"float16_divisor": "routed_scaling_factor"}
 _GEMMA: dict[str, Any] = {
     "embed_scaled": True,
     "attn_norm": "post_attention_layernorm",
     "ln2": "pre_feedforward_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
+_BACKEND: dict[str, Any] = {"base": f"{TRANSFORMERS}:TransformersForCausalLM", "positions_as": "position_ids"}
+_OLMO: dict[str, Any] = {
+    **_BACKEND,
+    **_QK_NORM,
+    "ln1": "",
+    "attn_norm": "post_attention_layernorm",
+    "ln2": "",
     "mlp_norm": "post_feedforward_layernorm",
 }
 
@@ -308,6 +373,30 @@ ARCHITECTURES: dict[str, Architecture] = {
             down_proj="mlp.dense_4h_to_h",
             rotary=False,
         ),
+        NeoX(
+            "GPTNeoXForCausalLM",
+            **_BACKEND,
+            embed="model.embed_in",
+            final_norm="model.final_layer_norm",
+            qkv="attention.query_key_value",
+            qkv_by_head=True,
+            attn="attention.attn",
+            o_proj="attention.dense",
+            down_proj="mlp.dense_4h_to_h",
+        ),
+        Phi(
+            "PhiForCausalLM",
+            **_BACKEND,
+            final_norm="model.final_layernorm",
+            o_proj="self_attn.dense",
+            ln2="",
+            down_proj="mlp.fc2",
+            parallel=True,
+        ),
+        Architecture("Olmo2ForCausalLM", **_OLMO),
+        Architecture("Olmo3ForCausalLM", **_OLMO),
+        Architecture("SmolLM3ForCausalLM", **_BACKEND),
+        Architecture("Starcoder2ForCausalLM", **_BACKEND, down_proj="mlp.c_proj"),
     )
 }
 
@@ -330,6 +419,34 @@ for _name, _module, _inner in (
     ("Llama4ForConditionalGeneration", "mllama4", "Llama4ForCausalLM"),
 ):
     _add_wrapper(_name, _module, _inner)
+
+
+OWN_CLASSES: dict[str, Architecture] = {
+    a.name: a
+    for a in (
+        NeoX(
+            "GPTNeoXForCausalLM",
+            f"{_MODELS}.gpt_neox:GPTNeoXForCausalLM",
+            layers="gpt_neox.layers",
+            embed="gpt_neox.embed_in",
+            final_norm="gpt_neox.final_layer_norm",
+            qkv="attention.query_key_value",
+            attn="attention.attn",
+            o_proj="attention.dense",
+            down_proj="mlp.dense_4h_to_h",
+        ),
+        Architecture(
+            "PhiForCausalLM",
+            f"{_MODELS}.phi:PhiForCausalLM",
+            final_norm="model.final_layernorm",
+            o_proj="self_attn.dense",
+            ln2="",
+            down_proj="mlp.fc2",
+            parallel=True,
+        ),
+    )
+}
+"""Rows in the place of those above for classes that vLLM 0.31 has, and 0.32 no more (`engine/plugin.py`)."""
 
 
 def register_architecture(row: Architecture) -> None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dmi_connector.args import CONNECTOR, EXTRACT_HIDDEN_STATES
-from dmi_connector.engine.architectures import ARCHITECTURES, Architecture, Latent
+from dmi_connector.engine.architectures import Architecture, Latent
 from dmi_connector.engine.coverage import Coverage
+from dmi_connector.engine.transformers_backend import row_of
 from dmi_connector.hooks import ModelDims, Selection, parse_selection
 from dmi_connector.layout import Reductions, RowLayout, hook_reductions, row_layout
 from dmi_connector.reduce.basis import load
@@ -92,13 +93,7 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     assert transfer is not None
     options = ServerOptions.parse(transfer.kv_connector_extra_config or {})
     model = vllm_config.model_config
-    arch = ARCHITECTURES.get(model.architecture)
-    if arch is None:
-        raise ValueError(
-            f"model: architecture {model.architecture!r} has no row of hooks; known: {', '.join(ARCHITECTURES)}. "
-            "Adding one takes a few lines: see docs/HOOKS.md"
-        )
-    arch = arch.fit(model.hf_text_config)
+    arch = row_of(model).fit(model.hf_text_config)
     if isinstance(arch, Latent) and not model.use_mla:
         arch = arch.over_heads()
     refusals.check_attention(arch, model)

@@ -197,6 +197,19 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter._apply_eplb_mapping",
         "takes the chosen experts by the model's numbers, before they become places of redundant experts",
     ),
+    # ---- models of transformers
+    "in_transformers": (
+        "vllm.config:ModelConfig.using_transformers_backend",
+        "says whether the Transformers backend serves a model, with the modules of transformers",
+    ),
+    "transformers_class": (
+        "vllm.config:ModelConfig._get_transformers_backend_cls",
+        "says whether that model is one of text alone",
+    ),
+    "registered": (
+        "vllm.model_executor.models.registry:_LazyRegisteredModel.__dataclass_fields__.class_name",
+        "names the class that serves an architecture, so that ours is registered for those of that backend",
+    ),
     # ---- how a model is compiled
     "norms": (
         "vllm.config.kernel:IrOpPriorityConfig.__dataclass_fields__.fused_add_rms_norm",

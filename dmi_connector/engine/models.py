@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import weakref
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank
 
-from dmi_connector.engine.architectures import ARCHITECTURES
+from dmi_connector.engine.architectures import ARCHITECTURES, FORWARD, TRANSFORMERS, TRANSFORMERS_CLASSES
 from dmi_connector.engine.context import CaptureContext, capture_context, is_active
+from dmi_connector.engine.transformers_backend import Generic
+
+logger = logging.getLogger("vllm.dmi_connector")
 
 _building = False
 """Whether a tapped model is being built. What is built inside it, such as the language model of a model with a vision
@@ -56,6 +61,14 @@ class Tapped:
         context.coverage.model = weakref.ref(self)
         if context.arch.language:
             self.requires_raw_input_tokens = True  # beside the embeddings
+        if isinstance(context.arch, Generic) and get_tensor_model_parallel_rank() == 0:
+            logger.warning(
+                "dmi_connector: %s has no row of hooks. Found by its structure: %s%s. Others take a row: see "
+                "docs/HOOKS.md",
+                context.arch.name,
+                ", ".join(context.arch.only),
+                context.arch.why and f"; attn_out and mlp_out are missing: {context.arch.why}",
+            )
         if context.owner == "target":
             self.dmi_rows = CaptureLayer(context)
         elif not getattr(self, "supports_eagle3", False):
@@ -81,6 +94,13 @@ class Tapped:
         write_inputs(self.dmi_taps, given["input_ids"], given["positions"], embeddings)
         # vLLM's own code gets what it gets without capture: one of the two.
         return given if embeddings is None else {**given, "input_ids": None}
+
+    def dmi_positions(self, positions: torch.Tensor) -> None:
+        """Write the positions of a forward that ended, where its layers may not get them."""
+        if self.dmi_context is not None and self.dmi_context.arch.positions == FORWARD:
+            from dmi_connector.engine.taps.inputs import end_forward
+
+            end_forward(self.dmi_taps, positions)
 
     def dmi_end(self, positions: torch.Tensor) -> None:
         """A forward ended. positions: int [..., tokens]. Raises ValueError if it was the first and lacks a hook."""
@@ -113,9 +133,11 @@ _INPUTS = ("input_ids", "positions", "intermediate_tensors", "inputs_embeds")
 
 
 def _tapped_class(name: str) -> type:
-    row = ARCHITECTURES[name]
-    module, _, class_name = row.base.partition(":")
+    """Of vLLM's Transformers backend our class keeps its name, by which vLLM tells that it serves a model so."""
+    row = ARCHITECTURES.get(name)
+    module, _, class_name = row.base.partition(":") if row is not None else (TRANSFORMERS, ":", name)
     base = getattr(importlib.import_module(module), class_name)
+    name = class_name if module == TRANSFORMERS else name
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,6 +148,7 @@ def _tapped_class(name: str) -> type:
         if self.dmi_context is not None and self.dmi_context.arch.language:
             args, kwargs = (), self.dmi_inputs(args, kwargs)
         output = base.forward(self, *args, **kwargs)
+        self.dmi_positions(positions)
         if not traced:
             self.dmi_end(positions)
         if self.dmi_context is not None and self.dmi_context.owner == "draft" and isinstance(output, torch.Tensor):
@@ -139,7 +162,7 @@ def _tapped_class(name: str) -> type:
 
 
 def __getattr__(name: str) -> type:
-    if name not in ARCHITECTURES:
+    if name not in ARCHITECTURES and name not in TRANSFORMERS_CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     cls = _tapped_class(name)
     globals()[name] = cls

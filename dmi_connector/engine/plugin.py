@@ -8,8 +8,15 @@ def register() -> None:
     """Register the tapped model classes and the draft by name. vLLM imports one when it loads it."""
     from vllm.model_executor.models import ModelRegistry
 
-    from dmi_connector.engine.architectures import ARCHITECTURES
+    from dmi_connector.engine.architectures import ARCHITECTURES, OWN_CLASSES, TRANSFORMERS, TRANSFORMERS_CLASSES
 
-    for name in ARCHITECTURES:
-        ModelRegistry.register_model(name, f"dmi_connector.engine.models:{name}")
+    for name, row in OWN_CLASSES.items():
+        if getattr(ModelRegistry.models.get(name), "module_name", TRANSFORMERS) == row.base.partition(":")[0]:
+            ARCHITECTURES[name] = row
+    for name, row in ARCHITECTURES.items():
+        if not row.in_transformers:
+            ModelRegistry.register_model(name, f"dmi_connector.engine.models:{name}")
+    for name, model in list(ModelRegistry.models.items()):  # its own names, and those that it serves for vLLM
+        if getattr(model, "module_name", "") == TRANSFORMERS and model.class_name in TRANSFORMERS_CLASSES:
+            ModelRegistry.register_model(name, f"dmi_connector.engine.models:{model.class_name}")
     ModelRegistry.register_model("ExtractHiddenStatesModel", "dmi_connector.engine.row_cache:ExtractHiddenStatesModel")

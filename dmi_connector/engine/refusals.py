@@ -75,6 +75,16 @@ def _check_model(vllm_config: VllmConfig) -> None:
             f"model: {model.model!r} has Mamba or linear-attention layers, beside which vLLM's cache cannot hold rows; "
             "use a model with attention in every layer"
         )
+    if (streams := getattr(model.hf_text_config, "altup_num_inputs", 1)) > 1:  # Gemma 3n
+        raise ValueError(
+            f"model: {model.model!r} carries {streams} residual streams at a time (altup_num_inputs in its config), "
+            "and a hook is a tensor of one; use a model with one residual stream"
+        )
+    if getattr(model.hf_text_config, "is_heterogeneous", False):  # Gemma 4
+        raise ValueError(
+            f"model: {model.model!r} has layers of different sizes (per_layer_config in its config), and a hook has "
+            "one size in all layers; use a model whose layers are alike"
+        )
 
 
 def _check_compilation(vllm_config: VllmConfig) -> None:

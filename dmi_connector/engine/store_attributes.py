@@ -57,7 +57,8 @@ def _attention(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, An
     """How the layers attend, for readers that work attention out again. {} where vLLM does not tell."""
     named = vllm_config.compilation_config.static_forward_context
     arch = context.arch
-    layers = [named.get(f"{arch.layers}.{i}.{arch.attn_name}") for i in range(context.dims.layers)]
+    numbers = range(context.dims.layers)  # by which vLLM 0.31's Transformers backend names them
+    layers = [named.get(f"{arch.layers}.{i}.{arch.attn_name}", named.get(f"{i}.attn")) for i in numbers]
     if "latent" in arch.features:
         return {"latent": True, **({} if layers[0] is None else {"scale": float(layers[0].impl.scale)})}
     if any(layer is None or not hasattr(layer, "sliding_window") for layer in layers):

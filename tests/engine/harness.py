@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from dmi_connector.hooks import HOOKS, USUAL
 from tests import runner
@@ -90,26 +91,54 @@ def engine(model: Path, in_process: bool = True, **kwargs: Any) -> Iterator[LLM]
 
     old = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
-    try:
-        llm = LLM(str(model), **{**ENGINE, **kwargs, **runner.ENGINE})
-    except BaseException:
-        if in_process:
-            _forget_engine()
-        raise
-    finally:
-        if old is None:
-            del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
-        else:
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = old
-    try:
-        yield llm
-        if in_process:
-            for _ in range(3):  # an engine in its own process takes these steps by itself
-                llm.llm_engine.step()
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
+    with _classes_as_before():
+        try:
+            llm = LLM(str(model), **{**ENGINE, **kwargs, **runner.ENGINE})
+        except BaseException:
+            if in_process:
+                _forget_engine()
+            raise
+        finally:
+            if old is None:
+                del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
+            else:
+                os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = old
+        try:
+            yield llm
+            if in_process:
+                for _ in range(3):  # an engine in its own process takes these steps by itself
+                    llm.llm_engine.step()
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+
+
+@contextmanager
+def _classes_as_before() -> Iterator[None]:
+    """vLLM's Transformers backend changes classes of transformers to compile them. The oracle needs them plain."""
+    from vllm.model_executor.models.transformers.base import Base
+
+    names = ("__init__", "__call__", "save_aot_compiled_function")
+    before: dict[type, tuple[tuple[type, ...], dict[str, Any]]] = {}
+    decorate = Base._decorate_cls_for_torch_compile
+
+    def recorded(self: Any, cls: type, *args: Any, **kwargs: Any) -> None:
+        before.setdefault(cls, (cls.__bases__, {name: vars(cls)[name] for name in names if name in vars(cls)}))
+        decorate(self, cls, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Base, "_decorate_cls_for_torch_compile", recorded)
+        try:
+            yield
+        finally:
+            for cls, (bases, own) in before.items():
+                cls.__bases__ = bases
+                for name in names:
+                    if name in own:
+                        setattr(cls, name, own[name])
+                    elif name in vars(cls):
+                        delattr(cls, name)
 
 
 def _forget_engine() -> None:

@@ -73,28 +73,75 @@ def test_a_bad_server_option_keeps_the_engine_from_starting(model: Path, tmp_pat
         pytest.fail("the engine started")
 
 
-def test_an_unknown_architecture_is_refused_with_the_page_that_helps(tmp_path: Path) -> None:
-    from transformers import GPTNeoXConfig
+def config_of(directory: Path, model_type: str, architecture: str, **fields: Any) -> Path:
+    """The directory of a model that has a config and nothing else."""
+    from transformers import AutoConfig
 
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = GPTNeoXConfig(vocab_size=512, architectures=["GPTNeoXForCausalLM"], **sizes)
-    config.save_pretrained(tmp_path / "model")
-    built = vllm_config(tmp_path / "model", tmp_path / "captures", skip_tokenizer_init=True)
-    with pytest.raises(ValueError, match=r"'GPTNeoXForCausalLM' has no row.*Qwen3ForCausalLM.*docs/HOOKS\.md"):
-        capture_context(built)
+    sizes = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 3, "num_key_value_heads": 1}
+    config = AutoConfig.for_model(model_type, vocab_size=512, pad_token_id=0, **{**sizes, **fields})
+    config.architectures = [architecture]
+    config.save_pretrained(directory)
+    return directory
+
+
+NO_TOKENIZER = {"skip_tokenizer_init": True}
+STRUCTURE = {"skip_tokenizer_init": True, "model_impl": "transformers"}
+
+
+def test_an_unknown_architecture_is_refused_with_what_helps(tmp_path: Path) -> None:
+    model = config_of(tmp_path / "model", "stablelm", "StableLmForCausalLM")
+    with pytest.raises(
+        ValueError, match=r"'StableLmForCausalLM' has no row.*model_impl='transformers'.*docs/HOOKS\.md"
+    ):
+        capture_context(vllm_config(model, tmp_path / "captures", **NO_TOKENIZER))
+    found = capture_context(vllm_config(model, tmp_path / "captures", **STRUCTURE))
+    assert found.arch.only == ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_final", "logits")
+    with pytest.raises(ValueError, match=r"'q' does not exist in StableLmForCausalLM, of which these hooks are known"):
+        capture_context(vllm_config(model, tmp_path / "captures", {"hooks": "q"}, **STRUCTURE))
+
+
+_FALCON = ("falcon_h1", "FalconH1ForCausalLM", {"mamba_d_ssm": 96, "mamba_n_heads": 3, "mamba_d_head": 32})
+_NEMOTRON = ("nemotron_h", "NemotronHForCausalLM", {"mamba_num_heads": 3, "mamba_head_dim": 32, "n_groups": 1})
+HYBRIDS = [("qwen3_next", "Qwen3NextForCausalLM", {"num_experts": 4}), _FALCON, _NEMOTRON]
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-def test_hybrid_models_are_refused(tmp_path: Path, owner: str) -> None:
-    from transformers import JambaConfig
-
-    sizes = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 2, "intermediate_size": 64}
-    config = JambaConfig(vocab_size=512, architectures=["JambaForCausalLM"], **sizes)
-    config.save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize(("model_type", "architecture", "fields"), HYBRIDS, ids=[name for name, _, _ in HYBRIDS])
+def test_hybrid_models_are_refused(
+    tmp_path: Path, owner: str, model_type: str, architecture: str, fields: dict[str, Any]
+) -> None:
+    model = config_of(tmp_path / "model", model_type, architecture, **fields)
     with pytest.raises(
         ValueError, match=r"Mamba or linear-attention layers.*use a model with attention in every layer"
     ):
-        capture_context(vllm_config(tmp_path / "model", tmp_path / "captures", owner=owner, skip_tokenizer_init=True))
+        capture_context(vllm_config(model, tmp_path / "captures", owner=owner, **NO_TOKENIZER))
+
+
+@pytest.mark.parametrize(("model_type", "architecture", "fields"), HYBRIDS, ids=[name for name, _, _ in HYBRIDS])
+def test_hybrid_models_get_no_row_from_their_structure(
+    tmp_path: Path, model_type: str, architecture: str, fields: dict[str, Any]
+) -> None:
+    model = config_of(tmp_path / "model", model_type, architecture, **fields)
+    why = "mamba in a layer keeps a state" if model_type == "falcon_h1" else "1 of 4 layers have attention"
+    with pytest.raises(ValueError, match=rf"'{architecture}' has no row of hooks.*{why}.*as in hybrid models"):
+        capture_context(vllm_config(model, tmp_path / "captures", **STRUCTURE))
+
+
+@pytest.mark.parametrize("how", [NO_TOKENIZER, STRUCTURE], ids=["own class", "transformers"])
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "reason"),
+    [
+        ("gemma3n_text", "Gemma3nForCausalLM", r"carries 4 residual streams at a time \(altup_num_inputs"),
+        ("gemma4_text", "Gemma4ForCausalLM", r"has layers of different sizes \(per_layer_config"),
+    ],
+)
+def test_models_whose_hooks_have_no_one_size_are_refused(
+    tmp_path: Path, model_type: str, architecture: str, reason: str, how: dict[str, Any]
+) -> None:
+    fields = {"num_hidden_layers": 5, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 512}
+    model = config_of(tmp_path / "model", model_type, architecture, **fields)
+    with pytest.raises(ValueError, match=reason):
+        capture_context(vllm_config(model, tmp_path / "captures", **how))
 
 
 @pytest.mark.parametrize(("arch", "hooks"), [("olmoe", "q"), ("olmoe", "k,z"), ("cohere2", "vllm-full")])

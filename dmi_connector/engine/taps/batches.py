@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any
 
 import torch
@@ -50,12 +50,15 @@ def batches_of_layers(fields: Sequence[RowField]) -> list[list[int]]:
 
 @dataclass
 class _Hook:
-    """A forward hook on the module at `path`. options: of its registration, a pre-hook if `before`."""
+    """A forward hook on the module at `path`. options: of its registration, a pre-hook if `before`. direct: something
+    calls the module's `forward`, past its hooks.
+    """
 
     path: str
     call: Callable[..., Any]
     before: bool
     options: dict[str, bool]
+    direct: bool = False
     module: nn.Module | None = None
     handle: torch.utils.hooks.RemovableHandle | None = None
 
@@ -63,8 +66,29 @@ class _Hook:
         """Let it fire in `module`, and no longer elsewhere."""
         if self.handle is not None:
             self.handle.remove()
-        register = module.register_forward_pre_hook if self.before else module.register_forward_hook
-        self.module, self.handle = module, register(self.call, **self.options)
+        self.module = module
+        if self.direct:
+            _calls_before(module).append(self.call)
+        else:
+            register = module.register_forward_pre_hook if self.before else module.register_forward_hook
+            self.handle = register(self.call, **self.options)
+
+
+def _calls_before(module: nn.Module) -> list[Callable[..., Any]]:
+    """What runs before each `forward` of this module, whoever calls it."""
+    calls: list[Callable[..., Any]]
+    if "dmi_calls" not in vars(module):
+        calls, inner = [], module.forward
+
+        @wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            for call in calls:
+                call(module, args)
+            return inner(*args, **kwargs)
+
+        module.dmi_calls, module.forward = calls, forward  # type: ignore[assignment]
+    calls = vars(module)["dmi_calls"]
+    return calls
 
 
 class ModelTaps:
@@ -80,8 +104,22 @@ class ModelTaps:
 
     def hook(self, path: str, call: Callable[..., Any], before: bool = False, **options: bool) -> None:
         """Register a forward hook (a pre-hook if `before`) on the module at `path`."""
-        hook = _Hook(path, call, before, options)
-        hook.register(self._model.get_submodule(path))
+        self._add(_Hook(path, call, before, options))
+
+    def before_attention(self, path: str, call: Callable[..., Any]) -> None:
+        """Call `call(module, args)` before the attention at `path`. vLLM's Transformers backend calls its `forward`."""
+        self._add(_Hook(path, call, True, {}, direct=self.context.arch.in_transformers))
+
+    def _add(self, hook: _Hook) -> None:
+        """Register a hook. Raises ValueError where there is no such module."""
+        try:
+            module = self._model.get_submodule(hook.path)
+        except AttributeError as error:
+            raise ValueError(
+                f"model: {self.context.arch.name} has no module {hook.path!r} as vLLM built it; leave out the hooks "
+                "that are read there, or turn off the feature that replaced it (docs/HOOKS.md says what is read where)"
+            ) from error
+        hook.register(module)
         self._hooks.append(hook)
 
     def follow(self) -> None:
@@ -169,8 +207,11 @@ class TapBatch:
             taps = self.taps
             torch.ops.dmi.tap(rows, taps.token, self.tensor, offsets, overlap, taps.context.cache_layer)
 
-    def end(self, like: torch.Tensor) -> None:
-        """Nothing more is written in this forward. like: a tensor with one entry for each token."""
+    def end(self, like: torch.Tensor, always: bool = False) -> None:
+        """Nothing more is written in this forward. like: a tensor with one entry for each token.
+
+        always: also where this is not compiled, since what was written before may be.
+        """
         taps = self.taps
-        if taps.deferred.tokens or torch.compiler.is_compiling():
+        if always or taps.deferred.tokens or torch.compiler.is_compiling():
             torch.ops.dmi.tap_end(like, taps.token, self.tensor, taps.context.cache_layer)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Taps of what enters the model: the row header (token id and position, as the model saw them) and the embedding.
 
-A language model embeds token ids in its forward. So the header is read from the arguments of its embedding and of its
-layers. A model with a vision tower gets embeddings, into which those of images are merged. They were made before the
-forward, so its header is read from the arguments of the forward itself (`write_inputs`). vLLM passes token ids beside
-embeddings where the model asks for them (`requires_raw_input_tokens`).
+Token ids are read from the arguments of the embedding, positions from those of a module that gets them. In models whose
+layers may not get them (FORWARD), they are written from the arguments of the model's own forward, once that has ended.
+
+A model with a vision tower gets embeddings, into which those of images are merged. They were made before the forward,
+so its header is read from the arguments of the forward itself (`write_inputs`). vLLM passes token ids beside embeddings
+where the model asks for them (`requires_raw_input_tokens`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmi_connector.engine.architectures import FORWARD
 from dmi_connector.engine.coverage import POSITIONS, TOKEN_IDS
 from dmi_connector.engine.taps.batches import ModelTaps
 from dmi_connector.engine.taps.values import copied
@@ -28,19 +31,21 @@ def install_inputs(taps: ModelTaps) -> None:
         if not arch.language:
             header.add(TOKEN_IDS, args[0])
         if embed:
-            scale = context.embed_scale
-            embedding.add(embed, output if scale == 1.0 else copied(output * scale))
+            as_is = context.embed_scale == 1.0 and not arch.in_transformers  # there the module itself may multiply
+            embedding.add(embed, output if as_is else copied(output * context.embed_scale))
             embedding.write()
+        if arch.positions == FORWARD:
+            header.write()
 
     def before_layer(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        header.add(POSITIONS, kwargs["positions"] if "positions" in kwargs else args[arch.positions_at])
+        header.add(POSITIONS, kwargs[arch.positions_as] if arch.positions_as in kwargs else args[arch.positions_at])
         header.write()
 
     taps.hook(arch.embed, at_embed)  # outside a forward it writes nothing
     ids, positions = arch.embed, arch.positions or f"{arch.layers}.0"
     if arch.language:
         ids = positions = "the forward of the model"
-    else:
+    elif positions != FORWARD:
         taps.hook(positions, before_layer, before=True, with_kwargs=True)
     for row_field, module in ((TOKEN_IDS, ids), (embed, arch.embed), (POSITIONS, positions)):
         if row_field is not None:
@@ -75,3 +80,13 @@ def write_inputs(
     if embed and embeddings is not None:
         once.add(embed, embeddings)
         once.write(beside=False)
+
+
+def end_forward(taps: ModelTaps, positions: torch.Tensor) -> None:
+    """Write the positions that a forward got, where taps do not see them, and end the taps of the step.
+
+    positions: int [tokens].
+    """
+    taps.once.add(POSITIONS, positions)
+    taps.once.write(beside=False)
+    taps.once.end(positions, always=True)

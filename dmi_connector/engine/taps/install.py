@@ -28,9 +28,10 @@ from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.taps import attention_summary
 from dmi_connector.engine.taps.batches import ModelTaps, TapBatch, batches_of_layers
 from dmi_connector.engine.taps.compilation import Compilation
+from dmi_connector.engine.taps.final import install_final
 from dmi_connector.engine.taps.inputs import install_inputs
 from dmi_connector.engine.taps.routing import install_routing
-from dmi_connector.engine.taps.values import copied
+from dmi_connector.engine.taps.values import copied, first, norm_outputs
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import RowField, RowLayout
 
@@ -65,9 +66,11 @@ EXPERTS_IN = Stage("ln2", Waits.NEVER, beside=False)
 MLP_OUT = Stage("mlp", Waits.NEVER)
 STAGES = (ATTENTION_IN, ATTENTION_OUT, MLP_IN, EXPERTS_IN, MLP_OUT)
 
-_ATTENTION = ("ln1", "kv_norm", "qkv", "q_norm", "k_norm", "attn", "o_proj", "attn_norm")
-MODULES = (*_ATTENTION, "ln2", "down_proj", "mlp", "mlp_norm")
-"""Modules of a layer in the order in which they run: fields of `Architecture`."""
+_ATTENTION = ("layer", "ln1", "kv_norm", "qkv", "q_norm", "k_norm", "attn", "o_proj", "attn_norm")
+MODULES = (*_ATTENTION, "before_mlp", "ln2", "down_proj", "mlp", "mlp_norm")
+"""Modules of a layer in the order in which they run: attributes of `Architecture`."""
+INPUTS = ("layer", "attn", "before_mlp")
+"""Those whose inputs are tapped, before anything works on them."""
 
 
 class Keep(enum.Enum):
@@ -78,7 +81,7 @@ class Keep(enum.Enum):
     HALVES = enum.auto()  # a copy of the halves of each head
     STREAM = enum.auto()  # the value itself where the residual stream lasts, else a copy
     PRODUCT = enum.auto()  # the value itself where a matrix product writes it and nothing overwrites it, else a copy
-    OUTPUT = enum.auto()  # a copy with experts, whose kernels may return memory that they use again
+    OUTPUT = enum.auto()  # a copy with experts, whose kernels may use its memory again, and of a product with a bias
 
 
 class LayerFacts(NamedTuple):
@@ -102,24 +105,16 @@ class LayerFacts(NamedTuple):
     scale: float
 
 
-def _norm_outputs(arch: Architecture, args: tuple[Any, ...], output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(normed, residual stream) of a fused add-and-norm, or of a plain norm."""
-    if isinstance(output, tuple):
-        return output[0], args[0] if arch.plain_norms else output[1]
-    return output, args[0]
-
-
 def _normed(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    return _norm_outputs(layer.arch, args, output)[0]
+    return norm_outputs(layer.arch, args, output)[0]
 
 
 def _stream(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    return _norm_outputs(layer.arch, args, output)[1]
+    return norm_outputs(layer.arch, args, output)[1]
 
 
 def _output(_layer: LayerFacts, _args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    value: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return value
+    return first(output)
 
 
 def _added(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
@@ -131,16 +126,22 @@ def _input(number: int) -> Read:
     return lambda _layer, args, _output: args[number]
 
 
-def _queries(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    return _output(layer, args, output)[..., : layer.q_size]
+def _part(number: int) -> Read:
+    """0, 1, 2: queries, keys, values of a projection that returns them side by side."""
+
+    def read(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+        value = _output(layer, args, output)
+        if layer.arch.qkv_by_head:
+            return value.unflatten(-1, (-1, 3, layer.head_size))[..., number, :].flatten(-2)
+        ends = (0, layer.q_size, layer.q_size + layer.kv_size, None)
+        return value[..., ends[number] : ends[number + 1]]
+
+    return read
 
 
-def _keys(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    return _output(layer, args, output)[..., layer.q_size : layer.q_size + layer.kv_size]
-
-
-def _values(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    return _output(layer, args, output)[..., layer.q_size + layer.kv_size :]
+def _heads(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    value = _output(layer, args, output)
+    return value.transpose(-3, -2) if layer.arch.heads_first else value
 
 
 def _rotary_key(layer: LayerFacts, args: tuple[Any, ...], _output: Any) -> torch.Tensor:
@@ -167,12 +168,13 @@ class TapPoint(NamedTuple):
 
 TAP_POINTS = (
     TapPoint("resid_pre", "ln1", _stream, Keep.STREAM, ATTENTION_IN),
+    TapPoint("resid_pre", "layer", _input(0), Keep.STREAM, ATTENTION_IN, unless="ln1"),
     TapPoint("ln1", "ln1", _normed, Keep.AS_IS, ATTENTION_IN),
-    TapPoint("v", "qkv", _values, Keep.AS_IS, ATTENTION_IN),
-    TapPoint("q", "qkv", _queries, Keep.HALVES, ATTENTION_IN, unless="q_norm"),
-    TapPoint("k", "qkv", _keys, Keep.HALVES, ATTENTION_IN, unless="k_norm"),
-    TapPoint("q", "q_norm", _output, Keep.HALVES, ATTENTION_IN),
-    TapPoint("k", "k_norm", _output, Keep.HALVES, ATTENTION_IN),
+    TapPoint("v", "qkv", _part(2), Keep.AS_IS, ATTENTION_IN),
+    TapPoint("q", "qkv", _part(0), Keep.HALVES, ATTENTION_IN, unless="q_norm"),
+    TapPoint("k", "qkv", _part(1), Keep.HALVES, ATTENTION_IN, unless="k_norm"),
+    TapPoint("q", "q_norm", _heads, Keep.HALVES, ATTENTION_IN),
+    TapPoint("k", "k_norm", _heads, Keep.HALVES, ATTENTION_IN),
     TapPoint("kv_c", "kv_norm", _output, Keep.AS_IS, ATTENTION_OUT),
     TapPoint("k_pe", "attn", _rotary_key, Keep.AS_IS, ATTENTION_OUT),
     TapPoint("q_rot", "attn", _input(0), Keep.AS_IS, ATTENTION_OUT),
@@ -182,6 +184,7 @@ TAP_POINTS = (
     TapPoint("attn_out", "o_proj", _added, Keep.PRODUCT, ATTENTION_OUT, unless="attn_norm"),
     TapPoint("attn_out", "attn_norm", _output, Keep.COPY, ATTENTION_OUT),
     TapPoint("resid_mid", "ln2", _stream, Keep.COPY, MLP_IN),
+    TapPoint("resid_mid", "before_mlp", _input(0), Keep.COPY, MLP_IN, unless="ln2"),
     TapPoint("ln2", "ln2", _normed, Keep.AS_IS, MLP_IN),
     TapPoint("mlp_post", "down_proj", _input(0), Keep.AS_IS, MLP_OUT),
     TapPoint("mlp_proj", "mlp", _output, Keep.OUTPUT, MLP_OUT, where="mlp_norm"),
@@ -204,13 +207,13 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
     layers: Any = model.get_submodule(arch.layers)
     for index in range(context.dims.layers):
         if index in joined:
-            taps.hook(f"{arch.layers}.{index}.{arch.attn}", lambda _module, _args: taps.join(), before=True)
+            taps.before_attention(f"{arch.layers}.{index}.{arch.attn}", lambda _module, _args: taps.join())
         if any(f.layer == index and HOOKS[f.hook].scope != "once" for f in fields):
             mine = shared.get(index, [index])
             if mine[0] not in batches:
                 batches[mine[0]] = taps.batch(mine, lasting=index in shared)
             install_layer(taps, layers[index], index, batches[mine[0]], more=index != mine[-1])
-    _install_final(taps, taps.once.again())
+    install_final(taps)
     return taps
 
 
@@ -221,24 +224,6 @@ def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
     """
     reduced = (f for f in fields if f.reduction is not None and f.hook != "pattern")
     return {f.layer + 1 for f in reduced if HOOKS[f.hook].scope != "once"}
-
-
-def _install_final(taps: ModelTaps, batch: TapBatch) -> None:
-    """The final norm, after which a step's taps end."""
-    context = taps.context
-    final, normed = context.layout.find("resid_final", 0), context.layout.find("final_ln", 0)
-
-    def at_final_norm(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        values = _norm_outputs(context.arch, args, output)
-        if final:
-            batch.add(final, copied(values[1]))
-        batch.add(normed, values[0])
-        batch.write()
-        batch.end(values[0])
-
-    taps.hook(context.arch.final_norm, at_final_norm)
-    for row_field in filter(None, (final, normed)):
-        context.coverage.expect(row_field, context.arch.final_norm)
 
 
 # ---- a layer --------------------------------------------------------------------------------------------------------
@@ -257,16 +242,16 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
     shared = 0 if absorbed else context.dims.qk_rope_head_dim
     mlp_taps = any(point.stage in (MLP_IN, EXPERTS_IN, MLP_OUT) for point, _ in points)
     layer = LayerFacts(module, arch, compilation, *sizes, shared, experts, mlp_taps, context.block_scale)
-    ends = {_end_of(stage, points): stage for stage in STAGES if any(point.stage is stage for point, _ in points)}
+    ends = {_end_of(arch, stage, points): stage for stage in STAGES if any(point.stage is stage for point, _ in points)}
     for name in MODULES:
         here = tuple((row_field, _reader(point, layer)) for point, row_field in points if point.module == name)
         stage = ends.get(name)
         if not here and stage is None:
             continue
         pause = _pause(stage, points, more) if stage is not None else None
-        _register(taps, f"{path}.{getattr(arch, name)}", name, layer, here, pause, batch)
+        _register(taps, arch.path(index, name), name, layer, here, pause, batch)
     for point, row_field in points:
-        context.coverage.expect(row_field, f"{path}.{getattr(arch, point.module)}")
+        context.coverage.expect(row_field, arch.path(index, point.module))
     if pattern := context.layout.find("pattern", index):
         attention_summary.install(attn, pattern, context.cache_layer, context.coverage)
         context.coverage.expect(pattern, f"{path}.{arch.attn}")
@@ -289,10 +274,10 @@ def _points(arch: Architecture, layout: RowLayout, index: int, experts: bool) ->
     return found
 
 
-def _end_of(stage: Stage, points: Points) -> str:
-    """The module at which a stage ends: after the last of its points."""
+def _end_of(arch: Architecture, stage: Stage, points: Points) -> str:
+    """The module at which a stage ends: after the last of its points, and where that module is, at `ends_at`."""
     mine = [point.module for point, _ in points if point.stage is stage]
-    return max([stage.ends_at, *mine], key=MODULES.index)
+    return max([*mine, *([stage.ends_at] if getattr(arch, stage.ends_at) else [])], key=MODULES.index)
 
 
 class _Pause(NamedTuple):
@@ -328,8 +313,12 @@ def _register(
         if pause is not None:
             batch.pause(*pause)
 
-    if name == "attn":  # its inputs, before anything works on them
-        taps.hook(path, lambda _module, args: tap(args, None), before=True)
+    if name == "attn":
+        taps.before_attention(path, lambda _module, args: tap(args, None))
+    elif name in INPUTS:  # which may be given by their names
+        taps.hook(
+            path, lambda _module, args, kwargs: tap(args or tuple(kwargs.values()), None), before=True, with_kwargs=True
+        )
     else:
         taps.hook(path, lambda _module, args, output: tap(args, output))
 
@@ -339,7 +328,7 @@ def _reader(point: TapPoint, layer: LayerFacts) -> Read:
     read, keep, compilation = point.read, point.keep, layer.compilation
     if read is _added and layer.scale != 1.0:
         keep = Keep.COPY
-    if keep is Keep.AS_IS or (keep is Keep.OUTPUT and not layer.experts):
+    if keep is Keep.AS_IS or (keep is Keep.OUTPUT and not layer.experts and not _has_bias(layer)):
         return read
     if keep is Keep.HALVES:
         return lambda facts, args, output: _copy_halves(read(facts, args, output), facts.head_size)
@@ -349,6 +338,12 @@ def _reader(point: TapPoint, layer: LayerFacts) -> Read:
         lasts = product and compilation.products_last and not (layer.mlp_taps and compilation.in_place)
     kept = _rename if lasts else copied
     return lambda facts, args, output: kept(read(facts, args, output))
+
+
+def _has_bias(layer: LayerFacts) -> bool:
+    """Whether the MLP's last product adds a bias. Inductor may add it later, together with what is next."""
+    path = layer.arch.down_proj
+    return bool(path) and getattr(layer.module.get_submodule(path), "bias", None) is not None
 
 
 def _written_by_product(linear: nn.Module) -> bool:

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from dmi_connector.engine.architectures import Architecture
 
 
 def copied(value: torch.Tensor) -> torch.Tensor:
@@ -13,3 +17,16 @@ def copied(value: torch.Tensor) -> torch.Tensor:
     everything after it would go on from the rounded tensor. (A plain clone is removed as a no-op.)
     """
     return torch.neg(torch.neg(value)) if torch.compiler.is_compiling() else value
+
+
+def first(output: Any) -> torch.Tensor:
+    """A module's output, of a tuple the first."""
+    value: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return value
+
+
+def norm_outputs(arch: Architecture, args: tuple[Any, ...], output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed, residual stream) of a fused add-and-norm, or of a plain norm."""
+    if isinstance(output, tuple):
+        return output[0], args[0] if arch.plain_norms else output[1]
+    return output, args[0]

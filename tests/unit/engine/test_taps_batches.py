@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.taps.batches import batches_of_layers
+from dmi_connector.engine.architectures import TRANSFORMERS, Architecture
+from dmi_connector.engine.taps.batches import ModelTaps, batches_of_layers
+from dmi_connector.engine.taps.compilation import Compilation
 from dmi_connector.layout import RowField
 from dmi_connector.reduce import parse
 from tests import tapkit as kit
@@ -120,3 +123,30 @@ def test_ops_write_beside_the_model_unless_norms_work_in_place(in_place: bool) -
         torch.testing.assert_close(compiled(torch.ones(3, 4)), torch.full((3, 4), 9.0))
     torch.testing.assert_close(model(torch.ones(3, 4)), torch.full((3, 4), 9.0))
     assert overlaps == [[not in_place] * 3]
+
+
+def taps_in(model: torch.nn.Module, base: str) -> ModelTaps:
+    """Taps of a model that vLLM's class `base` serves, with nothing selected."""
+    context: Any = SimpleNamespace(layout=SimpleNamespace(fields=[]), arch=Architecture("Some", base))
+    return ModelTaps(model, context, Compilation(False, False))
+
+
+def test_a_module_that_is_not_there_is_named() -> None:
+    taps = taps_in(torch.nn.Module(), "some:Some")
+    with pytest.raises(
+        ValueError, match=r"model: Some has no module 'layers\.0\.qkv_proj' as vLLM built it; leave out"
+    ):
+        taps.hook("layers.0.qkv_proj", lambda *_: None)
+
+
+@pytest.mark.parametrize("base", ["some:Some", f"{TRANSFORMERS}:TransformersForCausalLM"])
+def test_calls_before_attention_run_in_their_order(base: str) -> None:
+    """vLLM's Transformers backend calls the `forward` of attention itself, past hooks."""
+    model, seen = torch.nn.Module(), []
+    model.attn = torch.nn.Identity()
+    taps = taps_in(model, base)
+    for name in ("first", "second"):
+        taps.before_attention("attn", lambda module, args, name=name: seen.append((name, module, args)))
+    call = model.attn.forward if taps.context.arch.in_transformers else model.attn
+    assert call(3) == 3
+    assert seen == [("first", model.attn, (3,)), ("second", model.attn, (3,))]

@@ -414,6 +414,28 @@ def test_a_sum_may_be_off_by_the_tolerance_and_no_more(
         assert [p.where for p in verify_store(path) if "suspect" not in p.what] == found
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("dtype", TOLERATED)
+def test_without_the_stream_between_them_both_blocks_are_added_at_once(
+    stores: kit.Store, tmp_path: Path, dtype: str, parallel: bool
+) -> None:
+    """A sum of three is rounded twice, and may be off by half as much again."""
+    names = ("resid_pre", "attn_out", "mlp_out", "resid_final")
+    specs = [ArraySpec(name, dtype, (0,) if name != "resid_final" else (), 4) for name in names]
+    for part, found in ((1.47, []), (1.53, ["resid_final layer 0 token 150"])):
+        rows = {name: np.ones((1, 200, 4)).astype(numpy_dtype(dtype)) for name in names}
+        rows["resid_final"][:] = 3
+        for name, value in zip(names, (64, -32, -64, -32), strict=True):
+            rows[name][0, 150, 1] = value
+        rows["attn_out"][0, 150, 2], rows["mlp_out"][0, 150, 2], rows["resid_pre"][0, 150, 2] = 0, 0, 0
+        rows["resid_final"][0, 150, 2] = part * TOLERATED[dtype] * 64
+        path = tmp_path / f"{part}.zarr"
+        raw = {name: kit.bits(row) for name, row in rows.items()}
+        attrs = {"identities": True, "num_layers": 1, **({"parallel": True} if parallel else {})}
+        stores.write(path, specs, 200, values=raw, attrs=attrs)
+        assert [p.where for p in verify_store(path) if "suspect" not in p.what] == found
+
+
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize(
     ("spec", "value", "suspect"),

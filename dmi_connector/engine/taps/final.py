@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Taps of what leaves the last layer: the residual stream and the final norm, after which a step's taps end."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmi_connector.engine.taps.batches import ModelTaps
+from dmi_connector.engine.taps.values import copied, first, norm_outputs
+
+
+def install_final(taps: ModelTaps) -> None:
+    """Register the taps at the final norm or, where it is not known, at the last layer."""
+    context, arch, batch = taps.context, taps.context.arch, taps.once.again()
+    final, normed = context.layout.find("resid_final", 0), context.layout.find("final_ln", 0)
+    terms = _last_terms(taps) if final else {}
+
+    def at_final_norm(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        value, stream = norm_outputs(arch, args, output)
+        if final:
+            batch.add(final, _sum(terms, stream))
+        batch.add(normed, value)
+        batch.write()
+        batch.end(value.flatten(0, -2))
+
+    def after_last_layer(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        batch.add(final, _sum(terms, first(output)))
+        batch.write()
+
+    path = arch.final_norm or arch.path(context.dims.layers - 1, "layer")
+    if arch.final_norm:
+        taps.hook(path, at_final_norm)
+    elif final:  # a step's taps then end with the forward: see `end_forward`
+        taps.hook(path, after_last_layer)
+    for row_field in filter(None, (final, normed)):
+        context.coverage.expect(row_field, path)
+
+
+def _last_terms(taps: ModelTaps) -> dict[str, torch.Tensor]:
+    """What the last layer adds up, by the module that has it, while a model of the Transformers backend is compiled.
+
+    Such a sum may read much. Inductor would then write it to memory where a tap reads it beside the final norm, and the
+    norm would go on from values rounded to the model's dtype. So taps add up for themselves.
+    """
+    context, arch = taps.context, taps.context.arch
+    terms: dict[str, torch.Tensor] = {}
+    inputs = ["layer"] if arch.parallel else ["ln2" if arch.ln2 else "before_mlp"]
+    outputs = [*(["attn_norm" if arch.attn_norm else "o_proj"] * arch.parallel), "mlp_norm" if arch.mlp_norm else "mlp"]
+    if not arch.in_transformers or not all(getattr(arch, name) for name in (*inputs, *outputs)):
+        return terms
+
+    def note(name: str, value: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            terms[name] = value
+
+    last = context.dims.layers - 1
+    for name in inputs:
+        call = functools.partial(lambda name, _module, args: note(name, args[0]), name)
+        taps.hook(arch.path(last, name), call, before=True)
+    for name in outputs:
+        call = functools.partial(lambda name, _module, _args, output: note(name, first(output)), name)
+        taps.hook(arch.path(last, name), call)
+    return terms
+
+
+def _sum(terms: dict[str, torch.Tensor], stream: torch.Tensor) -> torch.Tensor:
+    """A copy of the stream: the sum of copies of `terms`, if there are any."""
+    if not terms:
+        return copied(stream)
+    values = [copied(value) for value in reversed(terms.values())]
+    terms.clear()  # tensors left in it would be outputs of the compiled graph
+    return functools.reduce(torch.add, values)
