@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dmi_connector.analysis.residual import residual_norms
 from dmi_connector.store.read.capture import Capture
 
 if TYPE_CHECKING:
@@ -23,26 +24,6 @@ _LONGEST_LABEL = 10
 """Characters of a token's label."""
 _LOG_RATIO = 20
 """Ratio of the largest to the smallest norm."""
-
-
-def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
-    """(Euclidean norms of the residual stream, float32 [layers, tokens]; a label for each layer).
-
-    Rows are resid_pre of every captured layer, then resid_final. Raises ValueError if neither was captured.
-    """
-    rows, labels = [], []
-    if "resid_pre" in capture:
-        for layer in capture.layers["resid_pre"]:
-            rows.append(np.linalg.norm(capture.numpy("resid_pre", layer=layer), axis=-1))
-            labels.append(str(layer))
-    if "resid_final" in capture:
-        rows.append(np.linalg.norm(capture.numpy("resid_final"), axis=-1))
-        labels.append("final")
-    if not rows:
-        raise ValueError(
-            f"{capture.path} has no residual stream (hooks resid_pre, resid_final); it has {capture.hooks}"
-        )
-    return np.stack(rows), labels
 
 
 def token_labels(capture: Capture, tokenizer: str | os.PathLike[str] | None = None) -> list[str]:
