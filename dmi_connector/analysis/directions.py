@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,27 +16,36 @@ from dmi_connector.store.read.capture import Capture
 class MeanDifference:
     """Means of a hook over two sets of captures. Made by `mean_difference`.
 
-    first, second: float64 [width]. counts: rows behind each. separation: the distance of the mean scores in units of
-    their standard deviation within the sets (d' of signal detection); NaN where that is 0.
+    first, second: float64 [width]. scores: of the rows of each set, see `score`.
     """
 
     first: np.ndarray
     second: np.ndarray
-    counts: tuple[int, int]
-    separation: float
+    scores: tuple[np.ndarray, np.ndarray]
 
     @property
     def vector(self) -> np.ndarray:
         """first - second, float32 [width]: a steering vector."""
         return (self.first - self.second).astype(np.float32)
 
-    def scores(self, rows: np.ndarray) -> np.ndarray:
-        """Position of rows [n, width] between the means, float64 [n]: 1 at `first`, 0 at `second`.
+    @property
+    def separation(self) -> float:
+        """Distance of the means in standard deviations of the scores within the sets (d' of signal detection).
+
+        NaN where the means are equal, or where there is one row or none to spare.
+        """
+        squares = sum(float(np.square(scores - scores.mean(dtype=np.float64)).sum()) for scores in self.scores)
+        spare = sum(map(len, self.scores)) - 2
+        return float(1 / np.sqrt(squares / spare)) if spare > 0 and squares > 0 else float("nan")
+
+    def score(self, rows: np.ndarray) -> np.ndarray:
+        """Position of rows [n, width] between the means, float32 [n]: 1 at `first`, 0 at `second`.
 
         A row above 0.5 is nearer to `first` along the difference. NaN where the means are equal.
         """
         vector = self.first - self.second
-        return np.asarray((rows - self.second) @ vector / (vector @ vector))
+        length = vector @ vector
+        return np.asarray((rows - self.second) @ vector / (length if length else np.nan), np.float32)
 
 
 ROWS = ("all", "prompt", "generated", "last")
@@ -61,37 +70,24 @@ def mean_difference(
     if rows not in ROWS:
         raise ValueError(f"rows {rows!r} is not valid; use {', '.join(map(repr, ROWS))}")
     sets = [[s] if isinstance(s, Capture) else list(s) if isinstance(s, Iterator) else s for s in (first, second)]
-    counts, means = [], []
-    for captures in sets:
-        count, total = 0, np.zeros(1)
-        for block in _blocks(captures, hook, layer, rows):
-            if count and block.shape[1] != len(total):
-                raise ValueError(
-                    f"rows of {hook!r} have {block.shape[1]} values in one capture, {len(total)} in others"
-                )
-            count, total = count + len(block), total + block.sum(0, dtype=np.float64)
-        if not count:
-            raise ValueError(f"no capture of a set has a row of {hook!r} that counts; rows={rows!r}")
-        counts.append(count)
-        means.append(total / count)
+    means = [_mean(captures, hook, layer, rows) for captures in sets]
     if len(means[0]) != len(means[1]):
         raise ValueError(f"rows of {hook!r} have {len(means[0])} values in one set, {len(means[1])} in the other")
-    unit = _unit(means[0] - means[1])
-    squares = sum(
-        float(np.square((block - mean) @ unit).sum())
-        for captures, mean in zip(sets, means, strict=True)
-        for block in _blocks(captures, hook, layer, rows)
-    )
-    deviation = np.sqrt(squares / max(1, sum(counts) - 2))
-    distance = float((means[0] - means[1]) @ unit)
-    return MeanDifference(
-        means[0], means[1], (counts[0], counts[1]), distance / deviation if deviation else float("nan")
-    )
+    found = MeanDifference(means[0], means[1], (np.zeros(0), np.zeros(0)))
+    scores = [np.concatenate([found.score(block) for block in _blocks(s, hook, layer, rows)]) for s in sets]
+    return replace(found, scores=(scores[0], scores[1]))
 
 
-def _unit(vector: np.ndarray) -> np.ndarray:
-    norm = np.linalg.norm(vector)
-    return vector / norm if norm else vector
+def _mean(captures: Iterable[Capture], hook: str, layer: int | None, rows: str) -> np.ndarray:
+    """float64 [width]."""
+    count, total = 0, np.zeros(1)
+    for block in _blocks(captures, hook, layer, rows):
+        if count and block.shape[1] != len(total):
+            raise ValueError(f"rows of {hook!r} have {block.shape[1]} values in one capture, {len(total)} in others")
+        count, total = count + len(block), total + block.sum(0, dtype=np.float64)
+    if not count:
+        raise ValueError(f"no capture of a set has a row of {hook!r} that counts; rows={rows!r}")
+    return total / count
 
 
 def _blocks(captures: Iterable[Capture], hook: str, layer: int | None, rows: str) -> Iterator[np.ndarray]:

@@ -24,6 +24,7 @@ class Parser(argparse.ArgumentParser):
 def make_parser() -> Parser:
     """The parser of all subcommands. `serve` has one of its own, see `make_serve_parser`."""
     import dmi_connector
+    from dmi_connector.cli.plots import add_plot_options
 
     parser = Parser(prog="dmi", description="Capture the internal tensors of a model served by vLLM, and look at them.")
     parser.add_argument("--version", action="version", version=f"dmi {dmi_connector.__version__}")
@@ -92,10 +93,8 @@ def make_parser() -> Parser:
     fidelity.add_argument("--json", action="store_true", help="print a JSON list, one entry a layer")
     fidelity.set_defaults(run=_fidelity)
 
-    plot = commands.add_parser("plot", help="draw residual norms by layer and token")
-    plot.add_argument("stores", metavar="STORE", nargs="+")
-    plot.add_argument("-o", "--out", required=True, metavar="PNG")
-    plot.add_argument("--tokenizer", metavar="DIR", help="directory of tokenizer.json, for the words on the axis")
+    plot = commands.add_parser("plot", help="draw stores as PNG or SVG: norms, logit lens, attention and others")
+    add_plot_options(plot)
     plot.set_defaults(run=_plot)
     return parser
 
@@ -281,7 +280,7 @@ def _fidelity(options: argparse.Namespace) -> int:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    from dmi_connector.analysis.plot import draw_residual_norms
+    from dmi_connector.cli.plots import draw
 
-    print(draw_residual_norms([_open(store) for store in options.stores], options.out, options.tokenizer))
+    print(draw(options, lambda paths: [_open(path) for path in paths]))
     return 0

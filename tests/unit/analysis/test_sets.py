@@ -102,12 +102,13 @@ def test_mean_difference_is_that_of_plain_means_and_finds_the_planted_neuron(fol
     ]
     captures = open_captures(folder, incomplete=True)
     found = mean_difference(captures[:2], iter(captures[2:]), "mlp_post", 0, rows)
-    assert found.counts == (len(sets[0]), len(sets[1]))
+    assert [len(scores) for scores in found.scores] == [len(sets[0]), len(sets[1])]
     np.testing.assert_allclose(found.vector, sets[0].mean(0) - sets[1].mean(0), atol=1e-6)
-    np.testing.assert_allclose(found.scores(np.stack([sets[0].mean(0), sets[1].mean(0)])), [1, 0], atol=1e-9)
+    np.testing.assert_allclose(found.score(np.stack([sets[0].mean(0), sets[1].mean(0)])), [1, 0], atol=1e-6)
     along = [s @ found.vector.astype(np.float64) for s in sets]
     pooled = np.sqrt(sum(((a - a.mean()) ** 2).sum() for a in along) / (len(along[0]) + len(along[1]) - 2))
     np.testing.assert_allclose(found.separation, (along[0].mean() - along[1].mean()) / pooled, rtol=1e-5)
+    np.testing.assert_allclose(found.scores[0], found.score(sets[0]), atol=1e-6)
     if rows != "last":
         assert np.abs(found.vector).argmax() == 3 and 1 < found.separation < 4
 
