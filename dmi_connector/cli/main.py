@@ -46,6 +46,14 @@ def make_parser() -> Parser:
     ls.add_argument("--json", action="store_true", help="print a JSON list (with --stats, an object)")
     ls.set_defaults(run=_ls)
 
+    tail = commands.add_parser("tail", help="print captures as they finish, a line each")
+    tail.add_argument("dir", metavar="DIR")
+    tail.add_argument("-n", "--last", type=int, default=10, metavar="N", help="begin with the last N (default: 10)")
+    tail.add_argument("--key", help="only those with this key")
+    tail.add_argument("--once", action="store_true", help="print those that have finished, and end")
+    tail.add_argument("--json", action="store_true", help="print a JSON object a line")
+    tail.set_defaults(run=_tail)
+
     info = commands.add_parser("info", help="arrays, sizes and attributes of a store")
     info.add_argument("store", metavar="STORE")
     info.add_argument("--json", action="store_true", help="print a JSON object")
@@ -176,6 +184,18 @@ def _ls(options: argparse.Namespace) -> int:
     else:
         narrowed = options.key is not None or options.request_id is not None
         print(f"no captures in {options.dir}{' match' if narrowed else ''}", file=sys.stderr)
+    return 0
+
+
+def _tail(options: argparse.Namespace) -> int:
+    from dmi_connector.cli.tail import follow
+
+    if options.last < 0:
+        raise ValueError(f"--last {options.last} is not valid; use 0 or more")
+    directory = _directory(options.dir, "a store directory")
+    lines = follow(directory, options.last, options.key, once=options.once, as_json=options.json)
+    for line in lines:
+        print(line, flush=True)
     return 0
 
 
