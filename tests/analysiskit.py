@@ -11,17 +11,24 @@ import numpy as np
 
 from dmi_connector.analysis.transformers_oracle import ONCE, Oracle
 from dmi_connector.layout import ArraySpec
+from dmi_connector.store.format.completeness import Loss
 from tests import storekit as kit
 
 HOOKS = ("resid_pre", "attn_out", "mlp_out", "mlp_post", "q", "k", "q_rot", "k_rot", "resid_final", "logits")
 
 
 def write_store(
-    path: Path, oracle: Oracle, ids: Sequence[int], prompt_len: int, hooks: Sequence[str] = HOOKS, **options: Any
+    path: Path,
+    oracle: Oracle,
+    ids: Sequence[int],
+    prompt_len: int,
+    hooks: Sequence[str] = HOOKS,
+    losses: Sequence[Loss] = (),
+    **names: Any,
 ) -> Path:
     """Write a float32 store of one sequence, with logits from the prompt's last token on. Returns `path`.
 
-    options: of `storekit.Store.write`.
+    names: key and request id, of `storekit.Store.open`.
     """
     values = {name: rows for name, rows in oracle.run(ids).items() if name in hooks}
     config, arrays, stored = oracle.config, [], {}
@@ -46,13 +53,13 @@ def write_store(
     }
     owner = kit.Store(16 << 20)
     try:
-        record = owner.open(path, *arrays, attrs=attrs, codec="zstd", **options)
+        record = owner.open(path, *arrays, attrs=attrs, codec="zstd", **names)
         owner.feed(record, stored, len(ids), ids=np.asarray(ids))
         if "logits" in stored:
             for i, row in enumerate(stored["logits"]):
                 owner.put_rows(record, "logits", row[None], i, prompt_len - 1 + i)
         counts = {"logits": len(stored["logits"])} if "logits" in stored else {}
-        owner.close(record, len(ids), counts, np.asarray(ids))
+        owner.close(record, len(ids), counts, np.asarray(ids), losses)
         assert owner.flush(kit.PATIENCE), "the capture was not committed"
     finally:
         assert owner.shutdown(kit.PATIENCE)

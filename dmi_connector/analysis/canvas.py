@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dmi_connector.analysis.rows import present_rows
 from dmi_connector.store.read.capture import Capture
 
 if TYPE_CHECKING:
@@ -60,9 +61,10 @@ def layer_height(layers: int) -> float:
 
 
 def check_rows(captures: Sequence[Capture]) -> None:
-    """Raise ValueError for stores without rows."""
-    if any(not len(capture.token_ids) for capture in captures):
-        raise ValueError(f"plot: {[str(c.path) for c in captures if not len(c.token_ids)]} hold no rows")
+    """Raise ValueError for stores without rows, or that lack them all."""
+    empty = [str(capture.path) for capture in captures if not present_rows(capture).any()]
+    if empty:
+        raise ValueError(f"plot: {empty} hold no rows")
 
 
 def heat(panel: Axes, capture: Capture, values: np.ndarray, **look: Any) -> Any:

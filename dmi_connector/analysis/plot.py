@@ -61,7 +61,7 @@ def _scale(values: np.ndarray) -> tuple[Any, str]:
     """A colour scale over `values`. It is logarithmic from a ratio of _LOG_RATIO on."""
     from matplotlib.colors import LogNorm, Normalize
 
-    low, high = float(values.min()), float(values.max())
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
     if low > 0 and high / low > _LOG_RATIO:
         return LogNorm(low, high), " (log scale)"
     return Normalize(low, high), ""

@@ -12,7 +12,8 @@ from dmi_connector.store.read.capture import Capture
 def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
     """(Euclidean norms of the residual stream, float32 [layers, tokens]; a label for each layer).
 
-    Rows are resid_pre of every captured layer, then resid_final. Raises ValueError if neither was captured.
+    Rows are resid_pre of every captured layer, then resid_final. Missing rows are NaN. Raises ValueError if neither was
+    captured.
     """
     rows, labels = [], []
     if "resid_pre" in capture:
@@ -26,7 +27,9 @@ def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
         raise ValueError(
             f"{capture.path} has no residual stream (hooks resid_pre, resid_final); it has {capture.hooks}"
         )
-    return np.stack(rows), labels
+    norms = np.stack(rows)
+    norms[:, ~present_rows(capture)] = np.nan
+    return norms, labels
 
 
 def drift(capture: Capture, hook: str = "resid_final", layer: int | None = None, since: str = "prompt") -> np.ndarray:

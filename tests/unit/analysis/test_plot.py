@@ -21,6 +21,7 @@ from dmi_connector.analysis.unembedding import Unembedding
 from dmi_connector.cli.main import main
 from dmi_connector.cli.plots import KINDS
 from dmi_connector.cli.tiny_models import make_model
+from dmi_connector.store.format.completeness import Cause, Loss
 from tests import analysiskit
 
 PROMPT, TOKENS = 6, 14
@@ -131,3 +132,19 @@ def test_bad_options_are_refused_with_the_fix(
     assert main(["plot", "-o", str(tmp_path / "x.png"), str(folder / "one.zarr"), *given]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_an_incomplete_store_is_drawn_without_its_missing_rows_and_one_without_rows_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    oracle, ids = Oracle(folder / "model"), list(range(5, 5 + TOKENS))
+    some, none = (Loss.of(Cause.FELL_BEHIND, [rows]) for rows in ([2, 5], [0, TOKENS]))
+    for name, loss in (("some", some), ("none", none)):
+        analysiskit.write_store(tmp_path / f"{name}.zarr", oracle, ids, PROMPT, losses=[loss])
+    for kind in ("norms", "lens", "attribution", "uncertainty", "drift"):
+        for name, status in (("some", 0), ("none", 2)):
+            out = tmp_path / f"{name}-{kind}.svg"
+            assert main(["plot", str(tmp_path / f"{name}.zarr"), "--kind", kind, "-o", str(out)]) == status, kind
+            assert out.exists() == (status == 0)
+        assert "hold no rows" in capsys.readouterr().err
+        assert "(incomplete)" in (tmp_path / f"some-{kind}.svg").read_text()

@@ -12,7 +12,7 @@ from dmi_connector import open_capture, open_captures
 from dmi_connector.analysis.directions import mean_difference
 from dmi_connector.analysis.neurons import top_tokens
 from dmi_connector.analysis.patterns import attention_pattern
-from dmi_connector.analysis.residual import drift
+from dmi_connector.analysis.residual import drift, residual_norms
 from dmi_connector.analysis.rows import present_rows
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
@@ -137,6 +137,15 @@ def test_summaries_of_attention_become_a_pattern_with_zeros_elsewhere(tmp_path: 
         np.testing.assert_array_equal(attention_pattern(capture, 0, -1), expected[1])
         with pytest.raises(ValueError, match="head 2 does not exist: the model has heads 0 to 1"):
             attention_pattern(capture, 0, 2)
+
+
+def test_residual_norms_of_missing_rows_are_nan(folder: Path) -> None:
+    with open_capture(folder / "3.zarr", 0, allow_incomplete=True) as capture:
+        norms, labels = residual_norms(capture)
+    expected = np.linalg.norm(values(3)["resid_final"], axis=-1)
+    expected[:, LOST[0] : LOST[1]] = np.nan
+    np.testing.assert_allclose(norms, expected, rtol=1e-6)
+    assert labels == ["final"]
 
 
 def test_present_rows_are_those_that_are_not_missing(folder: Path) -> None:
