@@ -60,7 +60,7 @@ def top_tokens(
         ids = capture.token_ids
         for rows in capture.runs(BLOCK):
             values = hook_rows(capture, hook, layer, rows)[:, neuron]
-            keys = sign * values.astype(np.float64)
+            keys = np.nan_to_num(sign * values.astype(np.float64), nan=-np.inf)
             for at in np.argsort(-keys, kind="stable")[:count]:
                 if len(best) == count and keys[at] <= best[0][0]:
                     break

@@ -23,8 +23,8 @@ _OFFSET_MODELS = ("gemma",)
 _EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 _EPS_DEFAULT = 1e-5
 """Of torch's LayerNorm, for models whose config names none (OPT)."""
-_LOGITS = 1 << 26
-"""Logits that are computed at a time: 256 MiB of float32."""
+_LOGITS = 1 << 24
+"""Logits that are computed at a time: 64 MiB of float32, of which some copies are made."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Unembedding:
 
     @property
     def block(self) -> int:
-        """Rows whose logits fit in 256 MiB."""
+        """Rows whose logits are computed at a time, so that they take 64 MiB."""
         return max(1, _LOGITS // len(self.weight))
 
     def _checked(self, rows: np.ndarray) -> np.ndarray:

@@ -302,5 +302,5 @@ def _fidelity(options: argparse.Namespace) -> int:
 def _plot(options: argparse.Namespace) -> int:
     from dmi_connector.cli.plots import draw
 
-    print(draw(options, lambda paths: [_open(path) for path in paths]))
+    print(draw(options, _open))
     return 0

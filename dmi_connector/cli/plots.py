@@ -4,24 +4,49 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dmi_connector.store.read.capture import Capture
 
 Options = argparse.Namespace
-Open = Callable[[Sequence[str]], list[Capture]]
+Open = Callable[[str], Capture]
 
 
 @dataclass(frozen=True)
 class Kind:
     """One kind of picture. takes, needs: options beside STORE and --out. many: whether it takes several stores."""
 
-    draw: Callable[[list[Capture], Options, Open], Path]
+    draw: Callable[[Options, Open], Path]
     takes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     many: bool = False
+
+
+class Stores:
+    """Captures that a loop opens one at a time, as often as it is asked. paths: of stores, or of directories of stores.
+
+    Raises ValueError for a directory without a store.
+    """
+
+    def __init__(self, paths: Sequence[str], open_store: Open) -> None:
+        self._open = open_store
+        self._paths = [store for path in paths for store in _stores_in(path)]
+
+    def __iter__(self) -> Iterator[Capture]:
+        for path in self._paths:
+            with self._open(path) as capture:
+                yield capture
+
+
+def _stores_in(path: str) -> list[str]:
+    if not Path(path).is_dir() or Path(path).suffix == ".zarr" or (Path(path) / "zarr.json").exists():
+        return [path]
+    found = sorted(map(str, Path(path).glob("*.zarr")))
+    if not found:
+        raise ValueError(f"{path} holds no finished store (*.zarr); give a store or a directory of stores")
+    return found
 
 
 def add_plot_options(parser: argparse.ArgumentParser) -> None:
@@ -34,13 +59,13 @@ def add_plot_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hook", metavar="HOOK", help="of neuron, difference and drift")
     parser.add_argument("--layer", type=int, metavar="N", help="of attention, and of --hook")
     parser.add_argument("--neuron", type=int, metavar="N", help="of neuron")
-    parser.add_argument("--against", action="append", metavar="STORE", help="the other set of difference; repeatable")
+    parser.add_argument("--against", action="append", metavar="STORE", help="the other set; can be repeated")
     parser.add_argument("--rows", metavar="ROWS", help="of difference: all, prompt, generated or last")
     parser.add_argument("--since", metavar="ROW", help="of drift: prompt or previous")
     parser.add_argument("--token", type=int, metavar="ID", help="of attribution (default: the token that came next)")
 
 
-def draw(options: Options, open_stores: Open) -> Path:
+def draw(options: Options, open_store: Open) -> Path:
     """Draw what the options ask for. Raises ValueError for options that the kind does not take, or lacks."""
     kind = KINDS[options.kind]
     known = {name for one in KINDS.values() for name in (*one.takes, *one.needs)}
@@ -52,72 +77,75 @@ def draw(options: Options, open_stores: Open) -> Path:
             raise ValueError(f"plot: --kind {options.kind} needs --{name}; give it")
     if len(options.stores) > 1 and not kind.many:
         raise ValueError(f"plot: --kind {options.kind} draws one store, {len(options.stores)} were given; name one")
-    return kind.draw(open_stores(options.stores), options, open_stores)
+    return kind.draw(options, open_store)
 
 
-def _norms(captures: list[Capture], options: Options, _open: Open) -> Path:
+def _norms(options: Options, open_store: Open) -> Path:
     from dmi_connector.analysis.plot import draw_residual_norms
 
-    return draw_residual_norms(captures, options.out, options.tokenizer)
+    return draw_residual_norms([open_store(path) for path in options.stores], options.out, options.tokenizer)
 
 
-def _lens(captures: list[Capture], options: Options, _open: Open) -> Path:
+def _lens(options: Options, open_store: Open) -> Path:
     from dmi_connector.analysis.lens import logit_lens
     from dmi_connector.analysis.plot import draw_lens
     from dmi_connector.analysis.unembedding import Unembedding
 
-    lens = logit_lens(captures[0], Unembedding.of(captures[0], options.model), top=1)
-    return draw_lens(captures[0], lens, options.out, options.tokenizer)
+    capture = open_store(options.stores[0])
+    lens = logit_lens(capture, Unembedding.of(capture, options.model), top=1)
+    return draw_lens(capture, lens, options.out, options.tokenizer)
 
 
-def _attribution(captures: list[Capture], options: Options, _open: Open) -> Path:
+def _attribution(options: Options, open_store: Open) -> Path:
     from dmi_connector.analysis.attribution import logit_attribution
     from dmi_connector.analysis.plot import draw_attribution
     from dmi_connector.analysis.unembedding import Unembedding
 
-    unembedding = Unembedding.of(captures[0], options.model)
-    shares, labels = logit_attribution(captures[0], unembedding, options.token)
-    return draw_attribution(captures[0], shares, labels, options.out, options.tokenizer)
+    capture = open_store(options.stores[0])
+    shares, labels = logit_attribution(capture, Unembedding.of(capture, options.model), options.token)
+    return draw_attribution(capture, shares, labels, options.out, options.tokenizer)
 
 
-def _attention(captures: list[Capture], options: Options, _open: Open) -> Path:
+def _attention(options: Options, open_store: Open) -> Path:
     from dmi_connector.analysis.plot import draw_attention
 
-    return draw_attention(captures[0], options.layer, options.out, options.tokenizer)
+    return draw_attention(open_store(options.stores[0]), options.layer, options.out, options.tokenizer)
 
 
-def _uncertainty(captures: list[Capture], options: Options, _open: Open) -> Path:
+def _uncertainty(options: Options, open_store: Open) -> Path:
     from dmi_connector.analysis.lens import uncertainty
     from dmi_connector.analysis.plot import draw_uncertainty
     from dmi_connector.analysis.unembedding import Unembedding
 
     unembedding = None if options.model is None else Unembedding.load(options.model)
-    found = uncertainty(captures[0], unembedding)
-    return draw_uncertainty(captures[0], found, options.out, options.tokenizer)
+    capture = open_store(options.stores[0])
+    return draw_uncertainty(capture, uncertainty(capture, unembedding), options.out, options.tokenizer)
 
 
-def _drift(captures: list[Capture], options: Options, _open: Open) -> Path:
+def _drift(options: Options, open_store: Open) -> Path:
     from dmi_connector.analysis.plot import draw_drift
 
     hook, since = options.hook or "resid_final", options.since or "prompt"
+    captures = [open_store(path) for path in options.stores]
     return draw_drift(captures, options.out, hook, options.layer, since)
 
 
-def _neuron(captures: list[Capture], options: Options, _open: Open) -> Path:
+def _neuron(options: Options, open_store: Open) -> Path:
     from dmi_connector.analysis.neurons import top_tokens
     from dmi_connector.analysis.plot_sets import draw_top_tokens
 
-    found = top_tokens(captures, options.hook, options.neuron, options.layer)
+    stores = Stores(options.stores, open_store)
+    found = top_tokens(stores, options.hook, options.neuron, options.layer)
     where = options.hook if options.layer is None else f"{options.hook}, layer {options.layer}"
     return draw_top_tokens(found, options.out, f"{where}, neuron {options.neuron}", options.tokenizer)
 
 
-def _difference(captures: list[Capture], options: Options, open_stores: Open) -> Path:
+def _difference(options: Options, open_store: Open) -> Path:
     from dmi_connector.analysis.directions import mean_difference
     from dmi_connector.analysis.plot_sets import draw_mean_difference
 
-    rows = options.rows or "all"
-    found = mean_difference(captures, open_stores(options.against), options.hook, options.layer, rows)
+    sets = [Stores(paths, open_store) for paths in (options.stores, options.against)]
+    found = mean_difference(sets[0], sets[1], options.hook, options.layer, options.rows or "all")
     return draw_mean_difference(found, options.out, ("stores", "against"))
 
 

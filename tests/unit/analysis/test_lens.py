@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dmi_connector import Capture, open_capture
+from dmi_connector.analysis import attribution, lens, unembedding
 from dmi_connector.analysis.attribution import logit_attribution
 from dmi_connector.analysis.lens import logit_lens, uncertainty
 from dmi_connector.analysis.patterns import attention_pattern
@@ -65,32 +66,52 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_the_lens_is_what_transformers_gives_for_each_stream(case: Case) -> None:
-    lens = logit_lens(case.capture, case.unembedding, top=3)
-    assert lens.layers == [*map(str, range(len(case.streams) - 1)), "final"]
+    found = logit_lens(case.capture, case.unembedding, top=3)
+    assert found.layers == [*map(str, range(len(case.streams) - 1)), "final"]
     final = case.predicted(case.streams[-1])
     torch.testing.assert_close(final, case.logits.log_softmax(-1), atol=1e-5, rtol=0)
     for i, stream in enumerate(case.streams):
         own = case.predicted(stream)
         best, ids = own.topk(3)
-        assert np.array_equal(lens.ids[i], ids.numpy()), lens.layers[i]
-        np.testing.assert_allclose(lens.probabilities[i], best.exp(), rtol=1e-4)
+        assert np.array_equal(found.ids[i], ids.numpy()), found.layers[i]
+        np.testing.assert_allclose(found.probabilities[i], best.exp(), rtol=1e-4)
         chance = own.gather(-1, final.argmax(-1, keepdim=True)).exp()[:, 0]
-        np.testing.assert_allclose(lens.chance[i], chance, rtol=1e-4)
-        np.testing.assert_allclose(lens.entropy[i], torch.distributions.Categorical(logits=own).entropy(), rtol=1e-4)
+        np.testing.assert_allclose(found.chance[i], chance, rtol=1e-4)
+        np.testing.assert_allclose(found.entropy[i], torch.distributions.Categorical(logits=own).entropy(), rtol=1e-4)
         kl = torch.nn.functional.kl_div(own, final, reduction="none", log_target=True).sum(-1)
-        np.testing.assert_allclose(lens.divergence[i], kl, rtol=1e-3, atol=2e-6)
+        np.testing.assert_allclose(found.divergence[i], kl, rtol=1e-3, atol=2e-6)
 
 
 def test_uncertainty_is_that_of_transformers_from_logits_and_from_the_stream(case: Case) -> None:
     own = case.logits.log_softmax(-1)
     entropy = -(own.exp() * own).sum(-1).numpy()
     surprise = torch.nn.functional.cross_entropy(case.logits[:-1], torch.tensor(IDS)[1:], reduction="none").numpy()
-    for unembedding, rows in ((None, range(PROMPT - 1, TOKENS)), (case.unembedding, range(TOKENS))):
-        found = uncertainty(case.capture, unembedding)
+    for end, rows in ((None, range(PROMPT - 1, TOKENS)), (case.unembedding, range(TOKENS))):
+        found = uncertainty(case.capture, end)
         assert found.rows.tolist() == list(rows)
         np.testing.assert_allclose(found.entropy, entropy[rows], rtol=1e-4)
         np.testing.assert_allclose(found.surprise[:-1], surprise[rows[:-1]], rtol=1e-4)
         assert np.isnan(found.surprise[-1]), "no token followed"
+
+
+def test_blocks_of_any_size_give_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 rows in blocks of 5, so that the last one is short."""
+    calls = (
+        lambda: vars(logit_lens(case.capture, case.unembedding, top=2)),
+        lambda: vars(uncertainty(case.capture)),
+        lambda: vars(uncertainty(case.capture, case.unembedding)),
+        lambda: {"shares": logit_attribution(case.capture, case.unembedding, targets=3)[0]},
+    )
+    whole = [call() for call in calls]
+    monkeypatch.setattr(unembedding, "_LOGITS", 5 * len(case.unembedding.weight))
+    monkeypatch.setattr(lens, "_SAMPLES", 4)
+    monkeypatch.setattr(attribution, "BLOCK", 7)
+    for before, call in zip(whole, calls, strict=True):
+        for name, value in call().items():
+            if name == "layers":
+                assert value == before[name]
+            else:
+                np.testing.assert_allclose(value, before[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_attribution_sums_to_the_logit_of_the_token_that_came_next(case: Case) -> None:

@@ -134,6 +134,24 @@ def test_bad_options_are_refused_with_the_fix(
     assert not list(tmp_path.iterdir())
 
 
+def test_directories_of_stores_are_opened_one_store_at_a_time(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    seen: list[tuple[float, ...]] = []
+    barh = Axes.barh
+    monkeypatch.setattr(
+        Axes, "barh", lambda self, y, width, **kw: seen.append(tuple(width)) or barh(self, y, width, **kw)
+    )
+    options = ["--kind", "neuron", "--hook", "mlp_post", "--layer", "0", "--neuron", "3", "-o", str(tmp_path / "x.svg")]
+    assert main(["plot", str(folder), *options]) == 0
+    with open_capture(folder / "one.zarr", 0) as one, open_capture(folder / "two.zarr", 0) as two:
+        values = np.concatenate([capture.numpy("mlp_post", 0)[:, 3] for capture in (one, two)])
+    assert seen == [tuple(np.sort(values)[::-1][:20].tolist())]
+    capsys.readouterr()
+    assert main(["plot", str(tmp_path), *options]) == 2
+    assert f"{tmp_path} holds no finished store" in capsys.readouterr().err
+
+
 def test_an_incomplete_store_is_drawn_without_its_missing_rows_and_one_without_rows_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

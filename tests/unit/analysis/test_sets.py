@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dmi_connector import open_capture, open_captures
+from dmi_connector.analysis import directions, neurons
 from dmi_connector.analysis.directions import mean_difference
 from dmi_connector.analysis.neurons import top_tokens
 from dmi_connector.analysis.patterns import attention_pattern
@@ -68,6 +69,14 @@ def test_drift_is_the_angle_from_the_prompt_or_the_row_before(folder: Path) -> N
         np.testing.assert_allclose(one[1], 1 - cosine, atol=1e-6)
 
 
+@pytest.fixture(params=[4096, 7])
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are read at a time."""
+    for module in (directions, neurons):
+        monkeypatch.setattr(module, "BLOCK", request.param)
+
+
+@pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("lowest", [False, True])
 def test_top_tokens_are_the_largest_of_all_stores_with_their_context(folder: Path, lowest: bool) -> None:
     everything = [(values(i)["mlp_post"][1, row, 5], i, int(row)) for i in range(STORES) for row in there(i)]
@@ -92,6 +101,7 @@ def test_top_tokens_gives_all_rows_where_there_are_fewer_and_keeps_the_order_of_
     assert [(a.store.stem, a.row) for a in first] == [*(("a", i) for i in range(5)), ("b", 0), ("b", 1)]
 
 
+@pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("rows", ["all", "prompt", "generated", "last"])
 def test_mean_difference_is_that_of_plain_means_and_finds_the_planted_neuron(folder: Path, rows: str) -> None:
     half = TOKENS // 2
