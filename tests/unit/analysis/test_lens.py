@@ -17,6 +17,7 @@ from dmi_connector.analysis.lens import logit_lens, uncertainty
 from dmi_connector.analysis.patterns import attention_pattern
 from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.analysis.unembedding import Unembedding
+from dmi_connector.cli import tiny_models
 from dmi_connector.cli.tiny_models import make_model
 from tests import analysiskit
 
@@ -173,6 +174,14 @@ def test_bad_input_is_refused_with_the_fix(tmp_path: Path) -> None:
         weights.unlink()
     with pytest.raises(ValueError, match="lack an embedding"):
         Unembedding.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("family", {**tiny_models.ARCHS, **tiny_models.FAMILIES})
+def test_the_end_of_every_family_gives_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
+    oracle = Oracle(make_model(family, tmp_path))
+    expected = oracle.run(IDS.tolist())
+    logits = Unembedding.load(tmp_path).logits(expected["resid_final"][0])
+    np.testing.assert_allclose(logits, expected["logits"], atol=1e-5)
 
 
 def test_bfloat16_weights_and_sharded_files_are_read(tmp_path: Path) -> None:
