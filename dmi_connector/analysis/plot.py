@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a store. Needs matplotlib (the extra `plot`)."""
+"""Pictures of captures by token: norms, lens, attribution, attention, uncertainty, drift, as PNG or SVG.
+
+Each function writes the file `out`, whose ending says the format, and returns its path. tokenizer: directory of
+tokenizer.json, for the words on the axis; None: the model directory that the store names, if it exists. All need
+matplotlib (the extra `plot`), and raise ValueError without it, for another ending, and for a store without rows.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,148 +15,174 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dmi_connector.analysis import canvas
+from dmi_connector.analysis.labels import labeller, token_labels
+from dmi_connector.analysis.lens import Lens, Uncertainty
+from dmi_connector.analysis.patterns import attention_pattern
+from dmi_connector.analysis.residual import drift, residual_norms
 from dmi_connector.store.read.capture import Capture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-MAX_LABELS = 48
-"""With more tokens the axis has no label for each."""
-_LONGEST_LABEL = 10
-"""Characters of a token's label."""
+PathLike = str | os.PathLike[str]
 _LOG_RATIO = 20
-"""Ratio of the largest to the smallest norm."""
+"""Ratio of the largest to the smallest norm from which the colour scale is logarithmic."""
+_WORDS_IN_CELLS = 32
+"""With more tokens the lens shows colours alone."""
 
 
-def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
-    """(Euclidean norms of the residual stream, float32 [layers, tokens]; a label for each layer).
+def draw_residual_norms(captures: Sequence[Capture], out: PathLike, tokenizer: PathLike | None = None) -> Path:
+    """Draw residual norms by layer and token, a panel a capture under one colour scale.
 
-    Rows are resid_pre of every captured layer, then resid_final. Raises ValueError if neither was captured.
+    Raises ValueError for a store without residual stream.
     """
-    rows, labels = [], []
-    if "resid_pre" in capture:
-        for layer in capture.layers["resid_pre"]:
-            rows.append(np.linalg.norm(capture.numpy("resid_pre", layer=layer), axis=-1))
-            labels.append(str(layer))
-    if "resid_final" in capture:
-        rows.append(np.linalg.norm(capture.numpy("resid_final"), axis=-1))
-        labels.append("final")
-    if not rows:
-        raise ValueError(
-            f"{capture.path} has no residual stream (hooks resid_pre, resid_final); it has {capture.hooks}"
-        )
-    return np.stack(rows), labels
-
-
-def token_labels(capture: Capture, tokenizer: str | os.PathLike[str] | None = None) -> list[str]:
-    """One short label for each row: the text of its token, or its id without a tokenizer.
-
-    tokenizer: directory of tokenizer.json; None: the model directory that the store names, if it exists. Raises
-    ValueError for a directory without tokenizer.json.
-    """
-    ids = capture.token_ids.tolist()
-    path = Path(tokenizer if tokenizer is not None else capture.attrs["model"]) / "tokenizer.json"
-    if not path.is_file() or importlib.util.find_spec("tokenizers") is None:
-        if tokenizer is not None:
-            raise ValueError(
-                f"tokenizer: {path} is no file, or the package tokenizers is missing; leave the option out"
-            )
-        return [str(i) for i in ids]
-    from tokenizers import Tokenizer
-
-    core = Tokenizer.from_file(str(path))
-    return [_label_of(i, core.decode([i], skip_special_tokens=False)) for i in ids]
-
-
-def _label_of(token: int, text: str) -> str:
-    """`text` short enough for an axis, spaces visible; the token's id where it is not all printable."""
-    if not text or "\N{REPLACEMENT CHARACTER}" in text or not text.isprintable():
-        return f"[{token}]"
-    shown = text.replace(" ", "·").replace("$", r"\$")  # matplotlib reads mathematics between two dollars
-    return shown if len(shown) <= _LONGEST_LABEL else shown[: _LONGEST_LABEL - 1] + "…"
-
-
-def draw_residual_norms(
-    captures: Sequence[Capture], out: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None
-) -> Path:
-    """Draw residual norms by layer and token, a panel a capture under one colour scale, as a PNG in `out`.
-
-    Raises ValueError without matplotlib, or for a store without residual stream or rows.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plot: matplotlib is not installed; install dmi_connector[plot]")
-    from matplotlib.figure import Figure
-
     norms = [residual_norms(capture) for capture in captures]
-    if any(values.size == 0 for values, _ in norms):
-        raise ValueError(f"plot: {[str(c.path) for c in captures if not len(c.token_ids)]} hold no rows")
-    # Sizes are in inches.
+    canvas.check_rows(captures)
     columns = 1 if len(captures) == 1 else 2
     lines = -(-len(captures) // columns)
-    longest = max(values.shape[1] for values, _ in norms)
-    wide = min(16.0, 3.0 + 0.27 * longest) if longest <= MAX_LABELS else 11.0
-    tall = min(9.0, 1.9 + 0.3 * max(values.shape[0] for values, _ in norms))
-    figure = Figure(figsize=(columns * wide * (0.75 if columns > 1 else 1.0) + 1.2, lines * tall + 0.7), dpi=130)
-    figure.set_layout_engine("constrained")
+    wide = canvas.token_width(max(values.shape[1] for values, _ in norms)) * (0.75 if columns > 1 else 1.0)
+    tall = canvas.layer_height(max(values.shape[0] for values, _ in norms))
+    figure = canvas.new_figure(columns * wide + 1.2, lines * tall + 0.7, out)
     panels = [figure.add_subplot(lines, columns, i + 1) for i in range(len(captures))]
     scale, name = _scale(np.concatenate([values.ravel() for values, _ in norms]))
     image: Any = None
     for panel, capture, (values, layers) in zip(panels, captures, norms, strict=True):
-        ends = (capture.positions[0] - 0.5, capture.positions[-1] + 0.5, -0.5, len(layers) - 0.5)
-        image = panel.imshow(values, extent=ends, aspect="auto", origin="lower", norm=scale, interpolation="nearest")
-        _label(panel, capture, layers, token_labels(capture, tokenizer))
-    bar = figure.colorbar(image, ax=panels, pad=0.015, fraction=0.04)
-    bar.set_label(f"norm of the residual stream{name}")
-    bar.outline.set_visible(False)
-    _title(figure, captures)
-    path = Path(out)
-    figure.savefig(path)
-    return path
+        image = canvas.heat(panel, capture, values, norm=scale)
+        canvas.layer_axis(panel, layers, "layer input")
+        canvas.token_axis(panel, capture, token_labels(capture, tokenizer))
+        canvas.name_panel(panel, capture)
+    canvas.colour_bar(figure, image, panels, f"norm of the residual stream{name}")
+    canvas.title(figure, captures[0], "residual norms by layer and token")
+    return canvas.save(figure, out)
 
 
 def _scale(values: np.ndarray) -> tuple[Any, str]:
     """A colour scale over `values`. It is logarithmic from a ratio of _LOG_RATIO on."""
     from matplotlib.colors import LogNorm, Normalize
 
-    low, high = float(values.min()), float(values.max())
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
     if low > 0 and high / low > _LOG_RATIO:
         return LogNorm(low, high), " (log scale)"
     return Normalize(low, high), ""
 
 
-def _label(panel: Axes, capture: Capture, layers: list[str], tokens: list[str]) -> None:
-    step = max(1, -(-len(layers) // 14))
-    shown = [*range(0, len(layers) - step, step), len(layers) - 1]
-    panel.set_yticks(shown, [layers[i] for i in shown])
-    panel.set_ylabel("layer input")
-    if len(tokens) <= MAX_LABELS:
-        panel.set_xticks(capture.positions, tokens, rotation=90, fontsize=8, family="DejaVu Sans Mono")
-    else:
-        panel.set_xlabel("token position")
-    panel.tick_params(length=0)
-    for side in panel.spines.values():
-        side.set_visible(False)
-    first = capture.prompt_len
-    if capture.positions[0] < first <= capture.positions[-1]:
-        panel.axvline(first - 0.5, color="white", linewidth=2.5)
-        panel.axvline(first - 0.5, color="crimson", linewidth=1.2)
-        mark: dict[str, Any] = {
-            "xytext": (0, 3),
-            "textcoords": "offset points",
-            "fontsize": 8,
-            "color": "crimson",
-        }
-        panel.annotate("generated →", (first - 0.4, 1.0), xycoords=("data", "axes fraction"), **mark)
-    name = capture.attrs.get("key") or capture.path.stem
-    state = "" if capture.complete else " (incomplete)"
-    panel.set_title(name + state, fontsize=10, loc="left", pad=14)  # above the mark of generated tokens
+def draw_lens(capture: Capture, lens: Lens, out: PathLike, tokenizer: PathLike | None = None) -> Path:
+    """Draw a logit lens: each cell has the likeliest next token, and as colour the chance of the model's own choice."""
+    canvas.check_rows([capture])
+    count = len(capture.token_ids)
+    words = count <= _WORDS_IN_CELLS
+    wide = 3.0 + 0.8 * count if words else canvas.token_width(count)
+    figure = canvas.new_figure(wide + 1.2, canvas.layer_height(len(lens.layers)) + 0.7, out)
+    panel = figure.add_subplot()
+    image = canvas.heat(panel, capture, lens.chance, vmin=0, vmax=1, cmap="Blues")
+    if words:
+        _write_words(panel, capture, lens, tokenizer)
+    canvas.layer_axis(panel, lens.layers, "layer input")
+    canvas.token_axis(panel, capture, token_labels(capture, tokenizer))
+    canvas.name_panel(panel, capture)
+    canvas.colour_bar(figure, image, [panel], "probability of the model's choice")
+    canvas.title(figure, capture, "logit lens")
+    return canvas.save(figure, out)
 
 
-def _title(figure: Figure, captures: Sequence[Capture]) -> None:
-    first = captures[0].attrs
-    version = first["versions"].get("vllm", "?")
-    figure.suptitle(
-        f"{first['architecture']}: residual norms by layer and token ({first['dtype']}, vLLM {version})",
-        fontsize=12,
+def _write_words(panel: Axes, capture: Capture, lens: Lens, tokenizer: PathLike | None) -> None:
+    label = labeller(capture.attrs["model"], tokenizer)
+    for line, ids in enumerate(lens.ids[:, :, 0]):
+        for position, token, chance in zip(capture.positions, ids.tolist(), lens.chance[line], strict=True):
+            if token >= 0:
+                colour = "white" if chance > 0.5 else "black"
+                panel.text(position, line, label(token), ha="center", va="center", fontsize=7, color=colour)
+
+
+def draw_attribution(
+    capture: Capture, shares: np.ndarray, labels: Sequence[str], out: PathLike, tokenizer: PathLike | None = None
+) -> Path:
+    """Draw direct logit attribution, as `logit_attribution` gives it: parts by token, red for, blue against."""
+    canvas.check_rows([capture])
+    figure = canvas.new_figure(
+        canvas.token_width(len(capture.token_ids)) + 1.2, canvas.layer_height(len(labels)) + 0.7, out
     )
+    panel = figure.add_subplot()
+    largest = float(np.nanmax(np.abs(shares), initial=0.0)) or 1.0
+    image = canvas.heat(panel, capture, shares, vmin=-largest, vmax=largest, cmap="RdBu_r")
+    canvas.layer_axis(panel, labels, "part of the residual stream")
+    canvas.token_axis(panel, capture, token_labels(capture, tokenizer))
+    canvas.name_panel(panel, capture)
+    canvas.colour_bar(figure, image, [panel], "share of the logit")
+    canvas.title(figure, capture, "direct logit attribution")
+    return canvas.save(figure, out)
+
+
+def draw_attention(capture: Capture, layer: int, out: PathLike, tokenizer: PathLike | None = None) -> Path:
+    """Draw the attention pattern of one layer, a panel a head: queries downwards, keys to the right.
+
+    Raises as `attention_pattern`.
+    """
+    canvas.check_rows([capture])
+    weights = attention_pattern(capture, layer)
+    columns = int(np.ceil(np.sqrt(len(weights))))
+    lines = -(-len(weights) // columns)
+    side = min(4.0, 1.6 + 0.12 * weights.shape[1])
+    figure = canvas.new_figure(columns * side + 1.5, lines * side + 1.0, out)
+    labels = token_labels(capture, tokenizer)
+    panels, image = [], None
+    for head, values in enumerate(weights):
+        panel = figure.add_subplot(lines, columns, head + 1)
+        image = panel.imshow(values, vmin=0, vmax=1, cmap="magma", interpolation="nearest")
+        panel.set_title(f"head {head}", fontsize=9)
+        canvas.clean(panel)
+        _label_square(panel, labels)
+        panels.append(panel)
+    canvas.colour_bar(figure, image, panels, "attention weight")
+    canvas.title(figure, capture, f"attention of layer {layer}, {canvas.capture_name(capture)}")
+    return canvas.save(figure, out)
+
+
+def _label_square(panel: Axes, labels: Sequence[str]) -> None:
+    """Tokens on both axes, if they fit."""
+    if len(labels) > canvas.MAX_LABELS // 2:
+        return
+    look: dict[str, Any] = {"fontsize": 5, "family": "DejaVu Sans Mono"}
+    panel.set_xticks(range(len(labels)), labels, rotation=90, **look)
+    panel.set_yticks(range(len(labels)), labels, **look)
+
+
+def draw_uncertainty(capture: Capture, found: Uncertainty, out: PathLike, tokenizer: PathLike | None = None) -> Path:
+    """Draw entropy and surprise by token. Each stands above the token behind which the model predicts."""
+    canvas.check_rows([capture])
+    figure = canvas.new_figure(canvas.token_width(len(capture.token_ids)) + 0.5, 4.0, out)
+    panel = figure.add_subplot()
+    positions = found.rows + int(capture.attrs["start"])
+    panel.plot(positions, found.entropy, "o-", markersize=3, label="entropy")
+    panel.plot(positions, found.surprise, "s--", markersize=3, label="surprise at the token that came")
+    panel.set_xlim(capture.positions[0] - 0.5, capture.positions[-1] + 0.5)
+    panel.set_ylim(bottom=0)
+    panel.set_ylabel("nats")
+    panel.legend(frameon=False, fontsize=8)
+    canvas.token_axis(panel, capture, token_labels(capture, tokenizer))
+    canvas.name_panel(panel, capture)
+    canvas.title(figure, capture, "uncertainty by token")
+    return canvas.save(figure, out)
+
+
+def draw_drift(
+    captures: Sequence[Capture],
+    out: PathLike,
+    hook: str = "resid_final",
+    layer: int | None = None,
+    since: str = "prompt",
+) -> Path:
+    """Draw how far the rows of each capture have turned away, a line a capture. Raises as `drift`."""
+    canvas.check_rows(captures)
+    lines = [drift(capture, hook, layer, since) for capture in captures]
+    figure = canvas.new_figure(9.0, 4.0, out)
+    panel = figure.add_subplot()
+    for capture, values in zip(captures, lines, strict=True):
+        panel.plot(capture.positions, values, "o-", markersize=2, linewidth=1, label=canvas.capture_name(capture))
+    panel.set(xlabel="token position", ylabel="1 - cosine")
+    panel.legend(frameon=False, fontsize=8)
+    where = hook if layer is None else f"{hook}, layer {layer}"
+    other = "the prompt's mean row" if since == "prompt" else "the row before"
+    canvas.title(figure, captures[0], f"drift of {where} from {other}")
+    return canvas.save(figure, out)

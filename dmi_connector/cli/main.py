@@ -24,6 +24,7 @@ class Parser(argparse.ArgumentParser):
 def make_parser() -> Parser:
     """The parser of all subcommands. `serve` has one of its own, see `make_serve_parser`."""
     import dmi_connector
+    from dmi_connector.cli.plots import add_plot_options
 
     parser = Parser(prog="dmi", description="Capture the internal tensors of a model served by vLLM, and look at them.")
     parser.add_argument("--version", action="version", version=f"dmi {dmi_connector.__version__}")
@@ -44,6 +45,14 @@ def make_parser() -> Parser:
     ls.add_argument("--stats", action="store_true", help="totals by state, bytes, missing rows and why, oldest, newest")
     ls.add_argument("--json", action="store_true", help="print a JSON list (with --stats, an object)")
     ls.set_defaults(run=_ls)
+
+    tail = commands.add_parser("tail", help="print captures as they finish, a line each")
+    tail.add_argument("dir", metavar="DIR")
+    tail.add_argument("-n", "--last", type=int, default=10, metavar="N", help="begin with the last N (default: 10)")
+    tail.add_argument("--key", help="only those with this key")
+    tail.add_argument("--once", action="store_true", help="print those that have finished, and end")
+    tail.add_argument("--json", action="store_true", help="print a JSON object a line")
+    tail.set_defaults(run=_tail)
 
     info = commands.add_parser("info", help="arrays, sizes and attributes of a store")
     info.add_argument("store", metavar="STORE")
@@ -90,10 +99,8 @@ def make_parser() -> Parser:
     fidelity.add_argument("--json", action="store_true", help="print a JSON list, one entry a layer")
     fidelity.set_defaults(run=_fidelity)
 
-    plot = commands.add_parser("plot", help="draw residual norms by layer and token")
-    plot.add_argument("stores", metavar="STORE", nargs="+")
-    plot.add_argument("-o", "--out", required=True, metavar="PNG")
-    plot.add_argument("--tokenizer", metavar="DIR", help="directory of tokenizer.json, for the words on the axis")
+    plot = commands.add_parser("plot", help="draw stores as PNG or SVG: norms, logit lens, attention and others")
+    add_plot_options(plot)
     plot.set_defaults(run=_plot)
     return parser
 
@@ -175,6 +182,18 @@ def _ls(options: argparse.Namespace) -> int:
     else:
         narrowed = options.key is not None or options.request_id is not None
         print(f"no captures in {options.dir}{' match' if narrowed else ''}", file=sys.stderr)
+    return 0
+
+
+def _tail(options: argparse.Namespace) -> int:
+    from dmi_connector.cli.tail import follow
+
+    if options.last < 0:
+        raise ValueError(f"--last {options.last} is not valid; use 0 or more")
+    directory = _directory(options.dir, "a store directory")
+    lines = follow(directory, options.last, options.key, once=options.once, as_json=options.json)
+    for line in lines:
+        print(line, flush=True)
     return 0
 
 
@@ -269,7 +288,7 @@ def _fidelity(options: argparse.Namespace) -> int:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    from dmi_connector.analysis.plot import draw_residual_norms
+    from dmi_connector.cli.plots import draw
 
-    print(draw_residual_norms([_open(store) for store in options.stores], options.out, options.tokenizer))
+    print(draw(options, _open))
     return 0

@@ -3,23 +3,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from dmi_connector import Capture, find_captures, open_capture
 from dmi_connector.analysis.transformers_oracle import Oracle, compare
 from dmi_connector.cli import demo
 from dmi_connector.hooks import PRESETS
+from tests import notebookkit
 from tests.engine.harness import USUAL_HOOKS
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -88,13 +84,16 @@ def test_bad_hooks_are_refused_before_an_engine_starts(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr and not (tmp_path / "d/captures").exists()
 
 
-def test_the_notebook_runs_on_a_store(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DMI_STORE", str(result.captures()[0].path))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    notebook = nbformat.read(ROOT / "examples/first_look.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "it is stored without outputs"
-    NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    pictures = [o for o in outputs if "image/png" in o.get("data", {})]
-    text = "".join(o.get("text", "") for o in outputs)
-    assert len(pictures) == 2 and "largest difference from the captured logits" in text, text
+@pytest.mark.parametrize(
+    ("name", "pictures", "words"),
+    [
+        ("first_look", 2, ["largest difference from the captured logits"]),
+        ("uncertainty", 2, ["largest difference of entropies", "decided at final"]),
+    ],
+)
+def test_the_notebooks_run_on_a_store(
+    name: str, pictures: int, words: list[str], result: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = str(result.captures()[0].path)
+    text, drawn = notebookkit.execute(notebookkit.read(name), monkeypatch, DMI_STORE=store)
+    assert drawn == pictures and all(word in text for word in words), text

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmi_connector.analysis import plot
+from dmi_connector.analysis import canvas
+from dmi_connector.analysis.labels import token_labels
+from dmi_connector.analysis.residual import residual_norms
 from dmi_connector.cli import demo, tables
 from dmi_connector.cli.main import main, make_serve_parser
 from dmi_connector.cli.serve import SERVER, server_command
@@ -134,13 +136,13 @@ def test_plot_draws_a_png(stores: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_plots_have_true_norms_and_token_labels(stores: Path, tmp_path: Path) -> None:
     capture = open_capture(stores / "one.zarr")
-    values, layers = plot.residual_norms(capture)
+    values, layers = residual_norms(capture)
     assert layers == ["0", "1", "2", "final"] and values.shape == (4, TOKENS)
     assert np.allclose(values[1], np.sqrt((capture.numpy("resid_pre", layer=1) ** 2).sum(-1)), rtol=1e-6)
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    assert plot.token_labels(capture) == [str(i) for i in capture.token_ids], "ids without a tokenizer"
-    labels = plot.token_labels(capture, tmp_path)
+    assert token_labels(capture) == [str(i) for i in capture.token_ids], "ids without a tokenizer"
+    labels = token_labels(capture, tmp_path)
     assert len(labels) == TOKENS and labels[0] == "<|pad|>"
     letter = next(i for i, t in enumerate(capture.token_ids) if tokenizer.decode([t]) == "a")
     assert labels[letter] == "a"
@@ -183,7 +185,7 @@ def test_a_mistake_of_the_user_is_answered_in_one_line(
 def test_plot_without_matplotlib_says_what_to_install(
     stores: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(canvas.importlib.util, "find_spec", lambda name: None)
     status, _, err = run(capsys, "plot", stores / "one.zarr", "-o", "x.png")
     assert status == 2 and "dmi_connector[plot]" in err
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,12 @@ class CaptureInfo:
 def read_index(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All whole lines of the index. Torn and foreign lines are skipped. [] where there is no index."""
     path = Path(directory) / INDEX_NAME
-    if not path.exists():
-        return []
+    return _parse(path.read_bytes()) if path.exists() else []
+
+
+def _parse(text: bytes) -> list[dict[str, Any]]:
     lines = []
-    for raw in path.read_bytes().split(b"\n"):
+    for raw in text.split(b"\n"):
         try:
             line = json.loads(raw)
         except ValueError:  # the tail of a line that is being written, or that a full disk cut
@@ -69,25 +72,52 @@ def find_captures(
         partial = Path(directory) / (line["store"] + PARTIAL_SUFFIX)
         if line.get("state", "started") == "started" and is_abandoned(partial):
             line |= {"state": "unfinished", "reason": f"its writers ended and left {partial.name}: run dmi repair"}
-    found = [
-        CaptureInfo(
-            store=Path(directory) / line["store"],
-            key=line.get("key"),
-            request_id=line.get("request_id"),
-            state=line.get("state", "started"),
-            reason=line.get("reason"),
-            started=line.get("created", ""),
-            finished=line.get("finished"),
-            bytes=line.get("bytes"),
-            num_tokens=line.get("num_tokens"),
-            prompt_len=line.get("prompt_len"),
-            model=line.get("model"),
-        )
-        for line in lines.values()
-        if line.get("state") not in ("aborted", "removed")
-    ]
+    found = [_info(directory, line) for line in lines.values() if line.get("state") not in ("aborted", "removed")]
     kept = [c for c in found if key in (None, c.key) and (request_id is None or same_request(request_id, c.request_id))]
     return sorted(kept, key=lambda c: c.started)
+
+
+def _info(directory: str | os.PathLike[str], line: Mapping[str, Any]) -> CaptureInfo:
+    return CaptureInfo(
+        store=Path(directory) / line["store"],
+        key=line.get("key"),
+        request_id=line.get("request_id"),
+        state=line.get("state", "started"),
+        reason=line.get("reason"),
+        started=line.get("created", ""),
+        finished=line.get("finished"),
+        bytes=line.get("bytes"),
+        num_tokens=line.get("num_tokens"),
+        prompt_len=line.get("prompt_len"),
+        model=line.get("model"),
+    )
+
+
+class IndexTail:
+    """Follows the index of a store directory. Each `read` takes what was appended since the one before."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._directory = Path(directory)
+        self._at, self._file = 0, 0
+
+    def read(self) -> list[CaptureInfo]:
+        """Captures that ended since the last call, in the order they ended; the first call gives all.
+
+        [] where there is no index. Aborted captures are left out. An index that was replaced or cut is read anew.
+        """
+        try:
+            with open(self._directory / INDEX_NAME, "rb") as index:
+                status = os.fstat(index.fileno())
+                if status.st_ino != self._file or status.st_size < self._at:
+                    self._at, self._file = 0, status.st_ino
+                index.seek(self._at)
+                text = index.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]  # what is behind it is still being written
+        self._at += len(whole)
+        lines = [line for line in _parse(whole) if line["event"] == "finish" and line.get("state") != "aborted"]
+        return [_info(self._directory, line) for line in lines]
 
 
 def same_request(wanted: str, stored: str | None) -> bool:

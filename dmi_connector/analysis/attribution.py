@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Direct logit attribution: what each block of each layer adds to the logit of one token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from dmi_connector.analysis.rows import BLOCK
+from dmi_connector.analysis.unembedding import Unembedding
+from dmi_connector.store.read.capture import Capture
+
+
+def logit_attribution(
+    capture: Capture,
+    unembedding: Unembedding,
+    targets: Sequence[int] | np.ndarray | int | None = None,
+    against: int | None = None,
+) -> tuple[np.ndarray, list[str]]:
+    """(Direct logit attribution, float32 [parts, tokens]; a label for each part).
+
+    The residual stream is the sum of what enters layer 0 ("embed") and of each layer's `attn_out` and `mlp_out`
+    ("0.attn", "0.mlp"). The final norm's divisor is held fixed, so that the norm is linear. Each part then has its
+    share of the logit, and the shares of a row, with the norm's bias ("bias"), sum to its logit before a soft cap
+    (Elhage et al., 2021).
+
+    targets: the token whose logit is split: one, or one for each row; None: the token that came next, for the last row
+    the likeliest one. against: a token whose logit is subtracted; the shares are then those of the difference. Missing
+    rows are NaN.
+
+    Raises KeyError where `resid_pre` of layer 0, `attn_out` or `mlp_out` of a layer, or `resid_final` is not there.
+    Raises ValueError for tokens outside the vocabulary and for targets of another number than rows.
+    """
+    tokens, layers = len(capture.token_ids), range(int(capture.attrs["num_layers"]))
+    labels = ["embed", *(f"{layer}.{block}" for layer in layers for block in ("attn", "mlp")), "bias"]
+    chosen = _targets(capture, unembedding, targets)
+    _check_tokens(unembedding, chosen if against is None else np.append(chosen, against))
+    shares = np.full((len(labels), tokens), np.nan, np.float32)
+    for rows in capture.runs(BLOCK):
+        read = unembedding.weight[chosen[rows]]
+        offset = np.zeros(len(read), np.float32) if unembedding.offset is None else unembedding.offset[chosen[rows]]
+        if against is not None:
+            read = read - unembedding.weight[against]
+            offset = offset if unembedding.offset is None else offset - unembedding.offset[against]
+        direction = read * unembedding.gain * np.float32(unembedding.scale)
+        direction /= unembedding.spread(capture.numpy("resid_final", tokens=rows))
+        for i, part in enumerate(_parts(capture, layers, rows)):
+            shares[i, rows] = (unembedding.centre(part) * direction).sum(-1)
+        shares[-1, rows] = read @ unembedding.bias * np.float32(unembedding.scale) + offset
+    return shares, labels
+
+
+def _parts(capture: Capture, layers: range, rows: slice) -> Iterator[np.ndarray]:
+    """What the residual stream is the sum of, [rows, width] each."""
+    yield capture.numpy("resid_pre", 0, rows)
+    for layer in layers:
+        yield capture.numpy("attn_out", layer, rows)
+        yield capture.numpy("mlp_out", layer, rows)
+
+
+def _targets(
+    capture: Capture, unembedding: Unembedding, targets: Sequence[int] | np.ndarray | int | None
+) -> np.ndarray:
+    """One token id for each row, int64."""
+    count = len(capture.token_ids)
+    if targets is not None:
+        given = np.asarray(targets, np.int64)
+        if given.ndim and given.shape != (count,):
+            raise ValueError(f"targets have shape {given.shape}, the store has {count} rows; give one for each, or one")
+        return np.broadcast_to(given, count)
+    last = capture.numpy("resid_final", tokens=slice(max(0, count - 1), count))
+    likeliest = unembedding.logits(last).argmax(-1)
+    return np.concatenate([capture.token_ids[1:], likeliest]).astype(np.int64)
+
+
+def _check_tokens(unembedding: Unembedding, ids: np.ndarray) -> None:
+    wrong = ids[(ids < 0) | (ids >= len(unembedding.weight))]
+    if len(wrong):
+        raise ValueError(f"token {wrong[0]} does not exist; the vocabulary has {len(unembedding.weight)}")

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The difference between the mean rows of two sets of captures: a start for steering vectors and linear probes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dmi_connector.analysis.rows import BLOCK, check_one_layer, hook_rows, present_rows
+from dmi_connector.store.read.capture import Capture
+
+
+@dataclass(frozen=True)
+class MeanDifference:
+    """Means of a hook over two sets of captures. Made by `mean_difference`.
+
+    first, second: float64 [width]. scores: of the rows of each set, see `score`.
+    """
+
+    first: np.ndarray
+    second: np.ndarray
+    scores: tuple[np.ndarray, np.ndarray]
+
+    @property
+    def vector(self) -> np.ndarray:
+        """first - second, float32 [width]: a steering vector."""
+        return (self.first - self.second).astype(np.float32)
+
+    @property
+    def separation(self) -> float:
+        """Distance of the means in standard deviations of the scores within the sets (d' of signal detection).
+
+        NaN where the means are equal, or where there is one row or none to spare.
+        """
+        squares = sum(float(np.square(scores - scores.mean(dtype=np.float64)).sum()) for scores in self.scores)
+        spare = sum(map(len, self.scores)) - 2
+        return float(1 / np.sqrt(squares / spare)) if spare > 0 and squares > 0 else float("nan")
+
+    def score(self, rows: np.ndarray) -> np.ndarray:
+        """Position of rows [n, width] between the means, float32 [n]: 1 at `first`, 0 at `second`.
+
+        A row above 0.5 is nearer to `first` along the difference. NaN where the means are equal.
+        """
+        vector = self.first - self.second
+        length = vector @ vector
+        return np.asarray((rows - self.second) @ vector / (length if length else np.nan), np.float32)
+
+
+ROWS = ("all", "prompt", "generated", "last")
+"""Which rows of a capture count. "last" is the last row of the prompt."""
+
+
+def mean_difference(
+    first: Capture | Iterable[Capture],
+    second: Capture | Iterable[Capture],
+    hook: str,
+    layer: int | None = None,
+    rows: str = "all",
+) -> MeanDifference:
+    """Mean rows of a hook in two sets of captures, and how far apart they are (Marks and Tegmark, 2023).
+
+    layer: required where several were captured. rows: "all", "prompt", "generated", or "last" (the prompt's last row).
+    Missing rows are left out. It reads every store twice, in blocks.
+
+    Raises KeyError for a hook or layer that was not captured. Raises ValueError for another `rows`, for logits, for
+    several layers without `layer`, for sets of different widths, and for a set without a row.
+    """
+    if rows not in ROWS:
+        raise ValueError(f"rows {rows!r} is not valid; use {', '.join(map(repr, ROWS))}")
+    sets = [[s] if isinstance(s, Capture) else list(s) if isinstance(s, Iterator) else s for s in (first, second)]
+    means = [_mean(captures, hook, layer, rows) for captures in sets]
+    if len(means[0]) != len(means[1]):
+        raise ValueError(f"rows of {hook!r} have {len(means[0])} values in one set, {len(means[1])} in the other")
+    found = MeanDifference(means[0], means[1], (np.zeros(0), np.zeros(0)))
+    scores = [np.concatenate([found.score(block) for block in _blocks(s, hook, layer, rows)]) for s in sets]
+    return replace(found, scores=(scores[0], scores[1]))
+
+
+def _mean(captures: Iterable[Capture], hook: str, layer: int | None, rows: str) -> np.ndarray:
+    """float64 [width]."""
+    count, total = 0, np.zeros(1)
+    for block in _blocks(captures, hook, layer, rows):
+        if count and block.shape[1] != len(total):
+            raise ValueError(f"rows of {hook!r} have {block.shape[1]} values in one capture, {len(total)} in others")
+        count, total = count + len(block), total + block.sum(0, dtype=np.float64)
+    if not count:
+        raise ValueError(f"no capture of a set has a row of {hook!r} that counts; rows={rows!r}")
+    return total / count
+
+
+def _blocks(captures: Iterable[Capture], hook: str, layer: int | None, rows: str) -> Iterator[np.ndarray]:
+    """The rows that count, [n, width] at a time."""
+    for capture in captures:
+        check_one_layer(capture, hook, layer)
+        wanted = _wanted(capture, rows)
+        for first in range(0, len(wanted), BLOCK):
+            yield hook_rows(capture, hook, layer, wanted[first : first + BLOCK])
+
+
+def _wanted(capture: Capture, rows: str) -> np.ndarray:
+    """Rows of the store that count."""
+    there, phase = present_rows(capture), capture.phase
+    if rows == "prompt":
+        there &= phase == 0
+    elif rows == "generated":
+        there &= phase == 1
+    elif rows == "last":
+        there &= capture.positions == capture.prompt_len - 1
+    return np.flatnonzero(there)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short texts of tokens, for the axes of pictures."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from dmi_connector.store.read.capture import Capture
+
+_LONGEST_LABEL = 10
+"""Characters of a token's label."""
+
+
+def token_labels(capture: Capture, tokenizer: str | os.PathLike[str] | None = None) -> list[str]:
+    """One short label for each row: the text of its token, or its id without a tokenizer.
+
+    tokenizer: directory of tokenizer.json; None: the model directory that the store names, if it exists. Raises
+    ValueError for a directory without tokenizer.json.
+    """
+    label = labeller(capture.attrs["model"], tokenizer)
+    return [label(i) for i in capture.token_ids.tolist()]
+
+
+def labeller(model: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> Callable[[int], str]:
+    """A function that gives a short label of a token id, see `token_labels`. model: the one that the store names."""
+    path = Path(tokenizer if tokenizer is not None else model) / "tokenizer.json"
+    if not path.is_file() or importlib.util.find_spec("tokenizers") is None:
+        if tokenizer is not None:
+            raise ValueError(
+                f"tokenizer: {path} is no file, or the package tokenizers is missing; leave the option out"
+            )
+        return str
+    from tokenizers import Tokenizer
+
+    core = Tokenizer.from_file(str(path))
+    return lambda token: _label_of(token, core.decode([token], skip_special_tokens=False))
+
+
+def _label_of(token: int, text: str) -> str:
+    """`text` short enough for an axis, spaces visible; the token's id where it is not all printable."""
+    if not text or "\N{REPLACEMENT CHARACTER}" in text or not text.isprintable():
+        return f"[{token}]"
+    shown = text.replace(" ", "·").replace("$", r"\$")  # matplotlib reads mathematics between two dollars
+    return shown if len(shown) <= _LONGEST_LABEL else shown[: _LONGEST_LABEL - 1] + "…"

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens that activate one neuron most, over many captures."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dmi_connector.analysis.rows import BLOCK, check_one_layer, hook_rows
+from dmi_connector.reduce.attn import AttentionSummary
+from dmi_connector.reduce.pca import Pca
+from dmi_connector.reduce.projection import RandomProjection
+from dmi_connector.store.read.capture import Capture
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One token and the value of a neuron there.
+
+    store: its path. row: of the store. token_id: at that row. context: token ids of the rows around it, `before` of
+    them ahead of it.
+    """
+
+    value: float
+    store: Path
+    row: int
+    token_id: int
+    context: tuple[int, ...]
+    before: int
+
+
+def top_tokens(
+    captures: Capture | Iterable[Capture],
+    hook: str,
+    neuron: int,
+    layer: int | None = None,
+    count: int = 20,
+    context: int = 8,
+    lowest: bool = False,
+) -> list[Activation]:
+    """The rows of `captures` where value `neuron` of a hook is largest, the largest first.
+
+    layer: required where several were captured. count: rows to give. context: tokens shown on either side. lowest: the
+    smallest values instead, the smallest first. Missing rows are left out; equal values keep the order of the captures.
+    It reads each store once, in blocks.
+
+    Raises KeyError for a hook or layer that was not captured. Raises ValueError for a neuron that does not exist, for
+    logits and projections, for several layers without `layer`, and for a count below 1.
+    """
+    if count < 1:
+        raise ValueError(f"count {count} is not valid; use 1 or more")
+    sign, best = (-1.0 if lowest else 1.0), list[tuple[float, int, Activation]]()
+    seen = 0
+    for capture in captures if isinstance(captures, Iterable) else [captures]:
+        _check(capture, hook, neuron, layer)
+        ids = capture.token_ids
+        for rows in capture.runs(BLOCK):
+            values = hook_rows(capture, hook, layer, rows)[:, neuron]
+            keys = np.nan_to_num(sign * values.astype(np.float64), nan=-np.inf)
+            for at in np.argsort(-keys, kind="stable")[:count]:
+                if len(best) == count and keys[at] <= best[0][0]:
+                    break
+                row = rows.start + int(at)
+                first = max(0, row - context)
+                around = tuple(ids[first : row + context + 1].tolist())
+                found = Activation(float(values[at]), capture.path, row, int(ids[row]), around, row - first)
+                push = heapq.heappush if len(best) < count else heapq.heappushpop
+                push(best, (float(keys[at]), -seen - int(at), found))
+            seen += rows.stop - rows.start
+    return [found for _, _, found in sorted(best, key=lambda one: one[:2], reverse=True)]
+
+
+def _check(capture: Capture, hook: str, neuron: int, layer: int | None) -> None:
+    check_one_layer(capture, hook, layer)
+    reduction = capture.reduction(hook)
+    if isinstance(reduction, RandomProjection | Pca | AttentionSummary):
+        raise ValueError(
+            f"{hook!r} was stored as {reduction.kind}, which keeps no neurons; capture it in full, as int8 or topk"
+        )
+    width = capture.shape(hook)[-1]
+    if not 0 <= neuron < width:
+        raise ValueError(f"neuron {neuron} does not exist: {hook!r} has 0 to {width - 1}")

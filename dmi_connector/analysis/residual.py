@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The residual stream of one capture: norms by layer and token, drift by token."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dmi_connector.analysis.rows import check_one_layer, hook_rows, present_rows
+from dmi_connector.store.read.capture import Capture
+
+
+def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
+    """(Euclidean norms of the residual stream, float32 [layers, tokens]; a label for each layer).
+
+    Rows are resid_pre of every captured layer, then resid_final. Missing rows are NaN. Raises ValueError if neither was
+    captured.
+    """
+    rows, labels = [], []
+    if "resid_pre" in capture:
+        for layer in capture.layers["resid_pre"]:
+            rows.append(np.linalg.norm(capture.numpy("resid_pre", layer=layer), axis=-1))
+            labels.append(str(layer))
+    if "resid_final" in capture:
+        rows.append(np.linalg.norm(capture.numpy("resid_final"), axis=-1))
+        labels.append("final")
+    if not rows:
+        raise ValueError(
+            f"{capture.path} has no residual stream (hooks resid_pre, resid_final); it has {capture.hooks}"
+        )
+    norms = np.stack(rows)
+    norms[:, ~present_rows(capture)] = np.nan
+    return norms, labels
+
+
+def drift(capture: Capture, hook: str = "resid_final", layer: int | None = None, since: str = "prompt") -> np.ndarray:
+    """How far each row has turned away: 1 - cosine, float32 [tokens], 0 to 2.
+
+    since: "prompt" compares with the mean of the prompt's rows, "previous" with the row before. Missing rows, rows of
+    zeros and those without a row to compare with are NaN.
+
+    Raises KeyError for a hook or layer that was not captured. Raises ValueError for another `since`, for logits, for
+    several layers without `layer`, and for "prompt" in a store without rows of the prompt.
+    """
+    if since not in ("prompt", "previous"):
+        raise ValueError(f"since {since!r} is not valid; use 'prompt' or 'previous'")
+    check_one_layer(capture, hook, layer)
+    rows, there = hook_rows(capture, hook, layer, slice(None)), present_rows(capture)
+    reference = np.full_like(rows, np.nan)
+    if since == "previous":
+        reference[1:][there[:-1]] = rows[:-1][there[:-1]]
+    else:
+        prompt = there & (capture.phase == 0)
+        if not prompt.any():
+            raise ValueError(f"{capture.path} holds no row of the prompt to compare with; use since='previous'")
+        reference[:] = rows[prompt].mean(0)
+    norms = np.linalg.norm(rows, axis=1) * np.linalg.norm(reference, axis=1)
+    there &= norms > 0  # false for NaN too
+    out = np.full(len(rows), np.nan, np.float32)
+    out[there] = 1 - (rows * reference).sum(1)[there] / norms[there]
+    return out

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of a capture there are, and whether a hook has one row a token."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dmi_connector.store.read.capture import Capture
+
+BLOCK = 4096
+"""Rows read at a time."""
+
+
+def present_rows(capture: Capture) -> np.ndarray:
+    """bool [tokens]: which rows are not missing."""
+    there = np.ones(len(capture.token_ids), bool)
+    for start, stop in capture.missing:
+        there[start:stop] = False
+    return there
+
+
+def check_one_layer(capture: Capture, hook: str, layer: int | None) -> None:
+    """Raise ValueError for a hook that has not one row a token, KeyError for one that was not captured."""
+    if hook == "logits":
+        raise ValueError("logits have a row for each sampled token, not for each token; name another hook")
+    if len(capture.sources(hook, layer)) > 1:
+        raise ValueError(f"{hook!r} has the layers {capture.layers[hook]} in {capture.path}; name one of them")
+
+
+def hook_rows(capture: Capture, hook: str, layer: int | None, rows: slice | np.ndarray) -> np.ndarray:
+    """Rows [n, width] of a hook that `check_one_layer` accepts."""
+    values = capture.numpy(hook, layer, rows)
+    return values[0] if values.ndim == 3 else values

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of a model, in numpy: its final norm and its unembedding, read from the safetensors files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.store.read.capture import Capture
+
+_NORMS = ("norm", "ln_f", "decoder.final_layer_norm")
+_EMBEDDINGS = ("embed_tokens", "embedding", "wte", "word_embeddings", "decoder.embed_tokens")
+_PREFIXES = ("", "model.", "transformer.", "language_model.model.", "model.language_model.")
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_OFFSET_MODELS = ("gemma",)
+"""Beginnings of `model_type` whose norms multiply by 1 + weight."""
+_EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+_EPS_DEFAULT = 1e-5
+"""Of torch's LayerNorm, for models whose config names none (OPT)."""
+_LOGITS = 1 << 24
+"""Logits that are computed at a time: 64 MiB of float32, of which some copies are made."""
+
+
+@dataclass(frozen=True)
+class Unembedding:
+    """logits = soft_cap(scale * norm(row) @ weight.T + offset).
+
+    weight: float32 [vocabulary, width]. gain, bias: float32 [width], of the final norm. centred: the norm subtracts the
+    mean first (LayerNorm), or not (RMSNorm). offset: float32 [vocabulary] or None. soft_cap: logits are
+    soft_cap * tanh(logits / soft_cap); None: they are not capped.
+    """
+
+    weight: np.ndarray
+    gain: np.ndarray
+    bias: np.ndarray
+    eps: float
+    centred: bool = False
+    scale: float = 1.0
+    offset: np.ndarray | None = None
+    soft_cap: float | None = None
+
+    @classmethod
+    def load(cls, model: str | os.PathLike[str]) -> Unembedding:
+        """Of a model directory with config.json and safetensors files. Reads two or three tensors of them.
+
+        Raises ValueError for a path that is no such directory, or whose files lack the final norm or the embedding.
+        """
+        path = Path(model)
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model: {path} has no config.json; give the directory of the model's weights")
+        config = json.loads((path / "config.json").read_text())
+        config = config.get("text_config") or config
+        files = _files(path)
+        norms = [f"{prefix}{name}" for prefix in _PREFIXES for name in _NORMS]
+        norm = next((name for name in norms if f"{name}.weight" in files), None)
+        embeddings = (f"{prefix}{name}.weight" for prefix in _PREFIXES for name in _EMBEDDINGS)
+        head = next((name for name in (*_HEADS, *embeddings) if name in files), None)
+        if norm is None or head is None:
+            raise ValueError(
+                f"model: the safetensors files of {path} lack {'a final norm' if head else 'an embedding'}"
+            )
+        gain = _tensor(files, f"{norm}.weight")
+        eps = next((name for name in _EPS if config.get(name) is not None), "")
+        return cls(
+            weight=_tensor(files, head),
+            gain=gain + 1 if config.get("model_type", "").startswith(_OFFSET_MODELS) else gain,
+            bias=_tensor(files, f"{norm}.bias") if f"{norm}.bias" in files else np.zeros_like(gain),
+            eps=float(config[eps]) if eps else _EPS_DEFAULT,
+            centred=eps != _EPS[0],
+            scale=float(config.get("logit_scale") or 1.0) / float(config.get("logits_scaling") or 1.0),
+            offset=_tensor(files, "lm_head.bias") if "lm_head.bias" in files else None,
+            soft_cap=config.get("final_logit_softcapping"),
+        )
+
+    @classmethod
+    def of(cls, capture: Capture, model: str | os.PathLike[str] | None = None) -> Unembedding:
+        """Of the model that was captured. model: its directory, by default the one that the store names."""
+        return cls.load(capture.attrs["model"] if model is None else model)
+
+    def spread(self, rows: np.ndarray) -> np.ndarray:
+        """By what the norm divides each row, float32 [n, 1]. rows: [n, width] of the residual stream."""
+        rows = self.centre(self._checked(rows))
+        return np.sqrt((rows**2).mean(-1, keepdims=True) + np.float32(self.eps))
+
+    def centre(self, rows: np.ndarray) -> np.ndarray:
+        """The rows without their mean where the norm subtracts it, else the rows."""
+        return rows - rows.mean(-1, keepdims=True) if self.centred else rows
+
+    def norm(self, rows: np.ndarray) -> np.ndarray:
+        """The final norm, float32 [n, width]. Raises ValueError for rows of another width."""
+        return np.asarray(self.centre(rows) / self.spread(rows) * self.gain + self.bias)
+
+    def logits(self, rows: np.ndarray) -> np.ndarray:
+        """Logits float32 [n, vocabulary] of rows [n, width] of the residual stream. Raises ValueError as `norm`."""
+        logits = self.norm(rows) @ self.weight.T
+        logits *= np.float32(self.scale)
+        if self.offset is not None:
+            logits += self.offset
+        if self.soft_cap:
+            logits = np.tanh(logits / np.float32(self.soft_cap)) * np.float32(self.soft_cap)
+        return np.asarray(logits)
+
+    @property
+    def block(self) -> int:
+        """Rows whose logits are computed at a time, so that they take 64 MiB."""
+        return max(1, _LOGITS // len(self.weight))
+
+    def _checked(self, rows: np.ndarray) -> np.ndarray:
+        if rows.shape[-1] != len(self.gain):
+            raise ValueError(
+                f"rows have {rows.shape[-1]} values, the model's final norm {len(self.gain)}; "
+                "capture the residual stream in full, and give the model that was captured"
+            )
+        return rows
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Natural logarithms of the probabilities, over the last axis."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """Which file holds each tensor."""
+    from safetensors import safe_open
+
+    found: dict[str, Path] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="np") as tensors:
+            found |= dict.fromkeys(tensors.keys(), file)
+    return found
+
+
+def _tensor(files: Mapping[str, Path], name: str) -> np.ndarray:
+    from safetensors import safe_open
+
+    with safe_open(files[name], framework="np") as tensors:
+        values: Any = tensors.get_tensor(name)
+        return np.asarray(values, dtype=np.float32)

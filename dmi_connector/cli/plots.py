@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi plot`: which pictures there are, and which options each takes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dmi_connector.store.read.capture import Capture
+
+Options = argparse.Namespace
+Open = Callable[[str], Capture]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of picture. takes, needs: options beside STORE and --out. many: whether it takes several stores."""
+
+    draw: Callable[[Options, Open], Path]
+    takes: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    many: bool = False
+
+
+class Stores:
+    """Captures that a loop opens one at a time, as often as it is asked. paths: of stores, or of directories of stores.
+
+    Raises ValueError for a directory without a store.
+    """
+
+    def __init__(self, paths: Sequence[str], open_store: Open) -> None:
+        self._open = open_store
+        self._paths = [store for path in paths for store in _stores_in(path)]
+
+    def __iter__(self) -> Iterator[Capture]:
+        for path in self._paths:
+            with self._open(path) as capture:
+                yield capture
+
+
+def _stores_in(path: str) -> list[str]:
+    if not Path(path).is_dir() or Path(path).suffix == ".zarr" or (Path(path) / "zarr.json").exists():
+        return [path]
+    found = sorted(map(str, Path(path).glob("*.zarr")))
+    if not found:
+        raise ValueError(f"{path} holds no finished store (*.zarr); give a store or a directory of stores")
+    return found
+
+
+def add_plot_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `dmi plot`."""
+    parser.add_argument("stores", metavar="STORE", nargs="+")
+    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="a .png or .svg file")
+    parser.add_argument("--kind", choices=tuple(KINDS), default="norms", help="what to draw (default: norms)")
+    parser.add_argument("--tokenizer", metavar="DIR", help="directory of tokenizer.json, for the words on the axis")
+    parser.add_argument("--model", metavar="DIR", help="the model's weights (default: the directory the store names)")
+    parser.add_argument("--hook", metavar="HOOK", help="of neuron, difference and drift")
+    parser.add_argument("--layer", type=int, metavar="N", help="of attention, and of --hook")
+    parser.add_argument("--neuron", type=int, metavar="N", help="of neuron")
+    parser.add_argument("--against", action="append", metavar="STORE", help="the other set; can be repeated")
+    parser.add_argument("--rows", metavar="ROWS", help="of difference: all, prompt, generated or last")
+    parser.add_argument("--since", metavar="ROW", help="of drift: prompt or previous")
+    parser.add_argument("--token", type=int, metavar="ID", help="of attribution (default: the token that came next)")
+
+
+def draw(options: Options, open_store: Open) -> Path:
+    """Draw what the options ask for. Raises ValueError for options that the kind does not take, or lacks."""
+    kind = KINDS[options.kind]
+    known = {name for one in KINDS.values() for name in (*one.takes, *one.needs)}
+    given = {name for name in known if getattr(options, name) is not None}
+    for name in sorted(given - {*kind.takes, *kind.needs}):
+        raise ValueError(f"plot: --kind {options.kind} takes no --{name}; leave it out")
+    for name in kind.needs:
+        if name not in given:
+            raise ValueError(f"plot: --kind {options.kind} needs --{name}; give it")
+    if len(options.stores) > 1 and not kind.many:
+        raise ValueError(f"plot: --kind {options.kind} draws one store, {len(options.stores)} were given; name one")
+    return kind.draw(options, open_store)
+
+
+def _norms(options: Options, open_store: Open) -> Path:
+    from dmi_connector.analysis.plot import draw_residual_norms
+
+    return draw_residual_norms([open_store(path) for path in options.stores], options.out, options.tokenizer)
+
+
+def _lens(options: Options, open_store: Open) -> Path:
+    from dmi_connector.analysis.lens import logit_lens
+    from dmi_connector.analysis.plot import draw_lens
+    from dmi_connector.analysis.unembedding import Unembedding
+
+    capture = open_store(options.stores[0])
+    lens = logit_lens(capture, Unembedding.of(capture, options.model), top=1)
+    return draw_lens(capture, lens, options.out, options.tokenizer)
+
+
+def _attribution(options: Options, open_store: Open) -> Path:
+    from dmi_connector.analysis.attribution import logit_attribution
+    from dmi_connector.analysis.plot import draw_attribution
+    from dmi_connector.analysis.unembedding import Unembedding
+
+    capture = open_store(options.stores[0])
+    shares, labels = logit_attribution(capture, Unembedding.of(capture, options.model), options.token)
+    return draw_attribution(capture, shares, labels, options.out, options.tokenizer)
+
+
+def _attention(options: Options, open_store: Open) -> Path:
+    from dmi_connector.analysis.plot import draw_attention
+
+    return draw_attention(open_store(options.stores[0]), options.layer, options.out, options.tokenizer)
+
+
+def _uncertainty(options: Options, open_store: Open) -> Path:
+    from dmi_connector.analysis.lens import uncertainty
+    from dmi_connector.analysis.plot import draw_uncertainty
+    from dmi_connector.analysis.unembedding import Unembedding
+
+    unembedding = None if options.model is None else Unembedding.load(options.model)
+    capture = open_store(options.stores[0])
+    return draw_uncertainty(capture, uncertainty(capture, unembedding), options.out, options.tokenizer)
+
+
+def _drift(options: Options, open_store: Open) -> Path:
+    from dmi_connector.analysis.plot import draw_drift
+
+    hook, since = options.hook or "resid_final", options.since or "prompt"
+    captures = [open_store(path) for path in options.stores]
+    return draw_drift(captures, options.out, hook, options.layer, since)
+
+
+def _neuron(options: Options, open_store: Open) -> Path:
+    from dmi_connector.analysis.neurons import top_tokens
+    from dmi_connector.analysis.plot_sets import draw_top_tokens
+
+    stores = Stores(options.stores, open_store)
+    found = top_tokens(stores, options.hook, options.neuron, options.layer)
+    where = options.hook if options.layer is None else f"{options.hook}, layer {options.layer}"
+    return draw_top_tokens(found, options.out, f"{where}, neuron {options.neuron}", options.tokenizer)
+
+
+def _difference(options: Options, open_store: Open) -> Path:
+    from dmi_connector.analysis.directions import mean_difference
+    from dmi_connector.analysis.plot_sets import draw_mean_difference
+
+    sets = [Stores(paths, open_store) for paths in (options.stores, options.against)]
+    found = mean_difference(sets[0], sets[1], options.hook, options.layer, options.rows or "all")
+    return draw_mean_difference(found, options.out, ("stores", "against"))
+
+
+KINDS = {
+    "norms": Kind(_norms, takes=("tokenizer",), many=True),
+    "lens": Kind(_lens, takes=("tokenizer", "model")),
+    "attribution": Kind(_attribution, takes=("tokenizer", "model", "token")),
+    "attention": Kind(_attention, takes=("tokenizer",), needs=("layer",)),
+    "uncertainty": Kind(_uncertainty, takes=("tokenizer", "model")),
+    "drift": Kind(_drift, takes=("hook", "layer", "since"), many=True),
+    "neuron": Kind(_neuron, takes=("tokenizer", "layer"), needs=("hook", "neuron"), many=True),
+    "difference": Kind(_difference, takes=("layer", "rows"), needs=("hook", "against"), many=True),
+}
+"""By the name that --kind takes."""

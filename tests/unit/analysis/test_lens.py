@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logit lens, uncertainty, attribution and patterns, against transformers on the same tiny weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dmi_connector import Capture, open_capture
+from dmi_connector.analysis import attribution, lens, unembedding
+from dmi_connector.analysis.attribution import logit_attribution
+from dmi_connector.analysis.lens import logit_lens, uncertainty
+from dmi_connector.analysis.patterns import attention_pattern
+from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.unembedding import Unembedding
+from dmi_connector.cli import tiny_models
+from dmi_connector.cli.tiny_models import make_model
+from tests import analysiskit
+
+TOKENS, PROMPT = 24, 10
+IDS = np.random.default_rng(0).integers(5, 512, TOKENS)
+FAMILIES = ("qwen3", "llama", "gpt2", "gemma2", "granite", "cohere2", "glm4", "opt", "bloom")
+"""RMSNorm, LayerNorm, tied and own heads, gains of 1 + weight, scaled and capped logits, norms behind blocks."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A capture, its model in transformers and what transformers gives for the same tokens, in float64."""
+
+    capture: Capture
+    oracle: Oracle
+    unembedding: Unembedding
+    streams: list[torch.Tensor]
+    logits: torch.Tensor
+
+    def predicted(self, stream: torch.Tensor) -> torch.Tensor:
+        """Log probabilities [tokens, vocabulary] that the end of the model gives for a residual stream."""
+        base, model = self.oracle._base, self.oracle.model
+        norm = base.get_submodule(self.oracle.twin.once[-1].module)
+        with torch.no_grad():
+            logits = model.lm_head(norm(stream))
+            logits = logits / getattr(model.config, "logits_scaling", 1)
+            logits = logits * (getattr(model.config, "logit_scale", None) or 1)
+            if cap := getattr(model.config, "final_logit_softcapping", None):
+                logits = torch.tanh(logits / cap) * cap
+        return logits.double().log_softmax(-1)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp(request.param)
+    oracle = Oracle(make_model(request.param, folder / "model"))
+    store = analysiskit.write_store(folder / "one.zarr", oracle, IDS.tolist(), PROMPT)
+    seen: list[torch.Tensor] = []
+    norm = oracle._base.get_submodule(oracle.twin.once[-1].module)
+    norm_in = norm.register_forward_hook(lambda _m, args, _o: seen.append(args[0][0]))
+    with torch.no_grad():
+        out = oracle.model(torch.tensor(IDS)[None], output_hidden_states=True, use_cache=False)
+    norm_in.remove()
+    # transformers lists the stream behind each layer, but behind the last one the output of the final norm.
+    streams = [stream[0] for stream in out.hidden_states[:-1]] + [seen[0]]
+    return Case(open_capture(store, 0), oracle, Unembedding.load(folder / "model"), streams, out.logits[0].double())
+
+
+def test_the_lens_is_what_transformers_gives_for_each_stream(case: Case) -> None:
+    found = logit_lens(case.capture, case.unembedding, top=3)
+    assert found.layers == [*map(str, range(len(case.streams) - 1)), "final"]
+    final = case.predicted(case.streams[-1])
+    torch.testing.assert_close(final, case.logits.log_softmax(-1), atol=1e-5, rtol=0)
+    for i, stream in enumerate(case.streams):
+        own = case.predicted(stream)
+        best, ids = own.topk(3)
+        assert np.array_equal(found.ids[i], ids.numpy()), found.layers[i]
+        np.testing.assert_allclose(found.probabilities[i], best.exp(), rtol=1e-4)
+        chance = own.gather(-1, final.argmax(-1, keepdim=True)).exp()[:, 0]
+        np.testing.assert_allclose(found.chance[i], chance, rtol=1e-4)
+        np.testing.assert_allclose(found.entropy[i], torch.distributions.Categorical(logits=own).entropy(), rtol=1e-4)
+        kl = torch.nn.functional.kl_div(own, final, reduction="none", log_target=True).sum(-1)
+        np.testing.assert_allclose(found.divergence[i], kl, rtol=1e-3, atol=2e-6)
+
+
+def test_uncertainty_is_that_of_transformers_from_logits_and_from_the_stream(case: Case) -> None:
+    own = case.logits.log_softmax(-1)
+    entropy = -(own.exp() * own).sum(-1).numpy()
+    surprise = torch.nn.functional.cross_entropy(case.logits[:-1], torch.tensor(IDS)[1:], reduction="none").numpy()
+    for end, rows in ((None, range(PROMPT - 1, TOKENS)), (case.unembedding, range(TOKENS))):
+        found = uncertainty(case.capture, end)
+        assert found.rows.tolist() == list(rows)
+        np.testing.assert_allclose(found.entropy, entropy[rows], rtol=1e-4)
+        np.testing.assert_allclose(found.surprise[:-1], surprise[rows[:-1]], rtol=1e-4)
+        assert np.isnan(found.surprise[-1]), "no token followed"
+
+
+def test_blocks_of_any_size_give_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 rows in blocks of 5, so that the last one is short."""
+    calls = (
+        lambda: vars(logit_lens(case.capture, case.unembedding, top=2)),
+        lambda: vars(uncertainty(case.capture)),
+        lambda: vars(uncertainty(case.capture, case.unembedding)),
+        lambda: {"shares": logit_attribution(case.capture, case.unembedding, targets=3)[0]},
+    )
+    whole = [call() for call in calls]
+    monkeypatch.setattr(unembedding, "_LOGITS", 5 * len(case.unembedding.weight))
+    monkeypatch.setattr(lens, "_SAMPLES", 4)
+    monkeypatch.setattr(attribution, "BLOCK", 7)
+    for before, call in zip(whole, calls, strict=True):
+        for name, value in call().items():
+            if name == "layers":
+                assert value == before[name]
+            else:
+                np.testing.assert_allclose(value, before[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_attribution_sums_to_the_logit_of_the_token_that_came_next(case: Case) -> None:
+    uncapped = replace(case.unembedding, soft_cap=None).logits(case.capture.numpy("resid_final"))
+    following = np.append(IDS[1:], uncapped[-1].argmax())
+    shares, labels = logit_attribution(case.capture, case.unembedding)
+    assert labels[:3] == ["embed", "0.attn", "0.mlp"] and labels[-1] == "bias"
+    assert len(labels) == 2 * (len(case.streams) - 1) + 2
+    expected = np.take_along_axis(uncapped, following[:, None], -1)[:, 0]
+    np.testing.assert_allclose(shares.sum(0), expected, atol=2e-5 * np.abs(uncapped).max())
+    difference, _ = logit_attribution(case.capture, case.unembedding, targets=7, against=9)
+    np.testing.assert_allclose(difference.sum(0), uncapped[:, 7] - uncapped[:, 9], atol=2e-5 * np.abs(uncapped).max())
+
+
+def test_attribution_of_a_block_is_its_product_with_the_weights_of_transformers(case: Case) -> None:
+    model, norm = case.oracle.model, case.oracle._base.get_submodule(case.oracle.twin.once[-1].module)
+    shares, labels = logit_attribution(case.capture, case.unembedding, targets=11)
+    stream = case.streams[-1].double()
+    if isinstance(norm, torch.nn.LayerNorm) or case.oracle.config.model_type == "cohere2":
+        divisor = (stream.var(-1, unbiased=False, keepdim=True) + case.unembedding.eps).sqrt()
+        read = model.lm_head.weight[11] * norm.weight
+        read = read - read.mean()  # the mean of a part is taken away from it, or, which is the same, from what reads it
+    else:
+        divisor = (stream.square().mean(-1, keepdim=True) + case.oracle.config.rms_norm_eps).sqrt()
+        read = model.lm_head.weight[11] * (norm.weight + case.oracle.config.model_type.startswith("gemma"))
+    read = read * getattr(model.config, "logit_scale", 1) / getattr(model.config, "logits_scaling", 1)
+    for label in ("0.attn", "1.mlp"):
+        layer, block = label.split(".")
+        part = torch.from_numpy(case.capture.numpy(f"{block}_out", int(layer))).double()
+        expected = (part @ read.double().detach() / divisor[:, 0]).numpy()
+        np.testing.assert_allclose(shares[labels.index(label)], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "llama", "gpt2", "glm4", "opt"], indirect=True)
+def test_patterns_are_those_of_transformers(case: Case) -> None:
+    with torch.no_grad():
+        out = case.oracle.model(torch.tensor(IDS)[None], output_attentions=True, use_cache=False)
+    for layer, weights in enumerate(out.attentions):
+        np.testing.assert_allclose(attention_pattern(case.capture, layer), weights[0], atol=1e-5)
+        np.testing.assert_allclose(attention_pattern(case.capture, layer, 1), weights[0, 1], atol=1e-5)
+
+
+def test_bad_input_is_refused_with_the_fix(tmp_path: Path) -> None:
+    oracle = Oracle(make_model("qwen3", tmp_path / "model"))
+    with open_capture(analysiskit.write_store(tmp_path / "one.zarr", oracle, IDS.tolist(), PROMPT), 0) as capture:
+        end = Unembedding.of(capture)
+        for top in (0, 513):
+            with pytest.raises(ValueError, match=f"top {top} is not valid; use 1 to 512"):
+                logit_lens(capture, end, top)
+        with pytest.raises(ValueError, match="rows have 96 values, the model's final norm 64"):
+            end.logits(capture.numpy("mlp_post", 0))
+        with pytest.raises(ValueError, match="token 512 does not exist"):
+            logit_attribution(capture, end, targets=512)
+        with pytest.raises(ValueError, match=r"targets have shape \(3,\), the store has 24 rows"):
+            logit_attribution(capture, end, targets=[1, 2, 3])
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        Unembedding.load(tmp_path)
+    for weights in (tmp_path / "model").glob("*.safetensors"):
+        weights.unlink()
+    with pytest.raises(ValueError, match="lack an embedding"):
+        Unembedding.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("family", {**tiny_models.ARCHS, **tiny_models.FAMILIES})
+def test_the_end_of_every_family_gives_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
+    oracle = Oracle(make_model(family, tmp_path))
+    expected = oracle.run(IDS.tolist())
+    logits = Unembedding.load(tmp_path).logits(expected["resid_final"][0])
+    np.testing.assert_allclose(logits, expected["logits"], atol=1e-5)
+
+
+def test_bfloat16_weights_and_sharded_files_are_read(tmp_path: Path) -> None:
+    whole = Unembedding.load(make_model("llama", tmp_path / "whole", "bfloat16"))
+    model = Oracle(tmp_path / "whole", torch.bfloat16).model
+    model.save_pretrained(tmp_path / "parts", max_shard_size="100KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
+    assert np.array_equal(whole.weight, model.lm_head.weight.detach().float().numpy())
+    assert np.array_equal(Unembedding.load(tmp_path / "parts").weight, whole.weight)

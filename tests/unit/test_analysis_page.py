@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/ANALYSIS.md: its snippets run in order, and its table of pictures is that of `dmi plot`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.cli.main import main
+from dmi_connector.cli.plots import KINDS
+from dmi_connector.cli.tiny_models import make_model
+from tests import analysiskit
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/ANALYSIS.md").read_text()
+
+
+def snippets(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with captures of three questions and three statements, which is the current one."""
+    oracle = Oracle(make_model("qwen3", tmp_path / "model"))
+    (tmp_path / "captures").mkdir()
+    for i in range(6):
+        ids = np.random.default_rng(i).integers(5, 512, 16).tolist()
+        key = "question" if i < 3 else "statement"
+        analysiskit.write_store(tmp_path / f"captures/{i}.zarr", oracle, ids, 8, key=key)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_snippets_run_in_order_and_give_what_their_comments_say(folder: Path) -> None:
+    given: dict[str, Any] = {}
+    for snippet in snippets("python"):
+        exec(compile(snippet, "docs/ANALYSIS.md", "exec"), given)
+    drawn = re.findall(r'"(\w+\.(?:png|svg))"', "".join(snippets("python")))
+    assert len(drawn) == 8
+    for name in drawn:
+        assert imread(name).std() > 0.01 if name.endswith("png") else "<svg" in Path(name).read_text(), name
+    logits = given["end"].logits(given["cap"].numpy("resid_final"))
+    np.testing.assert_allclose(given["shares"].sum(0)[-1], logits[-1].max(), rtol=1e-4)
+    np.testing.assert_allclose(given["pair"].sum(0), logits[:, 11] - logits[:, 12], rtol=1e-3, atol=1e-5)
+    settled = given["settled"]
+    best = given["lens"].ids[:, :, 0]
+    assert all(
+        best[settled[i], i] == best[-1, i] and not (best[: settled[i], i] == best[-1, i]).any() for i in range(16)
+    )
+    np.testing.assert_allclose(given["previous"][0], np.mean([given["weights"][0, i, i - 1] for i in range(1, 16)]))
+    assert given["doubtful"][0] == given["every"].entropy.argmax()
+    assert [len(scores) for scores in given["train"].scores] == [2, 2] and len(given["held_out"]) == 16
+
+
+def test_the_commands_run(folder: Path) -> None:
+    commands = [line for block in snippets("sh") for line in block.splitlines()]
+    assert len(commands) == 2
+    for line in commands:
+        program, *arguments = shlex.split(line.replace("STORE", "captures/0.zarr"))
+        assert program == "dmi" and main(arguments) == 0, line
+        assert Path(arguments[arguments.index("-o") + 1]).is_file()
+
+
+def test_the_table_of_pictures_is_that_of_the_command() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| (many|1)[^|]* \| ([^|]*)\| ([^|]*)\|$", PAGE, re.MULTILINE)
+    table = {
+        name: (many == "many", *(set(re.findall(r"--(\w+)", cell)) for cell in cells)) for name, many, *cells in rows
+    }
+    assert table == {name: (kind.many, set(kind.needs), set(kind.takes)) for name, kind in KINDS.items()}
+
+
+def test_the_snippets_need_no_torch_no_vllm_no_transformers(folder: Path) -> None:
+    lines = ["import sys", "sys.modules |= dict.fromkeys(['torch', 'vllm', 'transformers'])", *snippets("python")]
+    (folder / "page.py").write_text("\n".join(lines))
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "page.py"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path("difference.png").is_file()

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi tail`: captures as they finish, from an index that others append to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dmi_connector.cli.main import main
+from dmi_connector.cli.tail import follow
+from dmi_connector.layout import ArraySpec
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.format.schema import INDEX_NAME
+from dmi_connector.store.read.index import IndexTail, find_captures
+from tests import storekit as kit
+
+ROOT = Path(__file__).parents[2]
+SPEC = ArraySpec("q", "float32", (0,), 8)
+
+
+class Writer:
+    """Writes captures of 6 rows into a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.owner = directory, kit.Store()
+
+    def write(self, name: str, key: str | None = None, lost: bool = False) -> None:
+        losses = [Loss.of(Cause.FELL_BEHIND, [[2, 3]])] if lost else []
+        self.owner.write(self.directory / f"{name}.zarr", [SPEC], 6, losses=losses, key=key)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Writer]:
+    made = Writer(tmp_path)
+    yield made
+    assert made.owner.shutdown()
+
+
+def names(found: list) -> list[str]:
+    return [info.store.stem for info in found]
+
+
+def test_each_read_gives_what_ended_since_the_one_before(writer: Writer, tmp_path: Path) -> None:
+    tail = IndexTail(tmp_path)
+    assert tail.read() == [], "there is no index yet"
+    writer.write("a", "k")
+    writer.write("b", lost=True)
+    first = tail.read()
+    assert first == find_captures(tmp_path) and names(first) == ["a", "b"]
+    assert tail.read() == []
+    writer.write("c")
+    assert names(tail.read()) == ["c"]
+    record = writer.owner.open(tmp_path / "d.zarr", SPEC)
+    assert tail.read() == [], "it has begun and not ended"
+    writer.owner.abort(record)
+    kit.until(lambda: '"aborted"' in (tmp_path / INDEX_NAME).read_text())
+    assert tail.read() == [], "nothing of it was kept"
+
+
+def test_a_line_counts_when_it_is_whole_and_foreign_lines_are_skipped(writer: Writer, tmp_path: Path) -> None:
+    writer.write("a")
+    index, tail = tmp_path / INDEX_NAME, IndexTail(tmp_path)
+    assert names(tail.read()) == ["a"]
+    line = json.dumps({"event": "finish", "store": "b.zarr", "state": "complete"}).encode()
+    for part, expected in ((b"not JSON\n" + line[:9], []), (line[9:], []), (b"\n", ["b"])):
+        with open(index, "ab") as file:
+            file.write(part)
+        assert names(tail.read()) == expected, part
+
+
+def test_an_index_that_was_cut_or_replaced_is_read_anew(writer: Writer, tmp_path: Path) -> None:
+    writer.write("a")
+    writer.write("b")
+    tail, index = IndexTail(tmp_path), tmp_path / INDEX_NAME
+    assert names(tail.read()) == ["a", "b"]
+    whole = index.read_bytes()
+    index.write_bytes(whole[: whole.index(b"\n", whole.index(b'"finish"')) + 1])
+    assert names(tail.read()) == ["a"]
+    other = tmp_path / "other"
+    other.write_bytes(whole)
+    os.replace(other, index)
+    assert names(tail.read()) == ["a", "b"]
+
+
+def test_a_table_begins_with_the_last_ones_and_grows(writer: Writer, tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        writer.write(name, key=f"key-{name}")
+    later = iter((("d", "key-d", False), ("e", None, True)))
+    lines = follow(tmp_path, 2, wait=lambda: writer.write(*next(later)))
+    shown = [next(lines) for _ in range(5)]
+    assert shown[0].split() == ["finished", "(UTC)", "tokens", "bytes", "state", "key", "store"]
+    assert [line.split()[-1] for line in shown[1:4]] == ["b.zarr", "c.zarr", "d.zarr"]
+    assert " 6 " in shown[3] and " complete " in shown[3] and " key-d " in shown[3]
+    assert " incomplete " in shown[4] and shown[4].endswith("e.zarr  (writing fell behind (policy drop))")
+    assert {line.index(" key-") for line in shown[1:4]} == {shown[0].index("key") - 1}, "columns stand below each other"
+
+
+def test_once_prints_and_ends(writer: Writer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b", "c"):
+        writer.write(name, key="odd" if name != "b" else "even")
+    assert main(["tail", str(tmp_path), "--once", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [Path(one["store"]).stem for one in found] == ["a", "b", "c"]
+    assert found[0]["state"] == "complete" and found[0]["num_tokens"] == 6 and Path(found[0]["store"]).is_dir()
+    for options, expected in ((["-n", "0"], []), (["-n", "1"], ["c"]), (["--key", "odd"], ["a", "c"])):
+        assert main(["tail", str(tmp_path), "--once", *options]) == 0
+        header, *rows = capsys.readouterr().out.splitlines()
+        assert header.startswith("finished") and [row.split()[-1] for row in rows] == [f"{n}.zarr" for n in expected]
+    assert main(["tail", str(tmp_path), "-n", "-1"]) == 2
+    assert "--last -1 is not valid; use 0 or more" in capsys.readouterr().err
+
+
+def test_a_process_that_follows_prints_at_once_and_ends_by_an_interrupt(writer: Writer, tmp_path: Path) -> None:
+    writer.write("a")
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "dmi_connector.cli", "tail", str(tmp_path), "--json"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+    ) as process:
+        assert process.stdout is not None
+        assert Path(json.loads(process.stdout.readline())["store"]).stem == "a"
+        writer.write("b")
+        assert Path(json.loads(process.stdout.readline())["store"]).stem == "b"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(kit.PATIENCE) == 130
