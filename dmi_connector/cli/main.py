@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -97,6 +98,15 @@ def make_parser() -> Parser:
     plot.add_argument("-o", "--out", required=True, metavar="PNG")
     plot.add_argument("--tokenizer", metavar="DIR", help="directory of tokenizer.json, for the words on the axis")
     plot.set_defaults(run=_plot)
+
+    view = commands.add_parser("view", help="look at captures in a browser on this machine")
+    view.add_argument("path", metavar="DIR|STORE")
+    view.add_argument("--port", type=int, default=0, metavar="N", help="default: a free one")
+    view.add_argument("--model", type=Path, metavar="DIR", help="the model's directory, for the logit lens")
+    view.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="directory of tokenizer.json (default: the model's)"
+    )
+    view.set_defaults(run=_view)
     return parser
 
 
@@ -284,4 +294,13 @@ def _plot(options: argparse.Namespace) -> int:
     from dmi_connector.analysis.plot import draw_residual_norms
 
     print(draw_residual_norms([_open(store) for store in options.stores], options.out, options.tokenizer))
+    return 0
+
+
+def _view(options: argparse.Namespace) -> int:
+    if not all(importlib.util.find_spec(name) for name in ("starlette", "uvicorn")):
+        raise ValueError("view: starlette or uvicorn is not installed; install dmi_connector[view]")
+    from dmi_connector.view.server import serve
+
+    serve(options.path, options.port, options.model, options.tokenizer, lambda url: print(url, flush=True))
     return 0
