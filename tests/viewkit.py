@@ -9,7 +9,7 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from dmi_connector.cli.tiny_models import make_model
@@ -21,8 +21,8 @@ LAYERS, HIDDEN, HEADS, KV_HEADS, SIZE = 12, 64, 4, 2, 32
 STORY = (
     "The lighthouse keeper counted the ships each evening. On the seventh day there were none, so she lit the lamp"
     " early and waited. By midnight a single lantern answered from the dark water: three short flashes, then a long"
-    ' one. "Someone remembers," she said, and wrote it down.\n\nIn the morning the sea was flat and bright, and the ship'
-    " ship stood at the pier with no crew and no name. The keeper walked twice around it and went home to sleep.\n"
+    ' one. "Someone remembers," she said, and wrote it down.\n\nIn the morning the sea was flat and bright. The ship'
+    " stood at the pier with no crew and no name. The keeper walked twice around it and went home to sleep.\n"
 )
 DATA = Path(__file__).parent / "data" / "stores-1.2.tar.xz"
 
@@ -39,7 +39,11 @@ def unpack(root: Path) -> Path:
 
 def make_lens_model(folder: Path) -> Path:
     """A tiny random model with a tokenizer, as wide as the stores here."""
-    return make_model("qwen3", folder, num_hidden_layers=LAYERS)
+    make_model("qwen3", folder, num_hidden_layers=LAYERS)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], 4)  # so that some tokens are likely
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def write_stores(root: Path, model: Path, many: int = 3) -> None:
@@ -85,7 +89,7 @@ def write_list(root: Path, count: int) -> None:
 
 def _values(ids: np.ndarray, model: Path) -> tuple[kit.Values, tuple[ArraySpec, ...]]:
     """Residual stream and rotated queries and keys of a request: the stream turns to the next token layer by layer, and
-    heads look at the first, the previous, near and all tokens.
+    heads look at the first and the previous token, at the previous, at near ones, and at all.
     """
     rng, length = np.random.default_rng(0), len(ids)
     embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"].astype(np.float32)
@@ -98,7 +102,8 @@ def _values(ids: np.ndarray, model: Path) -> tuple[kit.Values, tuple[ArraySpec, 
     angles = np.arange(length)[:, None] * np.exp(np.linspace(0, -4, SIZE // 2))
     keys = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
     before = np.roll(keys, 1, axis=0)
-    heads = [keys[:1].repeat(length, 0) * 4, before * 9, keys * 3, rng.standard_normal(keys.shape)]
+    first = keys[:1].repeat(length, 0)
+    heads = [first * 2 + before * 5, before * 9, keys * 3, rng.standard_normal(keys.shape)]
     q = np.concatenate(heads, axis=1)[None].repeat(LAYERS, 0) * (0.3 + np.arange(LAYERS)[:, None, None] / LAYERS)
     k = np.tile(keys, (LAYERS, 1, KV_HEADS))
     specs = (

@@ -302,5 +302,6 @@ def _view(options: argparse.Namespace) -> int:
         raise ValueError("view: starlette or uvicorn is not installed; install dmi_connector[view]")
     from dmi_connector.view.server import serve
 
-    serve(options.path, options.port, options.model, options.tokenizer, lambda url: print(url, flush=True))
+    path = _directory(options.path, "a store (*.zarr) or a directory of stores")
+    serve(path, options.port, options.model, options.tokenizer, lambda url: print(url, flush=True))
     return 0

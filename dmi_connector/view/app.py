@@ -158,7 +158,7 @@ class _Pages:
 
     def capture(self, request: Request) -> Response:
         with self._open(request) as capture:
-            more = {"attention": attention.layers(capture), "lens": lens.lacking(capture, self.model)}
+            more = {"attention": attention.shown(capture), "lens": lens.lacking(capture, self.model)}
             return JSONResponse({**describe(capture), **more})
 
     def tokens(self, request: Request) -> Response:

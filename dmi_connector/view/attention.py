@@ -10,14 +10,26 @@ import numpy as np
 from dmi_connector.store.read.capture import Capture
 
 _SUMMARY = "pattern"
+_UNROTATED = ("GPT2LMHeadModel", "OPTForCausalLM", "BloomForCausalLM")
+"""Architectures without rotary embedding: in others, `q` and `k` are not what attention sees."""
 
 
-def layers(capture: Capture) -> list[int]:
-    """The layers whose attention can be shown: of `q_rot` and `k_rot` (or `q` and `k`) both, else of `pattern`."""
-    for names in (("q_rot", "k_rot"), ("q", "k"), (_SUMMARY,)):
-        if all(name in capture for name in names):
-            return sorted(set.intersection(*(set(capture.layers[name]) for name in names)))
-    return []
+def shown(capture: Capture) -> dict[str, Any]:
+    """What can be shown, as JSON. layers: their numbers. until: the first row that lacks keys before it."""
+    names = _hooks(capture)
+    layers = sorted(set.intersection(*(set(capture.layers[name]) for name in names))) if names else []
+    until = int(capture.attrs["num_tokens"])
+    if names != (_SUMMARY,):
+        until = 0 if capture.attrs["start"] else min([until, *(start for start, _ in capture.missing)])
+    return {"layers": layers, "until": until}
+
+
+def _hooks(capture: Capture) -> tuple[str, ...]:
+    """What attention is rebuilt from, () if it cannot be."""
+    pairs: list[tuple[str, ...]] = [("q_rot", "k_rot"), (_SUMMARY,)]
+    if capture.attrs.get("architecture") in _UNROTATED:
+        pairs.append(("q", "k"))
+    return next((names for names in pairs if all(name in capture for name in names)), ())
 
 
 def window(capture: Capture, layer: int, head: int, rows: slice) -> np.ndarray:
@@ -41,7 +53,12 @@ def largest(capture: Capture, layer: int, head: int, row: int, count: int = 10) 
 
 def _weights(capture: Capture, layer: int, head: int, rows: slice) -> np.ndarray:
     """float32 [queries, keys up to the last query]."""
-    if _SUMMARY not in capture or all(name in capture for name in ("q_rot", "k_rot")):
+    hooks = _hooks(capture)
+    if not hooks:
+        raise ValueError(
+            f"{capture.path} has no attention to show; capture q_rot and k_rot (preset attention), or pattern"
+        )
+    if hooks != (_SUMMARY,):
         return capture.attention(layer, head, rows)
     positions, weights, _ = capture.attention_summary(layer, None, rows)
     if not 0 <= head < positions.shape[1]:

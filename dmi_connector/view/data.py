@@ -41,11 +41,8 @@ class Library:
     _listed: dict[str, tuple[CaptureInfo, str]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def at(cls, path: str | Path) -> Library:
-        """The library of a store directory, or of one store. Raises ValueError for another path."""
-        path = Path(path)
-        if not path.is_dir():
-            raise ValueError(f"{path} is {'a file' if path.exists() else 'not there'}; give a directory of stores")
+    def at(cls, path: Path) -> Library:
+        """The library of a store directory, or of one store."""
         path = path.absolute()
         one = (path / "zarr.json").exists() or path.suffix == ".zarr"
         return cls(path.parent, path.name) if one else cls(path)
@@ -77,8 +74,9 @@ class Library:
 
     def _path(self, name: str) -> Path:
         path = self.directory / name
+        known = name in self._listed or name in self._stores()  # an index that grows is not read for each answer
         # A name of the list may still be a link that leads elsewhere.
-        if name in self._stores() and path.is_dir() and path.resolve().parent == self.directory.resolve():
+        if known and path.is_dir() and path.resolve().parent == self.directory.resolve():
             return path
         raise NoSuchStore(name, self.directory)
 

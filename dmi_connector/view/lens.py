@@ -135,11 +135,13 @@ class Lens:
         logits = np.empty((len(rows), len(self.unembedding)), np.float32)
         for first in range(0, len(self.unembedding), _BLOCK):
             block = np.asarray(self.unembedding[first : first + _BLOCK], np.float32)
-            logits[:, first : first + _BLOCK] = normed @ block.T
+            logits[:, first : first + _BLOCK] = (block @ normed.T).T  # the other way round takes three times as long
         logits *= np.float32(self.factor)
         if self.soft_cap:
             logits = np.tanh(logits / np.float32(self.soft_cap)) * np.float32(self.soft_cap)
-        best = np.argsort(-logits, axis=-1, kind="stable")[:, :count]
+        some = np.argpartition(logits, -count, axis=-1)[:, -count:]
+        order = np.argsort(-np.take_along_axis(logits, some, axis=-1), axis=-1)
+        best = np.take_along_axis(some, order, axis=-1)
         high = logits.max(axis=-1, keepdims=True)
         total = np.exp(logits - high).sum(axis=-1, keepdims=True)
         return best, np.exp(np.take_along_axis(logits, best, axis=-1) - high) / total

@@ -18,7 +18,7 @@ HOST = "127.0.0.1"
 
 
 def serve(
-    path: str,
+    path: Path,
     port: int = 0,
     model: Path | None = None,
     tokenizer: Path | None = None,
@@ -26,8 +26,8 @@ def serve(
 ) -> None:
     """Serve a store directory, or one store, until the process is interrupted. `say` gets the address.
 
-    port: 0 takes a free one. model, tokenizer: see `make_app`. Raises ValueError for a path without stores, a directory
-    that is no model's or tokenizer's, or a port that is taken.
+    port: 0 takes a free one. model, tokenizer: see `make_app`. Raises ValueError for a directory that is no model's or
+    tokenizer's, and for a port that is taken.
     """
     library = Library.at(path)
     if model is not None:

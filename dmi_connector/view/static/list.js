@@ -86,6 +86,7 @@ export class List {
       sub.className = "sub";
       const state = found.state === "complete" ? [] : [found.state];
       const began = found.started.slice(0, 16).replace("T", " ");
+      line.classList.toggle("lacking", found.state !== "complete");
       sub.textContent = [...state, `${(found.tokens ?? 0).toLocaleString("en")} tokens`, began, found.model].filter(Boolean).join(" · ");
       line.append(name, sub);
     }

@@ -24,12 +24,12 @@ const panel = new Panel((row) => choose(row), fault);
 const heat = new Matrix($("heat"), {
   height: (rows) => Math.min(Math.max(rows * 16, 24), 340),
   pick: (row, column) => { setLayer(row); choose(now.first + column); lens(); },
-  tip: (row, column) => { $("heat-tip").textContent = row === null ? "\u00a0" : heatTip(row, column); },
+  tip: (row, column) => { $("heat-tip").textContent = row === null || !now.heat ? "\u00a0" : heatTip(row, column); },
 });
 const att = new Matrix($("att"), {
-  height: (rows, width) => Math.min(width, Math.max(rows * 20, 120)),
+  height: (rows, width) => Math.min(width, 460, Math.max(rows * 20, 120)),
   pick: (row) => { choose(now.first + row); lens(); },
-  tip: (row, column) => { $("att-tip").textContent = row === null ? "\u00a0" : attTip(row, column); },
+  tip: (row, column) => { $("att-tip").textContent = row === null || !now.att ? "\u00a0" : attTip(row, column); },
   down: true,
 });
 
@@ -55,9 +55,10 @@ async function open(name) {
 function about(store) {
   const { attrs } = store;
   $("name").textContent = attrs.key ?? store.name;
-  const facts = [attrs.key && store.name, attrs.model, attrs.dtype, attrs.codec && `codec ${attrs.codec}`,
+  const facts = [attrs.key && store.name, attrs.model?.split("/").pop(), attrs.dtype, attrs.codec && `codec ${attrs.codec}`,
     `${store.prompt.toLocaleString("en")} prompt tokens`, `${store.tokens.toLocaleString("en")} rows`, attrs.created?.slice(0, 19).replace("T", " ")];
   $("facts").textContent = facts.filter(Boolean).join(" · ");
+  $("facts").title = attrs.model ?? "";
   $("incomplete").hidden = store.complete;
   const rows = store.missing.map(([start, stop]) => `${start} to ${stop - 1}`).join(", ");
   $("incomplete").textContent = store.complete ? "" : `Incomplete: ${store.reason}. Missing rows: ${rows || "unknown"}.`;
@@ -74,12 +75,8 @@ function options(select, items, wanted) {
 function choices(store) {
   options($("hook"), store.hooks.map((h) => [h.name, h.reduce ? `${h.name} (${h.reduce})` : h.name]));
   hookChosen();
-  options($("att-layer"), store.attention.map((layer) => [layer, layer]));
+  options($("att-layer"), store.attention.layers.map((layer) => [layer, layer]));
   options($("head"), Array.from({ length: store.heads }, (_, head) => [head, head]));
-  const lacks = store.attention.length === 0;
-  $("att").hidden = $("att-tip").hidden = lacks;
-  $("att-lacks").hidden = !lacks;
-  $("att-lacks").textContent = lacks ? "The store has no queries and keys. Capture q_rot and k_rot (preset attention), or pattern." : "";
 }
 
 function hookChosen() {
@@ -96,6 +93,7 @@ function hookChosen() {
 function statistic() { return now.hook.statistics.find((s) => s.name === $("statistic").value); }
 
 function statisticChosen() {
+  now.heat = null;
   const { index } = statistic();
   $("index-label").hidden = index === null;
   $("index-name").textContent = index ?? "";
@@ -141,16 +139,23 @@ async function showHeat() {
   paint();
 }
 
+/** Why there is no attention to draw, or "". */
+function attentionLacks() {
+  const { layers, until } = now.store.attention;
+  if (!layers.length) return "The store has no queries and keys. Capture q_rot and k_rot (preset attention), or pattern.";
+  return now.first < until ? "" : "Rows before this window are not in the store, and attention needs them as keys.";
+}
+
 async function showAttention() {
-  if (!now.store.attention.length || !now.store.tokens) return;
-  const query = { layer: $("att-layer").value, head: $("head").value || 0, ...range() };
-  const found = await ask("attention", "attention", now.store.name, query).catch((error) => {
-    now.att = null;
-    [$("att").hidden, $("att-tip").hidden, $("att-lacks").hidden] = [true, true, false];
-    $("att-lacks").textContent = error.message;
-  });
+  const lacks = attentionLacks();
+  [$("att").hidden, $("att-tip").hidden, $("att-lacks").hidden] = [lacks, lacks, !lacks].map(Boolean);
+  $("att-lacks").textContent = lacks;
+  now.att = null;
+  if (lacks) return;
+  const count = Math.min(now.count, now.store.attention.until - now.first);
+  const query = { layer: $("att-layer").value, head: $("head").value || 0, first: now.first, count };
+  const found = await ask("attention", "attention", now.store.name, query).catch(fault);
   if (!found) return;
-  [$("att").hidden, $("att-tip").hidden, $("att-lacks").hidden] = [false, false, true];
   now.att = found;
   paintAttention();
 }
@@ -193,7 +198,7 @@ function paintAttention() {
   if (!now.att) return;
   const { values, shape: [rows, stride] } = now.att;
   const scale = scaleOf([0, 1], { from: 0, root: true });
-  drawLegend($("att-legend"), scale, ", by root");
+  drawLegend($("att-legend"), scale, " (square root)");
   $("att").setAttribute("aria-label", `Attention of head ${$("head").value} in layer ${$("att-layer").value}: ${rows} queries, ${stride - 1} keys`);
   const at = now.token === null ? -1 : now.token - now.first;
   att.show({
@@ -243,7 +248,7 @@ async function choose(at) {
 }
 
 function attended() {
-  if (now.token === null || !now.att || lost(now.token)) return;
+  if (now.token === null || attentionLacks() || now.token >= now.store.attention.until) return;
   panel.attended(now.store, now.token, $("att-layer").value, $("head").value || 0);
 }
 

@@ -40,8 +40,9 @@ export class Matrix {
     pen.imageSmoothingEnabled = false;
     pen.drawImage(this.cells(), LEFT, 0, this.width, this.tall);
     const style = getComputedStyle(document.documentElement);
-    this.labels(pen, style.getPropertyValue("--quiet"));
-    this.marks(pen, style.getPropertyValue("--accent"), style.getPropertyValue("--quiet"));
+    const [accent, quiet, page] = ["--accent", "--quiet", "--page"].map((name) => style.getPropertyValue(name));
+    this.labels(pen, quiet);
+    this.marks(pen, accent, quiet, page);
   }
 
   cells() {
@@ -64,7 +65,7 @@ export class Matrix {
     const { rows, columns, rowNames, columnName } = this.data;
     Object.assign(pen, { fillStyle: ink, font: FONT, textAlign: "right", textBaseline: "middle" });
     const step = Math.max(1, Math.ceil((14 * rows) / this.tall));
-    for (let row = 0; row < rows; row += step) pen.fillText(rowNames(row), LEFT - 6, this.middle(row));
+    for (let row = 0; row < rows; row += step) pen.fillText(rowNames(row), LEFT - 6, Math.max(this.middle(row), 6));
     Object.assign(pen, { textAlign: "center", textBaseline: "top" });
     const wide = Math.max(1, Math.ceil((52 * columns) / this.width));
     for (let c = 0; c < columns; c += wide) pen.fillText(columnName(c), LEFT + ((c + 0.5) * this.width) / columns, this.tall + 5);
@@ -72,7 +73,7 @@ export class Matrix {
 
   middle(row) { return (((this.down ? row : this.data.rows - 1 - row) + 0.5) * this.tall) / this.data.rows; }
 
-  marks(pen, accent, quiet) {
+  marks(pen, accent, quiet, page) {
     const { rows, columns, mark, edge } = this.data;
     const [wide, high] = [this.width / columns, this.tall / rows];
     pen.strokeStyle = quiet;
@@ -86,9 +87,11 @@ export class Matrix {
       pen.stroke();
       pen.setLineDash([]);
     }
-    pen.strokeStyle = accent;
-    pen.lineWidth = 1.5;
-    if (mark.row >= 0 && mark.row < rows) pen.strokeRect(LEFT, this.middle(mark.row) - high / 2, this.width, high);
-    if (mark.column >= 0 && mark.column < columns) pen.strokeRect(LEFT + mark.column * wide, 0, wide, this.tall);
+    // Around the cells, so that small ones stay in sight.
+    for (const [ink, thick] of [[page, 4], [accent, 2]]) {
+      Object.assign(pen, { strokeStyle: ink, lineWidth: thick });
+      if (mark.row >= 0 && mark.row < rows) pen.strokeRect(LEFT, this.middle(mark.row) - high / 2 - 1, this.width, high + 2);
+      if (mark.column >= 0 && mark.column < columns) pen.strokeRect(LEFT + mark.column * wide - 1, 0, wide + 2, this.tall);
+    }
   }
 }

@@ -1,7 +1,7 @@
 // What is known of the chosen token: where it attends to, and the logit lens.
 
 import { ask } from "./api.js";
-import { css, inkOn, scaleOf, short } from "./colour.js";
+import { css, inkOn, scaleOf } from "./colour.js";
 import { inLine } from "./text.js";
 
 const $ = (id) => document.getElementById(id);
@@ -13,7 +13,7 @@ export class Panel {
 
   /** token: {row, id, text, position, made}, or null. */
   show(store, token, facts) {
-    $("token-name").textContent = token ? inLine(token.text, token.id) : "";
+    $("token-name").textContent = token ? `“${inLine(token.text, token.id)}”` : "";
     $("token-facts").textContent = token ? facts : "Click a token, or move with the arrow keys.";
     $("attended-box").hidden = true;
     $("lens").hidden = true;
@@ -32,7 +32,7 @@ export class Panel {
       button.textContent = inLine(key.text, key.id);
       button.title = `token ${key.row}`;
       button.addEventListener("click", () => this.go(key.row));
-      share.textContent = ` ${short(key.weight)}`;
+      share.textContent = ` ${(100 * key.weight).toFixed(1)} %`;
       line.append(button, share);
       return line;
     }));

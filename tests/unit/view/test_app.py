@@ -16,10 +16,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from dmi_connector.cli.main import main
+from dmi_connector.engine.architectures import ARCHITECTURES
+from dmi_connector.layout import ArraySpec
 from dmi_connector.store.read.capture import open_capture
 from dmi_connector.view.app import MOST_TOKENS, make_app
+from dmi_connector.view.attention import _UNROTATED
 from dmi_connector.view.data import Library
 from dmi_connector.view.texts import Texts
+from tests import storekit as kit
 from tests import viewkit
 
 TOKEN = "secret"
@@ -173,12 +177,12 @@ def test_one_store_is_shown_alone(stores: Path) -> None:
 def test_a_capture_says_what_can_be_asked(real: Path, stores: Path, model: Path) -> None:
     found = client(real).get("api/capture/full.zarr").json()
     hooks = {hook["name"]: hook for hook in found["hooks"]}
-    assert hooks["q_rot"]["layers"] == found["attention"] == [0, 1, 2] and hooks["q_rot"]["width"] == 128
+    assert hooks["q_rot"]["layers"] == found["attention"]["layers"] == [0, 1, 2] and hooks["q_rot"]["width"] == 128
     assert (found["heads"], found["tokens"], found["complete"]) == (4, 26, True)
     assert "--model DIR" in found["lens"]
     assert client(stores, model=model).get("api/capture/story.zarr").json()["lens"] is None
     bare = client(stores, model=model).get("api/capture/bare.zarr").json()
-    assert bare["attention"] == [] and "no residual stream" in bare["lens"]
+    assert bare["attention"]["layers"] == [] and "no residual stream" in bare["lens"]
     assert [h["reduce"] for h in client(real).get("api/capture/reduced.zarr").json()["hooks"] if h["name"] == "q"] == [
         "int8"
     ]
@@ -251,6 +255,17 @@ def test_attention_is_that_of_the_reader(real: Path) -> None:
     assert keys[0]["weight"] == pytest.approx(whole[20].max())
 
 
+def test_attention_is_shown_as_far_as_its_keys_are_there(stores: Path, real: Path) -> None:
+    page = client(stores)
+    assert page.get("api/capture/story.zarr").json()["attention"]["until"] > 200
+    assert page.get("api/capture/lossy.zarr").json()["attention"]["until"] == 64
+    query = {"layer": 0, "head": 0, "first": 32}
+    assert floats(page.get("api/attention/lossy.zarr", params={**query, "count": 32})).shape == (32, 33)
+    beyond = page.get("api/attention/lossy.zarr", params={**query, "count": 33})
+    assert beyond.status_code == 400 and "lacks rows before the queries" in beyond.json()["error"]
+    assert client(real).get("api/capture/reduced.zarr").json()["attention"]["until"] == 26
+
+
 def test_attention_of_a_summary_has_the_stored_weights(real: Path) -> None:
     with open_capture(real / "reduced.zarr") as capture:
         positions, weights, _ = capture.attention_summary(2, 1)
@@ -261,6 +276,24 @@ def test_attention_of_a_summary_has_the_stored_weights(real: Path) -> None:
         wanted[query, keys[keys >= 0]] = values[keys >= 0]
     np.testing.assert_array_equal(found[:, 1:], wanted)
     assert page.get("api/attention/reduced.zarr", params={"layer": 2, "head": 4}).status_code == 400
+
+
+def test_queries_before_rotary_are_no_attention(tmp_path: Path) -> None:
+    assert set(_UNROTATED) == {name for name, row in ARCHITECTURES.items() if not row.rotary}
+    specs = (ArraySpec("q", "float32", (0,), 64), ArraySpec("k", "float32", (0,), 64))
+    owner = kit.Store(1 << 20)
+    try:
+        for name in ("GPT2LMHeadModel", "Qwen3ForCausalLM"):
+            about = {"architecture": name, "dims": {"heads": 2, "kv_heads": 2, "head_dim": 32}}
+            owner.write(tmp_path / f"{name}.zarr", specs, 12, attrs=about)
+    finally:
+        assert owner.shutdown()
+    page, query = client(tmp_path), {"layer": 0, "head": 1}
+    with open_capture(tmp_path / "GPT2LMHeadModel.zarr") as capture:
+        found = floats(page.get("api/attention/GPT2LMHeadModel.zarr", params=query))
+        np.testing.assert_allclose(found[:, 1:], capture.attention(0, 1), rtol=1e-6)
+    assert page.get("api/capture/Qwen3ForCausalLM.zarr").json()["attention"]["layers"] == []
+    assert page.get("api/attention/Qwen3ForCausalLM.zarr", params=query).status_code == 400
 
 
 def test_tokens_have_their_text(stores: Path, model: Path, real: Path) -> None:
@@ -297,7 +330,7 @@ def test_a_word_keeps_its_space_where_decoders_drop_the_first_one(tmp_path: Path
         ("attention/full.zarr?head=0", "layer='' is not valid"),
         ("attended/full.zarr?layer=0&head=0&token=26", "token 26 does not exist: the store has 26"),
         ("lens/full.zarr?token=0", "--model DIR"),
-        ("attention/incomplete.zarr?layer=0&head=0&count=1", "hook 'k' is not in this store"),
+        ("attention/incomplete.zarr?layer=0&head=0&count=1", "has no attention to show"),
     ],
 )
 def test_bad_questions_say_what_is_wrong(query: str, words: str, real: Path) -> None:
@@ -363,7 +396,7 @@ def test_the_command_serves_on_loopback_alone(stores: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], "nowhere is not there; give a directory of stores"),
+        (["nowhere"], "nowhere is not there; give a store (*.zarr) or a directory"),
         ([".", "--port", "70000"], "--port 70000 cannot be used"),
         ([".", "--model", "nowhere"], "no readable config.json"),
         ([".", "--tokenizer", "nowhere"], "--tokenizer nowhere has no tokenizer.json"),
