@@ -43,7 +43,7 @@ class Library:
     @classmethod
     def at(cls, path: Path) -> Library:
         """The library of a store directory, or of one store."""
-        path = path.absolute()
+        path = path.resolve()
         one = (path / "zarr.json").exists() or path.suffix == ".zarr"
         return cls(path.parent, path.name) if one else cls(path)
 

@@ -92,6 +92,12 @@ function hookChosen() {
 
 function statistic() { return now.hook.statistics.find((s) => s.name === $("statistic").value); }
 
+/** The hook and its statistic, in words. */
+function shownNow() {
+  const { name, index } = statistic();
+  return `${now.hook.name}, ${name}${index === null ? "" : ` ${$("index").value || 0}`}`;
+}
+
 function statisticChosen() {
   now.heat = null;
   const { index } = statistic();
@@ -181,12 +187,12 @@ function paint() {
     text.mark(now.token);
   }
   drawLegend($("text-legend"), textScale);
-  $("text-legend").prepend(`${now.hook.name}, ${statistic().name}${layerName(now.layer) && `, layer ${layerName(now.layer)}`}: `);
-  $("heat-title").textContent = `${now.hook.name}, ${statistic().name} by layer and token`;
+  $("text-legend").prepend(`${shownNow()}${layerName(now.layer) && `, layer ${layerName(now.layer)}`}: `);
+  $("heat-title").textContent = `${shownNow()} by ${now.hook.layers.length ? "layer and " : ""}token`;
   drawLegend($("heat-legend"), own ? own[now.layer] : scale);
   $("heat").setAttribute("aria-label", `${$("heat-title").textContent}: ${layers} layers, ${columns} tokens`);
   heat.show({
-    values, rows: layers, columns, rowNames: layerName,
+    values, rows: layers, columns, rowNames: layerName, hatched: true,
     colour: (value, at) => (own ? own[at] : scale).colour(value),
     columnName: (column) => (now.first + column).toLocaleString("en"),
     mark: { row: layers > 1 ? now.layer : -1, column: now.token === null ? -1 : now.token - now.first },
@@ -238,7 +244,7 @@ async function choose(at) {
   if (now.token !== at || !now.tokens || now.tokens.first !== now.first) return;
   const place = at - now.first, id = now.tokens.ids[place];
   const made = at >= now.store.prompt - now.store.start;
-  const value = now.heat ? `${now.hook.name}, ${statistic().name}: ${short(now.heat.values[now.layer * now.heat.shape[1] + place])}` : "";
+  const value = now.heat ? `${shownNow()}: ${short(now.heat.values[now.layer * now.heat.shape[1] + place])}` : "";
   const facts = [`row ${at}`, `position ${now.store.start + at}`, `id ${id}`, lost(at) ? "missing" : made ? "generated" : "prompt", value];
   panel.show(now.store, { row: at, id, text: now.tokens.texts?.[place], made }, facts.filter(Boolean).join(" · "));
   paint();

@@ -15,7 +15,10 @@ export class Matrix {
     new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
   }
 
-  /** data: {values, rows, columns, offset, stride, colour(value, row), rowNames, columnName(i), mark: {row, column}, edge} */
+  /**
+   * data: {values, rows, columns, offset, stride, colour(value, row, column), rowNames(row), columnName(column), mark:
+   * {row, column}, edge, hatched}. edge: the column before which a dashed line stands. hatched: cells without colour are.
+   */
   show(data) { this.data = data; this.draw(); }
 
   cell(event) {
@@ -35,12 +38,13 @@ export class Matrix {
     this.canvas.style.height = `${this.tall + BOTTOM}px`;
     this.canvas.width = Math.round((this.width + LEFT + 1) * ratio);
     this.canvas.height = Math.round((this.tall + BOTTOM) * ratio);
+    const style = getComputedStyle(document.documentElement);
+    const [accent, quiet, page, line] = ["--accent", "--quiet", "--page", "--line"].map((name) => style.getPropertyValue(name));
     const pen = this.canvas.getContext("2d");
     pen.scale(ratio, ratio);
     pen.imageSmoothingEnabled = false;
+    if (this.data.hatched) this.hatch(pen, line);
     pen.drawImage(this.cells(), LEFT, 0, this.width, this.tall);
-    const style = getComputedStyle(document.documentElement);
-    const [accent, quiet, page] = ["--accent", "--quiet", "--page"].map((name) => style.getPropertyValue(name));
     this.labels(pen, quiet);
     this.marks(pen, accent, quiet, page);
   }
@@ -59,6 +63,17 @@ export class Matrix {
     }
     pen.putImageData(image, 0, 0);
     return small;
+  }
+
+  /** What lies under cells without a value. */
+  hatch(pen, ink) {
+    pen.strokeStyle = ink;
+    pen.beginPath();
+    for (let x = -this.tall; x < this.width; x += 6) {
+      pen.moveTo(LEFT + Math.max(x, 0), this.tall - Math.max(-x, 0));
+      pen.lineTo(LEFT + Math.min(x + this.tall, this.width), Math.max(x + this.tall - this.width, 0));
+    }
+    pen.stroke();
   }
 
   labels(pen, ink) {

@@ -171,6 +171,12 @@ def test_one_store_is_shown_alone(stores: Path) -> None:
     assert page.get("api/capture/long.zarr").status_code == 404
 
 
+def test_a_link_that_the_user_names_is_followed(stores: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.zarr"
+    link.symlink_to(stores / "story.zarr")
+    assert client(link).get("api/capture/story.zarr").status_code == 200
+
+
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
@@ -412,6 +418,12 @@ def test_wrong_options_are_refused(
     monkeypatch.chdir(tmp_path)
     assert main(["view", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_the_page_needs_neither_torch_nor_vllm() -> None:
+    code = "import sys, dmi_connector.view.server; print({'torch', 'vllm', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 def test_without_its_packages_the_command_names_the_extra(

@@ -189,7 +189,7 @@ def test_a_click_on_the_heat_map_chooses_layer_and_token(page: Page) -> None:
     page.shows("#heat-tip", "layer")
 
 
-def test_hook_statistic_and_scale_change_the_colours(page: Page) -> None:
+def test_hook_and_statistic_change_the_colours(page: Page) -> None:
     seen = {tuple(page.colours())}
     for box, value in (("statistic", "mean"), ("statistic", "value"), ("hook", "q_rot"), ("hook", "resid_final")):
         page.run(
@@ -201,6 +201,18 @@ def test_hook_statistic_and_scale_change_the_colours(page: Page) -> None:
         page.until(lambda: tuple(page.colours()) not in seen, f"{box} {value} changes the colours")
         seen.add(tuple(page.colours()))
     assert not page.one("#layer").is_enabled(), "resid_final exists once"
+
+
+def test_each_scale_colours_the_heat_map_in_its_own_way(page: Page) -> None:
+    shown = {page.pixels("#heat")}
+    for value in ("each", "log"):
+        page.run(
+            "const box = document.getElementById('scale'); box.value = arguments[0];"
+            "box.dispatchEvent(new Event('change'))",
+            value,
+        )
+        shown.add(page.pixels("#heat"))
+    assert len(shown) == 3
 
 
 def test_another_head_has_another_pattern(page: Page) -> None:
