@@ -66,8 +66,8 @@ function about(store) {
   $("verify").disabled = false;
 }
 
-function options(select, items, wanted) {
-  const old = wanted ?? select.value;
+function options(select, items) {
+  const old = select.value;
   select.replaceChildren(...items.map(([value, label]) => new Option(label, value)));
   if (items.some(([value]) => String(value) === String(old))) select.value = old;
 }
@@ -95,7 +95,7 @@ function statistic() { return now.hook.statistics.find((s) => s.name === $("stat
 /** The hook and its statistic, in words. */
 function shownNow() {
   const { name, index } = statistic();
-  return `${now.hook.name}, ${name}${index === null ? "" : ` ${$("index").value || 0}`}`;
+  return `${now.hook.name}, ${name}${index === null ? "" : ` ${$("index").value}`}`;
 }
 
 function statisticChosen() {
@@ -103,7 +103,14 @@ function statisticChosen() {
   const { index } = statistic();
   $("index-label").hidden = index === null;
   $("index-name").textContent = index ?? "";
-  $("index").max = now.hook.width - 1;
+  $("index").max = (index === "head" ? now.store.heads : now.hook.width) - 1;
+  keepIndex();
+}
+
+/** Brings the index into its range: another hook may have fewer neurons. */
+function keepIndex() {
+  const wanted = Math.trunc(Number($("index").value)) || 0;
+  $("index").value = Math.min(Math.max(wanted, 0), Math.max(0, Number($("index").max)));
 }
 
 // ---- the window -----------------------------------------------------------------------------------------------------
@@ -137,7 +144,7 @@ function fillText(tokens) {
 }
 
 async function showHeat() {
-  const query = { hook: now.hook.name, statistic: statistic().name, index: $("index").value || 0, ...range() };
+  const query = { hook: now.hook.name, statistic: statistic().name, index: $("index").value, ...range() };
   const found = await ask("heat", "heat", now.store.name, query).catch(fault);
   if (!found) return;
   $("fault").hidden = true;
@@ -298,7 +305,7 @@ $("search").addEventListener("keydown", (event) => {
 });
 $("hook").addEventListener("change", () => { hookChosen(); showHeat(); });
 $("statistic").addEventListener("change", () => { statisticChosen(); showHeat(); });
-$("index").addEventListener("change", showHeat);
+$("index").addEventListener("change", () => { keepIndex(); showHeat(); });
 $("layer").addEventListener("change", () => setLayer(Number($("layer").value)));
 $("scale").addEventListener("change", paint);
 for (const id of ["att-layer", "head"]) $(id).addEventListener("change", () => { showAttention(); attended(); });

@@ -203,6 +203,20 @@ def test_hook_and_statistic_change_the_colours(page: Page) -> None:
     assert not page.one("#layer").is_enabled(), "resid_final exists once"
 
 
+def test_an_index_stays_in_its_range(page: Page) -> None:
+    set_to = (
+        "const box = document.getElementById(arguments[0]); box.value = arguments[1];"
+        "box.dispatchEvent(new Event('change')); return document.getElementById('index').value"
+    )
+    page.run(set_to, "statistic", "value")
+    assert page.run(set_to, "index", "5000") == str(viewkit.HIDDEN - 1)
+    assert page.run(set_to, "index", "-3") == "0"
+    assert page.run(set_to, "hook", "q_rot") == "0"
+    assert page.run(set_to, "index", "100") == "100"
+    assert page.run(set_to, "hook", "resid_pre") == str(viewkit.HIDDEN - 1), "it has fewer neurons"
+    page.shows("#heat-title", f"resid_pre, value {viewkit.HIDDEN - 1} by layer and token")
+
+
 def test_each_scale_colours_the_heat_map_in_its_own_way(page: Page) -> None:
     shown = {page.pixels("#heat")}
     for value in ("each", "log"):
