@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -102,6 +103,15 @@ def make_parser() -> Parser:
     plot = commands.add_parser("plot", help="draw stores as PNG or SVG: norms, logit lens, attention and others")
     add_plot_options(plot)
     plot.set_defaults(run=_plot)
+
+    view = commands.add_parser("view", help="look at captures in a browser on this machine")
+    view.add_argument("path", metavar="DIR|STORE")
+    view.add_argument("--port", type=int, default=0, metavar="N", help="default: a free one")
+    view.add_argument("--model", type=Path, metavar="DIR", help="the model's directory, for the logit lens")
+    view.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="directory of tokenizer.json (default: the model's)"
+    )
+    view.set_defaults(run=_view)
     return parser
 
 
@@ -291,4 +301,14 @@ def _plot(options: argparse.Namespace) -> int:
     from dmi_connector.cli.plots import draw
 
     print(draw(options, _open))
+    return 0
+
+
+def _view(options: argparse.Namespace) -> int:
+    if not all(importlib.util.find_spec(name) for name in ("starlette", "uvicorn")):
+        raise ValueError("view: starlette or uvicorn is not installed; install dmi_connector[view]")
+    from dmi_connector.view.server import serve
+
+    path = _directory(options.path, "a store (*.zarr) or a directory of stores")
+    serve(path, options.port, options.model, options.tokenizer, lambda url: print(url, flush=True))
     return 0

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP side of `dmi view`: a page, JSON, and float32 values. Nothing is written, and no other host is asked."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dmi_connector.store.read.capture import Capture
+from dmi_connector.view import attention, lens
+from dmi_connector.view.data import Library, NoSuchStore, describe
+from dmi_connector.view.stats import heat
+from dmi_connector.view.texts import Texts
+
+STATIC = Path(__file__).parent / "static"
+MOST_TOKENS = 1024
+"""Tokens of one window."""
+_MOST_CAPTURES = 200
+"""Lines of one piece of the list."""
+_LENS_TOKENS = 5
+"""Tokens that the lens gives for each layer."""
+
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
+    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+"""The browser loads nothing from elsewhere, and tells nobody the token."""
+
+
+def new_token() -> str:
+    """A token that nobody guesses."""
+    return secrets.token_urlsafe(24)
+
+
+def make_app(library: Library, token: str, model: Path | None = None, tokenizer: Path | None = None) -> ASGIApp:
+    """The ASGI application. Every path begins with the token.
+
+    model: directory of the model's config.json and weights, for the lens. tokenizer: directory of tokenizer.json; None:
+    that of `model`, else of the model directory that a store names.
+    """
+    pages = _Pages(library, model, tokenizer)
+    routes = [
+        Route("/{token}", lambda request: RedirectResponse(f"/{token}/"), methods=["GET"]),
+        Route("/{token}/", lambda request: FileResponse(STATIC / "index.html"), methods=["GET"]),
+        Route("/{token}/api/captures", _answer(pages.captures), methods=["GET"]),
+        *(
+            Route(f"/{{token}}/api/{action}/{{name:path}}", _answer(getattr(pages, action)), methods=["GET"])
+            for action in ("capture", "tokens", "heat", "attention", "attended", "lens", "verify")
+        ),
+        Mount("/{token}/static", StaticFiles(directory=STATIC)),
+    ]
+    return _Guard(Starlette(routes=routes), token)
+
+
+class _Guard:
+    """Lets only GET requests with the token pass, and adds headers to every answer."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no websockets, and nothing to do at start and end
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        await (self._refusal(scope) or self._app)(scope, receive, with_headers)
+
+    def _refusal(self, scope: Scope) -> ASGIApp | None:
+        if scope["method"] != "GET":
+            return PlainTextResponse("only GET is answered", 405, {"Allow": "GET"})
+        given = scope["path"].split("/")[1].encode()
+        if not secrets.compare_digest(given, self._token):
+            return PlainTextResponse("wrong token: take the address that dmi view printed", 403)
+        return None
+
+
+def _answer(page: Callable[[Request], Response]) -> Callable[[Request], Response]:
+    """A page whose errors are answers: 404 for what is not there, 400 for what cannot be shown."""
+
+    def answered(request: Request) -> Response:
+        try:
+            return page(request)
+        except (NoSuchStore, FileNotFoundError, TimeoutError) as error:
+            return _error(error, 404)
+        except (ValueError, LookupError) as error:
+            return _error(error, 400)
+
+    return answered
+
+
+def _error(error: Exception, status: int) -> JSONResponse:
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error
+    return JSONResponse({"error": str(text)}, status)
+
+
+def _number(request: Request, name: str, default: int | None = None) -> int:
+    """A whole number of the query, 0 or more."""
+    text = request.query_params.get(name, "" if default is None else str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 12):
+        raise ValueError(f"{name}={text!r} is not valid; give a whole number")
+    return int(text)
+
+
+def _floats(values: np.ndarray) -> Response:
+    """float32 values, little-endian, in C order; the shape in a header."""
+    shape = {"X-Shape": ",".join(map(str, values.shape))}
+    return Response(np.ascontiguousarray(values, "<f4").tobytes(), media_type="application/octet-stream", headers=shape)
+
+
+def _window(request: Request, capture: Capture) -> slice:
+    """The rows that are asked for, at most MOST_TOKENS and none behind the end."""
+    first, count = _number(request, "first", 0), _number(request, "count", MOST_TOKENS)
+    tokens = int(capture.attrs["num_tokens"])
+    first = min(first, tokens)
+    return slice(first, min(first + min(count, MOST_TOKENS), tokens))
+
+
+def _row(request: Request, capture: Capture) -> int:
+    row, tokens = _number(request, "token"), int(capture.attrs["num_tokens"])
+    if row >= tokens:
+        raise ValueError(f"token {row} does not exist: the store has {tokens}")
+    if any(start <= row < stop for start, stop in capture.missing):
+        raise ValueError(f"token {row} is among the rows that the store lacks")
+    return row
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """What each address answers."""
+
+    library: Library
+    model: Path | None
+    tokenizer: Path | None
+
+    def captures(self, request: Request) -> Response:
+        search, first = request.query_params.get("search", ""), _number(request, "first", 0)
+        count = min(_number(request, "count", _MOST_CAPTURES), _MOST_CAPTURES)
+        return JSONResponse(self.library.page(search, first, count))
+
+    def capture(self, request: Request) -> Response:
+        with self._open(request) as capture:
+            more = {"attention": attention.shown(capture), "lens": lens.lacking(capture, self.model)}
+            return JSONResponse({**describe(capture), **more})
+
+    def tokens(self, request: Request) -> Response:
+        with self._open(request) as capture:
+            window = _window(request, capture)
+            ids = capture.token_ids[window].tolist()
+            return JSONResponse({"first": window.start, "ids": ids, "texts": self._texts(capture).of(ids)})
+
+    def heat(self, request: Request) -> Response:
+        asked = request.query_params
+        with self._open(request) as capture:
+            window, index = _window(request, capture), _number(request, "index", 0)
+            return _floats(heat(capture, asked.get("hook", ""), asked.get("statistic", "norm"), index, window))
+
+    def attention(self, request: Request) -> Response:
+        with self._open(request) as capture:
+            layer, head = _number(request, "layer"), _number(request, "head")
+            return _floats(attention.window(capture, layer, head, _window(request, capture)))
+
+    def attended(self, request: Request) -> Response:
+        with self._open(request) as capture:
+            row = _row(request, capture)
+            keys = attention.largest(capture, _number(request, "layer"), _number(request, "head"), row)
+            ids = capture.token_ids[[key["row"] for key in keys]].tolist()
+            return JSONResponse({"keys": self._with_texts(capture, keys, ids)})
+
+    def lens(self, request: Request) -> Response:
+        with self._open(request) as capture:
+            row, missing = _row(request, capture), lens.lacking(capture, self.model)
+            if missing is not None or self.model is None:
+                return JSONResponse({"error": missing}, 400)
+            places, rows = lens.residual_rows(capture, row)
+            best, shares = lens.Lens.of(self.model).top(rows, _LENS_TOKENS)
+            found = [
+                {"place": place, "tokens": self._with_texts(capture, [{"p": float(p)} for p in of], ids.tolist())}
+                for place, ids, of in zip(places, best, shares, strict=True)
+            ]
+            return JSONResponse({"places": found})
+
+    def verify(self, request: Request) -> Response:
+        return JSONResponse(self.library.verify(request.path_params["name"]))
+
+    def _open(self, request: Request) -> Capture:
+        return self.library.open(request.path_params["name"])
+
+    def _texts(self, capture: Capture) -> Texts:
+        own = self.model if self.model and (self.model / "tokenizer.json").is_file() else None
+        return Texts.find(self.tokenizer or own, capture.attrs.get("model"))
+
+    def _with_texts(self, capture: Capture, items: list[dict[str, Any]], ids: list[int]) -> list[dict[str, Any]]:
+        texts: Sequence[str | None] = self._texts(capture).of(ids) or [None] * len(ids)
+        return [{**item, "id": i, "text": text} for item, i, text in zip(items, ids, texts, strict=True)]

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the page lists, and the stores it may open."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dmi_connector.store.format.schema import INDEX_NAME
+from dmi_connector.store.read.capture import Capture, open_capture
+from dmi_connector.store.read.captures import open_captures
+from dmi_connector.store.read.index import CaptureInfo
+from dmi_connector.store.read.verify import unseen, verify_store
+from dmi_connector.view.stats import statistics
+
+_SHOWN = ("model", "architecture", "dtype", "request_id", "key", "created", "finish_reason", "codec", "format_version")
+"""Root attributes that the page shows."""
+
+
+class NoSuchStore(LookupError):
+    """No finished store of this name lies in the directory."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        super().__init__(f"{name!r} is no finished store of {directory}; reload the list")
+
+
+@dataclass
+class Library:
+    """The finished stores of one directory. only: the name of the one store to show, None for all.
+
+    No store stays open between two calls, so `dmi prune` and retention are not kept from removing any.
+    """
+
+    directory: Path
+    only: str | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _seen: tuple[object, ...] = ()
+    _listed: dict[str, tuple[CaptureInfo, str]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def at(cls, path: Path) -> Library:
+        """The library of a store directory, or of one store."""
+        path = path.resolve()
+        one = (path / "zarr.json").exists() or path.suffix == ".zarr"
+        return cls(path.parent, path.name) if one else cls(path)
+
+    def page(self, search: str, first: int, count: int) -> dict[str, Any]:
+        """Captures [first, first + count) of those that match, newest first, as JSON.
+
+        search: words that must all occur in the name, key, request id, model or state of a capture, in any case.
+        """
+        words = search.lower().split()
+        found = [info for info, text in self._stores().values() if all(word in text for word in words)]
+        return {
+            "directory": str(self.directory),
+            "total": len(found),
+            "first": first,
+            "captures": [_line(info) for info in found[first : first + count]],
+        }
+
+    def open(self, name: str) -> Capture:
+        """Open a store by its name. Raises NoSuchStore for what is no store of this directory."""
+        return open_capture(self._path(name), timeout=0, allow_incomplete=True)
+
+    def verify(self, name: str) -> dict[str, Any]:
+        """What `dmi verify` says of a store, as JSON. Raises NoSuchStore."""
+        path = self._path(name)
+        problems = [f"{problem.where}: {problem.what}" for problem in verify_store(path)]
+        with self.open(name) as capture:
+            return {"problems": problems, "unseen": unseen(capture.attrs)}
+
+    def _path(self, name: str) -> Path:
+        path = self.directory / name
+        known = name in self._listed or name in self._stores()  # an index that grows is not read for each answer
+        # A name of the list may still be a link that leads elsewhere.
+        if known and path.is_dir() and path.resolve().parent == self.directory.resolve():
+            return path
+        raise NoSuchStore(name, self.directory)
+
+    def _stores(self) -> dict[str, tuple[CaptureInfo, str]]:
+        """By name, newest first, with the text that is searched. Read anew when the directory or its index changed."""
+        with self._lock:
+            now = tuple(_stamp(path) for path in (self.directory, self.directory / INDEX_NAME))
+            if now != self._seen:
+                self._listed = {info.store.name: (info, _text(info)) for info in self._found()}
+                self._seen = now
+            return self._listed
+
+    def _found(self) -> list[CaptureInfo]:
+        infos = open_captures(self.directory, incomplete=True).infos
+        mine = [info for info in infos if info.store.parent == self.directory and self.only in (None, info.store.name)]
+        return mine[::-1]
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:  # a directory without an index
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _text(info: CaptureInfo) -> str:
+    return " ".join(str(v) for v in (info.store.name, info.key, info.request_id, info.model, info.state) if v).lower()
+
+
+def _line(info: CaptureInfo) -> dict[str, Any]:
+    return {
+        "name": info.store.name,
+        "key": info.key,
+        "model": info.model and Path(info.model).name,
+        "state": info.state,
+        "started": info.started,
+        "tokens": info.num_tokens,
+        "prompt": info.prompt_len,
+        "bytes": info.bytes,
+    }
+
+
+def describe(capture: Capture) -> dict[str, Any]:
+    """What the page must know of a store before it asks for values, as JSON."""
+    hooks = [
+        {
+            "name": name,
+            "layers": capture.layers[name],
+            "dtype": hook["dtype"],
+            "width": capture.shape(name)[-1],
+            "reduce": hook.get("reduce", {}).get("kind"),
+            "statistics": [
+                {"name": s.name, "index": s.index_name, "signed": s.signed} for s in statistics(capture, name)
+            ],
+        }
+        for name, hook in capture.attrs["hooks"].items()
+    ]
+    return {
+        "name": capture.path.name,
+        "tokens": capture.attrs["num_tokens"],
+        "prompt": capture.prompt_len,
+        "start": capture.attrs["start"],
+        "complete": capture.complete,
+        "reason": capture.reason,
+        "missing": capture.missing,
+        "hooks": hooks,
+        "heads": capture.attrs.get("dims", {}).get("heads", 0),
+        "attrs": {name: capture.attrs.get(name) for name in _SHOWN},
+        "versions": json.dumps(capture.attrs.get("versions", {})),
+    }

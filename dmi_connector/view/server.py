@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves the page on this machine's loopback address."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from dmi_connector.view.app import make_app, new_token
+from dmi_connector.view.data import Library
+from dmi_connector.view.lens import Lens
+from dmi_connector.view.texts import Texts
+
+HOST = "127.0.0.1"
+
+
+def serve(
+    path: Path,
+    port: int = 0,
+    model: Path | None = None,
+    tokenizer: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Serve a store directory, or one store, until the process is interrupted. `say` gets the address.
+
+    port: 0 takes a free one. model, tokenizer: see `make_app`. Raises ValueError for a directory that is no model's or
+    tokenizer's, and for a port that is taken.
+    """
+    library = Library.at(path)
+    if model is not None:
+        Lens.of(model)
+    if tokenizer is not None:
+        Texts(tokenizer)
+    token = new_token()
+    config = uvicorn.Config(
+        make_app(library, token, model, tokenizer), log_level="warning", access_log=False, lifespan="off", ws="none"
+    )
+    with _listen(port) as listener:
+        say(f"http://{HOST}:{listener.getsockname()[1]}/{token}/")
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+        listener.listen()
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ValueError(f"--port {port} cannot be used ({error}); give another, or 0 for a free one") from error
+    return listener

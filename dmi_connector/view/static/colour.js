@@ -1,0 +1,70 @@
+// Colours of values. The low end is the colour of the page, in light and in dark.
+
+const STOPS = {
+  light: {
+    one: ["#ffffff", "#fde3b5", "#f79d5c", "#c8426b", "#5a1f6e"],
+    two: ["#1d5a9e", "#9cc3e6", "#ffffff", "#f3b590", "#b0361f"],
+  },
+  dark: {
+    one: ["#17181c", "#3d2263", "#a3366e", "#f18d4f", "#fdeac0"],
+    two: ["#8cc4f7", "#2c5a8c", "#17181c", "#8c4626", "#f7a874"],
+  },
+};
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+export function whenThemeChanges(draw) { dark.addEventListener("change", draw); }
+
+function stops(kind) {
+  return STOPS[dark.matches ? "dark" : "light"][kind].map((hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)));
+}
+
+function at(colours, share) {
+  const place = Math.min(Math.max(share, 0), 1) * (colours.length - 1);
+  const low = Math.min(Math.floor(place), colours.length - 2);
+  return colours[low].map((c, i) => Math.round(c + (colours[low + 1][i] - c) * (place - low)));
+}
+
+function quantile(sorted, share) { return sorted[Math.round(share * (sorted.length - 1))]; }
+
+/**
+ * A colour scale over values: from their 1st to their 99th percentile. Where they have both signs it is even around 0.
+ * logarithmic: of positive values. Returns {colour(value): [r, g, b] or null, low, high, css}.
+ */
+export function scaleOf(values, { signed = false, logarithmic = false, from = null, root = false } = {}) {
+  const sorted = Float32Array.from(values).filter((v) => Number.isFinite(v) && (!logarithmic || v > 0)).sort();
+  let low = from ?? quantile(sorted, 0.01) ?? 0;
+  let high = quantile(sorted, 0.99) ?? 1;
+  const two = signed && low < 0 && high > 0;
+  if (two) { high = Math.max(high, -low); low = -high; }
+  const colours = stops(two ? "two" : "one");
+  const bend = logarithmic ? Math.log : root ? Math.sqrt : (v) => v;
+  const [begin, end] = [bend(low), bend(high)];
+  const colour = (value) => {
+    if (!Number.isFinite(value)) return null;
+    return at(colours, end > begin ? (bend(Math.max(value, low)) - begin) / (end - begin) : 0);
+  };
+  return { colour, low, high, css: `linear-gradient(90deg, ${stops(two ? "two" : "one").map(css).join(", ")})` };
+}
+
+export function css(rgb) { return `rgb(${rgb.join(" ")})`; }
+
+/** Black or white, whichever is read more easily on a colour. */
+export function inkOn([r, g, b]) {
+  const linear = [r, g, b].map((c) => (c / 255 <= 0.04045 ? c / 3294.6 : ((c / 255 + 0.055) / 1.055) ** 2.4));
+  const luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  return luminance > 0.179 ? "#000000" : "#ffffff";
+}
+
+/** A value with four digits that say something. */
+export function short(value) {
+  if (value === null || Number.isNaN(value)) return "none";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+  return Number(value.toPrecision(4)).toLocaleString("en");
+}
+
+export function drawLegend(element, scale, word = "") {
+  const bar = document.createElement("i");
+  bar.style.background = scale.css;
+  element.replaceChildren(short(scale.low), bar, `${short(scale.high)}${word}`);
+}

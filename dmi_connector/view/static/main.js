@@ -1,0 +1,353 @@
+// Puts the parts together: what is chosen, what is asked for, what is drawn.
+
+import { ask } from "./api.js";
+import { drawLegend, scaleOf, short, whenThemeChanges } from "./colour.js";
+import { List } from "./list.js";
+import { Matrix } from "./matrix.js";
+import { Panel } from "./panel.js";
+import { inLine, Text } from "./text.js";
+
+const $ = (id) => document.getElementById(id);
+const now = { store: null, first: 0, count: 128, token: null, hook: null, layer: 0, tokens: null, heat: null, att: null };
+
+function fault(error) {
+  $("fault").textContent = error.message;
+  $("fault").hidden = false;
+  return null;
+}
+
+// ---- parts ----------------------------------------------------------------------------------------------------------
+
+const list = new List($("list"), $("spacer"), $("total"), open, fault);
+const text = new Text($("text"), (row) => { choose(row); lens(); });
+const panel = new Panel((row) => choose(row), fault);
+const heat = new Matrix($("heat"), {
+  height: (rows) => Math.min(Math.max(rows * 16, 24), 340),
+  pick: (row, column) => { setLayer(row); choose(now.first + column); lens(); },
+  tip: (row, column) => { $("heat-tip").textContent = row === null || !now.heat ? "\u00a0" : heatTip(row, column); },
+});
+const att = new Matrix($("att"), {
+  height: (rows, width) => Math.min(width, 460, Math.max(rows * 20, 120)),
+  pick: (row) => { choose(now.first + row); lens(); },
+  tip: (row, column) => { $("att-tip").textContent = row === null || !now.att ? "\u00a0" : attTip(row, column); },
+  down: true,
+});
+
+// ---- one capture ----------------------------------------------------------------------------------------------------
+
+async function open(name) {
+  $("fault").hidden = true;
+  const store = await ask("capture", "capture", name).catch(fault);
+  if (!store) return;
+  Object.assign(now, { store, first: 0, token: null, tokens: null, heat: null, att: null });
+  location.hash = encodeURIComponent(name);
+  document.title = `${name} · dmi view`;
+  $("empty").hidden = true;
+  $("view").hidden = false;
+  document.querySelector("main").scrollTop = 0;
+  about(store);
+  choices(store);
+  $("place").max = Math.max(0, store.tokens - 1);
+  panel.show(store, null, "");
+  await show();
+}
+
+function about(store) {
+  const { attrs } = store;
+  $("name").textContent = attrs.key ?? store.name;
+  const facts = [attrs.key && store.name, attrs.model?.split("/").pop(), attrs.dtype, attrs.codec && `codec ${attrs.codec}`,
+    `${store.prompt.toLocaleString("en")} prompt tokens`, `${store.tokens.toLocaleString("en")} rows`, attrs.created?.slice(0, 19).replace("T", " ")];
+  $("facts").textContent = facts.filter(Boolean).join(" · ");
+  $("facts").title = attrs.model ?? "";
+  $("incomplete").hidden = store.complete;
+  const rows = store.missing.map(([start, stop]) => `${start} to ${stop - 1}`).join(", ");
+  $("incomplete").textContent = store.complete ? "" : `Incomplete: ${store.reason}. Missing rows: ${rows || "unknown"}.`;
+  $("verdict").textContent = "";
+  $("verify").disabled = false;
+}
+
+function options(select, items) {
+  const old = select.value;
+  select.replaceChildren(...items.map(([value, label]) => new Option(label, value)));
+  if (items.some(([value]) => String(value) === String(old))) select.value = old;
+}
+
+function choices(store) {
+  options($("hook"), store.hooks.map((h) => [h.name, h.reduce ? `${h.name} (${h.reduce})` : h.name]));
+  hookChosen();
+  options($("att-layer"), store.attention.layers.map((layer) => [layer, layer]));
+  options($("head"), Array.from({ length: store.heads }, (_, head) => [head, head]));
+}
+
+function hookChosen() {
+  now.hook = now.store.hooks.find((hook) => hook.name === $("hook").value);
+  options($("statistic"), now.hook.statistics.map((s) => [s.name, s.name]));
+  const old = Number($("layer").value);
+  options($("layer"), (now.hook.layers.length ? now.hook.layers : ["–"]).map((layer, row) => [row, layer]));
+  now.layer = Math.min(old || 0, Math.max(0, now.hook.layers.length - 1));
+  $("layer").value = now.layer;
+  $("layer").disabled = now.hook.layers.length < 2;
+  statisticChosen();
+}
+
+function statistic() { return now.hook.statistics.find((s) => s.name === $("statistic").value); }
+
+/** The hook and its statistic, in words. */
+function shownNow() {
+  const { name, index } = statistic();
+  return `${now.hook.name}, ${name}${index === null ? "" : ` ${$("index").value}`}`;
+}
+
+function statisticChosen() {
+  now.heat = null;
+  const { index } = statistic();
+  $("index-label").hidden = index === null;
+  $("index-name").textContent = index ?? "";
+  $("index").max = (index === "head" ? now.store.heads : now.hook.width) - 1;
+  keepIndex();
+}
+
+/** Brings the index into its range: another hook may have fewer neurons. */
+function keepIndex() {
+  const wanted = Math.trunc(Number($("index").value)) || 0;
+  $("index").value = Math.min(Math.max(wanted, 0), Math.max(0, Number($("index").max)));
+}
+
+// ---- the window -----------------------------------------------------------------------------------------------------
+
+async function show() {
+  const { store } = now;
+  const last = Math.min(store.tokens, now.first + now.count);
+  $("place").value = now.first;
+  $("shown").textContent = `${now.first.toLocaleString("en")} to ${Math.max(now.first, last - 1).toLocaleString("en")} of ${store.tokens.toLocaleString("en")}`;
+  $("back").disabled = now.first === 0;
+  $("on").disabled = last >= store.tokens;
+  const asked = ask("tokens", "tokens", store.name, range()).catch(fault);
+  await Promise.all([asked.then((tokens) => { if (tokens) fillText(tokens); }), showHeat(), showAttention()]);
+}
+
+function range() { return { first: now.first, count: now.count }; }
+
+function move(first) {
+  const end = Math.max(0, now.store.tokens - 1);
+  const place = Math.min(Math.max(first, 0), Math.floor(end / now.count) * now.count);
+  if (place === now.first) return Promise.resolve();
+  now.first = place;
+  now.heat = now.att = null;
+  return show();
+}
+
+function fillText(tokens) {
+  now.tokens = tokens;
+  text.fill(tokens, now.store.prompt - now.store.start);
+  paint();
+}
+
+async function showHeat() {
+  const query = { hook: now.hook.name, statistic: statistic().name, index: $("index").value, ...range() };
+  const found = await ask("heat", "heat", now.store.name, query).catch(fault);
+  if (!found) return;
+  $("fault").hidden = true;
+  now.heat = found;
+  paint();
+}
+
+/** Why there is no attention to draw, or "". */
+function attentionLacks() {
+  const { layers, until } = now.store.attention;
+  if (!layers.length) return "The store has no queries and keys. Capture q_rot and k_rot (preset attention), or pattern.";
+  return now.first < until ? "" : "Rows before this window are not in the store, and attention needs them as keys.";
+}
+
+async function showAttention() {
+  const lacks = attentionLacks();
+  [$("att").hidden, $("att-tip").hidden, $("att-lacks").hidden] = [lacks, lacks, !lacks].map(Boolean);
+  $("att-lacks").textContent = lacks;
+  now.att = null;
+  if (lacks) return;
+  const count = Math.min(now.count, now.store.attention.until - now.first);
+  const query = { layer: $("att-layer").value, head: $("head").value || 0, first: now.first, count };
+  const found = await ask("attention", "attention", now.store.name, query).catch(fault);
+  if (!found) return;
+  now.att = found;
+  paintAttention();
+}
+
+// ---- drawing --------------------------------------------------------------------------------------------------------
+
+function lost(row) { return now.store.missing.some(([start, stop]) => row >= start && row < stop); }
+
+function layerName(row) { return now.hook.layers.length ? String(now.hook.layers[row]) : ""; }
+
+function row(values, at, width) { return values.subarray(at * width, (at + 1) * width); }
+
+function paint() {
+  if (!now.heat) return;
+  const { values, shape: [layers, columns] } = now.heat;
+  const { signed } = statistic(), kind = $("scale").value;
+  const scale = scaleOf(values, { signed, logarithmic: kind === "log" });
+  const own = kind === "each" ? Array.from({ length: layers }, (_, at) => scaleOf(row(values, at, columns), { signed })) : null;
+  const mine = row(values, now.layer, columns);
+  const textScale = scaleOf(mine, { signed, logarithmic: kind === "log" });
+  if (now.tokens?.first === now.first && now.tokens.ids.length === columns) {
+    text.paint(mine, textScale, lost);
+    text.mark(now.token);
+  }
+  drawLegend($("text-legend"), textScale);
+  $("text-legend").prepend(`${shownNow()}${layerName(now.layer) && `, layer ${layerName(now.layer)}`}: `);
+  $("heat-title").textContent = `${shownNow()} by ${now.hook.layers.length ? "layer and " : ""}token`;
+  drawLegend($("heat-legend"), own ? own[now.layer] : scale);
+  $("heat").setAttribute("aria-label", `${$("heat-title").textContent}: ${layers} layers, ${columns} tokens`);
+  heat.show({
+    values, rows: layers, columns, rowNames: layerName, hatched: true,
+    colour: (value, at) => (own ? own[at] : scale).colour(value),
+    columnName: (column) => (now.first + column).toLocaleString("en"),
+    mark: { row: layers > 1 ? now.layer : -1, column: now.token === null ? -1 : now.token - now.first },
+    edge: now.store.prompt - now.store.start - now.first,
+  });
+}
+
+function paintAttention() {
+  if (!now.att) return;
+  const { values, shape: [rows, stride] } = now.att;
+  const scale = scaleOf([0, 1], { from: 0, root: true });
+  drawLegend($("att-legend"), scale, " (square root)");
+  $("att").setAttribute("aria-label", `Attention of head ${$("head").value} in layer ${$("att-layer").value}: ${rows} queries, ${stride - 1} keys`);
+  const at = now.token === null ? -1 : now.token - now.first;
+  att.show({
+    values, rows, columns: stride - 1, offset: 1, stride,
+    colour: (value, query, key) => (key > query ? null : scale.colour(value)),
+    rowNames: (query) => (now.first + query).toLocaleString("en"),
+    columnName: (key) => (now.first + key).toLocaleString("en"),
+    mark: { row: at, column: -1 },
+    edge: now.store.prompt - now.store.start - now.first,
+  });
+}
+
+function label(at) {
+  return now.tokens?.first === now.first ? inLine(now.tokens.texts?.[at], now.tokens.ids[at]) : "";
+}
+
+function heatTip(at, column) {
+  const layer = layerName(at) && `layer ${layerName(at)}, `;
+  return `${layer}token ${now.first + column} ${label(column)}: ${short(now.heat.values[at * now.heat.shape[1] + column])}`;
+}
+
+function attTip(query, key) {
+  if (key > query) return "\u00a0";
+  const line = row(now.att.values, query, now.att.shape[1]);
+  const before = now.first ? `; before the window ${short(line[0])}` : "";
+  return `token ${now.first + query} ${label(query)} to token ${now.first + key} ${label(key)}: ${short(line[1 + key])}${before}`;
+}
+
+// ---- one token ------------------------------------------------------------------------------------------------------
+
+let waiting = 0;
+
+async function choose(at) {
+  if (!now.store || at < 0 || at >= now.store.tokens) return;
+  now.token = at;
+  if (at < now.first || at >= now.first + now.count) await move(Math.floor(at / now.count) * now.count);
+  if (now.token !== at || !now.tokens || now.tokens.first !== now.first) return;
+  const place = at - now.first, id = now.tokens.ids[place];
+  const made = at >= now.store.prompt - now.store.start;
+  const value = now.heat ? `${shownNow()}: ${short(now.heat.values[now.layer * now.heat.shape[1] + place])}` : "";
+  const facts = [`row ${at}`, `position ${now.store.start + at}`, `id ${id}`, lost(at) ? "missing" : made ? "generated" : "prompt", value];
+  panel.show(now.store, { row: at, id, text: now.tokens.texts?.[place], made }, facts.filter(Boolean).join(" · "));
+  paint();
+  paintAttention();
+  clearTimeout(waiting);
+  waiting = setTimeout(attended, 120);
+}
+
+function attended() {
+  if (now.token === null || attentionLacks() || now.token >= now.store.attention.until) return;
+  panel.attended(now.store, now.token, $("att-layer").value, $("head").value || 0);
+}
+
+function lens() {
+  if (now.token !== null && now.store.lens === null && !lost(now.token)) panel.lens(now.store, now.token);
+}
+
+function setLayer(at) {
+  now.layer = at;
+  $("layer").value = at;
+  paint();
+  if (now.token !== null) choose(now.token);
+}
+
+async function verify() {
+  const { store } = now, verdict = $("verdict");
+  $("verify").disabled = true;
+  [verdict.className, verdict.textContent] = ["", "Checking every byte …"];
+  const found = await ask("verify", "verify", store.name, {}, false).catch(fault);
+  if (now.store !== store) return;
+  $("verify").disabled = false;
+  verdict.textContent = "";
+  if (!found) return;
+  const sound = found.problems.length === 0;
+  verdict.className = sound ? "good" : "bad";
+  const more = found.problems.length > 8 ? [`and ${found.problems.length - 8} more: dmi verify lists them`] : [];
+  const said = sound ? [store.complete ? "Sound: every byte as written." : "Sound, but incomplete."] : found.problems.slice(0, 8);
+  verdict.textContent = [...said, ...more, found.unseen].filter(Boolean).join("\n");
+}
+
+// ---- what the user does ---------------------------------------------------------------------------------------------
+
+let typing = 0;
+$("search").addEventListener("input", () => {
+  clearTimeout(typing);
+  typing = setTimeout(() => list.find($("search").value), 120);
+});
+$("search").addEventListener("keydown", (event) => {
+  if (event.key === "Escape") { $("search").value = ""; list.find(""); $("list").focus(); }
+  if (event.key === "Enter") { clearTimeout(typing); list.find($("search").value).then(() => list.choose(0)); $("list").focus(); }
+});
+$("hook").addEventListener("change", () => { hookChosen(); showHeat(); });
+$("statistic").addEventListener("change", () => { statisticChosen(); showHeat(); });
+$("index").addEventListener("change", () => { keepIndex(); showHeat(); });
+$("layer").addEventListener("change", () => setLayer(Number($("layer").value)));
+$("scale").addEventListener("change", paint);
+for (const id of ["att-layer", "head"]) $(id).addEventListener("change", () => { showAttention(); attended(); });
+$("count").addEventListener("change", () => {
+  now.count = Number($("count").value);
+  now.first = Math.floor((now.token ?? now.first) / now.count) * now.count;
+  now.heat = now.att = null;
+  show();
+});
+$("place").addEventListener("input", () => move(Math.floor(Number($("place").value) / now.count) * now.count));
+$("back").addEventListener("click", () => move(now.first - now.count));
+$("on").addEventListener("click", () => move(now.first + now.count));
+$("verify").addEventListener("click", verify);
+$("lens-button").addEventListener("click", lens);
+
+const KEYS = {
+  "/": () => $("search").focus(),
+  j: () => list.step(1),
+  k: () => list.step(-1),
+  ArrowLeft: () => choose(now.token === null ? now.first : now.token - 1),
+  ArrowRight: () => choose(now.token === null ? now.first : now.token + 1),
+  ArrowUp: () => setLayer(Math.min(now.layer + 1, Math.max(0, now.hook.layers.length - 1))),
+  ArrowDown: () => setLayer(Math.max(now.layer - 1, 0)),
+  "[": () => move(now.first - now.count),
+  "]": () => move(now.first + now.count),
+  Enter: lens,
+};
+const IN_LIST = { ArrowUp: () => list.step(-1), ArrowDown: () => list.step(1) };
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select")) return;
+  if (event.key === "Enter" && event.target.matches("button")) return;
+  const act = (document.activeElement === $("list") && IN_LIST[event.key]) || KEYS[event.key];
+  const always = ["/", "j", "k"].includes(event.key) || act === IN_LIST[event.key];
+  if (!act || (!now.store && !always)) return;
+  event.preventDefault();
+  act();
+});
+whenThemeChanges(() => { paint(); paintAttention(); });
+
+const wanted = decodeURIComponent(location.hash.slice(1));
+list.name = wanted || null;
+await list.find("");
+if (wanted) await open(wanted);
+else if (list.count === 1) await list.choose(0);

@@ -1,0 +1,69 @@
+// What is known of the chosen token: where it attends to, and the logit lens.
+
+import { ask } from "./api.js";
+import { css, inkOn, scaleOf } from "./colour.js";
+import { inLine } from "./text.js";
+
+const $ = (id) => document.getElementById(id);
+const SHARES = { from: 0, root: true };
+
+export class Panel {
+  /** go(row): shows another token. */
+  constructor(go, fault) { Object.assign(this, { go, fault }); }
+
+  /** token: {row, id, text, position, made}, or null. */
+  show(store, token, facts) {
+    $("token-name").textContent = token ? `“${inLine(token.text, token.id)}”` : "";
+    $("token-facts").textContent = token ? facts : "Click a token, or move with the arrow keys.";
+    $("attended-box").hidden = true;
+    $("lens").hidden = true;
+    $("lens-lacks").textContent = store.lens ?? "";
+    $("lens-lacks").hidden = store.lens === null;
+    $("lens-button").hidden = !token || store.lens !== null;
+  }
+
+  async attended(store, row, layer, head) {
+    const found = await ask("attended", "attended", store.name, { token: row, layer, head }).catch(this.fault);
+    if (!found) return;
+    $("attended-box").hidden = false;
+    $("attended").replaceChildren(...found.keys.map((key) => {
+      const [line, button, share] = ["li", "button", "small"].map((name) => document.createElement(name));
+      button.type = "button";
+      button.textContent = inLine(key.text, key.id);
+      button.title = `token ${key.row}`;
+      button.addEventListener("click", () => this.go(key.row));
+      share.textContent = ` ${(100 * key.weight).toFixed(1)} %`;
+      line.append(button, share);
+      return line;
+    }));
+  }
+
+  async lens(store, row) {
+    const button = $("lens-button");
+    button.disabled = true;
+    button.textContent = "Working …";
+    const found = await ask("lens", "lens", store.name, { token: row }).catch(this.fault);
+    button.disabled = false;
+    button.textContent = "Show top tokens";
+    if (!found) return;
+    button.hidden = true;
+    $("lens").hidden = false;
+    const scale = scaleOf([0, 1], SHARES);
+    $("lens").tBodies[0].replaceChildren(...found.places.toReversed().map((place) => this.line(place, scale)));
+  }
+
+  line(place, scale) {
+    const row = document.createElement("tr"), name = document.createElement("th");
+    name.scope = "row";
+    name.textContent = place.place;
+    row.append(name, ...place.tokens.map((token) => {
+      const cell = document.createElement("td"), rgb = scale.colour(token.p);
+      cell.textContent = inLine(token.text, token.id);
+      cell.title = `${inLine(token.text, token.id)} (id ${token.id}): ${(100 * token.p).toFixed(1)} %`;
+      cell.style.background = css(rgb);
+      cell.style.color = inkOn(rgb);
+      return cell;
+    }));
+    return row;
+  }
+}

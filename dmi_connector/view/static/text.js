@@ -1,0 +1,66 @@
+// The tokens of the window as text, each with the colour of its value.
+
+import { css, inkOn } from "./colour.js";
+
+/** What a token looks like: [text, whether it stands for something that cannot be printed]. */
+export function shown(text, id) {
+  if (text === null || text === undefined) return [String(id), false];
+  if (text === "" || text.includes("\ufffd") || /[\u0000-\u0008\u000b-\u001f\u007f]/.test(text)) return [`⟨${id}⟩`, true];
+  return [text, false];
+}
+
+/** On one line, with spaces that can be seen. */
+export function inLine(text, id) {
+  const [plain] = shown(text, id);
+  return plain.replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "→");
+}
+
+export class Text {
+  constructor(box, pick) {
+    this.box = box;
+    box.addEventListener("click", (event) => {
+      const token = event.target.closest(".token");
+      if (token) pick(Number(token.dataset.at));
+    });
+  }
+
+  /** tokens: {first, ids, texts}. made: the first row that was generated. */
+  fill(tokens, made) {
+    this.first = tokens.first;
+    this.box.classList.toggle("ids", tokens.texts === null);
+    this.box.replaceChildren(...tokens.ids.map((id, i) => {
+      const [text, odd] = shown(tokens.texts?.[i], id);
+      const token = document.createElement("span");
+      token.className = "token";
+      token.classList.toggle("odd", odd);
+      token.classList.toggle("made", tokens.first + i >= made);
+      token.id = `token-${tokens.first + i}`;
+      token.dataset.at = tokens.first + i;
+      token.setAttribute("role", "option");
+      token.textContent = text.replaceAll("\n", "↵\n");
+      return token;
+    }));
+    this.box.scrollTop = 0;
+  }
+
+  /** values: one for each token; NaN where there is none. lost(row): whether the store lacks it. */
+  paint(values, scale, lost) {
+    [...this.box.children].forEach((token, i) => {
+      const rgb = scale.colour(values[i]);
+      token.style.background = rgb ? css(rgb) : "";
+      token.style.color = rgb ? inkOn(rgb) : "";
+      token.classList.toggle("lost", lost(this.first + i));
+    });
+  }
+
+  mark(row) {
+    this.box.querySelector('[aria-selected="true"]')?.removeAttribute("aria-selected");
+    const token = row === null ? null : document.getElementById(`token-${row}`);
+    this.box.setAttribute("aria-activedescendant", token?.id ?? "");
+    if (!token) return;
+    token.setAttribute("aria-selected", "true");
+    const [box, line] = [this.box.getBoundingClientRect(), token.getBoundingClientRect()];
+    if (line.top < box.top) this.box.scrollTop -= box.top - line.top + 8;
+    if (line.bottom > box.bottom) this.box.scrollTop += line.bottom - box.bottom + 8;
+  }
+}

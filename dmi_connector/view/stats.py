@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics of rows: one number for each layer and token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dmi_connector.dtypes import FLOATS
+from dmi_connector.reduce.attn import AttentionSummary
+from dmi_connector.store.read.capture import Capture
+
+Reduce = Callable[[np.ndarray, int], np.ndarray]
+"""(rows [n, width], index) -> [n]."""
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One number for each row. index_name: what its index counts, None where it takes none. signed: below 0 too."""
+
+    name: str
+    of: Reduce
+    index_name: str | None = None
+    signed: bool = False
+
+
+_VALUE = Statistic("value", lambda rows, index: rows[:, index], "neuron", signed=True)
+_NUMBERS = (
+    Statistic("norm", lambda rows, _: np.linalg.norm(rows, axis=-1)),
+    Statistic("mean", lambda rows, _: rows.mean(axis=-1), signed=True),
+    Statistic("largest magnitude", lambda rows, _: np.abs(rows).max(axis=-1)),
+    Statistic("largest value", lambda rows, _: rows.max(axis=-1), signed=True),
+    _VALUE,
+)
+
+
+def statistics(capture: Capture, hook: str) -> tuple[Statistic, ...]:
+    """The statistics of a hook, the default first. Raises KeyError for an unknown hook."""
+    reduction = capture.reduction(hook)
+    if isinstance(reduction, AttentionSummary):
+        return (
+            Statistic("entropy", lambda rows, head: reduction.split(rows)[2][:, head], "head"),
+            Statistic("largest weight", lambda rows, head: reduction.split(rows)[1][:, head, 0], "head"),
+        )
+    if hook == "logits":
+        return (
+            Statistic("entropy", lambda rows, _: _entropy(_log_softmax(rows))),
+            Statistic("largest probability", lambda rows, _: np.exp(_log_softmax(rows).max(axis=-1))),
+            Statistic("log-probability of", _of_token, "token id"),
+        )
+    if reduction is None and capture.attrs["hooks"][capture.sources(hook)[0].array]["dtype"] not in FLOATS:
+        return (_VALUE,)  # numbers of experts: a norm of these means nothing
+    return _NUMBERS
+
+
+def _of_token(rows: np.ndarray, token: int) -> np.ndarray:
+    return np.asarray(_log_softmax(rows)[:, token])
+
+
+def _log_softmax(rows: np.ndarray) -> np.ndarray:
+    shifted = rows - rows.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
+
+
+def _entropy(logs: np.ndarray) -> np.ndarray:
+    """In nats. A masked token, whose logit is minus infinity, adds nothing."""
+    return -np.where(np.isneginf(logs), 0, np.exp(logs) * np.maximum(logs, np.finfo(np.float32).min)).sum(axis=-1)
+
+
+def heat(capture: Capture, hook: str, statistic: str, index: int, window: slice) -> np.ndarray:
+    """A statistic of the rows `window` in every layer of a hook, float32 [layers, tokens].
+
+    index: the neuron, head or token id, for statistics that take one. NaN where the store has no value: missing rows,
+    and tokens without logits. Layers are read one at a time.
+
+    Raises KeyError for an unknown hook, ValueError for an unknown statistic or an index outside its range.
+    """
+    chosen = {s.name: s for s in statistics(capture, hook)}.get(statistic)
+    if chosen is None:
+        raise ValueError(f"statistic {statistic!r} does not exist for {hook!r}")
+    rows = np.arange(capture.attrs["num_tokens"])[window]
+    layers: list[int | None] = [*capture.layers[hook]] or [None]
+    out = np.full((len(layers), len(rows)), np.nan, np.float32)
+    _check_index(capture, hook, chosen, index)
+    for at, layer in enumerate(layers):
+        for places, values in _values(capture, hook, layer, window):
+            out[at, places] = chosen.of(values, index)
+    out[:, _missing(capture, rows)] = np.nan
+    return out
+
+
+_SAMPLES = 16
+"""Rows of logits that are read at a time: a vocabulary is wide."""
+
+
+def _values(
+    capture: Capture, hook: str, layer: int | None, window: slice
+) -> Iterator[tuple[slice | np.ndarray, np.ndarray]]:
+    """(places in the window, their rows [n, width])."""
+    if hook != "logits":
+        yield slice(None), capture.numpy(hook, layer, window)
+        return
+    rows = capture.logits_positions - int(capture.attrs["start"])
+    samples = np.flatnonzero((rows >= window.start) & (rows < window.stop))
+    for first in range(0, len(samples), _SAMPLES):
+        some = samples[first : first + _SAMPLES]
+        yield rows[some] - window.start, capture.numpy(hook, tokens=some)
+
+
+def _check_index(capture: Capture, hook: str, statistic: Statistic, index: int) -> None:
+    reduction, width = capture.reduction(hook), capture.shape(hook)[-1]
+    if isinstance(reduction, AttentionSummary):
+        width //= reduction.words
+    if statistic.index_name and not 0 <= index < width:
+        raise ValueError(f"{statistic.index_name} {index} does not exist: {hook!r} has 0 to {width - 1}")
+
+
+def _missing(capture: Capture, rows: np.ndarray) -> np.ndarray:
+    """Which of `rows` the store lacks, bool [n]."""
+    out = np.zeros(len(rows), bool)
+    for start, stop in capture.missing:
+        out |= (rows >= start) & (rows < stop)
+    return out

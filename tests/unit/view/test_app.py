@@ -1,0 +1,434 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi view` over HTTP: who is answered, and that answers have the values of the stores."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from dmi_connector.cli.main import main
+from dmi_connector.engine.architectures import ARCHITECTURES
+from dmi_connector.layout import ArraySpec
+from dmi_connector.store.read.capture import open_capture
+from dmi_connector.view.app import MOST_TOKENS, make_app
+from dmi_connector.view.attention import _UNROTATED
+from dmi_connector.view.data import Library
+from dmi_connector.view.texts import Texts
+from tests import storekit as kit
+from tests import viewkit
+
+TOKEN = "secret"
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return viewkit.make_lens_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """Made-up stores, with an index."""
+    root = tmp_path_factory.mktemp("stores")
+    viewkit.write_stores(root, model)
+    return root
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stores of an engine, without an index."""
+    return viewkit.unpack(tmp_path_factory.mktemp("real"))
+
+
+def client(path: Path, **options: Any) -> TestClient:
+    return TestClient(make_app(Library.at(path), TOKEN, **options), base_url=f"http://127.0.0.1/{TOKEN}/")
+
+
+def floats(response: Any) -> np.ndarray:
+    assert response.status_code == 200, response.text
+    return np.frombuffer(response.content, "<f4").reshape([int(n) for n in response.headers["x-shape"].split(",")])
+
+
+# ---- who is answered ------------------------------------------------------------------------------------------------
+
+PLACES = ["", "api/captures", "api/capture/story.zarr", "api/heat/story.zarr", "static/main.js", "nothing"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("token", ["", "wrong", "secre", "secrets", "SECRET", "%00", "é"])
+def test_a_wrong_token_is_refused(place: str, token: str, stores: Path) -> None:
+    asked = TestClient(make_app(Library.at(stores), TOKEN)).get(f"/{token}/{place}")
+    assert asked.status_code == 403 and "wrong token" in asked.text
+
+
+def test_the_root_is_refused_without_a_token(stores: Path) -> None:
+    assert TestClient(make_app(Library.at(stores), TOKEN)).get("/").status_code == 403
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE"])
+@pytest.mark.parametrize("place", PLACES)
+def test_only_get_is_answered(method: str, place: str, stores: Path) -> None:
+    asked = client(stores).request(method, place)
+    assert (asked.status_code, asked.headers["allow"]) == (405, "GET")
+
+
+OUTSIDE = ["..", ".", "", "../secret.zarr", "%2e%2e%2fsecret.zarr", "..%2Fsecret.zarr", "%2Fetc", "a/../../secret.zarr"]
+OUTSIDE += ["link.zarr", "listed.zarr", "index.jsonl", "nobody.zarr", "x%00.zarr", "story.zarr%2F..%2Fstory.zarr"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("action", ["capture", "tokens", "heat", "attention", "attended", "lens", "verify"])
+def test_names_that_lead_outside_are_not_found(name: str, action: str, tmp_path: Path, real: Path) -> None:
+    inside = tmp_path / "stores"
+    inside.mkdir()
+    (tmp_path / "secret.zarr").symlink_to(real / "full.zarr")
+    (inside / "link.zarr").symlink_to(real / "full.zarr")
+    line = '{"event": "finish", "store": "%s", "state": "complete", "created": ""}\n'
+    (inside / "index.jsonl").write_text("".join(line % name for name in ("../secret.zarr", "link.zarr", "listed.zarr")))
+    page = client(inside)
+    assert page.get(f"api/{action}/{name}").status_code == 404
+    assert [found["name"] for found in page.get("api/captures").json()["captures"]] == ["link.zarr"]
+
+
+@pytest.mark.parametrize("name", ["../app.py", "%2e%2e/app.py", "..%2Fapp.py", "%2Fetc%2Fpasswd", ""])
+def test_static_files_are_those_of_the_page(name: str, stores: Path) -> None:
+    assert client(stores).get(f"static/{name}").status_code == 404
+
+
+def test_every_answer_forbids_other_hosts(stores: Path) -> None:
+    page = client(stores)
+    for place in ("", "static/main.js", "api/captures", "api/capture/no.zarr", "nothing"):
+        headers = page.get(place).headers
+        assert headers["content-security-policy"].startswith("default-src 'none'")
+        assert (headers["referrer-policy"], headers["cache-control"]) == ("no-referrer", "no-store")
+
+
+def test_the_page_names_no_other_host_and_all_its_files_exist(stores: Path) -> None:
+    page = client(stores)
+    assert "<title>dmi view</title>" in page.get("").text
+    assert page.get(f"http://127.0.0.1/{TOKEN}").url.path == f"/{TOKEN}/"
+    static = ROOT / "dmi_connector" / "view" / "static"
+    names = [path.name for path in static.iterdir()]
+    assert {"index.html", "main.js", "style.css"} <= set(names)
+    for name in names:
+        text = page.get(f"static/{name}").text
+        assert text == (static / name).read_text()
+        assert "//" not in text.replace("http://www.w3.org/2000/svg", "").replace("// ", "") or name == "colour.js", (
+            name
+        )
+
+
+# ---- the list -------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_is_searched_and_paged(stores: Path) -> None:
+    page = client(stores)
+
+    def names(**query: Any) -> list[str]:
+        return [found["name"] for found in page.get("api/captures", params=query).json()["captures"]]
+
+    assert set(names()) == {f"{n}.zarr" for n in ("story", "long", "lossy", "bare", *(f"run-{i:05}" for i in range(3)))}
+    assert names(search="STORY") == ["story.zarr"]
+    assert names(search="incomplete") == ["lossy.zarr"]
+    assert names(search="cmpl long") == ["long.zarr"], "all words, in any field"
+    assert names(search="nobody") == []
+    assert names(first=2, count=3) == names()[2:5]
+    (line,) = page.get("api/captures", params={"search": "lossy"}).json()["captures"]
+    assert (line["key"], line["state"], line["tokens"]) == ("lossy", "incomplete", 200)
+
+
+def test_ten_thousand_captures_are_listed_in_pieces(tmp_path: Path) -> None:
+    viewkit.write_list(tmp_path / "many", 10_000)
+    page = client(tmp_path / "many")
+    found = page.get("api/captures", params={"count": 10**6}).json()
+    assert found["total"] == 10_000 and len(found["captures"]) == 200
+    assert found["captures"][0]["name"] == "run-09999.zarr", "the newest is first"
+    last = page.get("api/captures", params={"first": 9_950, "count": 100}).json()["captures"]
+    assert len(last) == 50
+    assert page.get("api/captures", params={"search": "key-7"}).json()["total"] == 11 * 100
+
+
+def test_the_list_follows_the_directory(stores: Path, tmp_path: Path, model: Path) -> None:
+    page = client(tmp_path)
+    assert page.get("api/captures").json()["total"] == 0
+    viewkit.write_stores(tmp_path, model, many=0)
+    assert page.get("api/captures").json()["total"] == 4
+
+
+def test_one_store_is_shown_alone(stores: Path) -> None:
+    page = client(stores / "story.zarr")
+    assert [found["name"] for found in page.get("api/captures").json()["captures"]] == ["story.zarr"]
+    assert page.get("api/capture/story.zarr").status_code == 200
+    assert page.get("api/capture/long.zarr").status_code == 404
+
+
+def test_a_link_that_the_user_names_is_followed(stores: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.zarr"
+    link.symlink_to(stores / "story.zarr")
+    assert client(link).get("api/capture/story.zarr").status_code == 200
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_capture_says_what_can_be_asked(real: Path, stores: Path, model: Path) -> None:
+    found = client(real).get("api/capture/full.zarr").json()
+    hooks = {hook["name"]: hook for hook in found["hooks"]}
+    assert hooks["q_rot"]["layers"] == found["attention"]["layers"] == [0, 1, 2] and hooks["q_rot"]["width"] == 128
+    assert (found["heads"], found["tokens"], found["complete"]) == (4, 26, True)
+    assert "--model DIR" in found["lens"]
+    assert client(stores, model=model).get("api/capture/story.zarr").json()["lens"] is None
+    bare = client(stores, model=model).get("api/capture/bare.zarr").json()
+    assert bare["attention"]["layers"] == [] and "no residual stream" in bare["lens"]
+    assert [h["reduce"] for h in client(real).get("api/capture/reduced.zarr").json()["hooks"] if h["name"] == "q"] == [
+        "int8"
+    ]
+
+
+def test_every_statistic_of_every_hook_is_answered(real: Path) -> None:
+    page = client(real)
+    for store in ("full", "reduced", "incomplete"):
+        found = page.get(f"api/capture/{store}.zarr").json()
+        for hook in found["hooks"]:
+            for statistic in hook["statistics"]:
+                query = {"hook": hook["name"], "statistic": statistic["name"], "index": 1, "first": 3, "count": 8}
+                values = floats(page.get(f"api/heat/{store}.zarr", params=query))
+                assert values.shape == (len(hook["layers"]) or 1, 8), (store, query)
+                assert np.isfinite(values).any() or hook["name"] == "logits", (store, query)
+
+
+def test_heat_has_the_values_of_the_store(real: Path) -> None:
+    page = client(real)
+
+    def heat(hook: str, statistic: str, index: int = 0) -> np.ndarray:
+        query = {"hook": hook, "statistic": statistic, "index": index, "first": 5, "count": 10}
+        return floats(page.get("api/heat/full.zarr", params=query))
+
+    with open_capture(real / "full.zarr") as capture:
+        q = capture.numpy("q", tokens=slice(5, 15))
+        np.testing.assert_allclose(heat("q", "norm"), np.sqrt((q.astype("f8") ** 2).sum(-1)), rtol=1e-5)
+        np.testing.assert_allclose(heat("q", "mean"), q.astype("f8").mean(-1), atol=1e-6)
+        np.testing.assert_array_equal(heat("q", "largest magnitude"), abs(q).max(-1))
+        np.testing.assert_array_equal(heat("q", "largest value"), q.max(-1))
+        np.testing.assert_array_equal(heat("q", "value", 7), q[..., 7])
+        np.testing.assert_array_equal(
+            heat("embed", "value", 7), capture.numpy("embed", tokens=slice(5, 15))[None, :, 7]
+        )
+
+
+def test_statistics_of_logits_stand_at_their_tokens(real: Path) -> None:
+    page = client(real)
+    with open_capture(real / "full.zarr") as capture:
+        logits, rows = capture.numpy("logits").astype("f8"), capture.logits_positions
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = {
+        "entropy": -(shares * np.log(shares)).sum(-1),
+        "largest probability": shares.max(-1),
+        "log-probability of": np.log(shares[:, 3]),
+    }
+    for name, wanted in expected.items():
+        found = floats(page.get("api/heat/full.zarr", params={"hook": "logits", "statistic": name, "index": 3}))
+        assert found.shape == (1, 26)
+        np.testing.assert_allclose(found[0, rows], wanted, rtol=1e-4)
+        assert np.isnan(np.delete(found[0], rows)).all(), "other tokens have no logits"
+
+
+def test_missing_rows_have_no_value(stores: Path) -> None:
+    found = floats(client(stores).get("api/heat/lossy.zarr", params={"hook": "resid_pre", "first": 60, "count": 40}))
+    assert np.isnan(found[:, 4:36]).all() and np.isfinite(found[:, :4]).all() and np.isfinite(found[:, 36:]).all()
+
+
+def test_attention_is_that_of_the_reader(real: Path) -> None:
+    page = client(real)
+    with open_capture(real / "full.zarr") as capture:
+        whole = capture.attention(1, 2)
+    query: dict[str, Any] = {"layer": 1, "head": 2}
+    found = floats(page.get("api/attention/full.zarr", params={**query, "first": 8, "count": 12}))
+    np.testing.assert_allclose(found[:, 0], whole[8:20, :8].sum(1), rtol=1e-5)
+    np.testing.assert_allclose(found[:, 1:], whole[8:20, 8:20], rtol=1e-5)
+    keys = page.get("api/attended/full.zarr", params={**query, "token": 20}).json()["keys"]
+    assert len(keys) == 10
+    assert [key["row"] for key in keys] == np.argsort(-whole[20], kind="stable")[:10].tolist()
+    assert keys[0]["weight"] == pytest.approx(whole[20].max())
+
+
+def test_attention_is_shown_as_far_as_its_keys_are_there(stores: Path, real: Path) -> None:
+    page = client(stores)
+    assert page.get("api/capture/story.zarr").json()["attention"]["until"] > 200
+    assert page.get("api/capture/lossy.zarr").json()["attention"]["until"] == 64
+    query = {"layer": 0, "head": 0, "first": 32}
+    assert floats(page.get("api/attention/lossy.zarr", params={**query, "count": 32})).shape == (32, 33)
+    beyond = page.get("api/attention/lossy.zarr", params={**query, "count": 33})
+    assert beyond.status_code == 400 and "lacks rows before the queries" in beyond.json()["error"]
+    assert client(real).get("api/capture/reduced.zarr").json()["attention"]["until"] == 26
+
+
+def test_attention_of_a_summary_has_the_stored_weights(real: Path) -> None:
+    with open_capture(real / "reduced.zarr") as capture:
+        positions, weights, _ = capture.attention_summary(2, 1)
+    page = client(real)
+    found = floats(page.get("api/attention/reduced.zarr", params={"layer": 2, "head": 1}))
+    wanted = np.zeros((26, 26), "f4")
+    for query, (keys, values) in enumerate(zip(positions, weights, strict=True)):
+        wanted[query, keys[keys >= 0]] = values[keys >= 0]
+    np.testing.assert_array_equal(found[:, 1:], wanted)
+    assert page.get("api/attention/reduced.zarr", params={"layer": 2, "head": 4}).status_code == 400
+
+
+def test_queries_before_rotary_are_no_attention(tmp_path: Path) -> None:
+    assert set(_UNROTATED) == {name for name, row in ARCHITECTURES.items() if not row.rotary}
+    specs = (ArraySpec("q", "float32", (0,), 64), ArraySpec("k", "float32", (0,), 64))
+    owner = kit.Store(1 << 20)
+    try:
+        for name in ("GPT2LMHeadModel", "Qwen3ForCausalLM"):
+            about = {"architecture": name, "dims": {"heads": 2, "kv_heads": 2, "head_dim": 32}}
+            owner.write(tmp_path / f"{name}.zarr", specs, 12, attrs=about)
+    finally:
+        assert owner.shutdown()
+    page, query = client(tmp_path), {"layer": 0, "head": 1}
+    with open_capture(tmp_path / "GPT2LMHeadModel.zarr") as capture:
+        found = floats(page.get("api/attention/GPT2LMHeadModel.zarr", params=query))
+        np.testing.assert_allclose(found[:, 1:], capture.attention(0, 1), rtol=1e-6)
+    assert page.get("api/capture/Qwen3ForCausalLM.zarr").json()["attention"]["layers"] == []
+    assert page.get("api/attention/Qwen3ForCausalLM.zarr", params=query).status_code == 400
+
+
+def test_tokens_have_their_text(stores: Path, model: Path, real: Path) -> None:
+    found = client(stores).get("api/tokens/story.zarr", params={"count": 1000}).json()
+    assert "".join(found["texts"]) == viewkit.STORY
+    part = client(stores).get("api/tokens/story.zarr", params={"first": 10, "count": 5}).json()
+    assert (part["first"], part["texts"]) == (10, found["texts"][10:15])
+    assert client(real).get("api/tokens/full.zarr").json()["texts"] is None, "the model of this store is gone"
+    assert client(real, tokenizer=model).get("api/tokens/full.zarr").json()["texts"] is not None
+    assert client(real, model=model).get("api/tokens/full.zarr").json()["texts"] is not None
+
+
+def test_a_word_keeps_its_space_where_decoders_drop_the_first_one(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    core = Tokenizer(
+        models.BPE(vocab={"▁a": 0, "▁b": 1, "c": 2, "▁": 3, "a": 4, "b": 5}, merges=[("▁", "a"), ("▁", "b")])
+    )
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    core.save(str(tmp_path / "tokenizer.json"))
+    assert Texts(tmp_path).of([0, 1, 2]) == [" a", " b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("capture/no.zarr", "no finished store"),
+        ("heat/full.zarr?hook=qq", "did you mean 'q'"),
+        ("heat/full.zarr?hook=q&statistic=median", "'median' does not exist for 'q'"),
+        ("heat/full.zarr?hook=q&statistic=value&index=128", "neuron 128 does not exist: 'q' has 0 to 127"),
+        ("heat/full.zarr?hook=q&first=-1", "first='-1' is not valid"),
+        ("attention/full.zarr?layer=9&head=0", "no layer 9"),
+        ("attention/full.zarr?layer=0&head=4", "head 4 does not exist"),
+        ("attention/full.zarr?head=0", "layer='' is not valid"),
+        ("attended/full.zarr?layer=0&head=0&token=26", "token 26 does not exist: the store has 26"),
+        ("lens/full.zarr?token=0", "--model DIR"),
+        ("attention/incomplete.zarr?layer=0&head=0&count=1", "has no attention to show"),
+    ],
+)
+def test_bad_questions_say_what_is_wrong(query: str, words: str, real: Path) -> None:
+    asked = client(real).get(f"api/{query}")
+    assert asked.status_code == (404 if "no.zarr" in query else 400)
+    assert words in asked.json()["error"]
+
+
+def test_a_missing_row_is_refused(stores: Path, model: Path) -> None:
+    asked = client(stores, model=model).get("api/lens/lossy.zarr?token=70")
+    assert asked.status_code == 400 and "rows that the store lacks" in asked.json()["error"]
+
+
+def test_a_window_is_never_larger_than_the_limit(stores: Path) -> None:
+    found = floats(client(stores).get("api/heat/long.zarr", params={"hook": "resid_final", "count": 10**9}))
+    assert found.shape == (1, MOST_TOKENS)
+    beyond = floats(client(stores).get("api/heat/long.zarr", params={"hook": "resid_final", "first": 10**9}))
+    assert beyond.shape == (1, 0)
+
+
+def test_verify_finds_damage(stores: Path, tmp_path: Path, model: Path) -> None:
+    viewkit.write_stores(tmp_path, model, many=0)
+    page = client(tmp_path)
+    assert page.get("api/verify/story.zarr").json() == {"problems": [], "unseen": None}
+    shard = tmp_path / "story.zarr" / "q_rot" / "c" / "0" / "0" / "0"
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    os.chmod(shard, 0o644)
+    shard.write_bytes(data)
+    problems = page.get("api/verify/story.zarr").json()["problems"]
+    assert problems and "q_rot" in problems[0]
+
+
+def test_no_store_is_held_between_answers(tmp_path: Path, model: Path) -> None:
+    viewkit.write_stores(tmp_path, model, many=0)
+    page = client(tmp_path)
+    assert page.get("api/heat/story.zarr", params={"hook": "resid_pre"}).status_code == 200
+    assert main(["prune", str(tmp_path), "--keep-bytes", "0"]) == 0
+    assert list(tmp_path.glob("*.zarr")) == []
+    assert page.get("api/capture/story.zarr").status_code == 404
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_serves_on_loopback_alone(stores: Path) -> None:
+    command = [sys.executable, "-m", "dmi_connector.cli", "view", str(stores)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            assert url.startswith("http://127.0.0.1:") and url.endswith("/")
+            with urllib.request.urlopen(f"{url}api/captures") as answer:
+                assert answer.status == 200
+            port = int(url.split(":")[2].split("/")[0])
+            with socket.socket() as other, pytest.raises(OSError):
+                other.connect(("127.0.0.2", port))
+        finally:
+            process.terminate()
+    assert process.returncode in (0, -15)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "nowhere is not there; give a store (*.zarr) or a directory"),
+        ([".", "--port", "70000"], "--port 70000 cannot be used"),
+        ([".", "--model", "nowhere"], "no readable config.json"),
+        ([".", "--tokenizer", "nowhere"], "--tokenizer nowhere has no tokenizer.json"),
+    ],
+)
+def test_wrong_options_are_refused(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["view", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_page_needs_neither_torch_nor_vllm() -> None:
+    code = "import sys, dmi_connector.view.server; print({'torch', 'vllm', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_without_its_packages_the_command_names_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["view", "."]) == 2
+    assert "install dmi_connector[view]" in capsys.readouterr().err

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of `dmi view` in headless Chromium: it loads, keys and clicks change it, and its console stays silent.
+
+With VIEW_PICTURES=DIR it also writes the pictures of docs/VIEW.md there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests import viewkit
+from tests.storekit import PATIENCE
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
+    from selenium.webdriver.remote.webelement import WebElement
+
+ROOT = Path(__file__).parents[3]
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER),
+    reason="no Chromium: apt-get install -y --no-install-recommends chromium chromium-driver",
+)
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--window-size=1440,1290",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return viewkit.make_lens_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    root = tmp_path_factory.mktemp("captures")
+    viewkit.write_stores(root, model, many=30)
+    return root
+
+
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Callable[..., str]]:
+    """serve(path, *options): the address that `dmi view` prints."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str | Path) -> str:
+        command = [sys.executable, "-m", "dmi_connector.cli", "view", *map(str, arguments)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+        assert started[-1].stdout is not None
+        return started[-1].stdout.readline().strip()
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.wait(PATIENCE)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: make env")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+class Page:
+    """The page in the browser."""
+
+    def __init__(self, browser: Chrome, url: str) -> None:
+        self.browser = browser
+        browser.get(url)
+
+    def all(self, css: str) -> list[WebElement]:
+        return self.browser.find_elements("css selector", css)
+
+    def one(self, css: str) -> WebElement:
+        return self.browser.find_element("css selector", css)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.browser.execute_script(script, *arguments)
+
+    def text(self, css: str) -> str:
+        return str(self.run("return document.querySelector(arguments[0])?.textContent ?? ''", css))
+
+    def until(self, condition: Callable[[], Any], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: {self.text('#fault')} {self.log()}"
+            time.sleep(0.03)
+
+    def shows(self, css: str, words: str) -> None:
+        self.until(lambda: words in self.text(css), f"{css} has {self.text(css)!r}, not {words!r}")
+
+    def press(self, *keys: str) -> None:
+        from selenium.webdriver import ActionChains
+
+        for key in keys:
+            ActionChains(self.browser).send_keys(key).perform()
+
+    def pixels(self, css: str) -> str:
+        """What a canvas shows."""
+        return str(self.run("return document.querySelector(arguments[0]).toDataURL()", css))
+
+    def colours(self) -> list[str]:
+        return list(self.run("return [...document.querySelectorAll('.token')].map((t) => t.style.background)"))
+
+    def chosen(self) -> int | None:
+        found = self.run("return document.querySelector('.token[aria-selected=true]')?.dataset.at ?? null")
+        return None if found is None else int(found)
+
+    def drawn(self) -> None:
+        """Wait until the text has colours."""
+        self.until(lambda: self.colours() and all(self.colours()), "the text has no colours")
+
+    def log(self) -> list[str]:
+        return [entry["message"] for entry in self.browser.get_log("browser")]
+
+
+@pytest.fixture
+def page(browser: Chrome, serve: Callable[..., str], stores: Path, model: Path) -> Iterator[Page]:
+    """A page of its own, with the store "story" open. At the end its console must be empty."""
+    shown = Page(browser, f"{serve(stores, '--model', model)}#story.zarr")
+    shown.shows("#name", "story")
+    shown.drawn()
+    shown.log()
+    yield shown
+    assert shown.log() == []
+
+
+def test_it_loads_without_a_word_in_the_console(browser: Chrome, serve: Callable[..., str], stores: Path) -> None:
+    page = Page(browser, serve(stores))
+    page.shows("#total", "34 captures")
+    assert page.log() == []
+    page.one(".capture").click()
+    page.drawn()
+    assert page.log() == []
+    loaded = page.run("return performance.getEntriesByType('resource').map((e) => e.name)")
+    assert loaded and all(url.startswith("http://127.0.0.1:") for url in loaded)
+
+
+def test_a_click_on_a_token_shows_it_and_the_lens(page: Page) -> None:
+    page.all(".token")[20].click()
+    page.shows("#token-facts", "row 20 · position 20")
+    page.until(lambda: len(page.all("#lens tr")) == viewkit.LAYERS + 1, "the lens has a line for each place")
+    assert page.text("#lens th") == "final"
+    following = page.run("return document.getElementById('token-21').textContent").strip()
+    assert page.text("#lens td").strip("·") == following, "the stream of these stores turns to the next token"
+    page.until(lambda: len(page.all("#attended button")) == 10, "the token attends to others")
+    page.all("#attended button")[3].click()
+    page.until(lambda: page.chosen() != 20, "a click on a token attended to goes there")
+
+
+def test_a_click_on_the_heat_map_chooses_layer_and_token(page: Page) -> None:
+    from selenium.webdriver import ActionChains
+
+    before, colours = page.pixels("#heat"), page.colours()
+    canvas = page.one("#heat")
+    ActionChains(page.browser).move_to_element_with_offset(canvas, 0, 20 - canvas.size["height"] // 2).click().perform()
+    page.until(lambda: page.chosen() is not None, "a token is chosen")
+    assert int(page.run("return document.getElementById('layer').value")) >= viewkit.LAYERS - 2
+    assert page.pixels("#heat") != before and page.colours() != colours
+    page.shows("#heat-tip", "layer")
+
+
+def test_hook_and_statistic_change_the_colours(page: Page) -> None:
+    seen = {tuple(page.colours())}
+    for box, value in (("statistic", "mean"), ("statistic", "value"), ("hook", "q_rot"), ("hook", "resid_final")):
+        page.run(
+            "const box = document.getElementById(arguments[0]); box.value = arguments[1];"
+            "box.dispatchEvent(new Event('change'))",
+            box,
+            value,
+        )
+        page.until(lambda: tuple(page.colours()) not in seen, f"{box} {value} changes the colours")
+        seen.add(tuple(page.colours()))
+    assert not page.one("#layer").is_enabled(), "resid_final exists once"
+
+
+def test_an_index_stays_in_its_range(page: Page) -> None:
+    set_to = (
+        "const box = document.getElementById(arguments[0]); box.value = arguments[1];"
+        "box.dispatchEvent(new Event('change')); return document.getElementById('index').value"
+    )
+    page.run(set_to, "statistic", "value")
+    assert page.run(set_to, "index", "5000") == str(viewkit.HIDDEN - 1)
+    assert page.run(set_to, "index", "-3") == "0"
+    assert page.run(set_to, "hook", "q_rot") == "0"
+    assert page.run(set_to, "index", "100") == "100"
+    assert page.run(set_to, "hook", "resid_pre") == str(viewkit.HIDDEN - 1), "it has fewer neurons"
+    page.shows("#heat-title", f"resid_pre, value {viewkit.HIDDEN - 1} by layer and token")
+
+
+def test_each_scale_colours_the_heat_map_in_its_own_way(page: Page) -> None:
+    shown = {page.pixels("#heat")}
+    for value in ("each", "log"):
+        page.run(
+            "const box = document.getElementById('scale'); box.value = arguments[0];"
+            "box.dispatchEvent(new Event('change'))",
+            value,
+        )
+        shown.add(page.pixels("#heat"))
+    assert len(shown) == 3
+
+
+def test_another_head_has_another_pattern(page: Page) -> None:
+    page.until(lambda: page.one("#att").get_attribute("aria-label"), "attention is drawn")
+    before = page.pixels("#att")
+    page.run("const h = document.getElementById('head'); h.value = 1; h.dispatchEvent(new Event('change'))")
+    page.until(lambda: page.pixels("#att") != before, "another head, another pattern")
+
+
+def test_the_keyboard_does_all(page: Page) -> None:
+    from selenium.webdriver import Keys
+
+    page.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_LEFT)
+    page.until(lambda: page.chosen() == 1, "arrows go through tokens")
+    page.press(Keys.ARROW_UP, Keys.ARROW_UP)
+    page.until(lambda: page.run("return document.getElementById('layer').value") == "2", "arrows go through layers")
+    page.press(Keys.ENTER)
+    page.until(lambda: len(page.all("#lens tr")) == viewkit.LAYERS + 1, "Enter shows the lens")
+    name = page.text("#name")
+    page.press("k")
+    page.until(lambda: page.text("#name") != name, "k opens the capture above")
+    page.press("j")
+    page.shows("#name", name)
+    page.press("/", *"lossy")
+    page.shows("#total", "1 capture")
+    page.press(Keys.ENTER)
+    page.shows("#name", "lossy")
+    assert page.run("return document.activeElement.id") == "list"
+    page.shows("#incomplete", "64 to 95")
+    page.until(lambda: len(page.all(".token.lost")) == 32, "missing rows are marked")
+    page.press("/", Keys.ESCAPE)
+    page.shows("#total", "34 captures")
+    page.press(Keys.TAB)
+    ring = page.run("return getComputedStyle(document.activeElement).outlineStyle")
+    assert ring == "solid", "what has the focus can be seen"
+
+
+def test_a_long_capture_comes_window_by_window(page: Page) -> None:
+    from selenium.webdriver import Keys
+
+    page.press("/", *"long", Keys.ENTER)
+    page.shows("#name", "long")
+    page.until(lambda: len(page.all(".token")) == 128, "one window")
+    page.press("]", "]")
+    page.shows("#shown", "256 to 383 of 3,000")
+    page.press("[")
+    page.shows("#shown", "128 to 255 of 3,000")
+    page.until(lambda: page.run("return document.querySelector('.token').dataset.at") == "128", "its tokens")
+    page.press(Keys.ARROW_RIGHT, Keys.ARROW_LEFT)
+    page.shows("#token-facts", "row 127")
+    assert page.text("#shown").startswith("0 to 127")
+    page.run("const p = document.getElementById('place'); p.value = 2999; p.dispatchEvent(new Event('input'))")
+    page.shows("#shown", "2,944 to 2,999 of 3,000")
+    page.until(lambda: len(page.all(".token")) == 56, "the last window")
+
+
+def test_verify_says_that_a_store_is_sound(page: Page) -> None:
+    page.one("#verify").click()
+    page.shows("#verdict", "Sound")
+
+
+def test_a_store_says_what_it_lacks(browser: Chrome, serve: Callable[..., str], stores: Path) -> None:
+    page = Page(browser, serve(stores / "bare.zarr"))
+    page.shows("#name", "bare")
+    page.shows("#att-lacks", "Capture q_rot and k_rot")
+    page.shows("#lens-lacks", "Capture the hooks resid_pre and resid_final")
+    page.drawn()
+    assert page.text(".token") == "0", "without a tokenizer tokens are ids"
+
+
+def test_ten_thousand_captures_have_few_elements(browser: Chrome, serve: Callable[..., str], tmp_path: Path) -> None:
+    viewkit.write_list(tmp_path / "many", 10_000)
+    page = Page(browser, serve(tmp_path / "many"))
+    page.shows("#total", "10,000 captures")
+    assert 5 < len(page.all(".capture")) < 60
+    page.run("document.getElementById('list').scrollTop = 1e9")
+    page.until(lambda: page.run("return document.querySelector('[title=\"run-00000.zarr\"]')"), "the last")
+    assert len(page.all(".capture")) < 60
+    asked = page.run(
+        "return performance.getEntriesByType('resource').filter((e) => e.name.includes('captures')).length"
+    )
+    assert asked <= 3, "pieces between are not asked for"
+    assert page.log() == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_can_be_read_in_light_and_dark(theme: str, page: Page) -> None:
+    page.browser.execute_cdp_cmd(  # type: ignore[no-untyped-call]
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+    )
+    page.all(".token")[30].click()
+    page.until(lambda: len(page.all("#lens tr")) == viewkit.LAYERS + 1, "the lens")
+    page.until(lambda: len(page.all("#attended button")) == 10, "the token attends to others")
+    worst = page.run(CONTRAST)
+    assert worst[0] >= 4.5, f"{worst[1]} has a contrast of {worst[0]:.2f}"
+    folder = os.environ.get("VIEW_PICTURES")
+    if folder:
+        page.run(SETTING)
+        page.until(lambda: "layer 8" in (page.one("#att").get_attribute("aria-label") or ""), "layer 8")
+        page.all(".token")[30].click()
+        page.until(lambda: page.one("#lens").is_displayed() and page.one("#attended").is_displayed(), "all is there")
+        page.run("document.activeElement.blur()")
+        picture(page.browser.get_screenshot_as_png(), Path(folder) / f"view-{theme}.png")
+
+
+SETTING = """
+for (const [id, value] of [["layer", 9], ["att-layer", 8], ["head", 0]]) {
+  const box = document.getElementById(id);
+  box.value = value;
+  box.dispatchEvent(new Event("change"));
+}
+"""
+"""What the pictures show."""
+
+CONTRAST = """
+const parts = (c) => c.match(/[\\d.]+/g).map(Number);
+const linear = (v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+const light = (c) => {
+  const [r, g, b] = parts(c).map((v) => linear(v / 255));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const under = (e) => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
+  if ((parts(c)[3] ?? 1) > 0.99) return c; } };
+let worst = [99, ""];
+for (const e of document.querySelectorAll("body *")) {
+  const words = [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+  if (!words || e.disabled || e.tagName === "OPTION" || !e.checkVisibility()) continue;
+  const [a, b] = [light(getComputedStyle(e).color), light(under(e))];
+  const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  if (ratio < worst[0]) worst = [ratio, `${e.tagName} ${e.id} ${e.className} ${e.textContent.slice(0, 30)}`];
+}
+return worst;
+"""
+"""The lowest contrast of text to what lies under it (WCAG 2), and where."""
+
+
+def picture(png: bytes, path: Path) -> None:
+    """Write a screenshot with few colours, so that it is small."""
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.open(BytesIO(png)).convert("RGB").quantize(128).save(path, optimize=True)
