@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Correctness on a GPU (V2 model runner, CUDA graphs, bf16): tokens equal stock vLLM's, hooks equal transformers'.
 
-    python -m benchmarks.check_gpu --out results.json [--owners draft,target]
+    python -m benchmarks.check_gpu --out results.json [--owners draft,target] [--arch gemma3_text]
 
-A small random Qwen3 answers prompts of many lengths, greedily and with seeds, with and without prefix-cache hits. It
-records: whether tokens equal those of an engine without our connector, how many tokens the scheduler had computed
-against how many were needed (one a step once the prompt is in, no drafts), rows missing, and for each hook the least
-cosine of a row and the largest error relative to the row's largest value against transformers in float32. Of reduced
-hooks (engine "reduced") it compares what a store gives with what the reduction keeps of transformers' values; attention
-summaries, with the patterns that the same store's q_rot and k_rot give. Engine "pca" reduces some hooks by a basis that
-is fitted on the stores of the engine before it.
+A small random model (Qwen3, or --arch) answers prompts of many lengths, greedily and with seeds, with and without
+prefix-cache hits. It records: whether tokens equal those of an engine without our connector, how many tokens the
+scheduler had computed against how many were needed (one a step once the prompt is in, no drafts), rows missing, and for
+each hook the least cosine of a row and the largest error relative to the row's largest value against transformers in
+float32. Of reduced hooks (engine "reduced") it compares what a store gives with what the reduction keeps of
+transformers' values; attention summaries, with the patterns that the same store's q_rot and k_rot give. Engine "pca"
+reduces some hooks by a basis that is fitted on the stores of the engine before it.
 Exit status 1: tokens differ, more was computed than needed, rows are missing, a store has problems or values are off:
 a row's cosine below LEAST_COSINE, a larger value left out by top k than rounding explains, an attention weight.
 
@@ -36,6 +36,10 @@ ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 
 """Some prompts are prefilled in several steps, and steps have more and fewer tokens than `deferred.MOST_TOKENS`."""
 LEAST_COSINE = 0.998
 """Of a row with transformers' in float32; bfloat16 alone gives 0.9994 or more."""
+LEAST_COSINE_OF_ARCH = 0.99
+"""The same for --arch: bfloat16 alone gives 0.996 in a small Gemma 3, whose residual stream is large."""
+MOST_FLIPPED = 0.02
+"""Part of a hook's rows that may be below these in models with experts: rounding changes some rows' experts."""
 MOST_GAP = 0.1
 """By which a value that top k left out may exceed one it kept, in parts of the row's largest (bfloat16 rounds)."""
 MOST_ATTENTION_ERROR = 1e-4
@@ -192,6 +196,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
 
     oracle = Oracle(args.model, torch.float32)
     cosine: dict[str, float] = {}
+    below: dict[str, list[int]] = {}
     error: dict[str, float] = {}
     missing, rows, problems, attention, gap = 0, 0, [], None, 0.0
     for store, prompt, tokens in zip(found["stores"], found["prompts"], found["tokens"], strict=True):
@@ -209,9 +214,11 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             attention = max(attention or 0.0, _attention_error(capture))
         reference = oracle.run(ids)
         for hook in reference:
-            if hook not in capture.hooks or hook in ("token_ids", "positions"):
+            if hook not in capture.hooks or hook in ("token_ids", "positions", "topk_ids", "topk_weights"):
                 continue
-            want = reference[hook]
+            want, layers = reference[hook], capture.layers[hook]
+            if layers and len(want) == capture.attrs["num_layers"]:
+                want = want[layers]
             if hook == "logits":
                 got, want = capture.numpy("logits"), want[len(prompt) - 1 : expected]
             else:
@@ -223,12 +230,16 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
                 problems.append(f"{name}: {hook} has shape {got.shape}, not {want.shape}")
                 continue
             norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(want, axis=-1)
-            least = float(((got * want).sum(-1) / np.maximum(norms, 1e-30)).min())
+            cosines = (got * want).sum(-1) / np.maximum(norms, 1e-30)
+            least = float(cosines.min())
+            limit = LEAST_COSINE if args.arch == "qwen3" else LEAST_COSINE_OF_ARCH
+            below.setdefault(hook, []).extend((cosines < limit).ravel().tolist())
             worst = float((np.abs(got - want).max(-1) / np.maximum(np.abs(want).max(-1), 1e-30)).max())
             cosine[hook] = min(cosine.get(hook, 1.0), least)
             error[hook] = max(error.get(hook, 0.0), worst)
     return {"requests": len(found["stores"]), "rows": rows, "rows_missing": missing, "problems": problems[:10],
-            "least_cosine": cosine, "largest_relative_error": error, "top_k_gap": gap,
+            "least_cosine": cosine, "rows_below": {hook: float(np.mean(low)) for hook, low in below.items()},
+            "experts": "router_logits" in cosine, "largest_relative_error": error, "top_k_gap": gap,
             "attention_error": attention}  # fmt: skip
 
 
@@ -241,6 +252,7 @@ def parser() -> argparse.ArgumentParser:
         help="also stock2: the plain engine again; reduced: REDUCE; pca, after one of these",
     )
     p.add_argument("--hooks", default="vllm-full,q_rot,k_rot")
+    p.add_argument("--arch", default="qwen3", help="a family of dmi_connector.cli.tiny_models (default: %(default)s)")
     p.add_argument("--head-dim", type=int, default=64, help="with 128 steps run as one CUDA graph each")
     p.add_argument("--eager", action="store_true")
     return p
@@ -254,7 +266,9 @@ def _failures(found: dict[str, Any]) -> list[str]:
         wrong.append(f"steps: {steps}")
     if steps["draft_tokens"]:
         wrong.append(f"{steps['draft_tokens']} draft tokens were computed")
-    wrong += [f"{hook}: cosine {c}" for hook, c in found.get("least_cosine", {}).items() if not c >= LEAST_COSINE]
+    below = found.get("rows_below", {})
+    most = MOST_FLIPPED if found.get("experts") else 0.0
+    wrong += [f"{hook}: {part:.2%} of rows have a lower cosine" for hook, part in below.items() if not part <= most]
     if found.get("top_k_gap", 0.0) > MOST_GAP:
         wrong.append(f"top k left out values {found['top_k_gap']} of the row's largest above what it kept")
     if (found.get("attention_error") or 0.0) > MOST_ATTENTION_ERROR:
@@ -276,7 +290,8 @@ def main(argv: list[str] | None = None) -> int:
     from dmi_connector.analysis.fit_pca import fit_pca
     from dmi_connector.cli.tiny_models import make_model
 
-    make_model("qwen3", args.model, dtype="bfloat16", **{**SIZES, "head_dim": args.head_dim})
+    sizes = {**SIZES, "head_dim": args.head_dim} if args.arch == "qwen3" else {}
+    make_model(args.arch, args.model, dtype="bfloat16", **sizes)
     results: dict[str, Any] = {"header": common.header(MODULE, argv)}
     stock: dict[str, Any] = {}
     found: dict[str, Any] = {}
