@@ -14,15 +14,17 @@ import numpy as np
 
 from dmi_connector.store.read.capture import Capture
 
-_NORMS = ("norm", "ln_f", "decoder.final_layer_norm")
+_NORMS = ("norm", "ln_f", "decoder.final_layer_norm", "final_layer_norm", "final_layernorm")
 _EMBEDDINGS = ("embed_tokens", "embedding", "wte", "word_embeddings", "decoder.embed_tokens")
-_PREFIXES = ("", "model.", "transformer.", "language_model.model.", "model.language_model.")
-_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_PREFIXES = ("", "model.", "transformer.", "language_model.model.", "model.language_model.", "gpt_neox.")
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "embed_out.weight")
+_PLAIN_MODELS = ("olmo",)
+"""Values of `model_type` whose norms have no weights."""
 _OFFSET_MODELS = ("gemma",)
 """Beginnings of `model_type` whose norms multiply by 1 + weight."""
-_EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+_EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _EPS_DEFAULT = 1e-5
-"""Of torch's LayerNorm, for models whose config names none (OPT)."""
+"""Of torch's LayerNorm, for models whose config names none (OPT, OLMo)."""
 _LOGITS = 1 << 24
 """Logits that are computed at a time: 64 MiB of float32, of which some copies are made."""
 
@@ -61,14 +63,15 @@ class Unembedding:
         norm = next((name for name in norms if f"{name}.weight" in files), None)
         embeddings = (f"{prefix}{name}.weight" for prefix in _PREFIXES for name in _EMBEDDINGS)
         head = next((name for name in (*_HEADS, *embeddings) if name in files), None)
-        if norm is None or head is None:
+        if head is None or (norm is None and config.get("model_type") not in _PLAIN_MODELS):
             raise ValueError(
                 f"model: the safetensors files of {path} lack {'a final norm' if head else 'an embedding'}"
             )
-        gain = _tensor(files, f"{norm}.weight")
+        weight = _tensor(files, head)
+        gain = np.ones(weight.shape[1], np.float32) if norm is None else _tensor(files, f"{norm}.weight")
         eps = next((name for name in _EPS if config.get(name) is not None), "")
         return cls(
-            weight=_tensor(files, head),
+            weight=weight,
             gain=gain + 1 if config.get("model_type", "").startswith(_OFFSET_MODELS) else gain,
             bias=_tensor(files, f"{norm}.bias") if f"{norm}.bias" in files else np.zeros_like(gain),
             eps=float(config[eps]) if eps else _EPS_DEFAULT,
