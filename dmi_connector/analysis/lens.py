@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dmi_connector.analysis.unembedding import Unembedding, log_softmax
+from dmi_connector.analysis.unembedding import Unembedding, entropy_of, log_softmax
 from dmi_connector.store.read.capture import Capture
 
 
@@ -70,7 +70,7 @@ def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens
                 own = log_softmax(unembedding.logits(capture.numpy("resid_pre", layer, rows)))
             ids[i, rows], probabilities[i, rows] = likeliest(own, top)
             chance[i, rows] = np.exp(np.take_along_axis(own, best, -1))[:, 0]
-            entropy[i, rows] = _entropy(own)
+            entropy[i, rows] = entropy_of(own)
             divergence[i, rows] = (np.exp(final) * (final - own)).sum(-1)
     labels = ["final" if layer is None else str(layer) for layer in layers]
     return Lens(labels, ids, probabilities, chance, entropy, divergence)
@@ -102,7 +102,7 @@ def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Unc
         known = own_rows + 1 < len(ids)
         chosen = ids[np.where(known, own_rows + 1, 0)]
         rows.append(own_rows)
-        entropy.append(_entropy(own))
+        entropy.append(entropy_of(own))
         surprise.append(np.where(known, -np.take_along_axis(own, chosen[:, None], -1)[:, 0], np.float32(np.nan)))
     return Uncertainty(np.concatenate(rows), np.concatenate(entropy), np.concatenate(surprise))
 
@@ -125,8 +125,3 @@ def _outputs(capture: Capture, unembedding: Unembedding | None) -> Iterator[tupl
         return
     for rows in capture.runs(unembedding.block):
         yield np.arange(rows.start, rows.stop), unembedding.logits(capture.numpy("resid_final", tokens=rows))
-
-
-def _entropy(log_probabilities: np.ndarray) -> np.ndarray:
-    """Entropy in nats over the last axis."""
-    return np.asarray(-(np.exp(log_probabilities) * log_probabilities).sum(-1))

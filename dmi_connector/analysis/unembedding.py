@@ -143,6 +143,12 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
 
 
+def entropy_of(log_probabilities: np.ndarray) -> np.ndarray:
+    """Entropy in nats, over the last axis. A token whose logit is minus infinity adds nothing."""
+    finite = np.maximum(log_probabilities, np.finfo(np.float32).min)
+    return np.asarray(-(np.exp(log_probabilities) * finite).sum(-1))
+
+
 def _config(path: Path) -> dict[str, Any]:
     """The config of a model, of its text part where it has several."""
     try:

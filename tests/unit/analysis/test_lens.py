@@ -18,7 +18,7 @@ from dmi_connector.analysis.attribution import logit_attribution
 from dmi_connector.analysis.lens import logit_lens, uncertainty
 from dmi_connector.analysis.patterns import attention_pattern
 from dmi_connector.analysis.transformers_oracle import Oracle
-from dmi_connector.analysis.unembedding import Unembedding
+from dmi_connector.analysis.unembedding import Unembedding, entropy_of, log_softmax
 from dmi_connector.cli import tiny_models
 from dmi_connector.cli.tiny_models import make_model
 from tests import analysiskit
@@ -206,6 +206,18 @@ def test_the_end_of_every_family_gives_the_logits_of_transformers(family: str, t
     expected = oracle.run(IDS.tolist())
     logits = Unembedding.load(tmp_path).logits(expected["resid_final"][0])
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-5)
+
+
+def test_a_logit_of_minus_infinity_adds_nothing_to_the_entropy() -> None:
+    """A model masks a token so, or an engine a padded vocabulary."""
+    logits = np.random.default_rng(0).standard_normal((4, 9)).astype("f4")
+    masked = np.insert(logits, [0, 3, 9], -np.inf, axis=-1)
+    with np.errstate(all="raise", under="ignore"):
+        found = entropy_of(log_softmax(masked))
+    shares = torch.from_numpy(logits).double().softmax(-1)
+    np.testing.assert_allclose(found, torch.distributions.Categorical(shares).entropy(), rtol=1e-5)
+    assert found.dtype == np.float32
+    assert entropy_of(log_softmax(np.array([[-np.inf, 3.0]], "f4"))) == 0
 
 
 def test_bfloat16_weights_and_sharded_files_are_read(tmp_path: Path) -> None:
