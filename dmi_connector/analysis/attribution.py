@@ -38,10 +38,10 @@ def logit_attribution(
     _check_tokens(unembedding, chosen if against is None else np.append(chosen, against))
     shares = np.full((len(labels), tokens), np.nan, np.float32)
     for rows in capture.runs(BLOCK):
-        read = unembedding.weight[chosen[rows]]
+        read = unembedding.weights_of(chosen[rows])
         offset = np.zeros(len(read), np.float32) if unembedding.offset is None else unembedding.offset[chosen[rows]]
         if against is not None:
-            read = read - unembedding.weight[against]
+            read = read - unembedding.weights_of(against)
             offset = offset if unembedding.offset is None else offset - unembedding.offset[against]
         direction = read * unembedding.gain * np.float32(unembedding.scale)
         direction /= unembedding.spread(capture.numpy("resid_final", tokens=rows))

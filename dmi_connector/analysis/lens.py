@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dmi_connector.analysis.unembedding import Unembedding, log_softmax
+from dmi_connector.analysis.unembedding import Unembedding, entropy_of, log_softmax
 from dmi_connector.store.read.capture import Capture
 
 
@@ -68,14 +68,23 @@ def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens
             own = final
             if layer is not None:
                 own = log_softmax(unembedding.logits(capture.numpy("resid_pre", layer, rows)))
-            likeliest = _top(own, top)
-            ids[i, rows] = likeliest
-            probabilities[i, rows] = np.exp(np.take_along_axis(own, likeliest, -1))
+            ids[i, rows], probabilities[i, rows] = likeliest(own, top)
             chance[i, rows] = np.exp(np.take_along_axis(own, best, -1))[:, 0]
-            entropy[i, rows] = _entropy(own)
+            entropy[i, rows] = entropy_of(own)
             divergence[i, rows] = (np.exp(final) * (final - own)).sum(-1)
     labels = ["final" if layer is None else str(layer) for layer in layers]
     return Lens(labels, ids, probabilities, chance, entropy, divergence)
+
+
+def likeliest(log_probabilities: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(The `count` likeliest tokens of each row, their probabilities), both [n, count], by falling probability.
+
+    log_probabilities: [n, vocabulary]. count: at most the vocabulary.
+    """
+    found = np.argpartition(-log_probabilities, count - 1, axis=-1)[:, :count]
+    order = np.argsort(-np.take_along_axis(log_probabilities, found, -1), axis=-1, kind="stable")
+    ids = np.take_along_axis(found, order, -1)
+    return ids, np.exp(np.take_along_axis(log_probabilities, ids, -1))
 
 
 def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Uncertainty:
@@ -93,7 +102,7 @@ def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Unc
         known = own_rows + 1 < len(ids)
         chosen = ids[np.where(known, own_rows + 1, 0)]
         rows.append(own_rows)
-        entropy.append(_entropy(own))
+        entropy.append(entropy_of(own))
         surprise.append(np.where(known, -np.take_along_axis(own, chosen[:, None], -1)[:, 0], np.float32(np.nan)))
     return Uncertainty(np.concatenate(rows), np.concatenate(entropy), np.concatenate(surprise))
 
@@ -116,15 +125,3 @@ def _outputs(capture: Capture, unembedding: Unembedding | None) -> Iterator[tupl
         return
     for rows in capture.runs(unembedding.block):
         yield np.arange(rows.start, rows.stop), unembedding.logits(capture.numpy("resid_final", tokens=rows))
-
-
-def _entropy(log_probabilities: np.ndarray) -> np.ndarray:
-    """Entropy in nats over the last axis."""
-    return np.asarray(-(np.exp(log_probabilities) * log_probabilities).sum(-1))
-
-
-def _top(values: np.ndarray, count: int) -> np.ndarray:
-    """Indexes of the `count` largest of each row, the largest first."""
-    found = np.argpartition(-values, count - 1, axis=-1)[:, :count]
-    order = np.argsort(-np.take_along_axis(values, found, -1), axis=-1, kind="stable")
-    return np.take_along_axis(found, order, -1)

@@ -5,24 +5,50 @@ from __future__ import annotations
 
 import numpy as np
 
+from dmi_connector.store.read.attention import check_head, query_rows, seen_by_attention
 from dmi_connector.store.read.capture import Capture
 
+SUMMARY = "pattern"
 
-def attention_pattern(capture: Capture, layer: int, head: int | None = None) -> np.ndarray:
-    """Attention weights float32 [heads, tokens, tokens], or [tokens, tokens] of one head.
+
+def pattern_hooks(capture: Capture) -> tuple[str, ...]:
+    """The hooks that a pattern is made of: queries and keys as attention sees them, else the summary, else none.
+
+    An older store does not say whether its model has rotary embedding. If it has, `q` and `k` are not what attention
+    sees, so the summary is preferred there.
+    """
+    pairs: list[tuple[str, ...]] = [seen_by_attention(capture), (SUMMARY,)]
+    if pairs[0] == ("q", "k") and "rotary" not in capture.attrs:
+        pairs.reverse()
+    return next((names for names in pairs if all(name in capture for name in names)), ())
+
+
+def attention_pattern(
+    capture: Capture, layer: int, head: int | None = None, queries: slice | None = None
+) -> np.ndarray:
+    """Attention weights float32 [heads, queries, keys], or [queries, keys] of one head.
 
     Rebuilt from queries and keys (`Capture.attention`), or from `pattern`, where each head's largest weights are
-    stored: then all others are 0. Raises KeyError where neither was captured, ValueError as `Capture.attention`.
+    stored: then all others are 0. queries: rows of the store, all by default. Keys are all rows up to the last query.
+
+    Raises KeyError where neither was captured, ValueError as `Capture.attention`.
     """
-    if "pattern" not in capture or "q_rot" in capture or "q" in capture:
-        return capture.attention(layer, head)
-    positions, weights, _ = capture.attention_summary(layer)
-    tokens, heads, _ = positions.shape
-    if head is not None and not -heads <= head < heads:
-        raise ValueError(f"head {head} does not exist: the model has heads 0 to {heads - 1}")
-    keys = positions - int(capture.attrs["start"])
-    dense = np.zeros((heads, tokens, tokens), np.float32)
-    seen = (keys >= 0) & (keys < tokens)  # -1 marks an empty place; a key may lie before the store's first row
-    row, of_head, place = np.nonzero(seen)
-    dense[of_head, row, keys[row, of_head, place]] = weights[row, of_head, place]
-    return dense if head is None else dense[head]
+    names = pattern_hooks(capture)
+    if not names:
+        q, k = seen_by_attention(capture)
+        raise KeyError(f"{capture.path} has no attention; capture {q} and {k} (preset attention), or pattern")
+    return _dense(capture, layer, head, queries) if names == (SUMMARY,) else capture.attention(layer, head, queries)
+
+
+def _dense(capture: Capture, layer: int, head: int | None, queries: slice | None) -> np.ndarray:
+    """The weights of a summary, 0 elsewhere."""
+    rows = query_rows(capture, queries)
+    positions, weights, _ = capture.attention_summary(layer, None, slice(rows.start, rows.stop))
+    heads = positions.shape[1]
+    check_head(head, heads)
+    wanted = range(heads) if head is None else [range(heads)[head]]
+    keys = positions[:, wanted] - int(capture.attrs["start"])
+    dense = np.zeros((len(wanted), len(rows), rows.stop), np.float32)
+    row, of_head, place = np.nonzero(keys >= 0)  # -1 marks an empty place; a key may lie before the store's first row
+    dense[of_head, row, keys[row, of_head, place]] = weights[:, wanted][row, of_head, place]
+    return dense if head is None else dense[0]

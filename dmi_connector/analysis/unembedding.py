@@ -14,15 +14,21 @@ import numpy as np
 
 from dmi_connector.store.read.capture import Capture
 
-_NORMS = ("norm", "ln_f", "decoder.final_layer_norm")
+_NORMS = ("norm", "ln_f", "decoder.final_layer_norm", "final_layer_norm", "final_layernorm")
 _EMBEDDINGS = ("embed_tokens", "embedding", "wte", "word_embeddings", "decoder.embed_tokens")
-_PREFIXES = ("", "model.", "transformer.", "language_model.model.", "model.language_model.")
-_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_PREFIXES = ("", "model.", "transformer.", "language_model.model.", "model.language_model.", "gpt_neox.")
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "embed_out.weight")
+_PLAIN_MODELS = ("olmo",)
+"""Values of `model_type` whose norms have no weights."""
 _OFFSET_MODELS = ("gemma",)
 """Beginnings of `model_type` whose norms multiply by 1 + weight."""
-_EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+_EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _EPS_DEFAULT = 1e-5
-"""Of torch's LayerNorm, for models whose config names none (OPT)."""
+"""Of torch's LayerNorm, for models whose config names none (OPT, OLMo)."""
+_DTYPES = ("BF16", "F16", "F32", "F64")
+"""Of tensors that are read, as safetensors names them."""
+_BLOCK = 4096
+"""Tokens of the vocabulary that are worked out at a time."""
 _LOGITS = 1 << 24
 """Logits that are computed at a time: 64 MiB of float32, of which some copies are made."""
 
@@ -31,9 +37,9 @@ _LOGITS = 1 << 24
 class Unembedding:
     """logits = soft_cap(scale * norm(row) @ weight.T + offset).
 
-    weight: float32 [vocabulary, width]. gain, bias: float32 [width], of the final norm. centred: the norm subtracts the
-    mean first (LayerNorm), or not (RMSNorm). offset: float32 [vocabulary] or None. soft_cap: logits are
-    soft_cap * tanh(logits / soft_cap); None: they are not capped.
+    weight: [vocabulary, width], in the dtype of its file; `weights_of` gives float32. gain, bias: float32 [width], of
+    the final norm. centred: the norm subtracts the mean first (LayerNorm), or not (RMSNorm). offset: float32
+    [vocabulary] or None. soft_cap: logits are soft_cap * tanh(logits / soft_cap); None: they are not capped.
     """
 
     weight: np.ndarray
@@ -49,32 +55,32 @@ class Unembedding:
     def load(cls, model: str | os.PathLike[str]) -> Unembedding:
         """Of a model directory with config.json and safetensors files. Reads two or three tensors of them.
 
-        Raises ValueError for a path that is no such directory, or whose files lack the final norm or the embedding.
+        Raises ValueError for a path that is no such directory, for files that lack the final norm or the embedding, and
+        for tensors of another dtype than floats of 16, 32 or 64 bits.
         """
         path = Path(model)
-        if not (path / "config.json").is_file():
-            raise ValueError(f"model: {path} has no config.json; give the directory of the model's weights")
-        config = json.loads((path / "config.json").read_text())
-        config = config.get("text_config") or config
+        config = _config(path)
         files = _files(path)
         norms = [f"{prefix}{name}" for prefix in _PREFIXES for name in _NORMS]
         norm = next((name for name in norms if f"{name}.weight" in files), None)
         embeddings = (f"{prefix}{name}.weight" for prefix in _PREFIXES for name in _EMBEDDINGS)
         head = next((name for name in (*_HEADS, *embeddings) if name in files), None)
-        if norm is None or head is None:
+        if head is None or (norm is None and config.get("model_type") not in _PLAIN_MODELS):
             raise ValueError(
                 f"model: the safetensors files of {path} lack {'a final norm' if head else 'an embedding'}"
             )
-        gain = _tensor(files, f"{norm}.weight")
+        weight = _tensor(files, head)
+        gain = np.ones(weight.shape[1], np.float32) if norm is None else _vector(files, f"{norm}.weight")
+        shifted = f"{norm}.bias" in files
         eps = next((name for name in _EPS if config.get(name) is not None), "")
         return cls(
-            weight=_tensor(files, head),
+            weight=weight,
             gain=gain + 1 if config.get("model_type", "").startswith(_OFFSET_MODELS) else gain,
-            bias=_tensor(files, f"{norm}.bias") if f"{norm}.bias" in files else np.zeros_like(gain),
+            bias=_vector(files, f"{norm}.bias") if shifted else np.zeros_like(gain),
             eps=float(config[eps]) if eps else _EPS_DEFAULT,
-            centred=eps != _EPS[0],
+            centred=shifted or eps != _EPS[0],
             scale=float(config.get("logit_scale") or 1.0) / float(config.get("logits_scaling") or 1.0),
-            offset=_tensor(files, "lm_head.bias") if "lm_head.bias" in files else None,
+            offset=_vector(files, "lm_head.bias") if "lm_head.bias" in files else None,
             soft_cap=config.get("final_logit_softcapping"),
         )
 
@@ -97,14 +103,25 @@ class Unembedding:
         return np.asarray(self.centre(rows) / self.spread(rows) * self.gain + self.bias)
 
     def logits(self, rows: np.ndarray) -> np.ndarray:
-        """Logits float32 [n, vocabulary] of rows [n, width] of the residual stream. Raises ValueError as `norm`."""
-        logits = self.norm(rows) @ self.weight.T
+        """Logits float32 [n, vocabulary] of rows [n, width] of the residual stream. Raises ValueError as `norm`.
+
+        The vocabulary is gone through in blocks, so that memory holds no float32 copy of a narrower `weight`.
+        """
+        normed = self.norm(rows)
+        logits = np.empty((len(normed), len(self.weight)), np.float32)
+        for first in range(0, len(self.weight), _BLOCK):
+            block = slice(first, first + _BLOCK)
+            logits[:, block] = (self.weights_of(block) @ normed.T).T  # for few rows quicker than the other way round
         logits *= np.float32(self.scale)
         if self.offset is not None:
             logits += self.offset
         if self.soft_cap:
             logits = np.tanh(logits / np.float32(self.soft_cap)) * np.float32(self.soft_cap)
         return np.asarray(logits)
+
+    def weights_of(self, tokens: slice | np.ndarray | int) -> np.ndarray:
+        """Rows of `weight`, float32."""
+        return np.asarray(self.weight[tokens], np.float32)
 
     @property
     def block(self) -> int:
@@ -126,20 +143,51 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
 
 
+def entropy_of(log_probabilities: np.ndarray) -> np.ndarray:
+    """Entropy in nats, over the last axis. A token whose logit is minus infinity adds nothing."""
+    finite = np.maximum(log_probabilities, np.finfo(np.float32).min)
+    return np.asarray(-(np.exp(log_probabilities) * finite).sum(-1))
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The config of a model, of its text part where it has several."""
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model: {path} has no readable config.json ({error}); give the directory of the model's weights"
+        ) from error
+    return {**config, **(config.get("text_config") or {})}
+
+
 def _files(path: Path) -> dict[str, Path]:
     """Which file holds each tensor."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     found: dict[str, Path] = {}
     for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="np") as tensors:
-            found |= dict.fromkeys(tensors.keys(), file)
+        try:
+            with safe_open(file, framework="np") as tensors:
+                found |= dict.fromkeys(tensors.keys(), file)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"model: {file} cannot be read ({error}); copy the model again") from error
     return found
 
 
 def _tensor(files: Mapping[str, Path], name: str) -> np.ndarray:
+    """In its stored dtype."""
     from safetensors import safe_open
 
     with safe_open(files[name], framework="np") as tensors:
+        dtype = tensors.get_slice(name).get_dtype()
+        if dtype not in _DTYPES:
+            raise ValueError(
+                f"model: {name} in {files[name]} has the dtype {dtype}, not one of {', '.join(_DTYPES)}; "
+                "give the directory of the model before it was quantised"
+            )
         values: Any = tensors.get_tensor(name)
-        return np.asarray(values, dtype=np.float32)
+        return np.asarray(values)
+
+
+def _vector(files: Mapping[str, Path], name: str) -> np.ndarray:
+    return np.asarray(_tensor(files, name), np.float32)

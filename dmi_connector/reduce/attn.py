@@ -56,5 +56,5 @@ class AttentionSummary(Reduction):
         """Decoded rows [..., heads x words] -> positions int32 [..., heads, m], weights [..., heads, m], entropy
         [..., heads].
         """
-        heads = decoded.reshape(*decoded.shape[:-1], -1, self.words)
+        heads = decoded.reshape(*decoded.shape[:-1], decoded.shape[-1] // self.words, self.words)
         return heads[..., : self.m].astype(np.int32), heads[..., self.m : -1], heads[..., -1]

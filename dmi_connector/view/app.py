@@ -190,8 +190,7 @@ class _Pages:
             row, missing = _row(request, capture), lens.lacking(capture, self.model)
             if missing is not None or self.model is None:
                 return JSONResponse({"error": missing}, 400)
-            places, rows = lens.residual_rows(capture, row)
-            best, shares = lens.Lens.of(self.model).top(rows, _LENS_TOKENS)
+            places, best, shares = lens.predictions(capture, lens.end_of(self.model), row, _LENS_TOKENS)
             found = [
                 {"place": place, "tokens": self._with_texts(capture, [{"p": float(p)} for p in of], ids.tolist())}
                 for place, ids, of in zip(places, best, shares, strict=True)

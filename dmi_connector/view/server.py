@@ -11,7 +11,7 @@ import uvicorn
 
 from dmi_connector.view.app import make_app, new_token
 from dmi_connector.view.data import Library
-from dmi_connector.view.lens import Lens
+from dmi_connector.view.lens import end_of
 from dmi_connector.view.texts import Texts
 
 HOST = "127.0.0.1"
@@ -31,7 +31,7 @@ def serve(
     """
     library = Library.at(path)
     if model is not None:
-        Lens.of(model)
+        end_of(model)
     if tokenizer is not None:
         Texts(tokenizer)
     token = new_token()

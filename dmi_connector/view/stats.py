@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dmi_connector.analysis.rows import present_rows
+from dmi_connector.analysis.unembedding import entropy_of, log_softmax
 from dmi_connector.dtypes import FLOATS
 from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.store.read.capture import Capture
@@ -46,8 +48,8 @@ def statistics(capture: Capture, hook: str) -> tuple[Statistic, ...]:
         )
     if hook == "logits":
         return (
-            Statistic("entropy", lambda rows, _: _entropy(_log_softmax(rows))),
-            Statistic("largest probability", lambda rows, _: np.exp(_log_softmax(rows).max(axis=-1))),
+            Statistic("entropy", lambda rows, _: entropy_of(log_softmax(rows))),
+            Statistic("largest probability", lambda rows, _: np.exp(log_softmax(rows).max(axis=-1))),
             Statistic("log-probability of", _of_token, "token id"),
         )
     if reduction is None and capture.attrs["hooks"][capture.sources(hook)[0].array]["dtype"] not in FLOATS:
@@ -56,17 +58,7 @@ def statistics(capture: Capture, hook: str) -> tuple[Statistic, ...]:
 
 
 def _of_token(rows: np.ndarray, token: int) -> np.ndarray:
-    return np.asarray(_log_softmax(rows)[:, token])
-
-
-def _log_softmax(rows: np.ndarray) -> np.ndarray:
-    shifted = rows - rows.max(axis=-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
-
-
-def _entropy(logs: np.ndarray) -> np.ndarray:
-    """In nats. A masked token, whose logit is minus infinity, adds nothing."""
-    return -np.where(np.isneginf(logs), 0, np.exp(logs) * np.maximum(logs, np.finfo(np.float32).min)).sum(axis=-1)
+    return np.asarray(log_softmax(rows)[:, token])
 
 
 def heat(capture: Capture, hook: str, statistic: str, index: int, window: slice) -> np.ndarray:
@@ -80,14 +72,14 @@ def heat(capture: Capture, hook: str, statistic: str, index: int, window: slice)
     chosen = {s.name: s for s in statistics(capture, hook)}.get(statistic)
     if chosen is None:
         raise ValueError(f"statistic {statistic!r} does not exist for {hook!r}")
-    rows = np.arange(capture.attrs["num_tokens"])[window]
+    there = present_rows(capture)[window]
     layers: list[int | None] = [*capture.layers[hook]] or [None]
-    out = np.full((len(layers), len(rows)), np.nan, np.float32)
+    out = np.full((len(layers), len(there)), np.nan, np.float32)
     _check_index(capture, hook, chosen, index)
     for at, layer in enumerate(layers):
         for places, values in _values(capture, hook, layer, window):
             out[at, places] = chosen.of(values, index)
-    out[:, _missing(capture, rows)] = np.nan
+    out[:, ~there] = np.nan
     return out
 
 
@@ -115,11 +107,3 @@ def _check_index(capture: Capture, hook: str, statistic: Statistic, index: int) 
         width //= reduction.words
     if statistic.index_name and not 0 <= index < width:
         raise ValueError(f"{statistic.index_name} {index} does not exist: {hook!r} has 0 to {width - 1}")
-
-
-def _missing(capture: Capture, rows: np.ndarray) -> np.ndarray:
-    """Which of `rows` the store lacks, bool [n]."""
-    out = np.zeros(len(rows), bool)
-    for start, stop in capture.missing:
-        out |= (rows >= start) & (rows < stop)
-    return out

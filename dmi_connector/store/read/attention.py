@@ -66,6 +66,20 @@ def seen_by_attention(capture: Capture) -> tuple[str, str]:
     return ("q_rot", "k_rot") if capture.attrs.get("rotary", held) else ("q", "k")
 
 
+def query_rows(capture: Capture, queries: slice | None) -> range:
+    """Rows of a store, all by default; from 0 to 0 where `queries` has none. Raises ValueError for another step."""
+    rows = range(int(capture.attrs["num_tokens"]))[queries or slice(None)]
+    if rows.step != 1:
+        raise ValueError(f"queries {queries} must be a slice with step 1")
+    return rows or range(0)
+
+
+def check_head(head: int | None, heads: int) -> None:
+    """Raise ValueError for a head that does not exist; None stands for all."""
+    if head is not None and not -heads <= head < heads:
+        raise ValueError(f"head {head} does not exist: the model has heads 0 to {heads - 1}")
+
+
 _QUERIES = 256
 """Queries computed at a time for each head, so that scores take little memory beside the result."""
 
@@ -88,24 +102,20 @@ def attention(capture: Capture, layer: int, head: int | None = None, queries: sl
     names = seen_by_attention(capture)
     dims = capture.attrs["dims"]
     heads, kv_heads, size = (int(dims[name]) for name in ("heads", "kv_heads", "head_dim"))
-    if head is not None and not -heads <= head < heads:
-        raise ValueError(f"head {head} does not exist: the model has heads 0 to {heads - 1}")
-    rows = range(int(capture.attrs["num_tokens"]))[queries or slice(None)]
-    if rows.step != 1:
-        raise ValueError(f"queries {queries} must be a slice with step 1")
+    check_head(head, heads)
+    rows = query_rows(capture, queries)
     if capture.attrs.get("attention", {}).get("image_blocks") and (capture.media[rows.start : rows.stop] >= 0).any():
         raise ValueError(
             f"{capture.path}: attention of image tokens cannot be worked out: in this model they see later tokens of "
             "their image; name queries without them"
         )
-    stop = rows.stop if len(rows) else 0
-    lacking = [r for r in capture.missing if r[0] < stop]
+    lacking = [r for r in capture.missing if r[0] < rows.stop]
     if int(capture.attrs["start"]) or lacking:
         raise ValueError(f"{capture.path} lacks rows before the queries, and attention needs all of them as keys")
     q = capture.numpy(names[0], layer, slice(rows.start, rows.stop)).reshape(len(rows), heads, size)
-    k = capture.numpy(names[1], layer, slice(0, stop)).reshape(stop, kv_heads, size)
+    k = capture.numpy(names[1], layer, slice(0, rows.stop)).reshape(rows.stop, kv_heads, size)
     wanted = range(heads) if head is None else [range(heads)[head]]
-    weights = np.zeros((len(wanted), len(rows), stop), np.float32)
+    weights = np.zeros((len(wanted), len(rows), rows.stop), np.float32)
     for i, h in enumerate(wanted):
         keys = k[:, h // (heads // kv_heads)].T
         for first in range(0, len(rows), _QUERIES):

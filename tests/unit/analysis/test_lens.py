@@ -6,9 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from dmi_connector import Capture, open_capture
 from dmi_connector.analysis import attribution, lens, unembedding
@@ -16,7 +18,7 @@ from dmi_connector.analysis.attribution import logit_attribution
 from dmi_connector.analysis.lens import logit_lens, uncertainty
 from dmi_connector.analysis.patterns import attention_pattern
 from dmi_connector.analysis.transformers_oracle import Oracle
-from dmi_connector.analysis.unembedding import Unembedding
+from dmi_connector.analysis.unembedding import Unembedding, entropy_of, log_softmax
 from dmi_connector.cli import tiny_models
 from dmi_connector.cli.tiny_models import make_model
 from tests import analysiskit
@@ -96,7 +98,7 @@ def test_uncertainty_is_that_of_transformers_from_logits_and_from_the_stream(cas
 
 
 def test_blocks_of_any_size_give_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """24 rows in blocks of 5, so that the last one is short."""
+    """24 rows in blocks of 5, 512 tokens of the vocabulary in blocks of 100, so that the last one is short."""
     calls = (
         lambda: vars(logit_lens(case.capture, case.unembedding, top=2)),
         lambda: vars(uncertainty(case.capture)),
@@ -105,6 +107,7 @@ def test_blocks_of_any_size_give_the_same(case: Case, monkeypatch: pytest.Monkey
     )
     whole = [call() for call in calls]
     monkeypatch.setattr(unembedding, "_LOGITS", 5 * len(case.unembedding.weight))
+    monkeypatch.setattr(unembedding, "_BLOCK", 100)
     monkeypatch.setattr(lens, "_SAMPLES", 4)
     monkeypatch.setattr(attribution, "BLOCK", 7)
     for before, call in zip(whole, calls, strict=True):
@@ -168,12 +171,33 @@ def test_bad_input_is_refused_with_the_fix(tmp_path: Path) -> None:
             logit_attribution(capture, end, targets=512)
         with pytest.raises(ValueError, match=r"targets have shape \(3,\), the store has 24 rows"):
             logit_attribution(capture, end, targets=[1, 2, 3])
-    with pytest.raises(ValueError, match=r"has no config\.json"):
+
+
+def test_a_directory_that_lacks_something_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no readable config\.json \(.*No such file"):
         Unembedding.load(tmp_path)
-    for weights in (tmp_path / "model").glob("*.safetensors"):
-        weights.unlink()
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"has no readable config\.json"):
+        Unembedding.load(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="lack an embedding"):
-        Unembedding.load(tmp_path / "model")
+        Unembedding.load(tmp_path)
+    save_file({"lm_head.weight": np.ones((3, 2), "f4")}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match="lack a final norm"):
+        Unembedding.load(tmp_path)
+    (tmp_path / "b.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ValueError, match=r"b\.safetensors cannot be read"):
+        Unembedding.load(tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("int8", "I8"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")])
+@pytest.mark.parametrize("quantised", ["lm_head.weight", "model.norm.weight"])
+def test_quantised_weights_are_refused(dtype: type, name: str, quantised: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    tensors = {"lm_head.weight": np.ones((3, 2), "f4"), "model.norm.weight": np.ones(2, "f4")}
+    save_file({**tensors, quantised: tensors[quantised].astype(dtype)}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=rf"{quantised} in .*a\.safetensors has the dtype {name}, not one of BF16"):
+        Unembedding.load(tmp_path)
 
 
 @pytest.mark.parametrize("family", {**tiny_models.ARCHS, **tiny_models.FAMILIES})
@@ -184,10 +208,29 @@ def test_the_end_of_every_family_gives_the_logits_of_transformers(family: str, t
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-5)
 
 
+def test_a_logit_of_minus_infinity_adds_nothing_to_the_entropy() -> None:
+    """A model masks a token so, or an engine a padded vocabulary."""
+    logits = np.random.default_rng(0).standard_normal((4, 9)).astype("f4")
+    masked = np.insert(logits, [0, 3, 9], -np.inf, axis=-1)
+    with np.errstate(all="raise", under="ignore"):
+        found = entropy_of(log_softmax(masked))
+    shares = torch.from_numpy(logits).double().softmax(-1)
+    np.testing.assert_allclose(found, torch.distributions.Categorical(shares).entropy(), rtol=1e-5)
+    assert found.dtype == np.float32
+    assert entropy_of(log_softmax(np.array([[-np.inf, 3.0]], "f4"))) == 0
+
+
 def test_bfloat16_weights_and_sharded_files_are_read(tmp_path: Path) -> None:
     whole = Unembedding.load(make_model("llama", tmp_path / "whole", "bfloat16"))
+    assert whole.weight.dtype == ml_dtypes.bfloat16, "memory holds no float32 copy"
+    assert whole.gain.dtype == np.float32
     model = Oracle(tmp_path / "whole", torch.bfloat16).model
     model.save_pretrained(tmp_path / "parts", max_shard_size="100KB")
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
-    assert np.array_equal(whole.weight, model.lm_head.weight.detach().float().numpy())
+    assert np.array_equal(whole.weights_of(slice(None)), model.lm_head.weight.detach().float().numpy())
+    stream = np.random.default_rng(0).standard_normal((3, len(whole.gain))).astype("f4")
+    wide = replace(whole, weight=whole.weight.astype(np.float32))
+    np.testing.assert_array_equal(whole.logits(stream), wide.logits(stream))
+    for i, token in enumerate((5, 511)):
+        assert np.array_equal(whole.weights_of(np.array([5, 511]))[i], wide.weight[token])
     assert np.array_equal(Unembedding.load(tmp_path / "parts").weight, whole.weight)

@@ -119,7 +119,7 @@ def test_pictures_show_the_numbers_of_the_functions(
         (["--kind", "lens", "--neuron", "3"], "plot: --kind lens takes no --neuron; leave it out"),
         (["--kind", "attention"], "plot: --kind attention needs --layer; give it"),
         (["{b}", "--kind", "lens"], "plot: --kind lens draws one store, 2 were given; name one"),
-        (["--kind", "lens", "--model", "nowhere"], "model: nowhere has no config.json"),
+        (["--kind", "lens", "--model", "nowhere"], "model: nowhere has no readable config.json"),
         (["-o", "x.pdf"], "plot: x.pdf has another ending than .png or .svg; give one of these"),
         (["--kind", "drift", "--hook", "resid_pre"], "name one of them"),
         (["--kind", "difference", "--hook", "q", "--layer", "0", "--against", "nowhere"], "nowhere is not there"),

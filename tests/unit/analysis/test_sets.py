@@ -123,7 +123,11 @@ def test_mean_difference_is_that_of_plain_means_and_finds_the_planted_neuron(fol
         assert np.abs(found.vector).argmax() == 3 and 1 < found.separation < 4
 
 
-def test_summaries_of_attention_become_a_pattern_with_zeros_elsewhere(tmp_path: Path) -> None:
+def write_summaries(path: Path, *others: ArraySpec, **attrs: object) -> np.ndarray:
+    """A store of made-up summaries of two heads, 3 keys each. Returns their weights [heads, queries, keys].
+
+    others: further hooks of the store. attrs: attributes of it.
+    """
     heads, keep, reduction = 2, 3, parse("attn(3)")
     assert reduction is not None
     rng = np.random.default_rng(0)
@@ -140,13 +144,58 @@ def test_summaries_of_attention_become_a_pattern_with_zeros_elsewhere(tmp_path: 
         "pattern", "uint8", (0,), width, reduce=reduction.settings() | {"dtype": "float32", "width": heads}
     )
     owner = kit.Store()
-    owner.write(tmp_path / "a.zarr", [spec], TOKENS, values={"pattern": words.view("u1").reshape(1, TOKENS, width)})
+    stored = {"pattern": words.view("u1").reshape(1, TOKENS, width)}
+    stored |= {other.name: kit.random_bits(other, TOKENS) for other in others}
+    owner.write(path, [spec, *others], TOKENS, values=stored, attrs=attrs)
     assert owner.shutdown()
+    return expected
+
+
+def test_summaries_of_attention_become_a_pattern_with_zeros_elsewhere(tmp_path: Path) -> None:
+    expected = write_summaries(tmp_path / "a.zarr")
     with open_capture(tmp_path / "a.zarr", 0) as capture:
         np.testing.assert_array_equal(attention_pattern(capture, 0), expected)
         np.testing.assert_array_equal(attention_pattern(capture, 0, -1), expected[1])
         with pytest.raises(ValueError, match="head 2 does not exist: the model has heads 0 to 1"):
             attention_pattern(capture, 0, 2)
+
+
+def test_some_queries_of_a_summary_have_the_keys_up_to_the_last_of_them(tmp_path: Path) -> None:
+    expected = write_summaries(tmp_path / "a.zarr")
+    with open_capture(tmp_path / "a.zarr", 0) as capture:
+        np.testing.assert_array_equal(attention_pattern(capture, 0, None, slice(5, 9)), expected[:, 5:9, :9])
+        np.testing.assert_array_equal(attention_pattern(capture, 0, 1, slice(-2, None)), expected[1, -2:])
+        assert attention_pattern(capture, 0, None, slice(7, 7)).shape == (2, 0, 0)
+        with pytest.raises(ValueError, match="must be a slice with step 1"):
+            attention_pattern(capture, 0, None, slice(0, 9, 2))
+
+
+@pytest.mark.parametrize(
+    ("hooks", "attrs"),
+    [
+        (("q",), {"rotary": True}),
+        (("q", "k"), {"rotary": True}),
+        (("q_rot",), {"rotary": True}),
+        (("q",), {"rotary": False}),
+        (("q", "k"), {}),
+    ],
+)
+def test_a_summary_is_taken_where_queries_or_keys_may_not_be_those_that_attention_sees(
+    hooks: tuple[str, ...], attrs: dict[str, bool], tmp_path: Path
+) -> None:
+    others = [ArraySpec(name, "float32", (0,), WIDTH) for name in hooks]
+    expected = write_summaries(tmp_path / "a.zarr", *others, **attrs)
+    with open_capture(tmp_path / "a.zarr", 0) as capture:
+        np.testing.assert_array_equal(attention_pattern(capture, 0), expected)
+
+
+@pytest.mark.parametrize(("rotary", "lacks"), [(True, "q_rot and k_rot"), (False, "q and k")])
+def test_a_store_without_attention_says_what_to_capture(rotary: bool, lacks: str, tmp_path: Path) -> None:
+    owner = kit.Store()
+    owner.write(tmp_path / "a.zarr", [ArraySpec("q", "float32", (0,), WIDTH)], 5, attrs={"rotary": rotary})
+    assert owner.shutdown()
+    with open_capture(tmp_path / "a.zarr", 0) as capture, pytest.raises(KeyError, match=f"capture {lacks} "):
+        attention_pattern(capture, 0)
 
 
 def test_residual_norms_of_missing_rows_are_nan(folder: Path) -> None:

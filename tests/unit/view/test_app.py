@@ -16,11 +16,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from dmi_connector.cli.main import main
-from dmi_connector.engine.architectures import ARCHITECTURES
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.read.capture import open_capture
 from dmi_connector.view.app import MOST_TOKENS, make_app
-from dmi_connector.view.attention import _UNROTATED
 from dmi_connector.view.data import Library
 from dmi_connector.view.texts import Texts
 from tests import storekit as kit
@@ -285,21 +283,21 @@ def test_attention_of_a_summary_has_the_stored_weights(real: Path) -> None:
 
 
 def test_queries_before_rotary_are_no_attention(tmp_path: Path) -> None:
-    assert set(_UNROTATED) == {name for name, row in ARCHITECTURES.items() if not row.rotary}
     specs = (ArraySpec("q", "float32", (0,), 64), ArraySpec("k", "float32", (0,), 64))
     owner = kit.Store(1 << 20)
     try:
-        for name in ("GPT2LMHeadModel", "Qwen3ForCausalLM"):
-            about = {"architecture": name, "dims": {"heads": 2, "kv_heads": 2, "head_dim": 32}}
-            owner.write(tmp_path / f"{name}.zarr", specs, 12, attrs=about)
+        for rotary in (True, False):
+            about = {"rotary": rotary, "dims": {"heads": 2, "kv_heads": 2, "head_dim": 32}}
+            owner.write(tmp_path / f"{rotary}.zarr", specs, 12, attrs=about)
     finally:
         assert owner.shutdown()
     page, query = client(tmp_path), {"layer": 0, "head": 1}
-    with open_capture(tmp_path / "GPT2LMHeadModel.zarr") as capture:
-        found = floats(page.get("api/attention/GPT2LMHeadModel.zarr", params=query))
+    with open_capture(tmp_path / "False.zarr") as capture:
+        found = floats(page.get("api/attention/False.zarr", params=query))
         np.testing.assert_allclose(found[:, 1:], capture.attention(0, 1), rtol=1e-6)
-    assert page.get("api/capture/Qwen3ForCausalLM.zarr").json()["attention"]["layers"] == []
-    assert page.get("api/attention/Qwen3ForCausalLM.zarr", params=query).status_code == 400
+    assert page.get("api/capture/True.zarr").json()["attention"]["layers"] == []
+    refused = page.get("api/attention/True.zarr", params=query)
+    assert refused.status_code == 400 and "capture q_rot and k_rot" in refused.json()["error"]
 
 
 def test_tokens_have_their_text(stores: Path, model: Path, real: Path) -> None:
@@ -336,7 +334,7 @@ def test_a_word_keeps_its_space_where_decoders_drop_the_first_one(tmp_path: Path
         ("attention/full.zarr?head=0", "layer='' is not valid"),
         ("attended/full.zarr?layer=0&head=0&token=26", "token 26 does not exist: the store has 26"),
         ("lens/full.zarr?token=0", "--model DIR"),
-        ("attention/incomplete.zarr?layer=0&head=0&count=1", "has no attention to show"),
+        ("attention/incomplete.zarr?layer=0&head=0&count=1", "has no attention; capture"),
     ],
 )
 def test_bad_questions_say_what_is_wrong(query: str, words: str, real: Path) -> None:
