@@ -51,13 +51,16 @@ class Noted:
     """
 
     ring: Ring
+    token_bytes: int
     chunks: list[tuple[int, int, bytes]] = field(default_factory=list)
     extents: list[Extent] = field(default_factory=list)
     closed: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def chunk(self, extent: Extent, first: int, count: int) -> None:
+    def parcel(self, extent: Extent, parts: list[tuple[Noted, int, int, int]]) -> None:
         self.extents.append(extent)
-        self.chunks.append((first, count, self.ring.view(extent).tobytes()))
+        for noted, first, count, offset in parts:
+            payload = self.ring.view(extent)[offset : offset + noted.token_bytes * count]
+            noted.chunks.append((first, count, payload.tobytes()))
 
     def close(self, *what: Any) -> None:
         self.closed.append(what)
@@ -68,8 +71,9 @@ def begin(exporter: Exporter, number: int, prompt: int, start: int = 0) -> Noted
     hooks = dict(exporter.context.selection.hooks)
     opened = Open(number, f"/x/{number}.zarr", hooks, f"r{number}", None, start, prompt, {"prompt_len": prompt})
     exporter.before_forward(StepMetadata(opens=[opened]))
-    noted = Noted(exporter.ring)
-    exporter.captures[number].out = noted  # type: ignore[assignment]
+    capture = exporter.captures[number]
+    noted = Noted(exporter.ring, capture.layout.payload.token_bytes)
+    capture.out = noted  # type: ignore[assignment]
     return noted
 
 

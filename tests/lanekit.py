@@ -78,13 +78,16 @@ class Lane:
     def capture(self, table: np.ndarray = TABLE) -> CaptureExport:
         """A capture of some fields of the rows, which notes what is delivered. It keeps the ring memory."""
 
-        def chunk(extent: Extent, first: int, count: int) -> None:
-            assert count == 2
+        def parcel(extent: Extent, parts: list[tuple[Any, int, int, int]]) -> None:
             self.extents.append(extent)
-            self.delivered.append((first // 2, self.ring.view(extent).tobytes()))
+            for capture, first, count, offset in parts:
+                assert count == 2
+                payload = self.ring.view(extent)[offset : offset + 2 * capture.token_bytes]
+                self.delivered.append((first // 2, payload.tobytes()))
 
-        layout: Any = SimpleNamespace(payload=SimpleNamespace(token_bytes=int(table[:, 1].sum())), table=table)
-        out: Any = SimpleNamespace(chunk=chunk)
+        token_bytes = int(table[:, 1].sum())
+        layout: Any = SimpleNamespace(payload=SimpleNamespace(token_bytes=token_bytes), table=table)
+        out: Any = SimpleNamespace(parcel=parcel, token_bytes=token_bytes)
         return CaptureExport(1, layout, out, 0, self.ring, self.progress)
 
     def chunk(self, number: int, capture: CaptureExport | None = None) -> ChunkTransfer:

@@ -162,14 +162,19 @@ def begin(client: StoreClient, path: Path, arrays: tuple[ArraySpec, ...] = (Q,),
 
 def send(client: StoreClient, capture: OpenCapture, first: int, start: int = 0, ids: np.ndarray | None = None) -> None:
     """Send one chunk of VALUES. ids: of all tokens, by default IDS."""
-    count, ids = min(128, 300 - first), IDS if ids is None else ids
-    header = np.stack([ids[first : first + count], np.arange(first, first + count, dtype="<i4") + start], axis=1)
-    block = np.ascontiguousarray(VALUES[:, first : first + count]).view("u1").ravel()
-    payload = np.concatenate([block, np.ascontiguousarray(header.astype("<i4")).view("u1").ravel()])
+    payload = chunk_payload(first, start, ids)
     extent = client.ring.alloc(payload.nbytes, PATIENCE)
     assert extent is not None
     client.ring.view(extent)[:] = payload
-    capture.chunk(extent, first, count)
+    capture.chunk(extent, first, min(128, 300 - first))
+
+
+def chunk_payload(first: int, start: int = 0, ids: np.ndarray | None = None) -> np.ndarray:
+    """The bytes of one chunk of VALUES and its header; see `send`."""
+    count, ids = min(128, 300 - first), IDS if ids is None else ids
+    header = np.stack([ids[first : first + count], np.arange(first, first + count, dtype="<i4") + start], axis=1)
+    block = np.ascontiguousarray(VALUES[:, first : first + count]).view("u1").ravel()
+    return np.concatenate([block, np.ascontiguousarray(header.astype("<i4")).view("u1").ravel()])
 
 
 # ---- values -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 from collections.abc import Iterable
@@ -89,7 +90,8 @@ class Tracker:
         self.handed = 0  # rows handed to the workers since the start
         self.gathered = 0  # of these, rows that the slowest worker has gathered
         self.lost: dict[int, list[list[int]]] = {}
-        self._until_due = 0  # no tracked request is due before it computes this many more tokens
+        self._clock = 0  # running requests have computed so many tokens at most
+        self._due: list[tuple[int, int, str]] = []  # heap: (before this time it is not due, capture, request id)
         self._captures = 0
         self._row_bytes = row_bytes(context, context.selection)  # takes 0.2 ms for 400 tensors: too long for a request
         self.quota = Quota(context.options)
@@ -146,6 +148,7 @@ class Tracker:
         for request_id in output.preempted_req_ids or ():
             if request_id in self.tracked:
                 metadata.preempted.append(self.tracked[request_id].capture)
+        self._running(output, group, metadata)
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             tracked = self.tracked.get(new.req_id)
@@ -155,47 +158,48 @@ class Tracker:
                     tracked.opened = True
                     metadata.opens.append(self._open(tracked))
                 self._progress(tracked, new.num_computed_tokens + scheduled[new.req_id], metadata)
-        self._running(output, group, metadata)
         return metadata
 
     def _running(self, output: SchedulerOutput, group: int, metadata: StepMetadata) -> None:
-        """Follow the requests that ran before.
-
-        In most steps no request is due. Then only those with new blocks are looked at, because this runs on the
-        engine's thread and its time grows with the batch.
-        """
+        """Follow the requests that ran before. Only those are looked at that have new blocks or may be due."""
         cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
-        if self._until_due > 0 and cached.req_ids:
-            self._until_due -= max(map(scheduled.__getitem__, cached.req_ids))
-        for index in self._to_look_at(cached):
-            request_id = cached.req_ids[index]
+        if cached.req_ids:
+            self._clock += max(map(scheduled.__getitem__, cached.req_ids))
+        resumed = cached.resumed_req_ids
+        for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if not new_blocks and request_id not in resumed:
+                continue
             tracked = self.tracked.get(request_id)
             if tracked is None:
                 continue
-            new_blocks = cached.new_block_ids[index]
-            if request_id in cached.resumed_req_ids:
-                tracked.blocks = list(new_blocks[group]) if new_blocks else []
-            elif new_blocks:
+            if request_id in resumed:
+                tracked.blocks = []
+                heapq.heappush(self._due, (0, tracked.capture, request_id))  # the prefix cache may have brought it on
+            if new_blocks:
                 tracked.blocks.extend(new_blocks[group])
-            self._progress(tracked, cached.num_computed_tokens[index] + scheduled[request_id], metadata)
-        if self._until_due <= 0:
-            left = (t.due - t.request.num_computed_tokens - scheduled.get(r, 0) for r, t in self.tracked.items())
-            self._until_due = min(left, default=UNLIMITED)
+        for tracked in self._may_be_due():
+            request = tracked.request
+            self._progress(tracked, request.num_computed_tokens + scheduled.get(request.request_id, 0), metadata)
 
-    def _to_look_at(self, cached: Any) -> Iterable[int]:
-        """Indexes of running requests: all if one may be due, else those whose blocks changed."""
-        if self._until_due <= 0:
-            return range(len(cached.req_ids))
-        resumed = cached.resumed_req_ids
-        changed = enumerate(zip(cached.req_ids, cached.new_block_ids, strict=True))
-        return [i for i, (request_id, blocks) in changed if blocks or request_id in resumed]
+    def _may_be_due(self) -> Iterable[Tracked]:
+        """Take the requests off the heap that may be due by now, in the order of their captures."""
+        found: dict[int, Tracked] = {}
+        while self._due and self._due[0][0] <= self._clock:
+            _, capture, request_id = heapq.heappop(self._due)
+            tracked = self.tracked.get(request_id)
+            if tracked is not None and tracked.capture == capture:
+                found[capture] = tracked
+        return [found[capture] for capture in sorted(found)]
 
     def _progress(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
         """A request has `computed` tokens after this step."""
         if computed >= tracked.due:
             self._export_chunks(tracked, computed, metadata)
             self._take_sample(tracked, computed, metadata)
-        self._until_due = min(self._until_due, tracked.due - computed)
+        if tracked.due < UNLIMITED:
+            heapq.heappush(
+                self._due, (self._clock + tracked.due - computed, tracked.capture, tracked.request.request_id)
+            )
 
     def _export_chunks(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
         """Export the chunks of which every row exists after this step.

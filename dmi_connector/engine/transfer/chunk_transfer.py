@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures under way on one worker, and chunks of their rows on the way into the ring."""
+"""Captures under way on one worker, and chunks of their rows on the way into the ring, several in a parcel."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from dmi_connector.engine.transfer.poison_check import unwritten
 from dmi_connector.store.format.completeness import Cause, Loss, add_loss
 from dmi_connector.store.write.client import OpenCapture
 from dmi_connector.store.write.ring import Extent, Ring
+
+PAYLOAD_ALIGN = 512
+"""Payloads begin at multiples of this many bytes of a parcel."""
 
 
 class Progress:
@@ -77,15 +80,13 @@ class CaptureExport:
 class ChunkTransfer:
     """Rows of one chunk on their way.
 
-    first: number of the first row in the store. slots: where the rows lie, int64 [rows]. extent: ring memory for the
-    payload, once there is some. gathered: the gather is issued; what comes later on the engine's stream may overwrite
-    the rows. lost: the rows are given up.
+    first: number of the first row in the store. slots: where the rows lie, int64 [rows]. gathered: the gather is
+    issued; what comes later on the engine's stream may overwrite the rows. lost: the rows are given up.
     """
 
     capture: CaptureExport
     first: int
     slots: np.ndarray
-    extent: Extent | None = None
     gathered: bool = False
     lost: bool = False
 
@@ -104,31 +105,65 @@ class ChunkTransfer:
         """Whether its rows are still needed in the cache."""
         return not (self.gathered or self.lost)
 
-    def reserve(self) -> bool:
-        """Take ring memory for the payload. Returns False if there is none now."""
-        self.extent = self.capture.ring.alloc(self.nbytes, 0.0)
-        return self.extent is not None
-
-    def deliver(self) -> None:
-        """The payload is in the ring: hand it to the coordinator."""
-        assert self.extent is not None
-        self.capture.progress.counts["bytes_exported"] += self.extent.nbytes
-        if self.capture.checked and (hooks := self._unwritten(self.extent)):
-            self.capture.lose(self.first, len(self.slots), Cause.UNWRITTEN, hooks=", ".join(hooks))
-            self.capture.ring.release(self.extent)
-        elif self.capture.out is None:
-            self.capture.ring.release(self.extent)
-        else:
-            self.capture.out.chunk(self.extent, self.first, len(self.slots))
-
-    def _unwritten(self, extent: Extent) -> list[str]:
-        """Hooks that no tap wrote in some row of the payload."""
-        return unwritten(self.capture.ring.view(extent), self.capture.layout.payload, len(self.slots))
-
     def lose(self, cause: Cause, **facts: object) -> None:
         """Give the rows up."""
         self.lost = True
-        if self.extent is not None:
-            self.capture.ring.release(self.extent)
         self.capture.progress.gather(len(self.slots))
         self.capture.lose(self.first, len(self.slots), cause, **facts)
+
+
+@dataclass(eq=False)
+class Parcel:
+    """Chunks that travel together: in one copy, in one piece of ring memory, with one message.
+
+    offsets: where each payload begins in it, in bytes. nbytes: of all. extent: ring memory, once there is some.
+    """
+
+    transfers: list[ChunkTransfer]
+    offsets: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    extent: Extent | None = None
+
+    def __post_init__(self) -> None:
+        for transfer in self.transfers:
+            self.offsets.append(-(-self.nbytes // PAYLOAD_ALIGN) * PAYLOAD_ALIGN)
+            self.nbytes = self.offsets[-1] + transfer.nbytes
+
+    @property
+    def ring(self) -> Ring:
+        """Whose memory it takes."""
+        return self.transfers[0].capture.ring
+
+    def reserve(self) -> bool:
+        """Take ring memory. Returns False if there is none now."""
+        self.extent = self.ring.alloc(self.nbytes, 0.0)
+        return self.extent is not None
+
+    def deliver(self) -> None:
+        """The payloads are in the ring: hand them to the coordinator."""
+        assert self.extent is not None
+        parts = []
+        for transfer, offset in zip(self.transfers, self.offsets, strict=True):
+            capture = transfer.capture
+            capture.progress.counts["bytes_exported"] += transfer.nbytes
+            if capture.checked and (hooks := self._unwritten(transfer, offset)):
+                capture.lose(transfer.first, len(transfer.slots), Cause.UNWRITTEN, hooks=", ".join(hooks))
+            elif capture.out is not None:
+                parts.append((capture.out, transfer.first, len(transfer.slots), offset))
+        if parts:
+            parts[0][0].parcel(self.extent, parts)
+        else:
+            self.ring.release(self.extent)
+
+    def _unwritten(self, transfer: ChunkTransfer, offset: int) -> list[str]:
+        """Hooks that no tap wrote in some row of a payload."""
+        assert self.extent is not None
+        payload = self.ring.view(self.extent)[offset : offset + transfer.nbytes]
+        return unwritten(payload, transfer.capture.layout.payload, len(transfer.slots))
+
+    def lose(self, cause: Cause, **facts: object) -> None:
+        """Give all rows up, and the ring memory back."""
+        if self.extent is not None:
+            self.ring.release(self.extent)
+        for transfer in self.transfers:
+            transfer.lose(cause, **facts)

@@ -18,7 +18,7 @@ from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, Ste
 from dmi_connector.engine.metrics import Meter
 from dmi_connector.engine.store_attributes import store_attributes
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
-from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Progress
+from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Parcel, Progress
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.store.format.completeness import Cause
 from dmi_connector.store.write.client import StoreClient
@@ -33,6 +33,10 @@ logger = init_logger("vllm.dmi_connector")
 
 _SLOT_BYTES = 8
 """Bytes of a slot number behind rows of logits."""
+STEPS_TOGETHER = 8
+"""Chunks of so many steps leave the GPU together: a gather costs the engine's thread the same for one as for ten."""
+_TOGETHER = 1 / 4
+"""Share of the staging memory that such chunks may take."""
 
 
 class Exporter:
@@ -40,7 +44,7 @@ class Exporter:
 
     On a CPU rows are copied to the ring at once. On a GPU they take the lane (gpu_lane.py); what finds no room waits in
     the cache. When a request ends meanwhile, either its blocks are kept until its rows are gathered (`ending`), or its
-    rows are gathered before the next forward.
+    rows are gathered before the next forward. Chunks of some steps wait for each other (`due`).
     """
 
     def __init__(self, context: CaptureContext, layer: CaptureLayer, rank: int, vllm_config: VllmConfig) -> None:
@@ -49,6 +53,8 @@ class Exporter:
         self.layouts: dict[tuple[tuple[str, tuple[int, ...]], ...], ChunkLayout] = {}
         self.registered: dict[ChunkLayout, int] = {}  # layouts that the coordinator knows, by its numbers
         self.samples: list[Sample] = []  # of this step
+        self.due: list[tuple[CaptureExport, Rows]] = []
+        self._due_steps = self._due_bytes = 0
         self.ending: list[tuple[CaptureExport, Close]] = []
         self.finished: set[str] = set()
         self.progress = Progress()
@@ -88,7 +94,10 @@ class Exporter:
         for message in metadata.opens:
             self._open(message)
         closing = [(self.captures.pop(close.capture), close) for close in metadata.closes]
-        self._export([(capture, rows) for capture, close in closing for rows in close.rows])
+        for capture, close in closing:
+            self._add(capture, close.rows)
+        if closing or metadata.preempted:
+            self._export_due()
         for capture, close in closing:
             if close.keeps_blocks:
                 self.ending.append((capture, close))
@@ -101,8 +110,12 @@ class Exporter:
 
     def after_forward(self, metadata: StepMetadata) -> None:
         """Export the chunks that the forward completed, as far as there is room."""
-        if metadata.chunks:
-            self._export([(self.captures[rows.capture], rows) for rows in metadata.chunks])
+        for rows in metadata.chunks:
+            self._add(self.captures[rows.capture], [rows])
+        if self.due:
+            self._due_steps += 1
+            if self._due_steps >= STEPS_TOGETHER or self._due_bytes >= self._together:
+                self._export_due()
         if self.ending:
             self._end_gathered()
 
@@ -137,9 +150,20 @@ class Exporter:
             message.capture, layout, out, message.start, self.ring, self.progress, checked=checked
         )
 
-    def _export(self, batch: Sequence[tuple[CaptureExport, Rows]]) -> None:
+    @property
+    def _together(self) -> int:
+        """Bytes of chunks that wait for others. On a CPU none do."""
+        return 0 if self.lane is None else int(self.lane.staging.nbytes * _TOGETHER)
+
+    def _add(self, capture: CaptureExport, rows: Sequence[Rows]) -> None:
+        """Rows that are to be exported next."""
+        self.due += [(capture, each) for each in rows]
+        self._due_bytes += sum(len(each.slots) for each in rows) * capture.layout.payload.token_bytes
+
+    def _export_due(self) -> None:
         """Send rows on their way."""
-        if not batch:  # as in most steps: do not wait for the lane's lock
+        batch, self.due, self._due_steps, self._due_bytes = self.due, [], 0, 0
+        if not batch:  # do not wait for the lane's lock
             return
         if self.context.options.sink == "null":
             for _, rows in batch:
@@ -157,15 +181,16 @@ class Exporter:
 
     def _export_now(self, transfer: ChunkTransfer) -> None:
         """The whole way at once, on a CPU."""
-        transfer.extent = self._room(transfer.nbytes)
-        if transfer.extent is None:
-            transfer.lose(Cause.FELL_BEHIND)
+        parcel = Parcel([transfer])
+        parcel.extent = self._room(parcel.nbytes)
+        if parcel.extent is None:
+            parcel.lose(Cause.FELL_BEHIND)
             return
         self.progress.gather(len(transfer.slots))
-        payload = torch.from_numpy(self.ring.view(transfer.extent))
+        payload = torch.from_numpy(self.ring.view(parcel.extent))
         index = torch.from_numpy(gather_index(transfer.slots, 0))
         gather_rows_torch(self.rows, index, torch.from_numpy(transfer.table), payload)
-        transfer.deliver()
+        parcel.deliver()
 
     def _room(self, nbytes: int) -> Extent | None:
         """Ring memory. Under policy block it is waited for; under drop it is None if there is none now."""
@@ -272,6 +297,7 @@ class Exporter:
     def shutdown(self) -> None:
         """Export what is waiting, then finish the stores and stop the writers, all within `shutdown_seconds`."""
         deadline = time.monotonic() + self.context.options.shutdown_seconds
+        self._export_due()
         if self.lane is not None:
             self.lane.finish_gathers(deadline - time.monotonic())
             self._end_gathered()

@@ -3,8 +3,9 @@
 
     rows in the cache --gather kernel--> staging memory (GPU) --copies--> ring (pinned host memory) --> coordinator
 
-While staging and ring have room, the engine's thread issues one gather a step. What finds no room waits for the lane's
-own thread, which gathers as staging drains; the rows stay in the cache and the engine goes on.
+Chunks travel in parcels: one copy and one message for several. While staging and ring have room, the engine's thread
+issues a gather for the parcels of some steps. What finds no room waits for the lane's own thread, which gathers as
+staging drains; the rows stay in the cache and the engine goes on.
 
 All gathers run on the engine's stream, whichever thread launches them. Kernels on a second stream make later replays of
 CUDA graphs 5 % slower. On one stream no events are needed either: what was launched before a gather has been written.
@@ -22,7 +23,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +31,7 @@ import torch
 from vllm.logger import init_logger
 
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows
-from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer
+from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Parcel
 from dmi_connector.engine.transfer.gpu_copies import SliceCopier
 from dmi_connector.engine.transfer.pinning import SLICE_BYTES, PinnedRing
 from dmi_connector.store.format.completeness import Cause
@@ -44,6 +45,10 @@ _BREATH_S = 0.002
 """The lane's thread lets work come together for this long."""
 _ROUND = 4
 """A round waits for a quarter of the copies; the others keep the link busy until more is gathered."""
+PARCEL_BYTES = 64 << 20
+"""Chunks share a parcel up to this size. Its ring memory is free once writers have read all of it."""
+_PARCEL_SHARE = 1 / 4
+"""A parcel takes this share of the staging memory and of the ring at most."""
 _MEASURED_BYTES = 64 << 20
 """Bytes copied to measure the link's speed at start."""
 _SLICE_BYTES = 8 << 20
@@ -127,7 +132,7 @@ class DeviceLane:
     """
 
     def __init__(self, ring: Ring, staging_bytes: int, rows: torch.Tensor, least_bytes: int = 0) -> None:
-        self.ring = torch.from_numpy(ring.memory)
+        self.ring, self._room_in_ring = torch.from_numpy(ring.memory), lambda: ring.usable
         self.rows, self.device = rows, rows.device
         self._pinned = PinnedRing(ring, max(least_bytes, _MEASURED_BYTES), rows.device)
         self.staging = Staging(staging_bytes, rows.device)
@@ -187,40 +192,57 @@ class DeviceLane:
 
     def _issue(self, transfers: Iterable[ChunkTransfer]) -> int:
         """Gather transfers in order, as far as staging and ring have room. Returns how many were taken."""
-        room: list[tuple[ChunkTransfer, Staged]] = []
-        for transfer in transfers:
-            staged = self.staging.reserve(transfer.nbytes)
+        room: list[tuple[Parcel, Staged]] = []
+        for parcel in self._parcels(transfers):
+            staged = self.staging.reserve(parcel.nbytes)
             if staged is None:
                 break
-            if not transfer.reserve():
+            if not parcel.reserve():
                 self.staging.cancel(staged)
                 break
-            room.append((transfer, staged))
+            room.append((parcel, staged))
         if not room:
             return 0
+        taken = [transfer for parcel, _ in room for transfer in parcel.transfers]
         try:
             with torch.cuda.stream(self.stream):
                 ready = self._gather(room)
         except Exception as error:  # e.g. GPU memory is short: the engine goes on, and the stores say so
             logger.exception("rows could not be gathered")
-            for transfer, staged in reversed(room):
+            for parcel, staged in reversed(room):
                 self.staging.cancel(staged)
-                transfer.lose(Cause.NOT_GATHERED, error=f"{type(error).__name__}: {error}")
-            return len(room)
-        for transfer, staged in room:
-            assert transfer.extent is not None
-            source = self.staging.buffer[staged.start : staged.start + transfer.nbytes]
-            self._work.put(_Copy(source, transfer.extent.offset, ready, transfer.deliver, staged))
+                parcel.lose(Cause.NOT_GATHERED, error=f"{type(error).__name__}: {error}")
+            return len(taken)
+        for parcel, staged in room:
+            assert parcel.extent is not None
+            source = self.staging.buffer[staged.start : staged.start + parcel.nbytes]
+            self._work.put(_Copy(source, parcel.extent.offset, ready, parcel.deliver, staged))
+        for transfer in taken:
             transfer.capture.progress.gather(len(transfer.slots))
             transfer.gathered = True  # now the capture's end may be put behind it (`then`)
-        return len(room)
+        return len(taken)
 
-    def _gather(self, room: Sequence[tuple[ChunkTransfer, Staged]]) -> torch.cuda.Event:
+    def _parcels(self, transfers: Iterable[ChunkTransfer]) -> Iterator[Parcel]:
+        """Transfers in parcels, in order."""
+        most = min(PARCEL_BYTES, int(min(self.staging.nbytes, self._room_in_ring()) * _PARCEL_SHARE))
+        together: list[ChunkTransfer] = []
+        nbytes = 0
+        for transfer in transfers:
+            if together and nbytes + transfer.nbytes > most:
+                yield Parcel(together)
+                together, nbytes = [], 0
+            together.append(transfer)
+            nbytes += transfer.nbytes
+        if together:
+            yield Parcel(together)
+
+    def _gather(self, room: Sequence[tuple[Parcel, Staged]]) -> torch.cuda.Event:
         """Launch the gathers, one for each table. Returns an event that follows them."""
         by_table: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
-        for transfer, staged in room:
-            entries = by_table.setdefault(id(transfer.table), (transfer.table, []))[1]
-            entries.append(gather_index(transfer.slots, staged.start))
+        for parcel, staged in room:
+            for transfer, offset in zip(parcel.transfers, parcel.offsets, strict=True):
+                entries = by_table.setdefault(id(transfer.table), (transfer.table, []))[1]
+                entries.append(gather_index(transfer.slots, staged.start + offset))
         for table, entries in by_table.values():
             host = torch.from_numpy(np.concatenate(entries)).pin_memory()
             gather_rows(self.rows, host.to(self.device, non_blocking=True), self._on_gpu(table), self.staging.buffer)

@@ -57,7 +57,11 @@ class OpenCapture:
 
     def chunk(self, extent: Extent, first: int, count: int) -> None:
         """Write token rows [first, first + count); see `Captures.chunk`. The client releases the extent."""
-        self._client.post_extent(extent, [self], {"type": "chunk", "id": self.number, "first": first, "count": count})
+        self.parcel(extent, [(self, first, count, 0)])
+
+    def parcel(self, extent: Extent, parts: Sequence[tuple[OpenCapture, int, int, int]]) -> None:
+        """Write chunks that lie in one extent, of this capture and others: (capture, first, count, byte offset)."""
+        self._client.post_extent(extent, "chunks", parts)
 
     def close(
         self,
@@ -137,8 +141,7 @@ class StoreClient:
 
     def rows(self, extent: Extent, rows: Sequence[tuple[OpenCapture, str, int, int, int]]) -> None:
         """Write per-sample rows that lie in one extent: (capture, array, sample, position, byte offset) of each."""
-        items = [[c.number, *rest] for c, *rest in rows]
-        self.post_extent(extent, [c for c, *_ in rows], {"type": "rows", "rows": items})
+        self.post_extent(extent, "rows", rows)
 
     @property
     def group(self) -> int:
@@ -181,16 +184,20 @@ class StoreClient:
 
     # ---- messages out, for OpenCapture ------------------------------------------------------------------------------
 
-    def post_extent(self, extent: Extent, captures: Sequence[OpenCapture], message: Message) -> None:
-        """Send a message about an extent. It is released when the writers have read it."""
+    def post_extent(self, extent: Extent, kind: str, parts: Sequence[tuple[Any, ...]]) -> None:
+        """Send what lies in an extent: (capture, fields of a message of this kind...) of each part. The extent is
+        released when the writers have read it.
+        """
         with self._lock:
-            if all(c.state != "open" for c in captures):
-                self.ring.release(extent)  # lost with its coordinator
+            # The others were lost with their coordinator.
+            known = [[capture.number, *fields] for capture, *fields in parts if capture.state == "open"]
+            if not known:
+                self.ring.release(extent)
                 return
             self._count += 1
             self._out[self._count] = extent
             where = {"extent": self._count, "offset": extent.offset, "nbytes": extent.nbytes}
-            self._child.post({**message, **where})
+            self._child.post({"type": kind, "parts": known, **where})
 
     def post_close(self, capture: OpenCapture, message: Message) -> None:
         """Send the end of a capture."""

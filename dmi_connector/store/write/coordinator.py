@@ -6,7 +6,7 @@ captures take no time of the engine's interpreter. The engine only fills the sha
 chunk. When the engine has ended or was killed, closed captures are finished and the others become incomplete stores of
 the rows that came.
 
-messages    layout, open, chunk, rows, close, lost
+messages    layout, open, chunks, rows, close, lost
 answers     ready, free (extents of the ring), done (a capture), note, bye
 """
 
@@ -21,6 +21,7 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -120,8 +121,11 @@ class Coordinator:
         try:
             getattr(self, "_" + message.pop("type"))(**message)
         except Exception as error:
-            logger.exception("dmi: the message %s failed", {k: message[k] for k in ("id", "first") if k in message})
-            self.outbox.put({"note": f"{type(error).__name__}: {error}"})
+            self._note(error, message.get("id"))
+
+    def _note(self, error: Exception, id: int | None) -> None:
+        logger.exception("dmi: a message of capture %s failed", id)
+        self.outbox.put({"note": f"{type(error).__name__}: {error}"})
 
     def _layout(self, layout: dict[str, Any]) -> None:
         self.captures.register(PayloadLayout.from_json(layout))
@@ -134,20 +138,29 @@ class Coordinator:
             raise
         self.records[id], self._numbers[record] = record, id
 
-    def _chunk(self, id: int, extent: int, offset: int, nbytes: int, first: int, count: int) -> None:
-        taken = self.ring.take(extent, offset, nbytes)
-        try:
-            if id not in self.broken:
-                self.captures.chunk(self.records[id], taken, first, count)
-        finally:
-            self.ring.release(taken)
+    def _chunks(self, **message: Any) -> None:
+        def chunk(record: CaptureRecord, extent: Extent, first: int, count: int, at: int) -> None:
+            self.captures.chunk(record, extent, first, count, at)
 
-    def _rows(self, extent: int, offset: int, nbytes: int, rows: list[list[Any]]) -> None:
+        self._parts(chunk, **message)
+
+    def _rows(self, **message: Any) -> None:
+        def rows(record: CaptureRecord, extent: Extent, name: str, first: int, position: int, at: int) -> None:
+            self.captures.rows(record, name, extent, first, [position], at)
+
+        self._parts(rows, **message)
+
+    def _parts(self, take: Callable[..., None], extent: int, offset: int, nbytes: int, parts: list[list[Any]]) -> None:
+        """Hand parts of an extent to `take`, with their captures."""
         taken = self.ring.take(extent, offset, nbytes)
         try:
-            for id, name, first, position, at in rows:
-                if id not in self.broken:
-                    self.captures.rows(self.records[id], name, taken, first, [position], at)
+            for id, *fields in parts:
+                if id in self.broken:
+                    continue
+                try:
+                    take(self.records[id], taken, *fields)
+                except Exception as error:  # it concerns its capture alone
+                    self._note(error, id)
         finally:
             self.ring.release(taken)
 

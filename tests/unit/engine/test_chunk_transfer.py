@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.messages import Report
-from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Progress
+from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Parcel, Progress
 from dmi_connector.store.format.completeness import Cause
 from dmi_connector.store.write.ring import Ring
 from tests.trackerkit import ask, generate, make_tracker
@@ -81,19 +81,21 @@ def test_reports_of_ranks_are_joined(tmp_path: Path) -> None:
     assert (both.gathered, both.lost) == (5, {1: [[0, 4], [4, 8]], 2: [[8, 9]], 3: [[1, 2]]})
 
 
-def test_a_lost_chunk_gives_its_ring_memory_back(ring: Ring) -> None:
+def test_a_lost_parcel_gives_its_ring_memory_back(ring: Ring) -> None:
     capture = export(ring)
-    transfer = ChunkTransfer(capture, 20, np.arange(30))
-    assert transfer.nbytes == 3000 and transfer.waits and transfer.reserve() and ring.used == 4096
-    transfer.lose(Cause.NOT_GATHERED, error="no memory")
-    assert ring.used == 0 and transfer.lost and not transfer.waits
+    chunks = [ChunkTransfer(capture, 20, np.arange(30)), ChunkTransfer(export(ring, 8), 0, np.arange(10))]
+    parcel = Parcel(chunks)
+    assert (parcel.offsets, parcel.nbytes) == ([0, 3072], 4072)
+    assert all(chunk.waits for chunk in chunks) and parcel.reserve() and ring.used == 4096
+    parcel.lose(Cause.NOT_GATHERED, error="no memory")
+    assert ring.used == 0 and all(chunk.lost and not chunk.waits for chunk in chunks)
     assert capture.progress.report().lost == {7: [[20, 50]]} and capture.progress.gathered == 30
     assert [loss.words for loss in capture.losses] == ["rows could not be gathered (no memory)"]
 
 
-def test_a_chunk_does_not_wait_for_room_in_the_ring(ring: Ring) -> None:
+def test_a_parcel_does_not_wait_for_room_in_the_ring(ring: Ring) -> None:
     full = ring.alloc(8192, 0)
-    transfer = ChunkTransfer(export(ring), 0, np.arange(30))
-    assert full is not None and not transfer.reserve() and transfer.extent is None
-    transfer.lose(Cause.FELL_BEHIND)  # it has no memory to give back
+    parcel = Parcel([ChunkTransfer(export(ring), 0, np.arange(30))])
+    assert full is not None and not parcel.reserve() and parcel.extent is None
+    parcel.lose(Cause.FELL_BEHIND)  # it has no memory to give back
     assert ring.used == 8192

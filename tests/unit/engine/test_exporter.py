@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from dmi_connector.engine.coverage import UNWRITTEN
 from dmi_connector.engine.messages import Open, Rows, Sample, StepMetadata
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport
-from dmi_connector.engine.transfer.exporter import Exporter
+from dmi_connector.engine.transfer.exporter import STEPS_TOGETHER, Exporter
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.write.ring import Extent, Ring
@@ -277,9 +277,9 @@ def gpu(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     Event.link.clear()
     made: list[DeviceLane] = []
 
-    def one(policy: str = "block") -> Exporter:
+    def one(policy: str = "block", staging: int = 1024) -> Exporter:
         exporter = make(policy, 1 << 20)
-        exporter.lane = DeviceLane(exporter.ring, 1024, exporter.rows)
+        exporter.lane = DeviceLane(exporter.ring, staging, exporter.rows)
         made.append(exporter.lane)
         return exporter
 
@@ -298,6 +298,61 @@ def fill(exporter: Exporter, *numbers: int) -> list[Noted]:
     exporter.after_forward(StepMetadata(chunks=[rows(number, 8) for number in numbers]))
     assert [len(exporter.captures[number].waiting) for number in numbers] == [1] * len(numbers)
     return found
+
+
+@pytest.fixture
+def roomy(gpu: Any) -> Exporter:
+    """An exporter with captures 1 and 2, whose staging memory has room for many chunks. The link goes on."""
+    exporter = gpu("block", staging=1 << 16)
+    Event.link.set()
+    return exporter
+
+
+def test_chunks_of_some_steps_leave_together(roomy: Exporter) -> None:
+    """After STEPS_TOGETHER steps, whatever came in them."""
+    a, b = begin(roomy, 1, 20), begin(roomy, 2, 20)
+    roomy.after_forward(StepMetadata())
+    roomy.after_forward(StepMetadata(chunks=[rows(1, 0)]))
+    for step in range(2, STEPS_TOGETHER):
+        roomy.after_forward(StepMetadata(chunks=[rows(2, 4)] if step == 4 else []))
+    assert len(roomy.due) == 2 and roomy.progress.report().gathered == 0
+    roomy.after_forward(StepMetadata())
+    assert roomy.due == [] and roomy.progress.report().gathered == 8
+    kit.until(lambda: a.chunks and b.chunks)
+    assert (a.chunks, b.chunks) == ([(0, 4, payload(roomy, 0))], [(4, 4, payload(roomy, 4))])
+    assert len(a.extents) == 1 and b.extents == [], "one parcel, handed over by its first capture"
+    roomy.after_forward(StepMetadata(chunks=[rows(1, 4)]))
+    assert len(roomy.due) == 1, "it waits as long as the first ones did"
+
+
+def test_chunks_leave_at_once_when_they_fill_a_part_of_the_staging_memory(roomy: Exporter) -> None:
+    begin(roomy, 1, 2000)
+    each = 4 * roomy.captures[1].layout.payload.token_bytes
+    most = (1 << 16) // 4
+    for n in range(most // each):
+        roomy.after_forward(StepMetadata(chunks=[rows(1, 4 * n % 64)]))
+        roomy._due_steps = 0
+    assert len(roomy.due) == most // each
+    roomy.after_forward(StepMetadata(chunks=[rows(1, 0)]))
+    assert roomy.due == []
+
+
+@pytest.mark.parametrize("what", [{"closes": [closing(2, 4)]}, {"preempted": [1]}])
+def test_chunks_leave_before_their_blocks_may_be_overwritten(roomy: Exporter, what: dict[str, Any]) -> None:
+    a, b = begin(roomy, 1, 20), begin(roomy, 2, 20)
+    roomy.after_forward(StepMetadata(chunks=[rows(1, 0), rows(2, 0)]))
+    assert len(roomy.due) == 2
+    roomy.before_forward(StepMetadata(**what))
+    assert roomy.due == [] and roomy.progress.report().gathered == 8
+    kit.until(lambda: a.chunks and b.chunks)
+    kit.until(lambda: bool(b.closed) == ("closes" in what))
+
+
+def test_a_shutdown_exports_the_chunks_that_wait_for_others(roomy: Exporter) -> None:
+    a = begin(roomy, 1, 20)
+    roomy.after_forward(StepMetadata(chunks=[rows(1, 0)]))
+    roomy.shutdown()
+    assert a.chunks == [(0, 4, payload(roomy, 0))]
 
 
 @pytest.mark.parametrize("preempted", [[2], [3], [3, 2], [9, 3]])
@@ -322,7 +377,7 @@ def test_a_preemption_under_policy_block_waits_for_its_rows_alone(gpu: Any) -> N
     gather = exporter.lane._gather
 
     def note(room: Any) -> Any:
-        order.extend(transfer.capture.number for transfer, _ in room)
+        order.extend(transfer.capture.number for parcel, _ in room for transfer in parcel.transfers)
         return gather(room)
 
     exporter.lane._gather = note

@@ -6,6 +6,7 @@ same as one that looks at all of them in every step.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmi_connector.engine.messages import StepMetadata
-from dmi_connector.engine.tracker import Tracker
+from dmi_connector.engine.tracker import Tracked, Tracker
 from tests.trackerkit import FakeRequest, ask, make_tracker
 
 BLOCK = 16
@@ -24,9 +24,8 @@ BLOCK = 16
 class Thorough(Tracker):
     """Looks at every request in every step."""
 
-    def step(self, output: Any, group: int) -> StepMetadata:
-        self._until_due = 0
-        return super().step(output, group)
+    def _may_be_due(self) -> Iterable[Tracked]:
+        return [tracked for tracked in self.tracked.values() if tracked.opened]
 
 
 @dataclass
@@ -177,7 +176,7 @@ def test_a_prompt_only_request_is_skipped_once_its_chunks_are_exported(tmp_path:
     assert tracked.exported == 32 and tracked.due > 1 << 40
     for _ in range(30):
         world.step([1], -1, -1, 0)
-    assert world.tracker._until_due > 1 << 40
+    assert world.tracker._due == []
     world.finish(0)
     [close] = world.tracker.pending_closes
     assert [len(rows.slots) for rows in close.rows] == [8] and close.length == 40

@@ -119,6 +119,46 @@ def test_a_capture_that_cannot_be_opened_fails_alone(client: StoreClient, tmp_pa
     assert errors == [str(bad.reason), f"{bad.path} is failed: {bad.reason}"], "the coordinator's note, then the end"
 
 
+def test_chunks_of_several_captures_share_an_extent(client: StoreClient, tmp_path: Path) -> None:
+    """One that cannot be opened, and one whose rows are refused, cost the others nothing."""
+    bad = client.open_capture(client.register(PayloadLayout((Q,))), str(tmp_path / "not-a-store"), {"prompt_len": 3})
+    good = [begin(client, tmp_path / f"{n}.zarr") for n in range(3)]
+    payload = kit.chunk_payload(0)
+    size = -(-payload.nbytes // 512) * 512
+    extent = client.ring.alloc(4 * size, PATIENCE)
+    assert extent is not None
+    for n in (1, 2, 3):
+        client.ring.view(extent)[n * size : n * size + payload.nbytes] = payload
+    parts = [(bad, 0, 128, 0), (good[0], 0, 128, size), (good[1], 5, 128, 2 * size), (good[2], 0, 128, 3 * size)]
+    good[0].parcel(extent, parts)
+    bad.close(128, {}, IDS[:128])
+    for capture in good:
+        capture.close(128, {}, IDS[:128])
+    assert client.flush(PATIENCE) and client.ring.used == 0
+    assert [capture.state for capture in (bad, *good)] == ["failed", "complete", "incomplete", "complete"]
+    for n in (0, 2):
+        cap = open_capture(tmp_path / f"{n}.zarr", timeout=0)
+        np.testing.assert_array_equal(kit.bits(cap.numpy("q")), VALUES.view("f4")[:, :128].view("u4"))
+
+
+def test_chunks_of_a_lost_capture_cost_the_others_nothing(
+    client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in one extent with it, when the coordinator was replaced in between."""
+    monkeypatch.setattr("dmi_connector.store.write.client.SHORT_LIFE_S", 0.0)
+    lost = begin(client, tmp_path / "lost.zarr")
+    os.kill(coordinator(client), signal.SIGKILL)
+    until(lambda: lost.state == "failed")
+    good = begin(client, tmp_path / "a.zarr")
+    payload = kit.chunk_payload(0)
+    extent = client.ring.alloc(payload.nbytes, PATIENCE)
+    assert extent is not None
+    client.ring.view(extent)[:] = payload
+    lost.parcel(extent, [(lost, 0, 128, 0), (good, 0, 128, 0)])
+    good.close(128, {}, IDS[:128])
+    assert client.flush(PATIENCE) and good.state == "complete" and client.ring.used == 0
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_capture_that_cannot_be_closed_still_ends(client: StoreClient, tmp_path: Path, ranks: int) -> None:
     """It keeps the rows that came. With several ranks it fails, since none knows what the others have."""
