@@ -121,9 +121,9 @@ class Coordinator:
         try:
             getattr(self, "_" + message.pop("type"))(**message)
         except Exception as error:
-            self._note(error, message.get("id"))
+            self._report(error, message.get("id"))
 
-    def _note(self, error: Exception, id: int | None) -> None:
+    def _report(self, error: Exception, id: int | None) -> None:
         logger.exception("dmi: a message of capture %s failed", id)
         self.outbox.put({"note": f"{type(error).__name__}: {error}"})
 
@@ -160,7 +160,7 @@ class Coordinator:
                 try:
                     take(self.records[id], taken, *fields)
                 except Exception as error:  # it concerns its capture alone
-                    self._note(error, id)
+                    self._report(error, id)
         finally:
             self.ring.release(taken)
 
