@@ -61,9 +61,7 @@ def test_sigterm_leaves_a_finished_store_for_every_capture(
             ask(i, 40)
         futures = [pool.submit(ask, i, 1500) for i in range(3, MANY + 1)]
         first_chunk = "*/resid_pre/c/0/0/0"  # of finished captures too: on a busy machine some are
-        until(
-            lambda: len(list(folder.glob(first_chunk))) >= MANY, "captures have not come to their first chunk"
-        )
+        until(lambda: len(list(folder.glob(first_chunk))) >= MANY, "captures have not come to their first chunk")
         server, *below = group_of(psutil.Process(process.pid))
         below = [p for p in below if runs(p) and not any("resource_tracker" in word for word in p.cmdline())]
         process.send_signal(signal.SIGTERM)
