@@ -18,6 +18,7 @@
 #   sustained   always busy: hidden-states of both owners, a narrow selection (7 minutes)
 #   sustained-full, sustained-int8, sustained-long   always busy: the full surface; int8; prompts of 4,000 tokens, cached prompts
 #   sustained-pieces, sustained-codecs, sustained-without   always busy: vLLM's default graphs; codecs; mechanisms switched off
+#   sustained-two   always busy on two GPUs, tensor parallel; the package must be installed, for the workers (6 minutes)
 #   starts   how long engines take to start, with and without a warm compile cache
 #   before-hidden, before-full   hidden-states, the full surface: with this code and with that in BEFORE (4 minutes each)
 #   before-prefill               prompts of both, 40 rounds (5 minutes)
@@ -97,11 +98,16 @@ for phase in "$@"; do
         'stock,hidden-states zstd,hidden-states zstd draft,narrow zstd' short64,short256 \
         --loads-of '{"narrow zstd": "short64"}' --repeat 2 --profile 3 ;;
     sustained-full)
-      busy sustained-full '{"stock": 4, "full null": 66}' 'stock,full null' short64 ;;
+      busy sustained-full '{"stock": 5, "full null": 72}' 'stock,full null' short64 --repeat 2 --profile 1 ;;
     sustained-int8)
-      busy sustained-int8 '{"stock": 4, "int8 null": 36, "int8 lz4": 36}' 'stock,int8 null,int8 lz4' short64 ;;
+      busy sustained-int8 '{"stock": 5, "int8 null": 42, "int8 lz4": 42}' 'stock,int8 null,int8 lz4' short64 --profile 1 ;;
     sustained-long)
-      busy sustained-long '{"stock": 42, "hidden-states zstd": 98}' 'stock,hidden-states zstd' long64,cached64 ;;
+      busy sustained-long '{"stock": 13, "hidden-states zstd": 30}' 'stock,hidden-states zstd' long16,cached64 ;;
+    sustained-two)
+      whole="{\"tensor_parallel_size\": 2, ${whole#\{}"
+      export VLLM_ALLREDUCE_USE_SYMM_MEM=0
+      busy sustained-two '{"stock": 5, "full null": 60, "*": 15}' \
+        'stock,hidden-states zstd,hidden-states zstd draft,full null' short64 --repeat 2 ;;
     sustained-pieces)
       busy sustained-pieces '{"stock pieces": 4, "full null pieces": 66, "*": 9}' \
         'stock pieces,hidden-states zstd pieces,hidden-states zstd draft pieces,full null pieces' short64 ;;
