@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,8 @@ def check_each(
 
 
 def leave(server: Server, key: str) -> tuple[list[int], list[int]]:
-    """Begin a long streamed completion and go away. The engines stand still until the server has seen that.
+    """Begin a long streamed completion and go away. The engines stand still until the server has seen that, or for a
+    minute: the request may have ended before they stood still.
 
     Returns the prompt and the generated tokens that came.
     """
@@ -146,14 +148,18 @@ def leave(server: Server, key: str) -> tuple[list[int], list[int]]:
             break
     with stopped(processes("EngineCore", server.pid)):
         stream.close()
-        until(lambda: server.log.read_text().count(" aborted.") > aborted, "the server has not seen the client go")
+        with suppress(AssertionError):
+            until(lambda: server.log.read_text().count(" aborted.") > aborted, "it has not seen the client go", 60)
     return prompt, seen
 
 
 def test_a_client_that_goes_away_leaves_a_store_that_says_what_it_holds(server: Server, twin: Oracle) -> None:
-    prompt, seen = leave(server, "gone")
-    [found] = finished(server, "gone", 1)
-    capture = open_capture(found.store, allow_incomplete=True)
+    for attempt in range(10):
+        prompt, seen = leave(server, f"gone-{attempt}")
+        [found] = finished(server, f"gone-{attempt}", 1)
+        capture = open_capture(found.store, allow_incomplete=True)
+        if "length" not in capture.attrs["finish_reason"].lower():
+            break  # else it had ended before the client went away
     held = capture.token_ids.tolist()
     assert "abort" in capture.attrs["finish_reason"].lower(), capture.attrs
     assert capture.complete == (found.state == "complete") == (capture.reason is None) == (not capture.missing)
