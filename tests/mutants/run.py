@@ -25,6 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("dmi_connector", "tests", "pyproject.toml", "README.md")
 COPIED += ("docs/HOOKS.md", "docs/CONTRACT.md", "docs/TYPES.md")
+REASONS = json.loads((ROOT / "tests/mutants/survivors.json").read_text())
+"""Why each survivor may live."""
 FOUND = ("killed", "timeout", "segfault")
 """What mutmut calls a mutant that the tests found."""
 
@@ -153,9 +155,9 @@ def main() -> int:
             **total,
             "kill_rate": round(rate, 4),
             "files": {path: one for path, one in sorted(counts.items())},
-            "survivors": survivors,
+            "survivors": {name: REASONS.get(name, "no reason written") for name in survivors},
         }
-        (ROOT / args.result).write_text(json.dumps(result, indent=1) + "\n")
+        (ROOT / args.result).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     return 0 if rate >= 0.9 else 1
 
 
