@@ -122,7 +122,11 @@ def test_a_process_that_follows_prints_at_once_and_ends_by_an_interrupt(writer: 
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "dmi_connector.cli", "tail", str(tmp_path), "--json"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
     ) as process:
         assert process.stdout is not None
         assert Path(json.loads(process.stdout.readline())["store"]).stem == "a"
