@@ -139,6 +139,7 @@ TWINS = {
     "glm4_moe": replace(_LLAMA, weights_scale="routed_scaling_factor"),
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
+    "deepseek_v32": _LATENT,  # vLLM gives transformers' class for V3 this name once it has read a config of V3.2
     "glm4_moe_lite": _LATENT,
     "glm4": _LLAMA.but(
         Point("attn_proj", "self_attn.o_proj"),

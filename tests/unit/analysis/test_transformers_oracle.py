@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, DeepseekV3Config
 
 from dmi_connector.analysis.transformers_oracle import ONCE, Oracle, _Recorder
 from dmi_connector.cli.tiny_models import ARCHS, CHAT_TEMPLATE, EOS, VOCAB, make_model
@@ -155,6 +155,14 @@ def test_latent_attention_follows_from_the_latent_and_the_rotary_key(arch: str, 
         plain, rotated = plain[..., nope:], rotated[..., nope:]
         close(rotated[0], plain[0] * rotated[0].norm() / plain[0].norm())  # yarn may scale, and rotates position 0 by 0
         assert not np.allclose(plain[1:], rotated[1:], atol=1e-2)
+
+
+def test_a_v3_that_vllm_calls_v32_keeps_its_latent_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM does so to transformers' class, for the whole process, when it reads a config of V3.2."""
+    monkeypatch.setattr(DeepseekV3Config, "model_type", "deepseek_v32")
+    AutoConfig.register("deepseek_v32", DeepseekV3Config, exist_ok=True)
+    model = make_model("deepseek_v3", tmp_path)
+    assert {"kv_c", "k_pe"} <= set(got := Oracle(model).run(IDS)) and "k_rot" not in got
 
 
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, d: int) -> None:
