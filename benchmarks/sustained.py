@@ -42,10 +42,13 @@ _GROWS = 0.02
 
 @dataclass(frozen=True)
 class Sustained(Setup):
-    """graphs: CUDA graph mode of its engine, "" for that of --engine-args. without: a mechanism that is off."""
+    """graphs: CUDA graph mode of its engine, "" for that of --engine-args. without: a mechanism that is off. writers: 0
+    for the default number.
+    """
 
     graphs: str = ""
     without: str = ""
+    writers: int = 0
 
 
 def _narrow(model: str) -> str:
@@ -71,6 +74,7 @@ def all_setups(model: str) -> list[Sustained]:
         ours("hidden-states zstd draft", HIDDEN, "zstd", "draft"),
         ours("hidden-states lz4", HIDDEN, "lz4"),
         ours("hidden-states none", HIDDEN, "none"),
+        *(ours(f"hidden-states zstd {n} writers", HIDDEN, "zstd", writers=n) for n in (4, 6, 8, 12)),
         ours("narrow zstd", _narrow(model), "zstd"),
         ours("full null", FULL),
         ours("full null draft", FULL, owner="draft"),
@@ -105,6 +109,8 @@ class Busy(Bench):
         if setup.without:
             engine_args["worker_extension_cls"] = f"benchmarks.without.{setup.without}"
         options = {"sink": setup.sink, "codec": setup.codec, **args.options} if setup.hooks else {}
+        if setup.writers:
+            options["writers"] = setup.writers
         if setup.hooks and setup.graphs:
             options["cuda_graphs"] = "vllm"
         mine = argparse.Namespace(**{**vars(args), "engine_args": engine_args, "options": options, "together": False})

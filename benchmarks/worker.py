@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -125,6 +126,7 @@ def _profiled(worker: Any) -> dict[str, tuple[type, str]]:
 
     from dmi_connector.engine.tracker import Tracker
     from dmi_connector.engine.transfer.exporter import Exporter
+    from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 
     runner = type(worker.model_runner)
     return {
@@ -135,6 +137,7 @@ def _profiled(worker: Any) -> dict[str, tuple[type, str]]:
         "update_from_output": (Scheduler, "update_from_output"),
         "ours: before_forward": (Exporter, "before_forward"),
         "ours: after_forward": (Exporter, "after_forward"),
+        "ours: of these, gathers": (DeviceLane, "send"),
         "ours: build_meta": (Tracker, "step"),
     }
 
@@ -161,8 +164,10 @@ def worker_profile(worker: Any, start: bool) -> dict[str, Any]:
 
             vars(timed).update(original=original, samples=samples)
             setattr(owner, method, timed)
+        worker.threads_before = _threads_ms()
         return {}
-    result = {}
+    before, after = worker.threads_before, _threads_ms()
+    result: dict[str, Any] = {"threads_ms": {n: round(ms - before[n], 1) for n, ms in after.items() if n in before}}
     for name, (owner, method) in targets.items():
         wrapper = getattr(owner, method)
         setattr(owner, method, wrapper.original)
@@ -174,6 +179,16 @@ def worker_profile(worker: Any, start: bool) -> dict[str, Any]:
                 result["step"] = _statistics(steps)
                 result["step"]["each_us"] = [round(seconds * 1e6) for seconds in steps]
     return result
+
+
+def _threads_ms() -> dict[str, float]:
+    """Time on a core of each thread of this process that Python knows, in ms."""
+    ms_per_tick = 1000 / os.sysconf("SC_CLK_TCK")
+    found: dict[str, float] = {}
+    for thread in threading.enumerate():
+        fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rsplit(")", 1)[1].split()
+        found[thread.name] = found.get(thread.name, 0.0) + (int(fields[11]) + int(fields[12])) * ms_per_tick
+    return found
 
 
 def _statistics(seconds: list[float]) -> dict[str, Any]:

@@ -17,13 +17,15 @@ from dmi_connector.settings import ServerOptions
 DIMS = ModelDims("Qwen3ForCausalLM", 3, 64, 4, 2, 32, 192, 512)
 
 
-def make_tracker(store_dir: object, hooks: str = "resid_pre,mlp_out,logits", **options: Any) -> Tracker:
-    """A tracker of a float32 model with chunks of 16 tokens and blocks of 16 slots."""
+def make_tracker(
+    store_dir: object, hooks: str = "resid_pre,mlp_out,logits", blocks: int = 0, **options: Any
+) -> Tracker:
+    """A tracker of a float32 model with chunks of 16 tokens and blocks of 16 slots. blocks: of the whole cache."""
     parsed = ServerOptions.parse({"store_dir": str(store_dir), "hooks": hooks, "chunk_tokens": 16, **options})
     selection = parse_selection(parsed.hooks, DIMS)
     layout = row_layout(selection, DIMS, "float32")
     arch = ARCHITECTURES["Qwen3ForCausalLM"]
-    return Tracker(CaptureContext(parsed, arch, DIMS, selection, layout, "float32", 1, "target"), 16, 1 << 60)
+    return Tracker(CaptureContext(parsed, arch, DIMS, selection, layout, "float32", 1, "target"), 16, 1 << 60, blocks)
 
 
 @dataclass
@@ -73,6 +75,7 @@ def generate(tracker: Tracker, request: FakeRequest, count: int) -> tuple[list[A
         output: Any = SimpleNamespace(
             preempted_req_ids=None,
             num_scheduled_tokens={request.request_id: scheduled},
+            total_num_scheduled_tokens=scheduled,
             scheduled_new_reqs=new,
             scheduled_cached_reqs=cached,
         )

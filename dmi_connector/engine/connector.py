@@ -47,7 +47,8 @@ class DMIConnector(KVConnectorBase_V1):
             from dmi_connector.engine import sizing
             from dmi_connector.engine.tracker import Tracker
 
-            self.tracker = Tracker(self.context, self._block_size, sizing.keep_rows(self.context, vllm_config))
+            keep_rows = sizing.keep_rows(self.context, vllm_config)
+            self.tracker = Tracker(self.context, self._block_size, keep_rows, kv_cache_config.num_blocks)
             self._refused = 0  # requests answered with dmi_error since the last step
         else:
             from dmi_connector.engine.transfer.exporter import Exporter
@@ -92,6 +93,7 @@ class DMIConnector(KVConnectorBase_V1):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, Report):
             self.tracker.on_report(report)
+        self.tracker.freed(connector_output.finished_sending or ())
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

@@ -11,6 +11,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from dmi_connector.store.format.completeness import Loss
 
+STEPS_TOGETHER = 16
+"""Rows of so many steps leave the GPU together: looking for them and gathering them costs the engine's thread the same
+for one step as for all.
+"""
+
 
 @dataclass
 class Rows:
@@ -72,8 +77,9 @@ class Sample:
 class StepMetadata(KVConnectorMetadata):
     """The scheduler's message to the workers for one step.
 
-    opens, closes: carried out before the forward, because it may overwrite freed blocks. chunks: exported after it.
-    preempted: captures whose blocks were taken away since the last step.
+    opens: carried out before the forward. closes: likewise, because it may overwrite freed blocks, except those that
+    keep theirs. chunks: exported after it. preempted: captures whose blocks were taken away since the last step. idle:
+    nothing is computed, and no other step may follow.
     """
 
     opens: list[Open] = field(default_factory=list)
@@ -81,6 +87,7 @@ class StepMetadata(KVConnectorMetadata):
     preempted: list[int] = field(default_factory=list)
     chunks: list[Rows] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    idle: bool = False
 
 
 @dataclass

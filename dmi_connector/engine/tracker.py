@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.media import media_attributes
-from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import STEPS_TOGETHER, Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.engine.quota import UNLIMITED, Quota, RequestBytes, row_bytes
 from dmi_connector.hooks import Selection, SelectionError, narrow
 from dmi_connector.settings import CaptureParams, OptionError
@@ -23,13 +23,15 @@ from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.paths import custom_directory, store_name
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.dmi_connector")
 
 _LONGEST_ERROR = 2000
 """Characters of a `dmi_error` in a response."""
+_HELD = 1 / 16
+"""Share of the cache that blocks of ended requests may hold while their rows wait for others."""
 
 
 @dataclass
@@ -37,8 +39,8 @@ class Tracked:
     """One request under capture.
 
     quota_end: first position that `max_request_bytes` has no room for. exported: position up to which rows were handed
-    to the workers. due: number of computed tokens at which the next rows are ready (or, with logits, the next sample is
-    taken). blocks: the request's blocks in the cache group of the rows.
+    to the workers. due: number of computed tokens at which the next chunk is ready. opened: whether it was ever
+    scheduled. blocks: its blocks in the cache group of the rows.
     """
 
     request: Request
@@ -77,21 +79,31 @@ class Tracked:
 class Tracker:
     """Follows every captured request from arrival to finish. Lives in the scheduler's process and thread.
 
-    keep_rows: while more rows than this wait to be gathered, the blocks of finished requests are kept.
+    Rows of running requests can wait, since their blocks are held: each has its turn to be looked at for whole chunks
+    once in STEPS_TOGETHER steps. Blocks of an ended request are kept until the workers have gathered its last rows,
+    together with others. Where that is not possible, they gather them before the next forward.
+
+    keep_rows: staging memory is short while more rows than this wait to be gathered. blocks: of the whole cache.
     """
 
-    def __init__(self, context: CaptureContext, block_size: int, keep_rows: int) -> None:
+    def __init__(self, context: CaptureContext, block_size: int, keep_rows: int, blocks: int) -> None:
         self.context = context
         self.keep_rows = keep_rows
         self.block_size = block_size
         self.tracked: dict[str, Tracked] = {}
         self.refused: dict[str, str] = {}
+        self.held: dict[str, int] = {}  # blocks of ended requests, until their rows are gathered
+        self._most_held = 0 if context.options.sink == "null" else int(blocks * _HELD)
         self.pending_closes: list[Close] = []
+        self._turns: list[dict[str, Tracked]] = [
+            {} for _ in range(STEPS_TOGETHER)
+        ]  # scheduled ones, by whose turn it is
+        self._turn = 0  # of this step
+        self._rows_since = 0  # rows that came since chunks of all were looked for
+        self._sampled: dict[str, Tracked] = {}  # those with logits, which have a turn in each step
         self.handed = 0  # rows handed to the workers since the start
         self.gathered = 0  # of these, rows that the slowest worker has gathered
         self.lost: dict[int, list[list[int]]] = {}
-        self._clock = 0  # running requests have computed so many tokens at most
-        self._due: list[tuple[int, int, str]] = []  # heap: (before this time it is not due, capture, request id)
         self._captures = 0
         self._row_bytes = row_bytes(context, context.selection)  # takes 0.2 ms for 400 tensors: too long for a request
         self.quota = Quota(context.options)
@@ -136,20 +148,20 @@ class Tracker:
         if options.sink == "disk":
             self.quota.admit(path, size.until(prompt if params.stop is None else min(prompt, params.stop)))
         self._captures += 1
-        due = 0 if "logits" in selection.hooks else params.start + options.chunk_tokens
+        due = params.start + options.chunk_tokens
         return Tracked(request, params, self._captures, path, selection, quota_end, params.start, due)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, output: SchedulerOutput, group: int) -> StepMetadata:
         """The message for the step that `output` describes. group: index of the rows' KV cache group."""
-        metadata = StepMetadata(closes=self.pending_closes)
+        scheduled = output.num_scheduled_tokens
+        metadata = StepMetadata(closes=self.pending_closes, idle=not scheduled)
         self.pending_closes = []
         for request_id in output.preempted_req_ids or ():
             if request_id in self.tracked:
                 metadata.preempted.append(self.tracked[request_id].capture)
-        self._running(output, group, metadata)
-        scheduled = output.num_scheduled_tokens
+        self._take_blocks(output.scheduled_cached_reqs, group)
         for new in output.scheduled_new_reqs:
             tracked = self.tracked.get(new.req_id)
             if tracked is not None:
@@ -157,63 +169,51 @@ class Tracker:
                 if not tracked.opened:
                     tracked.opened = True
                     metadata.opens.append(self._open(tracked))
-                self._progress(tracked, new.num_computed_tokens + scheduled[new.req_id], metadata)
+                    self._turns[tracked.capture % STEPS_TOGETHER][new.req_id] = tracked
+                    if tracked.has_logits:
+                        self._sampled[new.req_id] = tracked
+        for request_id, tracked in self._whose_turn(output.total_num_scheduled_tokens).items():
+            computed = tracked.request.num_computed_tokens + scheduled.get(request_id, 0)
+            if computed >= tracked.due:
+                self._export_chunks(tracked, computed, metadata)
+        for request_id, tracked in self._sampled.items():
+            self._take_sample(tracked, tracked.request.num_computed_tokens + scheduled.get(request_id, 0), metadata)
         return metadata
 
-    def _running(self, output: SchedulerOutput, group: int, metadata: StepMetadata) -> None:
-        """Follow the requests that ran before. Only those are looked at that have new blocks or may be due."""
-        cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
-        if cached.req_ids:
-            self._clock += max(map(scheduled.__getitem__, cached.req_ids))
-        resumed = cached.resumed_req_ids
-        for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if not new_blocks and request_id not in resumed:
-                continue
-            tracked = self.tracked.get(request_id)
-            if tracked is None:
-                continue
-            if request_id in resumed:
-                tracked.blocks = []
-                heapq.heappush(self._due, (0, tracked.capture, request_id))  # the prefix cache may have brought it on
-            if new_blocks:
-                tracked.blocks.extend(new_blocks[group])
-        for tracked in self._may_be_due():
-            request = tracked.request
-            self._progress(tracked, request.num_computed_tokens + scheduled.get(request.request_id, 0), metadata)
+    def _take_blocks(self, cached: CachedRequestData, group: int) -> None:
+        """Note the blocks that requests were given which ran before."""
+        for request_id in cached.resumed_req_ids:
+            if request_id in self.tracked:
+                self.tracked[request_id].blocks = []
+        given = zip(cached.req_ids, cached.new_block_ids, strict=True)
+        for request_id, new in compress(given, cached.new_block_ids):  # most are given none
+            if request_id in self.tracked:
+                self.tracked[request_id].blocks.extend(new[group])
 
-    def _may_be_due(self) -> Iterable[Tracked]:
-        """Take the requests off the heap that may be due by now, in the order of their captures."""
-        found: dict[int, Tracked] = {}
-        while self._due and self._due[0][0] <= self._clock:
-            _, capture, request_id = heapq.heappop(self._due)
-            tracked = self.tracked.get(request_id)
-            if tracked is not None and tracked.capture == capture:
-                found[capture] = tracked
-        return [found[capture] for capture in sorted(found)]
+    def _whose_turn(self, tokens: int) -> dict[str, Tracked]:
+        """Scheduled requests that are looked at for chunks in a step of so many tokens.
 
-    def _progress(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
-        """A request has `computed` tokens after this step."""
-        if computed >= tracked.due:
-            self._export_chunks(tracked, computed, metadata)
-            self._take_sample(tracked, computed, metadata)
-        if tracked.due < UNLIMITED:
-            heapq.heappush(
-                self._due, (self._clock + tracked.due - computed, tracked.capture, tracked.request.request_id)
-            )
+        All, where that many rows came that a quarter of the staging memory is taken.
+        """
+        self._turn = (self._turn + 1) % STEPS_TOGETHER
+        self._rows_since = tokens + (self._rows_since if self._turn else 0)
+        if self._rows_since <= self.keep_rows // 2:
+            return self._turns[self._turn]
+        self._rows_since = 0
+        return {request_id: tracked for turn in self._turns for request_id, tracked in turn.items()}
 
     def _export_chunks(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
-        """Export the chunks of which every row exists after this step.
+        """Export the chunks of which every row exists after this step, in which the request has `computed` tokens.
 
         Only rows of known tokens count: with asynchronous scheduling the last scheduled token may lie behind a stop.
         """
-        end = min(computed, tracked.request.num_tokens, tracked.limit)
         chunk = self.context.options.chunk_tokens
+        end = min(computed, tracked.request.num_tokens, tracked.limit)
         while tracked.exported + chunk <= end:
             metadata.chunks.append(self._rows(tracked, tracked.exported, tracked.exported + chunk, tracked.blocks))
             tracked.exported += chunk
-        if not tracked.has_logits:
-            tracked.due = tracked.exported + chunk
-        if tracked.due and tracked.due > tracked.limit:
+        tracked.due = tracked.exported + chunk
+        if tracked.due > tracked.limit:
             tracked.due = UNLIMITED  # the rest goes when the request ends
 
     def _take_sample(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
@@ -267,8 +267,7 @@ class Tracker:
     def finish(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: plan its last rows.
 
-        Returns (whether its blocks are kept until the worker names it, what its response says). Blocks are kept only
-        while more rows wait than the staging memory takes: reusing the blocks would then stall the GPU.
+        Returns (whether its blocks are kept until the worker names it, what its response says).
         """
         request_id = request.request_id
         refused = self.refused.pop(request_id, None)
@@ -280,12 +279,32 @@ class Tracker:
         self.quota.ended(tracked.path, nothing=not tracked.opened)
         if not tracked.opened:
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
+        self._turns[tracked.capture % STEPS_TOGETHER].pop(request_id)
+        self._sampled.pop(request_id, None)
         close = self._close(tracked, blocks)
-        waiting = self.handed - self.gathered
-        keep = bool(blocks) and self.context.options.policy == "block" and waiting > self.keep_rows
-        close.keeps_blocks = request_id if keep else None
+        keep = self._keeps(blocks)
         self.pending_closes.append(close)
+        if keep:
+            close.keeps_blocks = request_id
+            self.held[request_id] = len(blocks)
         return keep, self._response(tracked, close)
+
+    def _keeps(self, blocks: list[int]) -> bool:
+        """Whether the blocks of an ended request are kept.
+
+        If staging memory is short, policy block keeps them in any case: reusing them would stall the GPU.
+        """
+        if not blocks:
+            return False
+        if self.handed - self.gathered > self.keep_rows:
+            return self.context.options.policy == "block"
+        others = bool(self.tracked)  # without others no step may follow but the next
+        return others and sum(self.held.values()) + len(blocks) <= self._most_held
+
+    def freed(self, request_ids: Iterable[str]) -> None:
+        """The workers have gathered the rows of these ended requests."""
+        for request_id in request_ids:
+            self.held.pop(request_id, None)
 
     def _response(self, tracked: Tracked, close: Close) -> dict[str, Any]:
         """What the response says in `kv_transfer_params`."""

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import triton
@@ -18,12 +20,16 @@ _ALIGN = 16
 """Payloads begin at multiples of this many bytes."""
 
 
-def gather_index(slots: np.ndarray, start: int) -> np.ndarray:
-    """Index entries (see `gather_rows`) of rows that together make the payload at byte `start`. int64 [rows, 4]."""
-    assert start % _ALIGN == 0, start
-    count = len(slots)
-    index = np.empty((count, 4), np.int64)
-    index[:, 0], index[:, 1], index[:, 2], index[:, 3] = slots, start, count, np.arange(count)
+def gather_index(payloads: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
+    """Index entries (see `gather_rows`) of payloads: (first byte, slots of its rows, int64) of each. int64 [n, 4]."""
+    index = np.empty((sum(len(slots) for _, slots in payloads), 4), np.int64)
+    at = 0
+    for start, slots in payloads:
+        assert start % _ALIGN == 0, start
+        count = len(slots)
+        mine = index[at : at + count]
+        mine[:, 0], mine[:, 1], mine[:, 2], mine[:, 3] = slots, start, count, np.arange(count)
+        at += count
     return index
 
 

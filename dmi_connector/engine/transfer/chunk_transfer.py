@@ -57,7 +57,8 @@ class CaptureExport:
     """One capture on this worker.
 
     out: where its rows go, None for sinks without stores. start: position of its first row. losses: rows given up.
-    waiting: transfers that were left to the lane's thread. checked: whether values that no tap wrote are looked for.
+    due: parts of its rows that wait for those of others. waiting: transfers that were left to the lane's thread.
+    checked: whether values that no tap wrote are looked for.
     """
 
     number: int
@@ -67,6 +68,7 @@ class CaptureExport:
     ring: Ring
     progress: Progress
     losses: list[Loss] = field(default_factory=list)
+    due: int = 0
     waiting: list[ChunkTransfer] = field(default_factory=list)
     checked: bool = False
 
@@ -81,7 +83,8 @@ class ChunkTransfer:
     """Rows of one chunk on their way.
 
     first: number of the first row in the store. slots: where the rows lie, int64 [rows]. gathered: the gather is
-    issued; what comes later on the engine's stream may overwrite the rows. lost: the rows are given up.
+    issued; what comes later on the engine's stream may overwrite the rows. lost: the rows are given up. nbytes: of the
+    payload.
     """
 
     capture: CaptureExport
@@ -89,11 +92,10 @@ class ChunkTransfer:
     slots: np.ndarray
     gathered: bool = False
     lost: bool = False
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the payload."""
-        return self.capture.layout.payload.token_bytes * len(self.slots)
+    def __post_init__(self) -> None:
+        self.nbytes = self.capture.layout.payload.token_bytes * len(self.slots)
 
     @property
     def table(self) -> np.ndarray:

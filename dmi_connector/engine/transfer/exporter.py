@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from dmi_connector.engine import sizing
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
-from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import STEPS_TOGETHER, Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.engine.metrics import Meter
 from dmi_connector.engine.store_attributes import store_attributes
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
@@ -33,10 +33,8 @@ logger = init_logger("vllm.dmi_connector")
 
 _SLOT_BYTES = 8
 """Bytes of a slot number behind rows of logits."""
-STEPS_TOGETHER = 8
-"""Chunks of so many steps leave the GPU together: a gather costs the engine's thread the same for one as for ten."""
 _TOGETHER = 1 / 4
-"""Share of the staging memory that such chunks may take."""
+"""Share of the staging memory that rows may take which leave together."""
 
 
 class Exporter:
@@ -44,7 +42,7 @@ class Exporter:
 
     On a CPU rows are copied to the ring at once. On a GPU they take the lane (gpu_lane.py); what finds no room waits in
     the cache. When a request ends meanwhile, either its blocks are kept until its rows are gathered (`ending`), or its
-    rows are gathered before the next forward. Chunks of some steps wait for each other (`due`).
+    rows are gathered before the next forward. Rows of some steps wait for each other (`due`).
     """
 
     def __init__(self, context: CaptureContext, layer: CaptureLayer, rank: int, vllm_config: VllmConfig) -> None:
@@ -93,28 +91,30 @@ class Exporter:
         self.samples = metadata.samples
         for message in metadata.opens:
             self._open(message)
-        closing = [(self.captures.pop(close.capture), close) for close in metadata.closes]
+        closing = [(self.captures.pop(close.capture), close) for close in metadata.closes if not close.keeps_blocks]
         for capture, close in closing:
             self._add(capture, close.rows)
         if closing or metadata.preempted:
             self._export_due()
         for capture, close in closing:
-            if close.keeps_blocks:
-                self.ending.append((capture, close))
-            else:
-                self._flush(capture)
-                self._end(capture, close)
+            self._flush(capture)
+            self._end(capture, close)
         for number in metadata.preempted:
             if number in self.captures:
                 self._flush(self.captures[number])
 
     def after_forward(self, metadata: StepMetadata) -> None:
-        """Export the chunks that the forward completed, as far as there is room."""
+        """Export whole chunks, and last rows whose blocks are kept, as far as there is room."""
         for rows in metadata.chunks:
             self._add(self.captures[rows.capture], [rows])
+        for close in metadata.closes:
+            if close.keeps_blocks:
+                capture = self.captures.pop(close.capture)
+                self._add(capture, close.rows)
+                self.ending.append((capture, close))
         if self.due:
             self._due_steps += 1
-            if self._due_steps >= STEPS_TOGETHER or self._due_bytes >= self._together:
+            if metadata.idle or self._due_steps >= STEPS_TOGETHER or self._due_bytes >= self._together:
                 self._export_due()
         if self.ending:
             self._end_gathered()
@@ -152,12 +152,13 @@ class Exporter:
 
     @property
     def _together(self) -> int:
-        """Bytes of chunks that wait for others. On a CPU none do."""
+        """Bytes of rows that wait for others. On a CPU none do."""
         return 0 if self.lane is None else int(self.lane.staging.nbytes * _TOGETHER)
 
     def _add(self, capture: CaptureExport, rows: Sequence[Rows]) -> None:
         """Rows that are to be exported next."""
         self.due += [(capture, each) for each in rows]
+        capture.due += len(rows)
         self._due_bytes += sum(len(each.slots) for each in rows) * capture.layout.payload.token_bytes
 
     def _export_due(self) -> None:
@@ -165,6 +166,8 @@ class Exporter:
         batch, self.due, self._due_steps, self._due_bytes = self.due, [], 0, 0
         if not batch:  # do not wait for the lane's lock
             return
+        for capture, _ in batch:
+            capture.due = 0
         if self.context.options.sink == "null":
             for _, rows in batch:
                 self.progress.gather(len(rows.slots))
@@ -188,7 +191,7 @@ class Exporter:
             return
         self.progress.gather(len(transfer.slots))
         payload = torch.from_numpy(self.ring.view(parcel.extent))
-        index = torch.from_numpy(gather_index(transfer.slots, 0))
+        index = torch.from_numpy(gather_index([(0, transfer.slots)]))
         gather_rows_torch(self.rows, index, torch.from_numpy(transfer.table), payload)
         parcel.deliver()
 
@@ -214,7 +217,7 @@ class Exporter:
         """End captures whose kept blocks are not needed any more."""
         still = []
         for capture, message in self.ending:
-            if any(transfer.waits for transfer in capture.waiting):
+            if capture.due or any(transfer.waits for transfer in capture.waiting):
                 still.append((capture, message))
                 continue
             self._flush(capture)

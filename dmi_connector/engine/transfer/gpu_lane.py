@@ -45,10 +45,12 @@ _BREATH_S = 0.002
 """The lane's thread lets work come together for this long."""
 _ROUND = 4
 """A round waits for a quarter of the copies; the others keep the link busy until more is gathered."""
-PARCEL_BYTES = 64 << 20
+PARCEL_BYTES = 128 << 20
 """Chunks share a parcel up to this size. Its ring memory is free once writers have read all of it."""
 _PARCEL_SHARE = 1 / 4
 """A parcel takes this share of the staging memory and of the ring at most."""
+_INDEX_ROWS = 4096
+"""Index entries that are given memory at a time."""
 _MEASURED_BYTES = 64 << 20
 """Bytes copied to measure the link's speed at start."""
 _SLICE_BYTES = 8 << 20
@@ -104,6 +106,34 @@ class Staging:
         self._head = staged.start
 
 
+class Index:
+    """Memory for index entries of gathers, pinned and on the GPU, used again and again. Hold the lane's lock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: deque[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]] = deque()  # once the event has happened
+        self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def on_gpu(self, entries: np.ndarray) -> torch.Tensor:
+        """Copy entries to the GPU on the current stream. The result is valid until the event given to `until`."""
+        count, memory = len(entries), None
+        if self._free and self._free[0][0].query():
+            _, *memory = self._free.popleft()
+        if memory is None or len(memory[0]) < count:
+            with torch.inference_mode(False):  # the lane's thread, which is in no such mode, may write to it
+                host = torch.empty(max(_INDEX_ROWS, count), entries.shape[1], dtype=torch.int64).pin_memory()
+                memory = [host, torch.empty_like(host, device=self._device)]
+        host, there = memory
+        self._taken.append((host, there))
+        host.numpy()[:count] = entries
+        return there[:count].copy_(host[:count], non_blocking=True)
+
+    def until(self, done: torch.cuda.Event) -> None:
+        """What was copied is not needed any more after `done`, which is recorded."""
+        self._free += [(done, *memory) for memory in self._taken]
+        self._taken.clear()
+
+
 @dataclass
 class _Copy:
     """One copy into the ring, and what comes after it.
@@ -140,6 +170,7 @@ class DeviceLane:
         self.copier = SliceCopier(_SLICE_BYTES, rows.device, self._base)
         self.stream = torch.cuda.current_stream(rows.device)  # the engine's
         self.waiting: deque[ChunkTransfer] = deque()
+        self._index = Index(rows.device)
         self._tables: dict[int, torch.Tensor] = {}
         self._changed = threading.Condition()
         self._work: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
@@ -205,8 +236,11 @@ class DeviceLane:
             return 0
         taken = [transfer for parcel, _ in room for transfer in parcel.transfers]
         try:
-            with torch.cuda.stream(self.stream):
+            if self.stream == torch.cuda.current_stream(self.device):
                 ready = self._gather(room)
+            else:
+                with torch.cuda.stream(self.stream):
+                    ready = self._gather(room)
         except Exception as error:  # e.g. GPU memory is short: the engine goes on, and the stores say so
             logger.exception("rows could not be gathered")
             for parcel, staged in reversed(room):
@@ -228,26 +262,28 @@ class DeviceLane:
         together: list[ChunkTransfer] = []
         nbytes = 0
         for transfer in transfers:
-            if together and nbytes + transfer.nbytes > most:
+            size = transfer.nbytes
+            if nbytes + size > most and together:
                 yield Parcel(together)
                 together, nbytes = [], 0
             together.append(transfer)
-            nbytes += transfer.nbytes
+            nbytes += size
         if together:
             yield Parcel(together)
 
     def _gather(self, room: Sequence[tuple[Parcel, Staged]]) -> torch.cuda.Event:
         """Launch the gathers, one for each table. Returns an event that follows them."""
-        by_table: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
+        by_table: dict[int, tuple[np.ndarray, list[tuple[int, np.ndarray]]]] = {}
         for parcel, staged in room:
             for transfer, offset in zip(parcel.transfers, parcel.offsets, strict=True):
-                entries = by_table.setdefault(id(transfer.table), (transfer.table, []))[1]
-                entries.append(gather_index(transfer.slots, staged.start + offset))
-        for table, entries in by_table.values():
-            host = torch.from_numpy(np.concatenate(entries)).pin_memory()
-            gather_rows(self.rows, host.to(self.device, non_blocking=True), self._on_gpu(table), self.staging.buffer)
+                payloads = by_table.setdefault(id(transfer.table), (transfer.table, []))[1]
+                payloads.append((staged.start + offset, transfer.slots))
+        for table, payloads in by_table.values():
+            index = self._index.on_gpu(gather_index(payloads))
+            gather_rows(self.rows, index, self._on_gpu(table), self.staging.buffer)
         ready = torch.cuda.Event()
         ready.record()
+        self._index.until(ready)
         return ready
 
     def _on_gpu(self, table: np.ndarray) -> torch.Tensor:
@@ -314,7 +350,7 @@ class DeviceLane:
 
     def warm_up(self, table: np.ndarray) -> None:
         """Compile the gather kernel now, not under the first request."""
-        index = torch.from_numpy(gather_index(np.zeros(1, np.int64), 0)).to(self.device)
+        index = torch.from_numpy(gather_index([(0, np.zeros(1, np.int64))])).to(self.device)
         gather_rows(self.rows, index, self._on_gpu(table), self.staging.buffer)
 
     def link_bytes_per_second(self) -> float:

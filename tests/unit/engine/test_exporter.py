@@ -16,9 +16,9 @@ import torch
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.coverage import UNWRITTEN
-from dmi_connector.engine.messages import Open, Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import STEPS_TOGETHER, Open, Rows, Sample, StepMetadata
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport
-from dmi_connector.engine.transfer.exporter import STEPS_TOGETHER, Exporter
+from dmi_connector.engine.transfer.exporter import Exporter
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.write.ring import Extent, Ring
@@ -308,51 +308,78 @@ def roomy(gpu: Any) -> Exporter:
     return exporter
 
 
-def test_chunks_of_some_steps_leave_together(roomy: Exporter) -> None:
+def kept(number: int, first: int) -> StepMetadata:
+    """The end of a capture, with one chunk, whose blocks are kept."""
+    end = closing(number, first + CHUNK, rows=[rows(number, first)], keeps_blocks=f"r{number}")
+    return StepMetadata(closes=[end])
+
+
+def step(exporter: Exporter, metadata: StepMetadata) -> None:
+    exporter.before_forward(metadata)
+    exporter.after_forward(metadata)
+
+
+def test_rows_of_some_steps_leave_together(roomy: Exporter) -> None:
     """After STEPS_TOGETHER steps, whatever came in them."""
-    a, b = begin(roomy, 1, 20), begin(roomy, 2, 20)
-    roomy.after_forward(StepMetadata())
-    roomy.after_forward(StepMetadata(chunks=[rows(1, 0)]))
-    for step in range(2, STEPS_TOGETHER):
-        roomy.after_forward(StepMetadata(chunks=[rows(2, 4)] if step == 4 else []))
-    assert len(roomy.due) == 2 and roomy.progress.report().gathered == 0
-    roomy.after_forward(StepMetadata())
-    assert roomy.due == [] and roomy.progress.report().gathered == 8
-    kit.until(lambda: a.chunks and b.chunks)
+    a, b, c = (begin(roomy, number, 20) for number in (1, 2, 3))
+    step(roomy, StepMetadata())
+    step(roomy, kept(1, 0))
+    others = {4: kept(2, 4), 6: StepMetadata(chunks=[rows(3, 8)])}
+    for n in range(2, STEPS_TOGETHER):
+        step(roomy, others.get(n, StepMetadata()))
+    assert len(roomy.due) == 3 and roomy.progress.report().gathered == 0 and roomy.take_finished() == set()
+    step(roomy, StepMetadata())
+    assert roomy.due == [] and roomy.progress.report().gathered == 12 and roomy.take_finished() == {"r1", "r2"}
+    kit.until(lambda: c.chunks and a.closed and b.closed)
     assert (a.chunks, b.chunks) == ([(0, 4, payload(roomy, 0))], [(4, 4, payload(roomy, 4))])
-    assert len(a.extents) == 1 and b.extents == [], "one parcel, handed over by its first capture"
-    roomy.after_forward(StepMetadata(chunks=[rows(1, 4)]))
+    assert len(a.extents) == 1 and b.extents == [] and c.closed == [], "one parcel, handed over by its first capture"
+    step(roomy, StepMetadata(chunks=[rows(3, 4)]))
     assert len(roomy.due) == 1, "it waits as long as the first ones did"
 
 
-def test_chunks_leave_at_once_when_they_fill_a_part_of_the_staging_memory(roomy: Exporter) -> None:
-    begin(roomy, 1, 2000)
-    each = 4 * roomy.captures[1].layout.payload.token_bytes
-    most = (1 << 16) // 4
-    for n in range(most // each):
-        roomy.after_forward(StepMetadata(chunks=[rows(1, 4 * n % 64)]))
-        roomy._due_steps = 0
-    assert len(roomy.due) == most // each
-    roomy.after_forward(StepMetadata(chunks=[rows(1, 0)]))
+def test_last_rows_leave_in_a_step_that_computes_nothing(roomy: Exporter) -> None:
+    begin(roomy, 1, 20), begin(roomy, 2, 20)
+    step(roomy, kept(1, 0))
+    assert roomy.take_finished() == set()
+    step(roomy, StepMetadata(idle=True))
+    assert roomy.take_finished() == {"r1"}
+
+
+def test_last_rows_leave_at_once_when_they_fill_a_part_of_the_staging_memory(roomy: Exporter) -> None:
+    each, most = CHUNK * begin(roomy, 0, 20).token_bytes, (1 << 16) // 4
+    enough = -(-most // each)
+    for number in range(1, enough + 1):
+        begin(roomy, number, 20)
+    step(roomy, StepMetadata(closes=[end for number in range(1, enough) for end in kept(number, 0).closes]))
+    assert len(roomy.due) == enough - 1
+    step(roomy, kept(enough, 0))
     assert roomy.due == []
 
 
-@pytest.mark.parametrize("what", [{"closes": [closing(2, 4)]}, {"preempted": [1]}])
-def test_chunks_leave_before_their_blocks_may_be_overwritten(roomy: Exporter, what: dict[str, Any]) -> None:
+def test_a_capture_without_last_rows_ends_at_once(roomy: Exporter) -> None:
+    """Those of others go on waiting."""
+    begin(roomy, 1, 20), begin(roomy, 2, 20)
+    step(roomy, kept(1, 0))
+    step(roomy, StepMetadata(closes=[closing(2, 0, keeps_blocks="r2")]))
+    assert roomy.take_finished() == {"r2"} and len(roomy.due) == 1
+
+
+@pytest.mark.parametrize("what", [{"closes": [closing(2, 4)]}, {"preempted": [2]}])
+def test_rows_leave_before_their_blocks_may_be_overwritten(roomy: Exporter, what: dict[str, Any]) -> None:
     a, b = begin(roomy, 1, 20), begin(roomy, 2, 20)
-    roomy.after_forward(StepMetadata(chunks=[rows(1, 0), rows(2, 0)]))
-    assert len(roomy.due) == 2
+    step(roomy, kept(1, 0))
+    assert len(roomy.due) == 1
     roomy.before_forward(StepMetadata(**what))
-    assert roomy.due == [] and roomy.progress.report().gathered == 8
-    kit.until(lambda: a.chunks and b.chunks)
+    assert roomy.due == [] and roomy.progress.report().gathered == 4
+    kit.until(lambda: a.chunks)
     kit.until(lambda: bool(b.closed) == ("closes" in what))
 
 
-def test_a_shutdown_exports_the_chunks_that_wait_for_others(roomy: Exporter) -> None:
+def test_a_shutdown_exports_the_rows_that_wait_for_others(roomy: Exporter) -> None:
     a = begin(roomy, 1, 20)
-    roomy.after_forward(StepMetadata(chunks=[rows(1, 0)]))
+    step(roomy, kept(1, 0))
     roomy.shutdown()
-    assert a.chunks == [(0, 4, payload(roomy, 0))]
+    assert a.chunks == [(0, 4, payload(roomy, 0))] and len(a.closed) == 1
 
 
 @pytest.mark.parametrize("preempted", [[2], [3], [3, 2], [9, 3]])
@@ -396,8 +423,7 @@ def test_a_preemption_under_policy_block_waits_for_its_rows_alone(gpu: Any) -> N
 def test_a_capture_whose_blocks_are_kept_ends_once_its_rows_are_gathered(gpu: Any) -> None:
     exporter = gpu()
     a, b = fill(exporter, 1, 2)
-    exporter.before_forward(StepMetadata(closes=[closing(2, 12, keeps_blocks="r2")]))
-    exporter.after_forward(StepMetadata())
+    step(exporter, StepMetadata(closes=[closing(2, 12, keeps_blocks="r2")]))
     assert exporter.take_finished() == set() and exporter.pending() >= 2 and b.closed == []
     Event.link.set()
     kit.until(lambda: not exporter.lane.waiting)
@@ -420,7 +446,7 @@ def test_a_capture_whose_blocks_are_free_is_gathered_before_the_forward(gpu: Any
 def test_a_shutdown_ends_captures_whose_blocks_were_kept(gpu: Any) -> None:
     exporter = gpu()
     _, b = fill(exporter, 1, 2)
-    exporter.before_forward(StepMetadata(closes=[closing(2, 12, keeps_blocks="r2")]))
+    step(exporter, StepMetadata(closes=[closing(2, 12, keeps_blocks="r2")]))
     threading.Timer(0.02, Event.link.set).start()
     exporter.shutdown()
     assert [closed[0] for closed in b.closed] == [12] and b.chunks == [(8, 4, payload(exporter, 8))]

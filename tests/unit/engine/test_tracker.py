@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of most requests nothing is due in most steps: a tracker that looks at those only where it must tells the workers the
-same as one that looks at all of them in every step.
+"""A tracker that looks for whole chunks every few steps tells the workers of the same rows as one that looks at every
+request in every step.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,44 +14,49 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmi_connector.engine.tracker import Tracked, Tracker
+from dmi_connector.engine.messages import STEPS_TOGETHER, Rows, StepMetadata
+from dmi_connector.engine.tracker import Tracker
 from tests.trackerkit import FakeRequest, ask, make_tracker
 
 BLOCK = 16
 
 
-class Thorough(Tracker):
-    """Looks at every request in every step."""
-
-    def _may_be_due(self) -> Iterable[Tracked]:
-        return [tracked for tracked in self.tracked.values() if tracked.opened]
-
-
 @dataclass
 class World:
-    """A scheduler of requests, as far as a tracker sees it: what it tells of each step."""
+    """A scheduler of requests. It checks each row that a tracker tells of against the request's blocks of that step.
+
+    each_step: whether the tracker looks for chunks in every step. as_new: a resumed request comes like a new one. told:
+    what it tells of each capture, in order: positions of rows, and of samples.
+    """
 
     tracker: Tracker
+    each_step: bool = False
+    as_new: bool = False
     running: dict[str, FakeRequest] = field(default_factory=dict)
     new: list[str] = field(default_factory=list)
     preempted: dict[str, FakeRequest] = field(default_factory=dict)
-    blocks: dict[str, int] = field(default_factory=dict)
-    told: list[object] = field(default_factory=list)
+    ever_preempted: set[str] = field(default_factory=set)
+    blocks: dict[str, list[int]] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)
+    told: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+    given: int = 0  # blocks, which are never given out again
 
     def add(self, prompt: int, start: int, stop: int | None = None, output: bool = True) -> None:
-        name = f"r{len(self.running) + len(self.preempted) + len(self.told)}"
+        name = f"r{len(self.told)}"
         request = ask({"include_output_tokens": output, "dmi": {"tokens": [start, stop]}}, prompt, name)
         self.tracker.on_new_request(request)  # type: ignore[arg-type]
+        self.told[name], self.starts[name] = ([], []), start
         self.running[name] = request
         self.new.append(name)
 
-    def step(self, amounts: list[int], preempt: int, resume: int, cached: int) -> None:
+    def step(self, amounts: list[int], preempt: int, resume: int, cached: int) -> StepMetadata:
         """One step: tokens for each running request (0: it is not scheduled), one preempted, one resumed, of whose
         tokens so many are found in the prefix cache.
         """
         gone = sorted(self.running)[preempt : preempt + 1] if preempt >= 0 and not self.new else []
         for name in gone:
             self.preempted[name] = self.running.pop(name)
+            self.ever_preempted.add(name)
             self.preempted[name].num_computed_tokens = 0
             self.blocks.pop(name, None)
         back = [n for n in sorted(self.preempted) if n not in gone][resume : resume + 1] if resume >= 0 else []
@@ -67,46 +71,78 @@ class World:
                 scheduled[name] = min(amount, request.num_tokens - request.num_computed_tokens)
         new_reqs, cached_ids, new_blocks, computed = [], [], [], []
         for name, amount in scheduled.items():
-            request, had = self.running[name], self.blocks.get(name, 0)
+            request, mine = self.running[name], self.blocks.setdefault(name, [])
             need = -(-(request.num_computed_tokens + amount) // BLOCK)
-            fresh = list(range(had + 1, need + 1))
-            self.blocks[name] = max(had, need)
-            if name in begun:
+            fresh = [self.given + 3 * i for i in range(1, need - len(mine) + 1)]
+            self.given += 3 * len(fresh)
+            mine += fresh
+            if name in begun or (self.as_new and name in back):
                 about = {"req_id": name, "block_ids": (fresh,), "num_computed_tokens": request.num_computed_tokens}
                 new_reqs.append(SimpleNamespace(**about))
             else:
                 cached_ids.append(name)
                 new_blocks.append((fresh,) if fresh else None)
                 computed.append(request.num_computed_tokens)
+        resumed = set() if self.as_new else set(back)
         of_running = SimpleNamespace(
-            req_ids=cached_ids, new_block_ids=new_blocks, resumed_req_ids=set(back), num_computed_tokens=computed
+            req_ids=cached_ids, new_block_ids=new_blocks, resumed_req_ids=resumed, num_computed_tokens=computed
         )
         output: Any = SimpleNamespace(
             preempted_req_ids=set(gone) or None,
             num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
             scheduled_new_reqs=new_reqs,
             scheduled_cached_reqs=of_running,
         )
-        told = self.tracker.step(output, 0)
-        chunks = [(c.capture, c.first, c.slots.tolist()) for c in told.chunks]
-        opens, samples = [o.capture for o in told.opens], [vars(s) for s in told.samples]
-        self.told.append((opens, sorted(told.preempted), sorted(chunks), samples))
+        if self.each_step:
+            self.tracker.keep_rows = -1
+        metadata = self.tracker.step(output, 0)
         self.new = []
         for name, amount in scheduled.items():
             request = self.running[name]
             request.num_computed_tokens += amount
+        for rows in metadata.chunks:
+            self._check(self._named(rows.capture), rows)
+        for sample in metadata.samples:
+            name = self._named(sample.capture)
+            if name in scheduled:
+                assert sample.slot == self._slot(name, sample.position)
+                self.told[name][1].append(sample.position)
+        for name in scheduled:
+            request = self.running[name]
             if request.num_computed_tokens == request.num_tokens:
                 request.tokens.append(7)
+        assert metadata.idle == (not scheduled) and len(metadata.preempted) <= len(gone)
+        return metadata
+
+    def _named(self, capture: int) -> str:
+        return next(name for name, tracked in self.tracker.tracked.items() if tracked.capture == capture)
+
+    def _slot(self, name: str, position: int) -> int:
+        return self.blocks[name][position // BLOCK] * BLOCK + position % BLOCK
+
+    def _check(self, name: str, rows: Rows) -> None:
+        """Rows follow those told before, are computed by now, and lie where the request's blocks are now."""
+        first = self.starts[name] + rows.first
+        positions = range(first, first + len(rows.slots))
+        assert rows.slots.tolist() == [self._slot(name, position) for position in positions]
+        self.told[name][0].extend(positions)
 
     def finish(self, which: int) -> None:
         for name in sorted(self.running)[which : which + 1]:
             request = self.running.pop(name)
+            start = self.starts[name]
             if name in self.new:
                 self.new.remove(name)
-            _, response = self.tracker.finish(request, list(range(1, self.blocks.pop(name, 0) + 1)))  # type: ignore
-            self.told.append(
-                (response is not None, [r.slots.tolist() for c in self.tracker.pending_closes for r in c.rows])
-            )
+            mine = self.blocks.setdefault(name, [])
+            closes = len(self.tracker.pending_closes)
+            _, response = self.tracker.finish(request, mine)  # type: ignore[arg-type]
+            assert response is not None
+            for close in self.tracker.pending_closes[closes:]:
+                for rows in close.rows:
+                    self._check(name, rows)
+                assert close.length == len(self.told[name][0])
+                assert self.told[name][0] == list(range(start, start + close.length))
 
 
 STEP = st.tuples(
@@ -129,63 +165,102 @@ EVENTS = st.lists(st.one_of(ADD, STEP, DECODE, DECODE, DECODE, DECODE, DECODE, F
 
 
 @pytest.mark.parametrize("hooks", ["resid_pre,mlp_out", "resid_pre,logits"])
-@given(events=EVENTS)
-@settings(max_examples=40, deadline=None)
-def test_the_tracker_reports_the_same_as_one_that_checks_every_request(
-    hooks: str, events: list[tuple[Any, ...]]
+@given(events=EVENTS, as_new=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_each_row_is_told_once_from_where_it_lies_whenever_chunks_are_looked_for(
+    hooks: str, events: list[tuple[Any, ...]], as_new: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        worlds = []
-        for kind in (Tracker, Thorough):
-            tracker = make_tracker(directory, hooks)
-            tracker.__class__ = kind
-            worlds.append(World(tracker))
-        for name, *arguments in [("add", 40, 0), *events]:
+        worlds = [World(make_tracker(directory, hooks), each_step, as_new) for each_step in (False, True)]
+        for name, *arguments in [("add", 40, 0), *events, *[("finish", 0)] * len(events)]:
             for world in worlds:
                 getattr(world, name)(*arguments)
-        assert worlds[0].told == worlds[1].told
+        for name, told in worlds[0].told.items():
+            if name not in worlds[0].ever_preempted:  # such a request may end before it is computed again
+                assert told == worlds[1].told[name]
 
 
-def test_steps_skip_requests_that_have_nothing_due(tmp_path: object) -> None:
-    """In 63 steps each of the 8 requests gets four blocks and completes four chunks."""
+def test_chunks_of_some_steps_are_told_together(tmp_path: object) -> None:
+    """Each request has a turn once in 16 steps, in which it completes a chunk of 16."""
     world = World(make_tracker(tmp_path, "resid_pre"))
-    for i in range(8):
-        world.add(17 + i, 0)
-    looked: list[object] = []
-
-    class Counted(dict[str, Any]):
-        def get(self, key: object, default: Any = None) -> Any:
-            looked.append(key)
-            return super().get(key, default)
-
-    world.tracker.tracked = Counted(world.tracker.tracked)
-    world.step([40], -1, -1, 0)
-    looked.clear()
-    for _ in range(63):
-        world.step([1], -1, -1, 0)
-    chunks = sum(len(told[2]) for told in world.told)  # type: ignore[index]
-    assert chunks == 8 * 5 and len(looked) < 0.6 * 8 * 63
+    for _ in range(5):
+        world.add(16, 0)
+    told = [sorted(rows.capture for rows in world.step([16], -1, -1, 0).chunks)]
+    told += [sorted(rows.capture for rows in world.step([1], -1, -1, 0).chunks) for _ in range(2 * STEPS_TOGETHER - 1)]
+    turns = [[1], [2], [3], [4], [5], *[[]] * (STEPS_TOGETHER - 5)]
+    assert told == turns * 2
 
 
-def test_a_prompt_only_request_is_skipped_once_its_chunks_are_exported(tmp_path: object) -> None:
+def test_chunks_are_told_sooner_when_they_fill_a_quarter_of_the_staging_memory(tmp_path: object) -> None:
+    """keep_rows is half of it."""
+    world = World(make_tracker(tmp_path, "resid_pre"))
+    world.tracker.keep_rows = 120
+    world.add(70, 0)
+    world.tracker._turn = 3
+    assert [len(world.step([30], -1, -1, 0).chunks) for _ in range(3)] == [0, 0, 4]
+
+
+def test_the_rows_of_a_prompt_only_request_end_with_its_prompt(tmp_path: object) -> None:
     """The rows after its last whole chunk are exported when it ends."""
-    world = World(make_tracker(tmp_path, "resid_pre"))
+    world = World(make_tracker(tmp_path, "resid_pre"), each_step=True)
     world.add(40, 0, output=False)
     world.step([40], -1, -1, 0)
     [tracked] = world.tracker.tracked.values()
     assert tracked.exported == 32 and tracked.due > 1 << 40
     for _ in range(30):
-        world.step([1], -1, -1, 0)
-    assert world.tracker._due == []
+        assert world.step([1], -1, -1, 0).chunks == []
     world.finish(0)
     [close] = world.tracker.pending_closes
     assert [len(rows.slots) for rows in close.rows] == [8] and close.length == 40
 
 
+@pytest.mark.parametrize(
+    ("blocks", "policy", "others", "kept"),
+    [
+        (48, "block", 1, [3]),  # a sixteenth of the cache
+        (47, "block", 1, []),
+        (95, "block", 2, [3]),
+        (96, "block", 2, [3, 3]),
+        (96, "drop", 2, [3, 3]),
+        (96, "block", 1, [3]),  # then it is the last one: no step may follow but the next
+    ],
+)
+def test_blocks_of_ended_requests_are_kept_while_others_run(
+    tmp_path: object, blocks: int, policy: str, others: int, kept: list[int]
+) -> None:
+    tracker = make_tracker(tmp_path, "resid_pre", blocks, policy=policy)
+    world = World(tracker)
+    for _ in range(others + 1):
+        world.add(40, 0)
+    world.step([40], -1, -1, 0)
+    for _ in range(2):
+        world.finish(0)
+    assert [close.keeps_blocks for close in tracker.pending_closes] == [
+        f"r{i}" if i < len(kept) else None for i in (0, 1)
+    ]
+    assert [*tracker.held.values()] == kept
+    tracker.freed(["r0", "other"])
+    assert [*tracker.held.values()] == kept[1:]
+
+
+def test_no_blocks_are_kept_for_a_sink_that_takes_no_rows(tmp_path: object) -> None:
+    world = World(make_tracker(tmp_path, "resid_pre", 1000, sink="null"))
+    for _ in range(2):
+        world.add(40, 0)
+    world.step([40], -1, -1, 0)
+    world.finish(0)
+    assert world.tracker.pending_closes[0].keeps_blocks is None
+
+
 def output_of(**more: Any) -> Any:
     """What the scheduler says of a step in which nothing runs."""
     nothing = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
-    given = {"preempted_req_ids": None, "num_scheduled_tokens": {}, "scheduled_new_reqs": []}
+    given = {
+        "preempted_req_ids": None,
+        "num_scheduled_tokens": {},
+        "scheduled_new_reqs": [],
+        "total_num_scheduled_tokens": 0,
+    }
     return SimpleNamespace(**{**given, "scheduled_cached_reqs": nothing, **more})
 
 

@@ -33,7 +33,8 @@ def slot(position: int, life: int = 0) -> int:
 class Run:
     """One request in a scheduler that gives out its blocks as they are needed.
 
-    told: what each step said. Of each step `tokens` are computed; the last one samples a token.
+    told: what each step said. Of each step `tokens` are computed; the last one samples a token. The tracker looks for
+    chunks in each step.
     """
 
     def __init__(self, tracker: Tracker, request: FakeRequest) -> None:
@@ -70,9 +71,11 @@ class Run:
         output: Any = SimpleNamespace(
             preempted_req_ids=None,
             num_scheduled_tokens={request.request_id: tokens + ahead},
+            total_num_scheduled_tokens=tokens + ahead,
             scheduled_new_reqs=new,
             scheduled_cached_reqs=of_running,
         )
+        self.tracker._rows_since = 1 << 61
         self.told.append(self.tracker.step(output, GROUP))
         request.num_computed_tokens += tokens + ahead
         if request.num_computed_tokens >= request.num_tokens:
@@ -232,6 +235,7 @@ def test_blocks_are_kept_while_more_rows_wait_than_staging_memory_takes(
     step: Any = SimpleNamespace(
         preempted_req_ids=None,
         num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[]
