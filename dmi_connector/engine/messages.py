@@ -78,13 +78,14 @@ class StepMetadata(KVConnectorMetadata):
     """The scheduler's message to the workers for one step.
 
     opens: carried out before the forward. closes: likewise, because it may overwrite freed blocks, except those that
-    keep theirs. chunks: exported after it. preempted: captures whose blocks were taken away since the last step. idle:
-    nothing is computed, and no other step may follow.
+    keep theirs. chunks: exported after it. preempted: captures whose blocks were taken away since the last step.
+    leaving: their whole chunks, exported before the forward. idle: nothing is computed, and no other step may follow.
     """
 
     opens: list[Open] = field(default_factory=list)
     closes: list[Close] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
+    leaving: list[Rows] = field(default_factory=list)
     chunks: list[Rows] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     idle: bool = False

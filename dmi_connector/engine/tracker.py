@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import compress
@@ -99,6 +100,7 @@ class Tracker:
             {} for _ in range(STEPS_TOGETHER)
         ]  # scheduled ones, by whose turn it is
         self._turn = 0  # of this step
+        self._before: deque[SchedulerOutput] = deque(maxlen=STEPS_TOGETHER)  # the steps since its last turn
         self._rows_since = 0  # rows that came since chunks of all were looked for
         self._sampled: dict[str, Tracked] = {}  # those with logits, which have a turn in each step
         self.handed = 0  # rows handed to the workers since the start
@@ -160,7 +162,10 @@ class Tracker:
         self.pending_closes = []
         for request_id in output.preempted_req_ids or ():
             if request_id in self.tracked:
-                metadata.preempted.append(self.tracked[request_id].capture)
+                leaving = self.tracked[request_id]
+                metadata.preempted.append(leaving.capture)
+                self._export_chunks(leaving, self._computed_before(request_id), metadata.leaving)
+        self._before.append(output)
         self._take_blocks(output.scheduled_cached_reqs, group)
         for new in output.scheduled_new_reqs:
             tracked = self.tracked.get(new.req_id)
@@ -174,8 +179,7 @@ class Tracker:
                         self._sampled[new.req_id] = tracked
         for request_id, tracked in self._whose_turn(output.total_num_scheduled_tokens).items():
             computed = tracked.request.num_computed_tokens + scheduled.get(request_id, 0)
-            if computed >= tracked.due:
-                self._export_chunks(tracked, computed, metadata)
+            self._export_chunks(tracked, computed, metadata.chunks)
         for request_id, tracked in self._sampled.items():
             self._take_sample(tracked, tracked.request.num_computed_tokens + scheduled.get(request_id, 0), metadata)
         return metadata
@@ -202,15 +206,30 @@ class Tracker:
         self._rows_since = 0
         return {request_id: tracked for turn in self._turns for request_id, tracked in turn.items()}
 
-    def _export_chunks(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
-        """Export the chunks of which every row exists after this step, in which the request has `computed` tokens.
+    def _computed_before(self, request_id: str) -> int:
+        """Tokens that a request had computed before this step, 0 if it has had its turn since it was last in a step.
+
+        Of a preempted request the scheduler does not know it any more.
+        """
+        for step in reversed(self._before):
+            if request_id in step.num_scheduled_tokens:
+                cached = step.scheduled_cached_reqs
+                computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+                computed |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+                return computed[request_id] + step.num_scheduled_tokens[request_id]
+        return 0
+
+    def _export_chunks(self, tracked: Tracked, computed: int, chunks: list[Rows]) -> None:
+        """Add the chunks of which every row exists once the request has `computed` tokens.
 
         Only rows of known tokens count: with asynchronous scheduling the last scheduled token may lie behind a stop.
         """
+        if computed < tracked.due:
+            return
         chunk = self.context.options.chunk_tokens
         end = min(computed, tracked.request.num_tokens, tracked.limit)
         while tracked.exported + chunk <= end:
-            metadata.chunks.append(self._rows(tracked, tracked.exported, tracked.exported + chunk, tracked.blocks))
+            chunks.append(self._rows(tracked, tracked.exported, tracked.exported + chunk, tracked.blocks))
             tracked.exported += chunk
         tracked.due = tracked.exported + chunk
         if tracked.due > tracked.limit:

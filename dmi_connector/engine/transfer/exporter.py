@@ -94,6 +94,8 @@ class Exporter:
         closing = [(self.captures.pop(close.capture), close) for close in metadata.closes if not close.keeps_blocks]
         for capture, close in closing:
             self._add(capture, close.rows)
+        for rows in metadata.leaving:
+            self._add(self.captures[rows.capture], [rows])
         if closing or metadata.preempted:
             self._export_due()
         for capture, close in closing:
