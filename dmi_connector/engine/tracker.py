@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import compress
@@ -24,7 +23,7 @@ from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.paths import custom_directory, store_name
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.dmi_connector")
@@ -80,9 +79,9 @@ class Tracked:
 class Tracker:
     """Follows every captured request from arrival to finish. Lives in the scheduler's process and thread.
 
-    Rows of running requests can wait, since their blocks are held: each has its turn to be looked at for whole chunks
-    once in STEPS_TOGETHER steps. Blocks of an ended request are kept until the workers have gathered its last rows,
-    together with others. Where that is not possible, they gather them before the next forward.
+    Rows of running requests can wait, since their blocks are held: whole chunks are looked for once in STEPS_TOGETHER
+    steps. Blocks of an ended request are kept until the workers have gathered its last rows, together with others.
+    Where that is not possible, they gather them before the next forward.
 
     keep_rows: staging memory is short while more rows than this wait to be gathered. blocks: of the whole cache.
     """
@@ -96,13 +95,10 @@ class Tracker:
         self.held: dict[str, int] = {}  # blocks of ended requests, until their rows are gathered
         self._most_held = 0 if context.options.sink == "null" else int(blocks * _HELD)
         self.pending_closes: list[Close] = []
-        self._turns: list[dict[str, Tracked]] = [
-            {} for _ in range(STEPS_TOGETHER)
-        ]  # scheduled ones, by whose turn it is
-        self._turn = 0  # of this step
-        self._before: deque[SchedulerOutput] = deque(maxlen=STEPS_TOGETHER)  # the steps since its last turn
-        self._rows_since = 0  # rows that came since chunks of all were looked for
-        self._sampled: dict[str, Tracked] = {}  # those with logits, which have a turn in each step
+        self._since: list[SchedulerOutput] = []  # steps since chunks were looked for
+        self._rows_since = 0  # that came in them
+        self._taken = 0  # in so many of them, blocks that came are noted in `tracked`
+        self._with_logits = 0  # scheduled captures that must be looked at in each step
         self.handed = 0  # rows handed to the workers since the start
         self.gathered = 0  # of these, rows that the slowest worker has gathered
         self.lost: dict[int, list[list[int]]] = {}
@@ -162,56 +158,52 @@ class Tracker:
         self.pending_closes = []
         for request_id in output.preempted_req_ids or ():
             if request_id in self.tracked:
+                self._take_blocks(group)
                 leaving = self.tracked[request_id]
                 metadata.preempted.append(leaving.capture)
                 self._export_chunks(leaving, self._computed_before(request_id), metadata.leaving)
-        self._before.append(output)
-        self._take_blocks(output.scheduled_cached_reqs, group)
+        self._since.append(output)
+        self._rows_since += output.total_num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             tracked = self.tracked.get(new.req_id)
             if tracked is not None:
                 tracked.blocks = list(new.block_ids[group])
                 if not tracked.opened:
                     tracked.opened = True
+                    self._with_logits += tracked.has_logits
                     metadata.opens.append(self._open(tracked))
-                    self._turns[tracked.capture % STEPS_TOGETHER][new.req_id] = tracked
-                    if tracked.has_logits:
-                        self._sampled[new.req_id] = tracked
-        for request_id, tracked in self._whose_turn(output.total_num_scheduled_tokens).items():
-            computed = tracked.request.num_computed_tokens + scheduled.get(request_id, 0)
-            self._export_chunks(tracked, computed, metadata.chunks)
-        for request_id, tracked in self._sampled.items():
-            self._take_sample(tracked, tracked.request.num_computed_tokens + scheduled.get(request_id, 0), metadata)
+        # A quarter of the staging memory is taken at a time.
+        if self._with_logits or len(self._since) >= STEPS_TOGETHER or self._rows_since > self.keep_rows // 2:
+            self._take_blocks(group)
+            self._since.clear()
+            self._rows_since = self._taken = 0
+            for request_id, tracked in self.tracked.items():
+                if tracked.opened:
+                    computed = tracked.request.num_computed_tokens + scheduled.get(request_id, 0)
+                    self._export_chunks(tracked, computed, metadata.chunks)
+                    if self._with_logits:
+                        self._take_sample(tracked, computed, metadata)
         return metadata
 
-    def _take_blocks(self, cached: CachedRequestData, group: int) -> None:
+    def _take_blocks(self, group: int) -> None:
         """Note the blocks that requests were given which ran before."""
-        for request_id in cached.resumed_req_ids:
-            if request_id in self.tracked:
-                self.tracked[request_id].blocks = []
-        given = zip(cached.req_ids, cached.new_block_ids, strict=True)
-        for request_id, new in compress(given, cached.new_block_ids):  # most are given none
-            if request_id in self.tracked:
-                self.tracked[request_id].blocks.extend(new[group])
-
-    def _whose_turn(self, tokens: int) -> dict[str, Tracked]:
-        """Scheduled requests that are looked at for chunks in a step of so many tokens.
-
-        All, where that many rows came that a quarter of the staging memory is taken.
-        """
-        self._turn = (self._turn + 1) % STEPS_TOGETHER
-        self._rows_since = tokens + (self._rows_since if self._turn else 0)
-        if self._rows_since <= self.keep_rows // 2:
-            return self._turns[self._turn]
-        self._rows_since = 0
-        return {request_id: tracked for turn in self._turns for request_id, tracked in turn.items()}
+        for output in self._since[self._taken :]:
+            cached = output.scheduled_cached_reqs
+            for request_id in cached.resumed_req_ids:
+                if request_id in self.tracked:
+                    self.tracked[request_id].blocks = []
+            given = zip(cached.req_ids, cached.new_block_ids, strict=True)
+            for request_id, new in compress(given, cached.new_block_ids):  # most are given none
+                if request_id in self.tracked:
+                    self.tracked[request_id].blocks.extend(new[group])
+        self._taken = len(self._since)
 
     def _computed_before(self, request_id: str) -> int:
-        """Tokens that a request had computed before this step, 0 if it has had its turn since it was last in a step.
+        """Tokens that a request had computed before this step, 0 if it was in no step since chunks were looked for.
 
         Of a preempted request the scheduler does not know it any more.
         """
-        for step in reversed(self._before):
+        for step in reversed(self._since):
             if request_id in step.num_scheduled_tokens:
                 cached = step.scheduled_cached_reqs
                 computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -298,8 +290,7 @@ class Tracker:
         self.quota.ended(tracked.path, nothing=not tracked.opened)
         if not tracked.opened:
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
-        self._turns[tracked.capture % STEPS_TOGETHER].pop(request_id)
-        self._sampled.pop(request_id, None)
+        self._with_logits -= tracked.has_logits
         close = self._close(tracked, blocks)
         keep = self._keeps(blocks)
         self.pending_closes.append(close)
