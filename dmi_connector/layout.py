@@ -77,7 +77,8 @@ class RowField:
 class HookShard:
     """How a hook's width is split over ranks: into `shards` slices of `width` elements. This rank has slice `shard`.
 
-    owner is False where another rank has the same slice and writes it.
+    owner is False where another rank has the same slice and writes it. Of a hook that all ranks have whole, the first
+    rank is the owner here; `whole_hooks` shares these out.
     """
 
     width: int
@@ -95,6 +96,28 @@ def shard_of(hook: Hook, dims: ModelDims, tp: int, rank: int) -> HookShard:
         copies = tp // dims.kv_heads
         return HookShard(dims.head_dim, dims.kv_heads, rank // copies, rank % copies == 0)
     return HookShard(width // tp, tp, rank, True)
+
+
+def whole_hooks(sizes: Mapping[str, int], logits: int, dims: ModelDims, tp: int) -> dict[str, int]:
+    """Which rank writes each hook that all ranks have whole, so that ranks write about as many bytes.
+
+    sizes: bytes of a token on one rank, by hook. logits: of a row of logits, which rank 0 writes. The largest hook is
+    given out first, always to the rank that has the fewest bytes.
+    """
+    loads = [logits] + [0] * (tp - 1)
+    whole = []
+    for name, size in sizes.items():
+        shards = [shard_of(HOOKS[name], dims, tp, rank) for rank in range(tp)]
+        if shards[0].shards == 1:
+            whole.append(name)
+            continue
+        for rank, shard in enumerate(shards):
+            loads[rank] += size * shard.owner
+    found = {}
+    for name in sorted(whole, key=lambda name: -sizes[name]):
+        found[name] = loads.index(min(loads))
+        loads[found[name]] += sizes[name]
+    return found
 
 
 @dataclass(frozen=True)
@@ -204,7 +227,7 @@ class ArraySpec:
         if not 0 <= self.rank < self.shards:
             raise ValueError(
                 f"array {self.name!r}: rank {self.rank} is outside its {self.shards} shards;"
-                " an unsharded array is written by rank 0 alone"
+                " an unsharded array has slice 0 alone"
             )
         if self.per_sample and self.layers:
             raise ValueError(f"array {self.name!r}: a per-sample array has no layers, got {self.layers}")
@@ -245,17 +268,19 @@ class PayloadLayout:
     travel in payloads of their own.
 
     arrays: those this rank writes, token arrays in payload order. chunk_tokens: token rows of a full chunk.
-    segment_tokens: token rows of a shard file. Raises ValueError for what the format cannot hold.
+    segment_tokens: token rows of a shard file. elsewhere: on rank 0, arrays that other ranks write whole. Raises
+    ValueError for what the format cannot hold.
     """
 
     arrays: tuple[ArraySpec, ...]
     chunk_tokens: int = 128
     segment_tokens: int = 1024
     codec: str = "zstd"
+    elsewhere: tuple[ArraySpec, ...] = ()
 
     def __post_init__(self) -> None:
         chunk, segment = self.chunk_tokens, self.segment_tokens
-        names = [a.name for a in self.arrays]
+        names = [a.name for a in (*self.arrays, *self.elsewhere)]
         if len(set(names)) != len(names):
             raise ValueError(f"array names repeat: {names}")
         if chunk < 1:
@@ -301,9 +326,11 @@ class PayloadLayout:
             "chunk_tokens": self.chunk_tokens,
             "segment_tokens": self.segment_tokens,
             "codec": self.codec,
+            "elsewhere": [a.to_json() for a in self.elsewhere],
         }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PayloadLayout:
         """What `to_json` gave."""
-        return cls(**{**values, "arrays": tuple(ArraySpec(**a) for a in values["arrays"])})
+        arrays = {name: tuple(ArraySpec(**a) for a in values[name]) for name in ("arrays", "elsewhere")}
+        return cls(**{**values, **arrays})

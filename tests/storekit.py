@@ -56,10 +56,11 @@ class Store:
         chunk: int = 128,
         segment: int = 256,
         codec: str = "none",
+        elsewhere: Sequence[ArraySpec] = (),
         **names: Any,
     ) -> CaptureRecord:
         """Begin a capture of a prompt of 10 tokens."""
-        layout = self.captures.register(PayloadLayout(arrays, chunk, segment, codec))
+        layout = self.captures.register(PayloadLayout(arrays, chunk, segment, codec, tuple(elsewhere)))
         attrs = {"prompt_len": 10, "model": "tiny", **(attrs or {})}
         return self.captures.open(layout, str(path), attrs, **names)
 

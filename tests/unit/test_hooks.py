@@ -22,7 +22,15 @@ from dmi_connector.hooks import (
     narrow,
     parse_selection,
 )
-from dmi_connector.layout import HEADER_BYTES, ROW_ALIGN, ROW_BYTES_ALIGN, hook_reductions, row_layout, shard_of
+from dmi_connector.layout import (
+    HEADER_BYTES,
+    ROW_ALIGN,
+    ROW_BYTES_ALIGN,
+    hook_reductions,
+    row_layout,
+    shard_of,
+    whole_hooks,
+)
 from dmi_connector.reduce import ReduceError
 
 DENSE = ModelDims("Dense", 8, hidden=64, heads=4, kv_heads=2, head_dim=32, intermediate=96, vocab=512)
@@ -208,6 +216,35 @@ def test_the_owners_of_a_hook_hold_each_column_once(name: str, tp: int) -> None:
     assert shards[0].width * shards[0].shards == dims.width(HOOKS[name])
     if not HOOKS[name].sharded:
         assert owned == [0]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("logits", [0, 600])
+def test_ranks_share_whole_hooks_out_by_bytes(tp: int, logits: int) -> None:
+    """No rank could give a hook away and have fewer bytes than before without another having more than it had."""
+    dims = ModelDims("Wide", 2, 64, 8, 2, head_dim=32, intermediate=96, vocab=512, experts=4, top_k=2)
+    sizes = {
+        "resid_pre": 500,
+        "z": 128,
+        "ln1": 300,
+        "q": 100,
+        "mlp_out": 300,
+        "router_logits": 8,
+        "k": 64,
+        "attn_out": 10,
+    }
+    writer = whole_hooks(sizes, logits, dims, tp)
+    split = {name: [shard_of(HOOKS[name], dims, tp, rank) for rank in range(tp)] for name in sizes}
+    assert set(writer) == {name for name, shards in split.items() if shards[0].shards == 1}
+    if tp == 1:
+        assert set(writer) == set(sizes) and set(writer.values()) == {0}
+    loads = [0] * tp
+    for name, size in sizes.items():
+        for rank in range(tp):
+            loads[rank] += size * (writer[name] == rank if name in writer else split[name][rank].owner)
+    loads[0] += logits
+    for name, rank in writer.items():
+        assert all(loads[rank] - sizes[name] <= load for load in loads), name
 
 
 def test_the_first_rule_that_matches_a_hook_gives_its_reduction() -> None:

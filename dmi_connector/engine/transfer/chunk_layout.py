@@ -10,7 +10,7 @@ import numpy as np
 
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.hooks import HOOKS, hook_dtype
-from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout, shard_of
+from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout, shard_of, whole_hooks
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,21 +38,28 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
     Hooks that another rank writes are left out.
     """
     arrays: list[ArraySpec] = []
+    elsewhere: list[ArraySpec] = []
     logits: list[ArraySpec] = []
     table: list[tuple[int, int, int]] = []
     base = 0
-    for name, layers in hooks.items():
-        hook = HOOKS[name]
+    of_rows = {name: layers for name, layers in hooks.items() if HOOKS[name].scope != "sampled"}
+    for name in hooks.keys() - of_rows.keys():
+        dtype = hook_dtype(HOOKS[name], context.dtype)
+        logits.append(ArraySpec(name, dtype, (), context.dims.width(HOOKS[name])))
+    fields_of = {}
+    for name, layers in of_rows.items():
+        fields_of[name] = [f for layer in layers if (f := context.layout.find(name, layer)) is not None]
+        assert len(fields_of[name]) == len(layers) > 0, (name, layers)
+    sizes = {name: sum(f.nbytes for f in fields) for name, fields in fields_of.items()}
+    writer = whole_hooks(sizes, sum(spec.token_bytes for spec in logits), context.dims, context.tp)
+    for name, fields in fields_of.items():
+        hook, layers = HOOKS[name], of_rows[name]
         shard = shard_of(hook, context.dims, context.tp, rank)
         dtype = hook_dtype(hook, context.dtype)
-        if hook.scope == "sampled":
-            logits += [ArraySpec(name, dtype, (), context.dims.width(hook))] if rank == 0 else []
+        mine = writer[name] == rank if name in writer else shard.owner
+        if not mine and not (name in writer and rank == 0):
             continue
-        if not shard.owner:
-            continue
-        fields = [f for layer in layers if (f := context.layout.find(name, layer)) is not None]
-        assert len(fields) == len(layers) > 0, (name, layers)
-        for row_field in fields:
+        for row_field in fields if mine else ():
             assert row_field.nbytes % 4 == 0, f"{name}: {row_field.nbytes} bytes; the gather kernel would cut the row"
             table.append((row_field.offset, row_field.nbytes, base))
             base += row_field.nbytes
@@ -61,9 +68,16 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
         if reduction is not None:
             reduce = {**reduction.settings(), "dtype": dtype, "width": shard.width * shard.shards}
         width = stored_width * shard.shards
-        arrays.append(ArraySpec(name, stored_dtype, layers, width, shard.shards, shard.shard, reduce=reduce))
+        spec = ArraySpec(name, stored_dtype, layers, width, shard.shards, shard.shard, reduce=reduce)
+        (arrays if mine else elsewhere).append(spec)
     options = context.options
-    payload = PayloadLayout((*arrays, *logits), options.chunk_tokens, options.segment_tokens, options.codec)
+    payload = PayloadLayout(
+        (*arrays, *(logits if rank == 0 else ())),
+        options.chunk_tokens,
+        options.segment_tokens,
+        options.codec,
+        tuple(elsewhere),
+    )
     assert base == payload.header_base
     table.append((0, HEADER_SENT_BYTES, base))
     return ChunkLayout(payload, np.asarray(table, dtype=np.int64))

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import PayloadLayout
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json, losses_to_json, reason
@@ -123,7 +124,11 @@ class CaptureRecord:
     def about(self) -> dict[str, Any]:
         """What a salvage has to know of this capture (docs/FORMAT.md, section 10)."""
         facts: dict[str, Any] = {"request_id": self.request_id, "key": self.key, "created": self.created}
-        facts |= {"rank": self.rank, "ranks": self.ranks, "arrays": [a.to_json() for a in self.layout.arrays]}
+        facts |= {
+            "rank": self.rank,
+            "ranks": self.ranks,
+            "arrays": [a.to_json() for a in (*self.layout.arrays, *self.layout.elsewhere)],
+        }
         return {**facts, "attrs": dict(self.attrs)}
 
 
@@ -372,7 +377,10 @@ class Captures:
         }
         root = {"format_version": schema.FORMAT_VERSION, "start": 0, "complete": True, "reason": None, "missing": []}
         root |= attrs
-        root |= {"hooks": schema.hooks_attribute(layout.arrays), "num_tokens": end.length, "tp": record.ranks}
+        specs = [*layout.arrays, *layout.elsewhere]
+        if layout.elsewhere:
+            specs.sort(key=lambda spec: list(HOOKS).index(spec.name))
+        root |= {"hooks": schema.hooks_attribute(specs), "num_tokens": end.length, "tp": record.ranks}
         root |= {"created": record.created, "request_id": record.request_id, "key": record.key}
         root |= {"chunk_tokens": grid.chunk, "segment_tokens": grid.segment, "codec": layout.codec}
         packed = {name: pack_array(values) for name, values in arrays.items()}

@@ -277,6 +277,24 @@ def test_sharded_hooks_are_left_out_if_a_rank_wrote_nothing(tmp_path: Path, writ
     check(tmp_path / "a.zarr", values, CHUNK)
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_hooks_that_another_rank_writes_whole_are_salvaged_or_named(tmp_path: Path, other: bool) -> None:
+    """Rank 0 knows of them. other: whether rank 1 has begun."""
+    wide = ArraySpec("z", "bfloat16", (0, 2), 20)
+    values, ranks = make_values([wide, EMBED]), [Writing(), Writing()]
+    ranks[0].open(tmp_path / "a.zarr", [wide], "none", facts([wide, EMBED], 0, 2))
+    ranks[0].chunk([wide], values, 0, CHUNK)
+    if other:
+        ranks[1].open(tmp_path / "a.zarr", [EMBED], "none", facts([EMBED], 1, 2))
+        ranks[1].chunk([EMBED], values, 0, CHUNK)
+    for writing in ranks:
+        writing.kill()
+    outcome = only(repair.repair(tmp_path))
+    assert sorted(outcome.hooks) == (["embed", "z"] if other else ["z"])
+    assert outcome.notes == ([] if other else ["hooks without rows: embed"])
+    check(tmp_path / "a.zarr", values, CHUNK)
+
+
 # ---- samples and closed captures -------------------------------------------
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,32 @@ def test_the_slices_of_two_ranks_read_as_one_array(stores: kit.Store, tmp_path: 
     for spec in TP:
         np.testing.assert_array_equal(cap.numpy(spec.name), kit.to_float(values[spec.name], spec.dtype))
     assert not list((tmp_path / "a.zarr").glob(".rank*"))
+
+
+@pytest.mark.parametrize("length", [0, 40, 300])
+def test_a_hook_that_another_rank_writes_whole_is_in_the_store(stores: kit.Store, tmp_path: Path, length: int) -> None:
+    z, resid, mlp = TP
+    other, values = kit.Store(), {s.name: kit.random_bits(s, length) for s in TP}
+    mine = {"values": values, "ranks": 2, "wait": False, "elsewhere": [resid]}
+    stores.write(tmp_path / "a.zarr", [z, mlp], length, **mine)
+    halves = [replace(z, rank=1), replace(mlp, rank=1)]
+    other.write(tmp_path / "a.zarr", [*halves, resid], length, values=values, ranks=2, rank=1)
+    assert stores.flush(kit.PATIENCE) and other.shutdown(kit.PATIENCE)
+    assert verify_dir(tmp_path) == []
+    cap = open_capture(tmp_path / "a.zarr", timeout=0)
+    assert list(cap.attrs["hooks"]) == ["resid_pre", "z", "mlp_post"]
+    for spec in TP:
+        np.testing.assert_array_equal(cap.numpy(spec.name), kit.to_float(values[spec.name], spec.dtype))
+
+
+def test_hooks_of_a_rank_that_never_finishes_are_named(tmp_path: Path) -> None:
+    z, resid, _ = TP
+    alone = kit.Store(settings=WriteSettings(rank_timeout=0.5))
+    alone.write(tmp_path / "a.zarr", [z], 200, ranks=2, elsewhere=[resid])
+    assert alone.shutdown(kit.PATIENCE)
+    cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    assert list(cap.attrs["hooks"]) == ["z"] and "resid_pre" in str(cap.reason) and cap.missing == [[0, 200]]
+    assert verify_store(tmp_path / "a.zarr") == []
 
 
 def test_a_rank_that_never_finishes_makes_all_rows_missing(tmp_path: Path) -> None:
