@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.transfer import gpu_lane
+from dmi_connector.engine.transfer.gpu_lane import Index
 from tests import storekit as kit
 from tests.lanekit import BEHIND, CHUNK, Engine, Event, Lane, lost, simulate
 
@@ -84,6 +85,39 @@ def test_chunks_without_room_wait_in_the_cache(make: Callable[[int, int], Lane],
     kit.until(lambda: len(lane.delivered) == 12)
     assert lane.delivered == [*map(lane.wanted, range(12))] and sum(launches) == 24
     assert launches[0] == 6 and max(launches[1:]) > 2, "several chunks share a launch"
+
+
+def test_what_the_engine_sent_in_inference_mode_is_gathered_by_the_lane_too(
+    make: Callable[[int, int], Lane], launches: list[int]
+) -> None:
+    """vLLM runs in that mode; memory made in it cannot be written outside. The lane's thread is outside."""
+    Event.link.clear()
+    lane = make(3, 32)
+    chunks = [lane.chunk(n) for n in range(11)]
+    with torch.inference_mode():
+        lane.lane.send(chunks)
+    Event.link.set()
+    kit.until(lambda: len(lane.delivered) == 11)
+    assert lane.delivered == [*map(lane.wanted, range(11))] and lost(*chunks) == [] and len(launches) > 1
+
+
+def test_index_memory_is_used_again_once_its_gathers_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before, not twice at a time, and not for more rows than it has."""
+    simulate(monkeypatch)
+    index, event = Index(torch.device("cpu")), Event()
+    event.of_link = True
+    Event.link = threading.Event()
+    few, many = np.arange(8).reshape(2, 4), np.arange(40_000).reshape(-1, 4)
+    first, second = index.on_gpu(few), index.on_gpu(few + 1)
+    index.until(event)
+    third = index.on_gpu(few + 2)
+    index.until(event)
+    assert [t.tolist() for t in (first, second, third)] == [(few + n).tolist() for n in range(3)]
+    assert len({t.data_ptr() for t in (first, second, third)}) == 3
+    Event.link.set()
+    again, large = index.on_gpu(few + 3), index.on_gpu(many)
+    assert again.data_ptr() == first.data_ptr() and again.tolist() == (few + 3).tolist()
+    assert large.tolist() == many.tolist() and large.data_ptr() not in (second.data_ptr(), third.data_ptr())
 
 
 def test_chunks_of_many_steps_are_gathered_without_a_rest(make: Callable[[int, int], Lane]) -> None:
