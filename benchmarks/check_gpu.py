@@ -32,6 +32,8 @@ from benchmarks import common
 MODULE = "benchmarks.check_gpu"
 LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400)
 SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 4}
+SIZES_OF_ARCH: dict[str, dict[str, Any]] = {"deepseek_v2": {"qk_nope_head_dim": 128, "v_head_dim": 128}}
+"""Of --arch, where a GPU's kernels take no others."""
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320, "gpu_memory_utilization": 0.5}
 """Some prompts are prefilled in several steps, and steps have more and fewer tokens than `deferred.MOST_TOKENS`."""
 LEAST_COSINE = 0.998
@@ -290,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     from dmi_connector.analysis.fit_pca import fit_pca
     from dmi_connector.cli.tiny_models import make_model
 
-    sizes = {**SIZES, "head_dim": args.head_dim} if args.arch == "qwen3" else {}
+    sizes = {**SIZES, "head_dim": args.head_dim} if args.arch == "qwen3" else SIZES_OF_ARCH.get(args.arch, {})
     make_model(args.arch, args.model, dtype="bfloat16", **sizes)
     results: dict[str, Any] = {"header": common.header(MODULE, argv)}
     stock: dict[str, Any] = {}

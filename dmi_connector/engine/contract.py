@@ -61,6 +61,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.config:CompilationConfig.__dataclass_fields__.cudagraph_mode",
         "set to FULL after the model is built, where graphs of whole steps are right",
     ),
+    "shared_tokens": (
+        "vllm.config:ParallelConfig.use_sequence_parallel_moe",
+        "says whether ranks share out a step's tokens in expert layers, which is refused",
+    ),
     "query_starts": (
         "vllm.v1.attention.backend:CommonAttentionMetadata.__dataclass_fields__.query_start_loc",
         "query starts of a batch, which place rows of logits",

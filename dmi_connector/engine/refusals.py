@@ -45,6 +45,12 @@ def _check_parallel(parallel: ParallelConfig) -> None:
             f"ubatch_size: {parallel.ubatch_size} splits a batch into so many, which capture does not support; "
             "remove --ubatch-size"
         )
+    if parallel.use_sequence_parallel_moe:
+        raise ValueError(
+            f"enable_expert_parallel: with tensor_parallel_size {parallel.tensor_parallel_size} and data_parallel_size "
+            f"{parallel.data_parallel_size} ranks share out a step's tokens in expert layers, which capture does not "
+            "support; set one of the two sizes to 1"
+        )
 
 
 def _check_model(vllm_config: VllmConfig) -> None:

@@ -273,6 +273,22 @@ def test_an_option_that_splits_a_batch_is_refused(
         capture_context(config)
 
 
+@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2), (2, 2)])
+def test_experts_over_both_kinds_of_ranks_are_refused(
+    model: Path, tmp_path: Path, owner: str, tp: int, dp: int
+) -> None:
+    config = vllm_config(model, tmp_path, owner=owner)
+    sizes = {"tensor_parallel_size": tp, "data_parallel_size": dp, "enable_expert_parallel": True}
+    for name, value in sizes.items():
+        setattr(config.parallel_config, name, value)
+    if tp == dp == 2:
+        with pytest.raises(ValueError, match=r"enable_expert_parallel: with tensor_parallel_size 2 .* sizes to 1"):
+            capture_context(config)
+    else:
+        assert capture_context(config).tp == tp
+
+
 def test_a_list_as_additional_config_is_refused(model: Path, tmp_path: Path) -> None:
     config = vllm_config(model, tmp_path)
     config.additional_config = ["hooks"]
