@@ -11,8 +11,8 @@ The way of a prompt:
     manifest     one line for each prompt whose store is whole
 
 The position of a prompt is in the key of its store: RUN-POSITION. So what a killed run has left can be told from the
-names of stores and the manifest alone. A run that starts again (recovery) waits until no process of the killed one lives,
-looks at both, and goes on:
+names of stores and the manifest alone. A run that starts again (recovery) waits until no process of the killed one
+lives, looks at both, and goes on:
 
     store                                   line      what happens
     complete and sound                      yes       done
@@ -21,7 +21,7 @@ looks at both, and goes on:
     none                                    yes       done: somebody has removed the store
     none                                    no        done again
 
-Two locks make that safe. A run holds `.run.lock` alone, so that no other run works on the same share. All processes that
-its engines consist of hold `.life.lock` together, until the last one has ended (store/format/locks.py). Engine processes
-end with the run, also when it is killed; writers finish first what they can.
+Two locks make that safe. A run holds `.run.lock` alone, so that no other run works on the same share. All processes
+that its engines consist of hold `.life.lock` together, until the last one has ended (store/format/locks.py). Engine
+processes end with the run, also when it is killed; writers finish first what they can.
 """

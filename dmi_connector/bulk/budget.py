@@ -19,8 +19,8 @@ _BASE = 4096
 class Budget:
     """Says whether there is room for one more prompt.
 
-    Each prompt in flight counts as much as the largest store that was seen. Before one was seen, one prompt is let in at
-    a time. The stores in `out` are measured when there seems to be no room: somebody may have removed some.
+    Each prompt in flight counts as much as the largest store that was seen. Before one was seen, one prompt is let in
+    at a time. The stores in `out` are measured when there seems to be no room: somebody may have removed some.
 
     max_bytes: of the stores in `out`. min_free_bytes: that stay free on the file system. 0 for no limit.
     """

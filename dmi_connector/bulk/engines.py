@@ -189,5 +189,7 @@ def device_shares(count: int, devices: Sequence[str]) -> list[list[str]]:
         return [[] for _ in range(count)]
     each = len(devices) // count
     if not each:
-        raise ValueError(f"--data-parallel {count}: there are {len(devices)} GPUs ({', '.join(devices)}); give as many or fewer")
+        raise ValueError(
+            f"--data-parallel {count}: there are {len(devices)} GPUs ({', '.join(devices)}); give as many or fewer"
+        )
     return [list(devices[number * each : (number + 1) * each]) for number in range(count)]

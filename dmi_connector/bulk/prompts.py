@@ -34,7 +34,9 @@ class Columns:
             name, separator, column = text.partition("=")
             if not separator or not column or name not in known:
                 near = suggest(name, known)
-                raise ValueError(f"--column {text!r} is not valid{near}; write NAME=COLUMN, NAME one of {', '.join(known)}")
+                raise ValueError(
+                    f"--column {text!r} is not valid{near}; write NAME=COLUMN, NAME one of {', '.join(known)}"
+                )
             named[name] = column
         return cls(**named)
 

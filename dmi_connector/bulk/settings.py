@@ -23,11 +23,33 @@ _FORMAT = 1
 STORE_OPTIONS = ("hooks", "reduce", "codec", "chunk_tokens", "segment_tokens", "check")
 """Server options that decide what stores hold."""
 FREE_FLAGS = frozenset(
-    """gpu-memory-utilization kv-cache-memory-bytes max-num-seqs max-num-batched-tokens tensor-parallel-size
-    distributed-executor-backend enable-prefix-caching no-enable-prefix-caching enable-chunked-prefill
-    no-enable-chunked-prefill async-scheduling no-async-scheduling enforce-eager no-enforce-eager compilation-config
-    download-dir load-format max-parallel-loading-workers block-size num-gpu-blocks-override swap-space
-    cpu-offload-gb tp cc O""".split()
+    (
+        "gpu-memory-utilization",
+        "kv-cache-memory-bytes",
+        "max-num-seqs",
+        "max-num-batched-tokens",
+        "tensor-parallel-size",
+        "distributed-executor-backend",
+        "enable-prefix-caching",
+        "no-enable-prefix-caching",
+        "enable-chunked-prefill",
+        "no-enable-chunked-prefill",
+        "async-scheduling",
+        "no-async-scheduling",
+        "enforce-eager",
+        "no-enforce-eager",
+        "compilation-config",
+        "download-dir",
+        "load-format",
+        "max-parallel-loading-workers",
+        "block-size",
+        "num-gpu-blocks-override",
+        "swap-space",
+        "cpu-offload-gb",
+        "tp",
+        "cc",
+        "O",
+    )
 )
 """Flags of vLLM that change how fast stores come, but not what they hold: they may change when a run goes on."""
 
@@ -108,7 +130,9 @@ def settle(out: Path, fingerprint: Mapping[str, Any]) -> str:
         own.unlink()
     noted = json.loads(path.read_text())
     if noted.get("format") != _FORMAT:
-        raise ValueError(f"--out {out}: {RUN_NAME} is of format {noted.get('format')}; this version goes on with {_FORMAT}")
+        raise ValueError(
+            f"--out {out}: {RUN_NAME} is of format {noted.get('format')}; this version goes on with {_FORMAT}"
+        )
     for name, value in wanted.items():
         if (before := noted["settings"].get(name)) != value:
             raise ValueError(
@@ -116,5 +140,7 @@ def settle(out: Path, fingerprint: Mapping[str, Any]) -> str:
             )
     if more := noted["settings"].keys() - wanted.keys():
         name = min(more)
-        raise ValueError(f"--out {out} was begun with {name} {show(noted['settings'][name])}; give it, or another --out")
+        raise ValueError(
+            f"--out {out} was begun with {name} {show(noted['settings'][name])}; give it, or another --out"
+        )
     return str(noted["run"])
