@@ -53,6 +53,9 @@ class Death:
 class Engines(Protocol):
     """Engines as a run sees them."""
 
+    def start(self) -> None:
+        """Start them, unless that was done."""
+
     def room(self) -> int:
         """How many more prompts they should have."""
 
@@ -66,7 +69,7 @@ class Engines(Protocol):
         """No more prompts come: the engines end after those that they have."""
 
     def alive(self) -> bool:
-        """Whether an engine has not ended."""
+        """Whether an engine has not ended, or none was started yet."""
 
     def close(self) -> None:
         """End them now."""
@@ -85,7 +88,7 @@ class _Engine:
 
 
 class EngineProcesses:
-    """Starts engine processes and spreads prompts over them.
+    """Spreads prompts over engine processes.
 
     count: of engines. start: `RunSettings.engine_message`. out: directory of logs. life: path of the lock on which all
     their processes hold a part while they live. Raises ValueError where the devices do not suffice.
@@ -93,16 +96,21 @@ class EngineProcesses:
 
     def __init__(self, count: int, start: Message, out: Path, life: Path, suffix: str = "") -> None:
         self._queue: queue.SimpleQueue[tuple[Child, Message | str]] = queue.SimpleQueue()
-        shares = device_shares(count, visible_devices())
+        self._shares = device_shares(count, visible_devices())
+        self._message, self._out, self._life, self._suffix = start, out, life, suffix
         self._engines: list[_Engine] = []
-        for number, devices in enumerate(shares):
-            env = {**os.environ, LIFE_LOCK: str(life)}
+
+    def start(self) -> None:
+        if self._engines:
+            return
+        for number, devices in enumerate(self._shares):
+            env = {**os.environ, LIFE_LOCK: str(self._life)}
             if devices:
                 env[_DEVICES] = ",".join(devices)
-            log = out / f"engine{suffix}-{number}.log"
+            log = self._out / f"engine{self._suffix}-{number}.log"
             arguments = ["--parent", str(os.getpid()), "--log", str(log)]
             child = Child(f"engine {number}", PROCESS, arguments, [], self._on_message, self._on_death, env=env)
-            child.post({"start": start})
+            child.post({"start": self._message})
             self._engines.append(_Engine(child, f"engine {number}", log))
 
     def _on_message(self, child: Child, message: Message) -> None:
@@ -162,12 +170,12 @@ class EngineProcesses:
                 engine.child.finish()
 
     def alive(self) -> bool:
-        return any(engine.alive for engine in self._engines)
+        return not self._engines or any(engine.alive for engine in self._engines)
 
     def close(self) -> None:
         self.finish()
         for engine in self._engines:
-            if engine.alive and engine.has:
+            if engine.alive and (engine.has or not engine.window):
                 engine.child.process.kill()
             engine.child.join(_END_S)
 

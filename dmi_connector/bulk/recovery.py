@@ -95,10 +95,19 @@ def _stores(out: Path, run: str, order: Order) -> Iterator[tuple[int, str]]:
                 yield position, entry.name
 
 
+def ended_by_itself(finish: str | None) -> bool:
+    """Whether a request with this finish reason came to its own end. One that was aborted, as by the end of its engine,
+    leaves a complete store of the tokens until then.
+    """
+    return finish in ("stop", "length", "repetition")
+
+
 def is_sound(path: Path) -> bool:
-    """Whether a finished store is complete, and every byte of it as it was written."""
+    """Whether a finished store is complete, of a request that came to its end, and every byte of it as written."""
     try:
-        return bool(read_attrs(path)["complete"]) and not verify_store(path, begun={})
+        attrs = read_attrs(path)
+        whole = bool(attrs["complete"]) and ended_by_itself(attrs["finish_reason"])
+        return whole and not verify_store(path, begun={})
     except ValueError:
         return False
 

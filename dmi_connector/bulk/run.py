@@ -18,7 +18,7 @@ from dmi_connector.bulk.manifest import Manifest
 from dmi_connector.bulk.order import Placed, Rows
 from dmi_connector.bulk.progress import Counts, Progress
 from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
-from dmi_connector.bulk.recovery import Recovered, position_of, store_key
+from dmi_connector.bulk.recovery import Recovered, ended_by_itself, position_of, store_key
 from dmi_connector.store.read.index import CaptureInfo, IndexTail
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.retention import remove_store
@@ -64,7 +64,7 @@ class Run:
 
     run: name of the run. out: directory of the stores. rejects: open file that rows are noted in which get no store.
     writers_gone: whether no process of the engines lives any more. end_when_full: end at the budget's limit instead of
-    waiting there.
+    waiting there. generates: generated tokens have rows too.
     """
 
     def __init__(
@@ -83,15 +83,16 @@ class Run:
         chat: bool = False,
         line_offset: int | None = None,
         end_when_full: bool = False,
+        generates: bool = True,
     ) -> None:
         self._run, self._out, self._rows = run, out, rows
         self._recovered, self._engines, self._manifest, self._rejects = recovered, engines, manifest, rejects
         self._budget, self._progress, self._writers_gone = budget, progress, writers_gone
         self._columns, self._chat, self._line_offset = columns or Columns(), chat, line_offset
-        self._end_when_full = end_when_full
+        self._end_when_full, self._generates = end_when_full, generates
         self._tail = IndexTail(out, new_only=True)
         self._flights: dict[int, _Flight] = {}
-        self._again: list[_Flight] = []
+        self._again: list[_Flight] = []  # prompts that are read and not in flight: those to try again, and the next one
         self._condemned: list[Path] = []
         before = len(recovered.done) + len(recovered.found)
         self.outcome = Outcome(Counts(done=before, before=before))
@@ -106,11 +107,9 @@ class Run:
         rows = iter(self._rows)
         more = True
         while more or self._flights or self._again:
-            if more and (self.outcome.stopped or not self._engines.alive()):
+            if self.outcome.stopped or not self._engines.alive():
                 more = False
-            if not more and self._again and (self.outcome.stopped or not self._engines.alive()):
-                self.outcome.lost += len(self._again)
-                self._again.clear()
+                self._again.clear()  # these are left to the next start
             handed = False
             if more or self._again:
                 more, handed = self._hand_out(rows, more)
@@ -133,41 +132,48 @@ class Run:
     def _hand_out(self, rows: Iterator[Placed], more: bool) -> tuple[bool, bool]:
         """Give the engines what they have room for. Returns (whether rows may be left, whether one was passed)."""
         self.outcome.counts.waiting = ""
-        passed = 0
-        while passed < _ROWS_PER_TURN and self._engines.room() > 0:
-            if not self._budget.allows(len(self._flights)):
-                if self._end_when_full and not self._flights:
-                    self.stop("max_bytes")
-                    return False, False
-                self.outcome.counts.waiting = "" if self._flights else "the disk budget is used up"
+        for passed in range(_ROWS_PER_TURN):
+            if not self._again:
+                if not more or (placed := next(rows, None)) is None:
+                    return False, passed > 0
+                flight = self._take(placed)
+                if flight is None:
+                    continue
+                self._again.append(flight)
+            self._engines.start()
+            if self._engines.room() <= 0 or not self._has_space():
                 return more, False
-            if self._again:
-                self._submit(self._again.pop())
-            elif not more or (placed := next(rows, None)) is None:
-                return False, passed > 0
-            else:
-                self._take(placed)
-            passed += 1
-        return more, passed > 0
+            self._submit(self._again.pop())
+        return more, True
 
-    def _take(self, placed: Placed) -> None:
-        """Make a prompt of a row and hand it to an engine, unless it is done."""
+    def _has_space(self) -> bool:
+        """Whether the budget has room for one more prompt. Stops the run where it is to end without."""
+        if self._budget.allows(len(self._flights)):
+            return True
+        if not self._flights:
+            if self._end_when_full:
+                self.stop("max_bytes")
+            self.outcome.counts.waiting = "the disk budget is used up"
+        return False
+
+    def _take(self, placed: Placed) -> _Flight | None:
+        """Make a prompt of a row, unless it is done."""
         if placed.position in self._recovered.done:
-            return
+            return None
         found = self._recovered.found.pop(placed.position, None)
         row: object = None
         try:
             row = self._rows.load(placed.raw)
             if row is None:
-                return
+                return None
             prompt = Prompt.of(row, self._columns, self._chat)
         except BadRow as error:
             self._reject(placed, _id_of(row, self._columns), str(error))
-            return
+            return None
         if found is not None:
             self._manifest.add(self._found_entry(placed, prompt, found))
-            return
-        self._submit(_Flight(placed, prompt))
+            return None
+        return _Flight(placed, prompt)
 
     def _submit(self, flight: _Flight) -> None:
         position = flight.placed.position
@@ -250,23 +256,24 @@ class Run:
             return
         position = flight.placed.position
         del self._flights[position]
-        if info.state == "complete":
+        if info.state == "complete" and ended_by_itself(answer.finish_reason):
             nbytes = info.bytes or 0
             self._budget.stored(nbytes)
             self.outcome.counts.done += 1
             self.outcome.counts.tokens += answer.prompt_tokens + answer.generated_tokens
             self.outcome.counts.bytes += nbytes
             tokens = answer.prompt_tokens, answer.generated_tokens
-            entry = self._entry(flight.placed, flight.prompt, info.store.name, tokens, answer.finish_reason, nbytes)
+            finish = answer.finish_reason if self._generates else None
+            entry = self._entry(flight.placed, flight.prompt, info.store.name, tokens, finish, nbytes)
             self._manifest.add(entry)
             return
-        if info.state == "incomplete":
+        if info.state in ("complete", "incomplete"):
             self._condemned.append(info.store)
             self._clear_condemned()
         if flight.tries < _TRIES and not self.outcome.stopped and self._engines.alive():
             self._again.append(_Flight(flight.placed, flight.prompt, tries=flight.tries + 1))
         else:
-            reason = f"its capture is {info.state}: {info.reason}"
+            reason = f"its capture is {info.state} ({info.reason}), its request ended with {answer.finish_reason}"
             self._reject(flight.placed, flight.prompt.id, reason, failed=True)
 
     def _clear_condemned(self) -> None:

@@ -174,6 +174,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
             settings.chat,
             source.line_offset,
             options.when_full == "end",
+            options.max_tokens is not None,
         )
         with stopped_by_signals(job.stop):
             outcome = job.go()

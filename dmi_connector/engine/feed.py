@@ -76,13 +76,15 @@ class EngineFeed:
 
         name: by which `step` calls it. key: of its store. prompt: `Prompt.to_json()`. Raises PromptRefused.
         """
-        from jinja2 import TemplateError
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
             given = self._given(prompt)
             self._engine.add_request(name, given, self._make_sampling(key))
-        except (ValueError, TypeError, KeyError, OverflowError, TemplateError) as error:
-            raise PromptRefused(f"{error or type(error).__name__}") from error
+        except EngineDeadError:
+            raise
+        except Exception as error:  # whatever templates and tokenizers raise, other prompts may be fine
+            raise PromptRefused(f"{type(error).__name__}: {error}") from error
 
     def _given(self, prompt: Mapping[str, Any]) -> Any:
         if "token_ids" in prompt:
@@ -108,7 +110,7 @@ class EngineFeed:
                         name=output.request_id,
                         prompt=len(output.prompt_token_ids),
                         generated=len(answer.token_ids) if self._max_tokens is not None else 0,
-                        finish=answer.finish_reason if self._max_tokens is not None else None,
+                        finish=answer.finish_reason,
                         store=params.get("dmi_store"),
                         error=params.get("dmi_error"),
                     )
