@@ -82,6 +82,7 @@ class _Engine:
     log: Path
     window: int = 0  # 0 before it is ready
     has: set[int] = field(default_factory=set)
+    answered: int = 0
     alive: bool = True
     finishing: bool = False
     failure: str | None = None
@@ -158,6 +159,7 @@ class EngineProcesses:
             engine.has.discard(message["refused"])
             return [Answer(message["refused"], refused=message["why"])]
         elif "ended" in message:
+            engine.answered += 1
             engine.has.discard(message["ended"])
             fields = ("prompt_tokens", "generated_tokens", "finish_reason", "store", "error")
             return [Answer(message["ended"], **{name: message[name] for name in fields})]
@@ -171,6 +173,10 @@ class EngineProcesses:
 
     def alive(self) -> bool:
         return not self._engines or any(engine.alive for engine in self._engines)
+
+    def answered(self) -> list[int]:
+        """Prompts that each engine has answered, [] if none was started."""
+        return [engine.answered for engine in self._engines]
 
     def close(self) -> None:
         self.finish()

@@ -171,7 +171,7 @@ class RandomLines:
         with tempfile.TemporaryFile(dir=scratch) as starts:
             count = self._write_starts(starts)
             starts.flush()
-            self._starts = np.memmap(starts, np.uint64, "r", shape=(count,)) if count else np.empty(0, np.uint64)
+            self._starts = np.memmap(starts, np.uint64, "r", shape=(count + 1,))
 
     def _write_starts(self, starts: Any) -> int:
         self._file.seek(0)
@@ -187,14 +187,15 @@ class RandomLines:
                 ends = ends[:-1]  # a line begins there only if more follows
             starts.write(ends.tobytes())
             count += len(ends)
+        starts.write(np.uint64(at).tobytes())  # the end of the last line
         return count
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._starts) - 1
 
     def __getitem__(self, number: int) -> bytes:
-        self._file.seek(int(self._starts[number]))
-        return self._file.readline(LONGEST_LINE + 1)
+        start, stop = (int(at) for at in self._starts[number : number + 2])
+        return os.pread(self._file.fileno(), min(stop - start, LONGEST_LINE + 1), start)
 
 
 class _Columnar:

@@ -178,7 +178,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
         )
         with stopped_by_signals(job.stop):
             outcome = job.go()
-    return _summarise(outcome, out, suffix, progress)
+    return _summarise(outcome, engines.answered(), out, suffix, progress)
 
 
 def _free(life: Path) -> bool:
@@ -212,7 +212,7 @@ def _say_recovered(recovered: Recovered, progress: Progress) -> None:
     progress.say(event, text)
 
 
-def _summarise(outcome: Outcome, out: Path, suffix: str, progress: Progress) -> int:
+def _summarise(outcome: Outcome, answered: list[int], out: Path, suffix: str, progress: Progress) -> int:
     counts = outcome.counts
     rejects = out / f"rejects{suffix}.jsonl"
     event = {
@@ -223,6 +223,7 @@ def _summarise(outcome: Outcome, out: Path, suffix: str, progress: Progress) -> 
         "failed": counts.failed,
         "lost": outcome.lost,
         "stopped": outcome.stopped,
+        "engines": answered,
         "tokens": counts.tokens,
         "bytes": counts.bytes,
         "manifest": str(out / f"manifest{suffix}.jsonl"),
