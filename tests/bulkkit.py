@@ -184,7 +184,7 @@ def start_run(
     manifest = out / f"manifest{order.suffix}.jsonl"
     recovered = recover(out, RUN, order, manifest, redo_missing)
     source = open_source(prompts, Columns())
-    rejects = open(out / f"rejects{order.suffix}.jsonl", "w")
+    rejects = (out / f"rejects{order.suffix}.jsonl").open("w")
     return Run(
         RUN,
         out,

@@ -54,7 +54,9 @@ def why(out: Path, *texts: str) -> str:
     return "\n".join([*texts, *(path.read_text()[-3000:] for path in sorted(out.glob("engine*.log")))])
 
 
-def check_whole(out: Path, prompts: Mapping[int, Sequence[int]], manifests: Sequence[str] = ("manifest.jsonl",)) -> None:
+def check_whole(
+    out: Path, prompts: Mapping[int, Sequence[int]], manifests: Sequence[str] = ("manifest.jsonl",)
+) -> None:
     """Each prompt is in exactly one store, which is complete and sound, and has exactly one line, which names it."""
     assert not list(out.glob("*.partial"))
     entries = [entry for name in manifests for entry in read_manifest(out / name)]

@@ -121,6 +121,8 @@ class EngineProcesses:
         self._queue.put((child, how))
 
     def room(self) -> int:
+        if any(e.alive and not e.window for e in self._engines):
+            return 0  # all begin together, so that each has its part of a small set of prompts
         return max((e.window - len(e.has) for e in self._engines if e.alive), default=0)
 
     def submit(self, position: int, key: str, prompt: Mapping[str, Any]) -> None:

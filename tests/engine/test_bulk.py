@@ -45,7 +45,10 @@ def done(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
         return ids
 
     rows: list[tuple[str, list[int] | None]] = [
-        (json.dumps({"text": "what is the capital of france?", "id": "f"}), tokenizer.encode("what is the capital of france?")),
+        (
+            json.dumps({"text": "what is the capital of france?", "id": "f"}),
+            tokenizer.encode("what is the capital of france?"),
+        ),
         (json.dumps({"prompt_token_ids": prompt(300)}), prompt(300)),
         ("{ no json", None),
         (json.dumps({"messages": CHAT}), chat(CHAT, False)),

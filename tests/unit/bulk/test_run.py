@@ -52,7 +52,9 @@ def test_bad_rows_are_listed_and_the_rest_goes_on(store: Path, out: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "fault", [{"complete": False, "reason": "a disk was full"}, {"finish_reason": "abort"}], ids=["incomplete", "aborted"]
+    "fault",
+    [{"complete": False, "reason": "a disk was full"}, {"finish_reason": "abort"}],
+    ids=["incomplete", "aborted"],
 )
 def test_an_incomplete_capture_is_done_again(fault: dict[str, Any], store: Path, out: Path, tmp_path: Path) -> None:
     engines = FakeEngines(store, out, faults={2: fault})
@@ -75,7 +77,9 @@ def test_a_capture_that_stays_incomplete_fails_and_is_tried_by_the_next_start(
     engines = Bad(store, out)
     outcome = go(prompts, out, engines)
     assert not outcome.all_done and outcome.counts.failed == 1 and engines.submitted.count(2) == 2
-    assert [(e["row"], e["kind"]) for e in rejects(out)] == [(2, "failed")] and "a disk was full" in rejects(out)[0]["reason"]
+    assert [(e["row"], e["kind"]) for e in rejects(out)] == [(2, "failed")] and "a disk was full" in rejects(out)[0][
+        "reason"
+    ]
     check_whole(out, [0, 1, 3, 4])
     assert go(prompts, out, FakeEngines(store, out)).all_done
     check_whole(out, range(5))

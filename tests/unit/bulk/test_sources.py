@@ -145,7 +145,7 @@ def test_small_inputs(count: int, tmp_path: Path) -> None:
 def test_only_columns_that_are_wanted_are_read(tmp_path: Path) -> None:
     path = as_parquet(tmp_path / "p.parquet", 3)
     assert set(loaded(open_source(path, Columns(prompt="id", id="other")), Order(), tmp_path)[0][2]) == {"id", "other"}
-    with pytest.raises(ValueError, match="has none of the columns text, .*; its columns: prompt, id, other"):
+    with pytest.raises(ValueError, match=r"has none of the columns text, .*; its columns: prompt, id, other"):
         next(iter(open_source(path, Columns(prompt="text", id="name"))))
 
 
@@ -163,7 +163,7 @@ def test_values_that_json_lacks_are_bad_rows_in_any_order(tmp_path: Path) -> Non
     pq.write_table(pa.table({"prompt": [b"bytes"]}), tmp_path / "p.parquet")
     source = open_source(tmp_path / "p.parquet", Columns())
     for order in (Order(), Order(shuffle=0)):
-        with pytest.raises(BadRow, match="prompt: .*, not a text"):
+        with pytest.raises(BadRow, match=r"prompt: .*, not a text"):
             Prompt.of(loaded(source, order, tmp_path)[0][2], Columns())
 
 
