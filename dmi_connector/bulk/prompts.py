@@ -65,7 +65,7 @@ class Prompt:
         Token ids go before messages, messages before text. A column that holds null counts as absent.
         """
         if not isinstance(row, Mapping):
-            raise BadRow(f"the row is {_kind(row)}, not an object with columns")
+            raise BadRow("the row is not an object with columns")
         name = _name(row, columns)
         if (ids := row.get(columns.prompt_token_ids)) is not None:
             return cls(token_ids=_token_ids(columns.prompt_token_ids, ids), id=name)
@@ -75,7 +75,7 @@ class Prompt:
             wanted = ", ".join(columns.names[:3])
             raise BadRow(f"the row has none of the columns {wanted}; its columns: {', '.join(map(str, row)) or 'none'}")
         if not isinstance(text, str):
-            raise BadRow(f"{columns.prompt}: {show(text)} is {_kind(text)}, not a text")
+            raise BadRow(f"{columns.prompt}: {show(text)} is not a text")
         if not text:
             raise BadRow(f"{columns.prompt}: the text is empty")
         if chat:
@@ -94,12 +94,12 @@ def _name(row: Mapping[str, Any], columns: Columns) -> str | None:
         return name
     if isinstance(name, int) and not isinstance(name, bool):
         return str(name)
-    raise BadRow(f"{columns.id}: {show(name)} is {_kind(name)}, not a text or a whole number")
+    raise BadRow(f"{columns.id}: {show(name)} is not a text or a whole number")
 
 
 def _token_ids(column: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise BadRow(f"{column}: {show(value)} is {_kind(value)}, not a list of token ids")
+        raise BadRow(f"{column}: {show(value)} is not a list of token ids")
     if not value:
         raise BadRow(f"{column}: the list is empty")
     for item in value:
@@ -115,20 +115,3 @@ def _messages(column: str, value: object) -> tuple[dict[str, Any], ...]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BadRow(f"{column}: {show(message)} is not a message with a role and a content")
     return tuple(dict(message) for message in value)
-
-
-def _kind(value: object) -> str:
-    """The kind of a value in the words of JSON."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true or false"
-    if isinstance(value, int | float):
-        return "a number"
-    if isinstance(value, str):
-        return "a text"
-    if isinstance(value, Mapping):
-        return "an object"
-    if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return "a list"
-    return f"of the type {type(value).__name__}"

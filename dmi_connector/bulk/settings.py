@@ -129,9 +129,9 @@ def settle(out: Path, fingerprint: Mapping[str, Any]) -> str:
             os.link(own, path)
         own.unlink()
     noted = json.loads(path.read_text())
-    if noted.get("format") != _FORMAT:
+    if (found := noted.get("format")) != _FORMAT:
         raise ValueError(
-            f"--out {out}: {RUN_NAME} is of format {noted.get('format')}; this version goes on with {_FORMAT}"
+            f"--out {out}: {RUN_NAME} is of format {found}, this version writes {_FORMAT}; give another --out"
         )
     for name, value in wanted.items():
         if (before := noted["settings"].get(name)) != value:
@@ -141,6 +141,6 @@ def settle(out: Path, fingerprint: Mapping[str, Any]) -> str:
     if more := noted["settings"].keys() - wanted.keys():
         name = min(more)
         raise ValueError(
-            f"--out {out} was begun with {name} {show(noted['settings'][name])}; give it, or another --out"
+            f"--out {out} was begun with {name} {show(noted['settings'][name])}; give it too, or another --out"
         )
     return str(noted["run"])

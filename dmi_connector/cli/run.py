@@ -146,9 +146,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     suffix = settings.order.suffix
     with ExitStack() as stack:
         if not stack.enter_context(lock_alone(out / f".run{suffix}.lock")):
-            raise ValueError(
-                f"--out {out}: another dmi run works on it; wait for its end, or give another --shard or --out"
-            )
+            raise ValueError(f"--out {out}: another dmi run works on it; wait for its end, or give another --shard")
         life, manifest_path = out / f"{LIFE_NAME}{suffix}", out / f"manifest{suffix}.jsonl"
         recovered = _recover(out, name, settings.order, manifest_path, life, options.redo_missing, progress)
         _say_recovered(recovered, progress)

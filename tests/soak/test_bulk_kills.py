@@ -35,9 +35,13 @@ def begun(out: Path) -> int:
     return len(list(out.glob("*.zarr"))) + len(list(out.glob("*.partial")))
 
 
-def wait_for_stores(process: subprocess.Popen[bytes], out: Path, count: int) -> bool:
-    """Wait until so many stores were begun. Returns whether the run still lives."""
-    until(lambda: process.poll() is not None or begun(out) >= count, f"no {count} stores were begun in {out}")
+def wait_for_stores(process: subprocess.Popen[bytes], out: Path, count: int, finished: bool = False) -> bool:
+    """Wait until there are so many stores, finished or at least begun. Returns whether the run still lives."""
+
+    def stores() -> int:
+        return len(list(out.glob("*.zarr"))) if finished else begun(out)
+
+    until(lambda: process.poll() is not None or stores() >= count, f"there are not {count} stores in {out}")
     return process.poll() is None
 
 
@@ -75,17 +79,18 @@ def kill_often(model: Path, folder: Path, kills: int, rng: random.Random) -> lis
     ids, done = write_ids(path, MANY), []
     for number in range(kills):
         process = start(model, path, out, log)
-        stored = len(list(out.glob("*.zarr")))
+        stored = sum(1 for _ in read_manifest(out / "manifest.jsonl"))
         if rng.random() < 0.15:
             time.sleep(rng.uniform(0, 15))  # somewhere in its start
             lives, when = process.poll() is None, "while it started"
         else:
-            more = rng.randint(1, 150)
-            lives, when = wait_for_stores(process, out, stored + more), f"after {more} more stores were begun"
+            more, finished = rng.randint(1, 150), rng.random() < 0.6
+            lives = wait_for_stores(process, out, stored + more, finished)
+            when = f"after {more} more stores were {'finished' if finished else 'begun'}"
         assert lives, why(out, log.read_text())
         everything = rng.random() < 0.4
         kill_run(process, everything)
-        done.append(f"kill {number + 1}: {'all' if everything else 'the run'} {when}; {stored} were finished before")
+        done.append(f"kill {number + 1}: {'all' if everything else 'the run'} {when}; {stored} lines before")
         print(done[-1], flush=True)
     finish(model, path, out, ids)
     return done

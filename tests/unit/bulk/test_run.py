@@ -46,8 +46,8 @@ def test_bad_rows_are_listed_and_the_rest_goes_on(store: Path, out: Path, tmp_pa
     assert all(entry["row"] == line - 1 and entry["kind"] == "rejected" for line, entry in found.items())
     assert "no JSON" in found[2]["reason"] and found[5]["reason"] == "the prompt is too long"
     assert (found[5]["id"], found[8]["id"], found[9]["id"]) == ("id-4", "three", "4")
-    assert found[8]["reason"] == "prompt: 3 is a number, not a text"
-    assert "none of the columns" in found[9]["reason"] and "a text, not an object" in found[10]["reason"]
+    assert found[8]["reason"] == "prompt: 3 is not a text"
+    assert "none of the columns" in found[9]["reason"] and "is not an object" in found[10]["reason"]
     assert (outcome.counts.done, outcome.counts.rejected, outcome.counts.failed) == (4, 5, 0)
 
 

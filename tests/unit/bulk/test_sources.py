@@ -163,7 +163,7 @@ def test_values_that_json_lacks_are_bad_rows_in_any_order(tmp_path: Path) -> Non
     pq.write_table(pa.table({"prompt": [b"bytes"]}), tmp_path / "p.parquet")
     source = open_source(tmp_path / "p.parquet", Columns())
     for order in (Order(), Order(shuffle=0)):
-        with pytest.raises(BadRow, match=r"prompt: .*, not a text"):
+        with pytest.raises(BadRow, match=r"prompt: .* is not a text"):
             Prompt.of(loaded(source, order, tmp_path)[0][2], Columns())
 
 
