@@ -73,7 +73,7 @@ class ByHand:
         from vllm import SamplingParams
 
         begin = time.perf_counter()
-        prompts: list[Any] = [json.loads(line) for line in open(path)]
+        prompts: list[Any] = [json.loads(line) for line in path.read_text().splitlines()]
         sampling = [
             SamplingParams(
                 max_tokens=self.args.max_tokens,
@@ -123,6 +123,7 @@ class Bulk:
         while self.engines.room() <= 0:
             if found := self.engines.events(1.0):
                 raise RuntimeError(str(found[0]))
+        self.facts = {"window": self.engines.room()}
 
     def round(self, path: Path) -> dict[str, Any]:
         """Capture all prompts of a file."""
