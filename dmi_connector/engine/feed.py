@@ -50,9 +50,8 @@ class EngineFeed:
         sampling: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        from vllm.engine.arg_utils import EngineArgs
+        from vllm import EngineArgs, LLMEngine
         from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.llm_engine import LLMEngine
 
         self._make_sampling, self._max_tokens = _sampling(sampling or {}, max_tokens), max_tokens
         own = [text for name, value in capture_args(**capture).items() for text in (f"--{name}", json.dumps(value))]
@@ -124,7 +123,7 @@ class EngineFeed:
 
 def _parser() -> Any:
     """vLLM's parser of engine arguments, whose errors are OptionErrors."""
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):
