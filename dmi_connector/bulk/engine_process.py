@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.dup(1)
-    log = os.open(args.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    log = os.open(args.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     for number in (1, 2):
         os.dup2(log, number)
     inbox = Inbox(os.dup(0))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -24,10 +25,10 @@ from dmi_connector.bulk.recovery import Recovered, recover
 from dmi_connector.bulk.run import Outcome, Run, stopped_by_signals
 from dmi_connector.bulk.settings import RunSettings, settle
 from dmi_connector.bulk.sources import identity, open_source
-from dmi_connector.cli.serve import add_options, refuse_conflicts
+from dmi_connector.cli.serve import add_options, leave_graphs, refuse_conflicts
 from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store.format.locks import lock_alone
-from dmi_connector.store.format.paths import make_directory
+from dmi_connector.store.format.paths import UMASKS, make_directory
 from dmi_connector.wording import format_bytes
 
 USAGE = """dmi run --model MODEL --prompts FILE|DIR --out DIR [--hooks HOOKS] [--max-tokens N] [option ...]
@@ -114,6 +115,7 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str]) -> RunSetting
     """The settings of a command line. flags: those for vLLM. Raises OptionError and ValueError."""
     names = ["owner", *(option.name for option in fields(ServerOptions) if option.name not in NOT_OURS)]
     capture = {name: value for name in names if (value := getattr(options, name)) is not None}
+    leave_graphs(capture, flags)
     refuse_conflicts(flags, "dmi run")
     capture_args(**capture, store_dir=options.out)
     for name in ("n", "max_tokens", "extra_args", "output_kind"):
@@ -141,10 +143,12 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     device_shares(options.data_parallel, visible_devices())
     source = open_source(options.prompts, settings.columns)
     out = options.out.absolute()
-    make_directory(str(out), settings.capture.get("file_mode", "private"))
-    name = settle(out, settings.fingerprint(identity(options.prompts)))
+    mode = settings.capture.get("file_mode", "private")
+    make_directory(str(out), mode)
     suffix = settings.order.suffix
     with ExitStack() as stack:
+        stack.callback(os.umask, os.umask(UMASKS[mode]))
+        name = settle(out, settings.fingerprint(identity(options.prompts)))
         if not stack.enter_context(lock_alone(out / f".run{suffix}.lock")):
             raise ValueError(f"--out {out}: another dmi run works on it; wait for its end, or give another --shard")
         life, manifest_path = out / f"{LIFE_NAME}{suffix}", out / f"manifest{suffix}.jsonl"

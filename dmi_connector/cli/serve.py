@@ -87,12 +87,17 @@ def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> list
     command += ["--model", *model] if model else []
     if _config_captures(passed, given):
         return [*command, *passed]
-    if any(_GRAPHS.match(flag) for flag in passed):
-        given.setdefault("cuda_graphs", "vllm")
+    leave_graphs(given, passed)
     flags: list[str] = []
     for name, value in capture_args(**given).items():
         flags += [f"--{name}", json.dumps(value)]
     return [*command, *flags, *passed]
+
+
+def leave_graphs(given: dict[str, Any], flags: Sequence[str]) -> None:
+    """Have the connector leave CUDA graphs alone where a flag of vLLM says how they are made. given: server options."""
+    if any(_GRAPHS.match(flag) for flag in flags):
+        given.setdefault("cuda_graphs", "vllm")
 
 
 def refuse_conflicts(flags: Sequence[str], command: str, other: str = "") -> None:

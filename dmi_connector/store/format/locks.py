@@ -76,7 +76,7 @@ def lock_alone(path: str | os.PathLike[str]) -> Iterator[bool]:
 
     Raises OSError where the file system has no such locks.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         alone = True

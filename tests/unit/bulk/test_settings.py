@@ -47,6 +47,11 @@ def test_flags_become_settings_and_others_go_to_vllm() -> None:
     assert message["store_dir"] == "/o" and message["flags"] == ["--dtype", "bfloat16", "--tensor-parallel-size=2"]
 
 
+def test_graphs_are_left_alone_where_a_flag_makes_them() -> None:
+    assert parsed("--compilation-config", "{}").capture == {"cuda_graphs": "vllm"}
+    assert parsed("-cc.mode=none", "--cuda-graphs", "auto").capture == {"cuda_graphs": "auto"}
+
+
 @pytest.mark.parametrize("name", NOT_OURS)
 def test_options_of_servers_are_no_options_of_a_run(name: str) -> None:
     known = {action.dest for action in make_run_parser()._actions}
