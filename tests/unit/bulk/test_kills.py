@@ -7,11 +7,13 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dmi_connector.bulk.manifest import read_manifest
 from dmi_connector.bulk.order import Order
+from dmi_connector.store.read.verify import verify_store
 from tests import bulkkit
 from tests.bulkkit import RUN, FakeEngines, Killed, Kills, check_whole, go, template, write_prompts
 
@@ -121,14 +123,22 @@ def test_a_store_without_a_line_that_is_not_whole_is_done_again(
     check_whole(tmp_path, GOOD)
 
 
-@pytest.mark.parametrize("finish", ["abort", "error"])
-def test_a_complete_store_of_an_aborted_request_is_done_again(
-    finish: str, prompts: Path, store: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"finish_reason": "abort"},
+        {"finish_reason": "error"},
+        {"complete": False, "missing": [[0, 1]], "reason": "the engine ended before the request did"},
+    ],
+)
+def test_a_store_of_a_request_that_did_not_come_to_its_end_is_done_again(
+    changes: dict[str, Any], prompts: Path, store: Path, tmp_path: Path
 ) -> None:
-    """An engine that ends aborts its requests: their stores are complete up to there."""
+    """An engine that ends aborts its requests. The stores of those that decode are complete up to there."""
     path = tmp_path / f"{RUN}-000000003--3-aaaaaaaaaaaa.zarr"
-    for _ in bulkkit.write_store(store, path, f"{RUN}-000000003", finish_reason=finish):
+    for _ in bulkkit.write_store(store, path, f"{RUN}-000000003", **changes):
         pass
+    assert verify_store(path, begun={}) == [], "it is sound"
     engines = FakeEngines(store, tmp_path)
     go(prompts, tmp_path, engines)
     assert sorted(engines.submitted) == GOOD and not path.exists()

@@ -144,6 +144,21 @@ def test_the_budget_waits_until_somebody_removes_stores(store: Path, out: Path, 
     assert len((out / "manifest.jsonl").read_text().splitlines()) == 12
 
 
+def test_prompts_in_flight_count_as_the_largest_store(tmp_path: Path) -> None:
+    now = [0.0]
+    budget = Budget(tmp_path, max_bytes=100_000, clock=lambda: now[0])
+    assert budget.allows(0) and not budget.allows(1), "until a store was seen, one at a time"
+    budget.stored(10_000 - 4096)
+    budget.stored(20_000 - 4096)
+    assert budget.allows(2) and not budget.allows(3), "30 kB are used: three more of 20 kB fit"
+    now[0] += 5
+    assert budget.allows(4) and not budget.allows(5), "the stores are gone: five fit"
+    (tmp_path / "a.zarr").mkdir()
+    (tmp_path / "a.zarr" / "data").write_bytes(bytes(90_000))
+    assert not Budget(tmp_path, max_bytes=90_000, clock=lambda: now[0]).allows(0), "what is there at the start counts"
+    assert Budget(tmp_path, max_bytes=90_001, clock=lambda: now[0]).allows(0)
+
+
 def test_at_the_budget_a_run_can_end_and_go_on_later(store: Path, out: Path, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", 12)
     sizes = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
