@@ -13,6 +13,8 @@ from dmi_connector.bulk.sources import RandomAccess, Source
 
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
+_SAMPLE = 100
+"""Rows from which the number of all is estimated, at least."""
 
 
 class Placed(NamedTuple):
@@ -82,7 +84,7 @@ class Rows:
             end = known if order.limit is None else min(known, order.limit)
             return len(range(order.share, end, order.shares))
         fraction = self._source.fraction()
-        if not self._passed or not fraction:
+        if not fraction or (self._passed < _SAMPLE and fraction < 1):
             return None
         estimate = round(self._passed / fraction)
         return estimate if order.limit is None else min(estimate, len(range(order.share, order.limit, order.shares)))

@@ -103,7 +103,7 @@ class Run:
         self.outcome.stopped = self.outcome.stopped or why
 
     def go(self) -> Outcome:
-        """Run to the end. Raises OSError, and ValueError where no engine starts."""
+        """Run to the end of the rows, or until something stops it (`Outcome.stopped`). Raises OSError."""
         rows = iter(self._rows)
         more = True
         while more or self._flights or self._again:
