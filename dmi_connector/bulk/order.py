@@ -56,17 +56,18 @@ class Rows:
     def __init__(self, order: Order, source: Source, shuffled: RandomAccess | None) -> None:
         self._order, self._source, self._shuffled = order, source, shuffled
         self.load = source.load if shuffled is None else shuffled.load
-        self._passed = 0
+        self._passed, self._ended = 0, False
 
     def __iter__(self) -> Iterator[Placed]:
         order = self._order
         if self._shuffled is None:
             for number, raw in self._source:
                 if order.limit is not None and number >= order.limit:
-                    return
+                    break
                 if order.holds(number):
                     self._passed += 1
                     yield Placed(number, number, raw)
+            self._ended = True
             return
         assert order.shuffle is not None
         total = len(self._shuffled)
@@ -84,7 +85,9 @@ class Rows:
             end = known if order.limit is None else min(known, order.limit)
             return len(range(order.share, end, order.shares))
         fraction = self._source.fraction()
-        if not fraction or (self._passed < _SAMPLE and fraction < 1):
+        if self._ended:
+            return self._passed
+        if not fraction or self._passed < _SAMPLE:
             return None
         estimate = round(self._passed / fraction)
         return estimate if order.limit is None else min(estimate, len(range(order.share, order.limit, order.shares)))
