@@ -10,15 +10,14 @@ import signal
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent(parent: int | None = None) -> None:
+def end_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it ends (Linux, prctl(2)).
 
-    parent: the process that started it, where this process knows: if that has ended already, this one ends now. Raises
-    OSError.
+    parent: the process that started it. If that has ended already, this one ends now. Raises OSError.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         number = ctypes.get_errno()
         raise OSError(number, f"prctl: the process cannot be tied to its parent: {os.strerror(number)}")
-    if parent is not None and os.getppid() != parent:
+    if os.getppid() != parent:
         os._exit(1)

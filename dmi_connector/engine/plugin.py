@@ -11,10 +11,11 @@ from dmi_connector.store.format.locks import LIFE_LOCK, hold_life_lock
 
 def register() -> None:
     """Register the tapped model classes and the draft by name. vLLM imports one when it loads it."""
-    if LIFE_LOCK in os.environ and multiprocessing.parent_process() is not None:
+    parent = multiprocessing.parent_process()
+    if LIFE_LOCK in os.environ and parent is not None and parent.pid is not None:
         from dmi_connector.engine.lifetime import end_with_parent
 
-        end_with_parent()
+        end_with_parent(parent.pid)
         hold_life_lock()
     from vllm.model_executor.models import ModelRegistry
 

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from dmi_connector.cli.main import main, make_run_parser
 from dmi_connector.cli.run import NOT_OURS, settings_of
 from dmi_connector.settings import OptionError
 from dmi_connector.store.format.locks import LIFE_LOCK, lock_alone
+from tests.storekit import until
 
 NEEDED = ["--model", "m", "--prompts", "p.jsonl", "--out", "o"]
 
@@ -191,6 +193,38 @@ def test_a_process_ends_with_its_parent() -> None:
     assert process.stdout.read() == b"", "the child has ended too"
     process.wait()
     process.stdout.close()
+
+
+def engine_process(lock: str, answers: Any) -> None:
+    """A child of multiprocessing, as vLLM's engine process is one: it loads our plugin first."""
+    os.environ[LIFE_LOCK] = lock
+    from dmi_connector.engine.plugin import register
+
+    register()
+    with lock_alone(lock) as alone:
+        answers.put(alone)
+    time.sleep(10**6)
+
+
+def test_the_plugin_ties_engine_processes_to_the_run(tmp_path: Path) -> None:
+    """The process that starts them is killed. Its child ends, and with it the lock."""
+    lock = tmp_path / "life"
+    lock.touch()
+    code = "import multiprocessing, time; from tests.unit.bulk.test_settings import engine_process as e; "
+    code += "c = multiprocessing.get_context('fork'); q = c.Queue(); "
+    code += f"c.Process(target=e, args=({str(lock)!r}, q)).start(); print(q.get(), flush=True); time.sleep(10**6)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
+    assert parent.stdout is not None and parent.stdout.readline() == b"False\n", "the child holds the lock"
+    parent.kill()
+    assert parent.stdout.read() == b"", "the child ends too"
+    until(lambda: is_free(lock))
+    parent.wait()
+    parent.stdout.close()
+
+
+def is_free(lock: Path) -> bool:
+    with lock_alone(lock) as alone:
+        return alone
 
 
 def test_a_process_whose_parent_has_gone_ends_at_once() -> None:
