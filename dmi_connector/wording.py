@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How messages show a value that was given, and which known name it is nearest to."""
+"""How messages show a value that was given, which known name it is nearest to, and numbers of bytes."""
 
 from __future__ import annotations
 
@@ -27,3 +27,15 @@ def suggest(word: str, known: Iterable[str]) -> str:
     """`": did you mean 'x'?"` for the nearest of `known`, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f": did you mean {near[0]!r}?" if near else ""
+
+
+def format_bytes(count: int | None) -> str:
+    """`count` in B, kB, MB, GB or TB (powers of 1000), or "-"."""
+    if count is None:
+        return "-"
+    size, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"

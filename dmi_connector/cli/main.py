@@ -39,6 +39,10 @@ def make_parser() -> Parser:
 
     commands.add_parser("serve", help="vLLM's OpenAI server with capture: dmi serve MODEL --hooks ... [any vllm flag]")
 
+    commands.add_parser(
+        "run", help="capture a whole file or data set of prompts: dmi run --model M --prompts FILE --out DIR"
+    )
+
     ls = commands.add_parser("ls", help="list the captures of a store directory")
     ls.add_argument("dir", metavar="DIR")
     ls.add_argument("--key", help="only those with this key")
@@ -141,6 +145,15 @@ def make_serve_parser() -> Parser:
     return parser
 
 
+def make_run_parser() -> Parser:
+    """The parser of our flags of `dmi run`. It takes no abbreviations, which could be flags of vLLM."""
+    from dmi_connector.cli.run import USAGE, add_run
+
+    parser = Parser(prog="dmi run", usage=USAGE, allow_abbrev=False)
+    add_run(parser, _bytes)
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0; 1 if it found something wrong; 2 if it could not run."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -151,6 +164,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from dmi_connector.cli.serve import serve
 
             serve(arguments[1:], make_serve_parser())
+        if arguments[:1] == ["run"]:
+            from dmi_connector.cli.run import run
+
+            return run(*make_run_parser().parse_known_args(arguments[1:]))
         options = make_parser().parse_args(arguments)
         return int(options.run(options))
     except BrokenPipeError:

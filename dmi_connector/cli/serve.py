@@ -39,12 +39,14 @@ USAGE = """dmi serve MODEL [--hooks HOOKS] [--store-dir DIR] [--owner OWNER] [op
        MODEL comes first; flags that are not listed here go to vLLM's server as they are."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add --owner and one flag for each field of `ServerOptions`. The default of each is None."""
+def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = ()) -> None:
+    """Add --owner and one flag for each field of `ServerOptions` but `leave_out`. The default of each is None."""
     parser.add_argument(
         "--owner", choices=OWNERS, help="who owns the rows: draft (default) or target, see docs/CAPTURING.md"
     )
     for option in fields(ServerOptions):
+        if option.name in leave_out:
+            continue
         flag = "--" + option.name.replace("_", "-")
         default = ",".join(option.default) or "none" if isinstance(option.default, tuple) else option.default
         if option.name == "store_dir" or default is MISSING:
@@ -80,23 +82,33 @@ def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> list
     if not model and not any(re.match(r"^--(model|config)(=|$)", flag) for flag in passed):
         raise OptionError("model: none is given; write it first, as in dmi serve MODEL --hooks hidden-states")
     given = {name: value for name, value in vars(options).items() if value is not None}
-    for flag in passed:
-        match = _CONFLICT.match(flag)
-        if match is not None:
-            raise OptionError(
-                f"{match['long'] or match['short']}: dmi serve writes this flag itself; leave it out, give "
-                f"--hooks, --store-dir and --owner, or run python -m {SERVER} with flags of your own"
-            )
+    refuse_conflicts(passed, "dmi serve", f", or run python -m {SERVER} with flags of your own")
     command = [sys.executable, "-P", "-m", SERVER]
     command += ["--model", *model] if model else []
     if _config_captures(passed, given):
         return [*command, *passed]
-    if any(_GRAPHS.match(flag) for flag in passed):
-        given.setdefault("cuda_graphs", "vllm")
+    leave_graphs(given, passed)
     flags: list[str] = []
     for name, value in capture_args(**given).items():
         flags += [f"--{name}", json.dumps(value)]
     return [*command, *flags, *passed]
+
+
+def leave_graphs(given: dict[str, Any], flags: Sequence[str]) -> None:
+    """Have the connector leave CUDA graphs alone where a flag of vLLM says how they are made. given: server options."""
+    if any(_GRAPHS.match(flag) for flag in flags):
+        given.setdefault("cuda_graphs", "vllm")
+
+
+def refuse_conflicts(flags: Sequence[str], command: str, other: str = "") -> None:
+    """Raise OptionError for flags of vLLM that a command of ours writes itself. other: what else a user may do."""
+    for flag in flags:
+        match = _CONFLICT.match(flag)
+        if match is not None:
+            raise OptionError(
+                f"{match['long'] or match['short']}: {command} writes this flag itself; leave it out, and give "
+                f"--hooks and --owner{other}"
+            )
 
 
 def _config_captures(passed: Sequence[str], given: dict[str, Any]) -> bool:

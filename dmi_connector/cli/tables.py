@@ -16,6 +16,7 @@ from dmi_connector.store.format.schema import layer_numbers
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.wording import format_bytes
 
 ATTRIBUTES = (
     "model",
@@ -55,18 +56,6 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str
         columns = zip(header, row, widths, strict=True)
         lines.append("  ".join(c.rjust(w) if name in NUMBERS else c.ljust(w) for name, c, w in columns))
     return "\n".join(line.rstrip() for line in [lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
-
-
-def format_bytes(count: int | None) -> str:
-    """`count` in B, kB, MB, GB or TB (powers of 1000), or "-"."""
-    if count is None:
-        return "-"
-    size, unit = float(count), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+
+from dmi_connector.store.format.locks import LIFE_LOCK, hold_life_lock
+
 
 def register() -> None:
     """Register the tapped model classes and the draft by name. vLLM imports one when it loads it."""
+    parent = multiprocessing.parent_process()
+    if LIFE_LOCK in os.environ and parent is not None and parent.pid is not None:
+        from dmi_connector.engine.lifetime import end_with_parent
+
+        end_with_parent(parent.pid)
+        hold_life_lock()
     from vllm.model_executor.models import ModelRegistry
 
     from dmi_connector.engine.architectures import ARCHITECTURES, OWN_CLASSES, TRANSFORMERS, TRANSFORMERS_CLASSES

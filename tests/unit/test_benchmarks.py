@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kernels, niceness, reading, stores
+from benchmarks import bulk, common, kernels, niceness, reading, stores
 
 
 def test_the_kernel_benchmark_measures_every_rule(tmp_path: Path) -> None:
@@ -56,3 +56,16 @@ def test_the_reading_benchmark_compares_each_read_with_its_limit(tmp_path: Path)
     assert all(one["ratio"] == one["runs"][0] > 0 for one in results["of_limit"])
     assert min(results["median"].values()) > 0 and "/" not in results["header"]["command"]
     assert not directory.exists()
+
+
+def test_the_bulk_benchmark_gives_both_engines_the_same_arguments_and_shows_its_result() -> None:
+    given = {"dtype": "float32", "enforce_eager": True, "async_scheduling": False, "compilation_config": {"mode": 0}}
+    want = ["--dtype", "float32", "--enforce-eager", "--no-async-scheduling", "--compilation-config", '{"mode": 0}']
+    assert list(bulk.flags(given)) == want
+    results = json.loads((common.ROOT / "benchmarks" / "results" / "cpu-bulk.json").read_text())
+    assert results["ratio"] >= bulk.TARGET and len(results["ratios"]) == 9 and results["header"]["clean"]
+    lines = bulk.table(results).splitlines()
+    page = (common.ROOT / "docs" / "PERFORMANCE.md").read_text()
+    for line, ratio in zip(lines[2:], (None, f"{results['ratio']:.2f}"), strict=True):
+        name, speed = (cell.strip() for cell in line.split("|")[1:3])
+        assert f"| {name} | {int(speed):,} | {ratio or 1} |" in page

@@ -17,6 +17,12 @@ from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
+LIFE_LOCK = "DMI_LIFE_LOCK"
+"""Environment variable that `dmi run` sets for its engines: the path of a file on which all their processes hold a
+shared lock while they live. Whoever gets it exclusively knows that none of them writes any more.
+"""
+_life_locks: list[int] = []
+"""Descriptors of that file: the locks end with the process."""
 _LOCKED_WITHIN_S = 10.0
 """A writer locks the directory that it makes within this time."""
 
@@ -53,6 +59,36 @@ class PartialLock:
     def release(self) -> None:
         """Release the lock."""
         os.close(self._fd)
+
+
+def hold_life_lock() -> None:
+    """Hold the lock that LIFE_LOCK names, if it does, until this process ends. Raises OSError."""
+    path = os.environ.get(LIFE_LOCK)
+    if path:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        _life_locks.append(fd)
+
+
+@contextlib.contextmanager
+def lock_alone(path: str | os.PathLike[str]) -> Iterator[bool]:
+    """Hold the lock of a file exclusively, which is created if missing. Gives False if others hold it.
+
+    Raises OSError where the file system has no such locks.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        alone = True
+    except BlockingIOError:
+        alone = False
+    except OSError as error:
+        os.close(fd)
+        raise OSError(error.errno, f"{path} cannot be locked, so a run is not safe there: {error}") from error
+    try:
+        yield alone
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager

@@ -94,11 +94,18 @@ def _info(directory: str | os.PathLike[str], line: Mapping[str, Any]) -> Capture
 
 
 class IndexTail:
-    """Follows the index of a store directory. Each `read` takes what was appended since the one before."""
+    """Follows the index of a store directory. Each `read` takes what was appended since the one before.
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    new_only: the first `read` gives only what was appended since now, so that a long index is not read.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], new_only: bool = False) -> None:
         self._directory = Path(directory)
         self._at, self._file = 0, 0
+        path = self._directory / INDEX_NAME
+        if new_only and path.exists():
+            status = path.stat()
+            self._at, self._file = status.st_size, status.st_ino
 
     def read(self) -> list[CaptureInfo]:
         """Captures that ended since the last call, in the order they ended; the first call gives all.

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dmi_connector.store.write.messages import Decoder, Message, pack, write_all
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 _THREADS_END_S = 5.0
 """Time for the threads of a process that has ended."""
+_NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""No thread pool of numpy's: it would only take memory."""
 
 
 class Child:
@@ -30,7 +32,8 @@ class Child:
     name: what errors call it. pass_fds: descriptors it inherits. apart: it has a process group of its own (`group`),
     out of reach of signals to the parent's, and leaves the parent's family. vLLM kills an engine with all descendants;
     the coordinator must outlive that. pid: the child's own once it has answered `ready`. status: the value of its last
-    answer, `bye`, or the exit status of a child that is not apart.
+    answer, `bye`, or the exit status of a child that is not apart. env: its environment, by default this process's
+    without threads of numpy's.
 
     on_message(child, message) and, once, on_death(child, how) are called from the reader thread.
     """
@@ -44,6 +47,7 @@ class Child:
         on_message: Callable[[Child, Message], None],
         on_death: Callable[[Child, str], None],
         apart: bool = False,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.apart = name, apart
         self.status: int | None = None
@@ -54,7 +58,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=pass_fds,
-            env=_environment(),
+            env=with_package(os.environ) | _NO_THREADS if env is None else with_package(env),
             bufsize=0,
             process_group=0 if apart else None,
         )
@@ -130,11 +134,8 @@ class Child:
         self._on_death(self, how)
 
 
-def _environment() -> dict[str, str]:
-    env = dict(os.environ)
+def with_package(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which `python -P` finds this package."""
     # -P keeps the working directory off the path, so the package must be named where it is not installed.
     home = str(Path(__file__).resolve().parents[3])
-    env["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])
-    # No thread pool of numpy's: it would only take memory.
-    env |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    return env
+    return {**env, "PYTHONPATH": os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])}

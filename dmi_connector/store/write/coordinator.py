@@ -28,6 +28,7 @@ import numpy as np
 
 from dmi_connector.layout import PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json
+from dmi_connector.store.format.locks import hold_life_lock
 from dmi_connector.store.format.paths import UMASKS
 from dmi_connector.store.write.captures import CaptureRecord, Captures, State
 from dmi_connector.store.write.commit import append_index, now
@@ -230,6 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     # A terminal's or supervisor's signal to all processes must not cut writing short: the end of input ends it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    hold_life_lock()
     with open("/proc/self/comm", "w") as comm:
         comm.write("dmi-coordinator"[:15])  # the kernel keeps 15 characters
     answers = os.dup(1)

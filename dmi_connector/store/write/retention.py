@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -66,6 +66,10 @@ class StoreSizes:
         """Bytes of the files of a store, finished or not."""
         return self.look(entry)[0]
 
+    def forget_others(self, paths: Container[str]) -> None:
+        """Forget stores that are at none of `paths`: they were removed."""
+        self._known = {key: found for key, found in self._known.items() if key[0] in paths}
+
     def look(self, entry: os.DirEntry[str]) -> tuple[int, float]:
         """(bytes, when its root document was written in seconds since the epoch, 0 without one)."""
         key = (entry.path, entry.inode())
@@ -116,6 +120,7 @@ def measure(directory: str, roots: Sequence[str] = (), sizes: StoreSizes | None 
     entries = [*_stores(os.path.realpath(directory))]
     entries += [entry for root in roots for entry in _stores(os.path.realpath(root), True)]
     found = {entry.path: sizes.look(entry) for entry in entries}
+    sizes.forget_others(found)
     unfinished: dict[str, int] = {}
     over = [path for path, (_, when) in found.items() if path.endswith(".zarr") and when > began - RECENT_S]
     for path, (nbytes, _) in found.items():

@@ -31,7 +31,7 @@ from numcodecs import blosc
 
 from dmi_connector.layout import PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json, losses_to_json, reason
-from dmi_connector.store.format.locks import PartialLock
+from dmi_connector.store.format.locks import PartialLock, hold_life_lock
 from dmi_connector.store.format.paths import UMASKS
 from dmi_connector.store.write.array_writer import ArrayWriter, write_loss
 from dmi_connector.store.write.commit import Commit, append_index, give_up, remove_partial, write_rank_done
@@ -244,6 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     os.umask(UMASKS[args.file_mode])
     # Ctrl-C reaches the whole process group, but what is in the ring must still be written. The pipe ends the process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    hold_life_lock()
     with open("/proc/self/comm", "w") as comm:
         comm.write("dmi-writer")
     blosc.set_nthreads(1)

@@ -397,6 +397,10 @@ def test_stores_are_measured_at_any_depth_and_finished_ones_once(tmp_path: Path)
         (path / "more").write_bytes(b"x" * 1000)
     assert measure(str(own), [str(root)], sizes).nbytes == first.nbytes + 1000, "a finished store never changes"
     assert measure(str(own), [str(root)]).nbytes == first.nbytes + 2000
+    (own / "a.zarr").rename(own / "away")
+    measure(str(own), [str(root)], sizes)
+    (own / "away").rename(own / "a.zarr")
+    assert measure(str(own), [str(root)], sizes).nbytes == first.nbytes + 2000, "what went is forgotten"
 
 
 def test_the_usage_file_names_only_stores_that_were_finished_lately(stores: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.schema import INDEX_NAME
-from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.index import IndexTail, find_captures
 from dmi_connector.store.write.commit import append_index
 from tests import storekit as kit
 
@@ -67,3 +67,20 @@ def test_a_store_that_begins_anew_has_nothing_of_its_earlier_life(tmp_path: Path
     assert (found.key, found.reason, found.finished, found.bytes, found.num_tokens) == (None,) * 5
     append_index(str(tmp_path), {"event": "remove", "store": "a.zarr", "state": "removed"})
     assert find_captures(tmp_path) == []
+
+
+def test_a_tail_of_new_lines_alone_begins_at_the_end(tmp_path: Path) -> None:
+    """Also where there is no index yet, and where the last line is torn."""
+
+    def finish(name: str) -> None:
+        append_index(str(tmp_path), {"event": "finish", "store": name, "state": "complete"})
+
+    first = IndexTail(tmp_path, new_only=True)
+    finish("a.zarr")
+    assert [info.store.name for info in first.read()] == ["a.zarr"]
+    with open(tmp_path / "index.jsonl", "a") as index:
+        index.write('{"event": "finish", "store": "torn')
+    later = IndexTail(tmp_path, new_only=True)
+    assert later.read() == []
+    finish("b.zarr")
+    assert [info.store.name for info in later.read()] == ["b.zarr"] == [info.store.name for info in first.read()]

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens per second of `dmi run`, against `LLM.generate` with capture by hand: rounds of both by turns.
+
+    python -m benchmarks.bulk --model DIR --out results.json [--requests 400] [--max-tokens 32]
+    python -m benchmarks.bulk --table results.json
+
+Both have an engine of their own with the same arguments, and get the same prompts of token ids, in files of JSON lines.
+By hand a round is one call with all prompts. A round ends when the last store is finished; reading the file counts, and
+so do the lines of the manifest. Starting the engines does not. One engine works at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import common
+from benchmarks.capture import note, serve_engine
+
+MODULE = "benchmarks.bulk"
+TARGET = 0.97
+"""Speed of `dmi run` by that of `LLM.generate`."""
+_LEAST_TOKEN = 10
+_PAUSE_S = 0.005
+
+
+def write_prompts(path: Path, args: argparse.Namespace, seed: int) -> None:
+    """A file of prompts: their lengths are spread evenly around `--prompt-tokens`."""
+    rng = np.random.default_rng(seed)
+    mean = args.prompt_tokens
+    lengths = rng.integers(max(1, mean // 2), mean + mean // 2 + 1, args.requests)
+    vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
+    with open(path, "w") as file:
+        for length in lengths.tolist():
+            ids = rng.integers(_LEAST_TOKEN, vocab - _LEAST_TOKEN, length).tolist()
+            file.write(json.dumps({"prompt_token_ids": ids}) + "\n")
+
+
+def clear(directory: Path) -> None:
+    """Remove all stores and their index."""
+    for path in directory.glob("*.zarr"):
+        shutil.rmtree(path)
+    (directory / "index.jsonl").unlink(missing_ok=True)
+
+
+class ByHand:
+    """`LLM.generate` with capture, as the documentation shows it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        from dmi_connector import capture_args
+
+        self.args, self.directory = args, Path(args.store_dir) / "by-hand"
+        captured = capture_args(args.hooks, self.directory, args.owner, **args.options)
+        self.llm = LLM(args.model, **captured, **args.engine_args)
+        self.facts: dict[str, Any] = {"max_num_seqs": self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs}
+
+    def round(self, path: Path) -> dict[str, Any]:
+        """Capture all prompts of a file."""
+        from vllm import SamplingParams
+
+        begin = time.perf_counter()
+        prompts: list[Any] = [json.loads(line) for line in path.read_text().splitlines()]
+        sampling = [
+            SamplingParams(
+                max_tokens=self.args.max_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                extra_args={"kv_transfer_params": {"include_output_tokens": True, "dmi": {"key": f"row-{row}"}}},
+            )
+            for row in range(len(prompts))
+        ]
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
+        stores = [Path((output.kv_transfer_params or {})["dmi_store"]) for output in outputs]
+        answered = time.perf_counter()
+        for store in stores:
+            while not store.exists():
+                time.sleep(_PAUSE_S)
+        seconds = time.perf_counter() - begin
+        tokens = sum(len(o.prompt_token_ids or ()) + len(o.outputs[0].token_ids) for o in outputs)
+        drained = time.perf_counter() - answered
+        clear(self.directory)
+        return {"seconds": round(seconds, 3), "tokens": tokens, "drained_s": round(drained, 3)}
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+class Bulk:
+    """`dmi run`: its engine process stays up between rounds, each of which is a run of its own."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from dmi_connector.bulk.engines import EngineProcesses
+        from dmi_connector.bulk.settings import RunSettings
+
+        class Kept(EngineProcesses):
+            def finish(self) -> None:
+                """The next round has more prompts."""
+
+        self.args, self.directory = args, Path(args.store_dir) / "dmi-run"
+        self.directory.mkdir(parents=True)
+        capture = {"hooks": args.hooks, "owner": args.owner, **args.options}
+        sampling = {"ignore_eos": True}
+        settings = RunSettings(args.model, capture, tuple(flags(args.engine_args)), sampling, args.max_tokens)
+        self.life = self.directory / ".life.lock"
+        self.life.touch()
+        self.engines = Kept(1, settings.engine_message(self.directory), self.directory, self.life)
+        self.engines.start()
+        while self.engines.room() <= 0:
+            if found := self.engines.events(1.0):
+                raise RuntimeError(str(found[0]))
+        self.facts = {"window": self.engines.room()}
+
+    def round(self, path: Path) -> dict[str, Any]:
+        """Capture all prompts of a file."""
+        from dmi_connector.bulk.budget import Budget
+        from dmi_connector.bulk.manifest import Manifest
+        from dmi_connector.bulk.order import Order
+        from dmi_connector.bulk.progress import Progress
+        from dmi_connector.bulk.prompts import Columns
+        from dmi_connector.bulk.recovery import Recovered
+        from dmi_connector.bulk.run import Run
+        from dmi_connector.bulk.sources import open_source
+
+        begin = time.perf_counter()
+        with closing(Manifest(self.directory / f"{path.stem}.manifest")) as manifest:
+            rows = Order().rows(open_source(path, Columns()), self.directory)
+            progress, budget = Progress(True, io.StringIO()), Budget(self.directory)
+            run = Run(
+                path.stem,
+                self.directory,
+                rows,
+                Recovered(),
+                self.engines,
+                manifest,
+                io.StringIO(),
+                budget,
+                progress,
+                lambda: False,
+            )
+            outcome = run.go()
+        seconds = time.perf_counter() - begin
+        counts = outcome.counts
+        if not outcome.all_done or counts.done != self.args.requests or counts.rejected:
+            raise RuntimeError(f"the run was not whole: {outcome}")
+        clear(self.directory)
+        return {"seconds": round(seconds, 3), "tokens": counts.tokens, "stored_GB": round(counts.bytes / 1e9, 4)}
+
+    def close(self) -> None:
+        """Stop the engine."""
+        from dmi_connector.bulk.engines import EngineProcesses
+
+        EngineProcesses.finish(self.engines)
+        self.engines.close()
+
+
+def flags(engine_args: dict[str, Any]) -> Iterator[str]:
+    """Arguments of `LLM` as flags of vLLM's command line."""
+    for name, value in engine_args.items():
+        flag = "--" + name.replace("_", "-")
+        if value is False:
+            yield "--no-" + flag[2:]
+        else:
+            yield flag
+            if value is not True:
+                yield value if isinstance(value, str) else json.dumps(value)
+
+
+SETUPS = {"generate": ByHand, "run": Bulk}
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
+    """Rounds of both by turns. The first of each is not counted."""
+    results: dict[str, Any] = {"header": common.header(MODULE, argv), "rounds": {name: [] for name in SETUPS}}
+    names = ("requests", "prompt_tokens", "max_tokens", "hooks", "owner", "options", "engine_args")
+    results["settings"] = {name: getattr(args, name) for name in names}
+    with ExitStack() as stack:
+        children = {}
+        for name in SETUPS:
+            children[name] = common.Child(common.child_command(MODULE, argv, name), common.child_env())
+            stack.callback(children[name].close)
+            note(f"{name}: {children[name].answer()}")
+        for number in range(args.rounds + 1):
+            path = Path(args.store_dir) / f"round{number}.jsonl"
+            write_prompts(path, args, number)
+            order = list(SETUPS) if number % 2 else list(reversed(SETUPS))
+            for name in order:
+                answer = children[name].answer({"round": str(path)})
+                note(f"round {number} {name}: {answer}")
+                if "failed" in answer:
+                    results["failed"] = f"{name}: {answer['failed']}"
+                    common.save(args.out, results)
+                    return results
+                if number:
+                    speed = round(answer["tokens"] / answer["seconds"], 1)
+                    results["rounds"][name].append({**answer, "tok_per_s": speed})
+            path.unlink()
+            results["ratios"] = [
+                round(ours["tok_per_s"] / theirs["tok_per_s"], 4)
+                for ours, theirs in zip(results["rounds"]["run"], results["rounds"]["generate"], strict=True)
+            ]
+            if results["ratios"]:
+                results["ratio"] = round(statistics.median(results["ratios"]), 4)
+            common.save(args.out, results)
+    return results
+
+
+def table(results: dict[str, Any]) -> str:
+    """Medians of both, and the ratio."""
+    lines = [["", "tokens/s", "by LLM.generate", "rounds"]]
+    for name, title in (("generate", "`LLM.generate`"), ("run", "`dmi run`")):
+        rounds = results["rounds"][name]
+        speed = statistics.median(one["tok_per_s"] for one in rounds)
+        ratios = results["ratios"]
+        shown = "1" if name == "generate" else f"{results['ratio']:.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        lines.append([title, f"{speed:.0f}", shown, str(len(rounds))])
+    return common.markdown(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = common.engine_parser(MODULE, __doc__, "benchmarks/results/last.json", "/dev/shm/dmi-bulk")
+    p.add_argument("--model", help="model directory; default: a tiny Qwen3")
+    p.add_argument("--hooks", default="hidden-states")
+    p.add_argument("--owner", default="draft")
+    p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options")
+    p.add_argument("--requests", type=int, default=400, help="prompts of a round (default: %(default)s)")
+    p.add_argument("--prompt-tokens", type=int, default=64, help="mean of a prompt (default: %(default)s)")
+    p.add_argument("--max-tokens", type=int, default=32, help="generated by each (default: %(default)s)")
+    p.add_argument("--rounds", type=int, default=9, help="that count (default: %(default)s)")
+    p.add_argument("--table", metavar="FILE", help="print the table of a result file, and measure nothing")
+    p.add_argument("--fd", type=int, default=-1, help=argparse.SUPPRESS)
+    return p
+
+
+@contextmanager
+def own_directory(path: Path) -> Iterator[None]:
+    """A directory that is empty at first and gone in the end."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, or print a table. Returns 0 if `dmi run` is as fast as TARGET asks."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(argv)
+    if args.table:
+        print(table(json.loads(Path(args.table).read_text())))
+        return 0
+    args.model = args.model or str(Path(args.store_dir) / "tiny-qwen3")
+    if args.child:
+        serve_engine(args.fd, lambda: SETUPS[args.child](args), lambda setup, asked: setup.round(Path(asked["round"])))
+        return 0
+    with own_directory(Path(args.store_dir)):
+        if not os.path.exists(args.model):
+            from dmi_connector.cli.tiny_models import make_model
+
+            make_model("qwen3", Path(args.model))
+        results = run(args, argv)
+    if "ratio" not in results:
+        return 1
+    print(table(results))
+    return 0 if results["ratio"] >= TARGET else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

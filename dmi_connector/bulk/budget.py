@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much a run may have on disk at a time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dmi_connector.store.write.retention import StoreSizes, measure
+
+_LEAST_S, _SHARE = 1.0, 10.0
+"""Stores are measured again after this many seconds at least, and after this many times as long as measuring took."""
+_BASE = 4096
+"""Bytes of a store's root document that the index does not count, about."""
+
+
+class Budget:
+    """Says whether there is room for one more prompt.
+
+    Each prompt in flight counts as much as the largest store that was seen. Before one was seen, one prompt is let in
+    at a time. The stores in `out` are measured when there seems to be no room: somebody may have removed some.
+
+    max_bytes: of the stores in `out`. min_free_bytes: that stay free on the file system. 0 for no limit.
+    """
+
+    def __init__(
+        self, out: Path, max_bytes: int = 0, min_free_bytes: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._out, self.max_bytes, self.min_free_bytes = out, max_bytes, min_free_bytes
+        self._clock = clock
+        self._sizes = StoreSizes()
+        self._used, self._largest = 0, 0
+        self._next = clock()
+        if max_bytes:
+            self._measure()
+
+    def stored(self, nbytes: int) -> None:
+        """A store of so many bytes was finished."""
+        self._used += nbytes + _BASE
+        self._largest = max(self._largest, nbytes + _BASE)
+
+    def allows(self, in_flight: int) -> bool:
+        """Whether one more prompt fits beside `in_flight` others. Raises OSError."""
+        if not self.max_bytes and not self.min_free_bytes:
+            return True
+        if not self._largest:
+            return in_flight == 0 and self._fits(0)
+        needed = (in_flight + 1) * self._largest
+        if self._fits(needed):
+            return True
+        if self.max_bytes and self._clock() >= self._next:
+            self._measure()
+            return self._fits(needed)
+        return False
+
+    def _fits(self, needed: int) -> bool:
+        if self.max_bytes and self._used + max(needed, 1) > self.max_bytes:
+            return False
+        if self.min_free_bytes:
+            stat = os.statvfs(self._out)
+            return stat.f_bavail * stat.f_frsize - needed >= self.min_free_bytes
+        return True
+
+    def _measure(self) -> None:
+        began = self._clock()
+        self._used = measure(str(self._out), sizes=self._sizes).nbytes
+        ended = self._clock()
+        self._next = ended + max(_LEAST_S, _SHARE * (ended - began))

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines in processes of their own, each with its share of the machine's devices."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from dmi_connector.store.format.locks import LIFE_LOCK
+from dmi_connector.store.write.child_process import Child
+from dmi_connector.store.write.messages import Message
+
+PROCESS = "dmi_connector.bulk.engine_process"
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+_AHEAD = 2.0
+"""Prompts that an engine has at a time, times those that it runs at a time: its queue never gets empty."""
+_END_S = 600.0
+"""Time for an engine to end after its last prompt, before it is killed."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a prompt in an engine.
+
+    prompt_tokens, generated_tokens, finish_reason: of its request. store: path of its store, if known. refused: why the
+    engine did not take the prompt. error: why it is not captured.
+    """
+
+    position: int
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finish_reason: str | None = None
+    store: str | None = None
+    refused: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Death:
+    """An engine that has ended too early. positions: prompts that it had."""
+
+    name: str
+    how: str
+    positions: tuple[int, ...]
+
+
+class Engines(Protocol):
+    """Engines as a run sees them."""
+
+    def start(self) -> None:
+        """Start them, unless that was done."""
+
+    def room(self) -> int:
+        """How many more prompts they should have."""
+
+    def submit(self, position: int, key: str, prompt: Mapping[str, Any]) -> None:
+        """Hand a prompt to the engine with the most room."""
+
+    def events(self, timeout: float) -> list[Answer | Death]:
+        """What has happened since the last call; waits up to `timeout` seconds for the first."""
+
+    def finish(self) -> None:
+        """No more prompts come: the engines end after those that they have."""
+
+    def alive(self) -> bool:
+        """Whether an engine has not ended, or none was started yet."""
+
+    def close(self) -> None:
+        """End them now."""
+
+
+@dataclass(eq=False)
+class _Engine:
+    child: Child
+    name: str
+    log: Path
+    window: int = 0  # 0 before it is ready
+    has: set[int] = field(default_factory=set)
+    answered: int = 0
+    alive: bool = True
+    finishing: bool = False
+    failure: str | None = None
+
+
+class EngineProcesses:
+    """Spreads prompts over engine processes.
+
+    count: of engines. start: `RunSettings.engine_message`. out: directory of logs. life: path of the lock on which all
+    their processes hold a part while they live. Raises ValueError where the devices do not suffice.
+    """
+
+    def __init__(self, count: int, start: Message, out: Path, life: Path, suffix: str = "") -> None:
+        self._queue: queue.SimpleQueue[tuple[Child, Message | str]] = queue.SimpleQueue()
+        self._shares = device_shares(count, visible_devices())
+        self._message, self._out, self._life, self._suffix = start, out, life, suffix
+        self._engines: list[_Engine] = []
+
+    def start(self) -> None:
+        if self._engines:
+            return
+        for number, devices in enumerate(self._shares):
+            env = {**os.environ, LIFE_LOCK: str(self._life)}
+            if devices:
+                env[_DEVICES] = ",".join(devices)
+            log = self._out / f"engine{self._suffix}-{number}.log"
+            arguments = ["--parent", str(os.getpid()), "--log", str(log)]
+            child = Child(f"engine {number}", PROCESS, arguments, [], self._on_message, self._on_death, env=env)
+            child.post({"start": self._message})
+            self._engines.append(_Engine(child, f"engine {number}", log))
+
+    def _on_message(self, child: Child, message: Message) -> None:
+        self._queue.put((child, message))
+
+    def _on_death(self, child: Child, how: str) -> None:
+        self._queue.put((child, how))
+
+    def room(self) -> int:
+        if any(e.alive and not e.window for e in self._engines):
+            return 0  # all begin together, so that each has its part of a small set of prompts
+        return max((e.window - len(e.has) for e in self._engines if e.alive), default=0)
+
+    def submit(self, position: int, key: str, prompt: Mapping[str, Any]) -> None:
+        engine = max((e for e in self._engines if e.alive), key=lambda e: e.window - len(e.has))
+        engine.has.add(position)
+        engine.child.post({"position": position, "key": key, "prompt": dict(prompt)})
+
+    def events(self, timeout: float) -> list[Answer | Death]:
+        found: list[Answer | Death] = []
+        deadline = time.monotonic() + timeout
+        while not found:
+            try:
+                child, message = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            found += self._handle(child, message)
+        while not self._queue.empty():
+            found += self._handle(*self._queue.get())
+        return found
+
+    def _handle(self, child: Child, message: Message | str) -> list[Answer | Death]:
+        engine = next(e for e in self._engines if e.child is child)
+        if isinstance(message, str):
+            engine.alive = False
+            if engine.finishing and child.status == 0 and not engine.has:
+                return []
+            how = engine.failure or f"it died ({message})"
+            lost = tuple(sorted(engine.has))
+            engine.has.clear()
+            return [Death(engine.name, f"{how}; its log: {engine.log}", lost)]
+        if "ready" in message:
+            engine.window = max(2, int(_AHEAD * message["max_num_seqs"]))
+        elif "failed" in message:
+            engine.failure = message["failed"]
+        elif "refused" in message:
+            engine.has.discard(message["refused"])
+            return [Answer(message["refused"], refused=message["why"])]
+        elif "ended" in message:
+            engine.answered += 1
+            engine.has.discard(message["ended"])
+            fields = ("prompt_tokens", "generated_tokens", "finish_reason", "store", "error")
+            return [Answer(message["ended"], **{name: message[name] for name in fields})]
+        return []
+
+    def finish(self) -> None:
+        for engine in self._engines:
+            if not engine.finishing:
+                engine.finishing = True
+                engine.child.finish()
+
+    def alive(self) -> bool:
+        return not self._engines or any(engine.alive for engine in self._engines)
+
+    def answered(self) -> list[int]:
+        """Prompts that each engine has answered, [] if none was started."""
+        return [engine.answered for engine in self._engines]
+
+    def close(self) -> None:
+        self.finish()
+        for engine in self._engines:
+            if engine.alive and (engine.has or not engine.window):
+                engine.child.process.kill()
+            engine.child.join(_END_S)
+
+
+def visible_devices() -> list[str]:
+    """The devices that this process may use, [] on a machine without GPUs."""
+    named = os.environ.get(_DEVICES)
+    if named is not None:
+        return [device.strip() for device in named.split(",") if device.strip()]
+    try:
+        return sorted((n[6:] for n in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", n)), key=int)
+    except OSError:
+        return []
+
+
+def device_shares(count: int, devices: Sequence[str]) -> list[list[str]]:
+    """Devices for each of `count` engines: the same number for each, [] where there are none. Raises ValueError."""
+    if not devices or count == 1:
+        return [[] for _ in range(count)]
+    each = len(devices) // count
+    if not each:
+        raise ValueError(
+            f"--data-parallel {count}: there are {len(devices)} GPUs ({', '.join(devices)}); give as many or fewer"
+        )
+    return [list(devices[number * each : (number + 1) * each]) for number in range(count)]

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of prompts whose stores are whole: one JSON object a line, only ever appended to.
+
+A line may be lacking where a run was killed: its store then tells that the prompt is done (recovery.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_TAIL = 1 << 16
+"""Bytes that are read at a time to find the end of the last whole line."""
+_LINES, _SECONDS = 256, 1.0
+"""Lines that wait at most, and for how long."""
+
+
+class Positions:
+    """A set of positions: a bit for each number up to the largest."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+        self._count = 0
+
+    def add(self, position: int) -> bool:
+        """Add a position. Returns whether it is new."""
+        at, bit = position >> 3, 1 << (position & 7)
+        if at >= len(self._bits):
+            self._bits.extend(bytes(at + 1 - len(self._bits) + len(self._bits) // 8))
+        if self._bits[at] & bit:
+            return False
+        self._bits[at] |= bit
+        self._count += 1
+        return True
+
+    def discard(self, position: int) -> None:
+        """Take a position out."""
+        if position in self:
+            self._bits[position >> 3] &= ~(1 << (position & 7))
+            self._count -= 1
+
+    def __contains__(self, position: int) -> bool:
+        at = position >> 3
+        return at < len(self._bits) and bool(self._bits[at] & 1 << (position & 7))
+
+    def __iter__(self) -> Iterator[int]:
+        for at, byte in enumerate(self._bits):
+            if byte:
+                yield from (at << 3 | bit for bit in range(8) if byte & 1 << bit)
+
+    def __len__(self) -> int:
+        return self._count
+
+
+class Manifest:
+    """Appends lines, several at a time, each time in one write that is flushed to the device."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._lines: list[bytes] = []
+        self._since = 0.0
+        self._cut_torn_line()
+
+    def _cut_torn_line(self) -> None:
+        """Remove what is behind the last end of a line: the process that wrote it was killed."""
+        end = os.fstat(self._fd).st_size
+        while end:
+            begin = max(0, end - _TAIL)
+            found = os.pread(self._fd, end - begin, begin).rfind(b"\n")
+            if found >= 0:
+                end = begin + found + 1
+                break
+            end = begin
+        os.ftruncate(self._fd, end)
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Append a line with the next `flush`."""
+        if not self._lines:
+            self._since = time.monotonic()
+        self._lines.append(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+
+    def flush(self, now: bool = True) -> None:
+        """Write the lines that wait. now: False writes only if many wait, or have waited long. Raises OSError."""
+        due = len(self._lines) >= _LINES or time.monotonic() - self._since > _SECONDS
+        if not self._lines or not (now or due):
+            return
+        data = memoryview(b"".join(self._lines))
+        while data:
+            data = data[os.write(self._fd, data) :]
+        self._lines = []
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file. Lines that wait are lost: flush before."""
+        os.close(self._fd)
+
+
+def read_manifest(path: Path) -> Iterator[dict[str, Any]]:
+    """The entries of a manifest, in the order of its lines. Lines that are none are passed by: their stores tell."""
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict) and isinstance(entry.get("key"), str):
+                yield entry

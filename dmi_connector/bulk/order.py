@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows are captured, and in which order. Each gets a position, which does not depend on limit and share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dmi_connector.bulk.sources import RandomAccess, Source
+
+_ROUNDS = 6
+_MASK = (1 << 64) - 1
+_SAMPLE = 100
+"""Rows from which the number of all is estimated, at least."""
+
+
+class Placed(NamedTuple):
+    """A row with its place. position: in the order of the run. number: in the input. raw: for `load` of `rows`."""
+
+    position: int
+    number: int
+    raw: Any
+
+
+@dataclass(frozen=True)
+class Order:
+    """shuffle: seed of a permutation of all rows, None for the order of the input. limit: how many positions are
+    captured, None for all. share, shares: of every `shares` positions the one at `share`.
+    """
+
+    shuffle: int | None = None
+    limit: int | None = None
+    share: int = 0
+    shares: int = 1
+
+    @property
+    def suffix(self) -> str:
+        """What the names of this share's files end in, before their type."""
+        return f"-{self.share}-of-{self.shares}" if self.shares > 1 else ""
+
+    def holds(self, position: int) -> bool:
+        """Whether a position belongs to the share."""
+        return position % self.shares == self.share
+
+    def rows(self, source: Source, scratch: Path) -> Rows:
+        """The rows of the share in their order. scratch: see `Source.random_access`."""
+        return Rows(self, source, None if self.shuffle is None else source.random_access(scratch))
+
+
+class Rows:
+    """Iterates over the rows of a share. load: makes an object of a raw row, see `Source`."""
+
+    def __init__(self, order: Order, source: Source, shuffled: RandomAccess | None) -> None:
+        self._order, self._source, self._shuffled = order, source, shuffled
+        self.load = source.load if shuffled is None else shuffled.load
+        self._passed, self._ended = 0, False
+
+    def __iter__(self) -> Iterator[Placed]:
+        order = self._order
+        if self._shuffled is None:
+            for number, raw in self._source:
+                if order.limit is not None and number >= order.limit:
+                    break
+                if order.holds(number):
+                    self._passed += 1
+                    yield Placed(number, number, raw)
+            self._ended = True
+            return
+        assert order.shuffle is not None
+        total = len(self._shuffled)
+        end = total if order.limit is None else min(total, order.limit)
+        for position in range(order.share, end, order.shares):
+            number = permuted(position, total, order.shuffle)
+            self._passed += 1
+            yield Placed(position, number, self._shuffled[number])
+
+    def total(self) -> int | None:
+        """Rows of the share: exact where the source can tell, an estimate while it is read, None before that."""
+        known = len(self._shuffled) if self._shuffled is not None else self._source.count()
+        order = self._order
+        if known is not None:
+            end = known if order.limit is None else min(known, order.limit)
+            return len(range(order.share, end, order.shares))
+        fraction = self._source.fraction()
+        if self._ended:
+            return self._passed
+        if not fraction or self._passed < _SAMPLE:
+            return None
+        estimate = round(self._passed / fraction)
+        return estimate if order.limit is None else min(estimate, len(range(order.share, order.limit, order.shares)))
+
+
+def parse_share(text: str) -> tuple[int, int]:
+    """(share, shares) of a text as in "3/8", share from 0. Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
+    if match is None or not int(match[1]) < int(match[2]):
+        raise ValueError(f"--shard {text!r} is not valid; write I/N with I from 0 to N - 1, as in 0/8")
+    return int(match[1]), int(match[2])
+
+
+def permuted(position: int, total: int, seed: int) -> int:
+    """The number at a position of a permutation of range(total), which `seed` chooses.
+
+    A Feistel network permutes the numbers below a power of 4; those from `total` on are permuted again, until one below
+    comes (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It takes no memory.
+    """
+    half = max(1, ((total - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    number = position
+    while True:
+        left, right = number >> half, number & mask
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (_mix(seed * _ROUNDS + turn, right) & mask)
+        number = left << half | right
+        if number < total:
+            return number
+
+
+def _mix(key: int, value: int) -> int:
+    """A hash of two numbers: splitmix64's finaliser."""
+    z = (value * 0xD1342543DE82EF95 + key * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

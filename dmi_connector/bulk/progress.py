@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says how far a run is: a bar on a terminal, or a JSON object a line for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+from dmi_connector.wording import format_bytes
+
+_SPAN_S = 30.0
+"""Speeds are means over this time."""
+_INTERVAL_S = 1.0
+
+
+@dataclass
+class Counts:
+    """Where a run is.
+
+    total: rows of the share, an estimate while JSON lines are read, None before. done: prompts with a store, of which
+    `before` had it when the run started. rejected: rows that are no prompts. failed: prompts that could not be
+    captured. tokens, bytes: of this run's stores, prompt and generated. engine: prompts that the engines have. backlog:
+    answered, their stores are not finished. waiting: for what no prompt is handed out, "" if nothing.
+    """
+
+    total: int | None = None
+    done: int = 0
+    before: int = 0
+    rejected: int = 0
+    failed: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    engine: int = 0
+    backlog: int = 0
+    waiting: str = ""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Means over the last seconds. seconds_left: None where that is not known."""
+
+    tokens_per_s: float
+    bytes_per_s: float
+    seconds_left: float | None
+
+
+class Speedometer:
+    """Measures speeds from counts."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._samples: deque[tuple[float, int, int, int]] = deque()
+
+    def look(self, counts: Counts) -> Speed:
+        """Take the counts of this moment in."""
+        passed = counts.done - counts.before + counts.rejected + counts.failed
+        now = self._clock()
+        self._samples.append((now, counts.tokens, counts.bytes, passed))
+        while len(self._samples) > 2 and now - self._samples[0][0] > _SPAN_S:
+            self._samples.popleft()
+        then, tokens, nbytes, before = self._samples[0]
+        seconds = max(now - then, 1e-9)
+        left = None
+        if counts.total is not None and passed > before:
+            rest = max(0, counts.total - counts.done - counts.rejected - counts.failed)
+            left = rest * seconds / (passed - before)
+        return Speed((counts.tokens - tokens) / seconds, (counts.bytes - nbytes) / seconds, left)
+
+
+class Progress:
+    """Shows counts once a second.
+
+    as_json: an object a line on standard output; else a bar on standard error, where that is a terminal, or a line
+    every 30 seconds.
+    """
+
+    def __init__(self, as_json: bool, out: TextIO | None = None) -> None:
+        self._json = as_json
+        self._out = out or (sys.stdout if as_json else sys.stderr)
+        self._meter, self._due = Speedometer(), 0.0
+        self._bar: Any = None
+
+    def show(self, counts: Counts, force: bool = False) -> None:
+        """Show counts if a second has passed. force: in any case."""
+        if time.monotonic() < self._due and not force:
+            return
+        speed = self._meter.look(counts)
+        terminal = self._out.isatty()
+        self._due = time.monotonic() + (_INTERVAL_S if terminal or self._json else _SPAN_S)
+        if self._json:
+            self.say({"event": "progress", **asdict(counts), **_rounded(asdict(speed))})
+        elif terminal:
+            self._show_bar(counts, speed)
+        else:
+            print(_line(counts, speed), file=self._out, flush=True)
+
+    def say(self, event: dict[str, Any], text: str = "") -> None:
+        """Tell of an event: as a JSON object, or as text for people."""
+        if self._json:
+            print(json.dumps(event), file=self._out, flush=True)
+        elif text:
+            if self._bar is not None:
+                self._bar.clear()
+            print(text, file=self._out, flush=True)
+
+    def _show_bar(self, counts: Counts, speed: Speed) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            layout = "{percentage:3.0f}% |{bar:20}| {desc}"
+            self._bar = tqdm(total=1, bar_format=layout, file=self._out, dynamic_ncols=True)
+        self._bar.total = max(1, counts.total or 1)
+        self._bar.n = min(self._bar.total, counts.done + counts.rejected + counts.failed)
+        self._bar.set_description_str(_line(counts, speed))
+
+    def close(self) -> None:
+        """End the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _rounded(values: dict[str, float | None]) -> dict[str, float | None]:
+    return {name: None if value is None else round(value, 1) for name, value in values.items()}
+
+
+def _line(counts: Counts, speed: Speed) -> str:
+    left = "?" if speed.seconds_left is None else duration(speed.seconds_left)
+    parts = [
+        f"{counts.done}/{'?' if counts.total is None else counts.total} stored",
+        f"{speed.tokens_per_s:.0f} tokens/s",
+        f"{format_bytes(round(speed.bytes_per_s))}/s",
+        f"backlog {counts.backlog}",
+        f"{left} left",
+    ]
+    parts += [f"{counts.rejected} bad rows"] if counts.rejected else []
+    parts += [f"{counts.failed} failed"] if counts.failed else []
+    parts += [f"waiting: {counts.waiting}"] if counts.waiting else []
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as in "1:02:03" or "2:03"."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

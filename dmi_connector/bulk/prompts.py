@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a row of the input asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dmi_connector.wording import show, suggest
+
+_LARGEST_TOKEN = 2**31 - 1
+
+
+class BadRow(ValueError):
+    """A row of which no prompt can be made. The message says why."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The column of the input for each part of a prompt."""
+
+    prompt: str = "prompt"
+    messages: str = "messages"
+    prompt_token_ids: str = "prompt_token_ids"
+    id: str = "id"
+
+    @classmethod
+    def parse(cls, given: Sequence[str]) -> Columns:
+        """Columns from texts as in "prompt=text". Raises ValueError."""
+        known = [field.name for field in fields(cls)]
+        named: dict[str, str] = {}
+        for text in given:
+            name, separator, column = text.partition("=")
+            if not separator or not column or name not in known:
+                near = suggest(name, known)
+                raise ValueError(
+                    f"--column {text!r} is not valid{near}; write NAME=COLUMN, NAME one of {', '.join(known)}"
+                )
+            named[name] = column
+        return cls(**named)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns that are read."""
+        return self.prompt, self.messages, self.prompt_token_ids, self.id
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt. Exactly one of the first three is given.
+
+    text; messages: of a chat, each with `role` and `content`; token_ids. id: the user's own name for it, if any.
+    """
+
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    token_ids: tuple[int, ...] | None = None
+    id: str | None = None
+
+    @classmethod
+    def of(cls, row: object, columns: Columns, chat: bool = False) -> Prompt:
+        """The prompt of a row. chat: a text becomes the user's message of a chat. Raises BadRow.
+
+        Token ids go before messages, messages before text. A column that holds null counts as absent.
+        """
+        if not isinstance(row, Mapping):
+            raise BadRow("the row is not an object with columns")
+        name = _name(row, columns)
+        if (ids := row.get(columns.prompt_token_ids)) is not None:
+            return cls(token_ids=_token_ids(columns.prompt_token_ids, ids), id=name)
+        if (messages := row.get(columns.messages)) is not None:
+            return cls(messages=_messages(columns.messages, messages), id=name)
+        if (text := row.get(columns.prompt)) is None:
+            wanted = ", ".join(columns.names[:3])
+            raise BadRow(f"the row has none of the columns {wanted}; its columns: {', '.join(map(str, row)) or 'none'}")
+        if not isinstance(text, str):
+            raise BadRow(f"{columns.prompt}: {show(text)} is not a text")
+        if not text:
+            raise BadRow(f"{columns.prompt}: the text is empty")
+        if chat:
+            return cls(messages=({"role": "user", "content": text},), id=name)
+        return cls(text=text, id=name)
+
+    def to_json(self) -> dict[str, Any]:
+        """What an engine needs of it."""
+        given = {"text": self.text, "messages": self.messages, "token_ids": self.token_ids}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def _name(row: Mapping[str, Any], columns: Columns) -> str | None:
+    name = row.get(columns.id)
+    if name is None or isinstance(name, str):
+        return name
+    if isinstance(name, int) and not isinstance(name, bool):
+        return str(name)
+    raise BadRow(f"{columns.id}: {show(name)} is not a text or a whole number")
+
+
+def _token_ids(column: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise BadRow(f"{column}: {show(value)} is not a list of token ids")
+    if not value:
+        raise BadRow(f"{column}: the list is empty")
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= _LARGEST_TOKEN:
+            raise BadRow(f"{column}: {show(item)} is not a token id")
+    return tuple(value)
+
+
+def _messages(column: str, value: object) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
+        raise BadRow(f"{column}: {show(value)} is not a list of messages")
+    for message in value:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise BadRow(f"{column}: {show(message)} is not a message with a role and a content")
+    return tuple(dict(message) for message in value)

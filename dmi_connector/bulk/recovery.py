@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an earlier process of a run has left: looked at, and put in order, before the run goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dmi_connector.bulk.manifest import Positions, read_manifest
+from dmi_connector.bulk.order import Order
+from dmi_connector.store.format.locks import claim
+from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX
+from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.write.commit import append_index, remove_partial
+from dmi_connector.store.write.retention import REMOVING_SUFFIX, remove_store
+
+_STORE = ".zarr"
+_DIGITS = 9
+
+
+def store_key(run: str, position: int) -> str:
+    """The key of the store of a prompt."""
+    return f"{run}-{position:0{_DIGITS}d}"
+
+
+def position_of(run: str, key: str) -> int | None:
+    """The position in a key of the run, None for another key."""
+    match = re.fullmatch(rf"{run}-(\d{{{_DIGITS},}})", key, re.ASCII)
+    return None if match is None else int(match[1])
+
+
+@dataclass
+class Recovered:
+    """What is done already.
+
+    done: positions with a line in the manifest. found: stores that are complete and sound but have no line, by
+    position. removed: stores that were unfinished, incomplete, damaged or there twice. gone: prompts that are done, but
+    whose stores are no longer there.
+    """
+
+    done: Positions = field(default_factory=Positions)
+    found: dict[int, str] = field(default_factory=dict)
+    removed: int = 0
+    gone: int = 0
+
+
+def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: bool = False) -> Recovered:
+    """Put the directory of a run in order. No process of the run may write any more.
+
+    manifest: of the share. redo_missing: prompts whose stores are gone are not done. Raises OSError, and ValueError for
+    a store that must go but is being read.
+    """
+    result = Recovered()
+    for entry in read_manifest(manifest):
+        position = position_of(run, entry["key"])
+        if position is not None and order.holds(position):
+            result.done.add(position)
+    there, twice = Positions(), set()
+    for position, name in _stores(out, run, order):
+        path = out / name
+        if not name.endswith(_STORE):
+            _remove_rest(path)
+            result.removed += 1
+        elif not there.add(position):
+            twice.add(position)
+        elif position not in result.done:
+            if is_sound(path):
+                result.found[position] = name
+            else:
+                _remove(path)
+                there.discard(position)
+                result.removed += 1
+    if twice:
+        result.removed += _keep_one(out, run, order, manifest, twice, result)
+    missing = [position for position in result.done if position not in there] if redo_missing else []
+    for position in missing:
+        result.done.discard(position)
+    result.gone = sum(position not in there for position in result.done)
+    return result
+
+
+def _stores(out: Path, run: str, order: Order) -> Iterator[tuple[int, str]]:
+    """(position, name) of every store of a share, finished or not."""
+    pattern = re.compile(rf"({run}-\d+)--.*{re.escape(_STORE)}({PARTIAL_SUFFIX}|{REMOVING_SUFFIX})?")
+    with os.scandir(out) as entries:
+        for entry in entries:
+            match = pattern.fullmatch(entry.name)
+            position = None if match is None else position_of(run, match[1])
+            if position is not None and order.holds(position):
+                yield position, entry.name
+
+
+def ended_by_itself(finish: str | None) -> bool:
+    """Whether a request with this finish reason came to its own end. One that was aborted, as by the end of its engine,
+    leaves a complete store of the tokens until then.
+    """
+    return finish in ("stop", "length", "repetition")
+
+
+def is_sound(path: Path) -> bool:
+    """Whether a finished store is complete, of a request that came to its end, and every byte of it as written."""
+    try:
+        attrs = read_attrs(path)
+        whole = bool(attrs["complete"]) and ended_by_itself(attrs["finish_reason"])
+        return whole and not verify_store(path, begun={})
+    except ValueError:
+        return False
+
+
+def _keep_one(out: Path, run: str, order: Order, manifest: Path, twice: set[int], result: Recovered) -> int:
+    """Of positions with several stores keep one each: that of the manifest, else a sound one. Returns how many went."""
+    noted = {}
+    for entry in read_manifest(manifest):
+        if (position := position_of(run, entry["key"])) in twice:
+            noted[position] = entry["store"]
+    names: dict[int, list[str]] = {position: [] for position in twice}
+    for position, name in _stores(out, run, order):
+        if position in twice:
+            names[position].append(name)
+    removed = 0
+    for position, several in names.items():
+        wanted = noted.get(position)
+        kept = wanted if wanted in several else next((name for name in several if is_sound(out / name)), None)
+        result.found.pop(position, None)
+        if position not in result.done and kept is not None:
+            result.found[position] = kept
+        for name in several:
+            if name != kept:
+                _remove(out / name)
+                removed += 1
+    return removed
+
+
+def _remove(path: Path) -> None:
+    if not remove_store(path):
+        raise ValueError(f"{path} is not whole and must be removed, but a process reads it; close it and start again")
+
+
+def _remove_rest(path: Path) -> None:
+    """Remove an unfinished store, or the rest of one that was being removed."""
+    with claim(path) as alone:
+        if not alone:
+            raise ValueError(f"{path} is written or repaired by another process; wait for its end and start again")
+        if not path.name.endswith(PARTIAL_SUFFIX):
+            shutil.rmtree(path)
+            return
+        remove_partial(str(path))
+    if (path.parent / INDEX_NAME).exists():
+        store = path.name.removesuffix(PARTIAL_SUFFIX)
+        append_index(str(path.parent), {"event": "abort", "store": store, "state": "aborted"})

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings every prompt of a share into one store: from the rows of the input to the lines of the manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from dmi_connector.bulk.budget import Budget
+from dmi_connector.bulk.engines import Answer, Death, Engines
+from dmi_connector.bulk.manifest import Manifest
+from dmi_connector.bulk.order import Placed, Rows
+from dmi_connector.bulk.progress import Counts, Progress
+from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
+from dmi_connector.bulk.recovery import Recovered, ended_by_itself, position_of, store_key
+from dmi_connector.store.read.index import CaptureInfo, IndexTail
+from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.write.retention import remove_store
+
+_TRIES = 2
+"""How often a prompt is captured whose store is incomplete."""
+_QUIET_S = 5.0
+"""After this time without a line in the index a store is looked for by its path."""
+_ROWS_PER_TURN = 10_000
+"""Rows that are passed by before the engines are looked at again."""
+_WAIT_S = 0.1
+
+
+@dataclass
+class _Flight:
+    """A prompt on its way. captured: how its capture ended. answered_at: of time.monotonic()."""
+
+    placed: Placed
+    prompt: Prompt
+    answer: Answer | None = None
+    answered_at: float = 0.0
+    captured: CaptureInfo | None = None
+    tries: int = 1
+
+
+@dataclass
+class Outcome:
+    """How a run ended. stopped: why before the end of the input, None if it came to the end. deaths: of engines."""
+
+    counts: Counts
+    stopped: str | None = None
+    deaths: list[Death] = field(default_factory=list)
+    lost: int = 0
+
+    @property
+    def all_done(self) -> bool:
+        """Whether every prompt of the share has its store."""
+        return self.stopped is None and not self.lost and not self.counts.failed
+
+
+class Run:
+    """One share of a run. Nothing of it is left in memory but the prompts in flight, and a bit for each position.
+
+    run: name of the run. out: directory of the stores. rejects: open file that rows are noted in which get no store.
+    writers_gone: whether no process of the engines lives any more. end_when_full: end at the budget's limit instead of
+    waiting there. generates: generated tokens have rows too.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        out: Path,
+        rows: Rows,
+        recovered: Recovered,
+        engines: Engines,
+        manifest: Manifest,
+        rejects: TextIO,
+        budget: Budget,
+        progress: Progress,
+        writers_gone: Callable[[], bool],
+        columns: Columns | None = None,
+        chat: bool = False,
+        line_offset: int | None = None,
+        end_when_full: bool = False,
+        generates: bool = True,
+    ) -> None:
+        self._run, self._out, self._rows = run, out, rows
+        self._recovered, self._engines, self._manifest, self._rejects = recovered, engines, manifest, rejects
+        self._budget, self._progress, self._writers_gone = budget, progress, writers_gone
+        self._columns, self._chat, self._line_offset = columns or Columns(), chat, line_offset
+        self._end_when_full, self._generates = end_when_full, generates
+        self._tail = IndexTail(out, new_only=True)
+        self._flights: dict[int, _Flight] = {}
+        self._again: list[_Flight] = []  # prompts that are read and not in flight: those to try again, and the next one
+        self._condemned: list[Path] = []
+        before = len(recovered.done) + len(recovered.found)
+        self.outcome = Outcome(Counts(done=before, before=before))
+        self._next_look = 0.0
+
+    def stop(self, why: str) -> None:
+        """Hand out no more prompts. Those in flight are finished."""
+        self.outcome.stopped = self.outcome.stopped or why
+
+    def go(self) -> Outcome:
+        """Run to the end of the rows, or until something stops it (`Outcome.stopped`). Raises OSError."""
+        rows = iter(self._rows)
+        more = True
+        while more or self._flights or self._again:
+            if self.outcome.stopped or not self._engines.alive():
+                more = False
+                self._again.clear()  # these are left to the next start
+            handed = False
+            if more or self._again:
+                more, handed = self._hand_out(rows, more)
+            for event in self._engines.events(0.0 if handed else _WAIT_S):
+                if isinstance(event, Death):
+                    self._on_death(event)
+                else:
+                    self._on_answer(event)
+            self._look_at_stores()
+            self._manifest.flush(now=False)
+            self._show()
+        self._engines.finish()
+        self._manifest.flush()
+        self._clear_condemned()
+        self._show(force=True)
+        return self.outcome
+
+    # ---- prompts out ------------------------------------------------------------------------------------------------
+
+    def _hand_out(self, rows: Iterator[Placed], more: bool) -> tuple[bool, bool]:
+        """Give the engines what they have room for. Returns (whether rows may be left, whether one was passed)."""
+        self.outcome.counts.waiting = ""
+        for passed in range(_ROWS_PER_TURN):
+            if not self._again:
+                if not more or (placed := next(rows, None)) is None:
+                    return False, passed > 0
+                flight = self._take(placed)
+                if flight is None:
+                    continue
+                self._again.append(flight)
+            self._engines.start()
+            if self._engines.room() <= 0 or not self._has_space():
+                return more, False
+            self._submit(self._again.pop())
+        return more, True
+
+    def _has_space(self) -> bool:
+        """Whether the budget has room for one more prompt. Stops the run where it is to end without."""
+        if self._budget.allows(len(self._flights)):
+            return True
+        if not self._flights:
+            if self._end_when_full:
+                self.stop("max_bytes")
+            self.outcome.counts.waiting = "the disk budget is used up"
+        return False
+
+    def _take(self, placed: Placed) -> _Flight | None:
+        """Make a prompt of a row, unless it is done."""
+        if placed.position in self._recovered.done:
+            return None
+        found = self._recovered.found.pop(placed.position, None)
+        row: object = None
+        try:
+            row = self._rows.load(placed.raw)
+            if row is None:
+                return None
+            prompt = Prompt.of(row, self._columns, self._chat)
+        except BadRow as error:
+            self._reject(placed, _id_of(row, self._columns), str(error))
+            return None
+        if found is not None:
+            self._manifest.add(self._found_entry(placed, prompt, found))
+            return None
+        return _Flight(placed, prompt)
+
+    def _submit(self, flight: _Flight) -> None:
+        position = flight.placed.position
+        self._flights[position] = flight
+        self._engines.submit(position, store_key(self._run, position), flight.prompt.to_json())
+
+    def _reject(self, placed: Placed, name: str | None, reason: str, failed: bool = False) -> None:
+        """Note a row that gets no store. failed: it is a prompt, and the next run tries it again."""
+        entry: dict[str, Any] = {"row": placed.number}
+        if self._line_offset is not None:
+            entry["line"] = placed.number + self._line_offset
+        entry |= {"id": name, "kind": "failed" if failed else "rejected", "reason": reason}
+        print(json.dumps(entry), file=self._rejects, flush=True)
+        if failed:
+            self.outcome.counts.failed += 1
+        else:
+            self.outcome.counts.rejected += 1
+
+    # ---- answers in -------------------------------------------------------------------------------------------------
+
+    def _on_answer(self, answer: Answer) -> None:
+        flight = self._flights[answer.position]
+        if answer.refused is not None or answer.error is not None:
+            del self._flights[answer.position]
+            reason = answer.refused or answer.error or ""
+            self._reject(flight.placed, flight.prompt.id, reason, failed=answer.refused is None)
+            return
+        flight.answer, flight.answered_at = answer, time.monotonic()
+        self._settle(flight)
+
+    def _on_death(self, death: Death) -> None:
+        self.outcome.deaths.append(death)
+        lost = [position for position in death.positions if self._flights.pop(position, None)]
+        self.outcome.lost += len(lost)
+        text = f"dmi: {death.name} ended early: {death.how}. {len(lost)} prompts are left to the next start of this run"
+        self._progress.say({"event": "engine_ended", "engine": death.name, "why": death.how, "left": len(lost)}, text)
+        if not self._engines.alive():
+            self.stop("engines")
+
+    def _unanswered(self) -> int:
+        return sum(flight.answer is None for flight in self._flights.values())
+
+    # ---- stores -----------------------------------------------------------------------------------------------------
+
+    def _look_at_stores(self) -> None:
+        gone = not self._engines.alive() and self._writers_gone()
+        for info in self._tail.read():
+            position = position_of(self._run, info.key or "")
+            flight = None if position is None else self._flights.get(position)
+            if flight is not None:
+                flight.captured = info
+                self._settle(flight)
+        if gone or time.monotonic() > self._next_look:
+            self._next_look = time.monotonic() + _QUIET_S
+            self._look_at_paths(gone)
+
+    def _look_at_paths(self, gone: bool) -> None:
+        """Look for stores whose line is late: a full disk may have kept it from being written."""
+        for flight in list(self._flights.values()):
+            if flight.answer is None or not (gone or time.monotonic() - flight.answered_at > _QUIET_S):
+                continue
+            path = self._path(flight.answer)
+            if path is not None and (path / "zarr.json").exists():
+                flight.captured = _info(path)
+                self._settle(flight)
+            elif gone:
+                del self._flights[flight.placed.position]
+                self.outcome.lost += 1
+
+    def _path(self, answer: Answer) -> Path | None:
+        """Where the store of an answer is, or may come."""
+        if answer.store is not None:
+            return Path(answer.store)
+        return next(self._out.glob(f"{store_key(self._run, answer.position)}--*.zarr"), None)
+
+    def _settle(self, flight: _Flight) -> None:
+        """Note a prompt whose answer and store are both there, or try it again."""
+        info, answer = flight.captured, flight.answer
+        if info is None or answer is None:
+            return
+        position = flight.placed.position
+        del self._flights[position]
+        if info.state == "complete" and ended_by_itself(answer.finish_reason):
+            nbytes = info.bytes or 0
+            self._budget.stored(nbytes)
+            self.outcome.counts.done += 1
+            self.outcome.counts.tokens += answer.prompt_tokens + answer.generated_tokens
+            self.outcome.counts.bytes += nbytes
+            tokens = answer.prompt_tokens, answer.generated_tokens
+            finish = answer.finish_reason if self._generates else None
+            entry = self._entry(flight.placed, flight.prompt, info.store.name, tokens, finish, nbytes)
+            self._manifest.add(entry)
+            return
+        if info.state in ("complete", "incomplete"):
+            self._condemned.append(info.store)
+            self._clear_condemned()
+        if flight.tries < _TRIES and not self.outcome.stopped and self._engines.alive():
+            self._again.append(_Flight(flight.placed, flight.prompt, tries=flight.tries + 1))
+        else:
+            reason = f"its capture is {info.state} ({info.reason}), its request ended with {answer.finish_reason}"
+            self._reject(flight.placed, flight.prompt.id, reason, failed=True)
+
+    def _clear_condemned(self) -> None:
+        """Remove incomplete stores. One that is still locked is left for the next call, or the next start."""
+        self._condemned = [path for path in self._condemned if not remove_store(path)]
+
+    # ---- lines ------------------------------------------------------------------------------------------------------
+
+    def _entry(
+        self, placed: Placed, prompt: Prompt, store: str, tokens: tuple[int, int], finish: str | None, nbytes: int
+    ) -> dict[str, Any]:
+        return {
+            "row": placed.number,
+            "id": prompt.id,
+            "key": store_key(self._run, placed.position),
+            "store": store,
+            "prompt_tokens": tokens[0],
+            "generated_tokens": tokens[1],
+            "finish_reason": finish,
+            "bytes": nbytes,
+        }
+
+    def _found_entry(self, placed: Placed, prompt: Prompt, store: str) -> dict[str, Any]:
+        """The line of a store that was finished before the last run was killed."""
+        attrs = read_attrs(self._out / store)
+        generates = attrs["include_output_tokens"]
+        generated = attrs["num_tokens"] - attrs["prompt_len"] + 1 if generates else 0
+        finish = attrs["finish_reason"] if generates else None
+        return self._entry(placed, prompt, store, (attrs["prompt_len"], generated), finish, _bytes(attrs))
+
+    def _show(self, force: bool = False) -> None:
+        counts = self.outcome.counts
+        counts.total = self._rows.total()
+        counts.engine = self._unanswered()
+        counts.backlog = len(self._flights) - counts.engine
+        self._progress.show(counts, force)
+
+
+def _id_of(row: object, columns: Columns) -> str | None:
+    """The id of a row that may be no prompt."""
+    name = row.get(columns.id) if isinstance(row, dict) else None
+    return name if isinstance(name, str) else None if name is None else str(name)[:200]
+
+
+def _bytes(attrs: dict[str, Any]) -> int:
+    return sum(size for size, _ in attrs["files"].values())
+
+
+def _info(path: Path) -> CaptureInfo:
+    """What the index would say of a finished store."""
+    attrs = read_attrs(path)
+    state = "complete" if attrs["complete"] else "incomplete"
+    return CaptureInfo(
+        path,
+        attrs.get("key"),
+        attrs["request_id"],
+        state,
+        attrs["reason"],
+        attrs["created"],
+        attrs["finished"],
+        _bytes(attrs),
+        attrs["num_tokens"],
+    )
+
+
+@contextlib.contextmanager
+def stopped_by_signals(stop: Callable[[str], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM stop a run in order; the second one ends it at once, with KeyboardInterrupt."""
+
+    def on_signal(number: int, _frame: Any) -> None:
+        stop("signal")
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, signal.default_int_handler)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run does. The part of it that decides what stores hold is kept in RUN_NAME, and must stay the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dmi_connector.bulk.order import Order
+from dmi_connector.bulk.prompts import Columns
+from dmi_connector.wording import show
+
+RUN_NAME = "run.json"
+"""File with the name and the settings of a run."""
+_FORMAT = 1
+STORE_OPTIONS = ("hooks", "reduce", "codec", "chunk_tokens", "segment_tokens", "check")
+"""Server options that decide what stores hold."""
+FREE_FLAGS = frozenset(
+    (
+        "gpu-memory-utilization",
+        "kv-cache-memory-bytes",
+        "max-num-seqs",
+        "max-num-batched-tokens",
+        "tensor-parallel-size",
+        "distributed-executor-backend",
+        "enable-prefix-caching",
+        "no-enable-prefix-caching",
+        "enable-chunked-prefill",
+        "no-enable-chunked-prefill",
+        "async-scheduling",
+        "no-async-scheduling",
+        "enforce-eager",
+        "no-enforce-eager",
+        "compilation-config",
+        "download-dir",
+        "load-format",
+        "max-parallel-loading-workers",
+        "block-size",
+        "num-gpu-blocks-override",
+        "swap-space",
+        "cpu-offload-gb",
+        "tp",
+        "cc",
+        "O",
+    )
+)
+"""Flags of vLLM that change how fast stores come, but not what they hold: they may change when a run goes on."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a run does with its prompts.
+
+    model: as vLLM takes it. capture: arguments of `capture_args`, but the directory. flags: flags of vLLM's engine.
+    sampling: fields of SamplingParams. max_tokens: to generate at most, None for rows of the prompt alone. chat: texts
+    are messages of a user.
+    """
+
+    model: str
+    capture: Mapping[str, Any]
+    flags: tuple[str, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+    chat: bool = False
+    columns: Columns = field(default_factory=Columns)
+    order: Order = field(default_factory=Order)
+
+    def fingerprint(self, identity: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What decides which store each prompt gets, JSON-ready. identity: of the input."""
+        return {
+            "model": self.model,
+            "owner": self.capture.get("owner", "draft"),
+            **{name: self.capture[name] for name in STORE_OPTIONS if name in self.capture},
+            "flags": sorted(flag for flag in joined(self.flags) if _flag_name(flag) not in FREE_FLAGS),
+            "sampling": dict(self.sampling),
+            "max_tokens": self.max_tokens,
+            "chat": self.chat,
+            "columns": asdict(self.columns),
+            "shuffle": self.order.shuffle,
+            "shards": self.order.shares,
+            "prompts": [dict(file) for file in identity],
+        }
+
+    def engine_message(self, out: Path) -> dict[str, Any]:
+        """What an engine process has to know, JSON-ready."""
+        names = ("model", "capture", "flags", "sampling", "max_tokens")
+        return {**{name: getattr(self, name) for name in names}, "store_dir": str(out)}
+
+
+def joined(flags: Sequence[str]) -> list[str]:
+    """Flags of a command line, each with its values behind "="."""
+    found: list[str] = []
+    for text in flags:
+        if text.startswith("-") and not re.fullmatch(r"-\d.*", text):
+            found.append(text)
+        elif found:
+            found[-1] += ("," if "=" in found[-1] else "=") + text
+        else:
+            found.append(text)
+    return found
+
+
+def _flag_name(flag: str) -> str:
+    return flag.lstrip("-").split("=")[0].split(".")[0].replace("_", "-")
+
+
+def settle(out: Path, fingerprint: Mapping[str, Any]) -> str:
+    """The name of the run in a directory: a new one is begun where there is none. Raises ValueError for other settings.
+
+    Runs of several shares may begin at once.
+    """
+    path = out / RUN_NAME
+    wanted = json.loads(json.dumps(fingerprint))
+    if not path.exists():
+        own = out / f"{RUN_NAME}.{uuid.uuid4().hex[:8]}"
+        run = {"format": _FORMAT, "run": uuid.uuid4().hex[:8], "settings": wanted}
+        with open(own, "w") as file:
+            file.write(json.dumps(run, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):  # another share has just begun the run
+            os.link(own, path)
+        own.unlink()
+    noted = json.loads(path.read_text())
+    if (found := noted.get("format")) != _FORMAT:
+        raise ValueError(
+            f"--out {out}: {RUN_NAME} is of format {found}, this version writes {_FORMAT}; give another --out"
+        )
+    for name, value in wanted.items():
+        if (before := noted["settings"].get(name)) != value:
+            raise ValueError(
+                f"--out {out} was begun with {name} {show(before)}, not {show(value)}; give the same, or another --out"
+            )
+    if more := noted["settings"].keys() - wanted.keys():
+        name = min(more)
+        raise ValueError(
+            f"--out {out} was begun with {name} {show(noted['settings'][name])}; give it too, or another --out"
+        )
+    return str(noted["run"])

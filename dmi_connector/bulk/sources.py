@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads rows of the input: one at a time, and in any order. Memory does not grow with their number.
+
+A source gives (number, raw) for each row, in the order of the input. `load` makes an object of a raw row. The two are
+apart because a run that goes on passes most rows by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+
+from dmi_connector.bulk.prompts import BadRow, Columns
+from dmi_connector.wording import show
+
+LONGEST_LINE = 1 << 26
+"""Bytes of a line of JSON. A longer one is a bad row."""
+_BUFFER, _SAMPLE = 1 << 20, 1 << 20
+"""Bytes that are read at a time; bytes at both ends of a file by which it is told from another."""
+_BATCH = 256
+"""Rows of Parquet that are decoded at a time."""
+
+
+class Source(Protocol):
+    """Rows of an input. line_offset: the first row's number for the user, None where rows have no lines."""
+
+    line_offset: int | None
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        """(number, raw row) of each row from the first on."""
+
+    def load(self, raw: Any) -> object:
+        """The row as Python objects; None where it is blank. Raises BadRow."""
+
+    def fraction(self) -> float:
+        """How much of the input the latest iteration has passed, 0 to 1."""
+
+    def count(self) -> int | None:
+        """Number of rows, None where that is not known yet."""
+
+    def random_access(self, scratch: Path) -> RandomAccess:
+        """The same rows in any order. scratch: a directory for files that are gone when the process ends."""
+
+
+class RandomAccess(Protocol):
+    """Rows by their number. len() of it is their number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Any:
+        """The raw row, for the `load` of this object."""
+
+    def load(self, raw: Any) -> object:
+        """As `Source.load`."""
+
+
+def open_source(path: Path, columns: Columns) -> Source:
+    """The rows of a file of JSON lines (.jsonl, .ndjson, .json), of Parquet files (one, or a directory of them), or of
+    a data set that was saved with `save_to_disk`. Raises ValueError.
+    """
+    kind, files = _look(path)
+    if kind == "lines":
+        return Lines(open(files[0], "rb", buffering=_BUFFER), path.name)
+    if find_spec("pyarrow") is None:
+        raise ValueError(f"--prompts {path}: pyarrow is not installed, which reads it; install dmi_connector[run]")
+    return Parquet(files, columns) if kind == "parquet" else Arrow(files, columns)
+
+
+def identity(path: Path) -> list[dict[str, Any]]:
+    """What tells an input from another: name, size and a hash of both ends of each of its files. Raises ValueError."""
+    _, files = _look(path)
+    return [_identity(file) for file in files]
+
+
+def _identity(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        digest.update(file.read(_SAMPLE))
+        file.seek(max(0, size - _SAMPLE))
+        digest.update(file.read(_SAMPLE))
+    return {"name": path.name, "bytes": size, "ends_sha256": digest.hexdigest()}
+
+
+def _look(path: Path) -> tuple[str, list[Path]]:
+    """("lines", "parquet" or "arrow", the files of an input)."""
+    kinds = "a file of JSON lines (.jsonl), of Parquet (.parquet), or a data set's directory"
+    if not path.exists():
+        raise ValueError(f"--prompts {path} is not there; give {kinds}")
+    if path.is_file():
+        if path.suffix in (".jsonl", ".ndjson", ".json"):
+            return "lines", [path]
+        if path.suffix == ".parquet":
+            return "parquet", [path]
+        raise ValueError(f"--prompts {path} ends in {path.suffix or 'nothing'}; give {kinds}")
+    if (path / "dataset_dict.json").exists():
+        splits = ", ".join(json.loads((path / "dataset_dict.json").read_text())["splits"])
+        raise ValueError(f"--prompts {path} holds several data sets; give the directory of one of them: {splits}")
+    if (path / "state.json").exists():
+        state = json.loads((path / "state.json").read_text())
+        if state.get("_indices_files"):
+            raise ValueError(f"--prompts {path} selects rows of its files; call flatten_indices() before you save it")
+        return "arrow", [path / file["filename"] for file in state["_data_files"]]
+    if files := sorted(path.glob("*.parquet")):
+        return "parquet", files
+    raise ValueError(f"--prompts {path} holds no state.json of a saved data set and no *.parquet; give {kinds}")
+
+
+class Lines:
+    """JSON lines. The number of a row is that of its line, from 0."""
+
+    line_offset: int | None = 1
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self._file, self._name = file, name
+        self._size = os.fstat(file.fileno()).st_size
+        self._at = 0
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        self._file.seek(0)
+        self._at = number = 0
+        while line := self._file.readline(LONGEST_LINE + 1):
+            self._at += len(line)
+            rest = line
+            while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
+                rest = self._file.readline(LONGEST_LINE + 1)
+                self._at += len(rest)
+                if not rest or rest.endswith(b"\n"):
+                    break
+            yield number, line
+            number += 1
+
+    def load(self, raw: bytes) -> object:
+        """The object of a line, None for a blank one. Raises BadRow."""
+        if len(raw) > LONGEST_LINE:
+            raise BadRow(f"the line is longer than {LONGEST_LINE} bytes")
+        if not raw.strip():
+            return None
+        try:
+            return json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise BadRow(f"the line is no JSON: {error}") from error
+
+    def fraction(self) -> float:
+        """Bytes passed of all."""
+        return self._at / self._size if self._size else 1.0
+
+    def count(self) -> int | None:
+        """None: nobody has counted the lines."""
+        return None
+
+    def random_access(self, scratch: Path) -> RandomLines:
+        """Lines by their number, after one reading of the whole file."""
+        return RandomLines(self._file, scratch)
+
+
+class RandomLines:
+    """Lines in any order. Where each begins is in a file without a name: 8 bytes a line."""
+
+    def __init__(self, file: BinaryIO, scratch: Path) -> None:
+        self._file = file
+        self.load = Lines(file, "").load
+        with tempfile.TemporaryFile(dir=scratch) as starts:
+            count = self._write_starts(starts)
+            starts.flush()
+            self._starts = np.memmap(starts, np.uint64, "r", shape=(count + 1,))
+
+    def _write_starts(self, starts: Any) -> int:
+        self._file.seek(0)
+        at = count = 0
+        begins = True  # the next byte begins a line
+        while block := self._file.read(_BUFFER):
+            ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")).astype(np.uint64) + np.uint64(at + 1)
+            if begins:
+                ends = np.concatenate([np.array([at], np.uint64), ends])
+            at += len(block)
+            begins = block.endswith(b"\n")
+            if begins:
+                ends = ends[:-1]  # a line begins there only if more follows
+            starts.write(ends.tobytes())
+            count += len(ends)
+        starts.write(np.uint64(at).tobytes())  # the end of the last line
+        return count
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, number: int) -> bytes:
+        start, stop = (int(at) for at in self._starts[number : number + 2])
+        return os.pread(self._file.fileno(), min(stop - start, LONGEST_LINE + 1), start)
+
+
+class _Columnar:
+    """Rows of record batches. A raw row is (record batch, row in it)."""
+
+    line_offset: int | None = None
+
+    def __init__(self, files: Sequence[Path], columns: Columns) -> None:
+        self.files, self.columns = files, columns
+        self._passed, self._total = 0, 0
+
+    def load(self, raw: tuple[Any, int]) -> object:
+        """{column: value} of the columns that are read. Raises BadRow for what Arrow cannot give as Python objects."""
+        batch, row = raw
+        try:
+            return {name: batch.column(name)[row].as_py() for name in batch.schema.names if name in self.columns.names}
+        except (ValueError, OverflowError) as error:
+            raise BadRow(f"the row cannot be read: {show(str(error))}") from error
+
+    def fraction(self) -> float:
+        """Rows passed of all."""
+        return self._passed / self._total if self._total else 1.0
+
+    def _numbered(self, batches: Iterator[Any]) -> Iterator[tuple[int, tuple[Any, int]]]:
+        self._passed = number = 0
+        for batch in batches:
+            for row in range(batch.num_rows):
+                self._passed = number + 1
+                yield number, (batch, row)
+                number += 1
+
+
+class Parquet(_Columnar):
+    """Parquet files, one after the other."""
+
+    def __init__(self, files: Sequence[Path], columns: Columns) -> None:
+        import pyarrow.parquet as pq
+
+        super().__init__(files, columns)
+        self._total = sum(pq.read_metadata(file).num_rows for file in files)
+
+    def __iter__(self) -> Iterator[tuple[int, tuple[Any, int]]]:
+        return self._numbered(self._batches())
+
+    def _batches(self) -> Iterator[Any]:
+        import pyarrow.parquet as pq
+
+        for path in self.files:
+            with pq.ParquetFile(path, memory_map=True, pre_buffer=False) as file:
+                there = [name for name in file.schema_arrow.names if name in self.columns.names]
+                if not there:
+                    names = ", ".join(file.schema_arrow.names)
+                    raise ValueError(
+                        f"--prompts {path} has none of the columns {', '.join(self.columns.names)}; its columns: "
+                        f"{names}; name them, as in --column prompt=text"
+                    )
+                yield from file.iter_batches(batch_size=_BATCH, columns=there)
+
+    def count(self) -> int | None:
+        """Rows of all files, from their footers."""
+        return self._total
+
+    def random_access(self, scratch: Path) -> RandomLines:
+        """Rows by their number: they are copied as JSON lines, because Parquet decodes only many rows at once."""
+        with tempfile.TemporaryFile(dir=scratch, buffering=_BUFFER) as file:
+            for _, raw in self:
+                try:
+                    row = self.load(raw)
+                except BadRow as error:
+                    row = str(error)
+                file.write(json.dumps(row, default=lambda value: {type(value).__name__: show(value)}).encode() + b"\n")
+            file.flush()
+            return RandomLines(open(os.dup(file.fileno()), "rb", buffering=_BUFFER), scratch)
+
+
+class Arrow(_Columnar):
+    """The files of a data set of Hugging Face's library: streams of record batches, mapped into memory."""
+
+    def __init__(self, files: Sequence[Path], columns: Columns) -> None:
+        super().__init__(files, columns)
+        self._total = sum(batch.num_rows for batch in self._batches())
+
+    def __iter__(self) -> Iterator[tuple[int, tuple[Any, int]]]:
+        return self._numbered(self._batches())
+
+    def _batches(self) -> Iterator[Any]:
+        import pyarrow as pa
+
+        for path in self.files:
+            try:
+                with pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as stream:
+                    yield from stream
+            except pa.ArrowInvalid as error:
+                raise ValueError(f"--prompts {path} is no Arrow stream: {error}; save the data set again") from error
+
+    def count(self) -> int | None:
+        """Rows of all files."""
+        return self._total
+
+    def random_access(self, scratch: Path) -> RandomBatches:
+        """Rows by their number, straight from the mapped files."""
+        return RandomBatches(list(self._batches()), self)
+
+
+class RandomBatches:
+    """Rows of record batches in any order."""
+
+    def __init__(self, batches: Sequence[Any], source: _Columnar) -> None:
+        self._batches = batches
+        self._ends = np.cumsum([batch.num_rows for batch in batches])
+        self.load = source.load
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, number: int) -> tuple[Any, int]:
+        at = int(np.searchsorted(self._ends, number, side="right"))
+        return self._batches[at], number - int(self._ends[at - 1] if at else 0)

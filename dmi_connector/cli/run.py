@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi run`: offline capture of a whole set of prompts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from dmi_connector.args import capture_args
+from dmi_connector.bulk.budget import Budget
+from dmi_connector.bulk.engines import EngineProcesses, device_shares, visible_devices
+from dmi_connector.bulk.manifest import Manifest
+from dmi_connector.bulk.order import Order, parse_share
+from dmi_connector.bulk.progress import Progress
+from dmi_connector.bulk.prompts import Columns
+from dmi_connector.bulk.recovery import Recovered, recover
+from dmi_connector.bulk.run import Outcome, Run, stopped_by_signals
+from dmi_connector.bulk.settings import RunSettings, settle
+from dmi_connector.bulk.sources import identity, open_source
+from dmi_connector.cli.serve import add_options, leave_graphs, refuse_conflicts
+from dmi_connector.settings import OptionError, ServerOptions
+from dmi_connector.store.format.locks import lock_alone
+from dmi_connector.store.format.paths import UMASKS, make_directory
+from dmi_connector.wording import format_bytes
+
+USAGE = """dmi run --model MODEL --prompts FILE|DIR --out DIR [--hooks HOOKS] [--max-tokens N] [option ...]
+               [any flag of vLLM's engine ...]
+
+       Captures every prompt of a file of JSON lines or Parquet, or of a saved data set. Started again after it was
+       stopped or killed, it goes on where it was. Flags that are not listed here go to vLLM's engine as they are."""
+LIFE_NAME = ".life.lock"
+"""File on which all processes of the engines hold a shared lock."""
+NOT_OURS = (
+    "store_dir",
+    "policy",
+    "sink",
+    "allow_custom_save_path",
+    "save_path_roots",
+    "max_request_bytes",
+    "max_total_bytes",
+    "min_free_bytes",
+    "retain_seconds",
+    "retain_bytes",
+)
+"""Server options that a bulk capture has no use for, or that it looks after itself."""
+_WAIT_S = 0.2
+_SHOWN = 5
+"""Bad rows that the summary shows."""
+_WHY = {"max_bytes": "the disk budget is used up", "signal": "it was told to stop", "engines": "no engine is left"}
+"""Why a run stopped, in words."""
+
+
+def add_run(parser: argparse.ArgumentParser, nbytes: Callable[[str], int]) -> None:
+    """Add the options of `dmi run`. nbytes: the type of sizes."""
+    prompts = parser.add_argument_group("prompts")
+    prompts.add_argument(
+        "--prompts", type=Path, required=True, metavar="FILE|DIR", help=".jsonl, .parquet, or a data set"
+    )
+    prompts.add_argument(
+        "--column", action="append", default=[], metavar="NAME=COLUMN", help="prompt=text; can be repeated"
+    )
+    prompts.add_argument("--chat", action="store_true", help="texts are messages of a user: apply the chat template")
+    prompts.add_argument("--shuffle", type=int, metavar="SEED", help="take rows in an order that SEED chooses")
+    prompts.add_argument("--limit", type=_count, metavar="N", help="only the first N rows of that order")
+    prompts.add_argument("--shard", type=_share, default=(0, 1), metavar="I/N", help="every Nth row from the Ith on")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--model", required=True, help="as vLLM takes it")
+    engine.add_argument(
+        "--max-tokens", type=_count, metavar="N", help="generate so many at most (default: prompts only)"
+    )
+    engine.add_argument("--sampling", type=_object, default={}, metavar="JSON", help="fields of SamplingParams")
+    engine.add_argument("--data-parallel", type=_count, default=1, metavar="N", help="engines, each with its GPUs")
+    out = parser.add_argument_group("output")
+    out.add_argument("--out", type=Path, required=True, metavar="DIR", help="stores, manifest.jsonl, rejects.jsonl")
+    out.add_argument("--max-bytes", type=nbytes, default=0, metavar="SIZE", help="of the stores in DIR: 500M, 2T")
+    out.add_argument("--min-free-bytes", type=nbytes, default=0, metavar="SIZE", help="that stay free on the disk")
+    out.add_argument("--when-full", choices=("wait", "end"), default="wait", help="at one of these (default: wait)")
+    out.add_argument("--redo-missing", action="store_true", help="capture again what is in the manifest but not in DIR")
+    out.add_argument("--json", action="store_true", help="print a JSON object a line")
+    add_options(parser.add_argument_group("capture"), leave_out=NOT_OURS)
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid; give a whole number from 1 on")
+    return int(text)
+
+
+def _share(text: str) -> tuple[int, int]:
+    try:
+        return parse_share(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not valid; give a JSON object, as in {{"temperature": 0.7}}')
+    return value
+
+
+def settings_of(options: argparse.Namespace, flags: Sequence[str]) -> RunSettings:
+    """The settings of a command line. flags: those for vLLM. Raises OptionError and ValueError."""
+    names = ["owner", *(option.name for option in fields(ServerOptions) if option.name not in NOT_OURS)]
+    capture = {name: value for name in names if (value := getattr(options, name)) is not None}
+    leave_graphs(capture, flags)
+    refuse_conflicts(flags, "dmi run")
+    capture_args(**capture, store_dir=options.out)
+    for name in ("n", "max_tokens", "extra_args", "output_kind"):
+        if name in options.sampling and (name, options.sampling[name]) != ("n", 1):
+            fix = "give --max-tokens" if name == "max_tokens" else "leave it out"
+            raise OptionError(f"--sampling {name}: a bulk capture sets it itself; {fix}")
+    share, shares = options.shard
+    return RunSettings(
+        options.model,
+        capture,
+        tuple(flags),
+        options.sampling,
+        options.max_tokens,
+        options.chat,
+        Columns.parse(options.column),
+        Order(options.shuffle, options.limit, share, shares),
+    )
+
+
+def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Run the command. Returns the exit status: 0 if every prompt has its store, else 1. Raises ValueError, OSError."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError("vllm: it is not installed in this environment; install dmi_connector[vllm]")
+    settings, progress = settings_of(options, flags), Progress(options.json)
+    device_shares(options.data_parallel, visible_devices())
+    source = open_source(options.prompts, settings.columns)
+    out = options.out.absolute()
+    mode = settings.capture.get("file_mode", "private")
+    make_directory(str(out), mode)
+    suffix = settings.order.suffix
+    with ExitStack() as stack:
+        stack.callback(os.umask, os.umask(UMASKS[mode]))
+        name = settle(out, settings.fingerprint(identity(options.prompts)))
+        if not stack.enter_context(lock_alone(out / f".run{suffix}.lock")):
+            raise ValueError(f"--out {out}: another dmi run works on it; wait for its end, or give another --shard")
+        life, manifest_path = out / f"{LIFE_NAME}{suffix}", out / f"manifest{suffix}.jsonl"
+        recovered = _recover(out, name, settings.order, manifest_path, life, options.redo_missing, progress)
+        _say_recovered(recovered, progress)
+        manifest = stack.enter_context(closing(Manifest(manifest_path)))
+        rejects = stack.enter_context(open(out / f"rejects{suffix}.jsonl", "w"))
+        rows = settings.order.rows(source, out)
+        budget = Budget(out, options.max_bytes, options.min_free_bytes)
+        start = settings.engine_message(out)
+        engines = stack.enter_context(closing(EngineProcesses(options.data_parallel, start, out, life, suffix)))
+        stack.callback(progress.close)
+        job = Run(
+            name,
+            out,
+            rows,
+            recovered,
+            engines,
+            manifest,
+            rejects,
+            budget,
+            progress,
+            lambda: _free(life),
+            settings.columns,
+            settings.chat,
+            source.line_offset,
+            options.when_full == "end",
+            options.max_tokens is not None,
+        )
+        with stopped_by_signals(job.stop):
+            outcome = job.go()
+    return _summarise(outcome, engines.answered(), out, suffix, progress)
+
+
+def _free(life: Path) -> bool:
+    with lock_alone(life) as alone:
+        return alone
+
+
+def _recover(
+    out: Path, run: str, order: Order, manifest: Path, life: Path, redo_missing: bool, progress: Progress
+) -> Recovered:
+    """Recover once the processes of an earlier start have ended. They get no lock meanwhile."""
+    told = False
+    while True:
+        with lock_alone(life) as alone:
+            if alone:
+                return recover(out, run, order, manifest, redo_missing)
+        if not told:
+            progress.say({"event": "waiting", "for": "writers"}, "dmi: waiting for writers of the run that was stopped")
+            told = True
+        time.sleep(_WAIT_S)
+
+
+def _say_recovered(recovered: Recovered, progress: Progress) -> None:
+    done = len(recovered.done) + len(recovered.found)
+    if not done and not recovered.removed:
+        return
+    event = {"event": "recovered", "done": done, "removed": recovered.removed, "gone": recovered.gone}
+    text = f"dmi: going on: {done} prompts are done, {recovered.removed} unfinished stores were removed"
+    if recovered.gone:
+        text += f", {recovered.gone} stores are no longer there (--redo-missing captures these again)"
+    progress.say(event, text)
+
+
+def _summarise(outcome: Outcome, answered: list[int], out: Path, suffix: str, progress: Progress) -> int:
+    counts = outcome.counts
+    rejects = out / f"rejects{suffix}.jsonl"
+    event = {
+        "event": "summary",
+        "stored": counts.done - counts.before,
+        "done": counts.done,
+        "rejected": counts.rejected,
+        "failed": counts.failed,
+        "lost": outcome.lost,
+        "stopped": outcome.stopped,
+        "engines": answered,
+        "tokens": counts.tokens,
+        "bytes": counts.bytes,
+        "manifest": str(out / f"manifest{suffix}.jsonl"),
+        "rejects": str(rejects),
+    }
+    lines = [f"{counts.done} prompts have their stores in {out}, {counts.done - counts.before} of them from this start"]
+    lines[0] += f" ({counts.tokens} tokens, {format_bytes(counts.bytes)})"
+    if counts.rejected or counts.failed:
+        lines.append(f"{counts.rejected} bad rows, {counts.failed} failed prompts: see {rejects}")
+        with open(rejects) as file:
+            for _, text in zip(range(_SHOWN), file, strict=False):
+                entry = json.loads(text)
+                where = f"line {entry['line']}" if "line" in entry else f"row {entry['row']}"
+                lines.append(f"  {where}: {entry['reason']}")
+    if not outcome.all_done:
+        lines.append(f"not all is done ({_WHY.get(outcome.stopped or '', 'see above')}): the same command goes on")
+    progress.say(event, "\n".join(lines))
+    return 0 if outcome.all_done else 1

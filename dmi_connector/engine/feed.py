@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An offline engine with capture that takes prompts one by one, and answers each when it has ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from dmi_connector.args import capture_args
+from dmi_connector.settings import OptionError
+
+
+class PromptRefused(ValueError):
+    """The engine cannot take a prompt. The message says why."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A request that has ended.
+
+    prompt, generated: numbers of tokens. finish: vLLM's reason. store: path of its store, if the response names it.
+    error: why nothing is captured.
+    """
+
+    name: str
+    prompt: int
+    generated: int
+    finish: str | None
+    store: str | None
+    error: str | None
+
+
+class EngineFeed:
+    """vLLM's engine, fed continuously: `add` and `step` by turns keep its queue full.
+
+    model: as vLLM takes it. capture: arguments of `capture_args`. flags: more flags of vLLM's engine, as on a command
+    line. sampling: fields of SamplingParams; greedy if they name no temperature. max_tokens: to generate at most; None
+    captures rows of prompts alone, for which vLLM samples one token.
+
+    Raises OptionError for bad options, and whatever vLLM raises when it cannot start.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        capture: Mapping[str, Any],
+        flags: Sequence[str] = (),
+        sampling: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        from vllm import EngineArgs, LLMEngine
+        from vllm.usage.usage_lib import UsageContext
+
+        self._make_sampling, self._max_tokens = _sampling(sampling or {}, max_tokens), max_tokens
+        own = [text for name, value in capture_args(**capture).items() for text in (f"--{name}", json.dumps(value))]
+        parsed = _parser().parse_args(["--model", model, *own, *flags])
+        args = EngineArgs.from_cli_args(parsed)
+        args.disable_log_stats = True  # as in vLLM's LLM
+        self._engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests that run at a time, at most."""
+        return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are under way."""
+        return bool(self._engine.has_unfinished_requests())
+
+    def add(self, name: str, key: str, prompt: Mapping[str, Any]) -> None:
+        """Begin a request.
+
+        name: by which `step` calls it. key: of its store. prompt: `Prompt.to_json()`. Raises PromptRefused.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            given = self._given(prompt)
+            self._engine.add_request(name, given, self._make_sampling(key))
+        except EngineDeadError:
+            raise
+        except Exception as error:  # whatever templates and tokenizers raise, other prompts may be fine
+            raise PromptRefused(f"{type(error).__name__}: {error}") from error
+
+    def _given(self, prompt: Mapping[str, Any]) -> Any:
+        if "token_ids" in prompt:
+            return {"prompt_token_ids": list(prompt["token_ids"])}
+        if "text" in prompt:
+            return {"prompt": prompt["text"]}
+        messages = prompt["messages"]
+        tokenizer: Any = self._engine.get_tokenizer()
+        # A conversation that ends with an answer is taken as it is.
+        asks = messages[-1]["role"] != "assistant"
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+        return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def step(self) -> list[Ended]:
+        """Wait for the engine's next outputs. Returns the requests that have ended with them."""
+        ended = []
+        for output in self._engine.step():
+            if output.finished:
+                params = output.kv_transfer_params or {}
+                answer = output.outputs[0]
+                ended.append(
+                    Ended(
+                        name=output.request_id,
+                        prompt=len(output.prompt_token_ids),
+                        generated=len(answer.token_ids) if self._max_tokens is not None else 0,
+                        finish=answer.finish_reason,
+                        store=params.get("dmi_store"),
+                        error=params.get("dmi_error"),
+                    )
+                )
+        return ended
+
+    def shutdown(self) -> None:
+        """Stop the engine. It finishes its stores first."""
+        self._engine.engine_core.shutdown()
+
+
+def _parser() -> Any:
+    """vLLM's parser of engine arguments, whose errors are OptionErrors."""
+    from vllm import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise OptionError(f"flags of vLLM: {message}")
+
+    return EngineArgs.add_cli_args(Parser(add_help=False, allow_abbrev=False))
+
+
+def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Any:
+    """key -> SamplingParams. Raises OptionError."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    given = {"temperature": 0.0, **fields, "max_tokens": max_tokens or 1, "output_kind": RequestOutputKind.FINAL_ONLY}
+    given["detokenize"] = bool(fields.get("stop"))  # nobody reads the text
+
+    def make(key: str) -> Any:
+        wanted = {"include_output_tokens": max_tokens is not None, "dmi": {"key": key}}
+        return SamplingParams(**given, extra_args={"kv_transfer_params": wanted})
+
+    try:
+        make("a")
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"--sampling {json.dumps(dict(fields))}: {error}") from error
+    return make

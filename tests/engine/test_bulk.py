@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi run` as a user starts it: texts, chats and token ids, bad rows, the values in stores, prompts alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from dmi_connector import open_capture
+from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.bulk.manifest import read_manifest
+from tests import bulkprocess
+from tests.bulkprocess import TOKENS, check_whole, told, why
+from tests.engine.faults import check_rows
+from tests.engine.harness import prompt
+
+CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "what is it"}]
+
+
+@dataclass
+class Done:
+    """A run: where its stores are, the token ids of its good rows, what it printed."""
+
+    out: Path
+    prompts: dict[int, list[int]]
+    events: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def done(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """One run over rows of all kinds."""
+    model, folder = tiny_model("qwen3"), tmp_path_factory.mktemp("bulk")
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+
+    def chat(messages: Any, asks: bool) -> list[int]:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    rows: list[tuple[str, list[int] | None]] = [
+        (
+            json.dumps({"text": "what is the capital of france?", "id": "f"}),
+            tokenizer.encode("what is the capital of france?"),
+        ),
+        (json.dumps({"prompt_token_ids": prompt(300)}), prompt(300)),
+        ("{ no json", None),
+        (json.dumps({"messages": CHAT}), chat(CHAT, False)),
+        (json.dumps({"messages": CHAT[:1]}), chat(CHAT[:1], True)),
+        (json.dumps({"prompt_token_ids": prompt(600)}), None),
+        (json.dumps({"prompt_token_ids": [100_000]}), None),
+        (json.dumps({"messages": [{"role": "user"}]}), chat([{"role": "user"}], True)),
+        (json.dumps({"text": ["no", "text"]}), None),
+    ]
+    rows += [(json.dumps({"prompt_token_ids": prompt(20 + i, 1)}), prompt(20 + i, 1)) for i in range(40)]
+    path = folder / "p.jsonl"
+    path.write_text("\n".join(line for line, _ in rows) + "\n")
+    more = ["--column", "prompt=text", "--json"]
+    result = bulkprocess.run(model, path, folder / "out", *more)
+    assert result.returncode == 0, why(folder / "out", result.stdout, result.stderr)
+    prompts = {i: ids for i, (_, ids) in enumerate(rows) if ids is not None}
+    return Done(folder / "out", prompts, told(result.stdout))
+
+
+def test_every_good_row_is_in_one_store_and_one_line(done: Done) -> None:
+    check_whole(done.out, done.prompts)
+    ids = {entry["row"]: entry["id"] for entry in read_manifest(done.out / "manifest.jsonl")}
+    assert ids == {row: "f" if row == 0 else None for row in done.prompts}
+
+
+def test_bad_rows_are_listed_with_line_and_reason(done: Done) -> None:
+    rejects = [json.loads(line) for line in (done.out / "rejects.jsonl").read_text().splitlines()]
+    reasons = {entry["line"]: entry["reason"] for entry in rejects}
+    assert sorted(reasons) == [3, 6, 7, 9]
+    assert (
+        "no JSON" in reasons[3] and "512" in reasons[6] and "vocabulary" in reasons[7] and "is not a text" in reasons[9]
+    )
+
+
+def test_the_summary_and_progress_tell_what_was_done(done: Done) -> None:
+    summary = done.events[-1]
+    entries = list(read_manifest(done.out / "manifest.jsonl"))
+    assert (summary["event"], summary["stored"], summary["rejected"]) == ("summary", len(done.prompts), 4)
+    assert summary["tokens"] == sum(entry["prompt_tokens"] + entry["generated_tokens"] for entry in entries)
+    assert summary["bytes"] == sum(entry["bytes"] for entry in entries) > 0
+    last = [event for event in done.events if event["event"] == "progress"][-1]
+    assert (last["done"], last["total"], last["backlog"]) == (len(done.prompts), 49, 0)
+
+
+def test_stores_hold_the_values_of_the_model(done: Done, oracle: Callable[..., Oracle]) -> None:
+    entries = {entry["row"]: entry for entry in read_manifest(done.out / "manifest.jsonl")}
+    for row in (0, 1, 3, 4, 20):
+        with open_capture(done.out / entries[row]["store"], timeout=0) as capture:
+            assert set(capture.attrs["hooks"]) == {"resid_pre", "q", "logits"}
+            assert check_rows(capture, oracle("qwen3")) == len(done.prompts[row]) + entries[row]["generated_tokens"] - 1
+            assert entries[row]["generated_tokens"] <= TOKENS
+
+
+def test_other_settings_are_refused_before_an_engine_starts(
+    done: Done, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = done.out.parent / "p.jsonl"
+    result = bulkprocess.run(tiny_model("qwen3"), path, done.out, "--column", "prompt=text", "--codec", "lz4")
+    assert result.returncode == 2 and "was begun with" in result.stderr and "'lz4'" in result.stderr, result.stderr
+
+
+def test_prompts_alone_and_flags_of_vllm_that_are_wrong(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Without --max-tokens there are rows of the prompt only. A bad flag ends the run with vLLM's message."""
+    model = tiny_model("qwen3")
+    prompts = bulkprocess.write_ids(tmp_path / "p.jsonl", 12)
+    asked = bulkprocess.command(model, tmp_path / "p.jsonl", tmp_path / "out")
+    del asked[asked.index("--max-tokens") : asked.index("--max-tokens") + 2]
+    wrong = subprocess.run([*asked, "--max-modle-len", "9"], cwd=bulkprocess.ROOT, capture_output=True, text=True)
+    assert wrong.returncode == 1 and "unrecognized arguments: --max-modle-len" in wrong.stderr, wrong.stderr
+    asked[asked.index(str(tmp_path / "out"))] = str(tmp_path / "prefill")
+    result = subprocess.run([*asked, "--shuffle", "3"], cwd=bulkprocess.ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, why(tmp_path / "prefill", result.stderr)
+    entries = list(read_manifest(tmp_path / "prefill" / "manifest.jsonl"))
+    assert sorted(entry["row"] for entry in entries) == list(range(12))
+    for entry in entries:
+        assert (entry["generated_tokens"], entry["finish_reason"]) == (0, None)
+        assert bulkprocess.tokens_of(tmp_path / "prefill" / entry["store"]) == prompts[entry["row"]]

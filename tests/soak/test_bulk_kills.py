@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi run` is killed with SIGKILL, alone or with all its processes, and started again: no prompt is lost or doubled.
+
+`make soak` kills it 20 times; the rest of the suite a few times, once only one of two engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dmi_connector.bulk.manifest import read_manifest
+from tests.bulkprocess import check_whole, run, start, told, why, write_ids
+from tests.engine.faults import gone, group_of, until
+
+MANY = 20_000
+"""Prompts: far more than are captured before a test kills the run."""
+
+IN_FLIGHT = 64
+"""Prompts that an engine has at a time: twice --max-num-seqs."""
+
+
+def begun(out: Path) -> int:
+    """Stores that were begun, finished or not."""
+    return len(list(out.glob("*.zarr"))) + len(list(out.glob("*.partial")))
+
+
+def wait_for_stores(process: subprocess.Popen[bytes], out: Path, count: int, finished: bool = False) -> bool:
+    """Wait until there are so many stores, finished or at least begun. Returns whether the run still lives."""
+
+    def stores() -> int:
+        return len(list(out.glob("*.zarr"))) if finished else begun(out)
+
+    until(lambda: process.poll() is not None or stores() >= count, f"there are not {count} stores in {out}")
+    return process.poll() is None
+
+
+def kill_run(process: subprocess.Popen[bytes], everything: bool) -> None:
+    """Kill a run, or all processes that belong to it. What is left of it ends by itself."""
+    family = group_of(psutil.Process(process.pid))
+    for victim in family if everything else family[:1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
+    process.wait()
+    engines = [p for p in family if "dmi-" not in _name(p)]
+    gone(engines, 120)  # writers may finish what they can: the next start waits for them
+
+
+def _name(process: psutil.Process) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process.pid}/comm").read_text()
+    return ""
+
+
+def finish(model: Path, path: Path, out: Path, ids: dict[int, list[int]]) -> None:
+    """Let a run end, some rows behind the last one that may have been begun, and check all stores."""
+    seen = [int(path.name.split("-")[1]) for path in out.glob("*.zarr*")]
+    limit = max([0, *seen]) + 4 * IN_FLIGHT
+    last = run(model, path, out, "--limit", str(limit), timeout=1800)
+    assert last.returncode == 0, why(out, last.stdout, last.stderr)
+    done = {entry["row"] for entry in read_manifest(out / "manifest.jsonl")}
+    assert done >= set(range(limit))
+    check_whole(out, {row: ids[row] for row in done})
+
+
+def kill_often(model: Path, folder: Path, kills: int, rng: random.Random) -> list[str]:
+    """Start a run and kill it `kills` times, then let it end. Returns what was done."""
+    path, out, log = folder / "p.jsonl", folder / "out", folder / "log"
+    ids, done = write_ids(path, MANY), []
+    for number in range(kills):
+        process = start(model, path, out, log)
+        stored = sum(1 for _ in read_manifest(out / "manifest.jsonl"))
+        if rng.random() < 0.15:
+            time.sleep(rng.uniform(0, 15))  # somewhere in its start
+            lives, when = process.poll() is None, "while it started"
+        else:
+            more, finished = rng.randint(1, 150), rng.random() < 0.6
+            lives = wait_for_stores(process, out, stored + more, finished)
+            when = f"after {more} more stores were {'finished' if finished else 'begun'}"
+        assert lives, why(out, log.read_text())
+        everything = rng.random() < 0.4
+        kill_run(process, everything)
+        done.append(f"kill {number + 1}: {'all' if everything else 'the run'} {when}; {stored} lines before")
+        print(done[-1], flush=True)
+    finish(model, path, out, ids)
+    return done
+
+
+def test_killed_engines_and_runs_lose_no_prompt(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    model, path, out, log = tiny_model("qwen3"), tmp_path / "p.jsonl", tmp_path / "out", tmp_path / "log"
+    ids = write_ids(path, MANY)
+    # One of two engines dies: the other goes on, and the run says what is left.
+    process = start(model, path, out, log, "--data-parallel", "2", "--json", "--max-num-seqs", "4")
+    assert wait_for_stores(process, out, 12), why(out, log.read_text())
+    children = [p for p in psutil.Process(process.pid).children() if "engine_process" in " ".join(p.cmdline())]
+    assert len(children) == 2
+    first = next(p for p in children if str(out / "engine-0.log") in p.cmdline())
+    family = group_of(first)
+    first.kill()
+    gone([p for p in family if "dmi-" not in _name(p)], 120)
+    until(lambda: "engine_ended" in log.read_text(), "the run does not tell of the engine's death")
+    many = begun(out)
+    assert wait_for_stores(process, out, many + 10), "the other engine goes on"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(600) == 1, why(out, log.read_text())
+    events = told(log.read_text())
+    ended = [event for event in events if event["event"] == "engine_ended"]
+    assert [event["engine"] for event in ended] == ["engine 0"] and "signal 9" in ended[0]["why"]
+    summary = events[-1]
+    assert summary["lost"] == ended[0]["left"] > 0 and summary["stopped"] == "signal"
+    assert summary["engines"][1] > 0
+    # The rest is done by later starts, two of which are killed.
+    for everything in (False, True):
+        process = start(model, path, out, log)
+        assert wait_for_stores(process, out, len(list(out.glob("*.zarr"))) + 25), why(out, log.read_text())
+        kill_run(process, everything)
+    finish(model, path, out, ids)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(5400)
+def test_a_run_that_is_killed_20_times_loses_no_prompt(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """SOAK_SEED chooses other moments."""
+    seed = int(os.environ.get("SOAK_SEED", random.randrange(10**6)))
+    print(f"SOAK_SEED={seed}", flush=True)
+    assert len(kill_often(tiny_model("qwen3"), tmp_path, 20, random.Random(seed))) == 20
+
+
+def test_an_interrupted_run_ends_in_order(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """SIGINT: prompts in flight are finished, and the next start has the rest to do."""
+    model, path, out, log = tiny_model("qwen3"), tmp_path / "p.jsonl", tmp_path / "out", tmp_path / "log"
+    ids = write_ids(path, MANY)
+    process = start(model, path, out, log)
+    assert wait_for_stores(process, out, 20), why(out, log.read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(600) == 1, why(out, log.read_text())
+    entries = list(read_manifest(out / "manifest.jsonl"))
+    assert 0 < len(entries) < MANY and not list(out.glob("*.partial")), log.read_text()
+    check_whole(out, {entry["row"]: ids[entry["row"]] for entry in entries})
+    assert json.loads((out / "run.json").read_text())["settings"]["max_tokens"] == 6

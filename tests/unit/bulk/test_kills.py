@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is killed at any moment goes on without a lost or a doubled prompt."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmi_connector.bulk.manifest import read_manifest
+from dmi_connector.bulk.order import Order
+from dmi_connector.store.read.verify import verify_store
+from tests import bulkkit
+from tests.bulkkit import RUN, FakeEngines, Killed, Kills, check_whole, go, template, write_prompts
+
+COUNT, BAD = 6, (2,)
+GOOD = [i for i in range(COUNT) if i not in BAD]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return template(tmp_path_factory.mktemp("template") / "one.zarr")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("prompts") / "p.jsonl", COUNT, BAD)
+
+
+def attempt(prompts: Path, out: Path, store: Path, kills: Kills) -> bool:
+    """One start. Returns whether it came to its end."""
+    try:
+        with kills.watching():
+            go(prompts, out, FakeEngines(store, out))
+    except Killed:
+        return False
+    return True
+
+
+def test_a_kill_at_every_step_loses_and_doubles_no_prompt(prompts: Path, store: Path, tmp_path: Path) -> None:
+    kills = Kills()
+    (tmp_path / "whole").mkdir()
+    assert attempt(prompts, tmp_path / "whole", store, kills)
+    check_whole(tmp_path / "whole", GOOD)
+    total, rng = kills.steps, random.Random(0)
+    assert total > 60, "the run is cut into many steps"
+    for step in range(1, total + 1):
+        out = tmp_path / f"{step}"
+        out.mkdir()
+        assert not attempt(prompts, out, store, Kills(step))
+        attempt(prompts, out, store, Kills(rng.randint(1, total)))  # the recovery may be killed too
+        attempt(prompts, out, store, Kills(rng.randint(1, 12)))
+        assert attempt(prompts, out, store, Kills())
+        check_whole(out, GOOD)
+        shutil.rmtree(out)
+
+
+def test_a_run_that_is_done_writes_nothing_more(prompts: Path, store: Path, tmp_path: Path) -> None:
+    go(prompts, tmp_path, FakeEngines(store, tmp_path))
+    before = (tmp_path / "manifest.jsonl").read_bytes()
+    engines = FakeEngines(store, tmp_path)
+    outcome = go(prompts, tmp_path, engines)
+    assert outcome.all_done and not engines.started and outcome.counts.before == len(GOOD)
+    assert (tmp_path / "manifest.jsonl").read_bytes() == before
+
+
+def some_done(prompts: Path, out: Path, store: Path) -> list[Path]:
+    go(prompts, out, FakeEngines(store, out))
+    return sorted(out.glob("*.zarr"))
+
+
+def test_a_torn_last_line_is_cut_and_written_again(prompts: Path, store: Path, tmp_path: Path) -> None:
+    some_done(prompts, tmp_path, store)
+    manifest = tmp_path / "manifest.jsonl"
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    engines = FakeEngines(store, tmp_path)
+    go(prompts, tmp_path, engines)
+    assert engines.submitted == [], "its store is there"
+    check_whole(tmp_path, GOOD)
+
+
+def test_without_a_manifest_stores_tell_what_is_done(prompts: Path, store: Path, tmp_path: Path) -> None:
+    some_done(prompts, tmp_path, store)
+    (tmp_path / "manifest.jsonl").unlink()
+    engines = FakeEngines(store, tmp_path)
+    go(prompts, tmp_path, engines)
+    assert engines.submitted == []
+    check_whole(tmp_path, GOOD)
+
+
+def cut(path: Path) -> None:
+    """Remove the last byte of a shard."""
+    shard = next(file for file in path.rglob("*") if file.is_file() and "/c/" in str(file))
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        cut,
+        lambda path: (path / "zarr.json").unlink(),
+        lambda path: path.rename(path.with_name(path.name + ".partial")),
+        lambda path: path.rename(path.with_name(path.name + ".removing")),
+        shutil.rmtree,
+    ],
+    ids=["damaged", "no root document", "partial", "half removed", "gone"],
+)
+def test_a_store_without_a_line_that_is_not_whole_is_done_again(
+    harm: Callable[[Path], object], prompts: Path, store: Path, tmp_path: Path
+) -> None:
+    stores = some_done(prompts, tmp_path, store)
+    manifest = tmp_path / "manifest.jsonl"
+    lines = manifest.read_text().splitlines(keepends=True)
+    manifest.write_text("".join(line for line in lines if stores[1].name not in line))
+    harm(stores[1])
+    engines = FakeEngines(store, tmp_path)
+    go(prompts, tmp_path, engines)
+    assert engines.submitted == [GOOD[1]]
+    check_whole(tmp_path, GOOD)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"finish_reason": "abort"},
+        {"finish_reason": "error"},
+        {"complete": False, "missing": [[0, 1]], "reason": "the engine ended before the request did"},
+    ],
+)
+def test_a_store_of_a_request_that_did_not_come_to_its_end_is_done_again(
+    changes: dict[str, Any], prompts: Path, store: Path, tmp_path: Path
+) -> None:
+    """An engine that ends aborts its requests. The stores of those that decode are complete up to there."""
+    path = tmp_path / f"{RUN}-000000003--3-aaaaaaaaaaaa.zarr"
+    for _ in bulkkit.write_store(store, path, f"{RUN}-000000003", **changes):
+        pass
+    assert verify_store(path, begun={}) == [], "it is sound"
+    engines = FakeEngines(store, tmp_path)
+    go(prompts, tmp_path, engines)
+    assert sorted(engines.submitted) == GOOD and not path.exists()
+    check_whole(tmp_path, GOOD)
+
+
+def test_of_two_stores_the_one_of_the_manifest_stays(prompts: Path, store: Path, tmp_path: Path) -> None:
+    stores = some_done(prompts, tmp_path, store)
+    for name in ("aaaaaaaaaaaa", "ffffffffffff"):
+        shutil.copytree(stores[0], tmp_path / f"{RUN}-000000000--0-{name}.zarr")
+    go(prompts, tmp_path, FakeEngines(store, tmp_path))
+    assert stores[0].exists()
+    check_whole(tmp_path, GOOD)
+
+
+def test_of_two_stores_without_a_line_one_that_is_sound_stays(prompts: Path, store: Path, tmp_path: Path) -> None:
+    stores = some_done(prompts, tmp_path, store)
+    (tmp_path / "manifest.jsonl").unlink()
+    for name in ("aaaaaaaaaaaa", "ffffffffffff"):
+        shutil.copytree(stores[0], tmp_path / f"{RUN}-000000000--0-{name}.zarr")
+    cut(tmp_path / f"{RUN}-000000000--0-aaaaaaaaaaaa.zarr")
+    engines = FakeEngines(store, tmp_path)
+    go(prompts, tmp_path, engines)
+    assert engines.submitted == []
+    check_whole(tmp_path, GOOD)
+
+
+def test_stores_that_were_removed_stay_done_unless_asked_for(prompts: Path, store: Path, tmp_path: Path) -> None:
+    stores = some_done(prompts, tmp_path, store)
+    shutil.rmtree(stores[0])
+    engines = FakeEngines(store, tmp_path)
+    assert go(prompts, tmp_path, engines).all_done and engines.submitted == []
+    go(prompts, tmp_path, engines, redo_missing=True)
+    assert engines.submitted == [0]
+    noted = {entry["key"]: entry["store"] for entry in read_manifest(tmp_path / "manifest.jsonl")}
+    assert {path.name for path in tmp_path.glob("*.zarr")} == set(noted.values()), "the later line counts"
+
+
+def test_stores_of_others_and_of_other_shares_are_left_alone(prompts: Path, store: Path, tmp_path: Path) -> None:
+    others = [
+        tmp_path / "9999abcd-000000001--1-aaaaaaaaaaaa.zarr.partial",
+        tmp_path / f"{RUN}-000000001--1-aaaaaaaaaaaa.zarr.partial",
+        tmp_path / "notes",
+    ]
+    for path in others:
+        path.mkdir()
+    go(prompts, tmp_path, FakeEngines(store, tmp_path), order=Order(share=0, shares=2))
+    assert all(path.exists() for path in others)
+    assert {path.name.split("--")[0] for path in tmp_path.glob("*.zarr")} == {f"{RUN}-00000000{i}" for i in (0, 4)}
+
+
+def test_a_partial_store_that_another_process_has_stops_the_recovery(
+    prompts: Path, store: Path, tmp_path: Path
+) -> None:
+    from dmi_connector.store.format.locks import PartialLock
+
+    path = tmp_path / f"{RUN}-000000001--1-aaaaaaaaaaaa.zarr.partial"
+    lock = PartialLock(str(path))
+    with pytest.raises(ValueError, match="written or repaired by another process"):
+        go(prompts, tmp_path, FakeEngines(store, tmp_path))
+    lock.release()
+    go(prompts, tmp_path, FakeEngines(store, tmp_path))
+    check_whole(tmp_path, GOOD)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run with engines of which tests know what they do: bad rows, captures that fail, engines that die, budgets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmi_connector.bulk.budget import Budget
+from dmi_connector.bulk.order import Order
+from dmi_connector.bulk.run import stopped_by_signals
+from dmi_connector.store.write.retention import remove_store
+from tests.bulkkit import RUN, FakeEngines, check_whole, go, start_run, template, write_prompts
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return template(tmp_path_factory.mktemp("template") / "one.zarr")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def rejects(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "rejects.jsonl").read_text().splitlines()]
+
+
+def test_bad_rows_are_listed_and_the_rest_goes_on(store: Path, out: Path, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", 6, bad=(1,))
+    with open(prompts, "a") as file:
+        file.write('\n{"prompt": 3, "id": "three"}\n{"text": "x", "id": 4}\n"text"\n')
+    engines = FakeEngines(store, out, refuses={4: "the prompt is too long"})
+    outcome = go(prompts, out, engines)
+    assert outcome.all_done, "bad rows are no prompts that are left"
+    check_whole(out, [0, 2, 3, 5])
+    found = {entry["line"]: entry for entry in rejects(out)}
+    assert sorted(found) == [2, 5, 8, 9, 10], "line 7 is blank"
+    assert all(entry["row"] == line - 1 and entry["kind"] == "rejected" for line, entry in found.items())
+    assert "no JSON" in found[2]["reason"] and found[5]["reason"] == "the prompt is too long"
+    assert (found[5]["id"], found[8]["id"], found[9]["id"]) == ("id-4", "three", "4")
+    assert found[8]["reason"] == "prompt: 3 is not a text"
+    assert "none of the columns" in found[9]["reason"] and "is not an object" in found[10]["reason"]
+    assert (outcome.counts.done, outcome.counts.rejected, outcome.counts.failed) == (4, 5, 0)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"complete": False, "reason": "a disk was full"}, {"finish_reason": "abort"}],
+    ids=["incomplete", "aborted"],
+)
+def test_an_incomplete_capture_is_done_again(fault: dict[str, Any], store: Path, out: Path, tmp_path: Path) -> None:
+    engines = FakeEngines(store, out, faults={2: fault})
+    outcome = go(write_prompts(tmp_path / "p.jsonl", 5), out, engines)
+    assert outcome.all_done and engines.submitted.count(2) == 2
+    check_whole(out, range(5))
+
+
+def test_a_capture_that_stays_incomplete_fails_and_is_tried_by_the_next_start(
+    store: Path, out: Path, tmp_path: Path
+) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", 5)
+
+    class Bad(FakeEngines):
+        def submit(self, position: int, key: str, prompt: Any) -> None:
+            if position == 2:
+                self.faults[2] = {"complete": False, "reason": "a disk was full"}
+            super().submit(position, key, prompt)
+
+    engines = Bad(store, out)
+    outcome = go(prompts, out, engines)
+    assert not outcome.all_done and outcome.counts.failed == 1 and engines.submitted.count(2) == 2
+    assert [(e["row"], e["kind"]) for e in rejects(out)] == [(2, "failed")] and "a disk was full" in rejects(out)[0][
+        "reason"
+    ]
+    check_whole(out, [0, 1, 3, 4])
+    assert go(prompts, out, FakeEngines(store, out)).all_done
+    check_whole(out, range(5))
+
+
+def test_an_engine_that_dies_is_reported_and_its_prompts_are_left(store: Path, out: Path, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", 9)
+    outcome = go(prompts, out, FakeEngines(store, out, dies_with=[4]))
+    assert not outcome.all_done and outcome.stopped == "engines" and outcome.lost
+    assert [death.how for death in outcome.deaths] == ["it died (signal 9)"]
+    assert go(prompts, out, FakeEngines(store, out)).all_done
+    check_whole(out, range(9))
+
+
+def test_a_store_whose_index_line_is_lacking_is_found_by_its_path(
+    store: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.bulkkit.append_finish", lambda *_args: None)
+    monkeypatch.setattr("dmi_connector.bulk.run._QUIET_S", 0.0)
+    assert go(write_prompts(tmp_path / "p.jsonl", 4), out, FakeEngines(store, out)).all_done
+    check_whole(out, range(4))
+
+
+def test_a_permutation_limits_and_shares_make_one_whole(store: Path, out: Path, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", 20)
+    seen: list[int] = []
+    for share in range(3):
+        order = Order(shuffle=5, limit=14, share=share, shares=3)
+        assert go(prompts, out, FakeEngines(store, out), order=order).all_done
+        entries = [json.loads(line) for line in (out / f"manifest-{share}-of-3.jsonl").read_text().splitlines()]
+        assert sorted(int(e["key"].split("-")[1]) for e in entries) == list(range(share, 14, 3))
+        assert all(e["id"] == f"id-{e['row']}" for e in entries)
+        seen += [e["row"] for e in entries]
+    assert len(set(seen)) == 14 and sorted(seen) != list(range(14))
+    raised = FakeEngines(store, out)
+    assert go(prompts, out, raised, order=Order(shuffle=5, share=1, shares=3)).all_done
+    assert raised.submitted == [16, 19], "a higher limit goes on"
+
+
+def test_the_budget_waits_until_somebody_removes_stores(store: Path, out: Path, tmp_path: Path) -> None:
+    sizes = [path.stat().st_size for path in store.rglob("*") if path.is_file()]
+    limit = 4 * (sum(sizes) + 4096)
+    now, most = [0.0], [0]
+
+    class Consumed(FakeEngines):
+        """Somebody moves all stores away once nothing happens any more."""
+
+        def events(self, timeout: float) -> list[Any]:
+            now[0] += 10
+            finished = sorted(out.glob("*.zarr"))
+            most[0] = max(most[0], sum(f.stat().st_size for path in finished for f in path.rglob("*") if f.is_file()))
+            if not self.work and finished and self.submitted:
+                for path in finished:
+                    assert remove_store(path)
+            return super().events(timeout)
+
+    engines = Consumed(store, out)
+    budget = Budget(out, max_bytes=limit, clock=lambda: now[0])
+    prompts = write_prompts(tmp_path / "p.jsonl", 12)
+    assert go(prompts, out, engines, budget=budget).all_done
+    assert sorted(engines.submitted) == list(range(12)) and 0 < most[0] <= limit
+    assert len((out / "manifest.jsonl").read_text().splitlines()) == 12
+
+
+def test_prompts_in_flight_count_as_the_largest_store(tmp_path: Path) -> None:
+    now = [0.0]
+    budget = Budget(tmp_path, max_bytes=100_000, clock=lambda: now[0])
+    assert budget.allows(0) and not budget.allows(1), "until a store was seen, one at a time"
+    budget.stored(10_000 - 4096)
+    budget.stored(20_000 - 4096)
+    assert budget.allows(2) and not budget.allows(3), "30 kB are used: three more of 20 kB fit"
+    now[0] += 5
+    assert budget.allows(4) and not budget.allows(5), "the stores are gone: five fit"
+    (tmp_path / "a.zarr").mkdir()
+    (tmp_path / "a.zarr" / "data").write_bytes(bytes(90_000))
+    assert not Budget(tmp_path, max_bytes=90_000, clock=lambda: now[0]).allows(0), "what is there at the start counts"
+    assert Budget(tmp_path, max_bytes=90_001, clock=lambda: now[0]).allows(0)
+
+
+def test_at_the_budget_a_run_can_end_and_go_on_later(store: Path, out: Path, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", 12)
+    sizes = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
+    budget = Budget(out, max_bytes=5 * (sizes + 4096))
+    outcome = go(prompts, out, FakeEngines(store, out), budget=budget, end_when_full=True)
+    assert outcome.stopped == "max_bytes" and not outcome.all_done and 0 < outcome.counts.done < 12
+    check_whole(out, range(outcome.counts.done))
+    assert go(prompts, out, FakeEngines(store, out)).all_done
+    check_whole(out, range(12))
+
+
+def test_min_free_bytes_counts_what_is_free_on_the_disk(
+    store: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = os.statvfs_result((4096, 4096, 1000, 100, 100, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _path: free)
+    engines = FakeEngines(store, out)
+    prompts = write_prompts(tmp_path / "p.jsonl", 3)
+    short = go(prompts, out, engines, budget=Budget(out, min_free_bytes=100 * 4096 + 1), end_when_full=True)
+    assert short.stopped == "max_bytes" and engines.submitted == []
+    assert go(prompts, out, engines, budget=Budget(out, min_free_bytes=50 * 4096), end_when_full=True).all_done
+
+
+def test_a_signal_ends_a_run_in_order(store: Path, out: Path, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", 12)
+
+    class Told(FakeEngines):
+        def submit(self, position: int, key: str, prompt: Any) -> None:
+            super().submit(position, key, prompt)
+            if position == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    run = start_run(prompts, out, Told(store, out))
+    before = signal.getsignal(signal.SIGTERM)
+    with stopped_by_signals(run.stop):
+        outcome = run.go()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert outcome.stopped == "signal" and outcome.lost == 0
+    check_whole(out, range(outcome.counts.done))
+    assert outcome.counts.done < 12
+    assert go(prompts, out, FakeEngines(store, out)).all_done
+    check_whole(out, range(12))
+
+
+def test_keys_name_run_and_position(store: Path, out: Path, tmp_path: Path) -> None:
+    go(write_prompts(tmp_path / "p.jsonl", 2), out, FakeEngines(store, out))
+    assert {path.name.split("--")[0] for path in out.glob("*.zarr")} == {f"{RUN}-000000000", f"{RUN}-000000001"}

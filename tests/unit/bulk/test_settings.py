@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of `dmi run`, the settings that a run keeps, its locks and its devices."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmi_connector.bulk import engines
+from dmi_connector.bulk.engines import device_shares, visible_devices
+from dmi_connector.bulk.manifest import Manifest, Positions, read_manifest
+from dmi_connector.bulk.progress import Counts, Progress, Speedometer, duration
+from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
+from dmi_connector.bulk.settings import RunSettings, joined, settle
+from dmi_connector.cli.main import main, make_run_parser
+from dmi_connector.cli.run import NOT_OURS, settings_of
+from dmi_connector.settings import OptionError
+from dmi_connector.store.format.locks import LIFE_LOCK, lock_alone
+from tests.storekit import until
+
+NEEDED = ["--model", "m", "--prompts", "p.jsonl", "--out", "o"]
+
+
+def parsed(*more: str) -> RunSettings:
+    return settings_of(*make_run_parser().parse_known_args([*NEEDED, *more]))
+
+
+def test_flags_become_settings_and_others_go_to_vllm() -> None:
+    settings = parsed(
+        *("--hooks", "q,k", "--reduce", '{"q": "int8"}', "--codec", "lz4", "--owner", "target", "--max-tokens", "8"),
+        *("--column", "prompt=text", "--shuffle", "7", "--limit", "9", "--shard", "1/4", "--chat"),
+        *("--dtype", "bfloat16", "--tensor-parallel-size=2", "--sampling", '{"top_p": 0.5}'),
+    )
+    assert settings.capture == {"hooks": "q,k", "reduce": {"q": "int8"}, "codec": "lz4", "owner": "target"}
+    assert settings.flags == ("--dtype", "bfloat16", "--tensor-parallel-size=2")
+    assert (settings.max_tokens, settings.chat, settings.sampling) == (8, True, {"top_p": 0.5})
+    order = settings.order
+    assert (order.shuffle, order.limit, order.share, order.shares, order.suffix) == (7, 9, 1, 4, "-1-of-4")
+    message = json.loads(json.dumps(settings.engine_message(Path("/o"))))
+    assert message["store_dir"] == "/o" and message["flags"] == ["--dtype", "bfloat16", "--tensor-parallel-size=2"]
+
+
+def test_graphs_are_left_alone_where_a_flag_makes_them() -> None:
+    assert parsed("--compilation-config", "{}").capture == {"cuda_graphs": "vllm"}
+    assert parsed("-cc.mode=none", "--cuda-graphs", "auto").capture == {"cuda_graphs": "auto"}
+
+
+@pytest.mark.parametrize("name", NOT_OURS)
+def test_options_of_servers_are_no_options_of_a_run(name: str) -> None:
+    known = {action.dest for action in make_run_parser()._actions}
+    assert name not in known or name == "min_free_bytes", "it would go to vLLM, which refuses it"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--column", "text"], "write NAME=COLUMN"),
+        (["--column", "prompts=text"], "did you mean 'prompt'"),
+        (["--codec", "zip"], "invalid choice: 'zip'"),
+        (["--policy", "drop", "--reduce", "int8"], "give JSON"),
+        (["--chunk-tokens", "0"], "chunk_tokens: 0 is not valid"),
+        (["--shard", "4/4"], "--shard '4/4' is not valid"),
+        (["--limit", "0"], "'0' is not valid; give a whole number from 1 on"),
+        (["--max-tokens", "-1"], "a whole number from 1 on"),
+        (["--sampling", "[]"], "give a JSON object"),
+        (["--sampling", '{"n": 2}'], "--sampling n: .* leave it out"),
+        (["--sampling", '{"max_tokens": 2}'], "give --max-tokens"),
+        (["--speculative-config", "{}"], "speculative-config: dmi run writes this flag itself"),
+        (["--max-bytes", "5X"], "with one of k, M, G, T"),
+        (["--when-full", "stop"], "invalid choice"),
+    ],
+)
+def test_bad_options_are_refused_in_a_line(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import re
+
+    try:
+        status = main(["run", *NEEDED, *more])
+    except SystemExit as ended:
+        status = ended.code
+    error = capsys.readouterr().err
+    assert status == 2 and re.search(message, error) and error.count("\n") == 1, error
+
+
+def test_missing_input_and_locks_stop_a_run_before_an_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out"
+    command = ["run", "--model", "m", "--prompts", str(prompts), "--out", str(out)]
+    assert main(command) == 2 and "is not there; give a file of JSON lines" in capsys.readouterr().err
+    prompts.write_text('{"prompt": "a"}\n')
+    out.mkdir()
+    with lock_alone(out / ".run.lock") as alone:
+        assert alone and main(command) == 2
+    assert "another dmi run works on it" in capsys.readouterr().err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert main([*command, "--data-parallel", "2"]) == 2 and "there are 1 GPUs (0)" in capsys.readouterr().err
+
+
+FILES = [{"name": "p.jsonl", "bytes": 3, "ends_sha256": "00"}]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "names"),
+    [
+        (["--max-tokens", "8"], ["--max-tokens", "9"], ["max_tokens 8", "not 9"]),
+        (["--hooks", "q"], ["--hooks", "k"], ["hooks 'q'"]),
+        (["--codec", "lz4"], [], ["codec 'lz4'"]),
+        ([], ["--codec", "lz4"], ["codec None, not 'lz4'"]),
+        (["--shuffle", "1"], ["--shuffle", "2"], ["shuffle 1"]),
+        (["--shard", "0/2"], ["--shard", "0/3"], ["shards 2"]),
+        (["--dtype", "half"], ["--dtype=float32"], ["--dtype=half"]),
+        (["--chat"], [], ["chat True"]),
+        (["--column", "prompt=a"], [], ["columns"]),
+    ],
+)
+def test_other_settings_are_refused(before: list[str], after: list[str], names: list[str], tmp_path: Path) -> None:
+    settle(tmp_path, parsed(*before).fingerprint(FILES))
+    with pytest.raises(ValueError, match="was begun with") as error:
+        settle(tmp_path, parsed(*after).fingerprint(FILES))
+    assert all(name in str(error.value) for name in names), error.value
+
+
+def test_settings_of_no_weight_may_change(tmp_path: Path) -> None:
+    run = settle(tmp_path, parsed("--shard", "0/4", "--dtype", "half").fingerprint(FILES))
+    other = ["--shard", "3/4", "--dtype=half", "--limit", "5", "--data-parallel", "2", "--writers", "3"]
+    more = ["--gpu-memory-utilization", "0.5", "--max_num_seqs=9", "-tp", "2", "--max-bytes", "3G"]
+    assert settle(tmp_path, parsed(*other, *more).fingerprint(FILES)) == run
+    with pytest.raises(ValueError, match="was begun with prompts"):
+        settle(tmp_path, parsed("--shard", "0/4", "--dtype", "half").fingerprint([{**FILES[0], "bytes": 4}]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json"]
+
+
+def test_flags_with_several_values_and_negative_numbers() -> None:
+    given = ["--a", "1", "-2", "--b=3", "-tp", "4", "--c", "x", "y", "--d"]
+    assert joined(given) == ["--a=1,-2", "--b=3", "-tp=4", "--c=x,y", "--d"]
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def test_devices_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_shares(2, ["0", "1", "2", "3"]) == [["0", "1"], ["2", "3"]]
+    assert device_shares(3, ["0", "1", "2", "3"]) == [["0"], ["1"], ["2"]]
+    assert device_shares(1, ["0", "1"]) == [[]], "one engine sees what the run sees"
+    assert device_shares(2, []) == [[], []], "on a CPU"
+    with pytest.raises(ValueError, match=r"--data-parallel 3: there are 2 GPUs \(4, 5\)"):
+        device_shares(3, ["4", "5"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,")
+    assert visible_devices() == ["4", "5"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(engines.os, "listdir", lambda _path: ["nvidia10", "nvidia2", "nvidiactl", "null"])
+    assert visible_devices() == ["2", "10"]
+
+
+def test_a_process_holds_the_life_lock_until_it_ends(tmp_path: Path) -> None:
+    lock = tmp_path / "life"
+    code = "from dmi_connector.store.format.locks import hold_life_lock as h; h(); print('held', flush=True); input()"
+    with lock_alone(lock) as alone:
+        assert alone
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, LIFE_LOCK: str(lock)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None and child.stdout.readline() == b"held\n"
+    with lock_alone(lock) as alone:
+        assert not alone
+    child.kill()
+    child.communicate()
+    with lock_alone(lock) as alone:
+        assert alone
+
+
+def test_a_process_ends_with_its_parent() -> None:
+    """The parent starts a child that waits for ever, and is killed: the pipe that both hold open comes to its end."""
+    child = "import os; from dmi_connector.engine.lifetime import end_with_parent as e; e(int(os.environ['P'])); "
+    child += "print('tied', flush=True); import time; time.sleep(10**6)"
+    parent = "import os, subprocess, sys, time; os.environ['P'] = str(os.getpid()); "
+    parent += f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(10**6)"
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"tied\n"
+    process.kill()
+    assert process.stdout.read() == b"", "the child has ended too"
+    process.wait()
+    process.stdout.close()
+
+
+def engine_process(lock: str, answers: Any) -> None:
+    """A child of multiprocessing, as vLLM's engine process is one: it loads our plugin first."""
+    os.environ[LIFE_LOCK] = lock
+    from dmi_connector.engine.plugin import register
+
+    register()
+    with lock_alone(lock) as alone:
+        answers.put(alone)
+    time.sleep(10**6)
+
+
+def test_the_plugin_ties_engine_processes_to_the_run(tmp_path: Path) -> None:
+    """The process that starts them is killed. Its child ends, and with it the lock."""
+    lock = tmp_path / "life"
+    lock.touch()
+    code = "import multiprocessing, time; from tests.unit.bulk.test_settings import engine_process as e; "
+    code += "c = multiprocessing.get_context('fork'); q = c.Queue(); "
+    code += f"c.Process(target=e, args=({str(lock)!r}, q)).start(); print(q.get(), flush=True); time.sleep(10**6)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
+    assert parent.stdout is not None and parent.stdout.readline() == b"False\n", "the child holds the lock"
+    parent.kill()
+    assert parent.stdout.read() == b"", "the child ends too"
+    until(lambda: is_free(lock))
+    parent.wait()
+    parent.stdout.close()
+
+
+def is_free(lock: Path) -> bool:
+    with lock_alone(lock) as alone:
+        return alone
+
+
+def test_a_process_whose_parent_has_gone_ends_at_once() -> None:
+    code = "from dmi_connector.engine.lifetime import end_with_parent; end_with_parent(1); print('lives')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert (done.returncode, done.stdout) == (1, b"")
+
+
+def test_a_lock_that_the_file_system_lacks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_fd: int, _how: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="cannot be locked, so a run is not safe there"), lock_alone(tmp_path / "l"):
+        pass
+
+
+# ---- small parts ----------------------------------------------------------------------------------------------------
+
+
+def test_positions_are_a_set() -> None:
+    positions, want = Positions(), {0, 7, 8, 63, 1000, 5}
+    assert all(positions.add(p) for p in want) and not positions.add(8)
+    assert set(positions) == want and len(positions) == 6 and 9 not in positions and 10**9 not in positions
+    positions.discard(8)
+    positions.discard(9)
+    assert set(positions) == want - {8} and len(positions) == 5
+
+
+def test_a_manifest_of_one_torn_line_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    path.write_bytes(b'{"key": "' + b"x" * 200_000)
+    manifest = Manifest(path)
+    manifest.add({"key": "a"})
+    manifest.flush()
+    manifest.close()
+    assert path.read_bytes() == b'{"key":"a"}\n'
+    path.write_bytes(b'not json\n[]\n{"key": "b"}\n{"key": 3}\n')
+    assert list(read_manifest(path)) == [{"key": "b"}]
+    assert list(read_manifest(tmp_path / "none")) == []
+
+
+def test_lines_are_flushed_together_or_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("dmi_connector.bulk.manifest.time.monotonic", lambda: now[0])
+    manifest = Manifest(tmp_path / "m")
+    manifest.add({"key": "a"})
+    manifest.flush(now=False)
+    assert (tmp_path / "m").read_bytes() == b""
+    now[0] += 2
+    manifest.flush(now=False)
+    assert len(list(read_manifest(tmp_path / "m"))) == 1
+    for i in range(300):
+        manifest.add({"key": str(i)})
+    manifest.flush(now=False)
+    assert len(list(read_manifest(tmp_path / "m"))) == 301
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([1], "the row is not an object"),
+        ({}, "its columns: none"),
+        ({"prompt": ""}, "the text is empty"),
+        ({"prompt": 1.5}, "prompt: 1.5 is not a text"),
+        ({"prompt": "a", "id": [1]}, "id: .* is not a text or a whole number"),
+        ({"prompt": "a", "id": True}, "id: True is not"),
+        ({"prompt_token_ids": []}, "the list is empty"),
+        ({"prompt_token_ids": "abc"}, "is not a list of token ids"),
+        ({"prompt_token_ids": [1, -1]}, "-1 is not a token id"),
+        ({"prompt_token_ids": [1, True]}, "True is not a token id"),
+        ({"prompt_token_ids": [2**31]}, "is not a token id"),
+        ({"messages": []}, "is not a list of messages"),
+        ({"messages": {"role": "user"}}, "is not a list of messages"),
+        ({"messages": ["hello"]}, "is not a message with a role"),
+        ({"messages": [{"content": "x"}]}, "is not a message with a role"),
+    ],
+)
+def test_rows_that_are_no_prompts(row: Any, message: str) -> None:
+    with pytest.raises(BadRow, match=message):
+        Prompt.of(row, Columns())
+
+
+def test_of_several_columns_the_first_counts() -> None:
+    row = {"prompt": "a", "messages": [{"role": "user", "content": "b"}], "prompt_token_ids": [1], "id": 3}
+    assert Prompt.of(row, Columns()) == Prompt(token_ids=(1,), id="3")
+    row["prompt_token_ids"] = None
+    assert Prompt.of(row, Columns()).to_json() == {"messages": ({"role": "user", "content": "b"},)}
+    del row["messages"]
+    assert Prompt.of(row, Columns()).to_json() == {"text": "a"}
+    assert Prompt.of(row, Columns(), chat=True).to_json() == {"messages": ({"role": "user", "content": "a"},)}
+
+
+def test_speeds_are_means_of_the_last_seconds() -> None:
+    now = [0.0]
+    meter = Speedometer(lambda: now[0])
+    meter.look(Counts(total=100, done=10, before=10))
+    now[0] = 10
+    speed = meter.look(Counts(total=100, done=30, before=10, tokens=400, bytes=8000, rejected=5))
+    assert (speed.tokens_per_s, speed.bytes_per_s) == (40, 800)
+    assert speed.seconds_left == pytest.approx((100 - 35) / 2.5)
+    now[0] = 100
+    meter.look(Counts(total=100, done=30, before=10, tokens=400, bytes=8000, rejected=5))
+    now[0] = 105
+    assert meter.look(Counts(total=100, done=30, before=10, tokens=450, rejected=5)).tokens_per_s == 10
+    assert Speedometer().look(Counts()).seconds_left is None
+    assert (duration(59.6), duration(3725), duration(0)) == ("1:00", "1:02:05", "0:00")
+
+
+def test_progress_is_told_as_json_a_bar_or_lines() -> None:
+    counts = Counts(total=10, done=5, tokens=20, backlog=2, rejected=1, failed=1, waiting="the disk budget is used up")
+    out = io.StringIO()
+    progress = Progress(True, out)
+    progress.show(counts)
+    progress.show(counts)  # a second has not passed
+    progress.say({"event": "x"}, "for people")
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == ["progress", "x"]
+    assert (lines[0]["done"], lines[0]["backlog"], lines[0]["seconds_left"]) == (5, 2, None)
+    out = io.StringIO()
+    Progress(False, out).show(counts)
+    assert out.getvalue().startswith(
+        "5/10 stored, 0 tokens/s, 0 B/s, backlog 2, ? left, 1 bad rows, 1 failed, waiting:"
+    )
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    progress = Progress(False, terminal)
+    progress.show(counts, force=True)
+    progress.say({}, "told")
+    progress.close()
+    assert "70%" in terminal.getvalue() and "5/10 stored" in terminal.getvalue() and "told\n" in terminal.getvalue()
+
+
+def test_reserved_sampling_fields_are_refused_by_the_settings_alone() -> None:
+    with pytest.raises(OptionError, match="--sampling extra_args"):
+        parsed("--sampling", '{"extra_args": {}}')
+    assert parsed("--sampling", '{"n": 1}').sampling == {"n": 1}

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers of prompts: every format gives the same rows, in any order, and memory does not grow with their number."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dmi_connector.bulk import sources
+from dmi_connector.bulk.order import Order, parse_share, permuted
+from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
+from dmi_connector.bulk.sources import Source, identity, open_source
+
+MANY = 1_000_000
+MIB = 1 << 20
+
+
+def rows_of(count: int) -> Iterator[dict[str, Any]]:
+    for i in range(count):
+        yield {"prompt": f"the text of row {i}, " * (i % 3 + 1), "id": f"id-{i}"}
+
+
+def as_lines(path: Path, count: int) -> Path:
+    with open(path, "w") as file:
+        for row in rows_of(count):
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def batches(count: int, size: int) -> Iterator[pa.RecordBatch]:
+    rows = rows_of(count)
+    for first in range(0, count, size):
+        some = [next(rows) for _ in range(min(size, count - first))]
+        yield pa.RecordBatch.from_pylist([{**row, "other": first} for row in some])
+
+
+def as_parquet(path: Path, count: int, size: int = 1000) -> Path:
+    found = batches(count, size)
+    first = next(found)
+    with pq.ParquetWriter(path, first.schema) as writer:
+        for batch in [first]:
+            writer.write_batch(batch)
+        for batch in found:
+            writer.write_batch(batch)
+    return path
+
+
+def as_parquet_files(path: Path, count: int) -> Path:
+    """A directory of two files."""
+    path.mkdir()
+    table = pa.Table.from_batches(batches(count, 10))
+    pq.write_table(table.slice(0, count // 3), path / "a.parquet", row_group_size=7)
+    pq.write_table(table.slice(count // 3), path / "b.parquet")
+    return path
+
+
+def as_dataset(path: Path, count: int, size: int = 1000) -> Path:
+    """What `Dataset.save_to_disk` of Hugging Face's library writes, in two files."""
+    path.mkdir()
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    found = list(batches(count, size))
+    for name, some in zip(names, (found[:2], found[2:]), strict=True):
+        with pa.ipc.new_stream(str(path / name), found[0].schema) as stream:
+            for batch in some:
+                stream.write_batch(batch)
+    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (path / "dataset_info.json").write_text("{}")
+    return path
+
+
+FORMATS = {
+    "lines": lambda path, count: as_lines(path.with_suffix(".jsonl"), count),
+    "parquet": lambda path, count: as_parquet(path.with_suffix(".parquet"), count, 10),
+    "parquet files": as_parquet_files,
+    "dataset": lambda path, count: as_dataset(path, count, 10),
+}
+
+
+def loaded(source: Source, order: Order, scratch: Path) -> list[tuple[int, int, object]]:
+    rows = order.rows(source, scratch)
+    return [(placed.position, placed.number, rows.load(placed.raw)) for placed in rows]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_gives_the_same_rows_in_any_order(form: str, tmp_path: Path) -> None:
+    source = open_source(FORMATS[form](tmp_path / "p", 45), Columns())
+    want = list(rows_of(45))
+    assert loaded(source, Order(), tmp_path) == [(i, i, row) for i, row in enumerate(want)]
+    assert source.fraction() == 1.0 and source.count() in (45, None)
+    shuffled = loaded(source, Order(shuffle=3), tmp_path)
+    assert [position for position, _, _ in shuffled] == list(range(45))
+    assert sorted(number for _, number, _ in shuffled) == list(range(45))
+    assert all(row == want[number] for _, number, row in shuffled)
+    assert [n for _, n, _ in shuffled] != [n for _, n, _ in loaded(source, Order(shuffle=4), tmp_path)]
+    assert loaded(source, Order(shuffle=3, limit=20, share=1, shares=4), tmp_path) == shuffled[1:20:4]
+    assert loaded(source, Order(limit=20, share=1, shares=4), tmp_path) == [(i, i, want[i]) for i in range(1, 20, 4)]
+    assert list(tmp_path.iterdir()) == [next(tmp_path.iterdir())], "files of the shuffle have no name"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("order", [Order(), Order(shuffle=1), Order(limit=20, share=1, shares=3)])
+def test_the_number_of_rows_is_known_at_the_end(form: str, order: Order, tmp_path: Path) -> None:
+    rows = order.rows(open_source(FORMATS[form](tmp_path / "p", 45), Columns()), tmp_path)
+    assert len(list(rows)) == rows.total()
+
+
+def test_lines_that_are_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "LONGEST_LINE", 100)
+    path = tmp_path / "p.jsonl"
+    long = b'{"prompt": "' + b"x" * 500 + b'"}'
+    path.write_bytes(b"\n".join([b'{"prompt": "a"}', b"", long, b"[", b"\xff\xfe", b"[" * 90, b'{"prompt": "no end"}']))
+    source = open_source(path, Columns())
+    for order in (Order(), Order(shuffle=2)):
+        found = {}
+        rows = order.rows(source, tmp_path)
+        for placed in rows:
+            try:
+                found[placed.number] = rows.load(placed.raw)
+            except BadRow as error:
+                found[placed.number] = str(error).split(":")[0]
+        assert found == {
+            0: {"prompt": "a"},
+            1: None,
+            2: "the line is longer than 100 bytes",
+            3: "the line is no JSON",
+            4: "the line is no JSON",
+            5: "the line is no JSON",
+            6: {"prompt": "no end"},
+        }
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_small_inputs(count: int, tmp_path: Path) -> None:
+    source = open_source(as_lines(tmp_path / "p.jsonl", count), Columns())
+    assert len(loaded(source, Order(), tmp_path)) == len(loaded(source, Order(shuffle=1), tmp_path)) == count
+
+
+def test_only_columns_that_are_wanted_are_read(tmp_path: Path) -> None:
+    path = as_parquet(tmp_path / "p.parquet", 3)
+    assert set(loaded(open_source(path, Columns(prompt="id", id="other")), Order(), tmp_path)[0][2]) == {"id", "other"}
+    with pytest.raises(ValueError, match=r"has none of the columns text, .*; its columns: prompt, id, other"):
+        next(iter(open_source(path, Columns(prompt="text", id="name"))))
+
+
+def test_chats_and_token_ids_in_columns(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hello"}]
+    table = pa.table({"messages": [chat, None], "prompt_token_ids": [None, [1, 2]], "id": [7, 8]})
+    pq.write_table(table, tmp_path / "p.parquet")
+    source = open_source(tmp_path / "p.parquet", Columns())
+    for order in (Order(), Order(shuffle=0)):
+        found = {n: Prompt.of(row, Columns()) for _, n, row in loaded(source, order, tmp_path)}
+        assert found == {0: Prompt(messages=tuple(chat), id="7"), 1: Prompt(token_ids=(1, 2), id="8")}
+
+
+def test_values_that_json_lacks_are_bad_rows_in_any_order(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": [b"bytes"]}), tmp_path / "p.parquet")
+    source = open_source(tmp_path / "p.parquet", Columns())
+    for order in (Order(), Order(shuffle=0)):
+        with pytest.raises(BadRow, match=r"prompt: .* is not a text"):
+            Prompt.of(loaded(source, order, tmp_path)[0][2], Columns())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: p, "is not there"),
+        (lambda p: (p / "notes.txt").write_text(""), r"holds no state.json .* and no \*.parquet"),
+        (lambda p: (p / "dataset_dict.json").write_text('{"splits": ["train", "test"]}'), "one of them: train, test"),
+        (lambda p: (p / "state.json").write_text('{"_indices_files": [1]}'), "flatten_indices"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_fix(make: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    if "not there" not in message:
+        path.mkdir()
+    make(path)
+    with pytest.raises(ValueError, match=message):
+        open_source(path, Columns())
+
+
+def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text("")
+    with pytest.raises(ValueError, match=r"p.csv ends in .csv; give a file of JSON lines"):
+        open_source(tmp_path / "p.csv", Columns())
+    as_dataset(tmp_path / "d", 3)
+    (tmp_path / "d" / "data-00000-of-00002.arrow").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="is no Arrow stream"):
+        open_source(tmp_path / "d", Columns())
+
+
+def test_the_identity_of_an_input_is_its_content(tmp_path: Path) -> None:
+    path = as_lines(tmp_path / "p.jsonl", 5)
+    before = identity(path)
+    (tmp_path / "elsewhere").mkdir()
+    path.rename(tmp_path / "elsewhere" / "p.jsonl")
+    assert identity(tmp_path / "elsewhere" / "p.jsonl") == before
+    text = (tmp_path / "elsewhere" / "p.jsonl").read_text()
+    path.write_text(text.replace("row 4", "row 5"))
+    assert identity(path) != before
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 5, 64, 65, 1000])
+def test_a_permutation_has_every_number_once(total: int) -> None:
+    for seed in (0, 1, 2**70):
+        assert sorted(permuted(i, total, seed) for i in range(total)) == list(range(total))
+
+
+def test_a_permutation_moves_rows_everywhere() -> None:
+    """Of 1000 rows a shuffle brings about half of the first half into the second one."""
+    total = 1000
+    moved = [sum(permuted(i, total, seed) >= total // 2 for i in range(total // 2)) for seed in range(50)]
+    assert 235 < sum(moved) / len(moved) < 265 and len(set(moved)) > 10
+    assert len({tuple(permuted(i, 8, seed) for i in range(8)) for seed in range(200)}) > 180
+
+
+@pytest.mark.parametrize("text", ["3/3", "1", "-1/4", "a/b", "1/2/3", "0/0", ""])
+def test_bad_shares_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write I/N"):
+        parse_share(text)
+
+
+# ---- a million rows -------------------------------------------------------------------------------------------------
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no file's."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) << 10
+
+
+@pytest.fixture(scope="module")
+def million(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("million")
+    return {
+        "lines": as_lines(folder / "p.jsonl", MANY),
+        "parquet": as_parquet(folder / "p.parquet", MANY, 50_000),
+        "dataset": as_dataset(folder / "d", MANY),
+    }
+
+
+@pytest.mark.parametrize("form", ["lines", "parquet", "dataset"])
+@pytest.mark.parametrize("shuffle", [None, 1])
+def test_a_million_prompts_take_no_more_memory_than_a_few(
+    form: str, shuffle: int | None, million: dict[str, Path], tmp_path: Path
+) -> None:
+    columns = Columns()
+    rows = Order(shuffle).rows(open_source(million[form], columns), tmp_path)
+    early, most, total, ids = 0, 0, 0, 0
+    for placed in rows:
+        prompt = Prompt.of(rows.load(placed.raw), columns)
+        assert prompt.id is not None
+        ids += int(prompt.id[3:])
+        total += 1
+        if total == 50_000:
+            early = anonymous_bytes()
+        elif total % 50_000 == 0:
+            most = max(most, anonymous_bytes())
+    assert total == MANY and ids == MANY * (MANY - 1) // 2
+    assert most - early < 16 * MIB, f"{early / MIB:.0f} MiB became {most / MIB:.0f}"
+    assert os.path.getsize(million["lines"]) > 50 * MIB
