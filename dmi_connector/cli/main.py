@@ -12,7 +12,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from dmi_connector.store.format.remote_path import Place
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,7 +64,7 @@ def make_parser() -> Parser:
     info.set_defaults(run=_info)
 
     verify = commands.add_parser("verify", help="check stores byte by byte; exit 1 when one is damaged")
-    verify.add_argument("path", metavar="STORE|DIR")
+    verify.add_argument("path", metavar="STORE|DIR|URL")
     verify.set_defaults(run=_verify)
 
     repair = commands.add_parser(
@@ -159,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except (ValueError, KeyError, OSError, CaptureIncomplete) as error:
+    except (ValueError, KeyError, OSError, ImportError, CaptureIncomplete) as error:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         print("dmi: " + " ".join(str(text).split()), file=sys.stderr)
         return 2
@@ -169,6 +172,16 @@ def _demo(options: argparse.Namespace) -> int:
     from dmi_connector.cli import demo
 
     return demo.run_demo(options.dir, options.hooks or demo.HOOKS, options.keep)
+
+
+def _place(path: str, kind: str) -> Place:
+    """A URL, a directory, or the zip file of a store."""
+    from dmi_connector.store.format.remote_path import RemotePath, place_of
+
+    place = place_of(path)
+    if isinstance(place, RemotePath) or (place.suffix == ".zip" and place.is_file()):
+        return place
+    return _directory(path, kind)
 
 
 def _directory(path: str, kind: str) -> Path:
@@ -181,7 +194,7 @@ def _ls(options: argparse.Namespace) -> int:
     from dmi_connector.cli import tables
     from dmi_connector.store.read.index import find_captures
 
-    found = find_captures(_directory(options.dir, "a store directory"), key=options.key, request_id=options.request_id)
+    found = find_captures(_place(options.dir, "a store directory"), key=options.key, request_id=options.request_id)
     if options.stats:
         totals = tables.stats(found)
         print(json.dumps(totals, indent=1) if options.json else tables.stats_text(totals))
@@ -210,7 +223,7 @@ def _tail(options: argparse.Namespace) -> int:
 def _open(path: str) -> Any:
     from dmi_connector.store.read.capture import open_capture
 
-    return open_capture(_directory(path, "a store (*.zarr)"), timeout=0, allow_incomplete=True)
+    return open_capture(_place(path, "a store (*.zarr, *.zip)"), timeout=0, allow_incomplete=True)
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -222,13 +235,12 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from dmi_connector.store.read.captures import is_store
     from dmi_connector.store.read.metadata import read_attrs
-    from dmi_connector.store.read.verify import begun_stores, unseen, verify_store
+    from dmi_connector.store.read.verify import begun_stores, stores_of, unseen, verify_store
 
-    path = _directory(options.path, "a store (*.zarr) or a directory of stores")
-    stores = [path] if (path / "zarr.json").exists() or path.suffix == ".zarr" else sorted(path.glob("*.zarr"))
-    if not stores:
-        raise ValueError(f"{path} holds no finished store (*.zarr); give a store or a directory of stores")
+    path = _place(options.path, "a store (*.zarr, *.zip) or a directory of stores")
+    stores = [path] if is_store(path) else stores_of(path)
     damaged, begun = 0, begun_stores(stores[0].absolute().parent)
     for store in stores:
         problems = verify_store(store, begun)

@@ -21,7 +21,8 @@ from dmi_connector.store.format.locks import claim
 from dmi_connector.store.format.paths import umask_of
 from dmi_connector.store.format.shard_index import EMPTY, empty_index, index_bytes
 from dmi_connector.store.read.metadata import read_attrs
-from dmi_connector.store.read.shard_reader import ShardReader, StoredArray, read_file
+from dmi_connector.store.read.shard_reader import ShardReader, StoredArray
+from dmi_connector.store.read.store_files import LocalFiles, load_file
 from dmi_connector.store.read.verify import damaged_files
 from dmi_connector.store.write.array_writer import FileList, plain_array, write_file
 from dmi_connector.store.write.commit import Commit, append_finish, append_index, now, remove_partial
@@ -259,7 +260,7 @@ class _Salvage:
         array.
         """
         length = self._sample_count(spec.name) if spec.per_sample else self.length
-        stored = StoredArray(self.partial, spec, length, self.grid, self.codec)
+        stored = StoredArray(LocalFiles(self.partial), spec, length, self.grid, self.codec)
         files: FileList = {}
         damaged: list[str] = []
         ranks = [self._rank(stored, self.arrays.get((spec.name, i)), files, damaged) for i in range(spec.shards)]
@@ -299,7 +300,7 @@ class _Salvage:
         index = empty_index((chunks,) if spec.per_sample else (spec.n_layers, chunks))
         for slot, first, _ in known:
             index[slot] = array.places[first][0 if spec.per_sample else slot[0]]
-        data = read_file(self.partial / path)
+        data = load_file(self.partial / path)
         shape = (stored.rows_per_chunk, spec.local_width)
         reader = ShardReader(b"" if data is None else data, index, numpy_dtype(spec.dtype), shape, self.codec)
         sound = {first for _, first, _ in known}
