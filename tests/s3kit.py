@@ -45,20 +45,26 @@ class Request:
 
 
 Fault = Callable[[str, str, int], str | None]
-"""(method, path with query, number of the request) -> what goes wrong: "500", "slow", "break", "deny", "flip"; None."""
+"""(method, path with query, number of the request) -> what goes wrong, None for nothing: "500", "slow", "break" (in the
+middle of the answer), "cut" (before anything is done), "deny", "bad" (status 400), "flip" (a bit of what is sent).
+"""
 
 
 @dataclass
 class Proxy:
-    """A server before the server. log: requests since `clear`. fault: decides what goes wrong."""
+    """A server before the server. log: requests since `clear`. fault: decides what goes wrong.
+
+    together: the first requests wait until so many are there.
+    """
 
     server: int
     port: int = field(default_factory=free_port)
     log: list[Request] = field(default_factory=list)
     fault: Fault | None = None
-    slow_s: float = 1.0
+    slow_s: float = 0.3
     faults: int = 0
     most_at_once: int = 0
+    together: int = 0
     _now: int = 0
     _count: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -72,7 +78,7 @@ class Proxy:
         """Forget what was logged, and let nothing go wrong."""
         with self._lock:
             self.log.clear()
-            self.fault, self.faults, self.most_at_once, self._count = None, 0, 0, 0
+            self.fault, self.faults, self.most_at_once, self._count, self.together = None, 0, 0, 0, 0
 
     def gets(self, part: str = "") -> list[Request]:
         """Reads of objects whose names contain `part`."""
@@ -113,6 +119,8 @@ class Proxy:
             self.most_at_once = max(self.most_at_once, self._now)
             what = self.fault(handler.command, handler.path, self._count) if self.fault else None
             self.faults += what is not None
+        if self.together:
+            kit.until(lambda: self.most_at_once >= self.together)
         try:
             self._answer(handler, body, what)
         finally:
@@ -124,6 +132,8 @@ class Proxy:
             time.sleep(self.slow_s)
         if what == "500":
             return _send(handler, 500, b"<Error><Code>InternalError</Code></Error>")
+        if what == "bad":
+            return _send(handler, 400, b"<Error><Code>BadThing</Code></Error>")
         if what == "deny":
             text = f"<Error><Code>AccessDenied</Code><AWSAccessKeyId>{KEY}</AWSAccessKeyId></Error>"
             return _send(handler, 403, text.encode())

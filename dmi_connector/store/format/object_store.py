@@ -110,6 +110,12 @@ def requests_for(place: RemotePath) -> Iterator[ModuleType]:
         raise _denied(place, _words(error)) from None
     except exceptions.BaseError as error:
         words = _words(error)
+        if re.search(r"status 40[13]\b", words):  # of a listing
+            raise _denied(place, words) from None
+        if "NoSuchBucket" in words:
+            raise FileNotFoundError(
+                f"{place} is not there: the bucket does not exist, or AWS_REGION is another"
+            ) from None
         if "169.254." in str(error) or "credential" in str(error).lower():  # where a machine of AWS would have them
             raise _denied(place, "no credentials were found") from None
         lasting = re.search(r"status 4(?!08|09|29)\d\d", words) is not None

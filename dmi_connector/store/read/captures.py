@@ -118,9 +118,9 @@ def _scanned(directory: Path) -> list[CaptureInfo]:
 def _remote(place: RemotePath) -> list[CaptureInfo]:
     """Captures below a prefix. Raises ValueError where nothing is."""
     listed = list_prefix(place)
-    if not (listed.stores or listed.zips or listed.indexes):
+    if not (listed.stores or listed.zips or listed.indexed):
         raise ValueError(f"{place} holds no store and no index; give the prefix of stores, as in s3://bucket/captures")
-    known = {info.store.name: info for info in (find_captures(place) if listed.indexes else ())}
+    known = {info.store.name: info for info in (find_captures(place) if listed.indexed else ())}
     found = [known[name] for name in listed.stores if name in known]
     unknown = [place / name for name in sorted((listed.stores - known.keys()) | listed.zips)]
     opened: list[CaptureInfo] = []

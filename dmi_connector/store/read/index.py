@@ -13,7 +13,7 @@ from typing import Any
 from dmi_connector.store.format.locks import is_abandoned
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
 from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX
-from dmi_connector.store.read.remote_index import list_prefix, read_indexes
+from dmi_connector.store.read.remote_index import read_indexes
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ def read_index(directory: Given) -> list[dict[str, Any]]:
     """All whole lines of the index. Torn and foreign lines are skipped. [] where there is no index."""
     place = place_of(directory)
     if isinstance(place, RemotePath):
-        texts = read_indexes(place, list_prefix(place).indexes)
-        return [line for text in texts for line in _parse(text)]
+        return [line for text in read_indexes(place) for line in _parse(text)]
     path = place / INDEX_NAME
     return _parse(path.read_bytes()) if path.exists() else []
 

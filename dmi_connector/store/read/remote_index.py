@@ -3,24 +3,23 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
 from dataclasses import dataclass
 
 from dmi_connector.store.format.object_store import bucket_store, requests_for
 from dmi_connector.store.format.remote_path import RemotePath
+from dmi_connector.store.format.schema import INDEX_FOLDER, INDEX_NAME
 from dmi_connector.store.read.remote_files import RemoteFiles
 from dmi_connector.store.read.thread_pool import in_fetch_threads
-
-_INDEX = re.compile(r"index(-[A-Za-z0-9-]+)?\.jsonl")
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Names right below a prefix. stores: NAME.zarr, finished or not. zips: NAME.zip. indexes: files of the index."""
+    """Names right below a prefix. stores: NAME.zarr, finished or not. zips: NAME.zip. indexed: whether an index is."""
 
     stores: frozenset[str]
     zips: frozenset[str]
-    indexes: tuple[str, ...]
+    indexed: bool
 
 
 def list_prefix(place: RemotePath) -> Listing:
@@ -33,16 +32,19 @@ def list_prefix(place: RemotePath) -> Listing:
     return Listing(
         frozenset(name for name in folders if name.endswith(".zarr")),
         frozenset(name for name in names if name.endswith(".zip")),
-        tuple(sorted(name for name in names if _INDEX.fullmatch(name))),
+        INDEX_NAME in names or INDEX_FOLDER in folders,
     )
 
 
-def read_indexes(place: RemotePath, names: tuple[str, ...]) -> list[bytes]:
-    """The index files of these names, in their order."""
-    files, found = RemoteFiles(place), dict.fromkeys(names, b"")
+def read_indexes(place: RemotePath) -> list[bytes]:
+    """The index of a directory that was copied there, and those of all uploads. [] where there is none."""
+    folder = RemoteFiles(place / INDEX_FOLDER)
+    parts = [f"{INDEX_FOLDER}/{name}" for name in sorted(folder.names()) if name.endswith(".jsonl")]
+    files, found = RemoteFiles(place), dict.fromkeys([INDEX_NAME, *parts], b"")
 
     def fetch(name: str) -> None:
-        found[name] = files.read(name)
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = files.read(name)
 
-    in_fetch_threads(fetch, names)
+    in_fetch_threads(fetch, found)
     return list(found.values())
