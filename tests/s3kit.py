@@ -46,7 +46,8 @@ class Request:
 
 Fault = Callable[[str, str, int], str | None]
 """(method, path with query, number of the request) -> what goes wrong, None for nothing: "500", "slow", "break" (in the
-middle of the answer), "cut" (before anything is done), "deny", "bad" (status 400), "flip" (a bit of what is sent).
+middle of the answer), "cut" (before anything is done), "deny", "bad" (status 400), "flip" (a bit of what is sent),
+"hold" (until `gate` is set).
 """
 
 
@@ -65,6 +66,8 @@ class Proxy:
     faults: int = 0
     most_at_once: int = 0
     together: int = 0
+    held: int = 0
+    gate: threading.Event = field(default_factory=threading.Event)
     _now: int = 0
     _count: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -78,6 +81,8 @@ class Proxy:
         """Forget what was logged, and let nothing go wrong."""
         with self._lock:
             self.log.clear()
+            self.gate.set()
+            self.gate, self.held = threading.Event(), 0
             self.fault, self.faults, self.most_at_once, self._count, self.together = None, 0, 0, 0, 0
 
     def gets(self, part: str = "") -> list[Request]:
@@ -130,6 +135,9 @@ class Proxy:
     def _answer(self, handler: BaseHTTPRequestHandler, body: bytes, what: str | None) -> None:
         if what == "slow":
             time.sleep(self.slow_s)
+        if what == "hold":
+            self.held += 1
+            self.gate.wait(kit.PATIENCE)
         if what == "500":
             return _send(handler, 500, b"<Error><Code>InternalError</Code></Error>")
         if what == "bad":

@@ -68,7 +68,7 @@ def make_parser() -> Parser:
     verify.set_defaults(run=_verify)
 
     repair = commands.add_parser(
-        "repair", help="make stores of what killed writers left; exit 1 when something is left over"
+        "repair", help="make stores of what killed writers left, finish uploads; exit 1 when something is left over"
     )
     repair.add_argument("path", metavar="DIR|PARTIAL", help="a store directory, or one NAME.zarr.partial")
     repair.add_argument("--json", action="store_true", help="print a JSON list")
@@ -267,8 +267,8 @@ def _repair(options: argparse.Namespace) -> int:
     elif outcomes:
         print("\n".join(map(str, outcomes)))
     else:
-        print(f"no partial stores in {path}", file=sys.stderr)
-    return 1 if any(outcome.state in ("empty", "refused", "failed") for outcome in outcomes) else 0
+        print(f"no partial stores in {path}, and nothing to upload", file=sys.stderr)
+    return 1 if any(outcome.state in ("empty", "refused", "failed", "not uploaded") for outcome in outcomes) else 0
 
 
 def _prune(options: argparse.Namespace) -> int:

@@ -26,8 +26,8 @@ class CaptureInfo:
     before the end, and where a line of format 1.1 or older lacks them; `open_captures` fills these in.
 
     upload: of a server with the option `upload`: "pending", "done" or "failed"; None without it. url: where the store
-    is uploaded to. upload_reason: why that failed. A store whose local copy was removed after its upload has its URL
-    as `store`.
+    is uploaded to. upload_reason: why that failed. remove_local: whether the local copy goes after it. A store whose
+    local copy went has its URL as `store`.
     """
 
     store: Place
@@ -44,6 +44,7 @@ class CaptureInfo:
     upload: str | None = None
     url: str | None = None
     upload_reason: str | None = None
+    remove_local: bool = False
 
 
 def read_index(directory: Given) -> list[dict[str, Any]]:
@@ -108,6 +109,7 @@ def _info(directory: Place, line: Mapping[str, Any]) -> CaptureInfo:
         upload=line.get("upload"),
         url=line.get("url"),
         upload_reason=line.get("upload_reason"),
+        remove_local=line.get("remove_local") is True,
     )
 
 

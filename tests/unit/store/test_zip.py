@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import zipfile
 from pathlib import Path
@@ -10,13 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dmi_connector.analysis.export.zip import write_zip
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.captures import captures_of, open_captures
 from dmi_connector.store.read.store_files import MAPPED_BYTES
 from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.write.upload import upload_store
 from tests import storekit as kit
 
 SPECS = (
@@ -154,6 +158,19 @@ def test_two_entries_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_an_incomplete_store_is_not_shared_by_mistake(stores: Path, tmp_path: Path) -> None:
     assert main(["export", str(stores / "c.zarr"), "--to", "zip", "-o", str(tmp_path / "c.zip")]) == 2
     assert not (tmp_path / "c.zip").exists()
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname"])
+def test_export_writes_no_file_from_outside_a_store(stores: Path, tmp_path: Path, name: str) -> None:
+    store = shutil.copytree(stores / "a.zarr", tmp_path / "a.zarr")
+    (tmp_path / "secret").write_text("x")
+    root = json.loads((store / "zarr.json").read_bytes())
+    root["attributes"]["dmi"]["files"][name] = [1, 0]
+    (store / "zarr.json").write_text(json.dumps(root))
+    with open_capture(store, 0) as capture, pytest.raises(ValueError, match=r"lists the file '.*', which lies outside"):
+        write_zip(capture, tmp_path / "out.zip")
+    with pytest.raises(ValueError, match=r"lists the file '.*', which lies outside it"):
+        upload_store(store, RemotePath("captures", "a.zarr"), 0)
 
 
 def test_a_directory_named_zip_is_a_directory(stores: Path, tmp_path: Path) -> None:
