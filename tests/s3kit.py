@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import os
 import re
+import socket
 import subprocess
 import threading
 import time
@@ -55,7 +56,7 @@ middle of the answer), "cut" (before anything is done), "deny", "bad" (status 40
 class Proxy:
     """A server before the server. log: requests since `clear`. fault: decides what goes wrong.
 
-    together: the first requests wait until so many are there.
+    keys: access keys that signed requests. together: the first requests wait until so many are there.
     """
 
     server: int
@@ -67,6 +68,7 @@ class Proxy:
     most_at_once: int = 0
     together: int = 0
     held: int = 0
+    keys: set[str] = field(default_factory=set)
     gate: threading.Event = field(default_factory=threading.Event)
     _now: int = 0
     _count: int = 0
@@ -81,6 +83,7 @@ class Proxy:
         """Forget what was logged, and let nothing go wrong."""
         with self._lock:
             self.log.clear()
+            self.keys.clear()
             self.gate.set()
             self.gate, self.held = threading.Event(), 0
             self.fault, self.faults, self.most_at_once, self._count, self.together = None, 0, 0, 0, 0
@@ -118,7 +121,9 @@ class Proxy:
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         """Pass one request on, or let it fail."""
         body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        signed = re.search(r"Credential=(\w+)/", handler.headers.get("Authorization", ""))
         with self._lock:
+            self.keys |= {signed[1]} if signed else set()
             self._count += 1
             self._now += 1
             self.most_at_once = max(self.most_at_once, self._now)
@@ -190,7 +195,7 @@ def _send(handler: BaseHTTPRequestHandler, status: int, body: bytes) -> None:
 def _close(handler: BaseHTTPRequestHandler) -> None:
     handler.wfile.flush()
     handler.close_connection = True
-    handler.connection.close()
+    handler.connection.shutdown(socket.SHUT_RDWR)  # a close alone would leave it open in processes that were forked
 
 
 @contextmanager

@@ -42,6 +42,20 @@ class RemoteDenied(RemoteError, PermissionError):
     """The object store refused the credentials, or found none."""
 
 
+class _Used:
+    """Whether this process may use the client, whose threads a fork leaves behind: a request would wait for ever."""
+
+    def __init__(self) -> None:
+        self.here = self.before_fork = False
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self.before_fork |= self.here
+
+
+_used = _Used()
+
+
 def check_installed(option: str, value: object) -> None:
     """Raises ImportError that names the extra if obstore is not installed."""
     if importlib.util.find_spec("obstore") is None:
@@ -99,6 +113,12 @@ def requests_for(place: RemotePath) -> Iterator[ModuleType]:
     Raises ImportError that names the extra where obstore is not installed.
     """
     check_installed("path", place)
+    if _used.before_fork:
+        raise RuntimeError(
+            f"{place} cannot be read in a process that was forked after the first request; start it by the method"
+            " 'spawn', as in DataLoader(..., multiprocessing_context='spawn')"
+        )
+    _used.here = True
     import obstore
     from obstore import exceptions
 

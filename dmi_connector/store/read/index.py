@@ -81,6 +81,8 @@ def find_captures(directory: Given, key: str | None = None, request_id: str | No
     for line in read_index(place):
         # Later lines of a store add to earlier ones; a new start begins anew.
         known = {} if line["event"] == "start" else lines.get(line["store"], {})
+        if line["event"] == "remove" and known.get("upload") == "done":
+            line = {"store": line["store"], "local": False}  # it is where it was uploaded to
         lines[line["store"]] = {**known, **line}
     for line in lines.values():
         partial = place / (line["store"] + PARTIAL_SUFFIX)

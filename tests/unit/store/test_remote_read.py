@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -259,12 +260,21 @@ def test_the_torch_data_set_reads_remote_stores(s3: s3kit.Proxy, stores: Path, w
         TokenDataset(open_captures(place), ["resid_pre@1", "z@0"], 64, seed=1, buffer_tokens=256)
         for place in (f"{URL}/all", stores)
     )
-    options = {"multiprocessing_context": "spawn"} if workers else {}
     count = 0
-    for one, other in zip(there.loader(workers, **options), here.loader(workers), strict=True):
+    for one, other in zip(there.loader(workers), here.loader(workers), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
         count += 1
     assert count == here.batches(workers=max(1, workers))
+
+
+def test_a_forked_process_is_refused_rather_than_waiting_for_ever(s3: s3kit.Proxy) -> None:
+    from torch.utils.data import DataLoader
+
+    from dmi_connector import TokenDataset
+
+    data = TokenDataset(open_captures(f"{URL}/all"), "z@0", 64)
+    with pytest.raises(RuntimeError, match=r"forked after the first request.*multiprocessing_context='spawn'"):
+        list(DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork"))
 
 
 # ---- what goes wrong --------------------------------------------------------------------------------------------
@@ -312,6 +322,21 @@ def test_a_profile_needs_boto3(s3: s3kit.Proxy, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "obstore.auth.boto3", raising=False)
     with pytest.raises(ImportError, match=r"^AWS_PROFILE: a profile needs boto3; install boto3"):
         open_captures(f"{URL}/all")
+
+
+def test_a_profile_of_the_aws_files(s3: s3kit.Proxy, tmp_path: Path) -> None:
+    """By boto3, which the server's environment has. The proxy sees which key signed."""
+    written = f"[mine]\naws_access_key_id = AKIAPROFILE\naws_secret_access_key = {s3kit.SECRET}\n"
+    (tmp_path / "credentials").write_text(written)
+    environment = {k: v for k, v in os.environ.items() if k not in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+    environment |= {"AWS_PROFILE": "mine", "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials")}
+    environment |= {"PYTHONPATH": str(s3kit.ROOT)}
+    code = f"from dmi_connector.cli.main import main; raise SystemExit(main(['verify', '{URL}/all/a.zarr']))"
+    run = subprocess.run(
+        [str(s3kit.PYTHON), "-c", code], env=environment, capture_output=True, text=True, timeout=kit.PATIENCE
+    )
+    assert run.returncode == 0, run.stderr
+    assert s3.keys == {"AKIAPROFILE"} and not s3kit.holds_secret(run.stdout + run.stderr)
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,17 @@ def test_the_local_copy_goes_when_it_is_uploaded(
     assert main(["ls", str(tmp_path / "s"), "--stats"]) == 0
 
 
+def test_what_was_pruned_after_its_upload_is_read_from_there(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
+) -> None:
+    client = make_client()
+    capture(client, tmp_path / "s/a.zarr")
+    uploaded(client, 1)
+    assert client.shutdown() and main(["prune", str(tmp_path / "s"), "--keep-bytes", "0"]) == 0
+    (info,) = open_captures(tmp_path / "s").infos
+    assert str(info.store) == f"{BUCKET}/{prefix}/a.zarr" and info.state == "complete"
+
+
 def test_a_local_copy_that_is_read_stays(s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path) -> None:
     client = make_client(remove_local=True)
     s3.fault = lambda _method, _path, _number: "hold"
@@ -443,6 +454,27 @@ def test_while_uploads_are_slow_rows_wait_and_nothing_is_lost(
     uploaded(client, 4)
     assert client.shutdown() and client.counts()["uploaded"] == 4
     assert all(there(prefix, store.name) == files(store) for store in stores)
+
+
+def test_an_engine_that_ends_while_it_waits_for_uploads_loses_no_row(
+    s3: s3kit.Proxy, tmp_path: Path, prefix: str
+) -> None:
+    settings = UploadSettings(f"{BUCKET}/{prefix}", backlog_bytes=1)
+    client = StoreClient(4 << 20, 1, WriteSettings(upload=vars(settings), shutdown_seconds=5))
+    s3.fault = lambda _method, _path, _number: "hold"
+    capture(client, tmp_path / "s/a.zarr")
+    kit.until(lambda: s3.held)
+    one = kit.begin(client, tmp_path / "s/b.zarr")
+    for first in range(0, 300, 128):
+        kit.send(client, one, first)
+    one.close(300, token_ids=kit.IDS)
+    assert client.shutdown() and one.state == "complete"
+    assert {name: info.upload for name, info in index(tmp_path / "s").items()} == {
+        "a.zarr": "pending",
+        "b.zarr": "pending",
+    }
+    s3.clear()
+    assert [outcome.state for outcome in repair(tmp_path / "s")] == ["uploaded"] * 2
 
 
 def test_under_policy_drop_a_store_that_finds_no_room_stays_here(
