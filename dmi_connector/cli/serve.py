@@ -47,6 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for option in fields(ServerOptions):
         flag = "--" + option.name.replace("_", "-")
         default = ",".join(option.default) or "none" if isinstance(option.default, tuple) else option.default
+        default = "none" if default == "" else default
         if option.name == "store_dir" or default is MISSING:
             default = "captures"
         if option.type == "bool":

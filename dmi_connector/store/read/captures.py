@@ -258,7 +258,8 @@ class Captures:
                 import polars
             except ImportError as error:
                 raise ImportError("table: polars is not installed; install dmi_connector[polars]") from error
-            whole = {"bytes": polars.Int64, "num_tokens": polars.Int64, "prompt_len": polars.Int64}
+            whole: dict[str, Any] = {"bytes": polars.Int64, "num_tokens": polars.Int64, "prompt_len": polars.Int64}
+            whole["remove_local"] = polars.Boolean
             made = polars.DataFrame(columns, schema={name: whole.get(name, polars.String) for name in columns})
             return made.with_columns(polars.col(*times).str.to_datetime(time_zone="UTC", time_unit="us"))
         raise ValueError(f"table: {to!r} is not valid; use 'pandas' or 'polars'")

@@ -32,11 +32,9 @@ def read_pieces(planned: Iterable[ShardPieces]) -> None:
     Raises ValueError that names the file for a chunk that is damaged, FileNotFoundError for a shard that a complete
     store lacks. What an incomplete store lacks becomes zeros.
     """
-    local: list[ShardPieces] = []
-    remote: list[ShardPieces] = []
-    for some in planned:
-        (remote if some.array.files.remote else local).append(some)
-    in_threads(_read_all, _jobs(local))
+    listed = list(planned)
+    remote = [some for some in listed if some.array.files.remote]
+    in_threads(_read_all, _jobs([some for some in listed if not some.array.files.remote] if remote else listed))
     if remote:
         _fetch(remote)
 
@@ -101,11 +99,14 @@ def _read_shard(some: ShardPieces) -> None:
     except FileNotFoundError as error:
         _without(some, path, error)
         return
-    with file, _naming(array, path):
-        index = array.index(file, some.segment, some.shard)
-        entries = [(index[piece.slot].tolist(), piece) for piece in some.pieces]
-        for (offset, size), piece in sorted(entries, key=_offset):
-            _read_piece(array, file, offset, size, piece)
+    with file:
+        try:
+            index = array.index(file, some.segment, some.shard)
+            entries = [(index[piece.slot].tolist(), piece) for piece in some.pieces]
+            for (offset, size), piece in sorted(entries, key=_offset):
+                _read_piece(array, file, offset, size, piece)
+        except ValueError as error:
+            raise _damaged(array, path, error) from error
 
 
 def _without(some: ShardPieces, path: str, error: FileNotFoundError) -> None:
@@ -124,7 +125,11 @@ def _naming(array: HookArray, path: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{array.files}/{path}: {error}; dmi verify says what else is damaged") from error
+        raise _damaged(array, path, error) from error
+
+
+def _damaged(array: HookArray, path: str, error: ValueError) -> ValueError:
+    return ValueError(f"{array.files}/{path}: {error}; dmi verify says what else is damaged")
 
 
 class _Run(NamedTuple):

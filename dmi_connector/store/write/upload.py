@@ -11,6 +11,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from dmi_connector.store.format.object_store import RemoteError, bucket_store, r
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.format.schema import INDEX_FOLDER
 from dmi_connector.store.read.metadata import read_attrs
-from dmi_connector.store.read.thread_pool import in_fetch_threads
 from dmi_connector.store.write.commit import append_index, finish_line, now
 from dmi_connector.store.write.retention import remove_store
 
-PART_BYTES, _MOST_PARTS, _PARTS_AT_ONCE = 8 << 20, 9000, 4
-"""Bytes of a part of a multipart upload; S3 takes 10,000 parts; parts of one file that are under way at a time."""
+PART_BYTES, _MOST_PARTS = 8 << 20, 9000
+"""Bytes of a part of a multipart upload; S3 takes 10,000 parts."""
+_FILES_AT_ONCE, _PARTS_AT_ONCE = 8, 2
+"""Files of a store, and parts of each, that are under way at a time. Each part is in memory meanwhile."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 _BLOCK_BYTES = 1 << 20
 
@@ -99,7 +101,9 @@ def upload_store(store: Path, to: RemotePath, retry_seconds: float) -> dict[str,
         if there.get(name) != (store / name).stat().st_size or not _same_etag(store / name, to / name):
             patiently(lambda: upload_file(store / name, to / name), deadline)
 
-    in_fetch_threads(send, names)
+    with ThreadPoolExecutor(_FILES_AT_ONCE, "dmi-put") as pool:
+        for _ in pool.map(send, names):  # the first error drops what has not begun
+            pass
     patiently(lambda: upload_file(store / "zarr.json", to / "zarr.json"), deadline)
     return attrs
 

@@ -27,7 +27,7 @@ from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pac
 from dmi_connector.store.write.upload import RemoteIndexPart, finish_upload, note_failure
 from dmi_connector.urls import parse_url
 
-STORES_AT_ONCE = 4
+STORES_AT_ONCE = 2
 _NICE = 10
 _INDEX_EVERY_S = 1.0
 """The index there is written so often at most."""
