@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dmi_connector.store.format.object_store import bucket_store, requests_for
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.format.schema import INDEX_FOLDER, INDEX_NAME
-from dmi_connector.store.read.remote_files import RemoteFiles
+from dmi_connector.store.read.remote_files import RemoteFiles, look
 from dmi_connector.store.read.thread_pool import in_fetch_threads
 
 
@@ -34,6 +35,19 @@ def list_prefix(place: RemotePath) -> Listing:
         frozenset(name for name in names if name.endswith(".zip")),
         INDEX_NAME in names or INDEX_FOLDER in folders,
     )
+
+
+def finished_below(place: RemotePath, names: Iterable[str]) -> set[str]:
+    """Which of these stores have their root document, which comes last. A request for each."""
+    found: set[str] = set()
+
+    def ask(name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            look(place / name / "zarr.json")
+            found.add(name)
+
+    in_fetch_threads(ask, names)
+    return found
 
 
 def read_indexes(place: RemotePath) -> list[bytes]:

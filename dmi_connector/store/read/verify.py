@@ -23,7 +23,7 @@ from dmi_connector.store.format.shard_index import EMPTY
 from dmi_connector.store.read.fetched_files import FetchedFiles
 from dmi_connector.store.read.index import read_index
 from dmi_connector.store.read.open_files import files_of
-from dmi_connector.store.read.remote_index import list_prefix
+from dmi_connector.store.read.remote_index import finished_below, list_prefix
 from dmi_connector.store.read.residual_sums import check_identities, equations, for_text, stated
 from dmi_connector.store.read.shard_reader import ShardReader, StoredArray, decode_plain
 from dmi_connector.store.read.store_files import LocalFiles, StoreFiles
@@ -46,7 +46,8 @@ def stores_of(directory: Given) -> list[Place]:
     place = place_of(directory)
     if isinstance(place, RemotePath):
         listed = list_prefix(place)
-        found: list[Place] = [place / name for name in sorted(listed.stores | listed.zips)]
+        stores = finished_below(place, listed.stores)
+        found: list[Place] = [place / name for name in sorted(stores | listed.zips)]
     else:
         found = [*sorted(place.glob("*.zarr"))]
     if not found:

@@ -15,6 +15,7 @@ import pytest
 
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
+from dmi_connector.store.format import object_store
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.object_store import RemoteDenied, RemoteError
 from dmi_connector.store.format.remote_path import RemotePath, place_of
@@ -202,6 +203,8 @@ def test_verify_of_a_store_and_of_a_prefix(s3: s3kit.Proxy, stores: Path, capsys
     assert main(["verify", f"{URL}/all"]) == 0
     assert "4 checked, 0 damaged" in capsys.readouterr().out
     assert main(["verify", f"{URL}/zips/a.zip"]) == 0
+    assert main(["verify", f"{URL}/bare"]) == 0, "an upload that has not ended is left out"
+    assert "4 checked, 0 damaged" in capsys.readouterr().out
     s3.clear()
     assert verify_store(f"{URL}/all/a.zarr") == []
     assert not any("delimiter" in r.query for r in s3.log), "other stores are not listed"
@@ -288,6 +291,18 @@ def test_failures_that_pass_are_tried_again(s3: s3kit.Proxy, stores: Path, what:
     with open_capture(f"{URL}/all/a.zarr", 0) as capture:
         assert np.array_equal(capture.numpy("z"), expected)
     assert s3.faults > 2
+
+
+def test_an_answer_that_never_comes_is_given_up_and_asked_for_again(
+    s3: s3kit.Proxy, stores: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "_TIMEOUT_S", 2)
+    object_store._client.cache_clear()
+    s3.fault = lambda _method, _path, number: "hold" if number in (1, 4) else None
+    with open_capture(f"{URL}/all/a.zarr", 0) as there, open_capture(stores / "a.zarr", 0) as here:
+        assert np.array_equal(there.numpy("z"), here.numpy("z"))
+    assert s3.held == 2
+    object_store._client.cache_clear()
 
 
 def test_access_denied_names_the_fix_and_no_secret(s3: s3kit.Proxy, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
+from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.object_store import RemoteDenied
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.capture import open_capture
@@ -384,6 +386,27 @@ def test_a_salvaged_store_is_uploaded_too(
     assert [outcome.state for outcome in repair(tmp_path / "s")] == ["salvaged", "uploaded"]
     with open_capture(f"{BUCKET}/{prefix}/a.zarr", 0, allow_incomplete=True) as capture_there:
         assert not capture_there.complete and there(prefix, "a.zarr") == files(tmp_path / "s/a.zarr")
+
+
+def test_without_obstore_an_engine_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = pytest.importorskip("dmi_connector.engine.context")
+    options = ServerOptions.parse({"store_dir": str(tmp_path / "s"), "upload": "s3://bucket/x"})
+    context._check_directories(options)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ImportError, match=r"^upload: s3://bucket/x needs obstore.*install dmi_connector\[remote\]"):
+        context._check_directories(options)
+
+
+def test_without_obstore_a_repair_says_what_to_install(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = make_client()
+    s3.fault = lambda _method, _path, _number: "deny"
+    capture(client, tmp_path / "s/a.zarr")
+    uploaded(client, 1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    (outcome,) = repair(tmp_path / "s")
+    assert outcome.state == "not uploaded" and "install dmi_connector[remote]" in outcome.notes[0]
 
 
 # ---- the backlog ------------------------------------------------------------------------------------------------
