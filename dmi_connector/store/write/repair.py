@@ -95,7 +95,12 @@ def repair(path: str | os.PathLike[str], remove_empty: bool = False) -> list[Out
             if isinstance(error, FileNotFoundError) and not partial.exists():
                 continue  # it was finished or aborted meanwhile
             outcomes.append(Outcome(str(partial), "failed", notes=[f"{type(error).__name__}: {error}"]))
-    return outcomes if root.name.endswith(PARTIAL) else [*outcomes, *finish_uploads(root)]
+    if not root.name.endswith(PARTIAL):
+        try:
+            outcomes += finish_uploads(root)
+        except OSError as error:
+            outcomes.append(Outcome(str(root), "failed", notes=[f"uploads: {error}"]))
+    return outcomes
 
 
 def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_seconds) -> list[Outcome]:

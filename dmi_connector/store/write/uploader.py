@@ -40,7 +40,7 @@ class Uploader:
         self._prefix, self._retry_s, self._remove = prefix, retry_seconds, remove_local
         self._answers = answers
         self._locks: dict[Path, int] = {}
-        self._lock = threading.Lock()
+        self._lock, self._index_lock = threading.Lock(), threading.Lock()  # of answers, which wait for no server
         self._part, self._told = RemoteIndexPart(prefix, uuid.uuid4().hex[:12]), 0.0
         self._dirty = False
         self._pool = ThreadPoolExecutor(STORES_AT_ONCE, "dmi-upload")
@@ -58,7 +58,7 @@ class Uploader:
     def finish(self) -> None:
         """Wait for what is under way, and write the index there."""
         self._pool.shutdown()
-        with self._lock:
+        with self._index_lock:
             self._write_index()
 
     def reply(self, message: Message) -> None:
@@ -78,7 +78,7 @@ class Uploader:
             self._answer({"failed": str(store), "reason": result.reason})
             return
         self._answer({"uploaded": str(store), "bytes": result.line["bytes"]})
-        with self._lock:
+        with self._index_lock:
             self._part.add(result.line)
             self._dirty = True
             if time.monotonic() - self._told > _INDEX_EVERY_S:
@@ -101,7 +101,7 @@ class Uploader:
             self._part.write()
             self._dirty, self._told = False, time.monotonic()
         except OSError as error:  # stores are found without it, each opened once
-            self.reply({"note": f"the index of the uploads: {error}"})
+            self._answer({"note": f"the index of the uploads: {error}"})
 
 
 def main(argv: list[str] | None = None) -> int:
