@@ -15,15 +15,19 @@ JOBS ?= 3
 # Its own environment: packages of the tests come from $(VENV), those of requirements/mutants.txt are added.
 MUTANTS := .mutants/venv
 # Likewise for each library whose types stores are read as: those of requirements/types/LIBRARY.txt are added.
+# The S3 server of the tests, likewise: packages of requirements/s3.txt are added.
+S3 := .s3
+S3_STAMP := $(S3)/.stamp-$(shell sha256sum < requirements/s3.txt | cut -c1-16)
 TYPES ?= $(basename $(notdir $(wildcard requirements/types/*.txt)))
 STAMP := $(VENV)/.stamp-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: help env demo test soak compat lint docs bench models mutants types
+.PHONY: help env s3 demo test soak compat lint docs bench models mutants types
 
 help:
 	@echo "make env    build $(VENV) from requirements/ (minutes, once)"
 	@echo "make demo   capture every hook of a tiny model and compare it with transformers"
 	@echo "make test   the test suite          make soak   its long-running part"
+	@echo "make s3     the S3 server that tests start, in $(S3) (make test does it)"
 	@echo "make mutants   put small bugs in, count those that the fast tests find (about an hour; ARGS=--help)"
 	@echo "make types   stores as types of other libraries, by these libraries (TYPES=transformer-lens for one)"
 	@echo "make lint   ruff, mypy, imports     make bench  capture throughput (ARGS=--help)"
@@ -59,8 +63,21 @@ $(STAMP):
 demo: env
 	@$(VENV)/bin/dmi demo
 
+# Without it, tests that need an S3 server are skipped, and say so.
+s3: $(S3_STAMP)
+	@:
+
+$(S3_STAMP): | env
+	@test -x $(S3)/bin/python || $(PY) -m venv $(S3)
+	@rm -f $(S3)/.stamp-*
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$($(S3)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
+	@$(S3)/bin/python -m pip install -q --no-deps -r requirements/s3.txt
+	@touch $@
+
 # A test process that dies ends the run: xdist would wait for its tests for ever.
 test: env
+	@$(MAKE) --no-print-directory s3 || { rm -rf $(S3); echo "the S3 server cannot be installed: its tests are skipped" >&2; }
 	@$(PY) -m pytest tests -n $(JOBS) --dist loadscope --no-loadscope-reorder --max-worker-restart=0 --durations=20
 
 soak: env

@@ -118,7 +118,10 @@ def read_by_zarr(captures: Captures) -> None:
 def shard_files(captures: Captures) -> list[str]:
     """The shard files of the hook."""
     return [
-        str(path) for info in captures.infos for path in sorted((info.store / HOOK / "c").rglob("*")) if path.is_file()
+        str(path)
+        for info in captures.infos
+        for path in sorted(Path(str(info.store), HOOK, "c").rglob("*"))
+        if path.is_file()
     ]
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dmi_connector.reduce import ReduceError, parse
+from dmi_connector.urls import parse_url
 from dmi_connector.wording import show, suggest
 
 CODECS = ("none", "lz4", "zstd")
@@ -97,6 +98,17 @@ def _roots(value: object) -> tuple[str, ...]:
     return tuple(os.path.normpath(i) for i in items)
 
 
+def _upload(value: object) -> str:
+    """The URL without a slash at its end, "" for none."""
+    if value == "":
+        return ""
+    try:
+        bucket, prefix = parse_url("upload", value)
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+    return f"s3://{bucket}/{prefix}".rstrip("/")
+
+
 def _reduce(value: object) -> tuple[tuple[str, str], ...]:
     if not isinstance(value, Mapping) or not all(isinstance(x, str) for item in value.items() for x in item):
         raise _refuse("reduce", value, 'is not valid; give {patterns: reduction}, as in {"resid_*": "rp(512)"}')
@@ -128,6 +140,10 @@ class ServerOptions:
     reduce: {hook patterns: reduction}, the first that matches a hook counts (docs/REDUCTIONS.md).
     check: "poison" fills rows with a pattern before each forward and lists rows as missing in which some of it is left.
     Slow, for tests of new models and engine features.
+    upload: s3://bucket/prefix where finished stores are uploaded to, "" for none. upload_remove_local: remove the local
+    copy of a store that was uploaded. upload_backlog_bytes: finished stores that wait for their upload take no more;
+    beyond that `policy` says what happens: the engine waits, or a store stays here for a repair. upload_retry_seconds:
+    how long a store whose upload fails is tried again.
     cuda_graphs: "auto" takes vLLM's mode FULL in place of its default where that is right, "vllm" leaves it.
     """
 
@@ -154,6 +170,10 @@ class ServerOptions:
     reduce: tuple[tuple[str, str], ...] = ()
     check: str = "none"
     cuda_graphs: str = "auto"
+    upload: str = ""
+    upload_remove_local: bool = False
+    upload_backlog_bytes: int = 1 << 36
+    upload_retry_seconds: int = 180
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> ServerOptions:
@@ -169,6 +189,10 @@ class ServerOptions:
         roots = _roots(extra.get("save_path_roots", []))
         if custom and not roots:
             raise _refuse("allow_custom_save_path", custom, "needs save_path_roots; give the directories allowed")
+        sink = _one_of("sink", extra.get("sink", cls.sink), SINKS)
+        upload = _upload(extra.get("upload", cls.upload))
+        if upload and sink != "disk":
+            raise _refuse("upload", upload, f"needs stores to upload, and sink {sink!r} writes none; give sink 'disk'")
         numbers = ("max_request_bytes", "max_total_bytes", "min_free_bytes", "retain_seconds", "retain_bytes")
         return cls(
             store_dir=_path("store_dir", extra.get("store_dir")),
@@ -180,7 +204,7 @@ class ServerOptions:
             host_buffer_bytes=_integer("host_buffer_bytes", extra.get("host_buffer_bytes", 0), 0, _MOST_BYTES),
             staging_bytes=_integer("staging_bytes", extra.get("staging_bytes", 0), 0, _MOST_BYTES),
             policy=_one_of("policy", extra.get("policy", cls.policy), POLICIES),
-            sink=_one_of("sink", extra.get("sink", cls.sink), SINKS),
+            sink=sink,
             fsync=_boolean("fsync", extra.get("fsync", cls.fsync)),
             file_mode=_one_of("file_mode", extra.get("file_mode", cls.file_mode), FILE_MODES),
             allow_custom_save_path=custom,
@@ -191,6 +215,14 @@ class ServerOptions:
             reduce=_reduce(extra.get("reduce", {})),
             check=_one_of("check", extra.get("check", cls.check), CHECKS),
             cuda_graphs=_one_of("cuda_graphs", extra.get("cuda_graphs", cls.cuda_graphs), CUDA_GRAPHS),
+            upload=upload,
+            upload_remove_local=_boolean("upload_remove_local", extra.get("upload_remove_local", False)),
+            upload_backlog_bytes=_integer(
+                "upload_backlog_bytes", extra.get("upload_backlog_bytes", cls.upload_backlog_bytes), 1, _MOST_TOTAL
+            ),
+            upload_retry_seconds=_integer(
+                "upload_retry_seconds", extra.get("upload_retry_seconds", cls.upload_retry_seconds), 0, 86400
+            ),
             **{name: _integer(name, extra.get(name, 0), 0, _MOST_TOTAL) for name in numbers},
         )
 

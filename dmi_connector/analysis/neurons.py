@@ -6,7 +6,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from dmi_connector.analysis.rows import BLOCK, check_one_layer, hook_rows
 from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.projection import RandomProjection
+from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture
 
 
@@ -26,7 +26,7 @@ class Activation:
     """
 
     value: float
-    store: Path
+    store: Place
     row: int
     token_id: int
     context: tuple[int, ...]

@@ -21,6 +21,7 @@ except ImportError as error:
     raise ImportError("TokenDataset: torch is not installed; install dmi_connector[torch]") from error
 
 from dmi_connector.dtypes import as_torch
+from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.captures import Captures, open_captures
 from dmi_connector.store.read.chunk_reader import read_blocks
 from dmi_connector.store.read.hook_array import ShardPieces
@@ -112,6 +113,11 @@ class TokenDataset(IterableDataset[Batch]):
         """The settings, as plain values."""
         names = ("batch_size", "seed", "shuffle", "buffer_tokens", "epochs", "rank", "world_size")
         return {"hooks": list(self.views), "tokens": self.num_tokens, **{name: getattr(self, name) for name in names}}
+
+    @property
+    def remote(self) -> bool:
+        """Whether some stores lie in an object store."""
+        return any(isinstance(store, RemotePath) for store in next(iter(self.views.values())).stores)
 
     @property
     def num_tokens(self) -> int:
@@ -302,7 +308,10 @@ class TokenLoader:
         self.dataset._start = self._at
         epoch, batch = self._at
         most = functools.cache(functools.partial(self.dataset.batches, workers=max(1, self.workers)))
-        loader: DataLoader[Batch] = DataLoader(self.dataset, batch_size=None, num_workers=self.workers, **self._options)
+        options = self._options
+        if self.workers and self.dataset.remote:
+            options = {"multiprocessing_context": "spawn", **options}  # the client of an object store bears no fork
+        loader: DataLoader[Batch] = DataLoader(self.dataset, batch_size=None, num_workers=self.workers, **options)
         for given in loader:
             batch += 1
             if batch > most(epoch):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dmi_connector.analysis.export.targets import TARGETS, export
+from dmi_connector.store.format.remote_path import place_of
 from dmi_connector.store.read.captures import captures_of
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -30,9 +31,11 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dmi export`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "formats:\n" + "\n".join(f"  {t.name:16}{t.doc}{_takes(t.options)}" for t in TARGETS.values())
-    parser.add_argument("stores", metavar="STORE|DIR", nargs="+", help="stores, or directories of stores")
+    parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="stores, or directories of stores")
     parser.add_argument("--to", choices=tuple(TARGETS), required=True)
-    parser.add_argument("-o", "--out", help="a directory; for one safetensors file its name (default: the store's)")
+    parser.add_argument(
+        "-o", "--out", help="a directory; for one safetensors or zip file its name (default: as the store)"
+    )
     parser.add_argument("--key", action="append", help="only captures with this key; can be repeated")
     for name, arguments in FLAGS.items():
         parser.add_argument("--" + name.replace("_", "-"), **arguments)
@@ -58,8 +61,9 @@ def run_export(options: argparse.Namespace) -> int:
 def _out(options: argparse.Namespace, stores: int) -> Path:
     if options.out is not None:
         return Path(options.out)
-    if options.to == "safetensors" and stores == 1 and len(options.stores) == 1:
-        return Path(f"{Path(options.stores[0]).absolute().stem}.safetensors")
+    suffix = {"safetensors": ".safetensors", "zip": ".zip"}.get(options.to)
+    if suffix is not None and stores == 1 and len(options.stores) == 1:
+        return Path(f"{place_of(options.stores[0]).absolute().stem}{suffix}")
     raise ValueError(f"export: --to {options.to} needs -o DIR; give a new directory, or one to go on with")
 
 

@@ -12,7 +12,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from dmi_connector.store.format.remote_path import Place
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,11 +68,11 @@ def make_parser() -> Parser:
     info.set_defaults(run=_info)
 
     verify = commands.add_parser("verify", help="check stores byte by byte; exit 1 when one is damaged")
-    verify.add_argument("path", metavar="STORE|DIR")
+    verify.add_argument("path", metavar="STORE|DIR|URL")
     verify.set_defaults(run=_verify)
 
     repair = commands.add_parser(
-        "repair", help="make stores of what killed writers left; exit 1 when something is left over"
+        "repair", help="make stores of what killed writers left, finish uploads; exit 1 when something is left over"
     )
     repair.add_argument("path", metavar="DIR|PARTIAL", help="a store directory, or one NAME.zarr.partial")
     repair.add_argument("--json", action="store_true", help="print a JSON list")
@@ -176,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except (ValueError, KeyError, OSError, CaptureIncomplete) as error:
+    except (ValueError, KeyError, OSError, ImportError, CaptureIncomplete) as error:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         print("dmi: " + " ".join(str(text).split()), file=sys.stderr)
         return 2
@@ -186,6 +189,16 @@ def _demo(options: argparse.Namespace) -> int:
     from dmi_connector.cli import demo
 
     return demo.run_demo(options.dir, options.hooks or demo.HOOKS, options.keep)
+
+
+def _place(path: str, kind: str) -> Place:
+    """A URL, a directory, or the zip file of a store."""
+    from dmi_connector.store.format.remote_path import RemotePath, place_of
+
+    place = place_of(path)
+    if isinstance(place, RemotePath) or (place.suffix == ".zip" and place.is_file()):
+        return place
+    return _directory(path, kind)
 
 
 def _directory(path: str, kind: str) -> Path:
@@ -198,7 +211,7 @@ def _ls(options: argparse.Namespace) -> int:
     from dmi_connector.cli import tables
     from dmi_connector.store.read.index import find_captures
 
-    found = find_captures(_directory(options.dir, "a store directory"), key=options.key, request_id=options.request_id)
+    found = find_captures(_place(options.dir, "a store directory"), key=options.key, request_id=options.request_id)
     if options.stats:
         totals = tables.stats(found)
         print(json.dumps(totals, indent=1) if options.json else tables.stats_text(totals))
@@ -227,7 +240,7 @@ def _tail(options: argparse.Namespace) -> int:
 def _open(path: str) -> Any:
     from dmi_connector.store.read.capture import open_capture
 
-    return open_capture(_directory(path, "a store (*.zarr)"), timeout=0, allow_incomplete=True)
+    return open_capture(_place(path, "a store (*.zarr, *.zip)"), timeout=0, allow_incomplete=True)
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -239,13 +252,12 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from dmi_connector.store.read.captures import is_store
     from dmi_connector.store.read.metadata import read_attrs
-    from dmi_connector.store.read.verify import begun_stores, unseen, verify_store
+    from dmi_connector.store.read.verify import begun_stores, stores_of, unseen, verify_store
 
-    path = _directory(options.path, "a store (*.zarr) or a directory of stores")
-    stores = [path] if (path / "zarr.json").exists() or path.suffix == ".zarr" else sorted(path.glob("*.zarr"))
-    if not stores:
-        raise ValueError(f"{path} holds no finished store (*.zarr); give a store or a directory of stores")
+    path = _place(options.path, "a store (*.zarr, *.zip) or a directory of stores")
+    stores = [path] if is_store(path) else stores_of(path)
     damaged, begun = 0, begun_stores(stores[0].absolute().parent)
     for store in stores:
         problems = verify_store(store, begun)
@@ -272,8 +284,8 @@ def _repair(options: argparse.Namespace) -> int:
     elif outcomes:
         print("\n".join(map(str, outcomes)))
     else:
-        print(f"no partial stores in {path}", file=sys.stderr)
-    return 1 if any(outcome.state in ("empty", "refused", "failed") for outcome in outcomes) else 0
+        print(f"no partial stores in {path}, and nothing to upload", file=sys.stderr)
+    return 1 if any(outcome.state in ("empty", "refused", "failed", "not uploaded") for outcome in outcomes) else 0
 
 
 def _prune(options: argparse.Namespace) -> int:

@@ -49,6 +49,7 @@ def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = (
             continue
         flag = "--" + option.name.replace("_", "-")
         default = ",".join(option.default) or "none" if isinstance(option.default, tuple) else option.default
+        default = "none" if default == "" else default
         if option.name == "store_dir" or default is MISSING:
             default = "captures"
         if option.type == "bool":

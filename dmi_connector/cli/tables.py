@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import zarr
-
+from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.store.format.schema import layer_numbers
 from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.captures import is_there
 from dmi_connector.store.read.index import CaptureInfo
-from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.metadata import read_array, read_attrs
 from dmi_connector.wording import format_bytes
 
 ATTRIBUTES = (
@@ -81,12 +81,13 @@ def array_sizes(capture: Capture) -> list[ArraySize]:
     names = list(dict.fromkeys(path.split("/")[0] for path in capture.attrs["files"]))
     sizes = []
     for name in [*(n for n in hooks if n in names), *(n for n in names if n not in hooks)]:
-        array = capture.group[name]
-        assert isinstance(array, zarr.Array)
+        document = read_array(capture.files, name)
+        shape, stored_type = tuple(document["shape"]), document["data_type"]
+        raw = math.prod(shape) * ITEMSIZE[stored_type]
         stored = sum(size for path, (size, _) in capture.attrs["files"].items() if path.split("/")[0] == name)
         layers = hooks[name]["layers"] if name in hooks else []
-        dtype = hooks[name]["dtype"] if name in hooks else str(array.dtype)
-        sizes.append(ArraySize(name, array.shape, dtype, format_layers(layers), array.nbytes, stored))
+        dtype = hooks[name]["dtype"] if name in hooks else stored_type
+        sizes.append(ArraySize(name, shape, dtype, format_layers(layers), raw, stored))
     return sizes
 
 
@@ -156,7 +157,7 @@ def captures_text(found: Sequence[CaptureInfo]) -> str:
 
 def captures_json(found: Sequence[CaptureInfo]) -> list[dict[str, Any]]:
     """The content of `captures_text` as JSON. `store` is the absolute path."""
-    return [{**vars(info), "store": str(Path(info.store).absolute())} for info in found]
+    return [{**vars(info), "store": str(info.store.absolute())} for info in found]
 
 
 def stats(found: Sequence[CaptureInfo]) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def stats(found: Sequence[CaptureInfo]) -> dict[str, Any]:
     missing_rows: sums over the stores on disk. reasons: {reason: captures}, with numbers replaced by "#". oldest,
     newest: start times of stores on disk.
     """
-    present = [info for info in found if info.finished is not None and info.store.is_dir()]
+    present = [info for info in found if info.finished is not None and is_there(info)]
     incomplete = [info for info in present if info.state == "incomplete"]
     missing = [read_attrs(info.store)["missing"] for info in incomplete]
     reasons = Counter(re.sub(r"\d+", "#", info.reason) for info in found if info.reason)

@@ -18,6 +18,7 @@ from dmi_connector.layout import Reductions, RowLayout, hook_reductions, row_lay
 from dmi_connector.reduce.basis import load
 from dmi_connector.reduce.pca import Pca
 from dmi_connector.settings import ServerOptions
+from dmi_connector.store.format.object_store import check_installed
 from dmi_connector.store.format.paths import make_directory
 from dmi_connector.store.format.pca_files import keep_copy
 
@@ -138,9 +139,13 @@ def _keep_bases(options: ServerOptions, reductions: Reductions) -> None:
 
 
 def _check_directories(options: ServerOptions) -> None:
-    """Make the store directory. Raises ValueError for directories that cannot be used."""
+    """Make the store directory. Raises ValueError for directories that cannot be used, ImportError for an upload
+    without obstore.
+    """
     if options.sink != "disk":
         return
+    if options.upload:
+        check_installed("upload", options.upload)
     try:
         make_directory(options.store_dir, options.file_mode)
     except OSError as error:

@@ -98,6 +98,13 @@ def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSetting
         "retain_seconds": options.retain_seconds,
         "retain_bytes": options.retain_bytes,
     }
+    upload = {
+        "url": options.upload,
+        "remove_local": options.upload_remove_local,
+        "backlog_bytes": options.upload_backlog_bytes,
+        "retry_seconds": options.upload_retry_seconds,
+        "drop": options.policy == "drop",
+    }
     return WriteSettings(
         options.fsync,
         file_mode=options.file_mode,
@@ -106,6 +113,7 @@ def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSetting
         idle=give_way,
         least_share=LEAST_SHARE if give_way else WriteSettings.least_share,
         keep={} if rank else keep,
+        upload=upload if options.upload and not rank else {},
     )
 
 

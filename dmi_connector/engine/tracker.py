@@ -320,6 +320,8 @@ class Tracker:
         """What the response says in `kv_transfer_params`."""
         store = tracked.path if self.context.options.sink == "disk" else None
         response: dict[str, Any] = {"dmi_store": store, "dmi_request_id": tracked.request.request_id}
+        if store is not None and self.context.options.upload:
+            response["dmi_url"] = f"{self.context.options.upload}/{os.path.basename(store)}"
         if tracked.params.key is not None:
             response["dmi_key"] = tracked.params.key
         lost = self.lost.pop(tracked.capture, [])

@@ -79,7 +79,7 @@ def test_each_server_option_is_read() -> None:
         "host_buffer_bytes": 4,
         "staging_bytes": 5,
         "policy": "drop",
-        "sink": "null",
+        "sink": "disk",
         "fsync": True,
         "file_mode": "world",
         "allow_custom_save_path": True,
@@ -93,6 +93,10 @@ def test_each_server_option_is_read() -> None:
         "reduce": {"q": "int8", "resid_*": "rp(8)"},
         "check": "poison",
         "cuda_graphs": "vllm",
+        "upload": "s3://bucket/a/",
+        "upload_remove_local": True,
+        "upload_backlog_bytes": 12,
+        "upload_retry_seconds": 13,
     }
     assert set(given) == {f.name for f in fields(ServerOptions)}
     read = {
@@ -100,12 +104,35 @@ def test_each_server_option_is_read() -> None:
         "hooks": ("q",),
         "save_path_roots": ("/a/b", "/c"),
         "reduce": (("q", "int8"), ("resid_*", "rp(8)")),
+        "upload": "s3://bucket/a",
     }
     assert vars(ServerOptions.parse(given)) == read
     defaults = vars(ServerOptions("/x"))
-    assert all(read[name] != value for name, value in defaults.items() if name != "store_dir")
+    same = ("store_dir", "sink")  # another sink has nothing to upload
+    assert all(read[name] != value for name, value in defaults.items() if name not in same)
+    assert ServerOptions.parse({"store_dir": "/x", "sink": "null"}).sink == "null"
     assert vars(ServerOptions.parse({"store_dir": "/x"})) == defaults
     assert ServerOptions.parse({"store_dir": "/x", "save_path_roots": " /a , /b/c "}).save_path_roots == ("/a", "/b/c")
+
+
+@pytest.mark.parametrize(
+    "value, fix",
+    [
+        (5, "5 is no URL; give a URL as in s3://bucket/prefix"),
+        ("captures", "'captures' is no URL; give a URL as in s3://bucket/prefix"),
+        ("https://bucket/x", "has the scheme 'https', which is not supported; give a URL as in s3://bucket/prefix"),
+        ("s3://a:hush@bucket/x", "the URL holds a user name or a query (not shown); give a URL"),
+    ],
+)
+def test_a_bad_upload_names_the_fix(value: object, fix: str) -> None:
+    with pytest.raises(OptionError, match=r"^upload: ") as caught:
+        ServerOptions.parse({"store_dir": "/x", "upload": value})
+    assert fix in str(caught.value) and "hush" not in str(caught.value)
+
+
+def test_an_upload_needs_stores() -> None:
+    with pytest.raises(OptionError, match=r"^upload: 's3://b12/x' needs stores to upload, and sink 'host' writes none"):
+        ServerOptions.parse({"store_dir": "/x", "upload": "s3://b12/x", "sink": "host"})
 
 
 LARGEST = {
@@ -120,6 +147,8 @@ LARGEST = {
     "retain_seconds": (0, 1 << 60),
     "retain_bytes": (0, 1 << 60),
     "shutdown_seconds": (1, 86400),
+    "upload_backlog_bytes": (1, 1 << 60),
+    "upload_retry_seconds": (0, 86400),
 }
 
 

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import numpy as np
 
+from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.captures import Captures
 from dmi_connector.store.read.hook_names import hook_and_layer
 from dmi_connector.store.read.lens_names import lens_name
+from dmi_connector.store.read.open_files import files_of
 from dmi_connector.store.read.shard_reader import decode_plain
 
 _STEP_BYTES = 64 << 20
@@ -63,5 +64,5 @@ class PackedRows:
 
 
 @functools.lru_cache(maxsize=4)
-def _token_ids(store: Path) -> np.ndarray:
-    return decode_plain(store, "token_ids", "int32")
+def _token_ids(store: Place) -> np.ndarray:
+    return decode_plain(files_of(store), "token_ids", "int32")

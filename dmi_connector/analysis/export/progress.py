@@ -65,6 +65,21 @@ def export_each(
     return Done(out, written, len(numbers) - written)
 
 
+def export_by_name(
+    captures: Captures,
+    out: Path,
+    suffix: str,
+    write: Callable[[Capture, Path], None],
+    progress: Progress,
+    settings: Mapping[str, Any],
+) -> Done:
+    """Like `export_each`, with files that have the names of the stores. Raises ValueError for stores of one name."""
+    names = [f"{info.store.stem}{suffix}" for info in captures.infos]
+    if len(set(names)) < len(names):
+        raise ValueError("export: several stores have the same name; export their directories one by one")
+    return export_each(captures, out, lambda number: Path(names[number]), write, progress, settings)
+
+
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """A path to write to, which gets its name at the end of the `with` block, and is removed if that fails."""

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dmi_connector.analysis.export.progress import Done, Progress, export_each, row_blocks, whole
+from dmi_connector.analysis.export.progress import Done, Progress, export_by_name, row_blocks, whole
 from dmi_connector.analysis.export.residual_stream import chosen_ids, stream_rows
+from dmi_connector.store.format.remote_path import Given
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.captures import Captures
 
@@ -61,9 +62,7 @@ def write_hidden_states(capture: Capture, path: Path, ids: Sequence[int]) -> Non
     write_file(path, {"token_ids": (tokens.dtype, tokens.shape, [tokens]), "hidden_states": hidden})
 
 
-def export_safetensors(
-    store: str | os.PathLike[str], out: str | os.PathLike[str], layer_ids: Sequence[int] | None = None
-) -> list[int]:
+def export_safetensors(store: Given, out: str | os.PathLike[str], layer_ids: Sequence[int] | None = None) -> list[int]:
     """Write the file that vLLM's ExampleHiddenStatesConnector would have written for this request.
 
     The file holds `hidden_states` [tokens, layers, hidden] in the stored dtype and `token_ids` int64 [tokens]. It gets
@@ -90,8 +89,4 @@ def export(captures: Captures, out: Path, progress: Progress, layers: Sequence[i
     def write(capture: Capture, path: Path) -> None:
         write_hidden_states(capture, path, sorted(chosen_ids(capture, layers)))
 
-    names = [f"{info.store.stem}.safetensors" for info in captures.infos]
-    if len(set(names)) < len(names):
-        raise ValueError("export: several stores have the same name; export their directories one by one")
-    settings = {"to": "safetensors", "layers": layers}
-    return export_each(captures, out, lambda number: Path(names[number]), write, progress, settings)
+    return export_by_name(captures, out, ".safetensors", write, progress, {"to": "safetensors", "layers": layers})

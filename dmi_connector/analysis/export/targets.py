@@ -38,6 +38,7 @@ TARGETS = {
     target.name: target
     for target in (
         Target("safetensors", "the file of vLLM's own hidden-states connector", ("layers",)),
+        Target("zip", "one file of a store, as it is: open_capture reads it"),
         Target("speculators", "hs_N.safetensors of cached hidden states", ("layers", "number_by")),
         Target("specforge", "rows_A-B/data_N.ckpt of hidden states", ("layers", "number_by", "loss", "gzip")),
         Target("routed-experts", "routed_experts_N.npy, as vLLM returns them", ("number_by", "prompt_start")),

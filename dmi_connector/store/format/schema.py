@@ -14,6 +14,8 @@ from dmi_connector.layout import ArraySpec
 FORMAT_VERSION = "1.2"
 PARTIAL_SUFFIX = ".partial"
 INDEX_NAME = "index.jsonl"
+INDEX_FOLDER = "index"
+"""In an object store: a folder of such indexes, each of which one process writes."""
 ATTR_KEY = "dmi"
 SAMPLES_PER_SHARD = 64
 """Rows of a per-sample array (logits) in one shard file. An inner chunk holds one row."""

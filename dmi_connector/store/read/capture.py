@@ -25,14 +25,16 @@ from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.locks import is_abandoned, share
 from dmi_connector.store.format.pca_files import find_basis
+from dmi_connector.store.format.remote_path import Given, Place, place_of
 from dmi_connector.store.read.attention import attention
 from dmi_connector.store.read.chunk_reader import read_pieces
 from dmi_connector.store.read.hook_array import HookArray, ShardPieces
 from dmi_connector.store.read.hook_names import HookTable, Source, parse_name
 from dmi_connector.store.read.lens_names import equal_hooks, split_name, why_not_equal
 from dmi_connector.store.read.metadata import check_arrays, read_attrs
+from dmi_connector.store.read.open_files import files_of
+from dmi_connector.store.read.remote_files import look
 from dmi_connector.store.read.shard_reader import decode_plain
-from dmi_connector.store.read.store_files import StoreFiles
 from dmi_connector.store.read.stored_reduction import StoredReduction
 
 if TYPE_CHECKING:
@@ -48,13 +50,13 @@ Tokens = slice | Sequence[int] | np.ndarray | None
 class CaptureIncomplete(RuntimeError):
     """The store says that rows are missing. reason: why. missing: [start, stop) rows, as far as known."""
 
-    def __init__(self, path: str | os.PathLike[str], reason: str | None, missing: list[list[int]]) -> None:
+    def __init__(self, path: Given, reason: str | None, missing: list[list[int]]) -> None:
         super().__init__(
-            f"capture {os.fspath(path)} is incomplete: {reason or 'no reason given'};"
+            f"capture {path} is incomplete: {reason or 'no reason given'};"
             f" missing rows: {missing or 'unknown'}."
             " Open it with allow_incomplete=True to read what is there (missing rows read as zeros)"
         )
-        self.path, self.reason, self.missing = os.fspath(path), reason, missing
+        self.path, self.reason, self.missing = str(path), reason, missing
 
 
 WAIT_S = 60.0
@@ -63,18 +65,21 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
 """Pauses between its looks at the disk; each is 1.5 times the one before."""
 
 
-def open_capture(path: str | os.PathLike[str], timeout: float | None = None, allow_incomplete: bool = False) -> Capture:
-    """Open a store. Waits up to `timeout` seconds until it has its final name (None: 60, 0: no wait).
+def open_capture(path: Given, timeout: float | None = None, allow_incomplete: bool = False) -> Capture:
+    """Open a store: a directory NAME.zarr, a zip file of one, or the URL of either, as in s3://bucket/NAME.zarr.
+
+    Waits up to `timeout` seconds until it is there under its final name (None: 60, 0: no wait).
 
     allow_incomplete: open a store that lacks rows; these read as zeros, and `missing` lists them.
 
     Raises TimeoutError that says what was seen instead. Raises CaptureIncomplete for a store that lacks rows. Raises
-    ValueError for a directory that is no store of this format, or has dtypes or codecs that the format lacks.
+    ValueError for a directory that is no store of this format, or has dtypes or codecs that the format lacks. Raises
+    RemoteError (an OSError) where an object store refuses or does not answer, ImportError for a URL without obstore.
     """
-    final = Path(path)
+    final = place_of(path)
     limit = WAIT_S if timeout is None else timeout
     deadline, pause = time.monotonic() + limit, _FIRST_PAUSE_S
-    while not final.exists():
+    while not _exists(final):
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"capture {final} was not there after {limit:g} s: {_seen(final)}")
@@ -86,13 +91,31 @@ def open_capture(path: str | os.PathLike[str], timeout: float | None = None, all
     return Capture(final, attrs)
 
 
-def _seen(final: Path) -> str:
+def _exists(final: Place) -> bool:
+    """A store that is uploaded has its root document last."""
+    if isinstance(final, Path):
+        return final.exists()
+    try:
+        look(final if final.suffix == ".zip" else final / "zarr.json")
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _seen(final: Place) -> str:
+    if not isinstance(final, Path):
+        return "it is not in the bucket, or not uploaded in full"
     partial = final.with_name(final.name + schema.PARTIAL_SUFFIX)
     if not partial.exists():
         return "nothing of it exists yet"
     if is_abandoned(partial):
         return f"its writers ended and left {partial.name}; dmi repair makes a store of what they wrote"
     return f"it is still being written as {partial.name}"
+
+
+def _close(fd: int | None) -> None:
+    if fd is not None:
+        os.close(fd)
 
 
 class Capture:
@@ -106,10 +129,13 @@ class Capture:
     retention from removing its store, until `close` or the end of a `with` block.
     """
 
-    def __init__(self, path: Path, attrs: dict[str, Any]) -> None:
+    def __init__(self, path: Place, attrs: dict[str, Any]) -> None:
         self.path, self.attrs = path, attrs
-        self._release = weakref.finalize(self, os.close, share(path))
-        self._documents = check_arrays(path, attrs)
+        # Nothing of ours removes stores of an object store, or zip files.
+        held = share(path) if isinstance(path, Path) and not path.is_file() else None
+        self._release = weakref.finalize(self, _close, held)
+        self.files = files_of(path)
+        self._documents = check_arrays(self.files, attrs)
         self._arrays: dict[str, HookArray] = {}
         layers = [layer for hook in attrs["hooks"].values() for layer in hook["layers"]]
         self._table = HookTable(attrs["hooks"], int(attrs.get("num_layers") or max(layers, default=0) + 1))
@@ -127,7 +153,20 @@ class Capture:
 
         from dmi_connector.store.format import zarr_bfloat16  # noqa: F401 (importing it registers the dtype)
 
-        return zarr.open_group(self.path, mode="r", zarr_format=3, use_consolidated=False)
+        return zarr.open_group(self._zarr_store(), mode="r", zarr_format=3, use_consolidated=False)
+
+    def _zarr_store(self) -> Any:
+        if isinstance(self.path, Path) and self.path.is_dir():
+            return self.path
+        if isinstance(self.path, Path):
+            from zarr.storage import ZipStore
+
+            return ZipStore(self.path, mode="r")
+        if self.path.suffix == ".zip":
+            raise ValueError(f"{self.path}: zarr-python reads no zip file of an object store; use numpy()")
+        from dmi_connector.store.format.object_store import zarr_store
+
+        return zarr_store(self.path)
 
     def close(self) -> None:
         """Let the store be removed."""
@@ -426,7 +465,7 @@ class Capture:
     def _hook_array(self, name: str) -> HookArray:
         found = self._arrays.get(name)
         if found is None:
-            found = HookArray.parse(StoreFiles(self.path), name, self._documents[name], self.complete)
+            found = HookArray.parse(self.files, name, self._documents[name], self.complete)
             self._arrays[name] = found
         return found
 
@@ -434,6 +473,6 @@ class Capture:
         """A 1-D array."""
         dtype = TOKEN_ARRAYS.get(name, "int32")
         try:
-            return decode_plain(self.path, name, dtype)
+            return decode_plain(self.files, name, dtype)
         except ValueError as error:
             raise ValueError(f"{self.path}/{name}: {error}") from error

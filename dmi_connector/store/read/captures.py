@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
 from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.index import CaptureInfo, find_captures, same_request
 from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.remote_index import list_prefix
 from dmi_connector.store.read.row_view import RowView
+from dmi_connector.store.read.thread_pool import in_fetch_threads
 
 if TYPE_CHECKING:
     import pandas
@@ -26,7 +28,7 @@ _FINISHED = ("complete", "incomplete")
 
 
 def open_captures(
-    directory: str | os.PathLike[str],
+    directory: Given,
     key: str | Collection[str] | None = None,
     where: Where | None = None,
     *,
@@ -39,6 +41,9 @@ def open_captures(
 ) -> Captures:
     """The finished stores of a directory, by start time. Opens none of them: the directory's index is read.
 
+    directory: a path, or a URL such as s3://bucket/prefix. There, stores that no index names are opened once; a store
+    whose upload has not ended is left out.
+
     A filter that is None lets everything pass.
 
     key: one key, or several. request_id: as in `find_captures`. model: the model's name, or the last part of its path.
@@ -49,9 +54,13 @@ def open_captures(
     Stores of a directory without an index are found by their names (*.zarr), and each is opened once. Raises ValueError
     for a time that is none, and for a directory that is not there.
     """
-    if not Path(directory).is_dir():
+    place = place_of(directory)
+    if isinstance(place, RemotePath):
+        found = _remote(place)
+    elif not place.is_dir():
         raise ValueError(f"{directory} is no directory; give a directory of stores")
-    found = find_captures(directory) if (Path(directory) / INDEX_NAME).exists() else _scanned(directory)
+    else:
+        found = find_captures(place) if (place / INDEX_NAME).exists() else _scanned(place)
     keys = {key} if isinstance(key, str) else key
     lengths = range(prompt_len, prompt_len + 1) if isinstance(prompt_len, int) else prompt_len
     begin, end = _time("after", after), _time("before", before)
@@ -62,7 +71,7 @@ def open_captures(
         kept = info.state in states and (keys is None or info.key in keys)
         return kept and named and _between(info.started, begin, end)
 
-    kept = [info for info in found if wanted(info) and info.store.is_dir()]
+    kept = [info for info in found if wanted(info) and is_there(info)]
     if model is not None or lengths is not None or where is not None:
         kept = [_whole(info) for info in kept]
     if model is not None:
@@ -72,16 +81,23 @@ def open_captures(
     return Captures(tuple(info for info in kept if where is None or where(info)))
 
 
-def captures_of(paths: Iterable[str | os.PathLike[str]], key: str | Collection[str] | None = None) -> Captures:
-    """The captures of stores (`NAME.zarr`), in their order, and of directories, by start time.
+def is_there(info: CaptureInfo) -> bool:
+    """Whether a finished store can be read: on this machine, or where it was uploaded to."""
+    return isinstance(info.store, RemotePath) or info.store.is_dir()
+
+
+def captures_of(paths: Iterable[Given], key: str | Collection[str] | None = None) -> Captures:
+    """The captures of stores (`NAME.zarr`, `NAME.zip`), in their order, and of directories, by start time.
+
+    paths: paths and URLs.
 
     key: as in `open_captures`. Raises CaptureIncomplete for a store that lacks rows; such stores of a directory are
     left out. Raises ValueError for what is neither a store nor a directory.
     """
     keys = {key} if isinstance(key, str) else key
     infos: list[CaptureInfo] = []
-    for path in map(Path, paths):
-        if path.suffix == ".zarr" or (path / "zarr.json").exists():
+    for path in map(place_of, paths):
+        if is_store(path):
             open_capture(path, timeout=0).close()
             infos += [info for info in [info_of(path)] if keys is None or info.key in keys]
         else:
@@ -89,11 +105,45 @@ def captures_of(paths: Iterable[str | os.PathLike[str]], key: str | Collection[s
     return Captures(tuple(infos))
 
 
-def _scanned(directory: str | os.PathLike[str]) -> list[CaptureInfo]:
-    return sorted((info_of(store) for store in Path(directory).glob("*.zarr")), key=lambda info: info.started)
+def is_store(place: Place) -> bool:
+    """Whether a path or URL is meant as one store, and not as a directory of stores."""
+    named = place.suffix == ".zarr" or (place.suffix == ".zip" and not (isinstance(place, Path) and place.is_dir()))
+    return named or (isinstance(place, Path) and (place / "zarr.json").exists())
 
 
-def info_of(store: Path) -> CaptureInfo:
+def _scanned(directory: Path) -> list[CaptureInfo]:
+    return sorted((info_of(store) for store in directory.glob("*.zarr")), key=lambda info: info.started)
+
+
+def _remote(place: RemotePath) -> list[CaptureInfo]:
+    """Captures below a prefix. Raises ValueError where nothing is."""
+    listed = list_prefix(place)
+    if not (listed.stores or listed.zips or listed.indexed):
+        raise ValueError(f"{place} holds no store and no index; give the prefix of stores, as in s3://bucket/captures")
+    known = {info.store.name: info for info in (find_captures(place) if listed.indexed else ())}
+    found = [known[name] for name in listed.stores if name in known]
+    unknown = [place / name for name in sorted((listed.stores - known.keys()) | listed.zips)]
+    opened: list[CaptureInfo] = []
+
+    def look(store: RemotePath) -> None:
+        if (info := _uploaded(store)) is not None:
+            opened.append(info)
+
+    in_fetch_threads(look, unknown)
+    return sorted([*found, *opened], key=lambda info: (info.started, info.store.name))
+
+
+def _uploaded(store: RemotePath) -> CaptureInfo | None:
+    """What a store says of itself; None while its root document, which comes last, is not there."""
+    try:
+        return info_of(store)
+    except ValueError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+
+
+def info_of(store: Place) -> CaptureInfo:
     """What a finished store says of itself. Raises ValueError for a directory that is no store."""
     attrs = read_attrs(store)
     return CaptureInfo(
@@ -208,7 +258,8 @@ class Captures:
                 import polars
             except ImportError as error:
                 raise ImportError("table: polars is not installed; install dmi_connector[polars]") from error
-            whole = {"bytes": polars.Int64, "num_tokens": polars.Int64, "prompt_len": polars.Int64}
+            whole: dict[str, Any] = {"bytes": polars.Int64, "num_tokens": polars.Int64, "prompt_len": polars.Int64}
+            whole["remove_local"] = polars.Boolean
             made = polars.DataFrame(columns, schema={name: whole.get(name, polars.String) for name in columns})
             return made.with_columns(polars.col(*times).str.to_datetime(time_zone="UTC", time_unit="us"))
         raise ValueError(f"table: {to!r} is not valid; use 'pandas' or 'polars'")

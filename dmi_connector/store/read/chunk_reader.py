@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numcodecs import blosc
@@ -12,11 +14,13 @@ from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.shard_index import EMPTY
 from dmi_connector.store.read.hook_array import HookArray, Piece, ShardPieces
-from dmi_connector.store.read.store_files import StoredFile
-from dmi_connector.store.read.thread_pool import Scratch, in_threads, read_threads
+from dmi_connector.store.read.store_files import HeldBytes, StoredFile
+from dmi_connector.store.read.thread_pool import Scratch, in_fetch_threads, in_threads, read_threads
 
 _LEAST_JOB, _MOST_JOB = 1 << 20, 16 << 20
 """Decoded bytes that a thread takes at a time."""
+_MOST_RUN, _MOST_FETCHED = 8 << 20, 256 << 20
+"""Stored bytes of one request to an object store; decoded bytes that are planned at a time for it."""
 _ABSENT = int(EMPTY)
 _BFLOAT16 = numpy_dtype("bfloat16")
 _scratch = Scratch()
@@ -28,7 +32,11 @@ def read_pieces(planned: Iterable[ShardPieces]) -> None:
     Raises ValueError that names the file for a chunk that is damaged, FileNotFoundError for a shard that a complete
     store lacks. What an incomplete store lacks becomes zeros.
     """
-    in_threads(_read_all, _jobs(list(planned)))
+    listed = list(planned)
+    remote = [some for some in listed if some.array.files.remote]
+    in_threads(_read_all, _jobs([some for some in listed if not some.array.files.remote] if remote else listed))
+    if remote:
+        _fetch(remote)
 
 
 def read_blocks(plan: Callable[[int], Iterable[ShardPieces]], blocks: Sequence[int], nbytes: int) -> None:
@@ -37,6 +45,11 @@ def read_blocks(plan: Callable[[int], Iterable[ShardPieces]], blocks: Sequence[i
     plan: gives what is to be read for a block. blocks: of some `nbytes` each. To hold all plans at once would start
     Python's search for circles of objects again and again.
     """
+    if blocks and any(some.array.files.remote for some in plan(blocks[0])):
+        most = max(1, _MOST_FETCHED // max(1, nbytes))
+        for first in range(0, len(blocks), most):
+            read_pieces(_plan_all(plan, blocks[first : first + most]))
+        return
     size = max(1, min(len(blocks) // (4 * read_threads()), _MOST_JOB // max(1, nbytes)))
 
     def work(some: Sequence[int]) -> None:
@@ -45,6 +58,13 @@ def read_blocks(plan: Callable[[int], Iterable[ShardPieces]], blocks: Sequence[i
                 _read_shard(pieces)
 
     in_threads(work, [blocks[first : first + size] for first in range(0, len(blocks), size)])
+
+
+def _plan_all(plan: Callable[[int], Iterable[ShardPieces]], blocks: Sequence[int]) -> list[ShardPieces]:
+    """What is to be read for blocks. To plan one of another store is to ask a server for that store's metadata."""
+    planned: list[ShardPieces] = []
+    in_fetch_threads(lambda block: planned.extend(plan(block)), blocks)
+    return planned
 
 
 def _jobs(planned: list[ShardPieces]) -> Iterator[list[ShardPieces]]:
@@ -77,12 +97,7 @@ def _read_shard(some: ShardPieces) -> None:
     try:
         file = array.files.open(path)
     except FileNotFoundError as error:
-        if array.complete:
-            raise FileNotFoundError(
-                f"{array.files}/{path} is not there: the store was removed just now, or is damaged (dmi verify)"
-            ) from error
-        for piece in some.pieces:
-            piece.out[piece.places] = 0
+        _without(some, path, error)
         return
     with file:
         try:
@@ -91,7 +106,93 @@ def _read_shard(some: ShardPieces) -> None:
             for (offset, size), piece in sorted(entries, key=_offset):
                 _read_piece(array, file, offset, size, piece)
         except ValueError as error:
-            raise ValueError(f"{array.files}/{path}: {error}; dmi verify says what else is damaged") from error
+            raise _damaged(array, path, error) from error
+
+
+def _without(some: ShardPieces, path: str, error: FileNotFoundError) -> None:
+    """The shard file is not there."""
+    if some.array.complete:
+        raise FileNotFoundError(
+            f"{some.array.files}/{path} is not there: the store was removed just now, or is damaged (dmi verify)"
+        ) from error
+    for piece in some.pieces:
+        piece.out[piece.places] = 0
+
+
+@contextlib.contextmanager
+def _naming(array: HookArray, path: str) -> Iterator[None]:
+    """Errors of damage within the block name the file."""
+    try:
+        yield
+    except ValueError as error:
+        raise _damaged(array, path, error) from error
+
+
+def _damaged(array: HookArray, path: str, error: ValueError) -> ValueError:
+    return ValueError(f"{array.files}/{path}: {error}; dmi verify says what else is damaged")
+
+
+class _Run(NamedTuple):
+    """Chunks of one shard that lie one behind the other: one request fetches them."""
+
+    some: ShardPieces
+    first: int
+    nbytes: int
+    entries: list[tuple[list[int], Piece]]
+
+
+def _fetch(planned: list[ShardPieces]) -> None:
+    """Read from an object store: first all indexes that are not known, then all chunks, many requests at a time."""
+    unknown = {
+        (some.array, some.segment, some.shard): some
+        for some in planned
+        if not some.array.knows_index(some.segment, some.shard)
+    }
+    in_fetch_threads(_fetch_index, unknown.values())
+    in_fetch_threads(_fetch_run, [run for some in planned for run in _runs(some)])
+
+
+def _fetch_index(some: ShardPieces) -> None:
+    array, path = some.array, some.array.path(some.segment, some.shard)
+    try:
+        with array.files.open(path) as file, _naming(array, path):
+            array.index(file, some.segment, some.shard)
+    except FileNotFoundError as error:
+        _without(some, path, error)
+
+
+def _runs(some: ShardPieces) -> Iterator[_Run]:
+    """The requests for the pieces of a shard. Bytes between them are not asked for."""
+    array, path = some.array, some.array.path(some.segment, some.shard)
+    if not array.knows_index(some.segment, some.shard):  # an incomplete store lacks the file
+        _without(some, path, FileNotFoundError(path))
+        return
+    index = array.known_index(some.segment, some.shard)
+    entries = sorted(((index[piece.slot].tolist(), piece) for piece in some.pieces), key=_offset)
+    run: _Run | None = None
+    for entry in entries:
+        (offset, size), piece = entry
+        if offset == _ABSENT or not 0 < size <= 2 * array.chunk_bytes + 1024:
+            with _naming(array, path):
+                _read_piece(array, HeldBytes(b""), offset, size, piece)  # sets zeros, or says what is wrong
+            continue
+        if run is not None and run.first + run.nbytes == offset and run.nbytes + size <= _MOST_RUN:
+            run.entries.append(entry)
+            run = run._replace(nbytes=run.nbytes + size)
+            continue
+        if run is not None:
+            yield run
+        run = _Run(some, offset, size, [entry])
+    if run is not None:
+        yield run
+
+
+def _fetch_run(run: _Run) -> None:
+    array, path = run.some.array, run.some.array.path(run.some.segment, run.some.shard)
+    with array.files.open(path) as file, _naming(array, path):
+        held = HeldBytes(file.read(run.first, run.nbytes), run.first)
+        for (offset, size), piece in run.entries:
+            _read_piece(array, held, offset, size, piece)
 
 
 def _offset(entry: tuple[list[int], Piece]) -> int:

@@ -143,9 +143,17 @@ class HookArray:
             chunks = self.segment_rows // self.chunk_rows
             slots = (chunks,) if self.per_sample else (self.shape[0], chunks)
             size = 16 * int(np.prod(slots)) + 4
-            found = read_index(file.read(max(0, file.size - size), size), slots)
+            found = read_index(file.read_end(size), slots)
             self._indexes[segment, shard] = found
         return found
+
+    def knows_index(self, segment: int, shard: int) -> bool:
+        """Whether the index of a shard file was read before."""
+        return (segment, shard) in self._indexes
+
+    def known_index(self, segment: int, shard: int) -> np.ndarray:
+        """What `index` returned. Raises KeyError where it was not asked yet."""
+        return self._indexes[segment, shard]
 
     def rows(self, wanted: slice | Sequence[int] | np.ndarray | None) -> slice | np.ndarray:
         """Row numbers as a slice with step 1, or as int64 [n]. Raises IndexError for rows that do not exist."""

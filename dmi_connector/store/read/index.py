@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dmi_connector.store.format.locks import is_abandoned
+from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
 from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX
+from dmi_connector.store.read.remote_index import read_indexes
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,13 @@ class CaptureInfo:
     may make a store of it. reason: why it is not complete. started, finished: ISO 8601, UTC. bytes: size of the
     finished store. num_tokens: its rows. prompt_len: tokens of the prompt. model: its name. The last two are None
     before the end, and where a line of format 1.1 or older lacks them; `open_captures` fills these in.
+
+    upload: of a server with the option `upload`: "pending", "done" or "failed"; None without it. url: where the store
+    is uploaded to. upload_reason: why that failed. remove_local: whether the local copy goes after it. A store whose
+    local copy went has its URL as `store`.
     """
 
-    store: Path
+    store: Place
     key: str | None
     request_id: str | None
     state: str
@@ -35,11 +41,18 @@ class CaptureInfo:
     num_tokens: int | None
     prompt_len: int | None = None
     model: str | None = None
+    upload: str | None = None
+    url: str | None = None
+    upload_reason: str | None = None
+    remove_local: bool = False
 
 
-def read_index(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_index(directory: Given) -> list[dict[str, Any]]:
     """All whole lines of the index. Torn and foreign lines are skipped. [] where there is no index."""
-    path = Path(directory) / INDEX_NAME
+    place = place_of(directory)
+    if isinstance(place, RemotePath):
+        return [line for text in read_indexes(place) for line in _parse(text)]
+    path = place / INDEX_NAME
     return _parse(path.read_bytes()) if path.exists() else []
 
 
@@ -55,31 +68,36 @@ def _parse(text: bytes) -> list[dict[str, Any]]:
     return lines
 
 
-def find_captures(
-    directory: str | os.PathLike[str], key: str | None = None, request_id: str | None = None
-) -> list[CaptureInfo]:
+def find_captures(directory: Given, key: str | None = None, request_id: str | None = None) -> list[CaptureInfo]:
     """Captures of a store directory, in the order they began. key, request_id: only those, if given.
+
+    directory: a path, or a URL such as s3://bucket/prefix.
 
     vLLM changes request ids: children of one request get a number in front (`0_id`), and every request a random suffix
     (`id-xxxx`). `request_id` matches these too. Aborted and removed captures are left out.
     """
+    place = place_of(directory)
     lines: dict[str, dict[str, Any]] = {}
-    for line in read_index(directory):
+    for line in read_index(place):
         # Later lines of a store add to earlier ones; a new start begins anew.
         known = {} if line["event"] == "start" else lines.get(line["store"], {})
+        if line["event"] == "remove" and known.get("upload") == "done":
+            line = {"store": line["store"], "local": False}  # it is where it was uploaded to
         lines[line["store"]] = {**known, **line}
     for line in lines.values():
-        partial = Path(directory) / (line["store"] + PARTIAL_SUFFIX)
-        if line.get("state", "started") == "started" and is_abandoned(partial):
+        partial = place / (line["store"] + PARTIAL_SUFFIX)
+        started = line.get("state", "started") == "started" and isinstance(partial, Path)
+        if started and is_abandoned(partial):
             line |= {"state": "unfinished", "reason": f"its writers ended and left {partial.name}: run dmi repair"}
-    found = [_info(directory, line) for line in lines.values() if line.get("state") not in ("aborted", "removed")]
+    found = [_info(place, line) for line in lines.values() if line.get("state") not in ("aborted", "removed")]
     kept = [c for c in found if key in (None, c.key) and (request_id is None or same_request(request_id, c.request_id))]
     return sorted(kept, key=lambda c: c.started)
 
 
-def _info(directory: str | os.PathLike[str], line: Mapping[str, Any]) -> CaptureInfo:
+def _info(directory: Place, line: Mapping[str, Any]) -> CaptureInfo:
+    removed = isinstance(directory, Path) and line.get("local") is False and isinstance(line.get("url"), str)
     return CaptureInfo(
-        store=Path(directory) / line["store"],
+        store=place_of(line["url"], "url in the index") if removed else directory / line["store"],
         key=line.get("key"),
         request_id=line.get("request_id"),
         state=line.get("state", "started"),
@@ -90,6 +108,10 @@ def _info(directory: str | os.PathLike[str], line: Mapping[str, Any]) -> Capture
         num_tokens=line.get("num_tokens"),
         prompt_len=line.get("prompt_len"),
         model=line.get("model"),
+        upload=line.get("upload"),
+        url=line.get("url"),
+        upload_reason=line.get("upload_reason"),
+        remove_local=line.get("remove_local") is True,
     )
 
 

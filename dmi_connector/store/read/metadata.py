@@ -8,39 +8,49 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
-from pathlib import Path
 from typing import Any
 
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.layout import TOKEN_ARRAYS
 from dmi_connector.store.format import schema
+from dmi_connector.store.format.object_store import RemoteError
+from dmi_connector.store.format.remote_path import Given, place_of
+from dmi_connector.store.read.open_files import files_of
 from dmi_connector.store.read.store_files import StoreFiles
+from dmi_connector.store.read.thread_pool import in_fetch_threads
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KEYS = {*schema.array_document("uint8", [], [], [], [])}
 _CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
 
 
-def read_attrs(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The root attribute of a store. Raises ValueError when it is no store, or of another format version."""
-    root = Path(path) / "zarr.json"
+def read_attrs(path: Given) -> dict[str, Any]:
+    """The root attribute of a store. Raises ValueError when it is no store, or of another format version; RemoteError
+    where an object store does not give it.
+    """
+    return attrs_of(files_of(place_of(path)))
+
+
+def attrs_of(files: StoreFiles) -> dict[str, Any]:
+    """Like `read_attrs`, of files that are known."""
     try:
-        attrs = json.loads(root.read_bytes())["attributes"][schema.ATTR_KEY]
+        attrs = json.loads(files.read("zarr.json"))["attributes"][schema.ATTR_KEY]
         version = str(attrs["format_version"])
+    except RemoteError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is not a capture: {root.name} has no {schema.ATTR_KEY!r} attribute ({error!r})"
+            f"{files} is not a capture: zarr.json has no {schema.ATTR_KEY!r} attribute ({error!r})"
         ) from error
     if version.split(".")[0] != schema.FORMAT_VERSION.split(".")[0]:
         raise ValueError(
-            f"{path} has format version {version}, this package reads {schema.FORMAT_VERSION}: install a matching one"
+            f"{files} has format version {version}, this package reads {schema.FORMAT_VERSION}: install a matching one"
         )
     return dict(attrs)
 
 
-def check_arrays(store: Path, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def check_arrays(files: StoreFiles, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Check the metadata of every array that `attrs` names. Returns them by name.
 
     Raises ValueError that names the array and the fault.
@@ -48,22 +58,33 @@ def check_arrays(store: Path, attrs: dict[str, Any]) -> dict[str, dict[str, Any]
     names = [hook["array"] for hook in attrs["hooks"].values()]
     for name in names:
         if not isinstance(name, str):  # may not be hashable
-            raise ValueError(f"{store}: {name!r} is no name of an array")
+            raise ValueError(f"{files}: {name!r} is no name of an array")
     extra = ["logits_positions"] if "logits" in names else []
-    return {name: read_array(store, name) for name in dict.fromkeys([*names, *TOKEN_ARRAYS, *extra])}
+    found = dict.fromkeys([*names, *TOKEN_ARRAYS, *extra])
+    if not files.remote:
+        return {name: read_array(files, name) for name in found}
+    documents: dict[str, dict[str, Any]] = {}
+
+    def fetch(name: str) -> None:
+        documents[name] = read_array(files, name)
+
+    in_fetch_threads(fetch, found)
+    return {name: documents[name] for name in found}
 
 
-def read_array(store: str | os.PathLike[str], name: str) -> dict[str, Any]:
+def read_array(files: StoreFiles, name: str) -> dict[str, Any]:
     """The checked zarr.json of one array. It is shared, so do not change it.
 
     Raises ValueError that names the array and the fault.
     """
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{store}: {name!r} is no name of an array")
-    where = f"{store}: the metadata of array {name!r}"
+        raise ValueError(f"{files}: {name!r} is no name of an array")
+    where = f"{files}: the metadata of array {name!r}"
     try:
-        raw = StoreFiles(store).read(f"{name}/zarr.json")
+        raw = files.read(f"{name}/zarr.json")
         return _checked(raw)
+    except RemoteError:
+        raise
     except (OSError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{where} cannot be read ({error})") from error
     except _Fault as fault:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from dmi_connector.store.read.chunk_reader import read_pieces
 from dmi_connector.store.read.hook_array import HookArray, ShardPieces
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.store.read.metadata import read_array, read_attrs
-from dmi_connector.store.read.store_files import StoreFiles
+from dmi_connector.store.read.open_files import files_of
 from dmi_connector.store.read.stored_reduction import StoredReduction
-from dmi_connector.store.read.thread_pool import in_threads
+from dmi_connector.store.read.thread_pool import in_fetch_threads, in_threads
 
 if TYPE_CHECKING:
     import torch
@@ -184,7 +185,8 @@ class RowView:
         order = np.lexsort((rows, stores))
         ends = (np.flatnonzero(np.diff(stores[order], append=-1)) + 1).tolist()
         used = stores[order[np.array(ends, np.int64) - 1]].tolist()
-        in_threads(self._of, [store for store in used if store not in self._open])
+        unknown = [store for store in used if store not in self._open]
+        (in_threads if isinstance(self.stores[0], Path) else in_fetch_threads)(self._of, unknown)
         planned: list[ShardPieces] = []
         start = 0
         for store, end in zip(used, ends, strict=True):
@@ -202,8 +204,9 @@ class RowView:
                 self._open.move_to_end(store)
                 return found
         path = self.stores[store]
-        document = read_array(path, self._array)
-        array = HookArray.parse(StoreFiles(path), self._array, document, self._complete[store])
+        files = files_of(path)
+        document = read_array(files, self._array)
+        array = HookArray.parse(files, self._array, document, self._complete[store])
         try:
             layers = [array.layers.index(layer) for layer in self._layers] if self._layers[0] is not None else [0]
         except ValueError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from numcodecs import blosc
@@ -16,23 +15,12 @@ from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.schema import Grid
 from dmi_connector.store.format.shard_index import EMPTY, read_index, shard_content
-
-_MAPPED_BYTES = 1 << 20
-"""From this size on a file is mapped, so that only what is asked for is read from disk."""
+from dmi_connector.store.read.store_files import StoreFiles
 
 
-def read_file(path: Path) -> bytes | np.ndarray | None:
-    """The bytes of a file, or None if there is no such file. Files of _MAPPED_BYTES or more are mapped."""
-    if not path.is_file():
-        return None
-    if path.stat().st_size < _MAPPED_BYTES:
-        return path.read_bytes()
-    return np.memmap(path, np.uint8, "r")
-
-
-def decode_plain(store: Path, name: str, dtype: str) -> np.ndarray:
+def decode_plain(files: StoreFiles, name: str, dtype: str) -> np.ndarray:
     """A 1-D array of a store. Raises ValueError when its chunk does not match its crc32c or dtype."""
-    data = read_file(store / name / "c" / "0")
+    data = files.load(f"{name}/c/0")
     if data is None:
         return np.zeros(0, numpy_dtype(dtype))
     body = data[:-4]
@@ -82,7 +70,7 @@ class ShardReader:
 class StoredArray:
     """A hook array of a store. length: its tokens; for a per-sample array its samples."""
 
-    store: Path
+    files: StoreFiles
     spec: ArraySpec
     length: int
     grid: Grid
@@ -109,7 +97,7 @@ class StoredArray:
 
     def shard(self, segment: int, shard: int) -> ShardReader:
         """Open a shard. Raises ValueError for a bad index."""
-        data = read_file(self.store / self.path(segment, shard))
+        data = self.files.load(self.path(segment, shard))
         if data is None:
             raise ValueError("the file is missing")
         chunks = self.rows_per_segment // self.rows_per_chunk

@@ -1,38 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the bytes of a store come from. All reads of shards go through here, so another source needs these two classes
-alone.
-"""
+"""Where the bytes of a store come from: a directory, one zip file, or an object store. All reads go through here."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
 
 Buffer = memoryview
 """A writable, contiguous view of bytes."""
+_BLOCK_BYTES = 8 << 20
+"""Bytes that are copied at a time."""
+MAPPED_BYTES = 1 << 20
+"""From this size on a file is mapped, so that only what is asked for is read from disk."""
 
 
-class StoredFile:
+class StoredFile(ABC):
     """One file of a store, open for reads of byte ranges. Threads may share it. Use it in a `with` block."""
 
-    def __init__(self, path: str) -> None:
+    @abstractmethod
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """`nbytes` bytes from `offset` on; fewer at the end of the file. Raises FileNotFoundError, OSError."""
+
+    @abstractmethod
+    def read_end(self, nbytes: int) -> bytes:
+        """The last `nbytes` bytes; fewer of a shorter file. Raises FileNotFoundError, OSError."""
+
+    @abstractmethod
+    def read_into(self, offset: int, parts: Sequence[Buffer]) -> None:
+        """Fill `parts`, one after the other, with the bytes from `offset` on. Raises ValueError behind the end."""
+
+    def __enter__(self) -> StoredFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class LocalFile(StoredFile):
+    """A file of a local file system, or the part of one that begins at `base` and has `nbytes` bytes (None: all)."""
+
+    def __init__(self, path: str, base: int = 0, nbytes: int | None = None) -> None:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._base, self._nbytes = base, nbytes
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return os.fstat(self._fd).st_size
+        return os.fstat(self._fd).st_size if self._nbytes is None else self._nbytes
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """`nbytes` bytes from `offset` on; fewer at the end of the file."""
-        return os.pread(self._fd, nbytes, offset)
+        if self._nbytes is not None:
+            nbytes = max(0, min(nbytes, self._nbytes - offset))
+        return os.pread(self._fd, nbytes, self._base + offset)
+
+    def read_end(self, nbytes: int) -> bytes:
+        return self.read(max(0, self.size - nbytes), nbytes)
 
     def read_into(self, offset: int, parts: Sequence[Buffer]) -> None:
-        """Fill `parts`, one after the other, with the bytes from `offset` on. Raises ValueError behind the end."""
         wanted = sum(map(len, parts))
-        got = os.preadv(self._fd, parts, offset)
+        if self._nbytes is not None and offset + wanted > self._nbytes:
+            raise ValueError("the file ends before its chunks do")
+        got = os.preadv(self._fd, parts, self._base + offset)
         if got != wanted:
-            self._read_rest(offset, parts, got)
+            self._read_rest(self._base + offset, parts, got)
 
     def _read_rest(self, offset: int, parts: Sequence[Buffer], got: int) -> None:
         """Go on after `got` bytes."""
@@ -47,27 +81,109 @@ class StoredFile:
                 if got == 0:
                     raise ValueError("the file ends before its chunks do")
 
-    def __enter__(self) -> StoredFile:
-        return self
-
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
 
-class StoreFiles:
-    """The files of one store on a local file system."""
+def read_all(file: LocalFile) -> bytes:
+    """All bytes of an open file, which is closed."""
+    with file:
+        return file.read(0, file.size)
+
+
+class HeldBytes(StoredFile):
+    """Bytes of a file that are in memory already, from `first` on."""
+
+    def __init__(self, data: bytes | memoryview, first: int = 0) -> None:
+        self._data, self._first = memoryview(data), first
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        at = offset - self._first
+        return bytes(self._data[at : at + nbytes])
+
+    def read_end(self, nbytes: int) -> bytes:
+        return bytes(self._data[max(0, len(self._data) - nbytes) :])
+
+    def read_into(self, offset: int, parts: Sequence[Buffer]) -> None:
+        at = offset - self._first
+        if not 0 <= at <= at + sum(map(len, parts)) <= len(self._data):
+            raise ValueError("the file ends before its chunks do")
+        for part in parts:
+            part[:] = self._data[at : at + len(part)]
+            at += len(part)
+
+
+def load_file(path: Path) -> bytes | np.ndarray | None:
+    """The bytes of a file, or None if there is no such file. Files of MAPPED_BYTES or more are mapped."""
+    if not path.is_file():
+        return None
+    if path.stat().st_size < MAPPED_BYTES:
+        return path.read_bytes()
+    return np.memmap(path, np.uint8, "r")
+
+
+class StoreFiles(ABC):
+    """The files of one store. remote: whether a read is a request to a server, so that many should be under way."""
+
+    remote = False
+
+    @abstractmethod
+    def open(self, path: str) -> StoredFile:
+        """Open a file by its path in the store. Raises FileNotFoundError, here or when it is read."""
+
+    @abstractmethod
+    def read(self, path: str) -> bytes:
+        """All bytes of a file. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def names(self) -> set[str]:
+        """The paths of all files. Raises OSError."""
+
+    @abstractmethod
+    def size(self, path: str) -> int | None:
+        """Bytes of a file; None where there is no such file."""
+
+    def blocks(self, path: str) -> Iterator[bytes]:
+        """All bytes of a file in parts, so that memory does not grow with the file. Raises FileNotFoundError."""
+        size, at = self.size(path) or 0, 0
+        with self.open(path) as file:
+            while at < size:
+                data = file.read(at, _BLOCK_BYTES)
+                if not data:
+                    raise ValueError(f"{self}/{path} ends at byte {at} of {size}")
+                yield data
+                at += len(data)
+
+    def load(self, path: str) -> bytes | np.ndarray | None:
+        """All bytes of a file, or None if there is no such file. Large local files are mapped."""
+        try:
+            return self.read(path)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            return None
+
+
+class LocalFiles(StoreFiles):
+    """The files of a store that is a directory."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.fspath(root)
 
-    def open(self, path: str) -> StoredFile:
-        """Open a file by its path in the store. Raises FileNotFoundError."""
-        return StoredFile(f"{self.root}/{path}")
+    def open(self, path: str) -> LocalFile:
+        return LocalFile(f"{self.root}/{path}")
 
     def read(self, path: str) -> bytes:
-        """All bytes of a file. Raises FileNotFoundError."""
-        with self.open(path) as file:
-            return file.read(0, file.size)
+        return read_all(self.open(path))
+
+    def names(self) -> set[str]:
+        root = Path(self.root)
+        return {p.relative_to(root).as_posix() for p in root.rglob("*") if not p.is_dir()}
+
+    def size(self, path: str) -> int | None:
+        file = Path(self.root, path)
+        return file.stat().st_size if file.is_file() else None
+
+    def load(self, path: str) -> bytes | np.ndarray | None:
+        return load_file(Path(self.root, path))
 
     def __str__(self) -> str:
         return self.root

@@ -13,15 +13,18 @@ import numpy as np
 
 Item = TypeVar("Item")
 _PREFIX = "dmi-read"
+FETCH_THREADS = 32
+"""Requests to an object store at a time. Their threads wait for answers, so they are more than cores."""
 
 
 class _Pool:
     """Starts its threads when they are first needed, and anew in a forked process."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str, threads: int | None = None) -> None:
+        self.prefix = prefix
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
-        self._wanted: int | None = None
+        self._wanted = threads
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
@@ -42,11 +45,11 @@ class _Pool:
     def executor(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(self.threads, _PREFIX)
+                self._executor = ThreadPoolExecutor(self.threads, self.prefix)
             return self._executor
 
 
-_pool = _Pool()
+_pool, _fetch_pool = _Pool(_PREFIX), _Pool("dmi-fetch", FETCH_THREADS)
 
 
 def read_threads() -> int:
@@ -67,13 +70,22 @@ def in_threads(work: Callable[[Item], object], items: Iterable[Item]) -> None:
 
     One item, one thread, and work that is itself in the pool run in the calling thread.
     """
+    _share(_pool, work, items)
+
+
+def in_fetch_threads(work: Callable[[Item], object], items: Iterable[Item]) -> None:
+    """Like `in_threads`, with FETCH_THREADS threads, for work that waits for a server."""
+    _share(_fetch_pool, work, items)
+
+
+def _share(pool: _Pool, work: Callable[[Item], object], items: Iterable[Item]) -> None:
     listed = list(items)
-    inside = threading.current_thread().name.startswith(_PREFIX)
-    if len(listed) < 2 or inside or _pool.threads == 1:
+    inside = threading.current_thread().name.startswith(pool.prefix)
+    if len(listed) < 2 or inside or pool.threads == 1:
         for item in listed:
             work(item)
         return
-    for _ in _pool.executor().map(work, listed):
+    for _ in pool.executor().map(work, listed):
         pass
 
 

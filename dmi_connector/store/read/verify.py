@@ -17,18 +17,23 @@ from dmi_connector.hooks import ALWAYS
 from dmi_connector.layout import TOKEN_ARRAYS, ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c, file_checksum
+from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
 from dmi_connector.store.format.schema import Grid
 from dmi_connector.store.format.shard_index import EMPTY
+from dmi_connector.store.read.fetched_files import FetchedFiles
 from dmi_connector.store.read.index import read_index
+from dmi_connector.store.read.open_files import files_of
+from dmi_connector.store.read.remote_index import finished_below, list_prefix
 from dmi_connector.store.read.residual_sums import check_identities, equations, for_text, stated
-from dmi_connector.store.read.shard_reader import ShardReader, StoredArray, decode_plain, read_file
+from dmi_connector.store.read.shard_reader import ShardReader, StoredArray, decode_plain
+from dmi_connector.store.read.store_files import LocalFiles, StoreFiles
 
 
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong. where: a file, or an array with layer and tokens. what: a sentence."""
 
-    store: Path
+    store: Place
     where: str
     what: str
 
@@ -36,16 +41,28 @@ class Problem:
         return f"{self.store}: {self.where}: {self.what}"
 
 
-def verify_dir(directory: str | os.PathLike[str]) -> list[Problem]:
+def stores_of(directory: Given) -> list[Place]:
+    """Every finished store right in a directory or below a prefix, by name. Raises ValueError without one."""
+    place = place_of(directory)
+    if isinstance(place, RemotePath):
+        listed = list_prefix(place)
+        stores = finished_below(place, listed.stores)
+        found: list[Place] = [place / name for name in sorted(stores | listed.zips)]
+    else:
+        found = [*sorted(place.glob("*.zarr"))]
+    if not found:
+        raise ValueError(f"{directory} holds no finished store (*.zarr); give a store or a directory of stores")
+    return found
+
+
+def verify_dir(directory: Given) -> list[Problem]:
     """Verify every finished store of a directory. Returns [] when all are sound. Raises ValueError without a store."""
-    stores = sorted(Path(directory).glob("*.zarr"))
-    if not stores:
-        raise ValueError(f"{directory} holds no finished store (*.zarr)")
+    stores = stores_of(directory)
     begun = begun_stores(directory)
     return [problem for store in stores for problem in verify_store(store, begun)]
 
 
-def verify_store(path: str | os.PathLike[str], begun: Mapping[str, dict[str, Any]] | None = None) -> list[Problem]:
+def verify_store(path: Given, begun: Mapping[str, dict[str, Any]] | None = None) -> list[Problem]:
     """Check one store. Returns what is wrong, [] for a sound store.
 
     Checked are: the file list, sizes and checksums; shard indexes; every inner chunk; metadata against shapes; token
@@ -55,18 +72,25 @@ def verify_store(path: str | os.PathLike[str], begun: Mapping[str, dict[str, Any
 
     begun: what `begun_stores` returned for the directory, to read it once for many stores.
     """
-    store = Path(path)
-    return list(_Check(store).run(begun_stores(store.absolute().parent) if begun is None else begun))
+    place = place_of(path)
+    if begun is None:
+        begun = begun_stores(place.absolute().parent)
+    files = files_of(place)
+    return list(_Check(place, FetchedFiles(files) if files.remote else files).run(begun))
 
 
-def begun_stores(directory: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+def begun_stores(directory: Given) -> dict[str, dict[str, Any]]:
     """The index's line of each store that was begun in a directory, by its name."""
-    return {line["store"]: line for line in read_index(directory) if line["event"] == "start"}
+    found: dict[str, dict[str, Any]] = {}
+    for line in read_index(directory):
+        if line["event"] == "start" or (line["event"] == "finish" and line["store"] not in found):
+            found[line["store"]] = line  # indexes of an object store have no starts
+    return found
 
 
 def damaged_files(path: str | os.PathLike[str], attrs: dict[str, Any]) -> list[Problem]:
     """What is wrong with the files that a store lists, whose attributes were checked. [] if they are as written."""
-    return list(_Check(Path(path)).damage(attrs))
+    return list(_Check(Path(path), LocalFiles(path)).damage(attrs))
 
 
 def unseen(attrs: dict[str, Any]) -> str | None:
@@ -86,8 +110,8 @@ _FED_BY = {"attn_out": ("v", "z"), "mlp_out": ("mlp_post",)}
 
 
 class _Check:
-    def __init__(self, store: Path) -> None:
-        self.store = store
+    def __init__(self, store: Place, files: StoreFiles) -> None:
+        self.store, self.files = store, files
         self.constant: dict[tuple[str, int], bytes | None] = {}  # (hook, layer): its one value, None if it has several
         self.arrays: dict[str, StoredArray] = {}
 
@@ -95,7 +119,7 @@ class _Check:
         return Problem(self.store, where, what)
 
     def run(self, begun: Mapping[str, dict[str, Any]]) -> Iterator[Problem]:
-        raw = read_file(self.store / "zarr.json")
+        raw = self.files.load("zarr.json")
         attrs = self._attributes(raw)
         if attrs is None:
             yield self.problem("zarr.json", f"it has no readable {schema.ATTR_KEY!r} attribute")
@@ -169,8 +193,7 @@ class _Check:
         return attrs if isinstance(attrs, dict) else None
 
     def _unlisted(self, attrs: dict[str, Any]) -> Iterator[Problem]:
-        present = {p.relative_to(self.store).as_posix() for p in self.store.rglob("*") if not p.is_dir()}
-        for path in sorted(present - set(attrs["files"]) - {"zarr.json"}):
+        for path in sorted(self.files.names() - set(attrs["files"]) - {"zarr.json"}):
             yield self.problem(path, "the file is not listed")
 
     def _files(self, attrs: dict[str, Any], own: set[str], in_shards: set[str]) -> Iterator[Problem]:
@@ -188,7 +211,7 @@ class _Check:
             if path.split("/")[0] not in own | plain:
                 yield self.problem(path, "the file belongs to no array")
                 continue
-            data = read_file(self.store / path)
+            data = self.files.load(path)
             if data is None:
                 yield self.problem(path, "the file is missing")
             elif len(data) != size:
@@ -212,8 +235,8 @@ class _Check:
         values: dict[str, np.ndarray] = {}
         for name, dtype in TOKEN_ARRAYS.items():
             try:
-                values[name] = decode_plain(self.store, name, dtype)
-                document = json.loads((self.store / name / "zarr.json").read_bytes())
+                values[name] = decode_plain(self.files, name, dtype)
+                document = json.loads(self.files.read(f"{name}/zarr.json"))
             except (OSError, ValueError) as error:
                 yield self.problem(name, str(error))
                 continue
@@ -232,7 +255,7 @@ class _Check:
             yield self.problem("phase", f"it does not change from 0 to 1 at prompt_len {attrs['prompt_len']}")
 
     def _open(self, attrs: dict[str, Any], name: str, hook: dict[str, Any]) -> StoredArray:
-        document = json.loads((self.store / name / "zarr.json").read_bytes())
+        document = json.loads(self.files.read(f"{name}/zarr.json"))
         per_sample = len(document["shape"]) == 2
         length = document["shape"][-2]
         layers, reduce = tuple(hook["layers"]), hook.get("reduce")
@@ -244,12 +267,12 @@ class _Check:
             raise ValueError(f"its shape has {length} tokens, the store has {attrs['num_tokens']}")
         if per_sample:
             plain = f"{name}_positions"
-            if len(decode_plain(self.store, plain, "int32")) != length:
+            if len(decode_plain(self.files, plain, "int32")) != length:
                 raise ValueError(f"{plain} does not have {length} values")
-            positions = json.loads((self.store / plain / "zarr.json").read_bytes())
+            positions = json.loads(self.files.read(f"{plain}/zarr.json"))
             if positions != schema.plain_document("int32", length, "sample"):
                 raise ValueError(f"zarr.json of {plain} is not that of {length} samples")
-        return StoredArray(self.store, spec, length, grid, attrs["codec"])
+        return StoredArray(self.files, spec, length, grid, attrs["codec"])
 
     def _shard(
         self, attrs: dict[str, Any], array: StoredArray, path: str, segment: int, shard: int

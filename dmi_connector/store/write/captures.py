@@ -526,6 +526,9 @@ class Captures:
         """Have a line appended to the index."""
         line: Message = {"event": event, "store": os.path.basename(record.final), "state": state}
         line |= {"key": record.key, "request_id": record.request_id, "created": record.created}
+        if event == "start" and self.settings.upload:
+            url = f"{self.settings.upload['url'].rstrip('/')}/{line['store']}"
+            line |= {"upload": "pending", "url": url, "remove_local": self.settings.upload["remove_local"]}
         directory = os.path.dirname(record.final)
         self._first_process(record).post({"type": "line", "directory": directory, "line": line})
 

@@ -99,6 +99,10 @@ class StoreClient:
             "failed",
             "bytes_raw",
             "bytes_stored",
+            "uploaded",
+            "upload_failed",
+            "bytes_queued",
+            "bytes_uploaded",
         )
         self._stats: dict[str, int] = dict.fromkeys(names, 0)
         self._errors: deque[str] = deque(maxlen=ERRORS_KEPT)
@@ -215,6 +219,8 @@ class StoreClient:
             if "done" in m:
                 capture, label = self._captures[m["done"]], m["label"]
                 self._end(capture, m["state"], m["reason"], label, m["bytes_raw"], m["bytes_stored"])
+            for name, increase in m.get("upload", {}).items():
+                self._stats[name] += increase
             if "note" in m:
                 self._note(m["note"])
 

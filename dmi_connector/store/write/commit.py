@@ -57,13 +57,18 @@ FOUND_BY = ("prompt_len", "model")
 """Attributes that the index repeats, so that a reader finds stores by them without opening each."""
 
 
+def finish_line(name: str, attrs: dict[str, Any]) -> dict[str, Any]:
+    """The line of a finished store in an index, but for the bytes before compression. name: NAME.zarr."""
+    state = "complete" if attrs["complete"] else "incomplete"
+    line = {"event": "finish", "store": name, "state": state, "reason": attrs["reason"]}
+    line |= {k: attrs.get(k) for k in ("key", "request_id", "created", "finished", "num_tokens", *FOUND_BY)}
+    return {**line, "bytes": sum(size for size, _ in attrs["files"].values())}
+
+
 def append_finish(final: str, attrs: dict[str, Any], bytes_raw: int) -> None:
     """Append the line of a store that has just got its final name. Raises OSError."""
-    state = "complete" if attrs["complete"] else "incomplete"
-    line = {"event": "finish", "store": os.path.basename(final), "state": state, "reason": attrs["reason"]}
-    line |= {k: attrs.get(k) for k in ("key", "request_id", "created", "finished", "num_tokens", *FOUND_BY)}
-    stored = sum(size for size, _ in attrs["files"].values())
-    append_index(os.path.dirname(final), {**line, "bytes": stored, "bytes_raw": bytes_raw})
+    line = finish_line(os.path.basename(final), attrs)
+    append_index(os.path.dirname(final), {**line, "bytes_raw": bytes_raw})
 
 
 def rank_file(partial: str, rank: int) -> str:

@@ -7,7 +7,7 @@ chunk. When the engine has ended or was killed, closed captures are finished and
 the rows that came.
 
 messages    layout, open, chunks, rows, close, lost
-answers     ready, free (extents of the ring), done (a capture), note, bye
+answers     ready, free (extents of the ring), done (a capture), upload (counts), note, bye
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,8 @@ from dmi_connector.store.write.commit import append_index, now
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, unpack_array, write_all
 from dmi_connector.store.write.retention import Keeper
 from dmi_connector.store.write.ring import Extent, RingBase
-from dmi_connector.store.write.settings import WriteSettings
+from dmi_connector.store.write.settings import UploadSettings, WriteSettings
+from dmi_connector.store.write.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +117,9 @@ class Coordinator:
         self.records: dict[int, CaptureRecord] = {}
         self.broken: dict[int, str] = {}  # captures that could not be opened, and why
         self._numbers: dict[CaptureRecord, int] = {}
+        self.uploads: Uploads | None = None
+        if settings.upload:
+            self.uploads = Uploads(UploadSettings(**settings.upload), settings.file_mode, self._note, self._count)
         self.captures = Captures(ring, writers, settings, self._on_done, [life_fd])
 
     def handle(self, message: Message) -> None:
@@ -123,6 +128,12 @@ class Coordinator:
             getattr(self, "_" + message.pop("type"))(**message)
         except Exception as error:
             self._report(error, message.get("id"))
+
+    def _note(self, text: str) -> None:
+        self.outbox.put({"note": text})
+
+    def _count(self, increase: dict[str, int]) -> None:
+        self.outbox.put({"upload": increase})
 
     def _report(self, error: Exception, id: int | None) -> None:
         logger.exception("dmi: a message of capture %s failed", id)
@@ -188,6 +199,8 @@ class Coordinator:
     def _on_done(self, record: CaptureRecord) -> None:
         # It is aborted only where it could not even be closed.
         state = State.FAILED if record.state is State.ABORTED else record.state
+        if self.uploads is not None and not record.rank and state in (State.COMPLETE, State.INCOMPLETE):
+            self.uploads.add(record.final, record.bytes_stored * record.ranks)
         number = self._numbers.pop(record)
         self._done(number, state, record.reason, record.label, record.bytes_raw, record.bytes_stored)
 
@@ -207,9 +220,18 @@ def serve(coordinator: Coordinator, stdin: int, engine: int) -> None:
             if not data:
                 return
             for message in decoder.feed(data):
+                if coordinator.uploads is not None and message["type"] in ("chunks", "rows"):
+                    coordinator.uploads.wait_for_room(lambda: _needs_room(stdin, engine))
                 coordinator.handle(message)
         elif not os.path.exists(f"/proc/{engine}"):
             return  # a forked child of the engine may hold the other end of the pipe open
+
+
+def _needs_room(stdin: int, engine: int) -> bool:
+    """Whether the engine lives and may send more. At its end rows are written, whatever waits for its upload."""
+    ended = select.poll()
+    ended.register(stdin, select.POLLHUP)
+    return not ended.poll(0) and os.path.exists(f"/proc/{engine}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -246,7 +268,10 @@ def main(argv: list[str] | None = None) -> int:
     outbox.put({"ready": os.getpid()})
     serve(coordinator, 0, args.engine_pid)
     coordinator.captures.abandon_all(Loss.of(Cause.ENGINE_ENDED))
+    deadline = time.monotonic() + args.drain_seconds
     done = coordinator.captures.shutdown(args.drain_seconds)
+    if coordinator.uploads is not None:
+        coordinator.uploads.shutdown(max(0.0, deadline - time.monotonic()))
     outbox.put({"bye": 0 if done else 1})
     outbox.close()
     return 0 if done else 1

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,12 @@ from dmi_connector.store.format.checksum import crc32c, file_checksum
 from dmi_connector.store.format.completeness import Cause, Loss, losses_to_json, merge_ranges
 from dmi_connector.store.format.locks import claim
 from dmi_connector.store.format.paths import umask_of
+from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.format.shard_index import EMPTY, empty_index, index_bytes
+from dmi_connector.store.read.index import CaptureInfo, find_captures
 from dmi_connector.store.read.metadata import read_attrs
-from dmi_connector.store.read.shard_reader import ShardReader, StoredArray, read_file
+from dmi_connector.store.read.shard_reader import ShardReader, StoredArray
+from dmi_connector.store.read.store_files import LocalFiles, load_file
 from dmi_connector.store.read.verify import damaged_files
 from dmi_connector.store.write.array_writer import FileList, plain_array, write_file
 from dmi_connector.store.write.commit import Commit, append_finish, append_index, now, remove_partial
@@ -33,6 +38,9 @@ from dmi_connector.store.write.journal import (
     remove_journals,
 )
 from dmi_connector.store.write.messages import Message, pack_array
+from dmi_connector.store.write.settings import UploadSettings
+from dmi_connector.store.write.upload import RemoteIndexPart, finish_upload
+from dmi_connector.urls import parse_url
 
 PARTIAL = ".zarr" + schema.PARTIAL_SUFFIX
 _NOT_ATTRIBUTES = ("rank", "ranks", "arrays", "attrs")
@@ -45,7 +53,9 @@ class Outcome:
 
     state: "salvaged" (it is an incomplete store now), "published" (it was whole and lacked only its final name),
     "written" (a writer has it: left alone), "empty" (nothing can be salvaged), "removed" (it was empty), "refused" (a
-    store has its name already) or "failed". store: the finished store. notes: what is lost or wrong.
+    store has its name already) or "failed". Of a finished store whose upload was not finished: "uploaded", "not
+    uploaded", or "waits" (a server that runs uploads it). store: the finished store. notes: what is lost or wrong. url:
+    where it was uploaded to, or should be.
     """
 
     partial: str
@@ -55,8 +65,11 @@ class Outcome:
     missing: list[list[int]] = field(default_factory=list)
     hooks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    url: str | None = None
 
     def __str__(self) -> str:
+        if self.url:
+            return "\n  ".join([f"{self.store}: {self.state} to {self.url}", *self.notes])
         text = f"{self.store or self.partial}: {self.state}"
         if self.store:
             lost = sum(stop - start for start, stop in self.missing)
@@ -66,6 +79,8 @@ class Outcome:
 
 def repair(path: str | os.PathLike[str], remove_empty: bool = False) -> list[Outcome]:
     """Repair a partial store, or every one in a directory. Finished stores are never touched.
+
+    Of a directory, uploads are finished too: those of stores that its index names as not uploaded.
 
     remove_empty: remove partial stores of which nothing can be salvaged. An error with one partial store becomes its
     outcome; the others are repaired all the same.
@@ -80,7 +95,50 @@ def repair(path: str | os.PathLike[str], remove_empty: bool = False) -> list[Out
             if isinstance(error, FileNotFoundError) and not partial.exists():
                 continue  # it was finished or aborted meanwhile
             outcomes.append(Outcome(str(partial), "failed", notes=[f"{type(error).__name__}: {error}"]))
+    if not root.name.endswith(PARTIAL):
+        try:
+            outcomes += finish_uploads(root)
+        except OSError as error:
+            outcomes.append(Outcome(str(root), "failed", notes=[f"uploads: {error}"]))
     return outcomes
+
+
+def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_seconds) -> list[Outcome]:
+    """Upload the stores of a directory whose upload was cut short, or failed.
+
+    A server that runs holds the directory: what it has not tried is left to it.
+    """
+    unfinished = [i for i in find_captures(directory) if i.upload in ("pending", "failed") and i.finished]
+    waiting = [info for info in unfinished if info.url and isinstance(info.store, Path) and info.store.is_dir()]
+    if not waiting:
+        return []
+    parts: dict[RemotePath, RemoteIndexPart] = {}
+    with claim(directory) as alone, umask_of(directory):
+        outcomes = [_finish_upload(info, alone, retry_seconds, parts) for info in waiting]
+        for part in parts.values():
+            with contextlib.suppress(OSError):  # stores are found without it, each opened once
+                part.write()
+    return outcomes
+
+
+def _finish_upload(
+    info: CaptureInfo, alone: bool, retry_seconds: float, parts: dict[RemotePath, RemoteIndexPart]
+) -> Outcome:
+    assert isinstance(info.store, Path) and info.url is not None
+    outcome = Outcome(str(info.store), "waits", str(info.store), info.num_tokens or 0, url=info.url)
+    if info.upload == "pending" and not alone:
+        return outcome
+    try:
+        to = RemotePath(*parse_url("url in the index", info.url))
+        result = finish_upload(info.store, to, retry_seconds, info.remove_local)
+    except (OSError, ValueError, ImportError) as error:
+        outcome.state, outcome.notes = "not uploaded", [str(error)]
+        return outcome
+    outcome.state = "uploaded" if result.reason is None else "not uploaded"
+    outcome.notes = [] if result.reason is None else [result.reason]
+    if result.line is not None:
+        parts.setdefault(to.parent, RemoteIndexPart(to.parent, uuid.uuid4().hex[:12])).add(result.line)
+    return outcome
 
 
 def rebuild(commit: Message, names: set[str]) -> tuple[FileList, list[Loss], int]:
@@ -259,7 +317,7 @@ class _Salvage:
         array.
         """
         length = self._sample_count(spec.name) if spec.per_sample else self.length
-        stored = StoredArray(self.partial, spec, length, self.grid, self.codec)
+        stored = StoredArray(LocalFiles(self.partial), spec, length, self.grid, self.codec)
         files: FileList = {}
         damaged: list[str] = []
         ranks = [self._rank(stored, self.arrays.get((spec.name, i)), files, damaged) for i in range(spec.shards)]
@@ -299,7 +357,7 @@ class _Salvage:
         index = empty_index((chunks,) if spec.per_sample else (spec.n_layers, chunks))
         for slot, first, _ in known:
             index[slot] = array.places[first][0 if spec.per_sample else slot[0]]
-        data = read_file(self.partial / path)
+        data = load_file(self.partial / path)
         shape = (stored.rows_per_chunk, spec.local_width)
         reader = ShardReader(b"" if data is None else data, index, numpy_dtype(spec.dtype), shape, self.codec)
         sound = {first for _, first, _ in known}

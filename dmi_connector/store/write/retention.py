@@ -16,7 +16,7 @@ import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dmi_connector.store.format.locks import claim, is_abandoned
 from dmi_connector.store.format.paths import no_follow
@@ -177,8 +177,11 @@ def prune(
     return removed
 
 
-def remove_store(path: Path) -> bool:
-    """Remove a store unless it is read or written. Returns whether it is gone. Raises OSError."""
+def remove_store(path: Path, line: dict[str, Any] | None = None) -> bool:
+    """Remove a store unless it is read or written. Returns whether it is gone. Raises OSError.
+
+    line: what the index says of that; None: that the store is removed.
+    """
     try:
         with claim(path) as alone:
             if not alone:
@@ -186,8 +189,8 @@ def remove_store(path: Path) -> bool:
             condemned = path.with_name(path.name + REMOVING_SUFFIX)
             os.rename(path, condemned)
             if path.with_name(INDEX_NAME).exists():
-                line = {"event": "remove", "store": path.name, "state": "removed", "removed": now()}
-                append_index(str(path.parent), line)
+                removed = {"event": "remove", "store": path.name, "state": "removed", "removed": now()}
+                append_index(str(path.parent), line or removed)
             shutil.rmtree(condemned)
     except FileNotFoundError:
         if path.exists():

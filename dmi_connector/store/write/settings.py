@@ -16,7 +16,7 @@ class WriteSettings:
     other ranks. shutdown_seconds: time to finish what is under way when the engine ends. file_mode: who may read
     stores. nice: nice level of the writers, 0 to 19. idle: put writers into the scheduling class for idle time.
     least_share: minimum share of time that writers work while the ring has room (pace.py). keep: arguments of the
-    coordinator's `Keeper`, {} for none.
+    coordinator's `Keeper`, {} for none. upload: fields of `UploadSettings`, {} for none.
     """
 
     fsync: bool = False
@@ -27,3 +27,20 @@ class WriteSettings:
     idle: bool = False
     least_share: float = 1.0
     keep: Mapping[str, Any] = field(default_factory=dict)
+    upload: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class UploadSettings:
+    """Where finished stores are uploaded to, and what happens when that falls behind (uploads.py).
+
+    url: s3://bucket/prefix. remove_local: remove the local copy of what was uploaded. backlog_bytes: of finished stores
+    that wait. retry_seconds: how long a store is tried. drop: leave a store that finds the backlog full to a repair,
+    where it else makes the engine wait.
+    """
+
+    url: str
+    remove_local: bool = False
+    backlog_bytes: int = 1 << 36
+    retry_seconds: int = 180
+    drop: bool = False

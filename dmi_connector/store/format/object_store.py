@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to S3, by obstore. Credentials come from the environment alone, and no message repeats them.
+
+A service answers errors with text of its own, which may hold an access key or what was signed. So messages are made
+here, of the status and the service's error code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from dmi_connector.store.format.remote_path import RemotePath
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+_RETRIES, _RETRY_S, _TIMEOUT_S = 8, 60, 60
+"""Of a request: how often it is tried again, seconds until it is not, seconds that one try may take."""
+_FIRST_PAUSE, _LONGEST_PAUSE = timedelta(milliseconds=100), timedelta(seconds=5)
+_LONGEST_WORDS = 80
+_READ = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_REGION")
+"""Variables that a client reads when it is made, besides the secret ones: another value makes another client."""
+
+
+class RemoteError(OSError):
+    """A request to an object store failed. lasting: whether trying again would not help."""
+
+    def __init__(self, text: str, lasting: bool = False) -> None:
+        super().__init__(text)
+        self.lasting = lasting
+
+
+class RemoteDenied(RemoteError, PermissionError):
+    """The object store refused the credentials, or found none."""
+
+
+class _Used:
+    """Whether this process may use the client, whose threads a fork leaves behind: a request would wait for ever."""
+
+    def __init__(self) -> None:
+        self.here = self.before_fork = False
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self.before_fork |= self.here
+
+
+_used = _Used()
+
+
+def check_installed(option: str, value: object) -> None:
+    """Raises ImportError that names the extra if obstore is not installed."""
+    if importlib.util.find_spec("obstore") is None:
+        raise ImportError(f"{option}: {value} needs obstore, which is not installed; install dmi_connector[remote]")
+
+
+def bucket_store(place: RemotePath) -> S3Store:
+    """The client of a place's bucket. Raises ImportError for a profile without boto3."""
+    return _client(place.bucket, None, tuple(os.environ.get(name) for name in _READ))
+
+
+@functools.lru_cache(maxsize=16)
+def _client(bucket: str, prefix: str | None, _environment: tuple[str | None, ...]) -> S3Store:
+    from obstore.store import S3Store
+
+    options: Any = {"timeout": timedelta(seconds=_TIMEOUT_S)}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+    config: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
+    if endpoint.startswith("http://"):
+        options["allow_http"] = True
+    if os.environ.get("AWS_PROFILE") and not os.environ.get("AWS_ACCESS_KEY_ID"):
+        config["credential_provider"] = _profile()
+    retry: Any = {
+        "max_retries": _RETRIES,
+        "retry_timeout": timedelta(seconds=_RETRY_S),
+        "backoff": {"init_backoff": _FIRST_PAUSE, "max_backoff": _LONGEST_PAUSE, "base": 2},
+    }
+    return S3Store(bucket, prefix=prefix, client_options=options, retry_config=retry, **config)
+
+
+def zarr_store(place: RemotePath) -> Any:
+    """The prefix as zarr-python's ObjectStore, read-only."""
+    from zarr.storage import ObjectStore
+
+    check_installed("path", place)
+    client = _client(place.bucket, place.key, tuple(os.environ.get(name) for name in _READ))
+    return ObjectStore(client, read_only=True)
+
+
+def _profile() -> Any:
+    """Credentials of AWS_PROFILE, by boto3."""
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        raise ImportError(
+            "AWS_PROFILE: a profile needs boto3; install boto3, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        ) from error
+    return Boto3CredentialProvider()
+
+
+@contextlib.contextmanager
+def requests_for(place: RemotePath) -> Iterator[ModuleType]:
+    """Gives obstore. Within the block its errors become FileNotFoundError, RemoteDenied or RemoteError with the URL.
+
+    Raises ImportError that names the extra where obstore is not installed.
+    """
+    check_installed("path", place)
+    if _used.before_fork:
+        raise RuntimeError(
+            f"{place} cannot be read in a process that was forked after the first request; start it by the method"
+            " 'spawn', as in DataLoader(..., multiprocessing_context='spawn')"
+        )
+    _used.here = True
+    import obstore
+    from obstore import exceptions
+
+    try:
+        yield obstore
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{place} is not there") from None
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        raise _denied(place, _words(error)) from None
+    except exceptions.BaseError as error:
+        words = _words(error)
+        if re.search(r"status 40[13]\b", words):  # of a listing
+            raise _denied(place, words) from None
+        if "NoSuchBucket" in words:
+            raise FileNotFoundError(
+                f"{place} is not there: the bucket does not exist, or AWS_REGION is another"
+            ) from None
+        if "169.254." in str(error) or "credential" in str(error).lower():  # where a machine of AWS would have them
+            raise _denied(place, "no credentials were found") from None
+        lasting = re.search(r"status 4(?!08|09|29)\d\d", words) is not None
+        raise RemoteError(f"{place}: the object store did not answer as it should ({words})", lasting) from None
+
+
+def _denied(place: RemotePath, words: str) -> RemoteDenied:
+    return RemoteDenied(
+        f"{place}: access denied ({words}); check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and the rights"
+        " of that key, or set AWS_SKIP_SIGNATURE=true for a public bucket",
+        lasting=True,
+    )
+
+
+def _words(error: Exception) -> str:
+    """What an error says, without anything that the service repeats of a request."""
+    text = str(error)
+    status, code = re.search(r"\b([345]\d\d) [A-Z]\w+", text), re.search(r"<Code>(\w{1,64})</Code>", text)
+    found = [f"status {status[1]}" if status else "", code[1] if code else ""]
+    if not any(found):
+        known = ("timed out", "timeout", "connection refused", "connection reset", "connection closed", "dns error")
+        found = [next((words for words in known if words in text.lower()), type(error).__name__)]
+    return ", ".join(filter(None, found))[:_LONGEST_WORDS]

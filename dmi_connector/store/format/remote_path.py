@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a store may lie: a path of this machine, or a place in an object store."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from dmi_connector.urls import is_url, parse_url
+
+
+@dataclass(frozen=True, order=True)
+class RemotePath:
+    """A place in a bucket of S3, with the attributes of a `pathlib.Path` that need no request.
+
+    key: without slashes around it; "" for the bucket itself.
+    """
+
+    bucket: str
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.key}"
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(self.bucket, f"{self.key}/{name}" if self.key else name)
+
+    @property
+    def name(self) -> str:
+        """The last part; "" for the bucket itself."""
+        return PurePosixPath(self.key).name
+
+    @property
+    def stem(self) -> str:
+        """`name` without its suffix."""
+        return PurePosixPath(self.key).stem
+
+    @property
+    def suffix(self) -> str:
+        """The end of `name` from its last dot on."""
+        return PurePosixPath(self.key).suffix
+
+    @property
+    def parent(self) -> RemotePath:
+        """Without the last part."""
+        return RemotePath(self.bucket, self.key.rpartition("/")[0])
+
+    def absolute(self) -> RemotePath:
+        """Itself."""
+        return self
+
+
+Place = Path | RemotePath
+Given = str | os.PathLike[str] | RemotePath
+"""What a caller may give for a place."""
+
+
+def place_of(path: Given, option: str = "path") -> Place:
+    """The place that a path or a URL names. option: what errors call it. Raises ValueError for a bad URL."""
+    if isinstance(path, RemotePath):
+        return path
+    text = os.fspath(path)
+    return RemotePath(*parse_url(option, text)) if is_url(text) else Path(text)

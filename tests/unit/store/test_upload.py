@@ -1,0 +1,565 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finished stores are uploaded whole or not at all. What is not uploaded is known, and finished later."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dmi_connector.cli.main import main
+from dmi_connector.layout import ArraySpec
+from dmi_connector.settings import ServerOptions
+from dmi_connector.store.format.object_store import RemoteDenied
+from dmi_connector.store.format.remote_path import RemotePath
+from dmi_connector.store.read.capture import open_capture
+from dmi_connector.store.read.captures import open_captures
+from dmi_connector.store.read.index import CaptureInfo, find_captures
+from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.write import upload
+from dmi_connector.store.write.child_process import Child
+from dmi_connector.store.write.client import StoreClient
+from dmi_connector.store.write.repair import finish_uploads, repair
+from dmi_connector.store.write.settings import UploadSettings, WriteSettings
+from dmi_connector.store.write.upload import expected_etag, part_bytes, upload_store
+from dmi_connector.store.write.uploads import Uploads
+from tests import s3kit
+from tests import storekit as kit
+
+BUCKET = f"s3://{s3kit.BUCKET}"
+MakeClient = Callable[..., StoreClient]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[s3kit.Proxy]:
+    with s3kit.s3_server() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def s3(server: s3kit.Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3kit.Proxy]:
+    for name, value in s3kit.environment(server).items():
+        monkeypatch.setenv(name, value)
+    server.clear()
+    yield server
+    server.clear()
+
+
+@pytest.fixture
+def prefix(request: pytest.FixtureRequest) -> str:
+    """A prefix of this test alone."""
+    return "".join(c if c.isalnum() else "-" for c in request.node.name)
+
+
+@pytest.fixture
+def make_client(prefix: str) -> Iterator[MakeClient]:
+    """make_client(**options): the engine's side, which uploads below the test's prefix."""
+    made: list[StoreClient] = []
+
+    def make(**options: Any) -> StoreClient:
+        settings = UploadSettings(f"{BUCKET}/{prefix}", **options)
+        made.append(StoreClient(4 << 20, 1, WriteSettings(upload=vars(settings), shutdown_seconds=kit.PATIENCE)))
+        return made[-1]
+
+    yield make
+    for client in made:
+        if not client._stopping:
+            client.shutdown()
+
+
+def capture(client: StoreClient, path: Path) -> Path:
+    """Write one store of kit.VALUES and wait until it is finished. Returns its path."""
+    path.parent.mkdir(exist_ok=True)
+    one = kit.begin(client, path)
+    for first in range(0, 300, 128):
+        kit.send(client, one, first)
+    one.close(300, token_ids=kit.IDS)
+    kit.until(lambda: one.state not in ("open", "closing"))
+    assert one.state == "complete", one.reason
+    return path
+
+
+def uploaded(client: StoreClient, count: int) -> None:
+    kit.until(lambda: client.counts()["uploaded"] + client.counts()["upload_failed"] >= count)
+
+
+def index(directory: Path) -> dict[str, CaptureInfo]:
+    return {Path(str(info.store)).name: info for info in find_captures(directory)}
+
+
+def files(store: Path) -> dict[str, bytes]:
+    return {p.relative_to(store).as_posix(): p.read_bytes() for p in store.rglob("*") if p.is_file()}
+
+
+def there(prefix: str, name: str) -> dict[str, bytes]:
+    """What is in the bucket of a store."""
+    return {key.removeprefix(f"{prefix}/{name}/"): data for key, data in s3kit.objects(f"{prefix}/{name}").items()}
+
+
+# ---- without failures -------------------------------------------------------------------------------------------
+
+
+def test_stores_are_uploaded_and_the_indexes_say_where(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
+) -> None:
+    client = make_client()
+    stores = [capture(client, tmp_path / f"s/{name}.zarr") for name in "ab"]
+    uploaded(client, 2)
+    counts = client.counts()
+    assert counts["uploaded"] == 2 and counts["upload_failed"] == 0
+    assert counts["bytes_uploaded"] == sum(info.bytes or 0 for info in find_captures(tmp_path / "s"))
+    assert client.shutdown()
+    for store in stores:
+        assert there(prefix, store.name) == files(store)
+        info = index(tmp_path / "s")[store.name]
+        assert (info.upload, info.url, info.state) == ("done", f"{BUCKET}/{prefix}/{store.name}", "complete")
+    s3.clear()
+    found = open_captures(f"{BUCKET}/{prefix}")
+    assert [info.store.name for info in found.infos] == ["a.zarr", "b.zarr"]
+    assert not s3.gets(".zarr"), "the index of the uploads has all"
+    assert np.array_equal(kit.bits(found[1].numpy("q")), kit.VALUES)
+    assert verify_store(f"{BUCKET}/{prefix}/a.zarr") == []
+    assert repair(tmp_path / "s") == []
+
+
+def test_the_root_document_is_sent_last(s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path) -> None:
+    client = make_client()
+    capture(client, tmp_path / "s/a.zarr")
+    uploaded(client, 1)
+    sent = [r.path for r in s3.log if r.method == "PUT" and "/index/" not in r.path]
+    assert sent[-1].endswith("/a.zarr/zarr.json") and len(sent) == len(set(sent)) == len(files(tmp_path / "s/a.zarr"))
+
+
+def test_the_local_copy_goes_when_it_is_uploaded(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
+) -> None:
+    client = make_client(remove_local=True)
+    read = capture(client, tmp_path / "s/read.zarr")
+    uploaded(client, 1)
+    capture(client, tmp_path / "s/b.zarr")
+    uploaded(client, 2)
+    assert client.shutdown()
+    assert not read.exists() and [p.name for p in (tmp_path / "s").iterdir()] == ["index.jsonl"]
+    found = open_captures(tmp_path / "s")
+    assert [str(info.store) for info in found.infos] == [f"{BUCKET}/{prefix}/{n}.zarr" for n in ("read", "b")]
+    assert np.array_equal(kit.bits(found[0].numpy("q")), kit.VALUES)
+    assert main(["ls", str(tmp_path / "s"), "--stats"]) == 0
+
+
+def test_what_was_pruned_after_its_upload_is_read_from_there(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
+) -> None:
+    client = make_client()
+    capture(client, tmp_path / "s/a.zarr")
+    uploaded(client, 1)
+    assert client.shutdown() and main(["prune", str(tmp_path / "s"), "--keep-bytes", "0"]) == 0
+    (info,) = open_captures(tmp_path / "s").infos
+    assert str(info.store) == f"{BUCKET}/{prefix}/a.zarr" and info.state == "complete"
+
+
+def test_a_local_copy_that_is_read_stays(s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path) -> None:
+    client = make_client(remove_local=True)
+    s3.fault = lambda _method, _path, _number: "hold"
+    store = capture(client, tmp_path / "s/a.zarr")
+    with open_capture(store, 0) as reader:
+        s3.gate.set()
+        uploaded(client, 1)
+        assert client.shutdown()
+        assert np.array_equal(kit.bits(reader.numpy("q")), kit.VALUES)
+    assert index(tmp_path / "s")["a.zarr"].upload == "done" and store.is_dir()
+
+
+def test_large_files_go_in_parts(s3: s3kit.Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = kit.Store(64 << 20)
+    owner.write(tmp_path / "a.zarr", [ArraySpec("z", "float32", (0, 1), 16384)], 200, codec="none")
+    assert owner.shutdown()
+    store = tmp_path / "a.zarr"
+    assert max(map(len, files(store).values())) > 2 * upload.PART_BYTES
+    upload_store(store, RemotePath(s3kit.BUCKET, "large/a.zarr"), 0)
+    parts = {r.path for r in s3.log if r.method == "PUT" and "partNumber=" in r.query}
+    assert parts == {f"large/a.zarr/{name}" for name, data in files(store).items() if len(data) > upload.PART_BYTES}
+    assert not s3.gets("/c/"), "the ETags of parts show that they are right"
+    assert there("large", "a.zarr") == files(store)
+    s3.clear()
+    upload_store(store, RemotePath(s3kit.BUCKET, "large/a.zarr"), 0)
+    assert [r.path for r in s3.log if r.method == "PUT"] == ["large/a.zarr/zarr.json"], (
+        "what is there is not sent again"
+    )
+
+
+def test_the_size_of_parts() -> None:
+    assert part_bytes(0) == part_bytes(upload.PART_BYTES * 9000) == upload.PART_BYTES
+    assert 9000 * part_bytes(1 << 40) >= 1 << 40 > 0 and part_bytes(1 << 40) % (1 << 20) == 0
+
+
+def test_etags(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "abc").write_bytes(b"abc")
+    assert expected_etag(tmp_path / "empty") == "d41d8cd98f00b204e9800998ecf8427e"
+    assert expected_etag(tmp_path / "abc") == "900150983cd24fb0d6963f7d28e17f72"
+
+
+# ---- failures ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["500", "slow", "cut", "break", "flip"])
+def test_failures_that_pass_cost_nothing(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str, what: str
+) -> None:
+    """Of a flipped bit the ETag tells; the object is read back, found to differ, and sent again."""
+    client = make_client()
+    wrong = ("PUT",) if what == "flip" else ("PUT", "GET", "POST", "HEAD")
+    s3.fault = lambda method, _path, number: what if method in wrong and number % 3 == 1 else None
+    store = capture(client, tmp_path / "s/a.zarr")
+    uploaded(client, 1)
+    assert client.counts()["uploaded"] == 1 and s3.faults > 1
+    s3.fault = None
+    assert there(prefix, "a.zarr") == files(store)
+
+
+def test_without_md5_as_etag_objects_are_read_back(
+    s3: s3kit.Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = kit.Store(1 << 20)
+    owner.write(tmp_path / "a.zarr", [kit.Q], 50)
+    assert owner.shutdown()
+    monkeypatch.setattr(upload, "expected_etag", lambda _path: "another kind")
+    upload_store(tmp_path / "a.zarr", RemotePath(s3kit.BUCKET, "kms/a.zarr"), 0)
+    assert {r.path.removeprefix("kms/a.zarr/") for r in s3.gets()} == set(files(tmp_path / "a.zarr"))
+    s3.fault = lambda method, _path, _number: "flip" if method == "PUT" else None
+    with pytest.raises(upload.Differs, match=r"^s3://captures/kms2/a\.zarr/.* differs from .* after its upload"):
+        upload_store(tmp_path / "a.zarr", RemotePath(s3kit.BUCKET, "kms2/a.zarr"), 0)
+    s3.fault = None
+    assert "zarr.json" not in there("kms2", "a.zarr"), "it is no store there"
+
+
+def test_denied_uploads_are_recorded_and_capture_goes_on(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client = make_client(remove_local=True)
+    s3.fault = lambda _method, _path, _number: "deny"
+    stores = [capture(client, tmp_path / f"s/{name}.zarr") for name in "ab"]
+    uploaded(client, 2)
+    assert client.counts()["upload_failed"] == 2 and client.counts()["complete"] == 2
+    assert all(
+        "access denied (status 403, AccessDenied); check AWS_ACCESS_KEY_ID" in e for e in client.stats()["errors"]
+    )
+    assert client.shutdown() and all(store.is_dir() for store in stores)
+    for info in index(tmp_path / "s").values():
+        assert (info.state, info.upload) == ("complete", "failed") and "access denied" in str(info.upload_reason)
+    assert main(["repair", str(tmp_path / "s")]) == 1
+    s3.fault = None
+    assert main(["repair", str(tmp_path / "s")]) == 0
+    text = capfd.readouterr().out
+    assert text.count(": not uploaded to s3://") == 2 and text.count(": uploaded to s3://") == 2
+    assert not any(store.exists() for store in stores), "repair keeps to remove_local too"
+    assert len(open_captures(f"{BUCKET}/{prefix}")) == len(open_captures(tmp_path / "s")) == 2
+
+
+def test_no_credential_is_written_anywhere(
+    s3: s3kit.Proxy,
+    make_client: MakeClient,
+    tmp_path: Path,
+    prefix: str,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not in stores, indexes, objects, logs, messages or the arguments of a process."""
+    client = make_client()
+    for number, what in enumerate(("deny", "bad", "ok")):
+        s3.fault = lambda _method, _path, _number, what=what: None if what == "ok" else what
+        capture(client, tmp_path / f"s/{what}.zarr")
+        uploaded(client, number + 1)
+    arguments = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in group(client.group)]
+    assert len(arguments) >= 3 and b"uploader" in b"".join(arguments)
+    assert client.shutdown()
+    s3.fault = lambda _method, _path, _number: "deny"
+    main(["repair", str(tmp_path / "s"), "--json"])
+    main(["verify", f"{BUCKET}/{prefix}/a.zarr"])
+    s3.fault = None
+    written = [p.read_bytes() for p in (tmp_path / "s").rglob("*") if p.is_file()] + list(
+        s3kit.objects(prefix).values()
+    )
+    said = [*capfd.readouterr(), caplog.text, json.dumps(client.stats()), repr(client.settings)]
+    assert "access denied" in "".join(said) and len(written) > 30
+    assert [secret for text in (*written, *arguments, *said) for secret in s3kit.holds_secret(text)] == []
+
+
+def group(pid: int) -> list[int]:
+    """The processes of a process group."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(path.name)) == pid:
+                found.append(int(path.name))
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def uploader(client: StoreClient) -> int:
+    """The process id of a client's uploader."""
+    pids = [p for p in group(client.group) if b"write.uploader" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    assert len(pids) == 1
+    return pids[0]
+
+
+def test_an_uploader_that_dies_is_replaced(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
+) -> None:
+    client = make_client()
+    s3.fault = lambda _method, _path, number: "hold" if number == 3 else None
+    store = capture(client, tmp_path / "s/a.zarr")
+    kit.until(lambda: s3.held)
+    os.kill(uploader(client), signal.SIGKILL)
+    uploaded(client, 1)
+    assert client.counts()["uploaded"] == 1 and there(prefix, "a.zarr") == files(store)
+    assert any("the uploader process died (signal 9)" in text for text in client.stats()["errors"])
+
+
+@pytest.mark.parametrize("after", [1, 4, 8])
+def test_killed_during_an_upload_repair_finishes_it(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str, after: int
+) -> None:
+    client = make_client(remove_local=True)
+    s3.fault = lambda _method, _path, number: "hold" if number >= after else None
+    store = capture(client, tmp_path / "s/a.zarr")
+    held = files(store)
+    kit.until(lambda: s3.held)
+    client._stopping = True  # or a new coordinator would start
+    os.killpg(client.group, signal.SIGKILL)
+    kit.until(lambda: not group(client.group))
+    s3.clear()
+    assert index(tmp_path / "s")["a.zarr"].upload == "pending"
+    assert open_captures(tmp_path / "s").infos[0].store == store
+    (outcome,) = repair(tmp_path / "s")
+    assert (outcome.state, outcome.url) == ("uploaded", f"{BUCKET}/{prefix}/a.zarr")
+    assert there(prefix, "a.zarr") == held and not store.exists()
+    assert index(tmp_path / "s")["a.zarr"].upload == "done" and repair(tmp_path / "s") == []
+
+
+def test_repair_leaves_to_a_server_what_it_will_upload(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path
+) -> None:
+    client = make_client()
+    s3.fault = lambda _method, _path, _number: "hold"
+    capture(client, tmp_path / "s/a.zarr")
+    kit.until(lambda: s3.held)
+    assert [outcome.state for outcome in finish_uploads(tmp_path / "s")] == ["waits"]
+    s3.gate.set()
+    uploaded(client, 1)
+    assert client.shutdown() and finish_uploads(tmp_path / "s") == []
+
+
+def test_a_shutdown_without_time_leaves_the_rest_to_repair(s3: s3kit.Proxy, tmp_path: Path, prefix: str) -> None:
+    settings = UploadSettings(f"{BUCKET}/{prefix}")
+    client = StoreClient(4 << 20, 1, WriteSettings(upload=vars(settings), shutdown_seconds=2))
+    s3.fault = lambda _method, _path, _number: "hold"
+    store = capture(client, tmp_path / "s/a.zarr")
+    kit.until(lambda: s3.held)
+    assert client.shutdown(), "all is committed"
+    assert any("1 stores are not uploaded yet: dmi repair" in text for text in client.stats()["errors"])
+    s3.clear()
+    assert [outcome.state for outcome in repair(tmp_path / "s")] == ["uploaded"]
+    assert there(prefix, "a.zarr") == files(store)
+
+
+def test_a_salvaged_store_is_uploaded_too(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
+) -> None:
+    client = make_client()
+    (tmp_path / "s").mkdir()
+    one = kit.begin(client, tmp_path / "s/a.zarr")
+    kit.send(client, one, 0)
+    kit.until(lambda: not client.ring.used)
+    client._stopping = True
+    os.killpg(client.group, signal.SIGKILL)
+    kit.until(lambda: not group(client.group))
+    assert [outcome.state for outcome in repair(tmp_path / "s")] == ["salvaged", "uploaded"]
+    with open_capture(f"{BUCKET}/{prefix}/a.zarr", 0, allow_incomplete=True) as capture_there:
+        assert not capture_there.complete and there(prefix, "a.zarr") == files(tmp_path / "s/a.zarr")
+
+
+def test_without_obstore_an_engine_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = pytest.importorskip("dmi_connector.engine.context")
+    options = ServerOptions.parse({"store_dir": str(tmp_path / "s"), "upload": "s3://bucket/x"})
+    context._check_directories(options)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ImportError, match=r"^upload: s3://bucket/x needs obstore.*install dmi_connector\[remote\]"):
+        context._check_directories(options)
+
+
+def test_without_obstore_a_repair_says_what_to_install(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = make_client()
+    s3.fault = lambda _method, _path, _number: "deny"
+    capture(client, tmp_path / "s/a.zarr")
+    uploaded(client, 1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    (outcome,) = repair(tmp_path / "s")
+    assert outcome.state == "not uploaded" and "install dmi_connector[remote]" in outcome.notes[0]
+
+
+# ---- the backlog ------------------------------------------------------------------------------------------------
+
+
+class Told:
+    """What an `Uploads` says."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.counts: dict[str, int] = {}
+
+    def count(self, increase: dict[str, int]) -> None:
+        for name, value in increase.items():
+            self.counts[name] = self.counts.get(name, 0) + value
+
+
+def finished(directory: Path, *names: str) -> list[str]:
+    """Finished stores, as a server without an upload leaves them."""
+    owner = kit.Store(1 << 20)
+    for name in names:
+        owner.write(directory / f"{name}.zarr", [kit.Q], 50)
+    assert owner.shutdown()
+    return [str(directory / f"{name}.zarr") for name in names]
+
+
+def test_a_full_backlog_makes_the_engine_wait(s3: s3kit.Proxy, tmp_path: Path, prefix: str) -> None:
+    told = Told()
+    uploads = Uploads(UploadSettings(f"{BUCKET}/{prefix}", backlog_bytes=150), "private", told.notes.append, told.count)
+    s3.fault = lambda _method, _path, _number: "hold"
+    looks = threading.Semaphore(0)
+    first, second = finished(tmp_path / "s", "a", "b")
+    uploads.add(first, 100)
+    uploads.wait_for_room(lambda: pytest.fail("there is room"))
+    uploads.add(second, 100)
+    assert uploads.backlog == 200
+    waiter = threading.Thread(target=uploads.wait_for_room, args=(lambda: looks.release() or True,))
+    waiter.start()
+    for _ in range(3):
+        assert looks.acquire(timeout=kit.PATIENCE)
+    assert waiter.is_alive()
+    s3.gate.set()
+    waiter.join(kit.PATIENCE)
+    assert not waiter.is_alive() and uploads.backlog <= 150
+    uploads.wait_for_room(lambda: False)
+    assert uploads.shutdown(kit.PATIENCE) and uploads.backlog == 0
+    assert told.counts["uploaded"] == 2 and told.counts["bytes_queued"] == 200
+
+
+def test_at_its_end_the_engine_does_not_wait_for_room(s3: s3kit.Proxy, tmp_path: Path, prefix: str) -> None:
+    told = Told()
+    uploads = Uploads(UploadSettings(f"{BUCKET}/{prefix}", backlog_bytes=1), "private", told.notes.append, told.count)
+    s3.fault = lambda _method, _path, _number: "hold"
+    uploads.add(*finished(tmp_path / "s", "a"), 100)
+    uploads.wait_for_room(lambda: False)
+    s3.gate.set()
+    assert uploads.shutdown(kit.PATIENCE)
+
+
+def test_while_uploads_are_slow_rows_wait_and_nothing_is_lost(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
+) -> None:
+    """A backlog of one byte: each store's rows are taken when the store before is uploaded."""
+    client = make_client(backlog_bytes=1)
+    s3.fault = lambda _method, _path, number: "slow" if number % 20 == 1 else None
+    stores = [capture(client, tmp_path / f"s/{number}.zarr") for number in range(4)]
+    assert client.counts()["uploaded"] >= 3, "the rows of the last came after those uploads"
+    uploaded(client, 4)
+    assert client.shutdown() and client.counts()["uploaded"] == 4
+    assert all(there(prefix, store.name) == files(store) for store in stores)
+
+
+def test_an_engine_that_ends_while_it_waits_for_uploads_loses_no_row(
+    s3: s3kit.Proxy, tmp_path: Path, prefix: str
+) -> None:
+    settings = UploadSettings(f"{BUCKET}/{prefix}", backlog_bytes=1)
+    client = StoreClient(4 << 20, 1, WriteSettings(upload=vars(settings), shutdown_seconds=5))
+    s3.fault = lambda _method, _path, _number: "hold"
+    capture(client, tmp_path / "s/a.zarr")
+    kit.until(lambda: s3.held)
+    one = kit.begin(client, tmp_path / "s/b.zarr")
+    for first in range(0, 300, 128):
+        kit.send(client, one, first)
+    one.close(300, token_ids=kit.IDS)
+    assert client.shutdown() and one.state == "complete"
+    assert {name: info.upload for name, info in index(tmp_path / "s").items()} == {
+        "a.zarr": "pending",
+        "b.zarr": "pending",
+    }
+    s3.clear()
+    assert [outcome.state for outcome in repair(tmp_path / "s")] == ["uploaded"] * 2
+
+
+def test_under_policy_drop_a_store_that_finds_no_room_stays_here(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
+) -> None:
+    client = make_client(backlog_bytes=1, drop=True)
+    s3.fault = lambda _method, _path, _number: "hold"
+    first, second = (capture(client, tmp_path / f"s/{name}.zarr") for name in "ab")
+    uploaded(client, 1)
+    assert client.counts()["upload_failed"] == 1
+    s3.gate.set()
+    uploaded(client, 2)
+    assert client.shutdown() and client.counts()["uploaded"] == 1
+    known = index(tmp_path / "s")
+    assert known[first.name].upload == "done" and known[second.name].upload == "failed"
+    assert "upload_backlog_bytes: 1 bytes wait already (policy drop)" in str(known[second.name].upload_reason)
+    assert [outcome.state for outcome in repair(tmp_path / "s")] == ["uploaded"]
+    assert there(prefix, second.name) == files(second)
+
+
+def test_an_uploader_that_always_dies_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    uploads = Uploads(UploadSettings(f"{BUCKET}/x"), "no such mode", told.notes.append, told.count)
+    uploads.add(*finished(tmp_path / "s", "a"), 100)
+    kit.until(lambda: told.counts.get("upload_failed"))
+    assert uploads.backlog == 0 and any("died 3 times; dmi repair" in note for note in told.notes)
+
+
+def test_a_store_that_retention_removed_is_said_to_be_gone(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path
+) -> None:
+    client = make_client()
+    capture(client, tmp_path / "s/first.zarr")
+    uploaded(client, 1)
+    os.kill(pid := uploader(client), signal.SIGSTOP)
+    capture(client, tmp_path / "s/a.zarr")
+    assert main(["prune", str(tmp_path / "s"), "--keep-bytes", "0"]) == 0
+    os.kill(pid, signal.SIGCONT)
+    uploaded(client, 2)
+    assert any("a.zarr was removed before it was uploaded" in text for text in client.stats()["errors"])
+
+
+def test_lasting_errors_end_at_once() -> None:
+    calls: list[int] = []
+
+    def denied() -> None:
+        calls.append(1)
+        raise RemoteDenied("no", lasting=True)
+
+    with pytest.raises(RemoteDenied):
+        upload.patiently(denied, float("inf"))
+    assert calls == [1]
+
+
+def test_the_uploader_has_no_part_in_the_engine(s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path) -> None:
+    """A process of its own, below the coordinator, nicer than the engine."""
+    client = make_client()
+    capture(client, tmp_path / "s/a.zarr")
+    uploaded(client, 1)
+    pid = uploader(client)
+    assert pid != os.getpid() and os.getpriority(os.PRIO_PROCESS, pid) >= min(
+        19, os.getpriority(os.PRIO_PROCESS, 0) + 10
+    )
+    assert Path(f"/proc/{pid}/comm").read_text().strip() == "dmi-uploader"
+    assert isinstance(client._child, Child)
