@@ -10,7 +10,6 @@ prompts. Trains on the CPU, captures through vLLM, and prints the report of `dmi
 from __future__ import annotations
 
 import os
-import pydoc_data.topics
 import sys
 import time
 from dataclasses import asdict, replace
@@ -19,8 +18,9 @@ from typing import Any
 
 from benchmarks import common
 from dmi_connector.cli.tiny_models import ENV, make_model, make_tokenizer
+from dmi_connector.cli.tiny_training import texts, train
 
-WIDTH, TOKENS, BATCH, PROMPTS, HELD_OUT = 2560, 128, 8, 64, 200_000
+WIDTH, TOKENS, PROMPTS = 2560, 128, 64
 SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
     "intermediate_size": 1024,
@@ -34,45 +34,13 @@ MORE = ("rp(1024)", "rp(1280)")
 HOOKS = "resid_pre,resid_mid,resid_final,q,k,v,z,mlp_post,mlp_out"
 
 
-def text() -> str:
-    return "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
-
-
-def train(model: Path, steps: int) -> list[float]:
-    """Train the model on all but the end of the text, from transformers' own initialisation.
-
-    Returns the loss of each step, in nats a token.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    ids = torch.tensor(make_tokenizer()(text()[:-HELD_OUT])["input_ids"])
-    net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
-    optimiser = torch.optim.AdamW(net.parameters(), lr=1e-3, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 1e-3, total_steps=steps)
-    losses = []
-    for _ in range(steps):
-        starts = torch.randint(0, len(ids) - TOKENS, (BATCH,))
-        batch = torch.stack([ids[i : i + TOKENS] for i in starts])
-        loss = net(batch, labels=batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
-        schedule.step()
-        losses.append(round(loss.item(), 4))
-    net.save_pretrained(model)
-    return losses
-
-
 def capture(model: Path, folder: Path) -> list[Path]:
     """Stores of prompts from the end of the text."""
     from vllm import LLM, SamplingParams
 
     from dmi_connector import capture_args, open_capture
 
-    ids = make_tokenizer()(text()[-HELD_OUT:])["input_ids"]
+    ids = make_tokenizer()(texts(flat=False)[1])["input_ids"]
     prompts = [ids[i : i + TOKENS] for i in range(0, PROMPTS * TOKENS, TOKENS)]
     llm = LLM(str(model), dtype="bfloat16", enforce_eager=True, max_model_len=256, **capture_args(HOOKS, folder))
     replies = llm.generate(
@@ -102,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
         model = make_model("qwen3", options.out / kind, **SIZES)
         if kind == "trained":
             start = time.monotonic()
-            losses = train(model, options.steps)
+            losses = train(model, texts(flat=False)[0], options.steps, tokens=TOKENS, rate=1e-3)
             result |= {"training_seconds": round(time.monotonic() - start, 1), "losses": [losses[0], losses[-1]]}
             print(f"trained {options.steps} steps: loss {losses[0]} to {losses[-1]}")
         stores = capture(model, options.out / f"{kind}-stores")

@@ -6,7 +6,8 @@ Engine tests compare captures with the same values (`transformers_oracle`), so w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,39 @@ def write(
     **options: Any,
 ) -> Capture:
     """Write the store of one request of these tokens, and open it. hooks: only these. options: of `Store.write`."""
+    with _owner() as owner:
+        _write(owner, oracle, path, tokens, attention, hooks, **options)
+    return open_capture(path, timeout=0)
+
+
+def write_many(oracle: Oracle, folder: Path, requests: Sequence[Sequence[int]], hooks: Sequence[str]) -> Path:
+    """Write a store of each request's tokens, whose key is its number, with these hooks. Returns the folder."""
+    with _owner() as owner:
+        for i, tokens in enumerate(requests):
+            _write(owner, oracle, folder / f"{i:04}.zarr", tokens, None, hooks, key=str(i))
+    return folder
+
+
+@contextmanager
+def _owner() -> Iterator[kit.Store]:
+    owner = kit.Store(1 << 24)
+    try:
+        yield owner
+    finally:
+        assert owner.shutdown()
+
+
+def _write(
+    owner: kit.Store,
+    oracle: Oracle,
+    path: Path,
+    tokens: Sequence[int],
+    attention: dict[str, Any] | None,
+    hooks: Sequence[str] | None,
+    **options: Any,
+) -> None:
     values = oracle.run(tokens)
     specs = [spec for spec in specs_of(values, oracle) if hooks is None or spec.name in hooks]
     raw = {spec.name: kit.bits(values[spec.name].astype(spec.dtype)) for spec in specs}
-    owner = kit.Store(1 << 24)
-    try:
-        ids = np.asarray(tokens)
-        owner.write(path, specs, len(tokens), values=raw, ids=ids, attrs=attributes(oracle, attention), **options)
-    finally:
-        assert owner.shutdown()
-    return open_capture(path, timeout=0)
+    ids = np.asarray(tokens)
+    owner.write(path, specs, len(tokens), values=raw, ids=ids, attrs=attributes(oracle, attention), **options)

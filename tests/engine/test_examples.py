@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probe notebook as a user runs it: its own engine, 200 captures, and baselines that lose."""
+"""Notebooks as a user runs them, each with its own engine, and baselines that lose."""
 
 from __future__ import annotations
 
@@ -29,3 +29,19 @@ def test_the_probe_beats_its_baselines_and_shuffled_keys_are_found(
     notebook.cells.insert(place, new_code_cell("labels = np.random.default_rng(1).permutation(labels)"))
     with pytest.raises(CellExecutionError, match="AssertionError"):
         notebookkit.execute(notebook, monkeypatch, DMI_CAPTURES=str(stores))
+
+
+def test_the_autoencoder_and_the_draft_head_learn_from_their_own_serving_run(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tests/unit/test_notebooks.py` has what must fail."""
+    for name, captures, best, words in (
+        ("sae", 150, "SAE", r"^(.+?) +explains (-?\d\.\d+)$"),
+        ("drafter_data", 200, "draft head", r"^(.+?) +guesses (\d\.\d+) of the tokens$"),
+    ):
+        directory = tmp_path_factory.mktemp("n")
+        text, _ = notebookkit.execute(notebookkit.read(name), monkeypatch, TMPDIR=str(directory))
+        (stores,) = directory.glob("*/captures")
+        assert len(open_captures(stores)) == captures, text
+        scores = {name: float(score) for name, score in re.findall(words, text, re.M)}
+        assert len(scores) == 4 and max(scores, key=scores.__getitem__) == best, text

@@ -1,32 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notebooks of examples/ that need no engine: they run on stores of what transformers computes."""
+"""Notebooks of examples/ without an engine: they run on stores of what transformers computes."""
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell
 
 from dmi_connector.analysis.transformers_oracle import Oracle
-from dmi_connector.cli.tiny_models import make_model
+from dmi_connector.cli.tiny_models import make_model, make_tokenizer
+from dmi_connector.cli.tiny_training import texts, train
 from tests import notebookkit, oraclestore
 
 TOKENS = np.random.default_rng(0).integers(10, 500, 40).tolist()
 
 
-def run(name: str, store: Path, monkeypatch: pytest.MonkeyPatch, after: str = "", wrong: str = "") -> tuple[str, int]:
-    """What a notebook prints, and its pictures. wrong: code behind the cell that holds `after`."""
+def run(
+    name: str, stores: Path, monkeypatch: pytest.MonkeyPatch, after: str = "", wrong: str = "", env: str = "DMI_STORE"
+) -> tuple[str, int]:
+    """What a notebook prints, and its pictures. wrong: code behind the cell that holds `after`. env: names `stores`."""
     notebook = notebookkit.read(name)
     if wrong:
         place = next(i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code" and after in cell.source)
         notebook.cells.insert(place + 1, new_code_cell(wrong))
-    return notebookkit.execute(notebook, monkeypatch, DMI_STORE=str(store))
+    return notebookkit.execute(notebook, monkeypatch, **{env: str(stores)})
 
 
 def test_attention_is_that_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +52,60 @@ def test_routing_follows_from_the_logits(tmp_path: Path, monkeypatch: pytest.Mon
     assert re.search(r"\(40, \d+, \d+\) uint8", text), text
     with pytest.raises(CellExecutionError, match="AssertionError"):
         run("routing", store, monkeypatch, "experts = cap.numpy", "chosen = chosen[::-1]")
+
+
+# ---- of a model that was trained for some seconds -------------------------------------------------------------------
+
+many = functools.partial(run, env="DMI_CAPTURES")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    model = make_model("qwen3", tmp_path_factory.mktemp("trained"), num_hidden_layers=4, intermediate_size=256)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the notebooks: with more, other work on the cores makes it many times slower
+    losses = train(model, texts()[0])
+    torch.set_num_threads(threads)
+    assert np.mean(losses[-10:]) < 0.5 * losses[0], "it learnt nothing"
+    return Oracle(model)
+
+
+def prompts(count: int, tokens: int) -> torch.Tensor:
+    """int64 [count, tokens] of the text that is held out."""
+    ids = make_tokenizer()(texts()[1], verbose=False)["input_ids"]
+    return torch.tensor(ids[: count * tokens]).reshape(count, tokens)
+
+
+def test_the_autoencoder_explains_more_than_its_baselines(
+    trained: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = oraclestore.write_many(trained, tmp_path, prompts(90, 128).tolist(), ["mlp_post"])
+    text, pictures = many("sae", stores, monkeypatch)
+    explains = dict(re.findall(r"^(.+?) +explains (-?\d\.\d+)$", text, re.M))
+    assert len(explains) == 4 and float(explains.pop("SAE")) > 0.8, text
+    assert all(float(value) < 0.9 for value in explains.values()) and pictures == 2, text
+    assert re.search(r"dead latents: \d+ of 512", text) and len(re.findall(r"^latent +\d+: ", text, re.M)) == 10, text
+    mixed = "test = test[:, np.random.default_rng(1).permutation(width)]"  # neurons of another order than in training
+    with pytest.raises(CellExecutionError, match=r"AssertionError\S*: every baseline"):
+        many("sae", stores, monkeypatch, "data = TokenDataset", mixed)
+
+
+def test_the_draft_head_learns_from_files_that_are_the_captures(
+    trained: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    options = {"do_sample": True, "temperature": 0.7, "top_k": 0, "min_new_tokens": 48, "max_new_tokens": 48}
+    with torch.no_grad():
+        answers = trained.model.generate(prompts(120, 48), **options)
+    stores = oraclestore.write_many(trained, tmp_path, answers.tolist(), ["resid_pre", "resid_final", "final_ln"])
+    text, pictures = many("drafter_data", stores, monkeypatch)
+    assert "120 requests agree with their captures" in text and pictures == 1, text
+    right = {name: float(value) for name, value in re.findall(r"^(.+?) +guesses (\d\.\d+)", text, re.M)}
+    assert right["most frequent"] < right["bigram"] < right["draft head"], text
+    value = "path = next((folder / 'specforge').glob('rows_*/data_3.ckpt')); one = torch.load(path);"
+    value += " one['aux_hidden_state'][0, 5, 7] += 1e-3; torch.save(one, path)"
+    with pytest.raises(CellExecutionError, match="AssertionError"):
+        many("drafter_data", stores, monkeypatch, 'export("specforge")', value)
+    others = "for one in features.values(): one['aux_hidden_state'] = one['aux_hidden_state'].roll(40, 1)"
+    with pytest.raises(CellExecutionError, match=r"AssertionError\S*: the draft head"):
+        many("drafter_data", stores, monkeypatch, "def surprise", others)

@@ -220,8 +220,9 @@ def _read_piece(array: HookArray, file: StoredFile, offset: int, size: int, piec
     else:
         raw = _scratch.take("raw", size)
         file.read_into(offset, [raw.data])
-        _check(crc32c(raw[:-4]), raw)
-        _put(array, raw[:-4], piece)
+        body = raw[:-4]
+        _check(crc32c(body), raw)
+        _put(array, body, piece)
 
 
 def _target(array: HookArray, piece: Piece) -> np.ndarray | None:
@@ -268,7 +269,8 @@ def _put(array: HookArray, raw: np.ndarray, piece: Piece) -> None:
     values = raw.view(array.bits).reshape(array.chunk_rows, array.columns)[piece.rows]
     out = piece.out
     if out.dtype == array.bits:
-        out[piece.places] = values
+        # Rows as single elements: numpy then copies each at once.
+        out.view(array.row)[:, 0][piece.places] = values.view(array.row)[:, 0]
     elif array.dtype != _BFLOAT16:
         out[piece.places] = values.view(array.dtype)
     elif isinstance(piece.places, slice):

@@ -132,6 +132,11 @@ class HookArray:
         """Unsigned integers as wide as the dtype. numpy copies these without Python's lock; bfloat16 it does not."""
         return np.dtype(f"<u{self.dtype.itemsize}")
 
+    @functools.cached_property
+    def row(self) -> np.dtype:
+        """A row of one layer in one shard as one element."""
+        return np.dtype((np.void, self.row_bytes))
+
     def path(self, segment: int, shard: int) -> str:
         """Path of a shard file in the store."""
         return f"{self.name}/c/{segment}/{shard}" if self.per_sample else f"{self.name}/c/0/{segment}/{shard}"

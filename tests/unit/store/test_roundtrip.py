@@ -416,6 +416,13 @@ def test_an_append_that_fails_halfway_leaves_no_trace(
     assert data[:600_000] == rows[2].tobytes() and data[600_004:1_200_004] == rows[0].tobytes()
 
 
+def test_the_checksum_is_that_of_rfc_3720() -> None:
+    from dmi_connector.store.format.checksum import crc32c
+
+    assert crc32c(bytes(32)) == 0x8A9136AA and crc32c(bytes([255]) * 32) == 0x62A8AB43
+    assert crc32c(np.arange(32, dtype=np.uint8)) == crc32c(bytes(range(20, 32)), crc32c(bytes(range(20)))) == 0x46DD794E
+
+
 @pytest.mark.parametrize("sizes", [(0, 0), (0, 5), (5, 0), (1, 1), (1000, 77777), (3, 1 << 20)])
 def test_checksums_of_two_parts_join_to_that_of_the_whole(sizes: tuple[int, int]) -> None:
     from dmi_connector.store.format.checksum import crc32c, crc32c_join
