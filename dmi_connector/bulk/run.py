@@ -268,7 +268,7 @@ class Run:
             self._manifest.add(entry)
             return
         if info.state in ("complete", "incomplete"):
-            self._condemned.append(info.store)
+            self._condemned.append(self._out / info.store.name)
             self._clear_condemned()
         if flight.tries < _TRIES and not self.outcome.stopped and self._engines.alive():
             self._again.append(_Flight(flight.placed, flight.prompt, tries=flight.tries + 1))
