@@ -60,7 +60,8 @@ def open_captures(
     elif not place.is_dir():
         raise ValueError(f"{directory} is no directory; give a directory of stores")
     else:
-        found = find_captures(place) if (place / INDEX_NAME).exists() else _scanned(place)
+        one = key if isinstance(key, str) else None
+        found = find_captures(place, one, request_id) if (place / INDEX_NAME).exists() else _scanned(place)
     keys = {key} if isinstance(key, str) else key
     lengths = range(prompt_len, prompt_len + 1) if isinstance(prompt_len, int) else prompt_len
     begin, end = _time("after", after), _time("before", before)

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ from dmi_connector.store.format.locks import is_abandoned
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
 from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX
 from dmi_connector.store.read.remote_index import read_indexes
+
+_PLAIN = re.compile(r"[A-Za-z0-9._-]+")
+"""Keys and request ids that are the same in JSON and in the name of a store."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +52,53 @@ class CaptureInfo:
     remove_local: bool = False
 
 
-def read_index(directory: Given) -> list[dict[str, Any]]:
-    """All whole lines of the index. Torn and foreign lines are skipped. [] where there is no index."""
-    place = place_of(directory)
+def read_index(directory: Given, word: str | None = None) -> Iterable[dict[str, Any]]:
+    """The whole lines of the index, one by one. Torn and foreign lines are skipped. None where there is no index.
+
+    word: only the lines of stores with this key or, in a part, this request id, and others perhaps. Lines without the
+    word are not parsed, where that tells these stores from others.
+    """
+    texts = _texts(place_of(directory))
+    if word is not None and _PLAIN.fullmatch(word):
+        sought = word.encode()
+        lines = [line for text in texts for line in _parse(_raws_with(text, sought))]
+        if all(word in line["store"] for line in lines):  # then every line of these stores has it
+            return lines
+    return (line for text in texts for line in _parse(_raws(text)))
+
+
+def _texts(place: Place) -> list[bytes | mmap.mmap]:
     if isinstance(place, RemotePath):
-        return [line for text in read_indexes(place) for line in _parse(text)]
-    path = place / INDEX_NAME
-    return _parse(path.read_bytes()) if path.exists() else []
+        return [*read_indexes(place)]
+    try:
+        with open(place / INDEX_NAME, "rb") as index:
+            empty = os.fstat(index.fileno()).st_size == 0
+            return [] if empty else [mmap.mmap(index.fileno(), 0, access=mmap.ACCESS_READ)]
+    except FileNotFoundError:
+        return []
 
 
-def _parse(text: bytes) -> list[dict[str, Any]]:
-    lines = []
-    for raw in text.split(b"\n"):
+def _raws(text: bytes | mmap.mmap) -> Iterable[bytes]:
+    return text.split(b"\n") if isinstance(text, bytes) else iter(text.readline, b"")
+
+
+def _raws_with(text: bytes | mmap.mmap, word: bytes) -> Iterator[bytes]:
+    at = text.find(word)
+    while at >= 0:
+        end = text.find(b"\n", at)
+        end = end if end >= 0 else len(text)
+        yield text[text.rfind(b"\n", 0, at) + 1 : end]
+        at = text.find(word, end)
+
+
+def _parse(raws: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for raw in raws:
         try:
             line = json.loads(raw)
         except ValueError:  # the tail of a line that is being written, or that a full disk cut
             continue
         if isinstance(line, dict) and isinstance(line.get("store"), str) and "event" in line:
-            lines.append(line)
-    return lines
+            yield line
 
 
 def find_captures(directory: Given, key: str | None = None, request_id: str | None = None) -> list[CaptureInfo]:
@@ -78,7 +111,7 @@ def find_captures(directory: Given, key: str | None = None, request_id: str | No
     """
     place = place_of(directory)
     lines: dict[str, dict[str, Any]] = {}
-    for line in read_index(place):
+    for line in read_index(place, key if key is not None else request_id):
         # Later lines of a store add to earlier ones; a new start begins anew.
         known = {} if line["event"] == "start" else lines.get(line["store"], {})
         if line["event"] == "remove" and known.get("upload") == "done":
@@ -145,7 +178,9 @@ class IndexTail:
             return []
         whole = text[: text.rfind(b"\n") + 1]  # what is behind it is still being written
         self._at += len(whole)
-        lines = [line for line in _parse(whole) if line["event"] == "finish" and line.get("state") != "aborted"]
+        lines = [
+            line for line in _parse(whole.split(b"\n")) if line["event"] == "finish" and line.get("state") != "aborted"
+        ]
         return [_info(self._directory, line) for line in lines]
 
 

@@ -180,7 +180,7 @@ def test_a_capture_whose_name_is_taken_fails_and_changes_nothing(
     before = (tmp_path / "a.zarr/zarr.json").read_bytes()
     stores.write(tmp_path / "a.zarr", [SPEC], 50, key="k", request_id="r")
     assert done[1][0] == "failed" and "exists already" in str(done[1][1])
-    line = read_index(tmp_path)[-1]
+    *_, line = read_index(tmp_path)
     assert line.pop("finished") >= line.pop("created")
     reason = f"FileExistsError: store {tmp_path}/a.zarr exists already: use another name"
     told = {"state": "failed", "reason": reason, "key": "k", "request_id": "r"}

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+import pytest
 
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.format.paths import store_name
 from dmi_connector.store.format.schema import INDEX_NAME
+from dmi_connector.store.read import index
 from dmi_connector.store.read.index import IndexTail, find_captures
 from dmi_connector.store.write.commit import append_index
 from tests import storekit as kit
@@ -84,3 +89,38 @@ def test_a_tail_of_new_lines_alone_begins_at_the_end(tmp_path: Path) -> None:
     assert later.read() == []
     finish("b.zarr")
     assert [info.store.name for info in later.read()] == ["b.zarr"] == [info.store.name for info in first.read()]
+
+
+def test_finding_a_key_parses_only_lines_of_its_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines without the key belong to them too: their store's name has it."""
+    for i in range(200):
+        start(
+            tmp_path, store_name(f"k{i}", f"cmpl-{i}"), f"2025-01-01T00:00:{i:03d}", key=f"k{i}", request_id=f"cmpl-{i}"
+        )
+    names = {c.key: c.store.name for c in find_captures(tmp_path)}
+    append_index(tmp_path, {"event": "remove", "store": names["k7"], "state": "removed"})
+    append_index(tmp_path, {"event": "finish", "store": names["k8"], "state": "complete", "bytes": 5})
+    parsed: list[bytes] = []
+    loads = json.loads
+    monkeypatch.setattr(index.json, "loads", lambda raw: (parsed.append(raw), loads(raw))[1])
+    assert find_captures(tmp_path, key="k7") == []
+    [eight] = find_captures(tmp_path, key="k8")
+    [same] = find_captures(tmp_path, request_id="cmpl-8")
+    assert eight == same and (eight.state, eight.bytes) == ("complete", 5)
+    assert len(parsed) < 60, "k7, k70 to k79 and their like"
+
+
+@pytest.mark.parametrize("key", ["a/b", 'say "hi"', "sch\u00f6n", "k" * 200, "", "x"])
+def test_keys_that_names_do_not_hold_are_found_too(tmp_path: Path, key: str) -> None:
+    """x: somebody gave the store another name."""
+    name = "other.zarr" if key == "x" else store_name(key, "r1")
+    start(tmp_path, name, "1", key=key, request_id="r1")
+    start(tmp_path, store_name("y", "r2"), "2", key="y", request_id="r2")
+    append_index(tmp_path, {"event": "finish", "store": name, "state": "complete", "bytes": 5})
+    [found] = find_captures(tmp_path, key=key)
+    assert (found.store.name, found.bytes) == (name, 5)
+
+
+def test_an_empty_index_has_nothing(tmp_path: Path) -> None:
+    (tmp_path / INDEX_NAME).touch()
+    assert find_captures(tmp_path) == find_captures(tmp_path, key="k") == []
