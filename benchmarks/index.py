@@ -22,6 +22,8 @@ from benchmarks import common
 
 MODULE = "benchmarks.index"
 WHAT = ("key", "request id", "all", "append")
+MOST_LISTED = 2_000_000
+"""Captures that are listed at most: listing takes 2.5 GB of memory for a million."""
 
 
 def write(directory: Path, entries: int) -> int:
@@ -53,8 +55,8 @@ def measure(directory: Path, entries: int, what: str) -> dict[str, Any]:
         found = 0
     else:
         middle = f"cmpl-{entries // 2:032x}"
-        sought = {"key": {"key": f"k{entries // 2}"}, "request id": {"request_id": middle}}.get(what, {})
-        found = len(find_captures(directory, **sought))
+        key = f"k{entries // 2}" if what == "key" else None
+        found = len(find_captures(directory, key, middle if what == "request id" else None))
     seconds = time.perf_counter() - began
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {"seconds": round(seconds, 4), "found": found, "memory_MiB": memory // 1024}
@@ -78,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         shutil.rmtree(directory, ignore_errors=True)
         try:
             found: dict[str, Any] = {"index_bytes": write(directory, entries)}
-            for what in WHAT:
+            for what in WHAT if entries <= MOST_LISTED else ("key", "request id", "append"):
                 command = [sys.executable, "-m", MODULE, "--directory", str(directory), "--entries", str(entries)]
                 done = subprocess.run([*command, "--what", what], check=True, capture_output=True, text=True)
                 found[what] = json.loads(done.stdout)
