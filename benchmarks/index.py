@@ -51,7 +51,7 @@ def measure(directory: Path, entries: int, what: str) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     if what == "append":
-        append_index(directory, {"event": "start", "store": "one.zarr", "state": "started", "created": "2026"})
+        append_index(str(directory), {"event": "start", "store": "one.zarr", "state": "started", "created": "2026"})
         found = 0
     else:
         middle = f"cmpl-{entries // 2:032x}"

@@ -69,3 +69,32 @@ def test_the_bulk_benchmark_gives_both_engines_the_same_arguments_and_shows_its_
     for line, ratio in zip(lines[2:], (None, f"{results['ratio']:.2f}"), strict=True):
         name, speed = (cell.strip() for cell in line.split("|")[1:3])
         assert f"| {name} | {int(speed):,} | {ratio or 1} |" in page
+
+
+def test_the_page_about_scale_has_what_its_script_prints(tmp_path: Path) -> None:
+    """Its files a store are those of a real one, its hooks those of the selection."""
+    from benchmarks import scale
+    from dmi_connector.hooks import ModelDims, parse_selection
+    from dmi_connector.layout import ArraySpec
+    from tests import storekit
+
+    assert scale.tables(1e9, [1, 8, 64], 0.023) in (Path(__file__).parents[2] / "docs" / "SCALE.md").read_text()
+    hours, stored = scale.costs(scale.SELECTIONS[0], 1e9, 2)
+    assert hours == pytest.approx(189_440 / 6.4 / 3600, rel=1e-6) and stored == pytest.approx(6.4 / 1.5)
+    dims = ModelDims("Qwen3ForCausalLM", 36, 2560, 32, 8, 128, 9728, 151936)
+    hooks = ["hidden-states", "mlp_post@16-19,resid_post@16-19", "vllm-full,-logits"]
+    assert [one.arrays for one in scale.SELECTIONS] == [len(parse_selection(text, dims).hooks) for text in hooks]
+    stores = storekit.Store()
+    stores.write(tmp_path / "a.zarr", [ArraySpec("q", "bfloat16", (0, 1), 8), ArraySpec("z", "bfloat16", (0,), 8)], 511)
+    assert stores.shutdown()
+    files = [path for path in (tmp_path / "a.zarr").rglob("*") if path.is_file()]
+    assert len(files) == scale.FIXED_FILES + 2 * 2
+
+
+def test_the_benchmark_of_indexes_finds_what_it_wrote(tmp_path: Path) -> None:
+    from benchmarks import index
+
+    out, directory = tmp_path / "out.json", tmp_path / "indexes"
+    assert index.main(["--entries", "300", "--out", str(out), "--directory", str(directory)]) == 0
+    found = json.loads(out.read_text())["entries"]["300"]
+    assert [found[what]["found"] for what in index.WHAT] == [1, 1, 300, 0] and not list(directory.iterdir())
