@@ -31,6 +31,7 @@ def test_the_probe_beats_its_baselines_and_shuffled_keys_are_found(
         notebookkit.execute(notebook, monkeypatch, DMI_CAPTURES=str(stores))
 
 
+@pytest.mark.soak
 def test_the_autoencoder_and_the_draft_head_learn_from_their_own_serving_run(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

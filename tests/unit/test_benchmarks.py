@@ -85,7 +85,7 @@ def test_the_page_about_scale_has_what_its_script_prints(tmp_path: Path) -> None
     hooks = ["hidden-states", "mlp_post@16-19,resid_post@16-19", "vllm-full,-logits"]
     assert [one.arrays for one in scale.SELECTIONS] == [len(parse_selection(text, dims).hooks) for text in hooks]
     stores = storekit.Store()
-    stores.write(tmp_path / "a.zarr", [ArraySpec("q", "bfloat16", (0, 1), 8), ArraySpec("z", "bfloat16", (0,), 8)], 511)
+    stores.write(tmp_path / "a.zarr", [ArraySpec("q", "bfloat16", (0, 1), 8), ArraySpec("z", "bfloat16", (0,), 8)], 200)
     assert stores.shutdown()
     files = [path for path in (tmp_path / "a.zarr").rglob("*") if path.is_file()]
     assert len(files) == scale.FIXED_FILES + 2 * 2

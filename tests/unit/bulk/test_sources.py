@@ -18,7 +18,6 @@ from dmi_connector.bulk.order import Order, parse_share, permuted
 from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
 from dmi_connector.bulk.sources import Source, identity, open_source
 
-MANY = 1_000_000
 MIB = 1 << 20
 
 
@@ -226,7 +225,7 @@ def test_bad_shares_are_refused(text: str) -> None:
         parse_share(text)
 
 
-# ---- a million rows -------------------------------------------------------------------------------------------------
+# ---- many rows ------------------------------------------------------------------------------------------------------
 
 
 def anonymous_bytes() -> int:
@@ -235,23 +234,24 @@ def anonymous_bytes() -> int:
     return int(fields["RssAnon"].split()[0]) << 10
 
 
-@pytest.fixture(scope="module")
-def million(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("million")
-    return {
-        "lines": as_lines(folder / "p.jsonl", MANY),
-        "parquet": as_parquet(folder / "p.parquet", MANY, 50_000),
-        "dataset": as_dataset(folder / "d", MANY),
+@pytest.fixture(scope="module", params=[200_000, pytest.param(1_000_000, marks=pytest.mark.soak)])
+def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Path]]:
+    """A number of prompts, and files of so many."""
+    folder, count = tmp_path_factory.mktemp("many"), request.param
+    return count, {
+        "lines": as_lines(folder / "p.jsonl", count),
+        "parquet": as_parquet(folder / "p.parquet", count, 50_000),
+        "dataset": as_dataset(folder / "d", count),
     }
 
 
 @pytest.mark.parametrize("form", ["lines", "parquet", "dataset"])
 @pytest.mark.parametrize("shuffle", [None, 1])
-def test_a_million_prompts_take_no_more_memory_than_a_few(
-    form: str, shuffle: int | None, million: dict[str, Path], tmp_path: Path
+def test_many_prompts_take_no_more_memory_than_a_few(
+    form: str, shuffle: int | None, many: tuple[int, dict[str, Path]], tmp_path: Path
 ) -> None:
-    columns = Columns()
-    rows = Order(shuffle).rows(open_source(million[form], columns), tmp_path)
+    (count, files), columns = many, Columns()
+    rows = Order(shuffle).rows(open_source(files[form], columns), tmp_path)
     early, most, total, ids = 0, 0, 0, 0
     for placed in rows:
         prompt = Prompt.of(rows.load(placed.raw), columns)
@@ -262,6 +262,6 @@ def test_a_million_prompts_take_no_more_memory_than_a_few(
             early = anonymous_bytes()
         elif total % 50_000 == 0:
             most = max(most, anonymous_bytes())
-    assert total == MANY and ids == MANY * (MANY - 1) // 2
+    assert total == count and ids == count * (count - 1) // 2
     assert most - early < 16 * MIB, f"{early / MIB:.0f} MiB became {most / MIB:.0f}"
-    assert os.path.getsize(million["lines"]) > 50 * MIB
+    assert os.path.getsize(files["lines"]) > 50 * count
