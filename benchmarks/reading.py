@@ -2,10 +2,14 @@
 """How fast stores are read, beside what the machine gives: raw reads of the same files, and the codec alone.
 
     python -m benchmarks.reading --out benchmarks/results/cpu-reading.json
+    python -m benchmarks.reading --only export --out export.json
 
 Stores hold normal bf16 values, one hook `resid_pre`, in memory (/dev/shm). Each round measures every limit and every
 read once, in turns. A ratio is the median over the rounds of limit and read of one round. Beside it stands the ratio of
 their processor times, which says the same on a machine whose cores others use too.
+
+`--only` names what to measure: whole (with float32 and zarr), random, batches, export, open. The export needs the
+environment that `make types TYPES=sae-lens` builds: `.types/sae-lens/bin/python -m benchmarks.reading`.
 
 | name | is |
 |---|---|
@@ -17,12 +21,16 @@ their processor times, which says the same on a machine whose cores others use t
 | in that order | the chunks of that epoch, in its order, read and decoded like "in order" |
 | files and codec | raw reads and decoding of the chunks of "whole" with `zstd`: what a reader without checksums takes |
 | zarr | `Capture.array(hook)[:]`, by zarr-python |
+| export | `dmi export --to saelens` of a fifth of the stores, counted as stored. Left out without `datasets` |
+| read and written | the chunks of that export in order, then writing as many float32 values: twice the bytes read |
 | open | `open_captures`, then open and close each store |
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
+import importlib.util
 import os
 import shutil
 import statistics
@@ -38,6 +46,7 @@ from numcodecs import blosc
 
 from benchmarks import common
 from dmi_connector import Capture, TokenDataset, open_captures
+from dmi_connector.analysis.export.targets import export
 from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout
 from dmi_connector.store.read.captures import Captures
 from dmi_connector.store.read.chunk_reader import ShardPieces
@@ -56,6 +65,8 @@ BARS = (
     ("random zstd", "in order zstd", 0.5),
     ("batches none", "in that order none", 0.7),
     ("batches zstd", "in that order zstd", 0.7),
+    ("export none", "read and written none", 0.7),
+    ("export zstd", "read and written zstd", 0.7),
 )
 """(read, the limit it is compared with, the least part of it)."""
 _THREADS = len(os.sched_getaffinity(0))
@@ -214,37 +225,79 @@ class Clock:
         return seconds
 
 
+def write_alone(path: Path, values: np.ndarray, nbytes: int) -> None:
+    """Write a new file of `nbytes` from the same memory again and again, and remove it."""
+    with open(path, "wb", buffering=0) as file:
+        for at in range(0, nbytes, values.nbytes):
+            file.write(values[: nbytes - at].data)
+    path.unlink()
+
+
 class Round:
-    """The stores, and one measurement of everything."""
+    """One measurement of each part that was asked for. Stores of one codec are made when a part needs them."""
 
-    def __init__(self, root: Path, codec: str, few: int, layers: int, many: int, batch: int) -> None:
-        self.codec = codec
-        self.few_dir, self.many_dir = root / f"few-{codec}", root / f"many-{codec}"
-        make_stores(self.few_dir, codec, few, layers)
-        make_stores(self.many_dir, codec, many, 2)
-        self.few, self.many = open_captures(self.few_dir), open_captures(self.many_dir)
-        self.view: RowView = self.many.rows(HOOK, layer=1)
-        self.encoded = frames(self.few) if codec != "none" else []
-        self.whole = [p for capture in self.few for p in whole_chunks(capture)]
-        self.batches = TokenDataset(self.many, f"{HOOK}@1", min(batch, len(self.view)))
+    def __init__(self, root: Path, codec: str, args: argparse.Namespace) -> None:
+        self.root, self.codec, self.args = root, codec, args
         self.memory = np.zeros((64, CHUNK * WIDTH * 2 + 64), np.uint8)
-        # As long as a buffer of the data set: what is read has to lie somewhere.
-        self.buffer = np.zeros((self.batches.buffer_tokens // CHUNK, self.memory.shape[1]), np.uint8)
-        self.raw_bytes = few * layers * TOKENS * WIDTH * 2
+        self.clock = Clock()
 
-    def measure(self, batch: int, seed: int, clock: Clock) -> None:
-        """GB/s of decoded values; another unit where the name says so."""
-        codec, files, view = self.codec, shard_files(self.few), self.view
+    @functools.cached_property
+    def few(self) -> Captures:
+        """Stores that are read whole."""
+        make_stores(self.root / "few", self.codec, self.args.few, self.args.layers)
+        return open_captures(self.root / "few")
+
+    @functools.cached_property
+    def encoded(self) -> list[bytes]:
+        """Their chunks, as they are stored."""
+        return frames(self.few)
+
+    @functools.cached_property
+    def many(self) -> Captures:
+        """Stores that rows are taken from."""
+        make_stores(self.root / "many", self.codec, self.args.many, 2)
+        return open_captures(self.root / "many")
+
+    @functools.cached_property
+    def view(self) -> RowView:
+        """Their rows."""
+        return self.many.rows(HOOK, layer=1)
+
+    @functools.cached_property
+    def data(self) -> TokenDataset:
+        """Batches of them."""
+        return TokenDataset(self.many, f"{HOOK}@1", min(self.args.batch, len(self.view)))
+
+    @functools.cached_property
+    def buffer(self) -> np.ndarray:
+        """As long as a buffer of the data set: what is read has to lie somewhere."""
+        return np.zeros((self.data.buffer_tokens // CHUNK, self.memory.shape[1]), np.uint8)
+
+    def measure(self, seed: int) -> Clock:
+        """GB/s of values as they are stored, decoded; another unit where the name says so. seed: of random tokens."""
+        self.clock = Clock()
+        for name in self.args.only:
+            PARTS[name](self, seed)
+        return self.clock
+
+    def whole(self, _seed: int) -> None:
+        """All layers, in the stored dtype, as float32, and by zarr-python."""
+        codec, rate = self.codec, self.clock.rate
+        nbytes, files = len(self.few) * self.args.layers * TOKENS * WIDTH * 2, shard_files(self.few)
         if codec == "none":
-            clock.rate("raw files", self.raw_bytes, lambda: _in_threads(read_raw, files))
+            rate("raw files", nbytes, lambda: _in_threads(read_raw, files))
         else:
-            clock.rate("codec alone", self.raw_bytes, lambda: decode_alone(self.encoded))
-            clock.rate("files and codec", self.raw_bytes, lambda: chunks_in_order(self.whole, self.memory))
+            planned, encoded = [p for capture in self.few for p in whole_chunks(capture)], self.encoded
+            rate("codec alone", nbytes, lambda: decode_alone(encoded))
+            rate("files and codec", nbytes, lambda: chunks_in_order(planned, self.memory))
         for name, convert in (("whole", False), ("float32", True)):
-            clock.rate(f"{name} {codec}", self.raw_bytes, functools.partial(read_whole, self.few, convert))
+            rate(f"{name} {codec}", nbytes, functools.partial(read_whole, self.few, convert))
         some = self.few[: max(1, len(self.few) // 10)]
-        clock.rate(f"zarr {codec}", self.raw_bytes * len(some) / len(self.few), lambda: read_by_zarr(some))
+        rate(f"zarr {codec}", nbytes * len(some) / len(self.few), lambda: read_by_zarr(some))
 
+    def random(self, seed: int) -> None:
+        """Random tokens of one layer."""
+        codec, view, clock, batch = self.codec, self.view, self.clock, self.args.batch
         rows = np.random.default_rng(seed).integers(0, len(view), batch)
         planned = view._plan(np.unique(rows), np.empty((1, batch, WIDTH), np.uint16))
         chunks = chunks_in_order(planned, self.memory)
@@ -253,14 +306,59 @@ class Round:
         seconds = clock.rate(f"random {codec}", nbytes, lambda: view.read(rows, convert=False))
         clock.wall |= {f"random {codec}, ms": seconds * 1e3, f"random {codec}, chunks": chunks}
 
-        data = self.batches
+    def batches(self, _seed: int) -> None:
+        """An epoch of the data set."""
+        codec, data = self.codec, self.data
         data.load_state_dict({**data.state_dict(), "epoch": 0, "batch": 0})
         planned, nbytes = epoch_chunks(data), data.batches() * data.batch_size * WIDTH * 2
-        clock.rate(f"in that order {codec}", nbytes, lambda: chunks_in_order(planned, self.buffer))
-        clock.rate(f"batches {codec}", nbytes, lambda: count(data))
-        seconds = clock.rate("open", 0, lambda: [None for _ in open_captures(self.many_dir)])
-        del clock.wall["open"], clock.cores["open"]
-        clock.wall[f"open {codec}, s"] = seconds
+        self.clock.rate(f"in that order {codec}", nbytes, lambda: chunks_in_order(planned, self.buffer))
+        self.clock.rate(f"batches {codec}", nbytes, lambda: count(data))
+
+    def export(self, _seed: int) -> None:
+        """A data set of SAELens. Reading and writing each alone, and both."""
+        codec, clock = self.codec, self.clock
+        some = self.many[: max(1, len(self.many) // 5)]
+        rows = len(some) * TOKENS
+        planned = some.rows(HOOK, layer=1)._plan(np.arange(rows), np.empty((1, rows, WIDTH), np.uint16))
+        nbytes, values = rows * WIDTH * 2, np.ones(16 << 20, np.uint8)
+        read = clock.rate(f"read to export {codec}", nbytes, lambda: chunks_in_order(planned, self.memory))
+        busy = nbytes / clock.cores[f"read to export {codec}"]
+        written = clock.rate(f"written {codec}", nbytes, lambda: write_alone(self.root / "written", values, 2 * nbytes))
+        busy += nbytes / clock.cores[f"written {codec}"]
+        clock.wall[f"read and written {codec}"] = nbytes / (read + written) / 1e9
+        clock.cores[f"read and written {codec}"] = nbytes / busy
+        out = self.root / "export"
+        clock.rate(f"export {codec}", nbytes, lambda: export(some, "saelens", out, {"hook": f"{HOOK}@1"}))
+        shutil.rmtree(out)
+
+    def open(self, _seed: int) -> None:
+        """Open and close each store."""
+        directory = self.root / "many"
+        assert len(self.many)
+        seconds = self.clock.rate("open", 0, lambda: [None for _ in open_captures(directory)])
+        del self.clock.wall["open"], self.clock.cores["open"]
+        self.clock.wall[f"open {self.codec}, s"] = seconds
+
+
+PARTS: dict[str, Callable[[Round, int], None]] = {
+    "whole": Round.whole,
+    "random": Round.random,
+    "batches": Round.batches,
+    "export": Round.export,
+    "open": Round.open,
+}
+"""What `--only` names."""
+
+
+def chosen(only: list[str]) -> list[str]:
+    """The parts to measure. Without a choice: all that can be. Raises ValueError for an export without `datasets`."""
+    lacks = importlib.util.find_spec("datasets") is None
+    how = "needs the package datasets: make types TYPES=sae-lens, then .types/sae-lens/bin/python -m benchmarks.reading"
+    if lacks and "export" in only:
+        raise ValueError(f"--only export {how}")
+    if lacks and not only:
+        print(f"export is left out: it {how}", file=sys.stderr)
+    return only or [name for name in PARTS if name != "export" or not lacks]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -268,22 +366,26 @@ def main(argv: list[str] | None = None) -> int:
     p = common.parser("benchmarks.reading", __doc__)
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--directory", default="/dev/shm/dmi-reading")
+    p.add_argument("--only", nargs="+", choices=PARTS, default=[], help="what to measure (default: all)")
     p.add_argument("--few", type=int, default=60, help="stores that are read whole")
     p.add_argument("--layers", type=int, default=12, help="layers of these")
     p.add_argument("--many", type=int, default=1000, help="stores that random tokens come from, of two layers")
     p.add_argument("--batch", type=int, default=4096, help="random tokens")
     p.add_argument("--repeat", type=int, default=7)
     args = p.parse_args(argv)
+    try:
+        args.only = chosen(args.only)
+    except ValueError as error:
+        p.error(str(error))
     header = common.header("benchmarks.reading", argv)
     wall: dict[str, list[float]] = {}
     cores: dict[str, list[float]] = {}
     for codec in ("none", "zstd"):  # one after the other: both sets of stores would take twice the memory
         root = Path(args.directory)
         try:
-            stores = Round(root, codec, args.few, args.layers, args.many, args.batch)
+            stores = Round(root, codec, args)
             for turn in range(args.repeat + 1):
-                clock = Clock()
-                stores.measure(args.batch, turn, clock)
+                clock = stores.measure(turn)
                 for found, runs in ((clock.wall, wall), (clock.cores, cores)) if turn else ():  # the first warms up
                     for name, value in found.items():
                         runs.setdefault(name, []).append(common.three_digits(value))
@@ -293,7 +395,7 @@ def main(argv: list[str] | None = None) -> int:
         "header": header,
         "stores": {"whole": [args.few, args.layers, TOKENS, WIDTH], "random": [args.many, 2, TOKENS, WIDTH]},
         "median": {name: statistics.median(values) for name, values in wall.items()},
-        "of_limit": [of_limit(wall, cores, *bar) for bar in BARS],
+        "of_limit": [of_limit(wall, cores, *bar) for bar in BARS if bar[0] in wall],
         "runs": wall,
         "runs_processor_time": cores,
     }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import warnings
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import reading
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.read.captures import open_captures
@@ -23,7 +25,7 @@ sae_lens = pytest.importorskip("sae_lens", reason="sae_lens is not installed; ru
 from sae_lens.config import LanguageModelSAERunnerConfig  # noqa: E402
 from sae_lens.training.activations_store import ActivationsStore  # noqa: E402
 
-from dmi_connector.analysis.export import packed  # noqa: E402
+from dmi_connector.analysis.export import packed, saelens  # noqa: E402
 
 WIDTH, LATENTS, CONTEXT = 16, 40, 32
 SPECS = (ArraySpec("resid_pre", "bfloat16", (0, 1), WIDTH), ArraySpec("z", "float32", (1,), WIDTH))
@@ -71,14 +73,16 @@ def reader(path: Path, hook: str = HOOK) -> ActivationsStore:
     return ActivationsStore.from_config(None, config, override_dataset=datasets.Dataset.from_list(one))
 
 
-@pytest.mark.parametrize("step", [1, 5])
+@pytest.mark.parametrize(("step", "batches"), [(1, 1), (1, 3), (5, 32)])
 def test_saelens_reads_the_rows_and_tokens(
-    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, batches: int
 ) -> None:
     monkeypatch.setattr(packed.PackedRows, "step", step)
+    monkeypatch.setattr(saelens, "_BATCHES", batches)
     flags = ["--to", "saelens", "--hook", "resid_pre@1", "--context-size", str(CONTEXT), "--skip", "1"]
     assert main(["export", str(stores), *flags, "-o", str(tmp_path)]) == 0
     rows, ids = rows_of(stores, 1)
+    assert len(list(tmp_path.glob("*.arrow"))) == -(-(len(rows) // CONTEXT) // (step * batches))
     whole = len(rows) // CONTEXT
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -103,9 +107,9 @@ def test_a_killed_run_goes_on(stores: Path, tmp_path: Path, monkeypatch: pytest.
     flags = ["--to", "saelens", "--hook", HOOK, "--context-size", str(CONTEXT), "-o", str(tmp_path)]
     code = f"""
 import os
-from dmi_connector.analysis.export import packed
+from dmi_connector.analysis.export import packed, saelens
 from dmi_connector.cli.main import main
-packed.PackedRows.step = 3
+packed.PackedRows.step, saelens._BATCHES = 3, 1
 read = packed.PackedRows.read
 packed.PackedRows.read = lambda self, first, stop: os.kill(os.getpid(), 9) if first == 6 else read(self, first, stop)
 main({["export", str(stores), *flags]!r})
@@ -116,6 +120,7 @@ main({["export", str(stores), *flags]!r})
     assert len(parts) == 2 and not (tmp_path / "state.json").exists()
     before = [part.stat().st_mtime_ns for part in parts]
     monkeypatch.setattr(packed.PackedRows, "step", 3)
+    monkeypatch.setattr(saelens, "_BATCHES", 1)
     assert main(["export", str(stores), *flags]) == 0
     assert [part.stat().st_mtime_ns for part in parts] == before and not list(tmp_path.glob(".part*"))
     rows, _ = rows_of(stores)
@@ -146,3 +151,13 @@ def test_the_pages_commands_work(stores: Path, tmp_path: Path) -> None:
     assert main(filled.split()[1:]) == 0
     names = snippets.run("SAELens", {"path": str(tmp_path / "activations")})
     assert names["rows"].column_names == [HOOK, "token_ids"]
+
+
+def test_the_reading_benchmark_compares_the_export_with_reading_and_writing(tmp_path: Path) -> None:
+    out, directory = tmp_path / "reading.json", tmp_path / "stores"
+    argv = ["--out", str(out), "--directory", str(directory), "--only", "export", "--many", "5", "--repeat", "1"]
+    assert reading.main(argv) == 0
+    results = json.loads(out.read_text())
+    bars = [bar for bar in reading.BARS if bar[0].startswith("export")]
+    assert [(one["read"], one["limit"], one["bar"]) for one in results["of_limit"]] == bars and len(bars) == 2
+    assert min(results["median"].values()) > 0 and not directory.exists()

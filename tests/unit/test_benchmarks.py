@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -50,12 +51,30 @@ def test_the_reading_benchmark_compares_each_read_with_its_limit(tmp_path: Path)
     out, directory = tmp_path / "reading.json", tmp_path / "stores"
     small = {"--few": 2, "--layers": 2, "--many": 3, "--batch": 300, "--repeat": 1}
     argv = [str(word) for option in small.items() for word in option]
+    argv += ["--only", *(name for name in reading.PARTS if name != "export")]  # that needs datasets: tests/types has it
     assert reading.main(["--out", str(out), "--directory", str(directory), *argv]) == 0
     results = json.loads(out.read_text())
-    assert [(one["read"], one["limit"], one["bar"]) for one in results["of_limit"]] == list(reading.BARS)
+    bars = [bar for bar in reading.BARS if not bar[0].startswith("export")]
+    assert [(one["read"], one["limit"], one["bar"]) for one in results["of_limit"]] == bars
     assert all(one["ratio"] == one["runs"][0] > 0 for one in results["of_limit"])
     assert min(results["median"].values()) > 0 and "/" not in results["header"]["command"]
     assert not directory.exists()
+
+
+def test_the_reading_benchmark_measures_one_part_alone(tmp_path: Path) -> None:
+    out = tmp_path / "reading.json"
+    argv = ["--out", str(out), "--directory", str(tmp_path / "stores"), "--many", "2", "--repeat", "1"]
+    assert reading.main([*argv, "--only", "open"]) == 0
+    assert json.loads(out.read_text())["median"].keys() == {"open none, s", "open zstd, s"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is installed")
+def test_the_reading_benchmark_says_what_an_export_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        reading.main(["--out", "reading.json", "--only", "export"])
+    assert "--only export needs the package datasets: make types TYPES=sae-lens" in capsys.readouterr().err
+    assert reading.chosen([]) == [name for name in reading.PARTS if name != "export"]
+    assert "export is left out: it needs the package datasets" in capsys.readouterr().err
 
 
 def test_the_bulk_benchmark_gives_both_engines_the_same_arguments_and_shows_its_result() -> None:

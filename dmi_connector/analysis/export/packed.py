@@ -14,7 +14,7 @@ from dmi_connector.store.read.lens_names import lens_name
 from dmi_connector.store.read.open_files import files_of
 from dmi_connector.store.read.shard_reader import decode_plain
 
-_STEP_BYTES = 64 << 20
+_STEP_BYTES = 16 << 20
 """float32 bytes that are read at a time."""
 
 
