@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,16 @@ def run(title: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def commands(title: str) -> list[str]:
-    """The command lines of a section, those over several lines as one."""
-    return code(title, "sh").replace("\\\n", " ").strip().splitlines()
+def commands(title: str) -> list[list[str]]:
+    """The commands of a section, each as its words, without comments."""
+    lines = code(title, "sh").replace("\\\n", " ").strip().splitlines()
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def blocks() -> list[tuple[str, str]]:
+    """(section, language) of each block of code of docs/TYPES.md."""
+    found, section = [], ""
+    for title, language in re.findall(r"^## (.+)$|^```(\w+)$", (DOCS / "TYPES.md").read_text(), re.MULTILINE):
+        section = title or section
+        found += [(section, language)] if language else []
+    return found

@@ -113,8 +113,8 @@ def test_delphi_reads_the_latents(stores: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     encode = MAKE["topk"](tmp_path / "sae")
     names = {"captures": str(stores), "sae": str(tmp_path / "sae"), "latents": str(tmp_path / "latents")}
-    (line,) = snippets.commands("Delphi")
-    filled = [names.get(word, word).replace("@12", "@1") for word in line.split()]
+    (words,) = snippets.commands("Delphi")
+    filled = [names.get(word, word).replace("@12", "@1") for word in words]
     assert main(filled[1:]) == 0
     rows = open_captures(stores).rows("mlp_out", 1)[:]
     contexts = len(rows) // 256

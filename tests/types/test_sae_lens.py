@@ -146,9 +146,9 @@ def test_other_stores_and_mistakes_are_named(stores: Path, tmp_path: Path, capsy
 
 
 def test_the_pages_commands_work(stores: Path, tmp_path: Path) -> None:
-    (line,) = snippets.commands("SAELens")
-    filled = line.replace("captures", str(stores)).replace("@12", "@1").replace("data", str(tmp_path))
-    assert main(filled.split()[1:]) == 0
+    (words,) = snippets.commands("SAELens")
+    names = {"captures": str(stores), "resid_pre@12": "resid_pre@1", "data/activations": str(tmp_path / "activations")}
+    assert main([names.get(word, word) for word in words[1:]]) == 0
     names = snippets.run("SAELens", {"path": str(tmp_path / "activations")})
     assert names["rows"].column_names == [HOOK, "token_ids"]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,17 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(stores: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The preprocessed data set of speculators for the same requests."""
     path = tmp_path_factory.mktemp("data")
+    preprocess(stores, path)
+    return path
+
+
+def preprocess(stores: Path, path: Path) -> None:
+    """Write what speculators' preprocessing writes for the same requests."""
     ids = [open_capture(stores / f"{number}.zarr").token_ids.tolist() for number in range(len(LENGTHS))]
     columns = {"input_ids": ids, "loss_mask": [[1] * len(i) for i in ids], "seq_len": [len(i) for i in ids]}
     made = datasets.Dataset.from_dict(columns)
     made.set_format("torch", columns=["input_ids", "loss_mask"])
     made.save_to_disk(path)
-    return path
 
 
 def test_exported_files_pass_the_checks_of_speculators(stores: Path, data: Path) -> None:
@@ -134,14 +140,65 @@ def test_specforge_reads_its_features(stores: Path, tmp_path: Path, flags: list[
     assert sample["loss_mask"].tolist() == [[0] * 20 + [1] * 11 + [0]] and sample["input_ids"].shape == (1, 32)
 
 
-def test_the_pages_commands_work(stores: Path, data: Path, tmp_path: Path) -> None:
-    for title in ("speculators", "SpecForge"):
-        for line in snippets.commands(title):
-            if line.startswith("dmi export"):
-                filled = (
-                    line.replace("captures", str(stores)).replace("2,18,33", "1,2,3").replace("data", str(tmp_path))
-                )
-                assert main(filled.split()[1:]) == 0, line
+def test_the_pages_exports_work(stores: Path, tmp_path: Path) -> None:
+    exports = [*snippets.commands("speculators"), *snippets.commands("SpecForge")]
+    names = {"captures": str(stores), "2,18,33": "1,2,3"}
+    names |= {f"data/{name}": str(tmp_path / name) for name in ("hidden_states", "features")}
+    for words in exports:
+        if words[0] == "dmi":
+            assert main([names.get(word, word) for word in words[1:]]) == 0, words
     assert len(list(tmp_path.rglob("hs_*.safetensors"))) == len(list(tmp_path.rglob("*.ckpt"))) == 3
-    names = snippets.run("speculators", {"captures": str(stores), "layers": [1, 2, 3]})
-    assert names["sample"]["hidden_states"].shape == (300, 4, WIDTH)
+    left = snippets.run("speculators", {"captures": str(stores), "layers": [1, 2, 3]})
+    assert left["sample"]["hidden_states"].shape == (300, 4, WIDTH)
+
+
+class FewSteps:
+    """In the place of speculators' trainer, which needs a GPU: the same steps on a CPU, all with the first batch."""
+
+    losses: list[float]
+    batch: dict[str, Any]
+
+    def __init__(self, model: torch.nn.Module, config: Any, train_loader: Any, val_loader: Any = None) -> None:
+        self.model, FewSteps.batch, FewSteps.losses = model, next(iter(train_loader)), []
+        self.arguments = config.train_call_kwargs or {}
+
+    def run_training(self) -> None:
+        """Five steps."""
+        optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(5):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                _, loss, _ = self.model(**self.batch, **self.arguments)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            self.losses.append(float(loss.detach()))
+
+
+def test_the_pages_training_command_learns_from_stores(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from speculators.train import cli
+
+    from dmi_connector.analysis import speculators_backend
+
+    owner, width = kit.Store(1 << 22), 64
+    specs = [ArraySpec("resid_pre", "bfloat16", (0, 1, 2), width), ArraySpec("resid_final", "bfloat16", (), width)]
+    for number, length in enumerate(LENGTHS):
+        owner.write(tmp_path / f"captures/{number}.zarr", specs, length, attrs={"num_layers": 3}, key=str(number))
+    assert owner.shutdown()
+    preprocess(tmp_path / "captures", tmp_path / "data")
+    more = {
+        **{"verifier-name-or-path": tiny_model("qwen3"), "data-path": tmp_path / "data", "num-workers": 0},
+        **{"save-path": tmp_path / "checkpoints", "log-dir": tmp_path / "logs", "total-seq-len": 512},
+        **{"draft-attn-impl": "eager", "loss-implementation": "eager"},
+    }
+    (words,) = (words for words in snippets.commands("speculators") if words[0] == "python")
+    assert words[:3] == ["python", "-m", speculators_backend.__name__]
+    flags = [str(part) for name, value in more.items() for part in (f"--{name}", value)]
+    flags += ["--target-layer-ids", "0", "1", "2"]
+    argv = ["train", *(str(tmp_path / word) if word == "captures" else word for word in words[3:]), *flags]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(cli, "Trainer", FewSteps)
+    speculators_backend.main()
+    assert FewSteps.batch["hidden_states"].shape == (1, 512, 3 * width)
+    assert FewSteps.losses[-1] < FewSteps.losses[0]

@@ -113,6 +113,14 @@ def test_each_store_gets_a_file(write: Write, tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.load(tmp_path / "out/routed_experts_12.npy"), capture.routed_experts(4))
 
 
+def test_the_pages_command_works(write: Write, tmp_path: Path) -> None:
+    capture, _ = write(key="7")
+    names = {"captures": str(capture.path.parent), "routing": str(tmp_path / "routing")}
+    (words,) = snippets.commands("Routed experts")
+    assert main([names.get(word, word) for word in words[1:]]) == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "routing/routed_experts_7.npy"), capture.routed_experts())
+
+
 def test_the_page_shows_code_that_runs(write: Write) -> None:
     capture, _ = write()
     names = snippets.run("Routed experts", {"store": capture.path})
