@@ -19,6 +19,7 @@ environment that `make types TYPES=sae-lens` builds: `.types/sae-lens/bin/python
 | in order | the same chunks in the order of the files: read raw, and with `zstd` decoded by the codec alone |
 | batches | an epoch of `TokenDataset` over all stores, batches of 4,096 tokens of one layer |
 | in that order | the chunks of that epoch, in its order, read and decoded like "in order" |
+| codec, new memory | the codec alone, into memory that is new for each store, as its result is to a reader |
 | files and codec | raw reads and decoding of the chunks of "whole" with `zstd`: what a reader without checksums takes |
 | zarr | `Capture.array(hook)[:]`, by zarr-python |
 | export | `dmi export --to saelens` of a fifth of the stores, counted as stored. Left out without `datasets` |
@@ -60,6 +61,7 @@ TOKENS = 256
 BARS = (
     ("whole none", "raw files", 0.7),
     ("whole zstd", "codec alone", 0.8),
+    ("whole zstd", "codec, new memory", 0.8),
     ("whole zstd", "files and codec", 0.8),
     ("random none", "in order none", 0.5),
     ("random zstd", "in order zstd", 0.5),
@@ -156,6 +158,22 @@ def decode_alone(encoded: list[bytes]) -> None:
             blosc.decompress(frame, target)
 
     _in_threads(work, [encoded[i::_THREADS] for i in range(_THREADS)])
+
+
+def decode_anew(encoded: list[bytes], stores: int) -> None:
+    """The codec alone, store by store into new memory, which all threads share as those of a reader do."""
+    chunks = len(encoded) // stores
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for first in range(0, len(encoded), chunks):
+            out = np.empty((chunks, CHUNK * WIDTH * 2), np.uint8)
+            pairs = list(zip(encoded[first : first + chunks], out, strict=True))
+            share = -(-chunks // (2 * _THREADS))
+            list(pool.map(_decode_pairs, [pairs[at : at + share] for at in range(0, chunks, share)]))
+
+
+def _decode_pairs(pairs: list[tuple[bytes, np.ndarray]]) -> None:
+    for frame, target in pairs:
+        blosc.decompress(frame, target)
 
 
 def chunks_in_order(planned: list[ShardPieces], out: np.ndarray) -> int:
@@ -289,6 +307,7 @@ class Round:
         else:
             planned, encoded = [p for capture in self.few for p in whole_chunks(capture)], self.encoded
             rate("codec alone", nbytes, lambda: decode_alone(encoded))
+            rate("codec, new memory", nbytes, lambda: decode_anew(encoded, len(self.few)))
             rate("files and codec", nbytes, lambda: chunks_in_order(planned, self.memory))
         for name, convert in (("whole", False), ("float32", True)):
             rate(f"{name} {codec}", nbytes, functools.partial(read_whole, self.few, convert))
