@@ -6,8 +6,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +16,12 @@ import torch
 from dmi_connector import TokenDataset
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
+from tests import snippets
 from tests import storekit as kit
 
 WIDTH, HIDDEN, STEPS, BATCH, CONTEXT = 32, 64, 60, 256, 64
-SPEC = ArraySpec("resid_pre", "bfloat16", (0, 1), WIDTH)
-HOOK = "blocks.1.hook_resid_pre"
+SPEC = ArraySpec("resid_pre", "bfloat16", (0, 12), WIDTH)
+HOOK = "blocks.12.hook_resid_pre"
 
 
 def needs(package: str, types: str) -> pytest.MarkDecorator:
@@ -38,7 +39,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         weights = rng.random((2, 300, HIDDEN), dtype=np.float32) * (rng.random((2, 300, HIDDEN)) < 0.05)
         rows = np.ascontiguousarray(weights.astype(np.float32) @ directions)
         values = {"resid_pre": (rows.view("u4") >> 16).astype("u2")}
-        owner.write(folder / f"{i}.zarr", [SPEC], 300, values=values, attrs={"num_layers": 2})
+        owner.write(folder / f"{i}.zarr", [SPEC], 300, values=values, attrs={"num_layers": 13})
     assert owner.shutdown()
     return folder
 
@@ -47,7 +48,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(stores: Path) -> TokenDataset:
     """Batches without end, as docs/READING.md gives them to both."""
     torch.manual_seed(0)
-    return TokenDataset(stores, "resid_pre@1", BATCH, epochs=None, dtype=torch.float32)
+    return TokenDataset(stores, "resid_pre@12", BATCH, epochs=None, dtype=torch.float32)
 
 
 def explained(data: TokenDataset, sae: torch.nn.Module) -> float:
@@ -71,22 +72,31 @@ def test_dictionary_learning_trains_on_the_data_set(data: TokenDataset, tmp_path
     }
     trainSAE(data, [config], STEPS, save_dir=str(tmp_path), device="cpu")
     saved = tmp_path / "trainer_0"
-    assert "resid_pre@1" in json.dumps(json.loads((saved / "config.json").read_text())["buffer"])
+    assert "resid_pre@12" in json.dumps(json.loads((saved / "config.json").read_text())["buffer"])
     trained = AutoEncoder.from_pretrained(saved / "ae.pt")
     assert explained(data, trained) > 0.5 > explained(data, AutoEncoder(WIDTH, HIDDEN))
 
 
-def train_with_sae_lens(source: Iterator[torch.Tensor]) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """(untrained, trained) autoencoder of SAELens."""
+@needs("dictionary_learning", "dictionary-learning")
+def test_the_page_trains_with_dictionary_learning(data: TokenDataset, stores: Path, tmp_path: Path) -> None:
+    from dictionary_learning.trainers.top_k import AutoEncoderTopK
+
+    given = {"captures": str(stores), "k": 8, "width": WIDTH, "steps": 100, "model": "tiny", "device": "cpu"}
+    snippets.run("dictionary_learning", {**given, "folder": str(tmp_path)})
+    trained = AutoEncoderTopK.from_pretrained(tmp_path / "trainer_0/ae.pt", k=8)
+    assert explained(data, trained) > 0.5 > explained(data, AutoEncoderTopK(WIDTH, 16 * WIDTH, 8))
+
+
+def sae_lens_parts(batch: int) -> dict[str, Any]:
+    """SAELens' settings of a trainer for batches of this size, and an untrained autoencoder."""
     from sae_lens import StandardTrainingSAE, StandardTrainingSAEConfig
     from sae_lens.config import LoggingConfig, SAETrainerConfig
-    from sae_lens.training.sae_trainer import SAETrainer
 
     config = SAETrainerConfig(
         n_checkpoints=0,
         checkpoint_path=None,
         save_final_checkpoint=False,
-        total_training_samples=STEPS * BATCH,
+        total_training_samples=STEPS * batch,
         device="cpu",
         autocast=False,
         lr=1e-2,
@@ -97,19 +107,21 @@ def train_with_sae_lens(source: Iterator[torch.Tensor]) -> tuple[torch.nn.Module
         adam_beta2=0.999,
         lr_decay_steps=0,
         n_restart_cycles=1,
-        train_batch_size_samples=BATCH,
+        train_batch_size_samples=batch,
         dead_feature_window=1000,
         feature_sampling_window=1000,
         logger=LoggingConfig(log_to_wandb=False),
     )
     sae = StandardTrainingSAEConfig(d_in=WIDTH, d_sae=HIDDEN, l1_coefficient=1e-3)
-    return StandardTrainingSAE(sae), SAETrainer(config, StandardTrainingSAE(sae), source).fit()
+    return {"config": config, "sae": StandardTrainingSAE(sae)}
 
 
 @needs("sae_lens", "sae-lens")
-def test_saelens_trains_on_the_data_set(data: TokenDataset) -> None:
-    untrained, trained = train_with_sae_lens(iter(data))
-    assert explained(data, trained) > 0.5 > explained(data, untrained)
+def test_saelens_trains_on_the_data_set(data: TokenDataset, stores: Path) -> None:
+    parts = sae_lens_parts(4096)
+    before = explained(data, parts["sae"])
+    left = snippets.run("SAELens without a copy", {"captures": str(stores), **parts})
+    assert explained(data, left["trained"]) > 0.5 > before
 
 
 @needs("sae_lens", "sae-lens")
@@ -117,8 +129,9 @@ def test_saelens_trains_on_the_exported_activations(data: TokenDataset, stores: 
     import datasets
     import sae_lens
     from sae_lens.training.activations_store import ActivationsStore
+    from sae_lens.training.sae_trainer import SAETrainer
 
-    flags = ["--to", "saelens", "--hook", "resid_pre@1", "--context-size", str(CONTEXT)]
+    flags = ["--to", "saelens", "--hook", "resid_pre@12", "--context-size", str(CONTEXT)]
     assert main(["export", str(stores), *flags, "-o", str(tmp_path)]) == 0
     config = sae_lens.LanguageModelSAERunnerConfig(
         sae=sae_lens.StandardTrainingSAEConfig(d_in=WIDTH, d_sae=HIDDEN, l1_coefficient=1e-3),
@@ -138,5 +151,7 @@ def test_saelens_trains_on_the_exported_activations(data: TokenDataset, stores: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that one is short, and epochs repeat
         source = ActivationsStore.from_config(None, config, override_dataset=texts)
-        untrained, trained = train_with_sae_lens(source)
-    assert explained(data, trained) > 0.5 > explained(data, untrained)
+        parts = sae_lens_parts(BATCH)
+        before = explained(data, parts["sae"])
+        trained = SAETrainer(parts["config"], parts["sae"], source).fit()
+    assert explained(data, trained) > 0.5 > before
