@@ -56,7 +56,7 @@ def top_tokens(
     sign, best = (-1.0 if lowest else 1.0), list[tuple[float, int, Activation]]()
     seen = 0
     for capture in captures if isinstance(captures, Iterable) else [captures]:
-        _check(capture, hook, neuron, layer)
+        check_neuron(capture, hook, neuron, layer)
         ids = capture.token_ids
         for rows in capture.runs(BLOCK):
             values = hook_rows(capture, hook, layer, rows)[:, neuron]
@@ -74,7 +74,8 @@ def top_tokens(
     return [found for _, _, found in sorted(best, key=lambda one: one[:2], reverse=True)]
 
 
-def _check(capture: Capture, hook: str, neuron: int, layer: int | None) -> None:
+def check_neuron(capture: Capture, hook: str, neuron: int, layer: int | None) -> None:
+    """Raise as `top_tokens` does, for a hook, a layer or a neuron."""
     check_one_layer(capture, hook, layer)
     reduction = capture.reduction(hook)
     if isinstance(reduction, RandomProjection | Pca | AttentionSummary):

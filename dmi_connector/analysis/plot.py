@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of captures by token: norms, lens, attribution, attention, uncertainty, drift, as PNG or SVG.
+"""Pictures of captures by token: norms, heat maps, lens, attribution, attention, uncertainty, drift, as PNG or SVG.
 
 Each function writes the file `out`, whose ending says the format, and returns its path. tokenizer: directory of
 tokenizer.json, for the words on the axis; None: the model directory that the store names, if it exists. All need
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dmi_connector.analysis import canvas
+from dmi_connector.analysis.heat import hook_heat
 from dmi_connector.analysis.labels import labeller, token_labels
 from dmi_connector.analysis.lens import Lens, Uncertainty
 from dmi_connector.analysis.patterns import attention_pattern
@@ -37,34 +38,63 @@ def draw_residual_norms(captures: Sequence[Capture], out: PathLike, tokenizer: P
 
     Raises ValueError for a store without residual stream.
     """
-    norms = [residual_norms(capture) for capture in captures]
+    maps = [residual_norms(capture) for capture in captures]
+    return _draw_maps(captures, maps, out, tokenizer, "residual norms", "norm of the residual stream", "layer input")
+
+
+def draw_heat(
+    captures: Sequence[Capture], out: PathLike, hook: str, neuron: int | None = None, tokenizer: PathLike | None = None
+) -> Path:
+    """Draw the norms of a hook by layer and token, or one value of its rows, a panel a capture under one colour scale.
+
+    Raises as `hook_heat` does.
+    """
+    maps = [hook_heat(capture, hook, neuron) for capture in captures]
+    what, bar = (f"norms of {hook}", f"norm of {hook}") if neuron is None else (f"value {neuron} of {hook}", "value")
+    return _draw_maps(captures, maps, out, tokenizer, what, bar, "layer")
+
+
+def _draw_maps(
+    captures: Sequence[Capture],
+    maps: Sequence[tuple[np.ndarray, list[str]]],
+    out: PathLike,
+    tokenizer: PathLike | None,
+    what: str,
+    bar: str,
+    axis: str,
+) -> Path:
+    """Draw (numbers [layers, tokens], labels of the layers) of each capture."""
     canvas.check_rows(captures)
     columns = 1 if len(captures) == 1 else 2
     lines = -(-len(captures) // columns)
-    wide = canvas.token_width(max(values.shape[1] for values, _ in norms)) * (0.75 if columns > 1 else 1.0)
-    tall = canvas.layer_height(max(values.shape[0] for values, _ in norms))
+    wide = canvas.token_width(max(values.shape[1] for values, _ in maps)) * (0.75 if columns > 1 else 1.0)
+    tall = canvas.layer_height(max(values.shape[0] for values, _ in maps))
     figure = canvas.new_figure(columns * wide + 1.2, lines * tall + 0.7, out)
     panels = [figure.add_subplot(lines, columns, i + 1) for i in range(len(captures))]
-    scale, name = _scale(np.concatenate([values.ravel() for values, _ in norms]))
+    look, name = _scale(np.concatenate([values.ravel() for values, _ in maps]))
     image: Any = None
-    for panel, capture, (values, layers) in zip(panels, captures, norms, strict=True):
-        image = canvas.heat(panel, capture, values, norm=scale)
-        canvas.layer_axis(panel, layers, "layer input")
+    for panel, capture, (values, layers) in zip(panels, captures, maps, strict=True):
+        image = canvas.heat(panel, capture, values, **look)
+        canvas.layer_axis(panel, layers, axis)
         canvas.token_axis(panel, capture, token_labels(capture, tokenizer))
         canvas.name_panel(panel, capture)
-    canvas.colour_bar(figure, image, panels, f"norm of the residual stream{name}")
-    canvas.title(figure, captures[0], "residual norms by layer and token")
+    canvas.colour_bar(figure, image, panels, f"{bar}{name}")
+    canvas.title(figure, captures[0], f"{what} by layer and token")
     return canvas.save(figure, out)
 
 
-def _scale(values: np.ndarray) -> tuple[Any, str]:
-    """A colour scale over `values`. It is logarithmic from a ratio of _LOG_RATIO on."""
-    from matplotlib.colors import LogNorm, Normalize
+def _scale(values: np.ndarray) -> tuple[dict[str, Any], str]:
+    """Colours over `values`, and what the scale is: logarithmic from a ratio of _LOG_RATIO on,
+    even around 0 where there are both signs.
+    """
+    from matplotlib.colors import CenteredNorm, LogNorm, Normalize
 
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    if low < 0 < high:
+        return {"norm": CenteredNorm(0, max(-low, high)), "cmap": "RdBu_r"}, ""
     if low > 0 and high / low > _LOG_RATIO:
-        return LogNorm(low, high), " (log scale)"
-    return Normalize(low, high), ""
+        return {"norm": LogNorm(low, high)}, " (log scale)"
+    return {"norm": Normalize(low, high)}, ""
 
 
 def draw_lens(capture: Capture, lens: Lens, out: PathLike, tokenizer: PathLike | None = None) -> Path:

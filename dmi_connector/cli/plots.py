@@ -56,9 +56,9 @@ def add_plot_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=tuple(KINDS), default="norms", help="what to draw (default: norms)")
     parser.add_argument("--tokenizer", metavar="DIR", help="directory of tokenizer.json, for the words on the axis")
     parser.add_argument("--model", metavar="DIR", help="the model's weights (default: the directory the store names)")
-    parser.add_argument("--hook", metavar="HOOK", help="of neuron, difference and drift")
+    parser.add_argument("--hook", metavar="HOOK", help="of heat, neuron, difference and drift")
     parser.add_argument("--layer", type=int, metavar="N", help="of attention, and of --hook")
-    parser.add_argument("--neuron", type=int, metavar="N", help="of neuron")
+    parser.add_argument("--neuron", type=int, metavar="N", help="of neuron, and of heat instead of norms")
     parser.add_argument("--against", action="append", metavar="STORE", help="the other set; can be repeated")
     parser.add_argument("--rows", metavar="ROWS", help="of difference: all, prompt, generated or last")
     parser.add_argument("--since", metavar="ROW", help="of drift: prompt or previous")
@@ -84,6 +84,13 @@ def _norms(options: Options, open_store: Open) -> Path:
     from dmi_connector.analysis.plot import draw_residual_norms
 
     return draw_residual_norms([open_store(path) for path in options.stores], options.out, options.tokenizer)
+
+
+def _heat(options: Options, open_store: Open) -> Path:
+    from dmi_connector.analysis.plot import draw_heat
+
+    captures = [open_store(path) for path in options.stores]
+    return draw_heat(captures, options.out, options.hook, options.neuron, options.tokenizer)
 
 
 def _lens(options: Options, open_store: Open) -> Path:
@@ -151,6 +158,7 @@ def _difference(options: Options, open_store: Open) -> Path:
 
 KINDS = {
     "norms": Kind(_norms, takes=("tokenizer",), many=True),
+    "heat": Kind(_heat, takes=("tokenizer", "neuron"), needs=("hook",), many=True),
     "lens": Kind(_lens, takes=("tokenizer", "model")),
     "attribution": Kind(_attribution, takes=("tokenizer", "model", "token")),
     "attention": Kind(_attention, takes=("tokenizer",), needs=("layer",)),

@@ -47,7 +47,7 @@ def test_the_snippets_run_in_order_and_give_what_their_comments_say(folder: Path
     for snippet in snippets("python"):
         exec(compile(snippet, "docs/ANALYSIS.md", "exec"), given)
     drawn = re.findall(r'"(\w+\.(?:png|svg))"', "".join(snippets("python")))
-    assert len(drawn) == 8
+    assert len(drawn) == 9
     for name in drawn:
         assert imread(name).std() > 0.01 if name.endswith("png") else "<svg" in Path(name).read_text(), name
     logits = given["end"].logits(given["cap"].numpy("resid_final"))

@@ -27,6 +27,7 @@ from tests import analysiskit
 PROMPT, TOKENS = 6, 14
 OPTIONS: dict[str, list[str]] = {
     "norms": ["{b}"],
+    "heat": ["{b}", "--hook", "mlp_post", "--neuron", "3"],
     "lens": [],
     "attribution": ["--token", "9"],
     "attention": ["--layer", "1"],
@@ -37,6 +38,7 @@ OPTIONS: dict[str, list[str]] = {
 }
 WORDS = {
     "norms": ["Qwen3ForCausalLM: residual norms by layer and token (float32, vLLM 0.32.0)", "final", "generated →"],
+    "heat": ["Qwen3ForCausalLM: value 3 of mlp_post by layer and token (float32, vLLM 0.32.0)", "one", "two"],
     "lens": ["Qwen3ForCausalLM: logit lens (float32, vLLM 0.32.0)", "layer input"],
     "attribution": ["share of the logit", "embed", "bias"],
     "attention": ["head 0", "head 3", "attention weight"],
@@ -99,6 +101,7 @@ def test_pictures_show_the_numbers_of_the_functions(
         sure = uncertainty(one)
         expected = {
             "norms": [residual_norms(one)[0], residual_norms(two)[0]],
+            "heat": [one.numpy("mlp_post")[..., 3], two.numpy("mlp_post")[..., 3]],
             "lens": [logit_lens(one, end).chance],
             "attribution": [logit_attribution(one, end, 9)[0]],
             "attention": list(attention_pattern(one, 1)),
@@ -122,6 +125,11 @@ def test_pictures_show_the_numbers_of_the_functions(
         (["--kind", "lens", "--model", "nowhere"], "model: nowhere has no readable config.json"),
         (["-o", "x.pdf"], "plot: x.pdf has another ending than .png or .svg; give one of these"),
         (["--kind", "drift", "--hook", "resid_pre"], "name one of them"),
+        (
+            ["--kind", "heat", "--hook", "mlp_post", "--neuron", "9999"],
+            "neuron 9999 does not exist: 'mlp_post' has 0 to",
+        ),
+        (["--kind", "heat", "--hook", "mlp_pots"], "'mlp_pots' is not in this store"),
         (["--kind", "difference", "--hook", "q", "--layer", "0", "--against", "nowhere"], "nowhere is not there"),
     ],
 )

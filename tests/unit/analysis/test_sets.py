@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dmi_connector import open_capture, open_captures
-from dmi_connector.analysis import directions, neurons
+from dmi_connector.analysis import directions, heat, neurons
 from dmi_connector.analysis.directions import mean_difference
 from dmi_connector.analysis.neurons import top_tokens
 from dmi_connector.analysis.patterns import attention_pattern
@@ -205,6 +205,29 @@ def test_residual_norms_of_missing_rows_are_nan(folder: Path) -> None:
     expected[:, LOST[0] : LOST[1]] = np.nan
     np.testing.assert_allclose(norms, expected, rtol=1e-6)
     assert labels == ["final"]
+
+
+def test_heat_has_the_norms_or_one_value_of_each_row_and_missing_rows_are_nan(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heat, "BLOCK", 7)
+    with open_capture(folder / "3.zarr", 0, allow_incomplete=True) as capture:
+        norms, layers = heat.hook_heat(capture, "mlp_post")
+        third, _ = heat.hook_heat(capture, "mlp_post", neuron=3)
+        once = heat.hook_heat(capture, "resid_final")
+    expected = np.linalg.norm(values(3)["mlp_post"], axis=-1)
+    expected[:, LOST[0] : LOST[1]] = np.nan
+    np.testing.assert_allclose(norms, expected, rtol=1e-6)
+    np.testing.assert_array_equal(third, np.where(np.isnan(expected), np.nan, values(3)["mlp_post"][..., 3]))
+    assert layers == ["0", "1"] and once[1] == ["resid_final"] and once[0].shape == (1, TOKENS)
+    owner = kit.Store()
+    owner.write(tmp_path / "ids.zarr", [ArraySpec("topk_ids", "int32", (0,), 2)], 5, attrs={"num_layers": 1})
+    assert owner.shutdown()
+    with open_capture(tmp_path / "ids.zarr", 0) as capture:
+        with pytest.raises(ValueError, match="'topk_ids' holds integers, whose norm means nothing; name a neuron"):
+            heat.hook_heat(capture, "topk_ids")
+        second = capture.numpy("topk_ids")[..., 1].astype("f4")
+        assert heat.hook_heat(capture, "topk_ids", neuron=1)[0].tolist() == second.tolist()
 
 
 def test_present_rows_are_those_that_are_not_missing(folder: Path) -> None:

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One number of each row of a hook, by layer and token."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dmi_connector.analysis.neurons import check_neuron
+from dmi_connector.analysis.rows import BLOCK, check_one_layer, hook_rows
+from dmi_connector.store.read.capture import Capture
+
+
+def hook_heat(capture: Capture, hook: str, neuron: int | None = None) -> tuple[np.ndarray, list[str]]:
+    """(Euclidean norm of each row of a hook, or its value `neuron`; a label for each layer).
+
+    The numbers are float32 [layers, tokens], one layer for a hook that exists once. Missing rows are NaN. It reads in
+    blocks. Raises KeyError for a hook that was not captured. Raises ValueError for logits, for a neuron that does not
+    exist or was not kept, and for the norm of integers.
+    """
+    check_one_layer(capture, hook, next(iter(capture.layers.get(hook, [])), None))
+    layers: list[int | None] = [*capture.layers[hook]] or [None]
+    found = np.full((len(layers), len(capture.token_ids)), np.nan, np.float32)
+    for at, layer in enumerate(layers):
+        if neuron is not None:
+            check_neuron(capture, hook, neuron, layer)
+        for rows in capture.runs(BLOCK):
+            values = hook_rows(capture, hook, layer, rows)
+            if neuron is not None:
+                found[at, rows] = values[:, neuron]
+                continue
+            if values.dtype.kind in "iu":
+                raise ValueError(f"{hook!r} holds integers, whose norm means nothing; name a neuron")
+            found[at, rows] = np.linalg.norm(values, axis=1)
+    return found, [hook if layer is None else str(layer) for layer in layers]
