@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dmi_connector.analysis.export.progress import Progress
 from dmi_connector.analysis.export.targets import TARGETS, export
 from dmi_connector.store.format.remote_path import place_of
 from dmi_connector.store.read.captures import captures_of
@@ -52,7 +53,7 @@ def run_export(options: argparse.Namespace) -> int:
     given = {name: value for name in FLAGS if (value := getattr(options, name)) is not None}
     if "layers" in given:
         given["layers"] = _layers(given["layers"])
-    done = export(captures, options.to, _out(options, len(captures)), given, _progress)
+    done = export(captures, options.to, _out(options, len(captures)), given, _progress_of(TARGETS[options.to].counts))
     counts = f"{done.written} written" + (f", {done.kept} were there" if done.kept else "")
     print(f"{done.out}: {'; '.join(done.notes) or counts}")
     return 0
@@ -74,7 +75,11 @@ def _layers(text: str) -> list[int]:
         raise ValueError(f"--layers {text!r} is not valid; write layer ids as in 2,18,33") from error
 
 
-def _progress(done: int, total: int) -> None:
+def _progress_of(counts: str) -> Progress:
     """A line on a terminal that counts."""
-    if sys.stderr.isatty():
-        print(f"\r{done}/{total} stores", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    def show(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done}/{total} {counts}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    return show

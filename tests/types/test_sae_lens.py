@@ -129,6 +129,18 @@ main({["export", str(stores), *flags]!r})
     assert torch.equal(found, torch.from_numpy(rows[: len(found)])) and len(found) == len(rows) // CONTEXT * CONTEXT
 
 
+def test_a_terminal_sees_how_many_contexts_are_done(
+    stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed.PackedRows, "step", 5)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    flags = ["--to", "saelens", "--hook", HOOK, "--context-size", str(CONTEXT), "-o", str(tmp_path)]
+    assert main(["export", str(stores), *flags]) == 0
+    assert capsys.readouterr().err.endswith("\r5/13 contexts\r10/13 contexts\r13/13 contexts\n")
+    assert main(["export", str(stores), *flags]) == 0, "all is there"
+    assert capsys.readouterr().err.endswith("\r13/13 contexts\n")
+
+
 def test_other_stores_and_mistakes_are_named(stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--to", "saelens", "-o", str(tmp_path)]
     for extra, words in (

@@ -46,10 +46,11 @@ def export(
     written = 0
     for first, name in zip(starts, names, strict=True):
         stop = min(first + size, rows.contexts)
-        if not (out / name).exists():
-            _write_part(rows, first, stop, out / name, progress)
-            written += 1
-        progress(stop, rows.contexts)
+        if (out / name).exists():
+            progress(stop, rows.contexts)
+            continue
+        _write_part(rows, first, stop, out / name, progress)
+        written += 1
     _write_state(rows, out, names, settings)
     note = f"{rows.contexts} contexts of {context_size} tokens, column {rows.name}; {rows.left} tokens left over"
     return Done(out, written, len(starts) - written, (note,))

@@ -17,7 +17,8 @@ Write = Callable[..., Done]
 
 @dataclass(frozen=True)
 class Target:
-    """One format. doc: what it is, for help. options: those of `dmi export` that it takes. required: of them.
+    """One format. doc: what it is, for help. options: those of `dmi export` that it takes. required: of them. counts:
+    what its progress counts.
 
     Its module has `export(captures, out, progress, **options)`.
     """
@@ -26,6 +27,7 @@ class Target:
     doc: str
     options: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
+    counts: str = "stores"
 
     def load(self) -> Write:
         """The function that writes it."""
@@ -42,12 +44,13 @@ TARGETS = {
         Target("speculators", "hs_N.safetensors of cached hidden states", ("layers", "number_by")),
         Target("specforge", "rows_A-B/data_N.ckpt of hidden states", ("layers", "number_by", "loss", "gzip")),
         Target("routed-experts", "routed_experts_N.npy, as vLLM returns them", ("number_by", "prompt_start")),
-        Target("saelens", "SAELens' cached activations", ("hook", "context_size", "skip"), ("hook",)),
+        Target("saelens", "SAELens' cached activations", ("hook", "context_size", "skip"), ("hook",), "contexts"),
         Target(
             "delphi",
             "latents of an autoencoder, as Delphi caches them",
             ("hook", "sae", "context_size", "skip", "splits"),
             ("hook", "sae"),
+            "contexts",
         ),
     )
 }
@@ -60,7 +63,7 @@ def export(
     options: Mapping[str, Any],
     progress: Progress = lambda _done, _total: None,
 ) -> Done:
-    """Write captures in a format. options: those that were given. progress: called with (stores done, all stores).
+    """Write captures in a format. options: those that were given. progress: called with (done, all), see `Target.counts`.
 
     Raises ValueError without a capture, for an option that the format lacks, and for one that it needs.
     """

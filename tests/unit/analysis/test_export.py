@@ -224,3 +224,11 @@ def test_each_option_of_a_format_has_a_flag() -> None:
     for target in TARGETS.values():
         assert set(target.required) <= set(target.options) <= set(FLAGS)
     assert set(FLAGS) == {option for target in TARGETS.values() for option in target.options}
+
+
+def test_a_terminal_sees_how_many_stores_are_done(
+    stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    status, _, err = run(stores, "--to", "speculators", "-o", tmp_path)
+    assert status == 0 and err.endswith("\r1/3 stores\r2/3 stores\r3/3 stores\n")
