@@ -80,6 +80,6 @@ def _progress_of(counts: str) -> Progress:
 
     def show(done: int, total: int) -> None:
         if sys.stderr.isatty():
-            print(f"\r{done}/{total} {counts}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+            print(f"\r{done}/{total} {counts} exported", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
     return show

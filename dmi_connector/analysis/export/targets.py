@@ -63,7 +63,7 @@ def export(
     options: Mapping[str, Any],
     progress: Progress = lambda _done, _total: None,
 ) -> Done:
-    """Write captures in a format. options: those that were given. progress: called with (done, all), see `Target.counts`.
+    """Write captures in a format. options: those that were given. progress: called with (done, all): `Target.counts`.
 
     Raises ValueError without a capture, for an option that the format lacks, and for one that it needs.
     """

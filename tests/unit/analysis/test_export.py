@@ -231,4 +231,4 @@ def test_a_terminal_sees_how_many_stores_are_done(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     status, _, err = run(stores, "--to", "speculators", "-o", tmp_path)
-    assert status == 0 and err.endswith("\r1/3 stores\r2/3 stores\r3/3 stores\n")
+    assert status == 0 and err.endswith("\r1/3 stores exported\r2/3 stores exported\r3/3 stores exported\n")
