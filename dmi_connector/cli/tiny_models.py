@@ -240,6 +240,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "bloom": {"hidden_size": 96, "n_head": 3, "tie_word_embeddings": True},
+    "gptj": {"hidden_size": 96, "num_attention_heads": 3, "rotary_dim": 16, "tie_word_embeddings": False},
     # Those that vLLM serves through its Transformers backend.
     "gpt_neox": {**_FULL, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25}},
     "phi": {**_FULL, "intermediate_size": 384, "partial_rotary_factor": 0.5},
