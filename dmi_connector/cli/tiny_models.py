@@ -194,6 +194,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
         "num_key_value_heads": 1,
     },
+    "gemma": {**_ODD, "tie_word_embeddings": True},
     "gemma2": {
         **_ODD,
         **_WINDOWS,

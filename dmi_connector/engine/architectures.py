@@ -298,6 +298,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Latent("DeepseekV3ForCausalLM", f"{_MODELS}.deepseek_v2:DeepseekV3ForCausalLM", **_DEEPSEEK),
         Latent("Glm4MoeLiteForCausalLM", f"{_MODELS}.glm4_moe_lite:Glm4MoeLiteForCausalLM"),
         Architecture("GraniteForCausalLM", f"{_MODELS}.granite:GraniteForCausalLM", scale="residual_multiplier"),
+        Architecture("GemmaForCausalLM", f"{_MODELS}.gemma:GemmaForCausalLM", embed_scaled=True),
         Architecture("Gemma2ForCausalLM", f"{_MODELS}.gemma2:Gemma2ForCausalLM", **_GEMMA),
         Architecture("Gemma3ForCausalLM", f"{_MODELS}.gemma3:Gemma3ForCausalLM", **_QK_NORM, **_GEMMA),
         Architecture(
