@@ -48,9 +48,11 @@ class Twin:
     points: in a layer; those of which a layer has no module are left out, and of two with one name the later counts.
     once: in the base model. layers: its list of layers. attn: the attention module of a layer. gate: the router of a
     layer, which returns scores, weights and experts. by_head: the fused projection has queries, keys and values of one
-    head side by side. norms_heads: q_norm and k_norm get [heads, tokens, head_dim]. scale: field of the config by which
-    the output of a block is multiplied. weights_scale: field by which transformers multiplies the weights of experts,
-    and vLLM the sum of their outputs. latent: attention is latent (k_pe is a part of each head's keys).
+    head side by side. norms_heads: q_norm and k_norm get [heads, tokens, head_dim]. attends: the method of the
+    attention module that gets rotated queries and keys, in models that do not ask transformers' attention interface.
+    scale: field of the config by which the output of a block is multiplied. weights_scale: field by which transformers
+    multiplies the weights of experts, and vLLM the sum of their outputs. latent: attention is latent (k_pe is a part of
+    each head's keys).
     """
 
     points: tuple[Point, ...]
@@ -61,6 +63,7 @@ class Twin:
     rotary: bool = True
     by_head: bool = False
     norms_heads: bool = False
+    attends: str = ""
     scale: str = ""
     weights_scale: str = ""
     latent: bool = False
@@ -155,6 +158,20 @@ TWINS = {
     ),
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
+    "gptj": replace(
+        _GPT2.but(
+            Point("q", "attn.q_proj"),
+            Point("k", "attn.k_proj"),
+            Point("v", "attn.v_proj"),
+            Point("z", "attn.out_proj", "in"),
+            Point("attn_out", "attn.out_proj"),
+            Point("resid_mid", _ABSENT),
+            Point("ln2", _ABSENT),
+            Point("mlp_post", "mlp.fc_out", "in"),
+        ),
+        rotary=True,
+        attends="_attn",
+    ),
     "opt": _LLAMA.but(
         Point("resid_pre", "self_attn_layer_norm", "in"),
         Point("ln1", "self_attn_layer_norm"),
@@ -347,6 +364,8 @@ class Oracle:
             if self.twin.norms_heads and point.module.endswith(("q_norm", "k_norm", "q_layernorm", "k_layernorm")):
                 pick = functools.partial(self._heads_last, heads=self._sizes[0 if point.name == "q" else 1])
             recorder.watch(present[point.module], point.name, point.side, pick)
+        if self.twin.attends:
+            recorder.watch_method(present[self.twin.attn], self.twin.attends)
         if self.twin.gate in present:
             recorder.watch_router(present[self.twin.gate], self.config.num_experts_per_tok)
 
@@ -407,6 +426,17 @@ class _Recorder(ExitStack):
 
         self.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
 
+    def watch_method(self, module: torch.nn.Module, name: str) -> None:
+        """Note the rotated queries and keys that a method of an attention module gets."""
+        method = getattr(module, name)
+
+        def noted(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            _note_rotated(self.rows, query, key)
+            return method(query, key, *args, **kwargs)
+
+        setattr(module, name, noted)  # on this module, in front of its class's
+        self.callback(delattr, module, name)
+
     def watch_router(self, module: torch.nn.Module, top_k: int) -> None:
         """Note what a router returns: (scores, weights, experts), or of Llama 4 (weights of all experts, scores)."""
 
@@ -426,13 +456,18 @@ class _Recorder(ExitStack):
         self.callback(module.register_forward_hook(hook).remove)
 
 
+def _note_rotated(rows: dict[str, list[torch.Tensor]], query: torch.Tensor, key: torch.Tensor) -> None:
+    """Note what attention gets, [1, heads, tokens, head_dim], as rows [tokens, width]."""
+    for name, value in (("q_rot", query), ("k_rot", key)):
+        rows[name].append(value[0].transpose(0, 1).flatten(1).clone())
+
+
 @contextmanager
 def _seen_attention(rows: dict[str, list[torch.Tensor]]) -> Iterator[None]:
     """Note the rotated queries and keys that attention gets: no module has them as its input or output."""
 
     def attention(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        for name, value in (("q_rot", query), ("k_rot", key)):
-            rows[name].append(value[0].transpose(0, 1).flatten(1).clone())
+        _note_rotated(rows, query, key)
         return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, *args, **kwargs)
 
     # The interface that every model asks for "eager", which is no entry of its own.

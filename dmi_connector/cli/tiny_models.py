@@ -194,6 +194,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
         "num_key_value_heads": 1,
     },
+    "gemma": {**_ODD, "tie_word_embeddings": True},
     "gemma2": {
         **_ODD,
         **_WINDOWS,
@@ -240,6 +241,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "bloom": {"hidden_size": 96, "n_head": 3, "tie_word_embeddings": True},
+    "gptj": {"hidden_size": 96, "num_attention_heads": 3, "rotary_dim": 16, "tie_word_embeddings": False},
     # Those that vLLM serves through its Transformers backend.
     "gpt_neox": {**_FULL, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25}},
     "phi": {**_FULL, "intermediate_size": 384, "partial_rotary_factor": 0.5},

@@ -298,6 +298,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Latent("DeepseekV3ForCausalLM", f"{_MODELS}.deepseek_v2:DeepseekV3ForCausalLM", **_DEEPSEEK),
         Latent("Glm4MoeLiteForCausalLM", f"{_MODELS}.glm4_moe_lite:Glm4MoeLiteForCausalLM"),
         Architecture("GraniteForCausalLM", f"{_MODELS}.granite:GraniteForCausalLM", scale="residual_multiplier"),
+        Architecture("GemmaForCausalLM", f"{_MODELS}.gemma:GemmaForCausalLM", embed_scaled=True),
         Architecture("Gemma2ForCausalLM", f"{_MODELS}.gemma2:Gemma2ForCausalLM", **_GEMMA),
         Architecture("Gemma3ForCausalLM", f"{_MODELS}.gemma3:Gemma3ForCausalLM", **_QK_NORM, **_GEMMA),
         Architecture(
@@ -346,6 +347,20 @@ ARCHITECTURES: dict[str, Architecture] = {
             ln2="ln_2",
             down_proj="mlp.c_proj",
             rotary=False,
+        ),
+        Architecture(
+            "GPTJForCausalLM",
+            f"{_MODELS}.gpt_j:GPTJForCausalLM",
+            layers="transformer.h",
+            embed="transformer.wte",
+            final_norm="transformer.ln_f",
+            ln1="ln_1",
+            qkv="attn.qkv_proj",
+            attn="attn.attn",
+            o_proj="attn.out_proj",
+            ln2="",
+            down_proj="mlp.fc_out",
+            parallel=True,
         ),
         Opt(
             "OPTForCausalLM",

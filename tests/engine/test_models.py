@@ -63,6 +63,7 @@ EVEN = {
     "gpt_bigcode": {"n_head": 4, "hidden_size": 128},
     "flex_olmo": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "bloom": {"n_head": 4, "hidden_size": 128},
+    "gptj": {"num_attention_heads": 4, "hidden_size": 128},
 }
 """Heads that two ranks can share."""
 _ONE_WAY = ("deepseek_v2-lite", "deepseek_v2-heads", "deepseek_v3-odd", "glm4_moe_lite")
