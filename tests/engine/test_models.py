@@ -53,12 +53,14 @@ CACHED = {
 vLLM turns prefix caching off with its CPU kernel."""
 EVEN = {
     name: {"num_attention_heads": 4, "num_key_value_heads": 2}
-    for name in ("phi3", "ministral3", "qwen2_moe", "mixtral", "olmoe", "granite", "cohere2", "olmo", "olmo2", "olmo3")
+    for name in ("phi3", "ministral3", "mixtral", "granite", "cohere2", "olmo", "olmo2", "olmo3")
 } | {
     **{name: {"num_attention_heads": 4, "num_key_value_heads": 4} for name in LATENT},
     "gpt_neox": {"num_attention_heads": 4, "hidden_size": 128},
     "phi": {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128},
     "starcoder2": {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128},
+    "qwen2_moe": {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128},
+    "olmoe": {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128},
     "opt": {"num_attention_heads": 4, "hidden_size": 128, "word_embed_proj_dim": 128},
     "gpt_bigcode": {"n_head": 4, "hidden_size": 128},
     "flex_olmo": {"num_attention_heads": 4, "num_key_value_heads": 2},
