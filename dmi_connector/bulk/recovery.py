@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,6 +82,28 @@ def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: boo
         result.done.discard(position)
     result.gone = sum(position not in there for position in result.done)
     return result
+
+
+def settle_left(out: Path, run: str, positions: Collection[int]) -> dict[int, str]:
+    """Keep one complete and sound store of each of some positions, and remove all else there is of them.
+
+    Returns the names of those that are kept. Nobody may write to them. Raises OSError, and ValueError for a store that
+    must go but is being read.
+    """
+    names: dict[int, list[str]] = {position: [] for position in positions}
+    for position, name in _stores(out, run, Order()):
+        if position in names:
+            names[position].append(name)
+    kept: dict[int, str] = {}
+    for position, several in names.items():
+        for name in several:
+            if not name.endswith(_STORE):
+                _remove_rest(out / name)
+            elif position not in kept and is_sound(out / name):
+                kept[position] = name
+            else:
+                _remove(out / name)
+    return kept
 
 
 def _stores(out: Path, run: str, order: Order) -> Iterator[tuple[int, str]]:

@@ -107,6 +107,18 @@ def joined(flags: Sequence[str]) -> list[str]:
     return found
 
 
+def tensor_parallel(flags: Sequence[str]) -> int:
+    """GPUs that an engine with these flags takes. Raises ValueError."""
+    found = 1
+    for flag in joined(flags):
+        if _flag_name(flag) in ("tensor-parallel-size", "tp"):
+            value = flag.partition("=")[2]
+            if not value.isdigit() or not int(value):
+                raise ValueError(f"--tensor-parallel-size {value!r} is not valid; give a whole number from 1 on")
+            found = int(value)
+    return found
+
+
 def _flag_name(flag: str) -> str:
     return flag.lstrip("-").split("=")[0].split(".")[0].replace("_", "-")
 
