@@ -29,8 +29,8 @@ _END_S = 600.0
 class Answer:
     """What became of a prompt in an engine.
 
-    engine: its name. prompt_tokens, generated_tokens, finish_reason: of its request. store: path of its store, if known.
-    refused: why the engine did not take the prompt. error: why it is not captured.
+    engine: its name. prompt_tokens, generated_tokens, finish_reason: of its request. store: path of its store, if it is
+    known. refused: why the engine did not take the prompt. error: why it is not captured.
     """
 
     position: int

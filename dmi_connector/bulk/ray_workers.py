@@ -19,6 +19,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,10 @@ _OBJECTS_BYTES = 128 << 20
 """Object store of such a cluster: prompts are small."""
 _STARTS = 3
 """How often a worker is started at most without answering one prompt in between."""
+
+
+_LOCKS_S, _LOOK_S = 20.0, 0.1
+"""Time for processes of killed workers to end. A lock that is left then is removed by the next start."""
 
 
 @dataclass(frozen=True)
@@ -191,11 +196,16 @@ class RayWorkers(EnginePool):
 
     def close(self) -> None:
         super().close()
-        self._remove_locks()
+        deadline = time.monotonic() + _LOCKS_S
+        while not self._remove_locks() and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
 
-    def _remove_locks(self) -> None:
-        """Remove locks of workers on which no process holds a part."""
+    def _remove_locks(self) -> bool:
+        """Remove locks of workers on which no process holds a part. Returns whether none is left."""
+        held = 0
         for path in self._life.parent.glob(f"{self._life.name}.worker-*"):
             with lock_alone(path) as alone:
                 if alone:
                     path.unlink()
+                held += not alone
+        return not held
