@@ -36,8 +36,7 @@ _OBJECTS_BYTES = 128 << 20
 """Object store of such a cluster: prompts are small."""
 _STARTS = 3
 """How often a worker is started at most without answering one prompt in between."""
-
-
+_LONGEST_WORDS = 300
 _LOCKS_S, _LOOK_S = 20.0, 0.1
 """Time for processes of killed workers to end. A lock that is left then is removed by the next start."""
 
@@ -57,6 +56,11 @@ def connected(address: str, workers: int, cpus: int, gpus: int) -> Iterator[tupl
     cpus: of a worker. gpus: of a worker where the cluster has GPUs. Gives what each worker needs, and for how many
     there is room. Raises ValueError if there is no such cluster, or if a local one has too few GPUs.
     """
+    if address.startswith("ray://"):
+        raise ValueError(
+            f"--ray {address}: a run is no Ray client; start it on a node of the cluster, with --ray auto, or by ray"
+            " job submit"
+        )
     try:
         import ray
     except ImportError as error:
@@ -65,13 +69,14 @@ def connected(address: str, workers: int, cpus: int, gpus: int) -> Iterator[tupl
     if address == LOCAL:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options |= {"num_cpus": workers * cpus, "include_dashboard": False, "object_store_memory": _OBJECTS_BYTES}
-    if address.startswith("ray://"):
-        raise ValueError(f"--ray {address}: start dmi on a node of the cluster, with --ray auto, or by ray job submit")
     try:
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        text = " ".join(str(error).split())[:300]
-        raise ValueError(f"--ray {address}: no cluster answers there ({text}); give HOST:PORT, or auto") from error
+        text = _one_line(error)
+        raise ValueError(
+            f"--ray {address}: the cluster cannot be joined ({text}); give HOST:PORT, auto or local, and the Ray and"
+            " Python of its nodes"
+        ) from error
     try:
         there = ray.cluster_resources()
         needs = Needs(cpus, gpus if there.get("GPU") else 0)
@@ -80,10 +85,19 @@ def connected(address: str, workers: int, cpus: int, gpus: int) -> Iterator[tupl
             room = min(room, int(there["GPU"] // needs.gpus))
         if address == LOCAL and room < workers:
             count = int(there["GPU"])
-            raise ValueError(f"--workers {workers}: there are {count} GPUs, {needs.gpus} for each; give fewer")
+            raise ValueError(
+                f"--workers {workers}: there are {count} GPUs, and each takes {needs.gpus}; give fewer workers, or"
+                " --worker-gpus"
+            )
         yield needs, room
     finally:
         ray.shutdown()
+
+
+def _one_line(error: Exception) -> str:
+    """What an error of Ray says, without the ids of the actor before it."""
+    text = " ".join(str(error).split())
+    return (text.partition("The actor is dead because ")[2] or text)[:_LONGEST_WORDS]
 
 
 class _RemoteChild:
@@ -126,7 +140,7 @@ class _RemoteChild:
             try:
                 messages, end = ray.get(self._actor.events.options(concurrency_group="out").remote())
             except ray.exceptions.RayError as error:
-                self._on_death(self, " ".join(str(error).split())[:500])
+                self._on_death(self, _one_line(error))
                 return
             for message in messages:
                 self._on_message(self, message)

@@ -195,12 +195,13 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
 def _check_cluster(options: argparse.Namespace) -> None:
     """Raises OptionError for options of another kind of run."""
     if options.ray is not None and options.data_parallel != 1:
-        raise OptionError(f"--data-parallel {options.data_parallel}: with --ray, give --workers")
+        raise OptionError(
+            f"--data-parallel {options.data_parallel}: it is for one machine without Ray; with --ray, give --workers"
+        )
     for name in ("workers", "worker_cpus", "worker_gpus"):
         if options.ray is None and (value := getattr(options, name)) is not None:
-            raise OptionError(
-                f"--{name.replace('_', '-')} {value}: give --ray too; on one machine take --data-parallel"
-            )
+            flag = f"--{name.replace('_', '-')}"
+            raise OptionError(f"{flag} {value}: it is for a Ray cluster; give --ray too, or --data-parallel instead")
 
 
 def _engines(
