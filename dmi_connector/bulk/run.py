@@ -18,8 +18,10 @@ from dmi_connector.bulk.manifest import Manifest
 from dmi_connector.bulk.order import Placed, Rows
 from dmi_connector.bulk.progress import Counts, Progress
 from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
-from dmi_connector.bulk.recovery import Recovered, ended_by_itself, position_of, settle_left, store_key
+from dmi_connector.bulk.recovery import Recovered, position_of, settle_left, store_key
+from dmi_connector.store.format.completeness import OWN_ENDS
 from dmi_connector.store.format.locks import lock_alone
+from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.index import CaptureInfo, IndexTail
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.retention import remove_store
@@ -252,11 +254,11 @@ class Run:
             kept = settle_left(self._out, self._run, [flight.placed.position for flight in flights])
             self._read_index()  # lines of these stores say nothing of the next try
             for flight in flights:
-                name = kept.get(flight.placed.position)
-                if name is None:
+                store = kept.get(flight.placed.position)
+                if store is None:
                     self._again.append(flight.anew())
                 else:
-                    self._count(self._found_entry(flight.placed, flight.prompt, name))
+                    self._count(self._found_entry(flight.placed, flight.prompt, store))
 
     def _look_at_stores(self) -> None:
         gone = not self._engines.alive() and self._writers_gone()
@@ -302,7 +304,7 @@ class Run:
             return
         position = flight.placed.position
         del self._flights[position]
-        if info.state == "complete" and ended_by_itself(answer.finish_reason):
+        if info.state == "complete" and answer.finish_reason in OWN_ENDS:
             nbytes = info.bytes or 0
             tokens = answer.prompt_tokens, answer.generated_tokens
             finish = answer.finish_reason if self._generates else None
@@ -345,13 +347,13 @@ class Run:
             "bytes": nbytes,
         }
 
-    def _found_entry(self, placed: Placed, prompt: Prompt, store: str) -> dict[str, Any]:
-        """The line of a store that was finished before the last run was killed."""
-        attrs = read_attrs(self._out / store)
+    def _found_entry(self, placed: Placed, prompt: Prompt, store: Place) -> dict[str, Any]:
+        """The line of a store that was finished before the last run, or its engine, was killed."""
+        attrs = read_attrs(store)
         generates = attrs["include_output_tokens"]
         generated = attrs["num_tokens"] - attrs["prompt_len"] + 1 if generates else 0
         finish = attrs["finish_reason"] if generates else None
-        return self._entry(placed, prompt, store, (attrs["prompt_len"], generated), finish, _bytes(attrs))
+        return self._entry(placed, prompt, store.name, (attrs["prompt_len"], generated), finish, _bytes(attrs))
 
     def _show(self, force: bool = False) -> None:
         counts = self.outcome.counts

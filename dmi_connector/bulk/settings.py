@@ -90,8 +90,10 @@ class RunSettings:
 
     def engine_message(self, out: Path) -> dict[str, Any]:
         """What an engine process has to know, JSON-ready."""
-        names = ("model", "capture", "flags", "sampling", "max_tokens")
-        return {**{name: getattr(self, name) for name in names}, "store_dir": str(out)}
+        names = ("model", "flags", "sampling", "max_tokens")
+        # A store that is done again must not be in the bucket too.
+        capture = {**self.capture, **({"upload_only_complete": True} if self.capture.get("upload") else {})}
+        return {**{name: getattr(self, name) for name in names}, "capture": capture, "store_dir": str(out)}
 
 
 def joined(flags: Sequence[str]) -> list[str]:

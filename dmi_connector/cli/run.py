@@ -22,7 +22,7 @@ from dmi_connector.bulk.order import Order, parse_share
 from dmi_connector.bulk.progress import Progress
 from dmi_connector.bulk.prompts import Columns
 from dmi_connector.bulk.ray_workers import LOCAL, RayWorkers, connected
-from dmi_connector.bulk.recovery import Recovered, recover
+from dmi_connector.bulk.recovery import Recovered, not_uploaded, recover
 from dmi_connector.bulk.run import Outcome, Run, stopped_by_signals
 from dmi_connector.bulk.settings import RunSettings, settle, tensor_parallel
 from dmi_connector.bulk.sources import identity, open_source
@@ -50,6 +50,7 @@ NOT_OURS = (
     "min_free_bytes",
     "retain_seconds",
     "retain_bytes",
+    "upload_only_complete",
 )
 """Server options that a bulk capture has no use for, or that it looks after itself."""
 _WAIT_S = 0.2
@@ -144,7 +145,11 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str]) -> RunSetting
 
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Run the command. Returns the exit status: 0 if every prompt has its store, else 1. Raises ValueError, OSError."""
+    """Run the command.
+
+    Returns the exit status: 0 if every prompt has its store, and with `upload` every store its copy, else 1. Raises
+    ValueError, OSError.
+    """
     if options.ray is None and importlib.util.find_spec("vllm") is None:
         raise ValueError("vllm: it is not installed in this environment; install dmi_connector[vllm]")
     settings, progress = settings_of(options, flags), Progress(options.json)
@@ -189,7 +194,8 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
         )
         with stopped_by_signals(job.stop):
             outcome = job.go()
-    return _summarise(outcome, engines.answered(), out, suffix, progress)
+    waiting = not_uploaded(out, name, settings.order) if settings.capture.get("upload") else 0
+    return _summarise(outcome, engines.answered(), waiting, out, suffix, progress)
 
 
 def _check_cluster(options: argparse.Namespace) -> None:
@@ -252,7 +258,10 @@ def _say_recovered(recovered: Recovered, progress: Progress) -> None:
     progress.say(event, text)
 
 
-def _summarise(outcome: Outcome, answered: list[int], out: Path, suffix: str, progress: Progress) -> int:
+def _summarise(
+    outcome: Outcome, answered: list[int], not_uploaded: int, out: Path, suffix: str, progress: Progress
+) -> int:
+    """Say how a run ended. Returns its exit status. answered: prompts, by engine. not_uploaded: stores."""
     counts = outcome.counts
     rejects = out / f"rejects{suffix}.jsonl"
     event = {
@@ -262,6 +271,7 @@ def _summarise(outcome: Outcome, answered: list[int], out: Path, suffix: str, pr
         "rejected": counts.rejected,
         "failed": counts.failed,
         "lost": outcome.lost,
+        "not_uploaded": not_uploaded,
         "stopped": outcome.stopped,
         "engines": answered,
         "tokens": counts.tokens,
@@ -280,5 +290,7 @@ def _summarise(outcome: Outcome, answered: list[int], out: Path, suffix: str, pr
                 lines.append(f"  {where}: {entry['reason']}")
     if not outcome.all_done:
         lines.append(f"not all is done ({_WHY.get(outcome.stopped or '', 'see above')}): the same command goes on")
+    if not_uploaded:
+        lines.append(f"{not_uploaded} stores are not uploaded: when all is done, dmi repair {out} uploads them")
     progress.say(event, "\n".join(lines))
-    return 0 if outcome.all_done else 1
+    return 0 if outcome.all_done and not not_uploaded else 1
