@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
+import threading
+import time
 from collections.abc import Sequence
 
 from dmi_connector.bulk.engines import PROCESS
 from dmi_connector.store.format.locks import LIFE_LOCK
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.messages import Message
+
+ASK_S, SILENCE_S = 5.0, 60.0
+"""`events` answers after the first time at the latest. If nobody calls it for the second, the run is out of reach."""
 
 
 class EngineWorker:
@@ -20,10 +26,13 @@ class EngineWorker:
     The engine is in a process of its own, as without Ray: vLLM then finds no Ray around it, and ends with the actor.
 
     log: file for what the engine says. lives: paths of lock files on which all its processes hold a part. start: its
-    first message. `post` and `events` run on a thread each.
+    first message. silence_s: seconds without a call of `events` after which the engine is killed. The node has lost the
+    run then, or the run this node, and waits for the end of its processes to do their prompts again.
+
+    `post` and `events` run on a thread each.
     """
 
-    def __init__(self, log: str, lives: Sequence[str], start: Message) -> None:
+    def __init__(self, log: str, lives: Sequence[str], start: Message, silence_s: float = SILENCE_S) -> None:
         self._outbox: queue.SimpleQueue[Message | tuple[str, int | None]] = queue.SimpleQueue()
         self._child: Child | None = None
         if missing := [path for path in lives if not os.path.exists(path)]:
@@ -36,6 +45,8 @@ class EngineWorker:
         arguments = ["--parent", str(os.getpid()), "--log", log]
         self._child = Child("engine", PROCESS, arguments, [], self._on_message, self._on_death, env=env)
         self._child.post({"start": start})
+        self._silence_s, self._asked = silence_s, time.monotonic()
+        threading.Thread(target=self._watch, name="dmi-watch", daemon=True).start()
 
     def _on_message(self, _child: Child, message: Message) -> None:
         self._outbox.put(message)
@@ -52,11 +63,19 @@ class EngineWorker:
                 self._child.post(message)
 
     def events(self) -> tuple[list[Message], tuple[str, int | None] | None]:
-        """Messages since the last call, and how the process ended, if it has. Waits for the first of them."""
+        """Messages since the last call, and how the process ended, if it has. Waits up to ASK_S for the first."""
+        self._asked = time.monotonic()
         messages: list[Message] = []
-        while not messages or not self._outbox.empty():
-            item = self._outbox.get()
-            if isinstance(item, tuple):
-                return messages, item
-            messages.append(item)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._outbox.get(timeout=0.0 if messages else ASK_S)
+                if isinstance(item, tuple):
+                    return messages, item
+                messages.append(item)
         return messages, None
+
+    def _watch(self) -> None:
+        while (left := self._asked + self._silence_s - time.monotonic()) > 0:
+            time.sleep(left)
+        assert self._child is not None
+        self._child.kill()

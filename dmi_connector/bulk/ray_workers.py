@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -97,7 +98,7 @@ def connected(address: str, workers: int, cpus: int, gpus: int) -> Iterator[tupl
 def _one_line(error: Exception) -> str:
     """What an error of Ray says, without the ids of the actor before it."""
     text = " ".join(str(error).split())
-    return (text.partition("The actor is dead because ")[2] or text)[:_LONGEST_WORDS]
+    return re.split(r"The actor (?:is dead|died) because ", text)[-1][:_LONGEST_WORDS]
 
 
 class _RemoteChild:
