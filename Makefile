@@ -18,10 +18,13 @@ MUTANTS := .mutants/venv
 # The S3 server of the tests, likewise: packages of requirements/s3.txt are added.
 S3 := .s3
 S3_STAMP := $(S3)/.stamp-$(shell sha256sum < requirements/s3.txt | cut -c1-16)
+# Ray, for the tests of dmi run --ray, likewise: packages of requirements/ray.txt are added.
+RAY := .ray
+RAY_STAMP := $(RAY)/.stamp-$(shell sha256sum < requirements/ray.txt | cut -c1-16)
 TYPES ?= $(basename $(notdir $(wildcard requirements/types/*.txt)))
 STAMP := $(VENV)/.stamp-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: help env s3 demo test soak compat lint docs bench models mutants types
+.PHONY: help env s3 ray demo test soak compat lint docs bench models mutants types
 
 help:
 	@echo "make env    build $(VENV) from requirements/ (minutes, once)"
@@ -30,6 +33,7 @@ help:
 	@echo "make s3     the S3 server that tests start, in $(S3) (make test does it)"
 	@echo "make mutants   put small bugs in, count those that the fast tests find (about an hour; ARGS=--help)"
 	@echo "make types   stores as types of other libraries, by these libraries (TYPES=transformer-lens for one)"
+	@echo "make ray    dmi run on Ray clusters of this machine, in $(RAY) (minutes)"
 	@echo "make lint   ruff, mypy, imports     make bench  capture throughput (ARGS=--help)"
 	@echo "make docs   the documentation, as a website in site/"
 	@echo "make models every hook of every family of models, compared with transformers (an hour)"
@@ -73,6 +77,18 @@ $(S3_STAMP): | env
 	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  "$$($(S3)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
 	@$(S3)/bin/python -m pip install -q --no-deps -r requirements/s3.txt
+	@touch $@
+
+# Without it, the tests of dmi run --ray are skipped, and say so.
+ray: $(RAY_STAMP)
+	@$(PY) -m pytest tests/engine/test_ray.py $(ARGS)
+
+$(RAY_STAMP): | env
+	@test -x $(RAY)/bin/python || $(PY) -m venv $(RAY)
+	@rm -f $(RAY)/.stamp-*
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
+	@$(RAY)/bin/python -m pip install -q --no-deps -r requirements/ray.txt
 	@touch $@
 
 # A test process that dies ends the run: xdist would wait for its tests for ever.

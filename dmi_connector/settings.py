@@ -143,7 +143,8 @@ class ServerOptions:
     upload: s3://bucket/prefix where finished stores are uploaded to, "" for none. upload_remove_local: remove the local
     copy of a store that was uploaded. upload_backlog_bytes: finished stores that wait for their upload take no more;
     beyond that `policy` says what happens: the engine waits, or a store stays here for a repair. upload_retry_seconds:
-    how long a store whose upload fails is tried again.
+    how long a store whose upload fails is tried again. upload_only_complete: stores that lack rows, and those of
+    requests that were aborted, are not uploaded.
     cuda_graphs: "auto" takes vLLM's mode FULL in place of its default where that is right, "vllm" leaves it.
     """
 
@@ -174,6 +175,7 @@ class ServerOptions:
     upload_remove_local: bool = False
     upload_backlog_bytes: int = 1 << 36
     upload_retry_seconds: int = 180
+    upload_only_complete: bool = False
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> ServerOptions:
@@ -223,6 +225,7 @@ class ServerOptions:
             upload_retry_seconds=_integer(
                 "upload_retry_seconds", extra.get("upload_retry_seconds", cls.upload_retry_seconds), 0, 86400
             ),
+            upload_only_complete=_boolean("upload_only_complete", extra.get("upload_only_complete", False)),
             **{name: _integer(name, extra.get(name, 0), 0, _MOST_TOTAL) for name in numbers},
         )
 

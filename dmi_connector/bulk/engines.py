@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines in processes of their own, each with its share of the machine's devices."""
+"""Engines in processes of their own: what a run sees of them, and those of this machine, each with its devices."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import queue
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +29,8 @@ _END_S = 600.0
 class Answer:
     """What became of a prompt in an engine.
 
-    prompt_tokens, generated_tokens, finish_reason: of its request. store: path of its store, if known. refused: why the
-    engine did not take the prompt. error: why it is not captured.
+    engine: its name. prompt_tokens, generated_tokens, finish_reason: of its request. store: path of its store, if it is
+    known. refused: why the engine did not take the prompt. error: why it is not captured.
     """
 
     position: int
@@ -39,15 +40,21 @@ class Answer:
     store: str | None = None
     refused: str | None = None
     error: str | None = None
+    engine: str = ""
 
 
 @dataclass(frozen=True)
 class Death:
-    """An engine that has ended too early. positions: prompts that it had."""
+    """An engine that has ended too early.
+
+    positions: prompts that it had. life: path of the lock on which its processes alone hold a part while they live.
+    With that, its prompts are done again by other engines once nobody writes any more. None: by the next start.
+    """
 
     name: str
     how: str
     positions: tuple[int, ...]
+    life: Path | None = None
 
 
 class Engines(Protocol):
@@ -75,12 +82,33 @@ class Engines(Protocol):
         """End them now."""
 
 
+class EngineChild(Protocol):
+    """The process of an engine, on this machine (`Child`) or elsewhere. status: 0 if it ended in order."""
+
+    status: int | None
+
+    def post(self, message: Message) -> None:
+        """Queue a message."""
+
+    def finish(self) -> None:
+        """Let it end after the messages queued so far."""
+
+    def kill(self) -> None:
+        """Kill it."""
+
+    def join(self, timeout: float) -> bool:
+        """Wait for its end; kill it after `timeout` seconds. Returns whether it ended by itself."""
+
+
 @dataclass(eq=False)
-class _Engine:
-    child: Child
+class Engine:
+    """An engine of a pool. window: prompts that it should have, 0 before it is ready. has: those that it has."""
+
+    child: EngineChild
     name: str
     log: Path
-    window: int = 0  # 0 before it is ready
+    life: Path | None = None
+    window: int = 0
     has: set[int] = field(default_factory=set)
     answered: int = 0
     alive: bool = True
@@ -88,36 +116,25 @@ class _Engine:
     failure: str | None = None
 
 
-class EngineProcesses:
-    """Spreads prompts over engine processes.
+class EnginePool(ABC):
+    """Spreads prompts over engines that speak as `engine_process` does. Subclasses start their processes."""
 
-    count: of engines. start: `RunSettings.engine_message`. out: directory of logs. life: path of the lock on which all
-    their processes hold a part while they live. Raises ValueError where the devices do not suffice.
-    """
-
-    def __init__(self, count: int, start: Message, out: Path, life: Path, suffix: str = "") -> None:
-        self._queue: queue.SimpleQueue[tuple[Child, Message | str]] = queue.SimpleQueue()
-        self._shares = device_shares(count, visible_devices())
-        self._message, self._out, self._life, self._suffix = start, out, life, suffix
-        self._engines: list[_Engine] = []
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[EngineChild, Message | str]] = queue.SimpleQueue()
+        self._engines: list[Engine] = []
 
     def start(self) -> None:
-        if self._engines:
-            return
-        for number, devices in enumerate(self._shares):
-            env = {**os.environ, LIFE_LOCK: str(self._life)}
-            if devices:
-                env[_DEVICES] = ",".join(devices)
-            log = self._out / f"engine{self._suffix}-{number}.log"
-            arguments = ["--parent", str(os.getpid()), "--log", str(log)]
-            child = Child(f"engine {number}", PROCESS, arguments, [], self._on_message, self._on_death, env=env)
-            child.post({"start": self._message})
-            self._engines.append(_Engine(child, f"engine {number}", log))
+        if not self._engines:
+            self._engines = self._begin()
 
-    def _on_message(self, child: Child, message: Message) -> None:
+    @abstractmethod
+    def _begin(self) -> list[Engine]:
+        """Start the engines."""
+
+    def _on_message(self, child: EngineChild, message: Message) -> None:
         self._queue.put((child, message))
 
-    def _on_death(self, child: Child, how: str) -> None:
+    def _on_death(self, child: EngineChild, how: str) -> None:
         self._queue.put((child, how))
 
     def room(self) -> int:
@@ -143,7 +160,7 @@ class EngineProcesses:
             found += self._handle(*self._queue.get())
         return found
 
-    def _handle(self, child: Child, message: Message | str) -> list[Answer | Death]:
+    def _handle(self, child: EngineChild, message: Message | str) -> list[Answer | Death]:
         engine = next(e for e in self._engines if e.child is child)
         if isinstance(message, str):
             engine.alive = False
@@ -152,7 +169,7 @@ class EngineProcesses:
             how = engine.failure or f"it died ({message})"
             lost = tuple(sorted(engine.has))
             engine.has.clear()
-            return [Death(engine.name, f"{how}; its log: {engine.log}", lost)]
+            return [Death(engine.name, f"{how}; its log: {engine.log}", lost, engine.life)]
         if "ready" in message:
             engine.window = max(2, int(_AHEAD * message["max_num_seqs"]))
         elif "failed" in message:
@@ -164,7 +181,7 @@ class EngineProcesses:
             engine.answered += 1
             engine.has.discard(message["ended"])
             fields = ("prompt_tokens", "generated_tokens", "finish_reason", "store", "error")
-            return [Answer(message["ended"], **{name: message[name] for name in fields})]
+            return [Answer(message["ended"], **{name: message[name] for name in fields}, engine=engine.name)]
         return []
 
     def finish(self) -> None:
@@ -184,8 +201,34 @@ class EngineProcesses:
         self.finish()
         for engine in self._engines:
             if engine.alive and (engine.has or not engine.window):
-                engine.child.process.kill()
+                engine.child.kill()
             engine.child.join(_END_S)
+
+
+class EngineProcesses(EnginePool):
+    """Engines in processes on this machine.
+
+    count: of engines. start: `RunSettings.engine_message`. out: directory of logs. life: path of the lock on which all
+    their processes hold a part while they live. Raises ValueError where the devices do not suffice.
+    """
+
+    def __init__(self, count: int, start: Message, out: Path, life: Path, suffix: str = "") -> None:
+        super().__init__()
+        self._shares = device_shares(count, visible_devices())
+        self._message, self._out, self._life, self._suffix = start, out, life, suffix
+
+    def _begin(self) -> list[Engine]:
+        engines = []
+        for number, devices in enumerate(self._shares):
+            env = {**os.environ, LIFE_LOCK: str(self._life)}
+            if devices:
+                env[_DEVICES] = ",".join(devices)
+            log = self._out / f"engine{self._suffix}-{number}.log"
+            arguments = ["--parent", str(os.getpid()), "--log", str(log)]
+            child = Child(f"engine {number}", PROCESS, arguments, [], self._on_message, self._on_death, env=env)
+            child.post({"start": self._message})
+            engines.append(Engine(child, f"engine {number}", log))
+        return engines
 
 
 def visible_devices() -> list[str]:

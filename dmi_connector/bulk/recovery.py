@@ -6,14 +6,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dmi_connector.bulk.manifest import Positions, read_manifest
 from dmi_connector.bulk.order import Order
+from dmi_connector.store.format.completeness import OWN_ENDS
 from dmi_connector.store.format.locks import claim
+from dmi_connector.store.format.remote_path import Place, place_of
 from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX
+from dmi_connector.store.read.index import read_index, uploaded_stores
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.commit import append_index, remove_partial
@@ -39,12 +42,12 @@ class Recovered:
     """What is done already.
 
     done: positions with a line in the manifest. found: stores that are complete and sound but have no line, by
-    position. removed: stores that were unfinished, incomplete, damaged or there twice. gone: prompts that are done, but
-    whose stores are no longer there.
+    position; of one that was uploaded the local copy may be gone. removed: stores that were unfinished, incomplete,
+    damaged or there twice. gone: prompts that are done, but whose stores are no longer there.
     """
 
     done: Positions = field(default_factory=Positions)
-    found: dict[int, str] = field(default_factory=dict)
+    found: dict[int, Place] = field(default_factory=dict)
     removed: int = 0
     gone: int = 0
 
@@ -52,8 +55,8 @@ class Recovered:
 def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: bool = False) -> Recovered:
     """Put the directory of a run in order. No process of the run may write any more.
 
-    manifest: of the share. redo_missing: prompts whose stores are gone are not done. Raises OSError, and ValueError for
-    a store that must go but is being read.
+    manifest: of the share. redo_missing: prompts whose stores are gone are not done; what was uploaded is not gone.
+    Raises OSError, and ValueError for a store that must go but is being read.
     """
     result = Recovered()
     for entry in read_manifest(manifest):
@@ -70,18 +73,77 @@ def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: boo
             twice.add(position)
         elif position not in result.done:
             if is_sound(path):
-                result.found[position] = name
+                result.found[position] = path
             else:
                 _remove(path)
                 there.discard(position)
                 result.removed += 1
     if twice:
         result.removed += _keep_one(out, run, order, manifest, twice, result)
+    for position, url in _uploaded(out, run, order):
+        if position in there:
+            continue
+        if position in result.done:
+            there.add(position)
+        elif _is_whole(place := place_of(url)):
+            there.add(position)
+            result.found[position] = place
     missing = [position for position in result.done if position not in there] if redo_missing else []
     for position in missing:
         result.done.discard(position)
     result.gone = sum(position not in there for position in result.done)
     return result
+
+
+def settle_left(out: Path, run: str, positions: Collection[int]) -> dict[int, Place]:
+    """Keep one complete and sound store of each of some positions, and remove all else there is of them.
+
+    Returns those that are kept, here or where they were uploaded to. Nobody may write to them. Raises OSError, and
+    ValueError for a store that must go but is being read.
+    """
+    names: dict[int, list[str]] = {position: [] for position in positions}
+    for position, name in _stores(out, run, Order()):
+        if position in names:
+            names[position].append(name)
+    kept: dict[int, Place] = {}
+    for position, several in names.items():
+        for name in several:
+            if not name.endswith(_STORE):
+                _remove_rest(out / name)
+            elif position not in kept and is_sound(out / name):
+                kept[position] = out / name
+            else:
+                _remove(out / name)
+    for position, url in _uploaded(out, run, Order()):
+        if position in names and position not in kept and _is_whole(place := place_of(url)):
+            kept[position] = place
+    return kept
+
+
+def not_uploaded(out: Path, run: str, order: Order) -> int:
+    """Finished stores of a share that wait for their upload, or whose upload failed: `dmi repair` uploads them."""
+    left: set[str] = set()
+    for line in read_index(out):
+        if line.get("upload") in ("pending", "failed"):
+            left.add(line["store"])
+        elif "upload" in line:
+            left.discard(line["store"])
+    positions = ((_position(run, name), name) for name in left)
+    return sum(p is not None and order.holds(p) and (out / name).is_dir() for p, name in positions)
+
+
+def _uploaded(out: Path, run: str, order: Order) -> Iterator[tuple[int, str]]:
+    """(position, URL) of every store of a share that was uploaded."""
+    for name, url in uploaded_stores(out):
+        position = _position(run, name)
+        if position is not None and order.holds(position):
+            yield position, url
+
+
+def _position(run: str, name: str) -> int | None:
+    """The position in the name of a finished store, None for a store that is not of the run."""
+    key, _, rest = name.partition("--")
+    return position_of(run, key) if rest.endswith(_STORE) else None
 
 
 def _stores(out: Path, run: str, order: Order) -> Iterator[tuple[int, str]]:
@@ -95,21 +157,18 @@ def _stores(out: Path, run: str, order: Order) -> Iterator[tuple[int, str]]:
                 yield position, entry.name
 
 
-def ended_by_itself(finish: str | None) -> bool:
-    """Whether a request with this finish reason came to its own end. One that was aborted, as by the end of its engine,
-    leaves a complete store of the tokens until then.
-    """
-    return finish in ("stop", "length", "repetition")
-
-
 def is_sound(path: Path) -> bool:
     """Whether a finished store is complete, of a request that came to its end, and every byte of it as written."""
+    return _is_whole(path) and not verify_store(path, begun={})
+
+
+def _is_whole(store: Place) -> bool:
+    """Whether a finished store says that it is complete, and of a request that came to its end."""
     try:
-        attrs = read_attrs(path)
-        whole = bool(attrs["complete"]) and ended_by_itself(attrs["finish_reason"])
-        return whole and not verify_store(path, begun={})
+        attrs = read_attrs(store)
     except ValueError:
         return False
+    return bool(attrs["complete"]) and attrs["finish_reason"] in OWN_ENDS
 
 
 def _keep_one(out: Path, run: str, order: Order, manifest: Path, twice: set[int], result: Recovered) -> int:
@@ -128,7 +187,7 @@ def _keep_one(out: Path, run: str, order: Order, manifest: Path, twice: set[int]
         kept = wanted if wanted in several else next((name for name in several if is_sound(out / name)), None)
         result.found.pop(position, None)
         if position not in result.done and kept is not None:
-            result.found[position] = kept
+            result.found[position] = out / kept
         for name in several:
             if name != kept:
                 _remove(out / name)

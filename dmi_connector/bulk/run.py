@@ -7,7 +7,7 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,7 +18,10 @@ from dmi_connector.bulk.manifest import Manifest
 from dmi_connector.bulk.order import Placed, Rows
 from dmi_connector.bulk.progress import Counts, Progress
 from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
-from dmi_connector.bulk.recovery import Recovered, ended_by_itself, position_of, store_key
+from dmi_connector.bulk.recovery import Recovered, position_of, settle_left, store_key
+from dmi_connector.store.format.completeness import OWN_ENDS
+from dmi_connector.store.format.locks import lock_alone
+from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.index import CaptureInfo, IndexTail
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.retention import remove_store
@@ -42,6 +45,10 @@ class _Flight:
     answered_at: float = 0.0
     captured: CaptureInfo | None = None
     tries: int = 1
+
+    def anew(self, tries: int | None = None) -> _Flight:
+        """The prompt for another engine. tries: None if the engine was at fault."""
+        return _Flight(self.placed, self.prompt, tries=tries or self.tries)
 
 
 @dataclass
@@ -93,6 +100,7 @@ class Run:
         self._tail = IndexTail(out, new_only=True)
         self._flights: dict[int, _Flight] = {}
         self._again: list[_Flight] = []  # prompts that are read and not in flight: those to try again, and the next one
+        self._orphans: list[tuple[Death, list[_Flight]]] = []  # of engines that died, until nothing writes them
         self._condemned: list[Path] = []
         before = len(recovered.done) + len(recovered.found)
         self.outcome = Outcome(Counts(done=before, before=before))
@@ -106,7 +114,7 @@ class Run:
         """Run to the end of the rows, or until something stops it (`Outcome.stopped`). Raises OSError."""
         rows = iter(self._rows)
         more = True
-        while more or self._flights or self._again:
+        while more or self._flights or self._again or self._orphans:
             if self.outcome.stopped or not self._engines.alive():
                 more = False
                 self._again.clear()  # these are left to the next start
@@ -119,6 +127,7 @@ class Run:
                 else:
                     self._on_answer(event)
             self._look_at_stores()
+            self._settle_orphans()
             self._manifest.flush(now=False)
             self._show()
         self._engines.finish()
@@ -148,9 +157,10 @@ class Run:
 
     def _has_space(self) -> bool:
         """Whether the budget has room for one more prompt. Stops the run where it is to end without."""
-        if self._budget.allows(len(self._flights)):
+        in_flight = len(self._flights) + sum(len(flights) for _, flights in self._orphans)
+        if self._budget.allows(in_flight):
             return True
-        if not self._flights:
+        if not in_flight:
             if self._end_when_full:
                 self.stop("max_bytes")
             self.outcome.counts.waiting = "the disk budget is used up"
@@ -206,10 +216,20 @@ class Run:
 
     def _on_death(self, death: Death) -> None:
         self.outcome.deaths.append(death)
-        lost = [position for position in death.positions if self._flights.pop(position, None)]
-        self.outcome.lost += len(lost)
-        text = f"dmi: {death.name} ended early: {death.how}. {len(lost)} prompts are left to the next start of this run"
-        self._progress.say({"event": "engine_ended", "engine": death.name, "why": death.how, "left": len(lost)}, text)
+        had = [flight for position in death.positions if (flight := self._flights.pop(position, None))]
+        event = {"event": "engine_ended", "engine": death.name, "why": death.how, "left": len(had)}
+        text = f"dmi: {death.name} ended early: {death.how}. {len(had)} prompts are left to the next start of this run"
+        if death.life is None:
+            self.outcome.lost += len(had)
+        else:
+            unfinished = [f for f in self._flights.values() if f.answer is not None and f.answer.engine == death.name]
+            for flight in unfinished:
+                del self._flights[flight.placed.position]
+            had += unfinished
+            self._orphans.append((death, had))
+            event |= {"left": 0, "again": len(had)}
+            text = f"dmi: {death.name} ended early: {death.how}. {len(had)} prompts go to other engines"
+        self._progress.say(event, text)
         if not self._engines.alive():
             self.stop("engines")
 
@@ -218,17 +238,42 @@ class Run:
 
     # ---- stores -----------------------------------------------------------------------------------------------------
 
+    def _settle_orphans(self) -> None:
+        """Once nothing writes the stores of a dead engine any more, keep those that are whole and do the rest again."""
+        if self._orphans and (self.outcome.stopped or not self._engines.alive()):
+            self.outcome.lost += sum(len(flights) for _, flights in self._orphans)
+            self._orphans.clear()
+        for orphans in list(self._orphans):
+            death, flights = orphans
+            assert death.life is not None
+            with lock_alone(death.life) as alone:
+                if not alone:
+                    self.outcome.counts.waiting = f"writers of {death.name} finish their stores"
+                    continue
+            self._orphans.remove(orphans)
+            kept = settle_left(self._out, self._run, [flight.placed.position for flight in flights])
+            self._read_index()  # lines of these stores say nothing of the next try
+            for flight in flights:
+                store = kept.get(flight.placed.position)
+                if store is None:
+                    self._again.append(flight.anew())
+                else:
+                    self._count(self._found_entry(flight.placed, flight.prompt, store))
+
     def _look_at_stores(self) -> None:
         gone = not self._engines.alive() and self._writers_gone()
+        self._read_index()
+        if gone or time.monotonic() > self._next_look:
+            self._next_look = time.monotonic() + _QUIET_S
+            self._look_at_paths(gone)
+
+    def _read_index(self) -> None:
         for info in self._tail.read():
             position = position_of(self._run, info.key or "")
             flight = None if position is None else self._flights.get(position)
             if flight is not None:
                 flight.captured = info
                 self._settle(flight)
-        if gone or time.monotonic() > self._next_look:
-            self._next_look = time.monotonic() + _QUIET_S
-            self._look_at_paths(gone)
 
     def _look_at_paths(self, gone: bool) -> None:
         """Look for stores whose line is late: a full disk may have kept it from being written."""
@@ -254,27 +299,33 @@ class Run:
         info, answer = flight.captured, flight.answer
         if info is None or answer is None:
             return
+        if answer.store is not None and Path(answer.store).name != info.store.name:
+            flight.captured = None  # a late line of an earlier try
+            return
         position = flight.placed.position
         del self._flights[position]
-        if info.state == "complete" and ended_by_itself(answer.finish_reason):
+        if info.state == "complete" and answer.finish_reason in OWN_ENDS:
             nbytes = info.bytes or 0
-            self._budget.stored(nbytes)
-            self.outcome.counts.done += 1
-            self.outcome.counts.tokens += answer.prompt_tokens + answer.generated_tokens
-            self.outcome.counts.bytes += nbytes
             tokens = answer.prompt_tokens, answer.generated_tokens
             finish = answer.finish_reason if self._generates else None
-            entry = self._entry(flight.placed, flight.prompt, info.store.name, tokens, finish, nbytes)
-            self._manifest.add(entry)
+            self._count(self._entry(flight.placed, flight.prompt, info.store.name, tokens, finish, nbytes))
             return
         if info.state in ("complete", "incomplete"):
             self._condemned.append(self._out / info.store.name)
             self._clear_condemned()
         if flight.tries < _TRIES and not self.outcome.stopped and self._engines.alive():
-            self._again.append(_Flight(flight.placed, flight.prompt, tries=flight.tries + 1))
+            self._again.append(flight.anew(flight.tries + 1))
         else:
             reason = f"its capture is {info.state} ({info.reason}), its request ended with {answer.finish_reason}"
             self._reject(flight.placed, flight.prompt.id, reason, failed=True)
+
+    def _count(self, entry: Mapping[str, Any]) -> None:
+        """Note a prompt whose store was finished in this run."""
+        self._manifest.add(entry)
+        self._budget.stored(entry["bytes"])
+        self.outcome.counts.done += 1
+        self.outcome.counts.tokens += entry["prompt_tokens"] + entry["generated_tokens"]
+        self.outcome.counts.bytes += entry["bytes"]
 
     def _clear_condemned(self) -> None:
         """Remove incomplete stores. One that is still locked is left for the next call, or the next start."""
@@ -296,13 +347,13 @@ class Run:
             "bytes": nbytes,
         }
 
-    def _found_entry(self, placed: Placed, prompt: Prompt, store: str) -> dict[str, Any]:
-        """The line of a store that was finished before the last run was killed."""
-        attrs = read_attrs(self._out / store)
+    def _found_entry(self, placed: Placed, prompt: Prompt, store: Place) -> dict[str, Any]:
+        """The line of a store that was finished before the last run, or its engine, was killed."""
+        attrs = read_attrs(store)
         generates = attrs["include_output_tokens"]
         generated = attrs["num_tokens"] - attrs["prompt_len"] + 1 if generates else 0
         finish = attrs["finish_reason"] if generates else None
-        return self._entry(placed, prompt, store, (attrs["prompt_len"], generated), finish, _bytes(attrs))
+        return self._entry(placed, prompt, store.name, (attrs["prompt_len"], generated), finish, _bytes(attrs))
 
     def _show(self, force: bool = False) -> None:
         counts = self.outcome.counts

@@ -90,8 +90,10 @@ class RunSettings:
 
     def engine_message(self, out: Path) -> dict[str, Any]:
         """What an engine process has to know, JSON-ready."""
-        names = ("model", "capture", "flags", "sampling", "max_tokens")
-        return {**{name: getattr(self, name) for name in names}, "store_dir": str(out)}
+        names = ("model", "flags", "sampling", "max_tokens")
+        # A store that is done again must not be in the bucket too.
+        capture = {**self.capture, **({"upload_only_complete": True} if self.capture.get("upload") else {})}
+        return {**{name: getattr(self, name) for name in names}, "capture": capture, "store_dir": str(out)}
 
 
 def joined(flags: Sequence[str]) -> list[str]:
@@ -104,6 +106,18 @@ def joined(flags: Sequence[str]) -> list[str]:
             found[-1] += ("," if "=" in found[-1] else "=") + text
         else:
             found.append(text)
+    return found
+
+
+def tensor_parallel(flags: Sequence[str]) -> int:
+    """GPUs that an engine with these flags takes. Raises ValueError."""
+    found = 1
+    for flag in joined(flags):
+        if _flag_name(flag) in ("tensor-parallel-size", "tp"):
+            value = flag.partition("=")[2]
+            if not value.isdigit() or not int(value):
+                raise ValueError(f"--tensor-parallel-size {value!r} is not valid; give a whole number from 1 on")
+            found = int(value)
     return found
 
 

@@ -14,6 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dmi_connector.urls import is_url, parse_url
+
 if TYPE_CHECKING:
     from dmi_connector.store.format.remote_path import Place
 
@@ -202,6 +204,9 @@ def _place(path: str, kind: str) -> Place:
 
 
 def _directory(path: str, kind: str) -> Path:
+    if is_url(path):
+        parse_url("path", path)
+        raise ValueError(f"{path} is a URL, which this command does not take; give {kind} on this machine")
     if not os.path.isdir(path):
         raise ValueError(f"{path} is {'a file' if os.path.exists(path) else 'not there'}; give {kind}")
     return Path(path)

@@ -16,14 +16,15 @@ from typing import Any
 
 from dmi_connector.args import capture_args
 from dmi_connector.bulk.budget import Budget
-from dmi_connector.bulk.engines import EngineProcesses, device_shares, visible_devices
+from dmi_connector.bulk.engines import EnginePool, EngineProcesses, device_shares, visible_devices
 from dmi_connector.bulk.manifest import Manifest
 from dmi_connector.bulk.order import Order, parse_share
 from dmi_connector.bulk.progress import Progress
 from dmi_connector.bulk.prompts import Columns
-from dmi_connector.bulk.recovery import Recovered, recover
+from dmi_connector.bulk.ray_workers import LOCAL, RayWorkers, connected
+from dmi_connector.bulk.recovery import Recovered, not_uploaded, recover
 from dmi_connector.bulk.run import Outcome, Run, stopped_by_signals
-from dmi_connector.bulk.settings import RunSettings, settle
+from dmi_connector.bulk.settings import RunSettings, settle, tensor_parallel
 from dmi_connector.bulk.sources import identity, open_source
 from dmi_connector.cli.serve import add_options, leave_graphs, refuse_conflicts
 from dmi_connector.settings import OptionError, ServerOptions
@@ -49,6 +50,7 @@ NOT_OURS = (
     "min_free_bytes",
     "retain_seconds",
     "retain_bytes",
+    "upload_only_complete",
 )
 """Server options that a bulk capture has no use for, or that it looks after itself."""
 _WAIT_S = 0.2
@@ -78,6 +80,13 @@ def add_run(parser: argparse.ArgumentParser, nbytes: Callable[[str], int]) -> No
     )
     engine.add_argument("--sampling", type=_object, default={}, metavar="JSON", help="fields of SamplingParams")
     engine.add_argument("--data-parallel", type=_count, default=1, metavar="N", help="engines, each with its GPUs")
+    cluster = parser.add_argument_group("cluster")
+    cluster.add_argument(
+        "--ray", nargs="?", const="", metavar="ADDRESS", help="engines on a Ray cluster: HOST:PORT, auto, local"
+    )
+    cluster.add_argument("--workers", type=_count, metavar="N", help="engines on the cluster (default: 1)")
+    cluster.add_argument("--worker-cpus", type=_count, metavar="N", help="that Ray counts for each (default: 1)")
+    cluster.add_argument("--worker-gpus", type=_count, metavar="N", help="of each (default: tensor parallel size)")
     out = parser.add_argument_group("output")
     out.add_argument("--out", type=Path, required=True, metavar="DIR", help="stores, manifest.jsonl, rejects.jsonl")
     out.add_argument("--max-bytes", type=nbytes, default=0, metavar="SIZE", help="of the stores in DIR: 500M, 2T")
@@ -136,11 +145,17 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str]) -> RunSetting
 
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Run the command. Returns the exit status: 0 if every prompt has its store, else 1. Raises ValueError, OSError."""
-    if importlib.util.find_spec("vllm") is None:
+    """Run the command.
+
+    Returns the exit status: 0 if every prompt has its store, and with `upload` every store its copy, else 1. Raises
+    ValueError, OSError.
+    """
+    if options.ray is None and importlib.util.find_spec("vllm") is None:
         raise ValueError("vllm: it is not installed in this environment; install dmi_connector[vllm]")
     settings, progress = settings_of(options, flags), Progress(options.json)
-    device_shares(options.data_parallel, visible_devices())
+    _check_cluster(options)
+    if options.ray is None:
+        device_shares(options.data_parallel, visible_devices())
     source = open_source(options.prompts, settings.columns)
     out = options.out.absolute()
     mode = settings.capture.get("file_mode", "private")
@@ -158,8 +173,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
         rejects = stack.enter_context(open(out / f"rejects{suffix}.jsonl", "w"))
         rows = settings.order.rows(source, out)
         budget = Budget(out, options.max_bytes, options.min_free_bytes)
-        start = settings.engine_message(out)
-        engines = stack.enter_context(closing(EngineProcesses(options.data_parallel, start, out, life, suffix)))
+        engines = _engines(options, settings, out, life, progress, stack)
         stack.callback(progress.close)
         job = Run(
             name,
@@ -180,7 +194,37 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
         )
         with stopped_by_signals(job.stop):
             outcome = job.go()
-    return _summarise(outcome, engines.answered(), out, suffix, progress)
+    waiting = not_uploaded(out, name, settings.order) if settings.capture.get("upload") else 0
+    return _summarise(outcome, engines.answered(), waiting, out, suffix, progress)
+
+
+def _check_cluster(options: argparse.Namespace) -> None:
+    """Raises OptionError for options of another kind of run."""
+    if options.ray is not None and options.data_parallel != 1:
+        raise OptionError(
+            f"--data-parallel {options.data_parallel}: it is for one machine without Ray; with --ray, give --workers"
+        )
+    for name in ("workers", "worker_cpus", "worker_gpus"):
+        if options.ray is None and (value := getattr(options, name)) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise OptionError(f"{flag} {value}: it is for a Ray cluster; give --ray too, or --data-parallel instead")
+
+
+def _engines(
+    options: argparse.Namespace, settings: RunSettings, out: Path, life: Path, progress: Progress, stack: ExitStack
+) -> EnginePool:
+    """The engines of a run. They end, and the cluster is left, with `stack`."""
+    start, suffix = settings.engine_message(out), settings.order.suffix
+    if options.ray is None:
+        return stack.enter_context(closing(EngineProcesses(options.data_parallel, start, out, life, suffix)))
+    workers = options.workers or 1
+    address = options.ray or os.environ.get("RAY_ADDRESS") or LOCAL
+    each = options.worker_gpus or tensor_parallel(settings.flags)
+    needs, room = stack.enter_context(connected(address, workers, options.worker_cpus or 1, each))
+    if room < workers:
+        text = f"dmi: the cluster has room for {room} of {workers} workers; the others start when it has more"
+        progress.say({"event": "cluster", "room": room, "workers": workers}, text)
+    return stack.enter_context(closing(RayWorkers(workers, needs, start, out, life, suffix)))
 
 
 def _free(life: Path) -> bool:
@@ -214,7 +258,10 @@ def _say_recovered(recovered: Recovered, progress: Progress) -> None:
     progress.say(event, text)
 
 
-def _summarise(outcome: Outcome, answered: list[int], out: Path, suffix: str, progress: Progress) -> int:
+def _summarise(
+    outcome: Outcome, answered: list[int], not_uploaded: int, out: Path, suffix: str, progress: Progress
+) -> int:
+    """Say how a run ended. Returns its exit status. answered: prompts, by engine. not_uploaded: stores."""
     counts = outcome.counts
     rejects = out / f"rejects{suffix}.jsonl"
     event = {
@@ -224,6 +271,7 @@ def _summarise(outcome: Outcome, answered: list[int], out: Path, suffix: str, pr
         "rejected": counts.rejected,
         "failed": counts.failed,
         "lost": outcome.lost,
+        "not_uploaded": not_uploaded,
         "stopped": outcome.stopped,
         "engines": answered,
         "tokens": counts.tokens,
@@ -242,5 +290,7 @@ def _summarise(outcome: Outcome, answered: list[int], out: Path, suffix: str, pr
                 lines.append(f"  {where}: {entry['reason']}")
     if not outcome.all_done:
         lines.append(f"not all is done ({_WHY.get(outcome.stopped or '', 'see above')}): the same command goes on")
+    if not_uploaded:
+        lines.append(f"{not_uploaded} stores are not uploaded: when all is done, dmi repair {out} uploads them")
     progress.say(event, "\n".join(lines))
-    return 0 if outcome.all_done else 1
+    return 0 if outcome.all_done and not not_uploaded else 1

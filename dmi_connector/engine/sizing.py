@@ -104,6 +104,7 @@ def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSetting
         "backlog_bytes": options.upload_backlog_bytes,
         "retry_seconds": options.upload_retry_seconds,
         "drop": options.policy == "drop",
+        "only_complete": options.upload_only_complete,
     }
     return WriteSettings(
         options.fsync,

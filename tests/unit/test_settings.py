@@ -97,6 +97,7 @@ def test_each_server_option_is_read() -> None:
         "upload_remove_local": True,
         "upload_backlog_bytes": 12,
         "upload_retry_seconds": 13,
+        "upload_only_complete": True,
     }
     assert set(given) == {f.name for f in fields(ServerOptions)}
     read = {

@@ -15,6 +15,11 @@ from typing import Any
 LABELS = ("shutdown", "write_error", "dropped", "quota", "aborted", "other")
 """Labels under which metrics count incomplete captures. Of several that apply the first counts (docs/OPERATIONS.md)."""
 
+OWN_ENDS = ("stop", "length", "repetition")
+"""Finish reasons of requests that came to their own end. One that was aborted, as by the end of its engine, leaves a
+complete store of the tokens until then.
+"""
+
 Ranges = Sequence[Sequence[int]]
 """[start, stop) row ranges of a store."""
 

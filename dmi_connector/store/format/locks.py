@@ -18,11 +18,12 @@ from collections.abc import Iterator
 logger = logging.getLogger(__name__)
 
 LIFE_LOCK = "DMI_LIFE_LOCK"
-"""Environment variable that `dmi run` sets for its engines: the path of a file on which all their processes hold a
-shared lock while they live. Whoever gets it exclusively knows that none of them writes any more.
+"""Environment variable that `dmi run` sets for its engines: paths of files on which all their processes hold shared
+locks while they live, with a colon between them. Whoever gets one exclusively knows that none of its processes writes
+any more.
 """
 _life_locks: list[int] = []
-"""Descriptors of that file: the locks end with the process."""
+"""Descriptors of these files: the locks end with the process."""
 _LOCKED_WITHIN_S = 10.0
 """A writer locks the directory that it makes within this time."""
 
@@ -62,9 +63,8 @@ class PartialLock:
 
 
 def hold_life_lock() -> None:
-    """Hold the lock that LIFE_LOCK names, if it does, until this process ends. Raises OSError."""
-    path = os.environ.get(LIFE_LOCK)
-    if path:
+    """Hold the locks that LIFE_LOCK names until this process ends. Raises OSError."""
+    for path in filter(None, os.environ.get(LIFE_LOCK, "").split(os.pathsep)):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(fd, fcntl.LOCK_SH)
         _life_locks.append(fd)

@@ -101,6 +101,14 @@ def _parse(raws: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             yield line
 
 
+def uploaded_stores(directory: Path) -> Iterator[tuple[str, str]]:
+    """(name, URL) of each store that was uploaded, by the index. Other lines of a long index are not parsed."""
+    for text in _texts(directory):
+        for line in _parse(_raws_with(text, b'"upload":"done"')):
+            if line.get("upload") == "done" and isinstance(line.get("url"), str):
+                yield line["store"], line["url"]
+
+
 def find_captures(directory: Given, key: str | None = None, request_id: str | None = None) -> list[CaptureInfo]:
     """Captures of a store directory, in the order they began. key, request_id: only those, if given.
 

@@ -79,6 +79,10 @@ class Child:
         """Let the process stop after the messages queued so far."""
         self._queue.put(None)
 
+    def kill(self) -> None:
+        """Kill the process."""
+        self.process.kill()
+
     def join(self, timeout: float) -> bool:
         """Wait for the process to end; kill it after `timeout` seconds. Returns whether it ended by itself."""
         receiver = self._threads[1]

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.layout import PayloadLayout
-from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json
+from dmi_connector.store.format.completeness import OWN_ENDS, Cause, Loss, losses_from_json
 from dmi_connector.store.format.locks import hold_life_lock
 from dmi_connector.store.format.paths import UMASKS
 from dmi_connector.store.write.captures import CaptureRecord, Captures, State
@@ -200,7 +200,8 @@ class Coordinator:
         # It is aborted only where it could not even be closed.
         state = State.FAILED if record.state is State.ABORTED else record.state
         if self.uploads is not None and not record.rank and state in (State.COMPLETE, State.INCOMPLETE):
-            self.uploads.add(record.final, record.bytes_stored * record.ranks)
+            ended = record.end is not None and record.end.attrs.get("finish_reason") in OWN_ENDS
+            self.uploads.add(record.final, record.bytes_stored * record.ranks, ended and state is State.COMPLETE)
         number = self._numbers.pop(record)
         self._done(number, state, record.reason, record.label, record.bytes_raw, record.bytes_stored)
 

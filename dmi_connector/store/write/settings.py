@@ -36,7 +36,7 @@ class UploadSettings:
 
     url: s3://bucket/prefix. remove_local: remove the local copy of what was uploaded. backlog_bytes: of finished stores
     that wait. retry_seconds: how long a store is tried. drop: leave a store that finds the backlog full to a repair,
-    where it else makes the engine wait.
+    where it else makes the engine wait. only_complete: leave stores here that lack rows, or whose request was aborted.
     """
 
     url: str
@@ -44,3 +44,4 @@ class UploadSettings:
     backlog_bytes: int = 1 << 36
     retry_seconds: int = 180
     drop: bool = False
+    only_complete: bool = False

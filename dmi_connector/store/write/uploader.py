@@ -20,7 +20,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from dmi_connector.store.format.locks import share
+from dmi_connector.store.format.locks import hold_life_lock, share
 from dmi_connector.store.format.paths import UMASKS
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, write_all
@@ -114,6 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     os.nice(_NICE)
     os.umask(UMASKS[args.file_mode])
+    hold_life_lock()  # it may outlive a coordinator that is killed, and removes local copies
     with open("/proc/self/comm", "w") as comm:
         comm.write("dmi-uploader")
     answers = os.dup(1)

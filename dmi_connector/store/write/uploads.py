@@ -7,8 +7,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from dmi_connector.store.write.child_process import Child
+from dmi_connector.store.write.commit import append_index
 from dmi_connector.store.write.messages import Message
 from dmi_connector.store.write.settings import UploadSettings
 
@@ -48,9 +50,12 @@ class Uploads:
         with self._changed:
             return sum(self._waiting.values())
 
-    def add(self, store: str, nbytes: int) -> None:
-        """A store has its final name. Never blocks."""
+    def add(self, store: str, nbytes: int, whole: bool = True) -> None:
+        """A store has its final name. whole: it lacks no rows, and its request came to its own end. Never blocks."""
         limit = self.settings.backlog_bytes
+        if self.settings.only_complete and not whole:
+            self._leave(Path(store))
+            return
         with self._changed:
             if self.settings.drop and self._waiting and self.backlog + nbytes > limit:
                 reason = f"upload_backlog_bytes: {limit} bytes wait already (policy drop); dmi repair uploads it later"
@@ -60,6 +65,13 @@ class Uploads:
             self._waiting[store] = nbytes
             self._count({"bytes_queued": nbytes})
             self._process().post({"type": "upload", "store": store})
+
+    def _leave(self, store: Path) -> None:
+        """Say in the index that a store is not meant to be uploaded."""
+        try:
+            append_index(str(store.parent), {"event": "upload", "store": store.name, "upload": None, "url": None})
+        except OSError as error:  # dmi repair would upload it
+            self._note(f"{store}: {error}")
 
     def wait_for_room(self, needed: Callable[[], bool]) -> None:
         """Under policy block: wait while the backlog is over its limit, and while `needed`."""

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from dmi_connector.bulk import engines
+from dmi_connector.bulk.engine_worker import EngineWorker
 from dmi_connector.bulk.engines import device_shares, visible_devices
 from dmi_connector.bulk.manifest import Manifest, Positions, read_manifest
 from dmi_connector.bulk.progress import Counts, Progress, Speedometer, duration
@@ -179,6 +180,18 @@ def test_a_process_holds_the_life_lock_until_it_ends(tmp_path: Path) -> None:
     child.communicate()
     with lock_alone(lock) as alone:
         assert alone
+
+
+def test_a_worker_that_no_run_asks_kills_its_engine(tmp_path: Path) -> None:
+    """And one whose node has another directory at that path starts none."""
+    life = tmp_path / "life"
+    life.touch()
+    worker = EngineWorker(str(tmp_path / "log"), [str(life)], {}, silence_s=0)
+    assert next(end for _ in range(20) if (end := worker.events()[1]) is not None) == ("signal 9", -9)
+    with lock_alone(life) as alone:
+        assert alone
+    messages, end = EngineWorker(str(tmp_path / "log"), [str(tmp_path / "other/life")], {}).events()
+    assert "sees another directory there; take a shared one" in messages[0]["failed"] and end is not None
 
 
 def test_a_process_ends_with_its_parent() -> None:

@@ -394,6 +394,15 @@ sys.exit(main(["verify", "s3://captures/a.zarr"]))
     assert "install dmi_connector[remote]" in run.stderr
 
 
+@pytest.mark.parametrize("command", ["view", "tail", "prune", "repair"])
+def test_commands_that_take_no_urls_say_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "s3://captures/x"]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("dmi: s3://captures/x is a URL, which this command does not take; give a ")
+    assert main([command, "s3://key:hush-hush@captures/x"]) == 2
+    assert "hush-hush" not in capsys.readouterr().err
+
+
 def test_places() -> None:
     place = place_of("s3://bucket/a/b.zarr/")
     assert place == RemotePath("bucket", "a/b.zarr") and str(place) == "s3://bucket/a/b.zarr"

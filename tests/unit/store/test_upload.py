@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dmi_connector.bulk.order import Order
+from dmi_connector.bulk.recovery import not_uploaded, settle_left
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.settings import ServerOptions
@@ -27,11 +29,12 @@ from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write import upload
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.client import StoreClient
+from dmi_connector.store.write.commit import append_index
 from dmi_connector.store.write.repair import finish_uploads, repair
 from dmi_connector.store.write.settings import UploadSettings, WriteSettings
 from dmi_connector.store.write.upload import expected_etag, part_bytes, upload_store
 from dmi_connector.store.write.uploads import Uploads
-from tests import s3kit
+from tests import bulkkit, s3kit
 from tests import storekit as kit
 
 BUCKET = f"s3://{s3kit.BUCKET}"
@@ -75,15 +78,15 @@ def make_client(prefix: str) -> Iterator[MakeClient]:
             client.shutdown()
 
 
-def capture(client: StoreClient, path: Path) -> Path:
-    """Write one store of kit.VALUES and wait until it is finished. Returns its path."""
+def capture(client: StoreClient, path: Path, finish: str = "length", rows: int = 300) -> Path:
+    """Write one store of kit.VALUES and wait until it is finished. Returns its path. rows: that come, of 300."""
     path.parent.mkdir(exist_ok=True)
     one = kit.begin(client, path)
-    for first in range(0, 300, 128):
+    for first in range(0, rows, 128):
         kit.send(client, one, first)
-    one.close(300, token_ids=kit.IDS)
+    one.close(300, token_ids=kit.IDS, attrs={"finish_reason": finish})
     kit.until(lambda: one.state not in ("open", "closing"))
-    assert one.state == "complete", one.reason
+    assert one.state == ("complete" if rows == 300 else "incomplete"), one.reason
     return path
 
 
@@ -175,6 +178,54 @@ def test_a_local_copy_that_is_read_stays(s3: s3kit.Proxy, make_client: MakeClien
         assert client.shutdown()
         assert np.array_equal(kit.bits(reader.numpy("q")), kit.VALUES)
     assert index(tmp_path / "s")["a.zarr"].upload == "done" and store.is_dir()
+
+
+def test_only_complete_stores_of_requests_that_ended_are_uploaded(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
+) -> None:
+    client = make_client(only_complete=True)
+    for name, rows, finish in (("lossy", 128, "length"), ("aborted", 300, "abort"), ("whole", 300, "stop")):
+        capture(client, tmp_path / f"s/{name}.zarr", finish, rows)
+    uploaded(client, 1)
+    assert client.shutdown() and client.counts()["upload_failed"] == 0
+    assert {key.split("/")[1] for key in s3kit.objects(prefix)} == {"whole.zarr", "index"}
+    infos = index(tmp_path / "s")
+    assert {(name, info.state, info.upload) for name, info in infos.items()} == {
+        ("lossy.zarr", "incomplete", None),
+        ("aborted.zarr", "complete", None),
+        ("whole.zarr", "complete", "done"),
+    }
+    assert repair(tmp_path / "s") == []
+
+
+def test_a_run_counts_stores_that_are_in_the_bucket_alone(
+    s3: s3kit.Proxy, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a line in the manifest, too: the run was killed before it, and the local copy had been removed."""
+    out, prompts = tmp_path / "out", bulkkit.write_prompts(tmp_path / "p.jsonl", 4)
+    template = bulkkit.template(tmp_path / "one.zarr")
+    out.mkdir()
+    assert bulkkit.go(prompts, out, bulkkit.FakeEngines(template, out)).all_done
+    noted, stores = (out / "manifest.jsonl").read_text(), sorted(out.glob("*.zarr"))
+    for store in stores[:3]:
+        append_index(str(out), {"event": "start", "store": store.name, "upload": "pending", "url": "s3://captures/x"})
+    assert not_uploaded(out, bulkkit.RUN, Order()) == 3
+    for store in stores[:2]:
+        upload.finish_upload(store, RemotePath(s3kit.BUCKET, f"{prefix}/{store.name}"), 0, remove_local=True)
+    assert not_uploaded(out, bulkkit.RUN, Order()) == 1 and not stores[0].exists() and not stores[1].exists()
+    kept = settle_left(out, bulkkit.RUN, [0, 3, 9])
+    assert {position: str(place) for position, place in kept.items()} == {
+        0: f"{BUCKET}/{prefix}/{stores[0].name}",
+        3: str(stores[3]),
+    }
+    engines = bulkkit.FakeEngines(template, out)
+    assert bulkkit.go(prompts, out, engines, redo_missing=True).all_done and engines.submitted == []
+    os.unlink(out / "manifest.jsonl")
+    s3.clear()
+    outcome = bulkkit.go(prompts, out, engines, redo_missing=True)
+    assert (outcome.counts.before, engines.submitted) == (4, [])
+    assert sorted((out / "manifest.jsonl").read_text().splitlines()) == sorted(noted.splitlines())
+    assert {r.path.rpartition("/")[2] for r in s3.log} == {"zarr.json"}, "nothing else is asked for"
 
 
 def test_large_files_go_in_parts(s3: s3kit.Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines on the nodes of a Ray cluster. Ray places them, carries prompts and answers, and says when one has died.
+
+Each engine has a Ray actor. Ray Data does not carry the prompts, for three reasons:
+
+- Its vLLM processor keeps texts and token ids of an answer, and leaves out its `kv_transfer_params`: which store a
+  prompt got, or why it got none.
+- It pulls its input in blocks, as fast as its own buffers allow. A run hands out one prompt at a time, when an engine
+  has room, the disk budget allows it, and the store of an earlier try is gone.
+- It does the blocks of a dead worker again at once. The writers of that worker may still be finishing their stores, so
+  that prompts would get two. To make a lost block anew it also reads its input a second time.
+
+So reading, order, manifest, budget and recovery are those of any run (`run.py`), and actors do the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dmi_connector.bulk.engine_worker import EngineWorker
+from dmi_connector.bulk.engines import Answer, Death, Engine, EngineChild, EnginePool
+from dmi_connector.store.format.locks import lock_alone
+from dmi_connector.store.write.messages import Message
+
+LOCAL = "local"
+"""Address of a cluster that is started on this machine, for one run."""
+_OBJECTS_BYTES = 128 << 20
+"""Object store of such a cluster: prompts are small."""
+_STARTS = 3
+"""How often a worker is started at most without answering one prompt in between."""
+_LONGEST_WORDS = 300
+_LOCKS_S, _LOOK_S = 20.0, 0.1
+"""Time for processes of killed workers to end. A lock that is left then is removed by the next start."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a worker takes of its node. gpus: 0 on a cluster without GPUs."""
+
+    cpus: int
+    gpus: int
+
+
+@contextlib.contextmanager
+def connected(address: str, workers: int, cpus: int, gpus: int) -> Iterator[tuple[Needs, int]]:
+    """Be connected to a cluster, or to one on this machine that is started and ended here (LOCAL).
+
+    cpus: of a worker. gpus: of a worker where the cluster has GPUs. Gives what each worker needs, and for how many
+    there is room. Raises ValueError if there is no such cluster, or if a local one has too few GPUs.
+    """
+    if address.startswith("ray://"):
+        raise ValueError(
+            f"--ray {address}: a run is no Ray client; start it on a node of the cluster, with --ray auto, or by ray"
+            " job submit"
+        )
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError("--ray: ray is not installed in this environment; install dmi_connector[ray]") from error
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    if address == LOCAL:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options |= {"num_cpus": workers * cpus, "include_dashboard": False, "object_store_memory": _OBJECTS_BYTES}
+    try:
+        ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        text = _one_line(error)
+        raise ValueError(
+            f"--ray {address}: the cluster cannot be joined ({text}); give HOST:PORT, auto or local, and the Ray and"
+            " Python of its nodes"
+        ) from error
+    try:
+        there = ray.cluster_resources()
+        needs = Needs(cpus, gpus if there.get("GPU") else 0)
+        room = int(there.get("CPU", 0) // needs.cpus)
+        if needs.gpus:
+            room = min(room, int(there["GPU"] // needs.gpus))
+        if address == LOCAL and room < workers:
+            count = int(there["GPU"])
+            raise ValueError(
+                f"--workers {workers}: there are {count} GPUs, and each takes {needs.gpus}; give fewer workers, or"
+                " --worker-gpus"
+            )
+        yield needs, room
+    finally:
+        ray.shutdown()
+
+
+def _one_line(error: Exception) -> str:
+    """What an error of Ray says, without the ids of the actor before it."""
+    text = " ".join(str(error).split())
+    return re.split(r"The actor (?:is dead|died) because ", text)[-1][:_LONGEST_WORDS]
+
+
+class _RemoteChild:
+    """An engine process beside an actor, as `Child` is one on this machine."""
+
+    def __init__(
+        self,
+        name: str,
+        actor: Any,
+        on_message: Callable[[EngineChild, Message], None],
+        on_death: Callable[[EngineChild, str], None],
+    ) -> None:
+        self.status: int | None = None
+        self._actor, self._on_message, self._on_death = actor, on_message, on_death
+        self._thread = threading.Thread(target=self._receive, name=f"dmi-receive-{name}", daemon=True)
+        self._thread.start()
+
+    def post(self, message: Message | None) -> None:
+        self._actor.post.options(concurrency_group="in").remote(message)
+
+    def finish(self) -> None:
+        self.post(None)
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
+    def join(self, timeout: float) -> bool:
+        self._thread.join(timeout)
+        ended = not self._thread.is_alive()
+        self.kill()
+        self._thread.join()
+        return ended
+
+    def _receive(self) -> None:
+        import ray
+
+        while True:
+            try:
+                messages, end = ray.get(self._actor.events.options(concurrency_group="out").remote())
+            except ray.exceptions.RayError as error:
+                self._on_death(self, _one_line(error))
+                return
+            for message in messages:
+                self._on_message(self, message)
+            if end is not None:
+                how, self.status = end
+                self._on_death(self, how)
+                return
+
+
+class RayWorkers(EnginePool):
+    """Spreads prompts over engines of a cluster that this process is connected to.
+
+    A worker that dies is started anew, where the cluster has room. Its prompts are done again once none of its
+    processes lives, which a lock file of its own tells: `out` must be on a file system that all nodes share.
+
+    count: of engines. needs: of each. start: `RunSettings.engine_message`. out: directory of stores and logs. life:
+    path of the lock on which all processes of all engines hold a part.
+    """
+
+    def __init__(self, count: int, needs: Needs, start: Message, out: Path, life: Path, suffix: str = "") -> None:
+        super().__init__()
+        self._count, self._needs, self._message = count, needs, start
+        self._out, self._life, self._suffix = out, life, suffix
+        self._starts = [0] * count
+        self._fruitless = [0] * count
+        self._number: dict[EngineChild, int] = {}
+
+    def _begin(self) -> list[Engine]:
+        self._remove_locks()  # of a run that was killed
+        return [self._start_worker(number) for number in range(self._count)]
+
+    def _start_worker(self, number: int) -> Engine:
+        import ray
+
+        self._starts[number] += 1
+        again = f", start {self._starts[number]}" if self._starts[number] > 1 else ""
+        name, log = f"worker {number}{again}", self._out / f"engine{self._suffix}-{number}.log"
+        life = self._life.with_name(f"{self._life.name}.worker-{number}-{self._starts[number]}")
+        for path in (self._life, life):
+            path.touch()
+        make = ray.remote(
+            num_cpus=self._needs.cpus,
+            num_gpus=self._needs.gpus,
+            max_restarts=0,
+            scheduling_strategy="SPREAD",
+            concurrency_groups={"in": 1, "out": 1},
+        )
+        actor = make(EngineWorker).remote(str(log), [str(self._life), str(life)], self._message)
+        child = _RemoteChild(name, actor, self._on_message, self._on_death)
+        self._number[child] = number
+        return Engine(child, name, log, life)
+
+    def room(self) -> int:
+        # No worker is waited for: the cluster may have no room for some of them yet.
+        return max((e.window - len(e.has) for e in self._engines if e.alive), default=0)
+
+    def _handle(self, child: EngineChild, message: Message | str) -> list[Answer | Death]:
+        found = super()._handle(child, message)
+        engine = next(e for e in self._engines if e.child is child)
+        if any(isinstance(event, Death) for event in found) and not engine.finishing:
+            number = self._number[child]
+            self._fruitless[number] = 0 if engine.answered else self._fruitless[number] + 1
+            refused = engine.failure is not None and not engine.window
+            if not refused and self._fruitless[number] < _STARTS:
+                self._engines.append(self._start_worker(number))
+        return found
+
+    def close(self) -> None:
+        super().close()
+        deadline = time.monotonic() + _LOCKS_S
+        while not self._remove_locks() and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+
+    def _remove_locks(self) -> bool:
+        """Remove locks of workers on which no process holds a part. Returns whether none is left."""
+        held = 0
+        for path in self._life.parent.glob(f"{self._life.name}.worker-*"):
+            with lock_alone(path) as alone:
+                if alone:
+                    path.unlink()
+                held += not alone
+        return not held
