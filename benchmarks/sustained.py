@@ -15,6 +15,7 @@ would keep up.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -22,7 +23,8 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from benchmarks.engine import Bench
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms
 from benchmarks.setups import FULL, HIDDEN, REDUCE, Setup
 from benchmarks.without import MECHANISMS
-from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile, worker_python_us
+from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile, worker_python_us, worker_writers_s
 
 MODULE = "benchmarks.sustained"
 _GROWS = 0.02
@@ -135,12 +137,16 @@ class Busy(Bench):
             samples.append((time.perf_counter() - began, self._backlog()))
             speeds.append(self.llm.collective_rpc(worker_python_us)[0])
 
+        writers_s = self._writers_s()
         seconds = client.run(self.args.seconds, look)
+        writers_s = self._writers_s() - writers_s
         result: dict[str, Any] = {**load._asdict(), "seconds": round(seconds, 1), "requests": client.requests}
         result |= {"tok_per_s": round(client.tokens / seconds, 1), "python_us": speeds}
         result |= {"first_token_ms": latency_ms(client.first_s), "between_tokens_ms": latency_ms(client.between_s)}
         if setup.hooks:
             result |= flow(samples, result["tok_per_s"])
+        if setup.stores:
+            result["writers_cores"] = round(writers_s / seconds, 2)
         if self.args.profile:
             self.llm.collective_rpc(worker_profile, args=(True,))
             client.run(self.args.profile, lambda: None)
@@ -164,6 +170,10 @@ class Busy(Bench):
         """Sums over ranks. Stock is asked too, so that the question costs all alike."""
         found: list[dict[str, float]] = self.llm.collective_rpc(worker_backlog)
         return {name: sum(one[name] for one in found) for name in found[0]}
+
+    def _writers_s(self) -> float:
+        """Seconds on a core of all writers so far."""
+        return sum(self.llm.collective_rpc(worker_writers_s)) if self.setup.stores else 0.0
 
     def _verify(self, kept: Path, load: Load) -> dict[str, Any]:
         """Check the stores that the consumer kept."""
@@ -226,6 +236,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="that check stores")
     p.add_argument("--kv-gigabytes", type=json.loads, default={}, help='JSON: GB of KV cache of each setup, or of "*"')
     p.add_argument("--starts", type=int, default=0, help="start each engine alone so many times, and measure that only")
+    p.add_argument("--turns", default="", help="file that is locked in turn by several runs on one machine")
     p.add_argument("--table", nargs="+", help="print the tables of result files, and measure nothing")
     p.add_argument("--fd", type=int, default=-1, help=argparse.SUPPRESS)
     return p
@@ -240,6 +251,17 @@ def groups(text: str, known: list[str]) -> list[list[str]]:
     return found
 
 
+@contextmanager
+def turn(path: str, start: bool = False) -> Iterator[None]:
+    """Have the machine while other runs that name the same file wait. start: starts may go on side by side."""
+    if not path:
+        yield
+        return
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_SH if start else fcntl.LOCK_EX)
+        yield
+
+
 def run(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> dict[str, Any]:
     """Start the engines of each group, and let each take its turns."""
     results: dict[str, Any] = {"header": common.header(MODULE, argv), "engines": {}}
@@ -248,17 +270,19 @@ def run(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> d
             children = {name: _start(name, argv) for name in group}
             for child in children.values():
                 stack.callback(child.close)
-            for name in [*children]:
-                answer = children[name].answer()
-                results["engines"][name] = {"loads": {}, **(answer.get("ready") or answer)}
-                note(f"{name}: {json.dumps(answer)}")
-                if "failed" in answer:
-                    del children[name]
+            with turn(args.turns, start=True):
+                for name in [*children]:
+                    answer = children[name].answer()
+                    results["engines"][name] = {"loads": {}, **(answer.get("ready") or answer)}
+                    note(f"{name}: {json.dumps(answer)}")
+                    if "failed" in answer:
+                        del children[name]
             common.save(args.out, results)
             for load in args.loads.split(","):
                 for _ in range(args.repeat):
                     for name in [n for n in children if load in args.loads_of.get(n, args.loads).split(",")]:
-                        answer = children[name].answer({"load": load})
+                        with turn(args.turns):
+                            answer = children[name].answer({"load": load})
                         note(f"{name:32s} {load:9s} {json.dumps(answer)}")
                         if "failed" in answer:
                             results["engines"][name]["failed"] = answer["failed"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import python_us
+from benchmarks.stores import cpu_seconds
 
 
 def _connector() -> Any:
@@ -71,6 +72,11 @@ def worker_backlog(worker: Any) -> dict[str, float]:
     return {"exported": counts["bytes_exported"], "waiting": waiting, "lost_rows": counts["lost_rows"]}
 
 
+def worker_writers_s(worker: Any) -> float:
+    """Seconds on a core of this rank's writers so far."""
+    return sum(cpu_seconds("dmi-writer", _connector().exporter.client.group))
+
+
 def _has_connector() -> bool:
     from vllm.distributed.kv_transfer.kv_transfer_state import has_kv_transfer_group
 
@@ -119,12 +125,13 @@ def worker_sizes(worker: Any) -> tuple[int, int, int]:
     return layout.header_base, layout.chunk_tokens, layout.token_bytes * layout.chunk_tokens
 
 
-def _profiled(worker: Any) -> dict[str, tuple[type, str]]:
+def _profiled(worker: Any) -> dict[str, tuple[Any, str]]:
     """The methods that are timed on the engine's thread, by name: vLLM's parts of a step, and ours."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
     from dmi_connector.engine.tracker import Tracker
+    from dmi_connector.engine.transfer import gpu_lane
     from dmi_connector.engine.transfer.exporter import Exporter
     from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 
@@ -138,6 +145,9 @@ def _profiled(worker: Any) -> dict[str, tuple[type, str]]:
         "ours: before_forward": (Exporter, "before_forward"),
         "ours: after_forward": (Exporter, "after_forward"),
         "ours: of these, gathers": (DeviceLane, "send"),
+        "ours: of a gather, index": (gpu_lane.Index, "on_gpu"),
+        "ours: of a gather, launch": (gpu_lane, "gather_rows"),
+        "ours: of a gather, room": (gpu_lane.Staging, "reserve"),
         "ours: build_meta": (Tracker, "step"),
     }
 
