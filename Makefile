@@ -12,16 +12,20 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := $(shell grep -h ^torch== $(LOCKS))
 # On two cores: engines that start leave some of them idle.
 JOBS ?= 3
-# Its own environment: packages of the tests come from $(VENV), those of requirements/mutants.txt are added.
+# Environments beside $(VENV): for mutants, the S3 server of the tests, Ray. `make types` has one for each library.
 MUTANTS := .mutants/venv
-# Likewise for each library whose types stores are read as: those of requirements/types/LIBRARY.txt are added.
-# The S3 server of the tests, likewise: packages of requirements/s3.txt are added.
 S3 := .s3
 S3_STAMP := $(S3)/.stamp-$(shell sha256sum < requirements/s3.txt | cut -c1-16)
-# Ray, for the tests of dmi run --ray, likewise: packages of requirements/ray.txt are added.
 RAY := .ray
 RAY_STAMP := $(RAY)/.stamp-$(shell sha256sum < requirements/ray.txt | cut -c1-16)
 TYPES ?= $(basename $(notdir $(wildcard requirements/types/*.txt)))
+# An environment in $(1) of its own, with the packages of $(VENV) and those of the lock file $(2).
+define beside
+test -x $(1)/bin/python || $(PY) -m venv $(1); \
+$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+  "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"; \
+$(1)/bin/python -m pip install -q --no-deps -r $(2)
+endef
 STAMP := $(VENV)/.stamp-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
 .PHONY: help env s3 ray demo test soak compat lint docs bench models mutants types
@@ -72,11 +76,8 @@ s3: $(S3_STAMP)
 	@:
 
 $(S3_STAMP): | env
-	@test -x $(S3)/bin/python || $(PY) -m venv $(S3)
 	@rm -f $(S3)/.stamp-*
-	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-	  "$$($(S3)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
-	@$(S3)/bin/python -m pip install -q --no-deps -r requirements/s3.txt
+	@$(call beside,$(S3),requirements/s3.txt)
 	@touch $@
 
 # Without it, the tests of dmi run --ray are skipped, and say so.
@@ -84,11 +85,8 @@ ray: $(RAY_STAMP)
 	@$(PY) -m pytest tests/engine/test_ray.py $(ARGS)
 
 $(RAY_STAMP): | env
-	@test -x $(RAY)/bin/python || $(PY) -m venv $(RAY)
 	@rm -f $(RAY)/.stamp-*
-	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-	  "$$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
-	@$(RAY)/bin/python -m pip install -q --no-deps -r requirements/ray.txt
+	@$(call beside,$(RAY),requirements/ray.txt)
 	@touch $@
 
 # A test process that dies ends the run: xdist would wait for its tests for ever.
@@ -103,19 +101,13 @@ soak: env
 	@$(PY) -m pytest tests/unit -m hypothesis --hypothesis-profile=random
 
 mutants: env
-	@test -x $(MUTANTS)/bin/python || $(PY) -m venv $(MUTANTS)
-	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-	  "$$($(MUTANTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
-	@$(MUTANTS)/bin/python -m pip install -q --no-deps -r requirements/mutants.txt
+	@$(call beside,$(MUTANTS),requirements/mutants.txt)
 	@$(MUTANTS)/bin/python -m tests.mutants.run $(ARGS)
 
 types: env
 	@for name in $(TYPES); do \
 	  venv=.types/$$name; echo "types: $$name"; \
-	  test -x $$venv/bin/python || $(PY) -m venv $$venv; \
-	  $(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-	    "$$($$venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"; \
-	  $$venv/bin/python -m pip install -q --no-deps -r requirements/types/$$name.txt; \
+	  $(call beside,$$venv,requirements/types/$$name.txt); \
 	  $$venv/bin/python -m pytest tests/types $(ARGS); \
 	done
 

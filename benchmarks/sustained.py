@@ -15,7 +15,6 @@ would keep up.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import shutil
@@ -23,8 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -236,7 +234,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="that check stores")
     p.add_argument("--kv-gigabytes", type=json.loads, default={}, help='JSON: GB of KV cache of each setup, or of "*"')
     p.add_argument("--starts", type=int, default=0, help="start each engine alone so many times, and measure that only")
-    p.add_argument("--turns", default="", help="file that is locked in turn by several runs on one machine")
     p.add_argument("--table", nargs="+", help="print the tables of result files, and measure nothing")
     p.add_argument("--fd", type=int, default=-1, help=argparse.SUPPRESS)
     return p
@@ -251,17 +248,6 @@ def groups(text: str, known: list[str]) -> list[list[str]]:
     return found
 
 
-@contextmanager
-def turn(path: str, start: bool = False) -> Iterator[None]:
-    """Have the machine while other runs that name the same file wait. start: starts may go on side by side."""
-    if not path:
-        yield
-        return
-    with open(path, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_SH if start else fcntl.LOCK_EX)
-        yield
-
-
 def run(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> dict[str, Any]:
     """Start the engines of each group, and let each take its turns."""
     results: dict[str, Any] = {"header": common.header(MODULE, argv), "engines": {}}
@@ -270,19 +256,17 @@ def run(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> d
             children = {name: _start(name, argv) for name in group}
             for child in children.values():
                 stack.callback(child.close)
-            with turn(args.turns, start=True):
-                for name in [*children]:
-                    answer = children[name].answer()
-                    results["engines"][name] = {"loads": {}, **(answer.get("ready") or answer)}
-                    note(f"{name}: {json.dumps(answer)}")
-                    if "failed" in answer:
-                        del children[name]
+            for name in [*children]:
+                answer = children[name].answer()
+                results["engines"][name] = {"loads": {}, **(answer.get("ready") or answer)}
+                note(f"{name}: {json.dumps(answer)}")
+                if "failed" in answer:
+                    del children[name]
             common.save(args.out, results)
             for load in args.loads.split(","):
                 for _ in range(args.repeat):
                     for name in [n for n in children if load in args.loads_of.get(n, args.loads).split(",")]:
-                        with turn(args.turns):
-                            answer = children[name].answer({"load": load})
+                        answer = children[name].answer({"load": load})
                         note(f"{name:32s} {load:9s} {json.dumps(answer)}")
                         if "failed" in answer:
                             results["engines"][name]["failed"] = answer["failed"]

@@ -12,7 +12,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,226 +20,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dmi_connector.analysis.oracle_twins import ABSENT, LLAMA, TWINS, Point
 from dmi_connector.store.read.capture import Capture
-
-ONCE = ("embed", "resid_final", "final_ln")
-"""Hooks that exist once. `Oracle.run` gives them a layer axis of length 1."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """Where to read a hook: the input or output of a module.
-
-    module: path in a decoder layer, or in the base model for hooks of ONCE. side: "in" or "out"; of a tuple the first
-    element counts. part: of a projection of queries, keys and values, which of them it is: "q", "k" or "v".
-    """
-
-    name: str
-    module: str
-    side: str = "out"
-    part: str = ""
-
-
-@dataclass(frozen=True)
-class Twin:
-    """Where transformers has the hooks of one type of model.
-
-    points: in a layer; those of which a layer has no module are left out, and of two with one name the later counts.
-    once: in the base model. layers: its list of layers. attn: the attention module of a layer. gate: the router of a
-    layer, which returns scores, weights and experts. by_head: the fused projection has queries, keys and values of one
-    head side by side. norms_heads: q_norm and k_norm get [heads, tokens, head_dim]. attends: the method of the
-    attention module that gets rotated queries and keys, in models that do not ask transformers' attention interface.
-    scale: field of the config by which the output of a block is multiplied. weights_scale: field by which transformers
-    multiplies the weights of experts, and vLLM the sum of their outputs. latent: attention is latent (k_pe is a part of
-    each head's keys).
-    """
-
-    points: tuple[Point, ...]
-    once: tuple[Point, ...]
-    layers: str = "layers"
-    attn: str = "self_attn"
-    gate: str = "mlp.gate"
-    rotary: bool = True
-    by_head: bool = False
-    norms_heads: bool = False
-    attends: str = ""
-    scale: str = ""
-    weights_scale: str = ""
-    latent: bool = False
-
-    def but(self, *points: Point, **changes: Any) -> Twin:
-        """The same with other points of these names, and other fields."""
-        names = {point.name for point in points}
-        kept = tuple(point for point in self.points if point.name not in names)
-        return replace(self, points=kept + points, **changes)
-
-
-_LLAMA = Twin(
-    points=(
-        Point("resid_pre", "input_layernorm", "in"),
-        Point("ln1", "input_layernorm"),
-        Point("q", "self_attn.q_proj"),
-        Point("k", "self_attn.k_proj"),
-        Point("v", "self_attn.v_proj"),
-        Point("q", "self_attn.qkv_proj", part="q"),
-        Point("k", "self_attn.qkv_proj", part="k"),
-        Point("v", "self_attn.qkv_proj", part="v"),
-        Point("q", "self_attn.q_b_proj"),
-        Point("kv_c", "self_attn.kv_a_layernorm"),
-        Point("q", "self_attn.q_norm"),
-        Point("k", "self_attn.k_norm"),
-        Point("z", "self_attn.o_proj", "in"),
-        Point("attn_out", "self_attn.o_proj"),
-        Point("resid_mid", "post_attention_layernorm", "in"),
-        Point("ln2", "post_attention_layernorm"),
-        Point("mlp_post", "mlp.down_proj", "in"),
-        Point("mlp_out", "mlp"),
-    ),
-    once=(Point("embed", "embed_tokens"), Point("resid_final", "norm", "in"), Point("final_ln", "norm")),
-)
-_GEMMA = _LLAMA.but(
-    Point("attn_proj", "self_attn.o_proj"),
-    Point("attn_out", "post_attention_layernorm"),
-    Point("resid_mid", "pre_feedforward_layernorm", "in"),
-    Point("ln2", "pre_feedforward_layernorm"),
-    Point("mlp_proj", "mlp"),
-    Point("mlp_out", "post_feedforward_layernorm"),
-)
-_LATENT = replace(_LLAMA, weights_scale="routed_scaling_factor", latent=True)
-_ABSENT = "-"  # no module has this name
-_OLMO = _LLAMA.but(
-    Point("resid_pre", "self_attn", "in"),
-    Point("attn_proj", "self_attn.o_proj"),
-    Point("attn_out", "post_attention_layernorm"),
-    Point("resid_mid", "mlp", "in"),
-    Point("ln2", _ABSENT),
-    Point("mlp_proj", "mlp"),
-    Point("mlp_out", "post_feedforward_layernorm"),
-)
-_GPT2 = Twin(
-    points=(
-        Point("resid_pre", "ln_1", "in"),
-        Point("ln1", "ln_1"),
-        Point("q", "attn.c_attn", part="q"),
-        Point("k", "attn.c_attn", part="k"),
-        Point("v", "attn.c_attn", part="v"),
-        Point("z", "attn.c_proj", "in"),
-        Point("attn_out", "attn.c_proj"),
-        Point("resid_mid", "ln_2", "in"),
-        Point("ln2", "ln_2"),
-        Point("mlp_post", "mlp.c_proj", "in"),
-        Point("mlp_out", "mlp"),
-    ),
-    once=(Point("embed", "wte"), Point("resid_final", "ln_f", "in"), Point("final_ln", "ln_f")),
-    layers="h",
-    attn="attn",
-    rotary=False,
-)
-TWINS = {
-    "gemma2": _GEMMA,
-    "gemma3_text": replace(_GEMMA, norms_heads=True),
-    "glm4_moe": replace(_LLAMA, weights_scale="routed_scaling_factor"),
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "deepseek_v32": _LATENT,  # vLLM gives transformers' class for V3 this name once it has read a config of V3.2
-    "glm4_moe_lite": _LATENT,
-    "glm4": _LLAMA.but(
-        Point("attn_proj", "self_attn.o_proj"),
-        Point("attn_out", "post_self_attn_layernorm"),
-        Point("mlp_proj", "mlp"),
-        Point("mlp_out", "post_mlp_layernorm"),
-    ),
-    "cohere2": _LLAMA.but(Point("resid_mid", _ABSENT), Point("ln2", _ABSENT)),
-    "granite": replace(_LLAMA, scale="residual_multiplier"),
-    "gpt_oss": replace(_LLAMA, gate="mlp.router"),
-    "llama4_text": _LLAMA.but(
-        Point("mlp_post", "feed_forward.down_proj", "in"), Point("mlp_out", "feed_forward"), gate="feed_forward.router"
-    ),
-    "gpt2": _GPT2,
-    "gpt_bigcode": _GPT2,
-    "gptj": replace(
-        _GPT2.but(
-            Point("q", "attn.q_proj"),
-            Point("k", "attn.k_proj"),
-            Point("v", "attn.v_proj"),
-            Point("z", "attn.out_proj", "in"),
-            Point("attn_out", "attn.out_proj"),
-            Point("resid_mid", _ABSENT),
-            Point("ln2", _ABSENT),
-            Point("mlp_post", "mlp.fc_out", "in"),
-        ),
-        rotary=True,
-        attends="_attn",
-    ),
-    "opt": _LLAMA.but(
-        Point("resid_pre", "self_attn_layer_norm", "in"),
-        Point("ln1", "self_attn_layer_norm"),
-        Point("z", "self_attn.out_proj", "in"),
-        Point("attn_out", "self_attn.out_proj"),
-        Point("resid_mid", "final_layer_norm", "in"),
-        Point("ln2", "final_layer_norm"),
-        Point("mlp_post", "fc2", "in"),
-        Point("mlp_out", "fc2"),
-        once=(
-            Point("embed", "decoder.embed_tokens"),
-            Point("resid_final", "decoder.final_layer_norm", "in"),
-            Point("final_ln", "decoder.final_layer_norm"),
-        ),
-        layers="decoder.layers",
-        rotary=False,
-    ),
-    "bloom": _LLAMA.but(
-        Point("q", "self_attention.query_key_value", part="q"),
-        Point("k", "self_attention.query_key_value", part="k"),
-        Point("v", "self_attention.query_key_value", part="v"),
-        Point("z", "self_attention.dense", "in"),
-        Point("attn_out", "self_attention.dense"),
-        Point("mlp_post", "mlp.dense_4h_to_h", "in"),
-        # The MLP module adds the residual stream itself.
-        Point("mlp_out", "mlp.dense_4h_to_h"),
-        once=(Point("embed", "word_embeddings"), Point("resid_final", "ln_f", "in"), Point("final_ln", "ln_f")),
-        layers="h",
-        attn="self_attention",
-        rotary=False,
-        by_head=True,
-    ),
-    "gpt_neox": _LLAMA.but(
-        Point("q", "attention.query_key_value", part="q"),
-        Point("k", "attention.query_key_value", part="k"),
-        Point("v", "attention.query_key_value", part="v"),
-        Point("z", "attention.dense", "in"),
-        Point("attn_out", "attention.dense"),
-        Point("mlp_post", "mlp.dense_4h_to_h", "in"),
-        once=(
-            Point("embed", "embed_in"),
-            Point("resid_final", "final_layer_norm", "in"),
-            Point("final_ln", "final_layer_norm"),
-        ),
-        by_head=True,
-    ),
-    "phi": replace(
-        _LLAMA.but(
-            Point("q", "self_attn.q_proj"),
-            Point("k", "self_attn.k_proj"),
-            Point("q", "self_attn.q_layernorm"),
-            Point("k", "self_attn.k_layernorm"),
-            Point("z", "self_attn.dense", "in"),
-            Point("attn_out", "self_attn.dense"),
-            Point("mlp_post", "mlp.fc2", "in"),
-        ),
-        once=(
-            Point("embed", "embed_tokens"),
-            Point("resid_final", "final_layernorm", "in"),
-            Point("final_ln", "final_layernorm"),
-        ),
-        norms_heads=True,
-    ),
-    "olmo2": _OLMO,
-    "olmo3": _OLMO,
-    "flex_olmo": _OLMO,
-    "starcoder2": _LLAMA.but(Point("mlp_post", "mlp.c_proj", "in")),
-}
-"""By `model_type` of the config. Others are looked for as in Llama."""
 
 
 class Oracle:
@@ -271,9 +52,9 @@ class Oracle:
         base = self.model.get_decoder() if self.wraps else self.model.base_model
         # Llama 4's text model has no base of its own.
         self._base = self.model.model if base is self.model else getattr(base, "model", base) if self.wraps else base
-        self.twin = TWINS.get(self.config.model_type, _LLAMA)
+        self.twin = TWINS.get(self.config.model_type, LLAMA)
         if getattr(self.config, "use_parallel_residual", False):
-            self.twin = self.twin.but(Point("resid_mid", _ABSENT))
+            self.twin = self.twin.but(Point("resid_mid", ABSENT))
         self._layers: Any = self._base.get_submodule(self.twin.layers)
         heads = self.config.num_attention_heads
         self._head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads

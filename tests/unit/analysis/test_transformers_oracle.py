@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoTokenizer, DeepseekV3Config
 
-from dmi_connector.analysis.transformers_oracle import ONCE, Oracle, _Recorder
+from dmi_connector.analysis.oracle_twins import ONCE
+from dmi_connector.analysis.transformers_oracle import Oracle, _Recorder
 from dmi_connector.cli.tiny_models import ARCHS, CHAT_TEMPLATE, EOS, VOCAB, make_model
 
 IDS = [7, 300, 41, 41, 500, 260, 8, 99, 130, 64, 12, 345]
