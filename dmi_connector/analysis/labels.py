@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
-from pathlib import Path
 
+from dmi_connector.analysis.texts import find_tokenizer
 from dmi_connector.store.read.capture import Capture
 
 _LONGEST_LABEL = 10
@@ -18,7 +17,7 @@ def token_labels(capture: Capture, tokenizer: str | os.PathLike[str] | None = No
     """One short label for each row: the text of its token, or its id without a tokenizer.
 
     tokenizer: directory of tokenizer.json; None: the model directory that the store names, if it exists. Raises
-    ValueError for a directory without tokenizer.json.
+    ValueError as `find_tokenizer`.
     """
     label = labeller(capture.attrs["model"], tokenizer)
     return [label(i) for i in capture.token_ids.tolist()]
@@ -26,16 +25,9 @@ def token_labels(capture: Capture, tokenizer: str | os.PathLike[str] | None = No
 
 def labeller(model: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> Callable[[int], str]:
     """A function that gives a short label of a token id, see `token_labels`. model: the one that the store names."""
-    path = Path(tokenizer if tokenizer is not None else model) / "tokenizer.json"
-    if not path.is_file() or importlib.util.find_spec("tokenizers") is None:
-        if tokenizer is not None:
-            raise ValueError(
-                f"tokenizer: {path} is no file, or the package tokenizers is missing; leave the option out"
-            )
+    core = find_tokenizer(tokenizer, model)
+    if core is None:
         return str
-    from tokenizers import Tokenizer
-
-    core = Tokenizer.from_file(str(path))
     return lambda token: _label_of(token, core.decode([token], skip_special_tokens=False))
 
 

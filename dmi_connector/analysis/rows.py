@@ -23,6 +23,11 @@ def check_one_layer(capture: Capture, hook: str, layer: int | None) -> None:
     """Raise ValueError for a hook that has not one row a token, KeyError for one that was not captured."""
     if hook == "logits":
         raise ValueError("logits have a row for each sampled token, not for each token; name another hook")
+    check_layer(capture, hook, layer)
+
+
+def check_layer(capture: Capture, hook: str, layer: int | None) -> None:
+    """Raise ValueError where several layers were captured and none is named, KeyError for what was not captured."""
     if len(capture.sources(hook, layer)) > 1:
         raise ValueError(f"{hook!r} has the layers {capture.layers[hook]} in {capture.path}; name one of them")
 

@@ -18,11 +18,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dmi_connector.analysis.stats import heat
+from dmi_connector.analysis.texts import Texts
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.view import attention, lens
 from dmi_connector.view.data import Library, NoSuchStore, describe
-from dmi_connector.view.stats import heat
-from dmi_connector.view.texts import Texts
 
 STATIC = Path(__file__).parent / "static"
 MOST_TOKENS = 1024
@@ -205,7 +205,7 @@ class _Pages:
 
     def _texts(self, capture: Capture) -> Texts:
         own = self.model if self.model and (self.model / "tokenizer.json").is_file() else None
-        return Texts.find(self.tokenizer or own, capture.attrs.get("model"))
+        return Texts(self.tokenizer or own, capture.attrs.get("model"))
 
     def _with_texts(self, capture: Capture, items: list[dict[str, Any]], ids: list[int]) -> list[dict[str, Any]]:
         texts: Sequence[str | None] = self._texts(capture).of(ids) or [None] * len(ids)

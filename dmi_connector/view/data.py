@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dmi_connector.analysis.stats import statistics
 from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.captures import open_captures
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.store.read.verify import unseen, verify_store
-from dmi_connector.view.stats import statistics
 
 _SHOWN = ("model", "architecture", "dtype", "request_id", "key", "created", "finish_reason", "codec", "format_version")
 """Root attributes that the page shows."""

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import uvicorn
 
+from dmi_connector.analysis.texts import Texts
 from dmi_connector.view.app import make_app, new_token
 from dmi_connector.view.data import Library
 from dmi_connector.view.lens import end_of
-from dmi_connector.view.texts import Texts
 
 HOST = "127.0.0.1"
 

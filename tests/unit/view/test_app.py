@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from dmi_connector.analysis.texts import Texts
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.read.capture import open_capture
 from dmi_connector.view.app import MOST_TOKENS, make_app
 from dmi_connector.view.data import Library
-from dmi_connector.view.texts import Texts
 from tests import storekit as kit
 from tests import viewkit
 
@@ -403,7 +403,7 @@ def test_the_command_serves_on_loopback_alone(stores: Path) -> None:
         (["nowhere"], "nowhere is not there; give a store (*.zarr) or a directory"),
         ([".", "--port", "70000"], "--port 70000 cannot be used"),
         ([".", "--model", "nowhere"], "no readable config.json"),
-        ([".", "--tokenizer", "nowhere"], "--tokenizer nowhere has no tokenizer.json"),
+        ([".", "--tokenizer", "nowhere"], "tokenizer: nowhere has no tokenizer.json"),
     ],
 )
 def test_wrong_options_are_refused(

@@ -20,12 +20,23 @@ Reduce = Callable[[np.ndarray, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Statistic:
-    """One number for each row. index_name: what its index counts, None where it takes none. signed: below 0 too."""
+    """One number for each row. index_name: what its index counts, None where it takes none. signed: below 0 too.
+
+    unit: "" where it has none.
+    """
 
     name: str
     of: Reduce
     index_name: str | None = None
     signed: bool = False
+    unit: str = ""
+
+    def words(self, index: int) -> str:
+        """Its name, with index and unit where it has them."""
+        name = self.name
+        if self.index_name is not None:
+            name = f"{name.removesuffix(' of')} of {self.index_name} {index}"
+        return f"{name} ({self.unit})" if self.unit else name
 
 
 _VALUE = Statistic("value", lambda rows, index: rows[:, index], "neuron", signed=True)
@@ -43,18 +54,26 @@ def statistics(capture: Capture, hook: str) -> tuple[Statistic, ...]:
     reduction = capture.reduction(hook)
     if isinstance(reduction, AttentionSummary):
         return (
-            Statistic("entropy", lambda rows, head: reduction.split(rows)[2][:, head], "head"),
+            Statistic("entropy", lambda rows, head: reduction.split(rows)[2][:, head], "head", unit="nats"),
             Statistic("largest weight", lambda rows, head: reduction.split(rows)[1][:, head, 0], "head"),
         )
     if hook == "logits":
         return (
-            Statistic("entropy", lambda rows, _: entropy_of(log_softmax(rows))),
+            Statistic("entropy", lambda rows, _: entropy_of(log_softmax(rows)), unit="nats"),
             Statistic("largest probability", lambda rows, _: np.exp(log_softmax(rows).max(axis=-1))),
-            Statistic("log-probability of", _of_token, "token id"),
+            Statistic("log-probability of", _of_token, "token id", unit="nats"),
         )
     if reduction is None and capture.attrs["hooks"][capture.sources(hook)[0].array]["dtype"] not in FLOATS:
         return (_VALUE,)  # numbers of experts: a norm of these means nothing
     return _NUMBERS
+
+
+def find_statistic(capture: Capture, hook: str, name: str) -> Statistic:
+    """A statistic of a hook by its name. Raises KeyError for an unknown hook, ValueError for an unknown name."""
+    found = {known.name: known for known in statistics(capture, hook)}.get(name)
+    if found is None:
+        raise ValueError(f"statistic {name!r} does not exist for {hook!r}")
+    return found
 
 
 def _of_token(rows: np.ndarray, token: int) -> np.ndarray:
@@ -69,17 +88,25 @@ def heat(capture: Capture, hook: str, statistic: str, index: int, window: slice)
 
     Raises KeyError for an unknown hook, ValueError for an unknown statistic or an index outside its range.
     """
-    chosen = {s.name: s for s in statistics(capture, hook)}.get(statistic)
-    if chosen is None:
-        raise ValueError(f"statistic {statistic!r} does not exist for {hook!r}")
-    there = present_rows(capture)[window]
+    chosen = find_statistic(capture, hook, statistic)
     layers: list[int | None] = [*capture.layers[hook]] or [None]
-    out = np.full((len(layers), len(there)), np.nan, np.float32)
-    _check_index(capture, hook, chosen, index)
-    for at, layer in enumerate(layers):
-        for places, values in _values(capture, hook, layer, window):
-            out[at, places] = chosen.of(values, index)
-    out[:, ~there] = np.nan
+    return np.stack([of_layer(capture, hook, layer, chosen, index, window) for layer in layers])
+
+
+def of_layer(
+    capture: Capture, hook: str, layer: int | None, statistic: Statistic, index: int, window: slice
+) -> np.ndarray:
+    """A statistic of the rows `window` in one layer of a hook, float32 [tokens], NaN as in `heat`.
+
+    layer: None for a hook that exists once. Raises KeyError for what was not captured, ValueError for an index outside
+    its range.
+    """
+    _check_index(capture, hook, statistic, index)
+    there = present_rows(capture)[window]
+    out = np.full(len(there), np.nan, np.float32)
+    for places, values in _values(capture, hook, layer, window):
+        out[places] = statistic.of(values, index)
+    out[~there] = np.nan
     return out
 
 

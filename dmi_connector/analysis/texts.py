@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of tokens, where there is a tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PathLike = str | os.PathLike[str]
+_FILE = "tokenizer.json"
+_CONTROL = re.compile(r"[\u0000-\u0008\u000b-\u001f\u007f]")
+"""All control characters of ASCII but tab and line feed."""
+
+
+class Texts:
+    """The texts of single tokens, with the tokenizer of `find_tokenizer`; without one tokens have only their ids."""
+
+    def __init__(self, chosen: PathLike | None, model: PathLike | None = None) -> None:
+        self._core = find_tokenizer(chosen, model)
+
+    def of(self, ids: Iterable[int]) -> list[str] | None:
+        """One text for each id, spaces included; None without a tokenizer.
+
+        A token that is a part of a character has the replacement character.
+        """
+        if self._core is None:
+            return None
+        # Some decoders drop the space in front of the first token, so each is decoded behind another one.
+        before, plain = self._anchor
+        decoded = self._core.decode_batch([[*before, i] for i in ids], skip_special_tokens=False)
+        return [text[len(plain) :] for text in decoded]
+
+    @functools.cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """Ids of a text, and the text that they decode to."""
+        assert self._core is not None
+        ids = self._core.encode("a", add_special_tokens=False).ids[:1]
+        return ids, self._core.decode(ids, skip_special_tokens=False)
+
+
+def find_tokenizer(chosen: PathLike | None, model: PathLike | None = None) -> Tokenizer | None:
+    """The tokenizer of the directory `chosen`, else that of the directory `model`, if it is there; None without one.
+
+    Raises ValueError for a `chosen` without `tokenizer.json`, or where the package tokenizers is missing.
+    """
+    installed = importlib.util.find_spec("tokenizers") is not None
+    if chosen is None:
+        if not model or not installed or not (Path(model) / _FILE).is_file():
+            return None
+        return _load(Path(model))
+    if not (Path(chosen) / _FILE).is_file():
+        raise ValueError(
+            f"tokenizer: {os.fspath(chosen)} has no {_FILE}; give the directory of one, or leave the option out"
+        )
+    if not installed:
+        raise ValueError(
+            "tokenizer: the package tokenizers is not installed; install it, or leave the option out to see token ids"
+        )
+    return _load(Path(chosen))
+
+
+@functools.lru_cache(maxsize=4)
+def _load(directory: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(directory / _FILE))
+
+
+def shown(text: str | None, token: int) -> tuple[str, bool]:
+    """What a token looks like, and whether that is its id in brackets, because its text cannot be printed.
+
+    text: None without a tokenizer; the id then stands for it. `dmi view` shows tokens by the same rule.
+    """
+    if text is None:
+        return str(token), False
+    if not text or "\N{REPLACEMENT CHARACTER}" in text or _CONTROL.search(text):
+        return f"⟨{token}⟩", True
+    return text, False
