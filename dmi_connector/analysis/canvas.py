@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ MAX_LABELS = 48
 """With more tokens the axis has no label for each."""
 FORMATS = (".png", ".svg")
 """Endings of pictures' files."""
+MONOSPACE = "DejaVu Sans Mono"
+"""The font of tokens. matplotlib brings it along."""
 _LAYER_LABELS = 14
 """Layers that are labelled, about."""
 
@@ -45,7 +48,10 @@ def save(figure: Figure, out: str | os.PathLike[str]) -> Path:
 
     path = Path(out)
     svg = path.suffix.lower() == ".svg"
-    with matplotlib.rc_context({"svg.hashsalt": "dmi", "svg.fonttype": "none"}):
+    look = {"svg.hashsalt": "dmi", "svg.fonttype": "none", "font.monospace": [MONOSPACE]}
+    with matplotlib.rc_context(look), warnings.catch_warnings():
+        if svg:  # whoever looks at it has fonts of his own, so it does not matter which characters those here lack
+            warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
         figure.savefig(path, metadata={"Date": None} if svg else None)
     return path
 
@@ -76,7 +82,7 @@ def heat(panel: Axes, capture: Capture, values: np.ndarray, **look: Any) -> Any:
 def token_axis(panel: Axes, capture: Capture, tokens: Sequence[str]) -> None:
     """Label the horizontal axis with tokens, and mark where generated ones begin."""
     if len(tokens) <= MAX_LABELS:
-        panel.set_xticks(capture.positions, tokens, rotation=90, fontsize=8, family="DejaVu Sans Mono")
+        panel.set_xticks(capture.positions, tokens, rotation=90, fontsize=8, family=MONOSPACE)
     else:
         panel.set_xlabel("token position")
     clean(panel)
@@ -126,8 +132,8 @@ def capture_name(capture: Capture) -> str:
     return name if capture.complete else f"{name} (incomplete)"
 
 
-def title(figure: Figure, capture: Capture, what: str) -> None:
-    """Write what the figure shows, and of which model, above it."""
+def title(figure: Figure, capture: Capture, what: str, top: float | None = None) -> None:
+    """Write what the figure shows, and of which model, above it. top: share of its height, None: matplotlib's."""
     attrs = capture.attrs
     version = attrs["versions"].get("vllm", "?")
-    figure.suptitle(f"{attrs['architecture']}: {what} ({attrs['dtype']}, vLLM {version})", fontsize=12)
+    figure.suptitle(f"{attrs['architecture']}: {what} ({attrs['dtype']}, vLLM {version})", fontsize=12, y=top)

@@ -173,7 +173,7 @@ def _label_square(panel: Axes, labels: Sequence[str]) -> None:
     """Tokens on both axes, if they fit."""
     if len(labels) > canvas.MAX_LABELS // 2:
         return
-    look: dict[str, Any] = {"fontsize": 5, "family": "DejaVu Sans Mono"}
+    look: dict[str, Any] = {"fontsize": 5, "family": canvas.MONOSPACE}
     panel.set_xticks(range(len(labels)), labels, rotation=90, **look)
     panel.set_yticks(range(len(labels)), labels, **look)
 

@@ -42,7 +42,7 @@ def draw_top_tokens(
         words = [label(token) for token in one.context]
         words[one.before] = f"[{words[one.before]}]"
         texts.append(" ".join(words))
-    panel.set_yticks(places, texts, fontsize=8, family="DejaVu Sans Mono")
+    panel.set_yticks(places, texts, fontsize=8, family=canvas.MONOSPACE)
     panel.invert_yaxis()
     panel.axvline(0, color="black", linewidth=0.8)
     panel.set_xlabel(name)

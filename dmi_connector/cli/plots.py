@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dmi_connector.store.read.capture import Capture
+
+if TYPE_CHECKING:
+    from dmi_connector.analysis.stats import Statistic
 
 Options = argparse.Namespace
 Open = Callable[[str], Capture]
@@ -56,13 +61,19 @@ def add_plot_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=tuple(KINDS), default="norms", help="what to draw (default: norms)")
     parser.add_argument("--tokenizer", metavar="DIR", help="directory of tokenizer.json, for the words on the axis")
     parser.add_argument("--model", metavar="DIR", help="the model's weights (default: the directory the store names)")
-    parser.add_argument("--hook", metavar="HOOK", help="of heat, neuron, difference and drift")
+    parser.add_argument("--hook", metavar="HOOK", help="of heat, text, neuron, difference and drift")
     parser.add_argument("--layer", type=int, metavar="N", help="of attention, and of --hook")
-    parser.add_argument("--neuron", type=int, metavar="N", help="of neuron, and of heat instead of norms")
+    parser.add_argument("--values", metavar="STAT", help="of text: a statistic of dmi view, as norm or largest-value")
+    parser.add_argument("--neuron", type=int, metavar="N", help="of neuron and text, and of heat instead of norms")
+    parser.add_argument("--head", type=int, metavar="N", help="of text, for statistics of pattern")
     parser.add_argument("--against", action="append", metavar="STORE", help="the other set; can be repeated")
-    parser.add_argument("--rows", metavar="ROWS", help="of difference: all, prompt, generated or last")
+    parser.add_argument(
+        "--rows", metavar="ROWS", help="of text: FIRST:STOP; of difference: all, prompt, generated, last"
+    )
     parser.add_argument("--since", metavar="ROW", help="of drift: prompt or previous")
-    parser.add_argument("--token", type=int, metavar="ID", help="of attribution (default: the token that came next)")
+    parser.add_argument(
+        "--token", type=int, metavar="ID", help="of attribution (default: the token that came next), and of text"
+    )
 
 
 def draw(options: Options, open_store: Open) -> Path:
@@ -91,6 +102,51 @@ def _heat(options: Options, open_store: Open) -> Path:
 
     captures = [open_store(path) for path in options.stores]
     return draw_heat(captures, options.out, options.hook, options.neuron, options.tokenizer)
+
+
+def _text(options: Options, open_store: Open) -> Path:
+    from dmi_connector.analysis.plot_text import draw_text
+
+    rows = _row_range(options.rows)
+    capture = open_store(options.stores[0])
+    statistic, index = _statistic(capture, options)
+    return draw_text(capture, options.out, options.hook, statistic, index, options.layer, rows, options.tokenizer)
+
+
+def _row_range(text: str | None) -> slice:
+    """FIRST:STOP, where either may be left out."""
+    found = re.fullmatch(r"(\d*):(\d*)", text or ":", re.ASCII)
+    if found is None:
+        raise ValueError(f"plot: --rows {text} is not valid; write FIRST:STOP, as in 0:200")
+    return slice(*(int(number) if number else None for number in found.groups()))
+
+
+_INDEX_OPTIONS = {"neuron": "neuron", "head": "head", "token id": "token"}
+"""What the index of a statistic counts -> the option that gives it."""
+
+
+def _statistic(capture: Capture, options: Options) -> tuple[Statistic, int]:
+    """The statistic that the options name, and its index (0 where it takes none).
+
+    Without --values: the hook's first statistic that takes the index option given.
+    """
+    from dmi_connector.analysis.stats import statistics
+
+    known = {found.name.replace(" ", "-"): found for found in statistics(capture, options.hook)}
+    needs = {name: _INDEX_OPTIONS.get(found.index_name or "") for name, found in known.items()}
+    given = {option for option in _INDEX_OPTIONS.values() if getattr(options, option) is not None}
+    fitting = [name for name in known if {needs[name]} - {None} == given]
+    name = [*fitting, *known][0] if options.values is None else options.values.replace(" ", "-")
+    if name not in known:
+        raise ValueError(f"plot: --values {name} does not exist for {options.hook!r}; use {', '.join(known)}")
+    for option in sorted(given - {needs[name]}):
+        raise ValueError(f"plot: --values {name} takes no --{option}; leave it out")
+    needed = needs[name]
+    if needed is None:
+        return known[name], 0
+    if needed not in given:
+        raise ValueError(f"plot: --values {name} needs --{needed}; give it")
+    return known[name], getattr(options, needed)
 
 
 def _lens(options: Options, open_store: Open) -> Path:
@@ -159,6 +215,7 @@ def _difference(options: Options, open_store: Open) -> Path:
 KINDS = {
     "norms": Kind(_norms, takes=("tokenizer",), many=True),
     "heat": Kind(_heat, takes=("tokenizer", "neuron"), needs=("hook",), many=True),
+    "text": Kind(_text, takes=("tokenizer", "values", "layer", "neuron", "head", "token", "rows"), needs=("hook",)),
     "lens": Kind(_lens, takes=("tokenizer", "model")),
     "attribution": Kind(_attribution, takes=("tokenizer", "model", "token")),
     "attention": Kind(_attention, takes=("tokenizer",), needs=("layer",)),

@@ -47,7 +47,7 @@ def test_the_snippets_run_in_order_and_give_what_their_comments_say(folder: Path
     for snippet in snippets("python"):
         exec(compile(snippet, "docs/ANALYSIS.md", "exec"), given)
     drawn = re.findall(r'"(\w+\.(?:png|svg))"', "".join(snippets("python")))
-    assert len(drawn) == 9
+    assert len(drawn) == 10
     for name in drawn:
         assert imread(name).std() > 0.01 if name.endswith("png") else "<svg" in Path(name).read_text(), name
     logits = given["end"].logits(given["cap"].numpy("resid_final"))
@@ -59,13 +59,15 @@ def test_the_snippets_run_in_order_and_give_what_their_comments_say(folder: Path
         best[settled[i], i] == best[-1, i] and not (best[: settled[i], i] == best[-1, i]).any() for i in range(16)
     )
     np.testing.assert_allclose(given["previous"][0], np.mean([given["weights"][0, i, i - 1] for i in range(1, 16)]))
+    np.testing.assert_array_equal(given["seventh"], given["cap"].numpy("mlp_post", 1)[:, 7])
+    np.testing.assert_allclose(given["unsure"][7:], given["sampled"].entropy, rtol=1e-5)
     assert given["doubtful"][0] == given["every"].entropy.argmax()
     assert [len(scores) for scores in given["train"].scores] == [2, 2] and len(given["held_out"]) == 16
 
 
 def test_the_commands_run(folder: Path) -> None:
     commands = [line for block in snippets("sh") for line in block.splitlines()]
-    assert len(commands) == 2
+    assert len(commands) == 3
     for line in commands:
         program, *arguments = shlex.split(line.replace("STORE", "captures/0.zarr"))
         assert program == "dmi" and main(arguments) == 0, line

@@ -28,6 +28,7 @@ PROMPT, TOKENS = 6, 14
 OPTIONS: dict[str, list[str]] = {
     "norms": ["{b}"],
     "heat": ["{b}", "--hook", "mlp_post", "--neuron", "3"],
+    "text": ["--hook", "mlp_post", "--layer", "1", "--values", "largest-value"],
     "lens": [],
     "attribution": ["--token", "9"],
     "attention": ["--layer", "1"],
@@ -39,6 +40,11 @@ OPTIONS: dict[str, list[str]] = {
 WORDS = {
     "norms": ["Qwen3ForCausalLM: residual norms by layer and token (float32, vLLM 0.32.0)", "final", "generated →"],
     "heat": ["Qwen3ForCausalLM: value 3 of mlp_post by layer and token (float32, vLLM 0.32.0)", "one", "two"],
+    "text": [
+        "Qwen3ForCausalLM: text of rows 0 to 13 (float32, vLLM 0.32.0)",
+        "mlp_post, layer 1: largest value",
+        "generated tokens are underlined",
+    ],
     "lens": ["Qwen3ForCausalLM: logit lens (float32, vLLM 0.32.0)", "layer input"],
     "attribution": ["share of the logit", "embed", "bias"],
     "attention": ["head 0", "head 3", "attention weight"],
@@ -131,6 +137,41 @@ def test_pictures_show_the_numbers_of_the_functions(
         ),
         (["--kind", "heat", "--hook", "mlp_pots"], "'mlp_pots' is not in this store"),
         (["--kind", "difference", "--hook", "q", "--layer", "0", "--against", "nowhere"], "nowhere is not there"),
+        (["--kind", "text"], "plot: --kind text needs --hook; give it"),
+        (["{b}", "--kind", "text", "--hook", "q"], "plot: --kind text draws one store, 2 were given; name one"),
+        (["--kind", "text", "--hook", "q"], "'q' has the layers [0, 1, 2] in"),
+        (["--kind", "text", "--hook", "qq"], "'qq' is not in this store"),
+        (["--kind", "text", "--hook", "q", "--layer", "3"], "'q' has no layer 3 in this store"),
+        (
+            ["--kind", "text", "--hook", "logits", "--values", "norm"],
+            "plot: --values norm does not exist for 'logits'; use entropy, largest-probability, log-probability-of",
+        ),
+        (["--kind", "text", "--hook", "logits", "--values", "log-probability of"], "log-probability-of needs --token"),
+        (
+            ["--kind", "text", "--hook", "resid_final", "--values", "norm", "--neuron", "3"],
+            "plot: --values norm takes no --neuron; leave it out",
+        ),
+        (
+            ["--kind", "text", "--hook", "resid_final", "--head", "3"],
+            "plot: --values norm takes no --head; leave it out",
+        ),
+        (
+            ["--kind", "text", "--hook", "resid_final", "--neuron", "999"],
+            "neuron 999 does not exist: 'resid_final' has",
+        ),
+        (
+            ["--kind", "text", "--hook", "q", "--rows", "prompt"],
+            "plot: --rows prompt is not valid; write FIRST:STOP, as in 0:200",
+        ),
+        (
+            ["--kind", "text", "--hook", "resid_final", "--rows", "14:"],
+            "plot: rows 14: hold no token; name some of the store's, 0:14",
+        ),
+        (["--kind", "text", "--hook", "logits", "--rows", ":5"], "have no value of 'logits'; name others"),
+        (
+            ["--kind", "text", "--hook", "resid_final", "--tokenizer", "nowhere"],
+            "tokenizer: nowhere has no tokenizer.json; give the directory of one, or leave the option out",
+        ),
     ],
 )
 def test_bad_options_are_refused_with_the_fix(
@@ -167,10 +208,12 @@ def test_an_incomplete_store_is_drawn_without_its_missing_rows_and_one_without_r
     some, none = (Loss.of(Cause.FELL_BEHIND, [rows]) for rows in ([2, 5], [0, TOKENS]))
     for name, loss in (("some", some), ("none", none)):
         analysiskit.write_store(tmp_path / f"{name}.zarr", oracle, ids, PROMPT, losses=[loss])
-    for kind in ("norms", "lens", "attribution", "uncertainty", "drift"):
+    for kind in ("norms", "text", "lens", "attribution", "uncertainty", "drift"):
+        options = ["--hook", "resid_final"] if kind == "text" else []
         for name, status in (("some", 0), ("none", 2)):
             out = tmp_path / f"{name}-{kind}.svg"
-            assert main(["plot", str(tmp_path / f"{name}.zarr"), "--kind", kind, "-o", str(out)]) == status, kind
+            arguments = ["plot", str(tmp_path / f"{name}.zarr"), "--kind", kind, "-o", str(out), *options]
+            assert main(arguments) == status, kind
             assert out.exists() == (status == 0)
         assert "hold no rows" in capsys.readouterr().err
         assert "(incomplete)" in (tmp_path / f"some-{kind}.svg").read_text()
