@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bulk, common, kernels, niceness, node, reading, stores
+from benchmarks import bulk, common, kernels, niceness, node, node_limits, reading, stores
 from dmi_connector import find_captures, open_capture
 from dmi_connector.cli.main import main as cli
 
@@ -164,3 +164,29 @@ def test_the_node_benchmark_runs_and_keeps_what_was_measured_on_a_real_node(
     printed = capsys.readouterr().out
     assert node.main(["--out", str(out), "--table", "--layouts", "DP 1,TP 2"]) == 0
     assert capsys.readouterr().out == printed and printed.splitlines()[-1].endswith(" | 12.5 |")
+
+
+def test_the_page_about_scale_has_the_prediction_for_a_node() -> None:
+    """The rows of Qwen3-4B are those of the page's other tables. Each limit follows its formula."""
+    from benchmarks import scale
+
+    found = json.loads((common.ROOT / "benchmarks" / "results" / "cpu-node.json").read_text())
+    page, machine = (common.ROOT / "docs" / "SCALE.md").read_text(), node_limits.Machine()
+    assert node_limits.table(found, machine, node.SHOWN) in page and found["header"]["clean"]
+    cases, codecs = list(found["rows"])[::3], ("zstd", "zstd", "lz4")
+    sizes = [one.token_bytes for one in scale.SELECTIONS]
+    assert [found["rows"][case]["DP 1"]["bytes"] for case in cases] == [pytest.approx(size, rel=1e-3) for size in sizes]
+    for case, codec in zip(cases, codecs, strict=True):
+        one, eight, tensor = (
+            node_limits.limits(found, case, codec, layout, machine) for layout in ("DP 1", *node.SHOWN)
+        )
+        size = found["rows"][case]["DP 1"]["bytes"]
+        assert one["link"] == pytest.approx(50e9 / size) and eight["link"] == pytest.approx(8 * one["link"])
+        assert tensor["link"] < eight["link"] and tensor["writers"] < eight["writers"]
+        assert one["cores"] == pytest.approx(15 / 32 * one["writers"])
+        stored = eight["disk"] * size / found["costs"][case][codec]["DP 8"]["compression"]
+        assert stored == pytest.approx(20e9) and eight["disk"] < eight["memory"]
+    slower = node_limits.limits(found, cases[0], "zstd", "DP 8", replace(machine, core_cost=4, disk=10))
+    before = node_limits.limits(found, cases[0], "zstd", "DP 8", machine)
+    halved = {"cores", "writers", "coordinator", "index", "disk"}
+    assert {name for name in before if slower[name] == pytest.approx(before[name] / 2)} == halved
