@@ -9,12 +9,12 @@ write the same chunks to plain files.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ CHUNK = 128
 FILE_CHUNKS = 4
 
 
-def cpu_seconds(name: str, group: int) -> tuple[float, float]:
-    """(user, system) seconds so far of all processes of a name in a process group."""
-    user = system = 0.0
+def processes(name: str, group: int) -> Iterator[tuple[int, float, float]]:
+    """(process id, user seconds, system seconds) so far of each process of a name in a process group."""
+    ticks = os.sysconf("SC_CLK_TCK")
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = stat.read_text()
@@ -40,9 +40,13 @@ def cpu_seconds(name: str, group: int) -> tuple[float, float]:
             continue  # it has ended
         fields = text[text.rindex(")") + 2 :].split()
         if text[text.index("(") + 1 : text.rindex(")")] == name and int(fields[2]) == group:
-            user, system = user + int(fields[11]), system + int(fields[12])
-    ticks = os.sysconf("SC_CLK_TCK")
-    return user / ticks, system / ticks
+            yield int(stat.parent.name), int(fields[11]) / ticks, int(fields[12]) / ticks
+
+
+def cpu_seconds(name: str, group: int) -> tuple[float, float]:
+    """(user, system) seconds so far of all processes of a name in a process group."""
+    found = list(processes(name, group))
+    return sum(user for _, user, _ in found), sum(system for _, _, system in found)
 
 
 def write_files(directory: str, number: int, layers: int, nbytes: int, barrier: Any) -> None:
@@ -76,17 +80,27 @@ def files_alone(directory: str, processes: int, layers: int, nbytes: int) -> flo
 
 
 def feed(
-    client: StoreClient, layout: PayloadLayout, number: int, directory: str, args: argparse.Namespace, turn: int
+    client: StoreClient,
+    layout: PayloadLayout,
+    number: int,
+    paths: Sequence[str],
+    length: int,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> float:
-    """Send captures as fast as the ring takes them. Returns the seconds until all stores are finished."""
-    token_bytes = layout.token_bytes
+    """Send captures of `length` rows as fast as the ring takes them. Returns the seconds until all stores are finished.
+
+    number: of `layout`, as the client knows it. Values are what lies in the ring. A store's key is its name.
+    """
     begin = time.perf_counter()
-    names = [f"{directory}/{turn}-{i}.zarr" for i in range(args.captures)]
-    captures = [client.open_capture(number, name, {"prompt_len": args.length}) for name in names]
-    for first in range(0, args.length, CHUNK):
-        count = min(CHUNK, args.length - first)
+    captures = [
+        client.open_capture(number, path, {"prompt_len": length}, key=Path(path).stem, rank=rank, ranks=ranks)
+        for path in paths
+    ]
+    for first in range(0, length, layout.chunk_tokens):
+        count = min(layout.chunk_tokens, length - first)
         for capture in captures:
-            extent = client.ring.alloc(token_bytes * count, None)
+            extent = client.ring.alloc(layout.token_bytes * count, None)
             assert extent is not None
             header = (
                 client.ring.view(extent)[layout.header_base * count :]
@@ -96,7 +110,7 @@ def feed(
             header[:, 0], header[:, 1] = 7, np.arange(first, first + count)
             capture.chunk(extent, first, count)
     for capture in captures:
-        capture.close(args.length, token_ids=np.full(args.length, 7))
+        capture.close(length, token_ids=np.full(length, 7))
     assert client.flush(300)
     return time.perf_counter() - begin
 
@@ -129,7 +143,8 @@ def main(argv: list[str] | None = None) -> int:
             shutil.rmtree(args.directory)
             os.makedirs(args.directory)
             before = cpu_seconds("dmi-writer", client.group)
-            rates.append(nbytes / feed(client, layout, number, args.directory, args, turn) / 1e9)
+            paths = [f"{args.directory}/{turn}-{i}.zarr" for i in range(args.captures)]
+            rates.append(nbytes / feed(client, layout, number, paths, args.length) / 1e9)
             cpu.append([after - b for after, b in zip(cpu_seconds("dmi-writer", client.group), before, strict=True)])
         assert client.stats()["complete"] == args.captures * (args.repeat + 1)
         client.shutdown()

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import bulk, common, kernels, niceness, reading, stores
+from benchmarks import bulk, common, kernels, niceness, node, node_limits, reading, stores
+from dmi_connector import find_captures, open_capture
+from dmi_connector.cli.main import main as cli
 
 
 def test_the_kernel_benchmark_measures_every_rule(tmp_path: Path) -> None:
@@ -117,3 +120,73 @@ def test_the_benchmark_of_indexes_finds_what_it_wrote(tmp_path: Path) -> None:
     assert index.main(["--entries", "300", "--out", str(out), "--directory", str(directory)]) == 0
     found = json.loads(out.read_text())["entries"]["300"]
     assert [found[what]["found"] for what in index.WHAT] == [1, 1, 300, 0] and not list(directory.iterdir())
+
+
+def test_ranks_of_a_simulated_node_write_sound_stores(tmp_path: Path) -> None:
+    """Two ranks at once: each writes stores of its own, or its part of the same ones."""
+    dims, options = replace(node.MODELS["Qwen3-4B"], layers=4), node.SELECTIONS["four layers"]
+    with node.new_rank() as first, node.new_rank() as second:
+        node.together([first, second], node.fill, [(False,)] * 2)
+        for layout, tp in (("DP 2", 1), ("TP 2", 2)):
+            directory, sent = tmp_path / layout, node.payloads(dims, options, layout)
+            spent = node.write([first, second], directory, layout, sent, 130, 4)
+            assert spent["bytes_raw"] == 130 * 98_304 and 0 < spent["bytes_stored"] < 0.7 * spent["bytes_raw"]
+            assert min(spent["writer_s"], spent["coordinator_s"], spent["rank_s"]) > 0
+            assert cli(["verify", str(directory)]) == 0 and node.problems(directory, 4) == []
+            for i in range(4):
+                (info,) = find_captures(directory, key=str(i))
+                with open_capture(info.store) as capture:
+                    assert len(sent) == capture.attrs["tp"] == tp and capture["mlp_post"].shape == (4, 130, 9728)
+                    # Columns that no rank wrote would be zero.
+                    assert (abs(capture["mlp_post"].astype("f4")).max((0, 1)) > 0).all()
+    index = directory / "index.jsonl"
+    lines = index.read_text().splitlines(keepends=True)
+    index.write_text("".join([*lines[:-1], lines[-2]]))
+    (directory / "0.zarr" / "token_ids" / "c" / "0").write_bytes(b"")
+    found = node.problems(directory, 4)
+    assert sum(line.startswith("index: ") for line in found) == 2 and any("token_ids" in line for line in found)
+
+
+def test_the_node_benchmark_runs_and_keeps_what_was_measured_on_a_real_node(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, case = tmp_path / "node.json", "Qwen3-4B four layers"
+    common.save(out, {"measured": {case: {"TP 2": 12.5}}})
+    assert node.main(["--out", str(out), "--quick", "--layouts", "DP 1,TP 2"]) == 0
+    assert list(tmp_path.iterdir()) == [out], "no store is left"
+    results = json.loads(out.read_text())
+    assert results["measured"] == {case: {"DP 1": None, "TP 2": 12.5}} and "/" not in results["header"]["command"]
+    costs = results["costs"][case]
+    assert costs.keys() == {"store", "zstd"} and costs["zstd"]["DP 1"]["ratio"] == costs["store"]["DP 1"]["ratio"] == 1
+    for place in ("shared", "shared_disk"):
+        assert results[place].keys() == {"append", "create", "quota", "copy"}
+        assert all(found[n]["cpu_s"] > 0 for found in results[place].values() for n in ("1", "2"))
+    printed = capsys.readouterr().out
+    assert node.main(["--out", str(out), "--table", "--layouts", "DP 1,TP 2"]) == 0
+    assert capsys.readouterr().out == printed and printed.splitlines()[-1].endswith(" | 12.5 |")
+
+
+def test_the_page_about_scale_has_the_prediction_for_a_node() -> None:
+    """The rows of Qwen3-4B are those of the page's other tables. Each limit follows its formula."""
+    from benchmarks import scale
+
+    found = json.loads((common.ROOT / "benchmarks" / "results" / "cpu-node.json").read_text())
+    page, machine = (common.ROOT / "docs" / "SCALE.md").read_text(), node_limits.Machine()
+    assert node_limits.table(found, machine, node.SHOWN) in page and found["header"]["clean"]
+    cases, codecs = list(found["rows"])[::3], ("zstd", "zstd", "lz4")
+    sizes = [one.token_bytes for one in scale.SELECTIONS]
+    assert [found["rows"][case]["DP 1"]["bytes"] for case in cases] == [pytest.approx(size, rel=1e-3) for size in sizes]
+    for case, codec in zip(cases, codecs, strict=True):
+        one, eight, tensor = (
+            node_limits.limits(found, case, codec, layout, machine) for layout in ("DP 1", *node.SHOWN)
+        )
+        size = found["rows"][case]["DP 1"]["bytes"]
+        assert one["link"] == pytest.approx(50e9 / size) and eight["link"] == pytest.approx(8 * one["link"])
+        assert tensor["link"] < eight["link"] and tensor["writers"] < eight["writers"]
+        assert one["cores"] == pytest.approx(15 / 32 * one["writers"])
+        stored = eight["disk"] * size / found["costs"][case][codec]["DP 8"]["compression"]
+        assert stored == pytest.approx(20e9) and eight["disk"] < eight["memory"]
+    slower = node_limits.limits(found, cases[0], "zstd", "DP 8", replace(machine, core_cost=4, disk=10))
+    before = node_limits.limits(found, cases[0], "zstd", "DP 8", machine)
+    halved = {"cores", "writers", "coordinator", "index", "disk"}
+    assert {name for name in before if slower[name] == pytest.approx(before[name] / 2)} == halved
