@@ -3,8 +3,8 @@
 
     python -m benchmarks.stores --out results.json [--directory /dev/shm/dmi-stores] [--writers 15] [--codec none]
 
-Captures hold normal bf16 values of 36 layers of Qwen3-4B's widths, 2.56 MB a token. For comparison, as many processes
-write the same chunks to plain files.
+Captures hold normal bf16 values of 36 layers of Qwen3-4B's widths, 2.56 MB a token, or --arrays of these. For
+comparison, as many processes write the same chunks to plain files.
 """
 
 from __future__ import annotations
@@ -125,11 +125,14 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--ring-bytes", type=int, default=8 << 30)
     p.add_argument("--captures", type=int, default=32)
     p.add_argument("--length", type=int, default=256, help="tokens of a capture")
+    p.add_argument("--arrays", default=",".join(common.WIDTHS), help="comma-separated (default: %(default)s)")
     p.add_argument("--layers", type=int, default=common.QWEN3_LAYERS)
     p.add_argument("--repeat", type=int, default=3)
     args = p.parse_args(argv)
     header = common.header("benchmarks.stores", argv)
-    arrays = [ArraySpec(name, "bfloat16", tuple(range(args.layers)), width) for name, width in common.WIDTHS.items()]
+    arrays = [
+        ArraySpec(name, "bfloat16", tuple(range(args.layers)), common.WIDTHS[name]) for name in args.arrays.split(",")
+    ]
     layout = PayloadLayout(tuple(arrays), codec=args.codec)
     nbytes = layout.header_base * args.length * args.captures
     os.makedirs(args.directory)

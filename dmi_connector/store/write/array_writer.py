@@ -58,7 +58,8 @@ class ArrayWriter:
     """Writes arrays of one capture into its partial directory, which is created if missing.
 
     numbers: which arrays of the layout. about: facts of the capture for the journal, None where another writer keeps
-    them. losses: what could not be written. bytes_raw, bytes_stored: bytes of the rows written, as they came and in
+    them. leads: whether it writes the metadata of its arrays; else it has some segments of them, and another writer
+    leads. losses: what could not be written. bytes_raw, bytes_stored: bytes of the rows written, as they came and in
     their files.
     """
 
@@ -69,10 +70,11 @@ class ArrayWriter:
         numbers: Sequence[int],
         cache: FileCache,
         about: dict[str, Any] | None = None,
+        leads: bool = True,
     ) -> None:
         self.losses: list[Loss] = []
         self.bytes_raw = self.bytes_stored = 0
-        self._root, self._layout, self._cache = root, layout, cache
+        self._root, self._layout, self._cache, self._leads = root, layout, cache, leads
         self._arrays = [(layout.arrays[i], layout.bases[i]) for i in numbers]
         specs = [spec for spec, _ in self._arrays]
         self._by_name = {spec.name: spec for spec in specs}
@@ -85,7 +87,7 @@ class ArrayWriter:
         # arrive later must fail and not bring its directory back.
         for spec in specs:
             os.makedirs(os.path.join(root, spec.name, "c" if spec.per_sample else "c/0"), exist_ok=True)
-        self._journal = Journal(root, specs, layout, cache, about)
+        self._journal = Journal(root, specs, layout, cache, about, "" if leads else f"-{os.getpid()}")
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 
@@ -179,7 +181,8 @@ class ArrayWriter:
         self._journal.close(length, samples)
         if self._end > length or self._short_end not in (None, length):
             end = self._short_end or self._end
-            self.failed(ValueError(f"rows up to {end} were written, but the length is {length}"))
+            rows = None if self._leads else (0, length)  # the metadata is another writer's
+            self.failed(ValueError(f"rows up to {end} were written, but the length is {length}"), rows)
             self.release()
             return {}
         grid = schema.effective_grid(length, self._layout.chunk_tokens, self._layout.segment_tokens)
@@ -187,8 +190,8 @@ class ArrayWriter:
             try:
                 self._close_array(spec, samples.get(spec.name, 0) if spec.per_sample else length, grid)
             except (OSError, ValueError) as error:
-                # Rank 0 writes the metadata, so this rank's columns would read as zeros.
-                self.failed(error, (0, length) if spec.rank else None)
+                # With metadata of another rank or writer, what this one lacks would read as zeros.
+                self.failed(error, (0, length) if spec.rank or not self._leads else None)
         self.release()  # shards that could not be finished
         return self._files
 
@@ -199,8 +202,8 @@ class ArrayWriter:
             self._drop_surplus(spec, length)
         for path in [p for p in self._shards if p.startswith(prefix)]:
             self._finish(spec, int(path.split("/")[-2]), slots)
-        if spec.rank:
-            return  # rank 0 writes the metadata
+        if spec.rank or not self._leads:
+            return  # the leader on rank 0 writes the metadata
         if spec.per_sample:
             self._close_samples(spec, length)
         document = schema.hook_document(spec, length, grid, self._layout.codec)

@@ -1,28 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The captures under way, from the first row to the store. Runs in the coordinator process (coordinator.py).
 
-A capture is in one state at a time:
-
-    OPEN         its rows come, and go on to the writers that have its arrays
-    CLOSING      no more rows come; its writers finish their files
-    COMMITTING   rank 0: one writer makes the store. Other ranks: it leaves their file list for rank 0. Or, after an
-                 abort, it removes what was written
-    COMPLETE, INCOMPLETE, FAILED, ABORTED    the end
-
-`close` and `abort` end OPEN. The answers of its writers, or their deaths, end CLOSING (`_advance`). The answer of the
-committing writer ends COMMITTING (`_end`).
+Their states are those of capture_record.py. `close` and `abort` end OPEN. The answers of the writers, or their deaths,
+end CLOSING (`_advance`). The answer of the committing writer ends COMMITTING (`_end`).
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +22,7 @@ from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import PayloadLayout
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json, losses_to_json, reason
-from dmi_connector.store.write.array_writer import FileList
+from dmi_connector.store.write.capture_record import ENDS, CaptureRecord, End, State
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.commit import now
 from dmi_connector.store.write.messages import ERRORS_KEPT, Message, pack_array
@@ -46,92 +37,6 @@ _UNKNOWN_BYTES = 1 << 60
 """Stands for an unknown number of bytes to come: more than any ring holds."""
 _ALL_ROWS = (0, 1 << 60)
 """A range that holds every row of any capture."""
-
-
-class State(enum.StrEnum):
-    """States of a capture; see the module's text."""
-
-    OPEN = "open"
-    CLOSING = "closing"
-    COMMITTING = "committing"
-    COMPLETE = "complete"
-    INCOMPLETE = "incomplete"
-    FAILED = "failed"
-    ABORTED = "aborted"
-
-
-ENDS = (State.COMPLETE, State.INCOMPLETE, State.FAILED, State.ABORTED)
-
-
-@dataclass(frozen=True)
-class _End:
-    """What `close` said. attrs: root attributes, {} for ranks above 0. arrays: token arrays, packed."""
-
-    length: int
-    samples: dict[str, int]
-    attrs: dict[str, Any]
-    arrays: dict[str, str]
-    losses: list[Loss]
-
-
-@dataclass(eq=False)
-class CaptureRecord:
-    """One capture. For ranks above 0 COMPLETE means that this rank's part is.
-
-    final: path of the store. attrs: root attributes known so far. losses: reported by writers. to_come: payload bytes
-    that may still come. reason, label: why it is not complete, once that is known (see completeness.py).
-    """
-
-    number: int
-    final: str
-    layout: PayloadLayout
-    attrs: Mapping[str, Any]
-    request_id: str | None
-    key: str | None
-    rank: int
-    ranks: int
-    created: str
-    to_come: int
-    assignments: list[Assignment]
-    check: RowCheck
-    state: State = State.OPEN
-    losses: list[Loss] = field(default_factory=list)
-    reason: str | None = None
-    label: str | None = None
-    files: FileList = field(default_factory=dict)
-    bytes_raw: int = 0
-    bytes_stored: int = 0
-    sampled: dict[str, int] = field(default_factory=dict)  # rows that came of each per-sample array
-    end: _End | None = None  # None for an aborted capture
-    committer: Child | None = None
-    recommitted: bool = False  # whether a committing writer has died once
-
-    @property
-    def partial(self) -> str:
-        """Where the store is written until it is whole."""
-        return self.final + schema.PARTIAL_SUFFIX
-
-    @property
-    def start(self) -> int:
-        """Position of its first row."""
-        return int(self.attrs.get("start", 0))
-
-    @property
-    def prompt_len(self) -> int:
-        """Tokens of the prompt, 0 where that is not known."""
-        return int(self.attrs.get("prompt_len", 0))
-
-    def about(self) -> dict[str, Any]:
-        """What a salvage has to know of this capture (docs/FORMAT.md, section 10)."""
-        facts: dict[str, Any] = {"request_id": self.request_id, "key": self.key, "created": self.created}
-        facts |= {
-            "rank": self.rank,
-            "ranks": self.ranks,
-            "arrays": [a.to_json() for a in (*self.layout.arrays, *self.layout.elsewhere)],
-        }
-        return {**facts, "attrs": dict(self.attrs)}
-
-
 OnDone = Callable[[CaptureRecord], None]
 
 
@@ -207,6 +112,7 @@ class Captures:
                 self._opened,
                 final,
                 payload,
+                layout,
                 attrs,
                 request_id,
                 key,
@@ -220,10 +126,9 @@ class Captures:
             self._records[record.number] = record
             self._open += 1
             self._to_come += to_come
+            record.takers[0] = [assignment for assignment in assignments if assignment.tokens]
             for assignment in assignments:
-                message = {"type": "open", "id": record.number, "partial": record.partial, "layout": layout}
-                about = record.about() if assignment is assignments[0] else None
-                assignment.process.post({**message, "arrays": assignment.arrays, "about": about})
+                self._post_open(record, assignment)
             if rank == 0:
                 self._post_line(record, "start", "started")
         return record
@@ -247,7 +152,7 @@ class Captures:
             message = {"type": "chunk", "id": record.number, "offset": extent.offset + offset, "first": first}
             message |= {"count": count, "generated": generated}
             more: Message = {"token_ids": ids}  # for the first writer's journal
-            for assignment in [a for a in record.assignments if a.tokens]:
+            for assignment in self._takers(record, first // layout.segment_tokens):
                 if assignment.open:
                     self.pool.send(assignment.process, extent, message | more)
                 more = {}
@@ -293,7 +198,7 @@ class Captures:
             has_rows = any(not array.per_sample for array in record.layout.arrays)
             if absent := record.check.absent(int(length), losses) if has_rows else []:
                 losses = [*losses, Loss.of(Cause.NEVER_CAME, absent)]
-            end = _End(int(length), dict(samples or {}), {}, {}, [*losses])
+            end = End(int(length), dict(samples or {}), {}, {}, [*losses])
             if record.rank == 0:
                 end = self._rank_0_end(record, end, np.asarray(token_ids), {**record.attrs, **(attrs or {})})
             record.end = end
@@ -361,7 +266,25 @@ class Captures:
         if record.state is not State.OPEN:
             raise RuntimeError(f"capture {record.final} is {record.state}: it takes no more rows and cannot be closed")
 
-    def _rank_0_end(self, record: CaptureRecord, end: _End, token_ids: np.ndarray, attrs: dict[str, Any]) -> _End:
+    def _post_open(self, record: CaptureRecord, assignment: Assignment) -> None:
+        message = {"type": "open", "id": record.number, "partial": record.partial, "layout": record.layout_number}
+        message |= {"arrays": assignment.arrays, "leads": assignment.leader is None}
+        about = record.about() if assignment is record.assignments[0] else None
+        assignment.process.post({**message, "about": about})
+
+    def _takers(self, record: CaptureRecord, segment: int) -> list[Assignment]:
+        """Who writes the token arrays of a segment."""
+        if segment not in record.takers:
+            record.takers[segment] = []
+            for leader in record.takers[0]:
+                taker = self.pool.next_segment(record.layout, leader, record.assignments)
+                if taker not in record.assignments:
+                    record.assignments.append(taker)
+                    self._post_open(record, taker)
+                record.takers[segment].append(taker)
+        return record.takers[segment]
+
+    def _rank_0_end(self, record: CaptureRecord, end: End, token_ids: np.ndarray, attrs: dict[str, Any]) -> End:
         """`end` with the root attributes and token arrays, which rank 0 writes."""
         if "prompt_len" not in attrs:
             raise ValueError("attribute prompt_len is missing: give it to open() or close()")
@@ -412,6 +335,7 @@ class Captures:
             return
         losses = end.losses + [loss.before(end.length) for loss in record.losses]
         losses = [replace(loss, rank=record.rank) for loss in losses]
+        self._forget_unfinished(record)
         message |= {"files": record.files, "bytes_raw": record.bytes_raw, "losses": losses_to_json(losses)}
         if record.rank:
             process.post({**message, "type": "rankdone", "rank": record.rank})
@@ -419,6 +343,16 @@ class Captures:
         message |= {"final": record.final, "attrs": end.attrs, "arrays": end.arrays, "samples": end.samples}
         message |= {"ranks": record.ranks, "rank_timeout": self.settings.rank_timeout, "fsync": self.settings.fsync}
         process.post({**message, "type": "commit"})
+
+    def _forget_unfinished(self, record: CaptureRecord) -> None:
+        """Drop what other writers finished of arrays whose writer died: the commit makes these from all journals."""
+        if record.rank:
+            return  # rank 0 has the metadata, and this rank's losses
+        record.files = {path: f for path, f in record.files.items() if path.split("/")[0] not in record.unfinished}
+        for assignment in record.assignments:
+            if record.unfinished & {record.layout.arrays[i].name for i in assignment.arrays}:
+                record.bytes_raw -= assignment.bytes_raw
+                assignment.bytes_raw = 0
 
     def _recommit(self, record: CaptureRecord, loss: Loss) -> None:
         """The committing writer died: commit once more elsewhere, unless the store has its name already."""
@@ -466,6 +400,7 @@ class Captures:
         for assignment in record.assignments:
             if assignment.process is process and assignment.open:
                 self.pool.leave(assignment)
+                assignment.bytes_raw = m["bytes_raw"]
         record.files.update(m["files"])
         record.losses += losses_from_json(m["losses"])
         record.bytes_raw += m["bytes_raw"]
@@ -504,6 +439,8 @@ class Captures:
                 ]
                 for assignment in mine:
                     self.pool.leave(assignment)
+                    arrays = (assignment.leader or assignment).arrays
+                    record.unfinished |= {record.layout.arrays[i].name for i in arrays}
                 if mine:
                     # Rank 0 writes the metadata, so another rank's columns would read as zeros.
                     record.losses.append(replace(loss, rows=(_ALL_ROWS,) if record.rank else ()))

@@ -31,7 +31,8 @@ from dmi_connector.layout import PayloadLayout
 from dmi_connector.store.format.completeness import OWN_ENDS, Cause, Loss, losses_from_json
 from dmi_connector.store.format.locks import hold_life_lock
 from dmi_connector.store.format.paths import UMASKS
-from dmi_connector.store.write.captures import CaptureRecord, Captures, State
+from dmi_connector.store.write.capture_record import CaptureRecord, State
+from dmi_connector.store.write.captures import Captures
 from dmi_connector.store.write.commit import append_index, now
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, unpack_array, write_all
 from dmi_connector.store.write.retention import Keeper

@@ -50,7 +50,7 @@ class Journal:
     """Writes the journal of the arrays that one writer has of a capture.
 
     about: facts of the capture, None where another journal has them. With `about` the file is made at once, else with
-    its first record.
+    its first record. suffix: of its name, where several writers have segments of the same arrays.
 
     No method raises. A record that cannot be written is logged and the next one takes its place; its chunk is then as
     safe as without a journal.
@@ -63,10 +63,10 @@ class Journal:
         layout: PayloadLayout,
         files: FileCache,
         about: dict[str, Any] | None,
+        suffix: str = "",
     ) -> None:
-        self.path = os.path.join(
-            root, f"{JOURNAL_PREFIX}{arrays[0].rank}-{arrays[0].name}" if arrays else JOURNAL_PREFIX
-        )
+        name = f"{arrays[0].rank}-{arrays[0].name}" if arrays else ""
+        self.path = os.path.join(root, JOURNAL_PREFIX + name + suffix)
         self._numbers = {spec.name: i for i, spec in enumerate(arrays)}
         header: dict[str, Any] = {"arrays": [spec.to_json() for spec in arrays], "codec": layout.codec}
         header |= {"chunk_tokens": layout.chunk_tokens, "segment_tokens": layout.segment_tokens, "about": about}
@@ -129,7 +129,7 @@ def _frame(record: bytes) -> bytes:
 
 @dataclass
 class JournalArray:
-    """What a journal knows of one array as its rank wrote it.
+    """What journals know of one array as its rank wrote it.
 
     places: by first row (for a per-sample array: by sample), where the chunk lies, one place a layer. counts: its rows.
     positions: token positions of samples.
@@ -139,6 +139,12 @@ class JournalArray:
     places: dict[int, Places] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     positions: dict[int, int] = field(default_factory=dict)
+
+    def add(self, other: JournalArray) -> None:
+        """Take over what another journal knows of the same array: its writer had other segments."""
+        self.places |= other.places
+        self.counts |= other.counts
+        self.positions |= other.positions
 
 
 @dataclass

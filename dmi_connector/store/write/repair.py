@@ -231,7 +231,9 @@ class _Salvage:
         for journal in self.journals:
             if journal.torn:
                 self.losses.append(Loss.of(Cause.JOURNAL_TORN, nbytes=journal.torn))
-        self.arrays = {(a.spec.name, a.spec.rank): a for journal in self.journals for a in journal.arrays}
+        self.arrays: dict[tuple[str, int], JournalArray] = {}
+        for array in (a for journal in self.journals for a in journal.arrays):
+            self.arrays.setdefault((array.spec.name, array.spec.rank), JournalArray(array.spec)).add(array)
         self.length = 0
         self.samples: dict[str, int] = {}  # by array, where more is known than the journals say
         self.files: FileList = {}

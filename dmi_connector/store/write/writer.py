@@ -83,7 +83,8 @@ class Writer:
         try:
             self._locks[m["id"]] = PartialLock(m["partial"])
             layout = self._layouts[m["layout"]]
-            self._writers[m["id"]] = ArrayWriter(m["partial"], layout, m["arrays"], self._cache, m["about"])
+            arrays = ArrayWriter(m["partial"], layout, m["arrays"], self._cache, m["about"], m["leads"])
+            self._writers[m["id"]] = arrays
         except Exception as error:
             self._broken[m["id"]] = write_loss(error)
 

@@ -20,14 +20,18 @@ _LEAST_END_S = 0.5
 SPREAD_BYTES = 16 << 20
 """Chunks of this size and more are spread over several writers. For smaller ones the messages cost more than they gain.
 """
+SEGMENT_BYTES = 16 << 20
+"""Segments of this size and more go to several writers in turn, so that a long capture has more than one core."""
 
 
 @dataclass(eq=False)
 class Assignment:
-    """The arrays of a capture that one writer has.
+    """The arrays of a capture that one writer has, or some segments of them.
 
     writer: its number in the pool. arrays: indexes in the layout. load: bytes of a token. tokens: whether token arrays
-    are among them. samples: names of the per-sample arrays among them. open: whether it still writes them.
+    are among them. samples: names of the per-sample arrays among them. leader: the assignment that writes the metadata
+    of these arrays, None for that one itself. segments: how many it has. bytes_raw: of the rows that it wrote. open:
+    whether it still writes them.
     """
 
     process: Child
@@ -36,6 +40,9 @@ class Assignment:
     load: int
     tokens: bool
     samples: frozenset[str]
+    leader: Assignment | None = None
+    segments: int = 1
+    bytes_raw: int = 0
     open: bool = True
 
 
@@ -126,6 +133,26 @@ class WriterPool:
         samples = frozenset(a.name for a in arrays if a.per_sample)
         load = sum(a.token_bytes for a in arrays)
         return Assignment(self.process(writer), writer, part, load, any(not a.per_sample for a in arrays), samples)
+
+    def next_segment(self, layout: PayloadLayout, leader: Assignment, there: Sequence[Assignment]) -> Assignment:
+        """Who writes one more segment of the token arrays of `leader`: one of `there`, or a new assignment.
+
+        there: all assignments of the capture. A writer has one at most. Those with the fewest segments come first, then
+        the least loaded.
+        """
+        arrays = [i for i in leader.arrays if not layout.arrays[i].per_sample]
+        load = sum(layout.arrays[i].token_bytes for i in arrays)
+        has = {a.writer: a for a in there}
+        mine = [w for w in range(len(self.loads)) if w not in has or leader in (has[w], has[w].leader)]
+        free = [w for w in mine if w not in has or has[w].open]
+        if load * layout.segment_tokens < SEGMENT_BYTES or not free:
+            return leader
+        writer = min(free, key=lambda w: (has[w].segments if w in has else 0, self.loads[w]))
+        if writer in has:
+            has[writer].segments += 1
+            return has[writer]
+        self.loads[writer] += load
+        return Assignment(self.process(writer), writer, arrays, load, True, frozenset(), leader)
 
     def leave(self, assignment: Assignment) -> None:
         """An assignment is written, or given up."""

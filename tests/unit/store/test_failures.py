@@ -24,7 +24,7 @@ from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
 from dmi_connector.store.read.index import find_captures, read_index
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.captures import CaptureRecord, State
+from dmi_connector.store.write.capture_record import CaptureRecord, State
 from dmi_connector.store.write.repair import repair
 from dmi_connector.store.write.row_check import RowCheck
 from tests import storekit as kit

@@ -19,7 +19,7 @@ import pytest
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.captures import CaptureRecord
+from dmi_connector.store.write.capture_record import CaptureRecord
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.messages import Message
 from dmi_connector.store.write.pace import LATE_S, SURE, Pace, Shares, shares_for
@@ -238,7 +238,7 @@ def test_writers_rest_before_each_chunk_for_the_work_on_the_last_one(tmp_path: P
     writer = Writer(ring, answers.append, FileCache(4), rests)  # type: ignore[arg-type]
     layout = PayloadLayout((WIDE,), CHUNK, CHUNK, "zstd")
     writer.handle({"type": "layout", "number": 0, "layout": layout.to_json()})
-    where = {"partial": str(tmp_path), "layout": 0, "arrays": [0], "about": None}
+    where = {"partial": str(tmp_path), "layout": 0, "arrays": [0], "about": None, "leads": True}
     writer.handle({"type": "open", "id": 1, **where})
     for seq, generated in enumerate((False, True, True)):
         where = {"id": 1, "seq": seq, "offset": 0, "first": seq * CHUNK, "count": CHUNK}

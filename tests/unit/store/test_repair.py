@@ -77,7 +77,7 @@ class Writing:
     def open(self, final: Path, specs: Sequence[ArraySpec], codec: str = "zstd", about: Message | None = None) -> None:
         """Begin a capture whose chunk payloads hold these arrays one after another."""
         self.send("layout", number=0, layout=PayloadLayout(tuple(specs), CHUNK, SEGMENT, codec).to_json())
-        self.send("open", partial=f"{final}.partial", layout=0, arrays=list(range(len(specs))), about=about)
+        self.send("open", partial=f"{final}.partial", layout=0, arrays=list(range(len(specs))), about=about, leads=True)
 
     def chunk(self, specs: Sequence[ArraySpec], values: kit.Values, first: int, count: int, ids: bool = True) -> None:
         parts = [np.ascontiguousarray(kit.local(s, values[s.name])[:, first : first + count]) for s in specs]
