@@ -31,7 +31,7 @@ class Machine:
     memory: float = _assumed(400, "GB/s of main memory")
     disk: float = _assumed(20, "GB/s into the file system")
     link: float = _assumed(50, "GB/s off each GPU")
-    writers: float = _assumed(32, "writer processes of each rank")
+    writers: float = _assumed(64, "writer processes of a rank at most; else its part of the cores")
 
 
 def split(layout: str) -> tuple[bool, int]:
@@ -47,7 +47,7 @@ def limits(found: Numbers, case: str, codec: str, layout: str, node: Machine) ->
     cpu_s = node.core_cost * (cost["writer_s"] * GB + store[layout]["cpu_s"] / ROWS)
     return {
         "cores": (node.cores - 1) * n / cpu_s,
-        "writers": node.writers / share / cpu_s,
+        "writers": min(node.writers, node.cores * n * share) / share / cpu_s,
         "coordinator": (1 if tensor else n) * ROWS / cost["coordinator_s_a_store"] / node.core_cost,
         "link": node.link / share / GB,
         "memory": node.memory / (RAW_PASSES + STORED_PASSES / cost["compression"]) / GB,

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,14 +31,20 @@ LEAST_SHARE = 0.05
 WRITER_NICE = 19
 """Nice level of writers beside a GPU: the least priority."""
 
-CPU_HOST_BYTES, GPU_HOST_SHARE, GPU_STAGING_BYTES = 256 << 20, 1 / 8, 1 << 30
-"""Default sizes: host buffer on a CPU; host buffer beside a GPU as a share of the machine's memory; staging memory."""
+CPU_HOST_BYTES, GPU_STAGING_BYTES = 256 << 20, 1 << 30
+"""Default sizes: host buffer on a CPU; staging memory."""
+
+MOST_HOST_SHARE, ALL_HOSTS_SHARE = 1 / 8, 1 / 4
+"""Default host buffers beside GPUs, as shares of the machine's memory: for one GPU at most, and for all together."""
 
 WRITER_GB_PER_S = {"none": 1.6, "lz4": 0.7, "zstd": 0.4}
 """Raw GB/s of one writer process on bf16 activations, by codec, for the estimate in the log (docs/PERFORMANCE.md)."""
 
-MOST_GPU_WRITERS, MOST_CPU_WRITERS, CPU_CORES_A_WRITER = 32, 4, 4
+MOST_GPU_WRITERS, MOST_CPU_WRITERS, CPU_CORES_A_WRITER = 64, 4, 4
 """Default writers at most, beside a GPU and on a CPU; on a CPU one for so many cores, the rest being the model's."""
+
+_DEVICES = "/dev/nvidia[0-9]*"
+"""GPUs of this machine or container, those too that CUDA_VISIBLE_DEVICES leaves to others."""
 
 _SLACK_BYTES = 1 << 20
 """Room for alignment in a buffer."""
@@ -51,10 +59,23 @@ class BufferSizes:
     staging: int
 
 
-def buffer_sizes(options: ServerOptions, token_bytes: int, gpu: bool, step_bytes: int = 0) -> BufferSizes:
+def gpu_share(token_bytes: Sequence[int], rank: int) -> float:
+    """What a rank takes by default of the machine's cores and of the memory for host buffers, as a part of all.
+
+    Each GPU of the machine has an equal part. The ranks of an engine share theirs by the bytes that each exports.
+
+    token_bytes: of a row, by rank of the engine.
+    """
+    gpus = max(len(glob.glob(_DEVICES)), torch.cuda.device_count(), len(token_bytes))
+    return len(token_bytes) / gpus * token_bytes[rank] / max(1, sum(token_bytes))
+
+
+def buffer_sizes(
+    options: ServerOptions, token_bytes: int, gpu: bool, step_bytes: int = 0, share: float = 1.0
+) -> BufferSizes:
     """The buffer sizes that options give, or defaults.
 
-    Both buffers must hold two full chunks, the host buffer also twice `step_bytes`, the logits of a step. Raises
+    share: of a rank beside a GPU, see `gpu_share`. Both buffers must hold two full chunks, the host buffer also twice `step_bytes`, the logits of a step. Raises
     OptionError.
     """
     chunks = 2 * token_bytes * options.chunk_tokens + _SLACK_BYTES
@@ -71,7 +92,8 @@ def buffer_sizes(options: ServerOptions, token_bytes: int, gpu: bool, step_bytes
     if options.sink == "null":
         return BufferSizes(_SLACK_BYTES, _SLACK_BYTES, 0)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    host = options.host_buffer_bytes or max(int(memory * GPU_HOST_SHARE) if gpu else CPU_HOST_BYTES, host_least)
+    default = int(memory * min(MOST_HOST_SHARE, ALL_HOSTS_SHARE * share)) if gpu else CPU_HOST_BYTES
+    host = options.host_buffer_bytes or max(default, host_least)
     staging = (options.staging_bytes or max(GPU_STAGING_BYTES, chunks)) if gpu else 0
     return BufferSizes(host, host_least, staging)
 
@@ -118,10 +140,15 @@ def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSetting
     )
 
 
-def default_writers(gpu: bool) -> int:
-    """Writer processes of a rank: one for each core beside a GPU, where they give way to the engine; fewer on a CPU."""
+def default_writers(gpu: bool, share: float = 1.0) -> int:
+    """Writer processes of a rank: fewer than cores on a CPU.
+
+    share: of a rank beside a GPU, see `gpu_share`. There writers give way to the engine, so each core has one.
+    """
     cores = len(os.sched_getaffinity(0))
-    return min(MOST_GPU_WRITERS, cores) if gpu else max(1, min(MOST_CPU_WRITERS, cores // CPU_CORES_A_WRITER))
+    if not gpu:
+        return max(1, min(MOST_CPU_WRITERS, cores // CPU_CORES_A_WRITER))
+    return max(1, min(MOST_GPU_WRITERS, round(cores * share)))
 
 
 def announce(

@@ -183,7 +183,7 @@ def test_the_page_about_scale_has_the_prediction_for_a_node() -> None:
         size = found["rows"][case]["DP 1"]["bytes"]
         assert one["link"] == pytest.approx(50e9 / size) and eight["link"] == pytest.approx(8 * one["link"])
         assert tensor["link"] < eight["link"] and tensor["writers"] < eight["writers"]
-        assert one["cores"] == pytest.approx(15 / 32 * one["writers"])
+        assert one["cores"] == pytest.approx(15 / 16 * one["writers"])
         stored = eight["disk"] * size / found["costs"][case][codec]["DP 8"]["compression"]
         assert stored == pytest.approx(20e9) and eight["disk"] < eight["memory"]
     slower = node_limits.limits(found, cases[0], "zstd", "DP 8", replace(machine, core_cost=4, disk=10))

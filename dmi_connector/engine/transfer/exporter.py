@@ -65,11 +65,13 @@ class Exporter:
         gpu = self.rows.is_cuda
         seqs = vllm_config.scheduler_config.max_num_seqs
         logits = 0 if full.logits is None else seqs * (full.logits.token_bytes + 2 * _SLOT_BYTES)
-        sizes = sizing.buffer_sizes(options, full.payload.token_bytes, gpu, logits)
+        ranks = [chunk_layout(context, context.selection.hooks, r).payload.token_bytes for r in range(context.tp)]
+        share = sizing.gpu_share(ranks, rank) if gpu else 1.0
+        sizes = sizing.buffer_sizes(options, full.payload.token_bytes, gpu, logits, share)
         self.client: StoreClient | None = None
         writers = 0
         if options.sink == "disk":
-            writers = options.writers or sizing.default_writers(gpu)
+            writers = options.writers or sizing.default_writers(gpu, share)
             self.client = StoreClient(sizes.host, writers, sizing.write_settings(options, rank, gpu))
         self.ring = self.client.ring if self.client else Ring(sizes.host)
         self.lane: DeviceLane | None = None

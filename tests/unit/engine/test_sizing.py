@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Defaults beside GPUs: ranks and engines of one machine share its cores and memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dmi_connector.engine import sizing
+from dmi_connector.settings import ServerOptions
+
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
+    """Sets the number of GPUs and of cores."""
+
+    def set_up(gpus: int, cores: int) -> None:
+        for number in range(gpus):
+            (tmp_path / f"nvidia{number}").touch()
+        (tmp_path / "nvidiactl").touch()
+        monkeypatch.setattr(sizing, "_DEVICES", str(tmp_path / "nvidia[0-9]*"))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+
+    return set_up
+
+
+def defaults(token_bytes: list[int]) -> tuple[list[int], list[float]]:
+    """(writers, host buffer as a part of the memory) of each rank of an engine."""
+    shares = [sizing.gpu_share(token_bytes, rank) for rank in range(len(token_bytes))]
+    options = ServerOptions(store_dir="captures")
+    hosts = [sizing.buffer_sizes(options, 1000, True, share=share).host / MEMORY for share in shares]
+    return [sizing.default_writers(True, share) for share in shares], hosts
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "token_bytes", "writers", "hosts"),
+    [
+        (1, 16, [100], [16], [1 / 8]),
+        (8, 128, [100], [16], [1 / 32]),
+        (8, 128, [100] * 8, [16] * 8, [1 / 32] * 8),
+        (2, 32, [97, 3], [31, 1], [1 / 8, 0.03 / 4]),
+        (8, 128, [97, 1, 1, 1], [62, 1, 1, 1], [0.97 / 8, 0.01 / 8, 0.01 / 8, 0.01 / 8]),
+        (8, 256, [93, *[1] * 7], [64, *[3] * 7], [1 / 8, *[0.01 / 4] * 7]),
+        (1, 1, [50, 50], [1, 1], [1 / 8, 1 / 8]),
+        (0, 16, [100], [16], [1 / 8]),
+        (8, 128, [0, 0], [1, 1], [0.0, 0.0]),
+    ],
+)
+def test_each_gpu_has_an_equal_part_which_ranks_share_by_their_bytes(
+    machine: object, gpus: int, cores: int, token_bytes: list[int], writers: list[int], hosts: list[float]
+) -> None:
+    machine(gpus, cores)  # type: ignore[operator]
+    found = defaults(token_bytes)
+    assert found[0] == writers
+    least = sizing.buffer_sizes(ServerOptions(store_dir="captures"), 1000, True).least_host / MEMORY
+    assert found[1] == pytest.approx([max(host, least) for host in hosts])
+
+
+def test_options_go_before_defaults(machine: object) -> None:
+    machine(8, 128)  # type: ignore[operator]
+    options = ServerOptions(store_dir="captures", host_buffer_bytes=1 << 30)
+    assert sizing.buffer_sizes(options, 1000, True, share=1 / 8).host == 1 << 30
