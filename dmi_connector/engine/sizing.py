@@ -75,8 +75,8 @@ def buffer_sizes(
 ) -> BufferSizes:
     """The buffer sizes that options give, or defaults.
 
-    share: of a rank beside a GPU, see `gpu_share`. Both buffers must hold two full chunks, the host buffer also twice `step_bytes`, the logits of a step. Raises
-    OptionError.
+    share: of a rank beside a GPU, see `gpu_share`. Both buffers must hold two full chunks, the host buffer also twice
+    `step_bytes`, the logits of a step. Raises OptionError.
     """
     chunks = 2 * token_bytes * options.chunk_tokens + _SLACK_BYTES
     host_least = chunks + 2 * step_bytes
