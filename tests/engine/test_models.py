@@ -39,11 +39,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi-norms": ("phi", {"qk_layernorm": True}),
     "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "mistral-windows": ("mistral", {"sliding_window": 64}),  # in all layers
+    "internlm3": ("llama", {"attention_bias": True}),
     "deepseek_v2-lite": ("deepseek_v2", {**_ONE_GROUP, "topk_method": "greedy"}),
     "moonlight": ("deepseek_v3", _ONE_GROUP),
     **{f"{name}-odd": (name, latent_cpu.ODD) for name in LATENT[:2]},
     **{f"{name}-heads": (name, latent_cpu.HEADS) for name in LATENT[:2]},
 }
+NAMES = {"internlm3": "InternLM3ForCausalLM"}
+"""Architectures that transformers does not have, and whose weights are those of another one that it has."""
 CACHED = {
     name: 272 if name.endswith("-odd") else 0
     for name, (arch, _) in MODELS.items()
@@ -72,7 +75,7 @@ _ONE_WAY = ("deepseek_v2-lite", "deepseek_v2-heads", "deepseek_v3-odd", "glm4_mo
 _SHORT = [
     (name, "eager", OWNERS[i % 2])
     for i, name in enumerate(MODELS)
-    if name not in ARCHS and name != "gemma" and (name in _ONE_WAY or MODELS[name][0] not in LATENT)
+    if name not in ARCHS and name not in ("gemma", *NAMES) and (name in _ONE_WAY or MODELS[name][0] not in LATENT)
 ]
 """Not the first Gemma: its one field of its own is Gemma 2's too."""
 _ALL = [(name, mode, owner) for name in MODELS for mode in ("eager", "compiled") for owner in OWNERS]
@@ -89,10 +92,19 @@ def configuration(request: pytest.FixtureRequest) -> tuple[str, str, str]:
 
 @pytest.fixture(scope="module")
 def model(configuration: tuple[str, str, str], known_models: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    arch, fields = MODELS[configuration[0]]
-    if "qk_layernorm" in fields and not ARCHITECTURES["PhiForCausalLM"].in_transformers:
+    if "qk_layernorm" in MODELS[configuration[0]][1] and not ARCHITECTURES["PhiForCausalLM"].in_transformers:
         pytest.skip("vLLM 0.31 has a class of its own for Phi, which does not norm q and k")
-    return make_model(arch, tmp_path_factory.mktemp(configuration[0]), **fields)
+    return make(configuration[0], tmp_path_factory.mktemp(configuration[0]))
+
+
+def make(name: str, path: Path, **more: Any) -> Path:
+    """Write one of MODELS, with `more` fields."""
+    arch, fields = MODELS[name]
+    make_model(arch, path, **fields, **more)
+    if name in NAMES:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "architectures": [NAMES[name]]}))
+    return path
 
 
 def lacks(model: Path, ranks: int = 1) -> list[str]:
@@ -159,8 +171,7 @@ def test_every_hook_is_that_of_transformers(configuration: tuple[str, str, str],
 def test_two_ranks_give_the_hooks_of_the_whole_model(
     name: str, known_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arch, fields = MODELS[name]
-    model = make_model(arch, tmp_path / "model", **fields, **EVEN.get(arch, {"num_attention_heads": 4}))
+    model = make(name, tmp_path / "model", **EVEN.get(MODELS[name][0], {"num_attention_heads": 4}))
     run, twin = Run(tmp_path / "captures"), Oracle(model, without=lacks(model, ranks=2))
     row = ARCHITECTURES.get(twin.config.architectures[0])
     hooks = ",".join([ALL_HOOKS, *(f"-{hook}" for hook in (row.one_rank if row else ()))])
