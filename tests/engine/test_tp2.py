@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from dmi_connector import capture_args
+from dmi_connector import capture_args, find_captures, open_capture
 from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.hooks import HOOKS
 from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.write.repair import repair
 from tests.engine.check import check_store, hooks_of
+from tests.engine.faults import Live, check_rows, kill, many, processes, until
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
@@ -37,8 +40,12 @@ SELECTIONS = {
     ],
 )
 def run(
-    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tiny_model: Callable[..., Path],
+    oracle: Callable[..., Oracle],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Run:
+    """At its end the worker of rank 1 is killed while captures are under way."""
     run = Run(tmp_path_factory.mktemp("tp2"))
     hooks, run.facts["hooks"], owner = SELECTIONS[request.param]
     args = capture_args(hooks, run.store_dir, owner, **SMALL)
@@ -54,6 +61,10 @@ def run(
         ) as llm:
             generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
             generate(llm, run, {"again": Ask(prompt(300)), "only": Ask(prompt(40), kv=None)})
+            answers = Live(llm, run, oracle("qwen3")).begin(many("killed", 3))
+            kill(processes("Worker_TP1"))
+            with pytest.raises(EngineDeadError):
+                answers.result(120)
     return run
 
 
@@ -63,6 +74,19 @@ def test_a_store_of_two_ranks_reads_like_that_of_the_whole_model(run: Run, oracl
         check_store(run.store(name), oracle("qwen3"), run.tokens(name), length, run.facts["hooks"])
     tokens = run.tokens("only")
     check_store(run.store("only"), oracle("qwen3"), tokens, 40, run.facts["hooks"], rows=(0, 40))
+
+
+def test_the_rows_of_a_killed_rank_are_salvaged_with_those_of_the_other(
+    run: Run, oracle: Callable[..., Oracle]
+) -> None:
+    """The engine ended with an error. No store became whole, as nobody knows what the killed rank still had."""
+    until(lambda: not processes("dmi-"), "coordinators and writers have not ended")
+    killed = [info for info in find_captures(run.store_dir) if str(info.key).startswith("killed")]
+    assert [info.state for info in killed] == ["unfinished"] * 3
+    assert [outcome.state for outcome in repair(run.store_dir)] == ["salvaged"] * 3
+    captures = [open_capture(info.store, timeout=0, allow_incomplete=True) for info in killed]
+    assert not any(capture.complete for capture in captures)
+    assert sum(check_rows(capture, oracle("qwen3")) for capture in captures) > 0
 
 
 def test_sharded_hooks_are_written_by_both_ranks(run: Run) -> None:

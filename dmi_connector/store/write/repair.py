@@ -227,7 +227,8 @@ class _Salvage:
         self.partial, self.final = partial, final
         self.losses: list[Loss] = []
         self.journals = self._read()
-        self.abouts = [journal.about for journal in self.journals if journal.about]
+        abouts = [journal.about for journal in self.journals if journal.about]
+        self.abouts = sorted(abouts, key=lambda about: int(about.get("rank", 0)))
         for journal in self.journals:
             if journal.torn:
                 self.losses.append(Loss.of(Cause.JOURNAL_TORN, nbytes=journal.torn))
@@ -288,7 +289,7 @@ class _Salvage:
         """Root attributes as far as they were known when the capture began."""
         if not self.abouts:
             return {}
-        about = self.abouts[0]  # ranks agree on these
+        about = self.abouts[0]  # of rank 0, if it got as far: the index has what it says
         facts = {"format_version": schema.FORMAT_VERSION, "start": 0, "tp": about.get("ranks", 1), "created": now()}
         return {**facts, **about.get("attrs", {}), **{k: v for k, v in about.items() if k not in _NOT_ATTRIBUTES}}
 

@@ -26,6 +26,7 @@ from dmi_connector.store.format import schema
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
 from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write import commit, repair
 from dmi_connector.store.write.array_writer import ArrayWriter
@@ -109,7 +110,8 @@ def writer() -> Iterator[Writing]:
 
 def facts(specs: Sequence[ArraySpec], rank: int = 0, ranks: int = 1) -> Message:
     attrs = {"prompt_len": START + 20, "start": START, "model": "tiny", "dtype": "float32", "num_layers": 4}
-    about = {"request_id": "r", "key": "k", "created": "2025-11-21T04:28:32+00:00", "rank": rank, "ranks": ranks}
+    created = f"2025-11-21T04:28:3{2 + rank}+00:00"
+    about = {"request_id": "r", "key": "k", "created": created, "rank": rank, "ranks": ranks}
     return {**about, "arrays": [s.to_json() for s in specs], "attrs": attrs}
 
 
@@ -293,6 +295,7 @@ def test_hooks_that_another_rank_writes_whole_are_salvaged_or_named(tmp_path: Pa
     assert sorted(outcome.hooks) == (["embed", "z"] if other else ["z"])
     assert outcome.notes == ([] if other else ["hooks without rows: embed"])
     check(tmp_path / "a.zarr", values, CHUNK)
+    assert read_attrs(tmp_path / "a.zarr")["created"].endswith(":32+00:00"), "as rank 0 has told the index"
 
 
 # ---- samples and closed captures -------------------------------------------
