@@ -61,7 +61,7 @@ def run(
         ) as llm:
             generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
             generate(llm, run, {"again": Ask(prompt(300)), "only": Ask(prompt(40), kv=None)})
-            answers = Live(llm, run, oracle("qwen3")).begin(many("killed", 3))
+            answers = Live(llm, run, oracle("qwen3")).begin(many("killed", 8, tokens=370))
             kill(processes("Worker_TP1"))
             with pytest.raises(EngineDeadError):
                 answers.result(120)
@@ -82,8 +82,8 @@ def test_the_rows_of_a_killed_rank_are_salvaged_with_those_of_the_other(
     """The engine ended with an error. No store became whole, as nobody knows what the killed rank still had."""
     until(lambda: not processes("dmi-"), "coordinators and writers have not ended")
     killed = [info for info in find_captures(run.store_dir) if str(info.key).startswith("killed")]
-    assert [info.state for info in killed] == ["unfinished"] * 3
-    assert [outcome.state for outcome in repair(run.store_dir)] == ["salvaged"] * 3
+    assert [info.state for info in killed] == ["unfinished"] * 8
+    assert [outcome.state for outcome in repair(run.store_dir)] == ["salvaged"] * 8
     captures = [open_capture(info.store, timeout=0, allow_incomplete=True) for info in killed]
     assert not any(capture.complete for capture in captures)
     assert sum(check_rows(capture, oracle("qwen3")) for capture in captures) > 0
