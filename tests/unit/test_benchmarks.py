@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bulk, common, kernels, niceness, node, node_limits, reading, stores
+from benchmarks import bulk, common, kernels, models, niceness, node, node_limits, reading, stores
 from dmi_connector import find_captures, open_capture
 from dmi_connector.cli.main import main as cli
 
@@ -91,6 +91,30 @@ def test_the_bulk_benchmark_gives_both_engines_the_same_arguments_and_shows_its_
     for line, ratio in zip(lines[2:], (None, f"{results['ratio']:.2f}"), strict=True):
         name, speed = (cell.strip() for cell in line.split("|")[1:3])
         assert f"| {name} | {int(speed):,} | {ratio or 1} |" in page
+
+
+def test_the_page_about_models_has_the_table_of_the_results() -> None:
+    """Of a GPU it has the five models that ran there, and no other of their architectures."""
+    found = json.loads(models.RESULTS.read_text())["found"]
+    gpu = json.loads(models.GPU.read_text())["models"]
+    table = models.table(found, gpu)
+    assert table in models.PAGE.read_text()
+    ran = {line.split("`")[1] for line in table.splitlines()[2:] if not line.endswith("| not run |")}
+    assert ran == {one["model"] for one in gpu.values()} and len(ran) == 5
+
+
+def test_the_table_of_models_says_what_a_gpu_gave() -> None:
+    """Of models with experts the part of the rows that keep theirs, of others the least cosine."""
+    found = [
+        {"model": name, "architecture": "A", "mode": "eager", "errors": {"q": 1e-6}} for name in ("small", "small-odd")
+    ]
+    gpu = {"A": {"model": "small", "cosine": 0.99777, "rows_below": None, "same_tokens": "59 of 60"}}
+    head, _, first, second = models.table(found, gpu).splitlines()
+    assert head.endswith("| GPU, bf16 |") and second.endswith("| not run | not run | not run |")
+    assert first.endswith("| 1.0e-06 (`q`) | not run | not run | cosine 0.99777, tokens 59 of 60 |")
+    gpu["A"] |= {"rows_below": 0.0236}
+    assert "| 97.6 % of rows ≥ 0.99, tokens 59 of 60 |" in models.table(found, gpu)
+    assert models.table(found, {}).count("not run") == 6
 
 
 def test_the_page_about_scale_has_what_its_script_prints(tmp_path: Path) -> None:

@@ -393,7 +393,7 @@ def test_the_api_reference_has_every_public_name() -> None:
 def test_results_that_pages_cite_exist() -> None:
     there = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
     for page in DOCS.glob("*.md"):
-        cited = set(re.findall(r"\b((?:h200|cpu)-[\w-]+\.jsonl?)", page.read_text()))
+        cited = set(re.findall(r"\b((?:h100|h200|cpu)-[\w-]+\.jsonl?)", page.read_text()))
         assert cited <= there, f"{page.name} cites {sorted(cited - there)}"
 
 
