@@ -19,6 +19,8 @@
 #   sustained-full, sustained-int8, sustained-long   always busy: the full surface; int8; prompts of 4,000 tokens, cached prompts
 #   sustained-pieces, sustained-codecs, sustained-without   always busy: vLLM's default graphs; codecs; mechanisms switched off
 #   sustained-two   always busy on two GPUs, tensor parallel; the package must be installed, for the workers (6 minutes)
+#   models   decode of hidden-states with shapes of five families (benchmarks.shapes), on one GPU of 80 GB or more (15 minutes)
+#   check-models   tokens and values of small models of these families (15 minutes)
 #   starts   how long engines take to start, with and without a warm compile cache
 #   before-hidden, before-full   hidden-states, the full surface: with this code and with that in BEFORE (4 minutes each)
 #   before-prefill               prompts of both, 40 rounds (5 minutes)
@@ -118,6 +120,17 @@ for phase in "$@"; do
       busy sustained-without '{"stock": 4, "*": 9}' \
         'stock,hidden-states zstd,hidden-states zstd without pace,hidden-states zstd without idle,hidden-states zstd without copies,hidden-states zstd without branch' \
         short64 --repeat 3 ;;
+    models)
+      python3 -m benchmarks.shapes /tmp/dmi-shapes >/dev/null
+      few='{"gpu_memory_utilization": 0.03, "max_num_seqs": 64, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}'
+      for name in gemma3 gpt-oss pythia qwen3-moe deepseek-v2; do
+        model="/tmp/dmi-shapes/$name" engine="$few" REPEAT=7 capture "models-$name" '{"stock": 4, "hidden": 5}' \
+          'stock,hidden-states null,hidden-states disk' decode32 --profile ''
+      done ;;
+    check-models)
+      for arch in gemma3_text gpt_oss gpt_neox qwen3_moe deepseek_v2; do
+        check "check-$arch" stock2,target,draft --arch "$arch"
+      done ;;
     starts)
       busy starts '{"*": 9}' 'stock,hidden-states zstd,full null' short64 --starts 2 ;;
     before-hidden)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bulk, common, kernels, models, niceness, node, node_limits, reading, stores
+from benchmarks import bulk, common, kernels, models, niceness, node, node_limits, reading, shapes, stores
 from dmi_connector import find_captures, open_capture
 from dmi_connector.cli.main import main as cli
 
@@ -214,3 +214,17 @@ def test_the_page_about_scale_has_the_prediction_for_a_node() -> None:
     before = node_limits.limits(found, cases[0], "zstd", "DP 8", machine)
     halved = {"cores", "writers", "coordinator", "index", "disk"}
     assert {name for name in before if slower[name] == pytest.approx(before[name] / 2)} == halved
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_the_shapes_of_published_models_are_of_architectures_that_are_served(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    from dmi_connector.engine.architectures import ARCHITECTURES
+
+    assert shapes.main([str(tmp_path), "--only", name]) == 0
+    config = AutoConfig.from_pretrained(tmp_path / name)
+    (architecture,) = config.architectures
+    dims, fields = ARCHITECTURES[architecture].dims(config), shapes.SHAPES[name][2]
+    assert (dims.layers, dims.hidden) == (fields["num_hidden_layers"], fields["hidden_size"])
+    assert dims.experts == fields.get("num_experts", fields.get("num_local_experts", fields.get("n_routed_experts", 0)))
