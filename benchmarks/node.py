@@ -33,7 +33,7 @@ import numpy as np
 from benchmarks import common, stores
 from benchmarks.node_limits import ROWS, Machine, Numbers, split, table
 from dmi_connector.hooks import ModelDims, parse_selection
-from dmi_connector.layout import PayloadLayout, hook_reductions, row_layout
+from dmi_connector.layout import PayloadLayout, hook_reductions, row_layouts
 from dmi_connector.settings import CODECS, ServerOptions
 from dmi_connector.store.format.locks import PartialLock
 from dmi_connector.store.format.paths import no_follow
@@ -72,8 +72,8 @@ def payloads(dims: ModelDims, options: ServerOptions, layout: str) -> list[Paylo
 
     tensor, n = split(layout)
     selection, tp = parse_selection(options.hooks, dims), n if tensor else 1
-    row = row_layout(selection, dims, "bfloat16", tp, hook_reductions(options.reduce, selection, dims, tp))
-    context = CaptureContext(options, cast(Any, None), dims, selection, row, "bfloat16", tp, "target")
+    rows = row_layouts(selection, dims, "bfloat16", tp, hook_reductions(options.reduce, selection, dims, tp))
+    context = CaptureContext(options, cast(Any, None), dims, selection, rows, "bfloat16", tp, "target")
     return [chunk_layout(context, selection.hooks, rank).payload for rank in range(tp)]
 
 

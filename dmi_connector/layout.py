@@ -11,7 +11,7 @@ import fnmatch
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -38,6 +38,9 @@ HEADER_SENT_BYTES = 8
 
 TOKEN_ARRAYS = {"token_ids": "int32", "positions": "int32", "phase": "uint8"}
 """The 1-D arrays that each store has beside its hooks."""
+
+AXES = "mrope_positions"
+"""The hook of positions on axes (M-RoPE)."""
 
 RESERVED = (*TOKEN_ARRAYS, "logits_positions")
 """Names of arrays that stores have themselves: no hook array may take them."""
@@ -122,13 +125,18 @@ def whole_hooks(sizes: Mapping[str, int], logits: int, dims: ModelDims, tp: int)
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where each selected hook lies in a row of `row_bytes` bytes. The same on every tensor-parallel rank."""
+    """Where hooks lie in the rows of one tensor-parallel rank.
+
+    fields: of the selected hooks, without those that another rank writes. row_bytes: of the longest row of any rank:
+    all ranks have rows of that length. writer: of each hook that all ranks could write, the rank that does.
+    """
 
     fields: tuple[RowField, ...]
     row_bytes: int
+    writer: Mapping[str, int]
 
     def find(self, hook: str, layer: int) -> RowField | None:
-        """The field of one hook and layer; None where it is not selected."""
+        """The field of one hook and layer; None where it is not selected, or another rank writes it."""
         return self._by_name.get((hook, layer))
 
     @cached_property
@@ -170,25 +178,40 @@ def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims
     return {name: reduction for name, reduction in found.items() if reduction is not None}
 
 
-def row_layout(
+def row_layouts(
     selection: Selection, dims: ModelDims, dtype: str, tp: int = 1, reductions: Reductions | None = None
-) -> RowLayout:
-    """The row of `selection`: its hooks side by side, layer by layer, each aligned to ROW_ALIGN.
+) -> tuple[RowLayout, ...]:
+    """The rows of `selection` on each of `tp` ranks: hooks side by side, layer by layer, each aligned to ROW_ALIGN.
 
-    dtype: the model's ("bfloat16", "float16" or "float32").
+    dtype: the model's ("bfloat16", "float16" or "float32"). Positions on axes are on all ranks: the header's come from
+    them.
     """
-    offset = HEADER_BYTES
-    fields = []
     order = sorted(
         ((layer, list(HOOKS).index(name), name) for name, layers in selection.row_hooks.items() for layer in layers)
     )
+    fields = []
     for layer, _, name in order:
         hook = HOOKS[name]
         width, reduction = shard_of(hook, dims, tp, 0).width, (reductions or {}).get(name)
-        row_field = RowField(name, layer, hook_dtype(hook, dtype), width, offset, reduction)
-        fields.append(row_field)
+        fields.append(RowField(name, layer, hook_dtype(hook, dtype), width, 0, reduction))
+    sizes: dict[str, int] = {}
+    for row_field in fields:
+        sizes[row_field.hook] = sizes.get(row_field.hook, 0) + row_field.nbytes
+    sampled = [HOOKS[name] for name in selection.hooks.keys() - selection.row_hooks.keys()]
+    logits = sum(dims.width(hook) * ITEMSIZE[hook_dtype(hook, dtype)] for hook in sampled)
+    writer = whole_hooks(sizes, logits, dims, tp)
+    packed = [_pack([f for f in fields if writer.get(f.hook, rank) == rank or f.hook == AXES]) for rank in range(tp)]
+    longest = max(nbytes for _, nbytes in packed)
+    return tuple(RowLayout(mine, longest, writer) for mine, _ in packed)
+
+
+def _pack(fields: Sequence[RowField]) -> tuple[tuple[RowField, ...], int]:
+    """Fields with their places in a row, and the bytes of the row."""
+    offset, packed = HEADER_BYTES, []
+    for row_field in fields:
+        packed.append(replace(row_field, offset=offset))
         offset += math.ceil(row_field.nbytes / ROW_ALIGN) * ROW_ALIGN
-    return RowLayout(tuple(fields), math.ceil(offset / ROW_BYTES_ALIGN) * ROW_BYTES_ALIGN)
+    return tuple(packed), math.ceil(offset / ROW_BYTES_ALIGN) * ROW_BYTES_ALIGN
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.messages import Close, Open, StepMetadata
 from dmi_connector.engine.transfer.exporter import Exporter
 from dmi_connector.hooks import ModelDims, parse_selection
-from dmi_connector.layout import row_layout
+from dmi_connector.layout import row_layouts
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.write.ring import Extent, Ring
 
@@ -29,10 +29,10 @@ def make_exporter(
     extra = {"store_dir": str(store_dir), "hooks": "q", "codec": "none", "writers": 1, **options}
     parsed = ServerOptions.parse(extra)
     selection = parse_selection(parsed.hooks, dims)
-    layout = row_layout(selection, dims, "float32", tp)
+    layouts = row_layouts(selection, dims, "float32", tp)
     arch = ARCHITECTURES[dims.architecture]
-    context = CaptureContext(parsed, arch, dims, selection, layout, "float32", tp, "target")
-    rows = torch.zeros(tokens, layout.row_bytes, dtype=torch.uint8)
+    context = CaptureContext(parsed, arch, dims, selection, layouts, "float32", tp, "target", rank)
+    rows = torch.zeros(tokens, layouts[rank].row_bytes, dtype=torch.uint8)
     rows.view(torch.int32)[:, :2] = torch.arange(tokens, dtype=torch.int32)[:, None]
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4),

@@ -11,7 +11,7 @@ from dmi_connector.engine.architectures import ARCHITECTURES
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.tracker import Tracker
 from dmi_connector.hooks import ModelDims, parse_selection
-from dmi_connector.layout import row_layout
+from dmi_connector.layout import row_layouts
 from dmi_connector.settings import ServerOptions
 
 DIMS = ModelDims("Qwen3ForCausalLM", 3, 64, 4, 2, 32, 192, 512)
@@ -23,9 +23,9 @@ def make_tracker(
     """A tracker of a float32 model with chunks of 16 tokens and blocks of 16 slots. blocks: of the whole cache."""
     parsed = ServerOptions.parse({"store_dir": str(store_dir), "hooks": hooks, "chunk_tokens": 16, **options})
     selection = parse_selection(parsed.hooks, DIMS)
-    layout = row_layout(selection, DIMS, "float32")
+    layouts = row_layouts(selection, DIMS, "float32")
     arch = ARCHITECTURES["Qwen3ForCausalLM"]
-    return Tracker(CaptureContext(parsed, arch, DIMS, selection, layout, "float32", 1, "target"), 16, 1 << 60, blocks)
+    return Tracker(CaptureContext(parsed, arch, DIMS, selection, layouts, "float32", 1, "target"), 16, 1 << 60, blocks)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from dmi_connector.engine.architectures import Architecture, Latent
 from dmi_connector.engine.coverage import Coverage
 from dmi_connector.engine.transformers_backend import row_of
 from dmi_connector.hooks import ModelDims, Selection, parse_selection
-from dmi_connector.layout import Reductions, RowLayout, hook_reductions, row_layout
+from dmi_connector.layout import Reductions, RowField, RowLayout, hook_reductions, row_layouts
 from dmi_connector.reduce.basis import load
 from dmi_connector.reduce.pca import Pca
 from dmi_connector.settings import ServerOptions
@@ -30,19 +30,21 @@ if TYPE_CHECKING:
 class CaptureContext:
     """What one engine captures.
 
-    dtype: the model's. tp: tensor-parallel size. owner: of the rows, "draft" or "target". block_scale: by what the
-    output of a block is multiplied before it is added to the residual stream. visual_layers: first layers behind which
-    visual features are added to the residual stream. coverage: what the taps of this process have written.
+    layouts: of the rows of each tensor-parallel rank. dtype: the model's. tp: tensor-parallel size. rank: of this
+    process, 0 where it has none. owner: of the rows, "draft" or "target". block_scale: by what the output of a block is
+    multiplied before it is added to the residual stream. visual_layers: first layers behind which visual features are
+    added to the residual stream. coverage: what the taps of this process have written.
     """
 
     options: ServerOptions
     arch: Architecture
     dims: ModelDims
     selection: Selection
-    layout: RowLayout
+    layouts: tuple[RowLayout, ...]
     dtype: str
     tp: int
     owner: str
+    rank: int = 0
     block_scale: float = 1.0
     embed_scale: float = 1.0
     visual_layers: int = 0
@@ -54,10 +56,21 @@ class CaptureContext:
         return f"dmi_rows.{self.dims.layers}"
 
     @property
+    def layout(self) -> RowLayout:
+        """The rows of this process's rank."""
+        return self.layouts[self.rank]
+
+    def field(self, hook: str, layer: int) -> RowField | None:
+        """The field of one hook and layer on a rank that writes it; None where it is not selected."""
+        return self.layouts[self.layout.writer.get(hook, self.rank)].find(hook, layer)
+
+    @property
     def fingerprint(self) -> str:
         """Everything here that changes the compiled graph. It becomes part of vLLM's compile hash."""
-        reduced = {f.hook: f.reduction.settings() for f in self.layout.fields if f.reduction is not None}
-        return f"{self.owner};{self.dtype};tp{self.tp};row{self.layout.row_bytes};{self.selection};{reduced}"
+        fields = [f for layout in self.layouts for f in layout.fields]
+        reduced = {f.hook: f.reduction.settings() for f in fields if f.reduction is not None}
+        ranks = f"tp{self.tp}{sorted(self.layout.writer.items()) if self.tp > 1 else ''}"
+        return f"{self.owner};{self.dtype};{ranks};row{self.layout.row_bytes};{self.selection};{reduced}"
 
 
 def is_active(vllm_config: VllmConfig) -> bool:
@@ -80,7 +93,7 @@ def capture_context(vllm_config: VllmConfig) -> CaptureContext:
     """
     global _built
     transfer = vllm_config.kv_transfer_config
-    if _built is None or _built[0] is not transfer:
+    if _built is None or _built[0] is not transfer or _built[1].rank != _rank(_built[1].tp):
         _built = transfer, _build(vllm_config)
     return _built[1]
 
@@ -111,11 +124,18 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
         refusals.check_reductions(vllm_config)
     if options.sink == "disk":
         _keep_bases(options, reductions)
-    layout = row_layout(selection, dims, dtype, tp, reductions)
-    coverage = Coverage(layout.fields, options.check == "poison", header_first=bool(arch.language))
+    layouts, rank = row_layouts(selection, dims, dtype, tp, reductions), _rank(tp)
+    coverage = Coverage(layouts[rank].fields, options.check == "poison", header_first=bool(arch.language))
     scales = arch.block_scale(model.hf_text_config), _embed_scale(arch, dims, model.dtype)
     rest = (*scales, arch.visual_layers(model.hf_config), coverage)
-    return CaptureContext(options, arch, dims, selection, layout, dtype, tp, _owner(vllm_config), *rest)
+    return CaptureContext(options, arch, dims, selection, layouts, dtype, tp, _owner(vllm_config), rank, *rest)
+
+
+def _rank(tp: int) -> int:
+    """The tensor-parallel rank of this process; 0 in the scheduler's."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, model_parallel_is_initialized
+
+    return get_tensor_model_parallel_rank() if tp > 1 and model_parallel_is_initialized() else 0
 
 
 def _embed_scale(arch: Architecture, dims: ModelDims, dtype: torch.dtype) -> float:

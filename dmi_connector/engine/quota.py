@@ -38,7 +38,7 @@ def row_bytes(context: CaptureContext, selection: Selection) -> tuple[int, int]:
             sample += context.dims.width(hook) * ITEMSIZE[hook_dtype(hook, context.dtype)]
             continue
         shards = shard_of(hook, context.dims, context.tp, 0).shards
-        fields = [context.layout.find(name, layer) for layer in layers]
+        fields = [context.field(name, layer) for layer in layers]
         row += shards * sum(f.nbytes for f in fields if f is not None)
     return row, sample
 

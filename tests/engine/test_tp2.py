@@ -24,6 +24,9 @@ pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank nee
 
 TWO_GPUS = torch.cuda.device_count() > 1
 LENGTHS = (1, 33, 128, 300)
+ONE_RANK = ("resid_pre", "resid_final")
+"""Hooks that one rank writes whole. The other then writes nothing of a request that asks for no more."""
+ALL = {"include_output_tokens": True}
 SELECTIONS = {
     "all": (ALL_HOOKS, hooks_of("qwen3"), "draft"),
     "all, target": (ALL_HOOKS, hooks_of("qwen3"), "target"),
@@ -61,6 +64,7 @@ def run(
         ) as llm:
             generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
             generate(llm, run, {"again": Ask(prompt(300)), "only": Ask(prompt(40), kv=None)})
+            generate(llm, run, {hook: Ask(prompt(40), kv={**ALL, "dmi": {"hooks": hook}}) for hook in ONE_RANK})
             answers = Live(llm, run, oracle("qwen3")).begin(many("killed", 8, tokens=370))
             kill(processes("Worker_TP1"))
             with pytest.raises(EngineDeadError):
@@ -87,6 +91,11 @@ def test_the_rows_of_a_killed_rank_are_salvaged_with_those_of_the_other(
     captures = [open_capture(info.store, timeout=0, allow_incomplete=True) for info in killed]
     assert not any(capture.complete for capture in captures)
     assert sum(check_rows(capture, oracle("qwen3")) for capture in captures) > 0
+
+
+def test_a_rank_may_have_nothing_to_write_of_a_request(run: Run, oracle: Callable[..., Oracle]) -> None:
+    for hook in ONE_RANK:
+        check_store(run.store(hook), oracle("qwen3"), run.tokens(hook), 40, [hook])
 
 
 def test_sharded_hooks_are_written_by_both_ranks(run: Run) -> None:

@@ -23,11 +23,12 @@ from dmi_connector.hooks import (
     parse_selection,
 )
 from dmi_connector.layout import (
+    AXES,
     HEADER_BYTES,
     ROW_ALIGN,
     ROW_BYTES_ALIGN,
     hook_reductions,
-    row_layout,
+    row_layouts,
     shard_of,
     whole_hooks,
 )
@@ -103,7 +104,7 @@ def test_positions_on_the_axes_of_m_rope_are_always_selected(spec: str) -> None:
     assert narrow(served, None, [0], with_axes).hooks["mrope_positions"] == (0,)
     with pytest.raises(SelectionError, match="selects nothing"):
         parse_selection("mrope_positions", with_axes)
-    field = row_layout(served, with_axes, "bfloat16").find("mrope_positions", 0)
+    field = row_layouts(served, with_axes, "bfloat16")[0].find("mrope_positions", 0)
     assert field is not None and (field.dtype, field.width) == ("int32", 3)
 
 
@@ -193,16 +194,20 @@ def test_a_request_can_select_only_what_the_server_captures() -> None:
 )
 def test_row_layout_packs_without_overlap(names: list[str], dims: ModelDims, dtype: str, tp: int) -> None:
     hooks = {n: dims.layers_of(HOOKS[n]) for n in HOOKS if n in names and dims.layers_of(HOOKS[n])}
-    layout = row_layout(Selection(hooks), dims, dtype, tp)
-    end = HEADER_BYTES
-    for field in layout.fields:
-        assert field.offset % ROW_ALIGN == 0 and field.offset >= end, field
-        assert field.dtype == hook_dtype(HOOKS[field.hook], dtype)
-        end = field.offset + field.nbytes
-        assert layout.find(field.hook, field.layer) == field
-    assert layout.row_bytes >= end and layout.row_bytes % ROW_BYTES_ALIGN == 0
-    held = {(f.hook, f.layer) for f in layout.fields}
-    assert held == {(n, layer) for n, layers in hooks.items() if n != "logits" for layer in layers}
+    layouts = row_layouts(Selection(hooks), dims, dtype, tp)
+    selected = {(n, layer) for n, layers in hooks.items() if n != "logits" for layer in layers}
+    for rank, layout in enumerate(layouts):
+        end = HEADER_BYTES
+        for field in layout.fields:
+            assert field.offset % ROW_ALIGN == 0 and field.offset >= end, field
+            assert field.dtype == hook_dtype(HOOKS[field.hook], dtype)
+            end = field.offset + field.nbytes
+            assert layout.find(field.hook, field.layer) == field
+        assert layout.row_bytes >= end and layout.row_bytes % ROW_BYTES_ALIGN == 0
+        assert layout.row_bytes == layouts[0].row_bytes and layout.writer == layouts[0].writer
+        held = {(f.hook, f.layer) for f in layout.fields}
+        assert held == {at for at in selected if layout.writer.get(at[0], rank) == rank or at[0] == AXES}
+    assert {(f.hook, f.layer) for layout in layouts for f in layout.fields} == selected
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
@@ -254,10 +259,10 @@ def test_the_first_rule_that_matches_a_hook_gives_its_reduction() -> None:
     kinds = {name: reduction.kind for name, reduction in found.items()}
     assert kinds["resid_pre"] == kinds["resid_final"] == "rp" and kinds["q"] == "int8" and kinds["ln2"] == "topk"
     assert "mlp_post" not in kinds and "logits" not in kinds and kinds["z"] == "fp8"
-    layout = row_layout(selection, DENSE, "bfloat16", 1, found)
+    layout = row_layouts(selection, DENSE, "bfloat16", 1, found)[0]
     field = layout.find("q", 0)
     assert field is not None and field.nbytes == found["q"].stored_width(field.width, "bfloat16")
-    assert layout.row_bytes < row_layout(selection, DENSE, "bfloat16").row_bytes
+    assert layout.row_bytes < row_layouts(selection, DENSE, "bfloat16")[0].row_bytes
 
 
 @pytest.mark.parametrize(
@@ -283,7 +288,7 @@ def test_the_hook_pattern_must_be_named_and_reduced_to_a_summary() -> None:
     selection = parse_selection("pattern@1-2,q", DENSE)
     found = hook_reductions([("*", "int8"), ("pat*", "attn(4)")], selection, DENSE, 2)
     assert [found[name].kind for name in ("pattern", "q")] == ["attn", "int8"]
-    field = row_layout(selection, DENSE, "bfloat16", 2, found).find("pattern", 2)
+    field = row_layouts(selection, DENSE, "bfloat16", 2, found)[0].find("pattern", 2)
     assert field is not None and field.nbytes == 2 * (4 * 4 + 4 * 4 + 4), "two heads on each of two ranks"
     for rules, message in (
         ([], r"pattern is captured in summary only; say how in reduce, as in \{'pattern': 'attn\(8\)'\}"),

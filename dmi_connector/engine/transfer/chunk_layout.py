@@ -10,7 +10,7 @@ import numpy as np
 
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.hooks import HOOKS, hook_dtype
-from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout, shard_of, whole_hooks
+from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout, shard_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,23 +42,20 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
     logits: list[ArraySpec] = []
     table: list[tuple[int, int, int]] = []
     base = 0
-    of_rows = {name: layers for name, layers in hooks.items() if HOOKS[name].scope != "sampled"}
-    for name in hooks.keys() - of_rows.keys():
-        dtype = hook_dtype(HOOKS[name], context.dtype)
-        logits.append(ArraySpec(name, dtype, (), context.dims.width(HOOKS[name])))
-    fields_of = {}
-    for name, layers in of_rows.items():
-        fields_of[name] = [f for layer in layers if (f := context.layout.find(name, layer)) is not None]
-        assert len(fields_of[name]) == len(layers) > 0, (name, layers)
-    sizes = {name: sum(f.nbytes for f in fields) for name, fields in fields_of.items()}
-    writer = whole_hooks(sizes, sum(spec.token_bytes for spec in logits), context.dims, context.tp)
-    for name, fields in fields_of.items():
-        hook, layers = HOOKS[name], of_rows[name]
-        shard = shard_of(hook, context.dims, context.tp, rank)
+    writer = context.layout.writer
+    for name, layers in hooks.items():
+        hook = HOOKS[name]
         dtype = hook_dtype(hook, context.dtype)
+        if hook.scope == "sampled":
+            logits.append(ArraySpec(name, dtype, (), context.dims.width(hook)))
+            continue
+        shard = shard_of(hook, context.dims, context.tp, rank)
         mine = writer[name] == rank if name in writer else shard.owner
         if not mine and not (name in writer and rank == 0):
             continue
+        of_rows = context.layouts[writer.get(name, rank)]
+        fields = [f for layer in layers if (f := of_rows.find(name, layer)) is not None]
+        assert len(fields) == len(layers) > 0, (name, layers)
         for row_field in fields if mine else ():
             assert row_field.nbytes % 4 == 0, f"{name}: {row_field.nbytes} bytes; the gather kernel would cut the row"
             table.append((row_field.offset, row_field.nbytes, base))

@@ -46,6 +46,7 @@ class Exporter:
     """
 
     def __init__(self, context: CaptureContext, layer: CaptureLayer, rank: int, vllm_config: VllmConfig) -> None:
+        assert context.rank == rank, "the rows are those of another rank"
         self.context, self.layer, self.rank = context, layer, rank
         self.captures: dict[int, CaptureExport] = {}
         self.layouts: dict[tuple[tuple[str, tuple[int, ...]], ...], ChunkLayout] = {}

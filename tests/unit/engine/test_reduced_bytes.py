@@ -11,7 +11,7 @@ from dmi_connector.engine.architectures import ARCHITECTURES
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
 from dmi_connector.hooks import HOOKS, ModelDims, parse_selection
-from dmi_connector.layout import hook_reductions, row_layout
+from dmi_connector.layout import hook_reductions, row_layouts
 from dmi_connector.settings import ServerOptions
 from tests import storekit as kit
 
@@ -32,10 +32,10 @@ def layouts(hooks: str, reduce: dict[str, str]) -> tuple[int, ChunkLayout]:
     """(bytes of a row in the cache, layout of a chunk) of a bfloat16 model."""
     options = ServerOptions.parse({"store_dir": "s", "hooks": hooks, "reduce": reduce})
     selection = parse_selection(options.hooks, DIMS)
-    layout = row_layout(selection, DIMS, "bfloat16", 1, hook_reductions(options.reduce, selection, DIMS, 1))
+    layouts = row_layouts(selection, DIMS, "bfloat16", 1, hook_reductions(options.reduce, selection, DIMS, 1))
     arch = ARCHITECTURES["Qwen3ForCausalLM"]
-    context = CaptureContext(options, arch, DIMS, selection, layout, "bfloat16", 1, "draft")
-    return layout.row_bytes, chunk_layout(context, dict(selection.hooks), 0)
+    context = CaptureContext(options, arch, DIMS, selection, layouts, "bfloat16", 1, "draft")
+    return layouts[0].row_bytes, chunk_layout(context, dict(selection.hooks), 0)
 
 
 def file_bytes(folder: Path, layout: ChunkLayout) -> int:
