@@ -2,6 +2,9 @@
 """Tables of the results of `benchmarks.capture`: one of all setups, and one for each growth curve.
 
     python -m benchmarks.report A.json [B.json ...]
+    python -m benchmarks.report benchmarks/results/h200-curves.json --plot docs/img/cost.svg
+
+`--plot` draws the speed of each selection by its bytes of a token, for each case.
 
 Several files are parts of one measurement. Every ratio is to stock vLLM in the same file. Where engines ran together,
 the ratio is to stock's runs of the same phase. Where both alternated rounds, it is the median of the rounds' ratios.
@@ -136,6 +139,37 @@ def curve_tables(files: dict[str, Results]) -> str:
     return "\n\n".join(parts)
 
 
+def points(files: dict[str, Results]) -> dict[str, list[tuple[float, float]]]:
+    """case -> (MB a token, ratio to stock) of each selection whose rounds alternated with stock's."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for results in files.values():
+        for engine in results["engines"].values():
+            for cases in engine["setups"].values():
+                for case, numbers in cases.items():
+                    if "ratio" in numbers:
+                        found.setdefault(case, []).append((engine["bytes_per_token"] / 1e6, numbers["ratio"]))
+    return {case: sorted(found[case]) for case in CASES if case in found}
+
+
+def plot(files: dict[str, Results], path: Path) -> None:
+    """Draw `points` as SVG. Its text stays text."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "dmi", "font.size": 10})
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
+    for (case, found), marker in zip(points(files).items(), "os^Dv*Px" * 2, strict=False):
+        work = "decode" if CASES[case].output_tokens > 1 else f"prompts of {CASES[case].prompt_tokens} tokens"
+        axes.plot(*zip(*found, strict=True), marker, label=f"{work}, {CASES[case].requests} requests")
+    axes.axhline(1.0, color="gray", linewidth=0.8)
+    axes.set(xlabel="MB a token", ylabel="speed, stock vLLM = 1", xlim=(0, None), ylim=(0, 1.05))
+    axes.legend(loc="lower left", frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
 def report(files: dict[str, Results]) -> str:
     """All tables as Markdown. files: name -> results."""
     return "\n\n".join(part for part in (table(files), curve_tables(files)) if part)
@@ -144,9 +178,15 @@ def report(files: dict[str, Results]) -> str:
 def main(argv: list[str] | None = None) -> int:
     p = common.parser("benchmarks.report", __doc__)
     p.add_argument("files", nargs="+", type=Path, metavar="RESULTS.json")
-    paths: list[Path] = p.parse_args(argv).files
+    p.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the cost by bytes of a token, print nothing")
+    args = p.parse_args(argv)
+    paths: list[Path] = args.files
     unique = len({path.stem for path in paths}) == len(paths)
-    print(report({path.stem if unique else str(path): json.loads(path.read_text()) for path in paths}))
+    files = {path.stem if unique else str(path): json.loads(path.read_text()) for path in paths}
+    if args.plot:
+        plot(files, args.plot)
+    else:
+        print(report(files))
     return 0
 
 

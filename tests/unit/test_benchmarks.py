@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bulk, common, kernels, models, niceness, node, node_limits, reading, shapes, stores
+from benchmarks import bulk, common, kernels, models, niceness, node, node_limits, reading, report, shapes, stores
 from dmi_connector import find_captures, open_capture
 from dmi_connector.cli.main import main as cli
 
@@ -228,3 +228,14 @@ def test_the_shapes_of_published_models_are_of_architectures_that_are_served(nam
     dims, fields = ARCHITECTURES[architecture].dims(config), shapes.SHAPES[name][2]
     assert (dims.layers, dims.hidden) == (fields["num_hidden_layers"], fields["hidden_size"])
     assert dims.experts == fields.get("num_experts", fields.get("num_local_experts", fields.get("n_routed_experts", 0)))
+
+
+def test_the_cost_is_drawn_by_bytes_of_a_token(tmp_path: Path) -> None:
+    source = common.ROOT / "benchmarks" / "results" / "h200-curves.json"
+    found = report.points({"curves": json.loads(source.read_text())})
+    assert {case: len(points) for case, points in found.items()} == {"decode32": 6, "prefill8": 6}
+    assert found["decode32"][0] == (0.18432, pytest.approx(0.9724, abs=1e-4)), "resid_pre alone"
+    assert report.main([str(source), "--plot", str(tmp_path / "cost.svg")]) == 0
+    for drawn in (tmp_path / "cost.svg", common.ROOT / "docs" / "img" / "cost.svg"):
+        text = drawn.read_text()
+        assert "decode, 32 requests" in text and "prompts of 512 tokens, 8 requests" in text
