@@ -345,6 +345,7 @@ def main(argv: list[str] | None = None) -> int:
         setups = [s for s in setups if s.engine == args.child]
         serve_engine(args.fd, lambda: Bench(args, args.child, setups[0]), functools.partial(answer, setups))
         return 0
+    common.end_with_children()
     results = _run_all(args, child_argv, setups)
     print(report({Path(args.out).stem: results}))
     return 0 if _sound(results) else 1

@@ -174,6 +174,14 @@ def run_child(module: str, argv: list[str], name: str, **env: str) -> int:
     return subprocess.run(child_command(module, argv, name), check=False, env=child_env(**env)).returncode
 
 
+def end_with_children() -> None:
+    """Let SIGTERM, as `timeout` sends it, end this process as an error would: its `Child` processes are closed.
+
+    They have sessions of their own. Without this their engines would keep the GPU's memory.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+
+
 class Child:
     """A process that answers lines of JSON with lines of JSON. Its option `--fd` names the socket.
 

@@ -367,6 +367,7 @@ def main(argv: list[str] | None = None) -> int:
         chosen = groups(args.setups, list(setups))
     except ValueError as error:
         parser().error(str(error))
+    common.end_with_children()
     results = (starts if args.starts else run)(args, child_argv, chosen)
     common.save(args.out, results)
     print(table(results))

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -239,3 +243,25 @@ def test_the_cost_is_drawn_by_bytes_of_a_token(tmp_path: Path) -> None:
     for drawn in (tmp_path / "cost.svg", common.ROOT / "docs" / "img" / "cost.svg"):
         text = drawn.read_text()
         assert "decode, 32 requests" in text and "prompts of 512 tokens, 8 requests" in text
+
+
+def test_a_benchmark_that_is_ended_by_a_signal_ends_its_engines(tmp_path: Path) -> None:
+    """They are in sessions of their own."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, time\n"
+        "from contextlib import closing\n"
+        "from benchmarks import common\n"
+        "common.end_with_children()\n"
+        "common.CLOSE_S = 0\n"
+        "engine = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)']\n"
+        "with closing(common.Child(engine)):\n"
+        "    time.sleep(600)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(common.ROOT)}
+    with subprocess.Popen([sys.executable, str(program)], env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        engine = int(process.stdout.readline())
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+        assert not Path(f"/proc/{engine}").exists()
