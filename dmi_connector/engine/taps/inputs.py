@@ -32,7 +32,7 @@ def install_inputs(taps: ModelTaps) -> None:
             header.add(TOKEN_IDS, args[0])
         if embed:
             as_is = context.embed_scale == 1.0 and not arch.in_transformers  # there the module itself may multiply
-            embedding.add(embed, output if as_is else copied(output * context.embed_scale))
+            embedding.add(embed, copied(output if as_is else output * context.embed_scale))
             embedding.write()
         if arch.positions == FORWARD:
             header.write()
