@@ -142,7 +142,7 @@ class Compiled(NamedTuple):
 @pytest.fixture(
     scope="module",
     params=[
-        ("qwen3", 4, nullcontext),
+        pytest.param(("qwen3", 4, nullcontext), marks=pytest.mark.soak),
         ("qwen3", 4, in_pieces),
         pytest.param(("llama", 8, nullcontext), marks=pytest.mark.soak),
         *(pytest.param((name, 8, in_pieces), marks=pytest.mark.soak) for name in ("llama", "qwen3_moe", "gpt2")),

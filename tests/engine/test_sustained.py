@@ -124,6 +124,7 @@ def test_a_speed_at_which_files_fall_behind_is_not_called_sustained() -> None:
     assert (flow["keeps_up"], flow["sustained_tok_per_s"]) == (False, 45.0)
 
 
+@pytest.mark.soak
 def test_a_run_on_a_cpu_measures_and_verifies(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     argv = ["--model", str(tiny_model("qwen3")), "--out", str(out), "--store-dir", str(tmp_path / "stores")]
