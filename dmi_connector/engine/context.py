@@ -61,7 +61,7 @@ class CaptureContext:
         return self.layouts[self.rank]
 
     def field(self, hook: str, layer: int) -> RowField | None:
-        """The field of one hook and layer on a rank that writes it; None where it is not selected."""
+        """The field of one hook and layer on a rank that writes it: for its size. None where it is not selected."""
         return self.layouts[self.layout.writer.get(hook, self.rank)].find(hook, layer)
 
     @property

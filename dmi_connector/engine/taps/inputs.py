@@ -20,6 +20,7 @@ from dmi_connector.engine.architectures import FORWARD
 from dmi_connector.engine.coverage import POSITIONS, TOKEN_IDS
 from dmi_connector.engine.taps.batches import ModelTaps
 from dmi_connector.engine.taps.values import copied
+from dmi_connector.layout import AXES
 
 
 def install_inputs(taps: ModelTaps) -> None:
@@ -67,7 +68,7 @@ def write_inputs(
             "turn off the feature that embeds prompts elsewhere"
         )
     layout, once = taps.context.layout, taps.once
-    axes = layout.find("mrope_positions", 0)
+    axes = layout.find(AXES, 0)
     if axes is None:
         once.add(TOKEN_IDS, ids)
         once.add(POSITIONS, positions)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.hooks import HOOKS
-from dmi_connector.layout import PayloadLayout
+from dmi_connector.layout import AXES, PayloadLayout
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json, losses_to_json, reason
 from dmi_connector.store.write.capture_record import ENDS, CaptureRecord, End, State
@@ -144,7 +144,7 @@ class Captures:
             layout = record.layout
             headers = self.ring.view(extent)[offset + layout.header_base * count :]
             ids = pack_array(record.check.positions(headers, first, count))
-            if axes := layout.find("mrope_positions"):
+            if axes := layout.find(AXES):
                 spec, base = axes
                 values = self.ring.view(extent)[offset + base * count :][: spec.token_bytes * count]
                 record.check.axes(values.view("<i4").reshape(count, -1), first)
