@@ -3,7 +3,8 @@
 
     python -m benchmarks.consumer STORE_DIR KEEP_DIR
 
-Ends at the end of its standard input, and then prints how many it removed and kept.
+Ends at the end of its standard input, and then prints how many it saw and kept, and how many were gone before it had
+removed them (`vanished`: none, unless somebody else removes stores).
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ _LOOK_S = 0.05
 
 def consume(stores: Path, keep: Path) -> None:
     keep.mkdir(parents=True, exist_ok=True)
-    seen = 0
+    seen = vanished = 0
     while True:
         over = bool(select.select([sys.stdin], [], [], _LOOK_S)[0])
         for entry in sorted(os.scandir(stores), key=lambda entry: entry.name):
             if entry.name.endswith(".zarr"):
                 seen += 1
-                if seen % EVERY:
-                    shutil.rmtree(entry.path)
-                else:
-                    os.rename(entry.path, keep / entry.name)
+                try:
+                    if seen % EVERY:
+                        shutil.rmtree(entry.path)
+                    else:
+                        os.rename(entry.path, keep / entry.name)
+                except FileNotFoundError:
+                    vanished += 1
         if over:
             break
-    print(json.dumps({"stores": seen, "kept": seen // EVERY}))
+    print(json.dumps({"stores": seen, "kept": seen // EVERY, "vanished": vanished}))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # gpu.sh MODEL OUT PHASE...: what docs/PERFORMANCE.md measures, for Qwen3-4B's shapes on one GPU of 139 GiB beside 126 GiB of memory.
 #
-# REPEAT: rounds of each case (5). SECONDS_EACH: after which a phase of engines is ended (600). BEFORE: another checkout,
-# for the last three phases. DMI_COMMIT, DMI_BEFORE: the commits, where the code is no git repository. Exit status 1: one
+# REPEAT: rounds of each case (5). WINDOW: seconds of each measurement under continuous load (20). SECONDS_EACH: after
+# which a phase of engines is ended (600). BEFORE: another checkout, for the last three phases. DMI_COMMIT, DMI_BEFORE: the commits, where the code is no git repository. Exit status 1: one
 # failed.
 # Phases, each a result file OUT/PHASE.json and a log beside it, in the order given:
 #   kernels  taps in CUDA graphs, without vLLM (half a minute)
@@ -18,7 +18,11 @@
 #   sustained   always busy: hidden-states of both owners, a narrow selection (7 minutes)
 #   sustained-full, sustained-int8, sustained-long   always busy: the full surface; int8; prompts of 4,000 tokens, cached prompts
 #   sustained-pieces, sustained-codecs, sustained-without   always busy: vLLM's default graphs; codecs; mechanisms switched off
-#   sustained-two   always busy on two GPUs, tensor parallel; the package must be installed, for the workers (6 minutes)
+#   sustained-two   always busy on two GPUs of 139 GiB, tensor parallel (9 minutes). For this phase and the next three the
+#                   package must be installed: workers find it by its entry point
+#   sustained-32b   the same with the shapes of a 32B model (benchmarks.shapes; 5 minutes)
+#   data-parallel   servers with one and with two engines, one store directory (5 minutes)
+#   experts-two     expert parallel on two GPUs: chosen experts in stores and from vLLM (4 minutes)
 #   models   decode of hidden-states with shapes of five families (benchmarks.shapes), on one GPU of 80 GB or more (15 minutes)
 #   check-models   tokens and values of small models of these families (15 minutes)
 #   starts   how long engines take to start, with and without a warm compile cache
@@ -53,7 +57,7 @@ busy() {  # NAME GB-OF-CACHES SETUPS LOADS MORE...
   shift 4
   timeout "${SECONDS_EACH:-600}" python3 -m benchmarks.sustained --model "$model" --out "$out/$name.json" \
     --store-dir "/dev/shm/dmi-$name" --engine-args "$whole" --kv-gigabytes "$caches" --setups "$setups" --loads "$loads" \
-    "$@" >"$out/$name.log" 2>&1 || failed "$name" $?
+    --seconds "${WINDOW:-20}" "$@" >"$out/$name.log" 2>&1 || failed "$name" $?
   rm -rf "/dev/shm/dmi-$name" "/dev/shm/dmi-$name"-kept
 }
 
@@ -106,10 +110,28 @@ for phase in "$@"; do
     sustained-long)
       busy sustained-long '{"stock": 13, "hidden-states zstd": 30}' 'stock,hidden-states zstd' long16,cached64 ;;
     sustained-two)
-      whole="{\"tensor_parallel_size\": 2, ${whole#\{}"
-      export VLLM_ALLREDUCE_USE_SYMM_MEM=0
-      busy sustained-two '{"stock": 5, "full null": 60, "*": 15}' \
-        'stock,hidden-states zstd,hidden-states zstd draft,full null' short64 --repeat 2 ;;
+      whole="{\"tensor_parallel_size\": 2, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
+        busy sustained-two '{"stock": 4, "full null": 36, "int8 null": 20, "attn null": 4, "*": 9}' \
+        'stock,hidden-states null,hidden-states zstd,hidden-states zstd draft,full null,int8 null,attn null' short64 \
+        --repeat 2 --profile 2 ;;
+    sustained-32b)
+      python3 -m benchmarks.shapes /tmp/dmi-shapes --only qwen3-32b >/dev/null
+      model=/tmp/dmi-shapes/qwen3-32b whole="{\"tensor_parallel_size\": 2, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
+        busy sustained-32b '{"stock": 5, "hidden-states zstd": 26}' 'stock,hidden-states zstd' short64 --repeat 2 ;;
+    data-parallel)
+      timeout "${SECONDS_EACH:-600}" python3 -m benchmarks.data_parallel --model "$model" --out "$out/data-parallel.json" \
+        --store-dir /dev/shm/dmi-data-parallel --kv-gigabytes '{"stock": 5, "capture": 12}' --seconds "${WINDOW:-20}" \
+        --engine-args "${whole%\}}, \"max_model_len\": 1024, \"load_format\": \"dummy\", \"skip_tokenizer_init\": true}" \
+        >"$out/data-parallel.log" 2>&1 || failed data-parallel $?
+      rm -rf /dev/shm/dmi-data-parallel ;;
+    experts-two)
+      for kind in tensor data; do
+        python3 -m benchmarks.check_experts --out "$out/experts-$kind.json" --store-dir "/dev/shm/dmi-experts-$kind" \
+          --model "/tmp/dmi-experts-$kind" --owners target >"$out/experts-$kind.log" 2>&1 --engine-args \
+          "{\"${kind}_parallel_size\": 2, \"gpu_memory_utilization\": 0.03, \"kv_cache_memory_bytes\": 3000000000}" \
+          || failed "experts-$kind" $?
+        rm -rf "/dev/shm/dmi-experts-$kind"
+      done ;;
     sustained-pieces)
       busy sustained-pieces '{"stock pieces": 4, "full null pieces": 66, "*": 9}' \
         'stock pieces,hidden-states zstd pieces,hidden-states zstd draft pieces,full null pieces' short64 ;;

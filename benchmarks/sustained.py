@@ -82,6 +82,7 @@ def all_setups(model: str) -> list[Sustained]:
         ours("int8 null", FULL, reduce=int8),
         ours("int8 none", FULL, "none", reduce=int8),
         ours("int8 lz4", FULL, "lz4", reduce=int8),
+        ours("attn null", "pattern", reduce=(("pattern", "attn(8)"),)),
         Sustained("stock pieces", "stock pieces", graphs=pieces),
         ours("hidden-states zstd pieces", HIDDEN, "zstd", graphs=pieces),
         ours("hidden-states zstd draft pieces", HIDDEN, "zstd", "draft", graphs=pieces),

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers with one engine and with several data-parallel ones, which share a store directory, under continuous load.
+
+    python -m benchmarks.data_parallel --model DIR --out results.json --engines 2
+
+All servers are up at once and take turns: stock and capture, each with one engine on the first GPU, and with
+`--data-parallel-size`. Clients keep the same number of requests in flight for each engine. A consumer removes finished
+stores and keeps each 16th, which is verified. Tokens are those that the server counts for each engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks import common
+from benchmarks.bulk import flags
+from benchmarks.capture import note
+from benchmarks.loads import LOADS, Load, prompts
+from benchmarks.setups import HIDDEN
+from benchmarks.sustained import check_kept
+
+MODULE = "benchmarks.data_parallel"
+START_S = 900
+_TOKENS = "vllm:generation_tokens_total"
+_PAUSE_S = 0.2
+_ENDING_S = 60
+
+
+class Kind(NamedTuple):
+    """hooks: "" for stock. engines: data-parallel ones."""
+
+    hooks: str
+    engines: int
+
+    @property
+    def name(self) -> str:
+        return f"{'capture' if self.hooks else 'stock'}, {self.engines} engine{'s' if self.engines > 1 else ''}"
+
+
+# ---- clients -----------------------------------------------------------------------------------------------------
+
+
+async def _ask(session: Any, url: str, body: dict[str, Any]) -> None:
+    async with session.post(url, json=body) as reply:
+        answer = await reply.json()
+        if reply.status != 200:
+            raise RuntimeError(f"status {reply.status}: {answer}")
+
+
+async def _client(url: str, load: Load, vocab: int, seed: int) -> int:
+    """Keep `load.in_flight` requests in flight until the standard input ends. Returns how many were answered.
+
+    The first requests generate different numbers of tokens, so that later ones end one by one.
+    """
+    import aiohttp
+
+    drawn, over = prompts(load, vocab, seed), asyncio.Event()
+    spread = np.random.default_rng(seed).permutation(np.linspace(2, load.output_tokens, load.in_flight).astype(int))
+    answered = 0
+
+    async def one(session: Any, first: int) -> None:
+        nonlocal answered
+        tokens = first
+        while not over.is_set():
+            body = {"model": "model", "prompt": next(drawn), "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+            await _ask(session, f"{url}/v1/completions", body)
+            answered += 1
+            tokens = load.output_tokens
+
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), over.set)
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        await asyncio.gather(*(one(session, count) for count in spread.tolist()))
+    return answered
+
+
+def client(url: str, load: Load, vocab: int, seed: int) -> None:
+    print(json.dumps({"answered": asyncio.run(_client(url, load, vocab, seed))}))
+
+
+# ---- servers -----------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """A server process of its own session, with its log beside the stores."""
+
+    def __init__(self, args: argparse.Namespace, kind: Kind, port: int) -> None:
+        self.kind, self.url = kind, f"http://127.0.0.1:{port}"
+        self.directory = Path(args.store_dir) / kind.name.replace(", ", "-").replace(" ", "-")
+        self.directory.mkdir(parents=True)
+        self.log = self.directory.with_suffix(".log")
+        ours = ["-m", "dmi_connector.cli", "serve", args.model]
+        command = [sys.executable, *(ours if kind.hooks else ["-m", "vllm.entrypoints.openai.api_server"])]
+        engine_args = {**args.engine_args}
+        if kind.hooks:
+            command += ["--hooks", kind.hooks, "--store-dir", str(self.directory), "--codec", args.codec]
+            command += ["--owner", args.owner, *flags(args.options)]
+        else:
+            command += ["--model", args.model]
+        gigabytes = args.kv_gigabytes.get("capture" if kind.hooks else "stock")
+        if gigabytes:
+            engine_args["kv_cache_memory_bytes"] = int(gigabytes * 1e9)
+        command += [*flags(engine_args), "--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port)]
+        env = common.child_env()
+        if kind.engines > 1:
+            command += ["--data-parallel-size", str(kind.engines)]
+        elif args.engines > 1:
+            env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        with self.log.open("wb") as out:
+            self._process = subprocess.Popen(
+                command, env=env, stdout=out, stderr=subprocess.STDOUT, cwd=common.ROOT, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        """Until it serves. Raises RuntimeError if it ends instead."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"{self.kind.name}: the server ended:\n{self.log.read_text()[-3000:]}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(_PAUSE_S)
+        raise RuntimeError(f"{self.kind.name}: no answer after {START_S} s:\n{self.log.read_text()[-3000:]}")
+
+    def generated(self) -> dict[str, float]:
+        """Tokens that each engine has generated."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as reply:
+            text = reply.read().decode()
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == _TOKENS:
+                    engine = sample.labels["engine"]
+                    found[engine] = found.get(engine, 0.0) + sample.value
+        return found
+
+    def close(self) -> None:
+        """End it, and kill what is left of it."""
+        self._process.terminate()
+        try:
+            self._process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            note(f"{self.kind.name}: it did not end in {_ENDING_S} s")
+        with suppress(ProcessLookupError):  # nothing is left
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def measure(self, args: argparse.Namespace, load: Load, vocab: int, seed: int) -> dict[str, Any]:
+        """Continuous load for `--warm` and then `--seconds`."""
+        kept = self.directory.with_name(f"{self.directory.name}-kept")
+        consumer = _piped("benchmarks.consumer", str(self.directory), str(kept)) if self.kind.hooks else None
+        asked = json.dumps(load._asdict())
+        clients = [
+            _piped(MODULE, "--client", self.url, "--load", asked, "--vocab", str(vocab), "--seed", str(seed + i))
+            for i in range(self.kind.engines)
+        ]
+        time.sleep(args.warm)
+        first, begin = self.generated(), time.perf_counter()
+        time.sleep(args.seconds)
+        last, seconds = self.generated(), time.perf_counter() - begin
+        answered = sum(_answer(one)["answered"] for one in clients)
+        by_engine = {engine: round((last[engine] - first.get(engine, 0.0)) / seconds, 1) for engine in sorted(last)}
+        result: dict[str, Any] = {"seconds": round(seconds, 1), "tok_per_s": round(sum(by_engine.values()), 1)}
+        result |= {"by_engine": by_engine, "answered": answered}
+        if consumer is not None:
+            while any(entry.name.endswith((".partial", ".zarr")) for entry in os.scandir(self.directory)):
+                time.sleep(_PAUSE_S)
+            result |= _answer(consumer)
+            problems = [p for path in sorted(kept.glob("*.zarr")) for p in check_kept(str(path), load.rows)]
+            result |= {"verified": not problems, **({"problems": problems[:5]} if problems else {})}
+            shutil.rmtree(kept)
+        return result
+
+
+def _piped(module: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=common.ROOT)
+
+
+def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What a process prints after the end of its input. Raises RuntimeError if it failed."""
+    text, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{process.args!r}: exit status {process.returncode}")
+    answer: dict[str, Any] = json.loads(text)
+    return answer
+
+
+# ---- the parent --------------------------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    p = common.engine_parser(MODULE, __doc__, "benchmarks/results/last.json", "/dev/shm/dmi-data-parallel")
+    p.add_argument("--model", help="model directory (weights are random); default: a tiny Qwen3")
+    p.add_argument("--engines", type=int, default=2, help="data-parallel engines of the larger servers")
+    p.add_argument("--hooks", default=HIDDEN)
+    p.add_argument("--owner", default="target", choices=("draft", "target"))
+    p.add_argument("--codec", default="zstd")
+    p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options of ours")
+    p.add_argument("--load", default="short64", help=f"of each engine: {', '.join(LOADS)}")
+    p.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: %(default)s)")
+    p.add_argument("--warm", type=float, default=6.0, help="seconds before it (default: %(default)s)")
+    p.add_argument("--repeat", type=int, default=2, help="rounds (default: %(default)s)")
+    p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of the load, for small machines")
+    p.add_argument("--port", type=int, default=18200, help="of the first server (default: %(default)s)")
+    p.add_argument("--kv-gigabytes", type=json.loads, default={}, help='JSON: GB of KV cache of "stock" and "capture"')
+    p.add_argument("--table", nargs="+", help="print the tables of result files, and measure nothing")
+    p.add_argument("--client", default="", help=argparse.SUPPRESS)
+    p.add_argument("--vocab", type=int, default=0, help=argparse.SUPPRESS)
+    p.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    return p
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
+    """Start all servers, and let each take its turns."""
+    load = LOADS[args.load].shrunk(args.shrink)
+    vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
+    kinds = [Kind(hooks, engines) for engines in (1, args.engines) for hooks in ("", args.hooks)]
+    results: dict[str, Any] = {"header": common.header(MODULE, argv), "load": load._asdict(), "servers": {}}
+    with ExitStack() as stack:
+        servers = [Server(args, kind, args.port + i) for i, kind in enumerate(kinds)]
+        for server in servers:
+            stack.callback(server.close)
+        for server in servers:
+            server.wait()
+        note("all servers are up")
+        for number in range(args.repeat):
+            for server in servers:
+                found = server.measure(args, load, vocab, seed=100 * number)
+                note(f"{server.kind.name:20s} {json.dumps(found)}")
+                results["servers"].setdefault(server.kind.name, []).append(found)
+                common.save(args.out, results)
+    return results
+
+
+def sound(results: dict[str, Any]) -> bool:
+    """Whether each answered request has a store, and each kept store verified."""
+    runs = [one for found in results["servers"].values() for one in found if "stores" in one]
+    return bool(runs) and all(one["verified"] and one["stores"] == one["answered"] for one in runs)
+
+
+def table(results: dict[str, Any]) -> str:
+    """A row for each server: medians over rounds."""
+    lines = [["server", "tokens/s", "by engine", "of stock", "of one engine, each", "stores, requests"]]
+    servers = results["servers"]
+    rate = {name: statistics.median(one["tok_per_s"] for one in found) for name, found in servers.items()}
+    for name, found in servers.items():
+        kind, _, engines = name.partition(", ")
+        count = int(engines.split()[0])
+        by_engine = ", ".join(f"{speed:,.0f}" for speed in found[-1]["by_engine"].values())
+        sums = [sum(one.get(what, 0) for one in found) for what in ("stores", "answered")]
+        counts = ", ".join(f"{number:,}" for number in sums) if sums[0] else ""
+        of_one = f"{rate[name] / count / rate[f'{kind}, 1 engine']:.3f}"
+        of_stock = f"{rate[name] / rate[f'stock, {engines}']:.3f}"
+        lines.append([name, f"{rate[name]:,.0f}", by_engine, of_stock, of_one, counts])
+    return common.markdown(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(argv)
+    if args.client:
+        client(args.client, Load(**json.loads(args.load)), args.vocab, args.seed)
+        return 0
+    if args.table:
+        print("\n\n".join(table(json.loads(Path(name).read_text())) for name in args.table))
+        return 0
+    if args.load not in LOADS:
+        parser().error(f"--load: {args.load!r} is unknown; choose from {', '.join(LOADS)}")
+    shutil.rmtree(args.store_dir, ignore_errors=True)
+    if args.model is None:
+        from dmi_connector.cli.tiny_models import make_model
+
+        args.model = str(make_model("qwen3", Path(args.store_dir) / "tiny-qwen3"))
+    common.end_with_children()
+    results = run(args, argv)
+    common.save(args.out, results)
+    print(table(results))
+    return 0 if sound(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
