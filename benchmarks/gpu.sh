@@ -16,14 +16,16 @@
 #   long     hidden-states of requests that decode for seconds, so that writers keep pace (4 minutes)
 #   ehs      vLLM's own extraction (4 minutes)
 #   sustained   always busy: hidden-states of both owners, a narrow selection (7 minutes)
-#   sustained-full, sustained-int8, sustained-long   always busy: the full surface; int8; prompts of 4,000 tokens, cached prompts
+#   sustained-full, sustained-int8, sustained-long   always busy: the full surface; int8; prompts of 4,000 tokens, cached prompts, and
+#                   int8 of everything
 #   sustained-pieces, sustained-codecs, sustained-without   always busy: vLLM's default graphs; codecs; mechanisms switched off
 #   sustained-two   always busy on two GPUs of 139 GiB, tensor parallel (9 minutes). For this phase and the next three the
 #                   package must be installed: workers find it by its entry point
 #   sustained-32b   the same with the shapes of a 32B model (benchmarks.shapes; 5 minutes)
 #   data-parallel   servers with one and with two engines, one store directory (5 minutes)
 #   experts-two     expert parallel on two GPUs: chosen experts in stores and from vLLM (4 minutes)
-#   models   decode of hidden-states with shapes of five families (benchmarks.shapes), on one GPU of 80 GB or more (15 minutes)
+#   models   decode of hidden-states with shapes of five families (benchmarks.shapes), or those that MODELS names, on one
+#            GPU of 80 GB or more (15 minutes)
 #   check-models   tokens and values of small models of these families (15 minutes)
 #   starts   how long engines take to start, with and without a warm compile cache
 #   before-hidden, before-full   hidden-states, the full surface: with this code and with that in BEFORE (4 minutes each)
@@ -100,15 +102,17 @@ for phase in "$@"; do
     ehs)
       capture ehs '{"stock": 5, "ehs": 20, "hidden": 9}' 'stock,ehs,hidden-states disk' "$decode,prefill32" --profile '' ;;
     sustained)
-      busy sustained '{"stock": 13, "hidden-states zstd": 29, "hidden-states zstd draft": 29, "narrow zstd": 7}' \
+      busy sustained '{"stock": 13, "hidden-states zstd": 29, "hidden-states zstd draft": 9, "narrow zstd": 7}' \
         'stock,hidden-states zstd,hidden-states zstd draft,narrow zstd' short64,short256 \
-        --loads-of '{"narrow zstd": "short64"}' --repeat 2 --profile 3 ;;
+        --loads-of '{"narrow zstd": "short64", "hidden-states zstd draft": "short64"}' --repeat 2 --profile 3 ;;
     sustained-full)
       busy sustained-full '{"stock": 5, "full null": 72}' 'stock,full null' short64 --repeat 2 --profile 1 ;;
     sustained-int8)
       busy sustained-int8 '{"stock": 5, "int8 null": 42, "int8 lz4": 42}' 'stock,int8 null,int8 lz4' short64 --profile 1 ;;
     sustained-long)
-      busy sustained-long '{"stock": 13, "hidden-states zstd": 30}' 'stock,hidden-states zstd' long16,cached64 ;;
+      busy sustained-long '{"stock": 13, "hidden-states zstd": 30, "int8 none": 33}' \
+        'stock,hidden-states zstd,int8 none' long16,cached64,short64 \
+        --loads-of '{"int8 none": "short64", "hidden-states zstd": "long16,cached64"}' ;;
     sustained-two)
       whole="{\"tensor_parallel_size\": 2, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
         busy sustained-two '{"stock": 4, "full null": 36, "int8 null": 20, "attn null": 4, "*": 9}' \
@@ -145,8 +149,8 @@ for phase in "$@"; do
     models)
       python3 -m benchmarks.shapes /tmp/dmi-shapes >/dev/null
       few='{"gpu_memory_utilization": 0.03, "max_num_seqs": 64, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}'
-      for name in gemma3 gpt-oss pythia qwen3-moe deepseek-v2; do
-        model="/tmp/dmi-shapes/$name" engine="$few" REPEAT=7 capture "models-$name" '{"stock": 4, "hidden": 5}' \
+      for name in ${MODELS:-gemma3 gpt-oss pythia qwen3-moe deepseek-v2}; do
+        model="/tmp/dmi-shapes/$name" engine="$few" REPEAT=${REPEAT:-7} capture "models-$name" '{"stock": 4, "hidden": 5}' \
           'stock,hidden-states null,hidden-states disk' decode32 --profile ''
       done ;;
     check-models)
