@@ -102,7 +102,7 @@ for phase in "$@"; do
     ehs)
       capture ehs '{"stock": 5, "ehs": 20, "hidden": 9}' 'stock,ehs,hidden-states disk' "$decode,prefill32" --profile '' ;;
     sustained)
-      busy sustained '{"stock": 13, "hidden-states zstd": 29, "hidden-states zstd draft": 9, "narrow zstd": 7}' \
+      busy sustained '{"stock": 13, "hidden-states zstd": 36, "hidden-states zstd draft": 9, "narrow zstd": 7}' \
         'stock,hidden-states zstd,hidden-states zstd draft,narrow zstd' short64,short256 \
         --loads-of '{"narrow zstd": "short64", "hidden-states zstd draft": "short64"}' --repeat 2 --profile 3 ;;
     sustained-full)

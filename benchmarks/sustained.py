@@ -3,6 +3,7 @@
 
     python -m benchmarks.sustained --model DIR --out results.json --loads short64,short256
     python -m benchmarks.sustained --table results.json
+    python -m benchmarks.sustained --merged one.json another.json
 
 Each setup has an engine in a process of its own. All engines of a group are up, and one works at a time. So give each
 its part of the GPU's memory: --kv-gigabytes. A consumer in another process removes each finished store. It keeps every
@@ -18,12 +19,12 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from benchmarks.capture import note, serve_engine
 from benchmarks.engine import Bench
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms
 from benchmarks.setups import FULL, HIDDEN, REDUCE, Setup
+from benchmarks.sustained_report import merged, table
 from benchmarks.without import MECHANISMS
 from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile, worker_python_us, worker_writers_s
 
@@ -95,11 +97,6 @@ def all_setups(model: str) -> list[Sustained]:
     return setups
 
 
-def base_of(setup: str) -> str:
-    """The setup of stock that one is compared with."""
-    return "stock pieces" if setup.endswith("pieces") else "stock"
-
-
 class Busy(Bench):
     """One engine under continuous load."""
 
@@ -130,17 +127,23 @@ class Busy(Bench):
         client.run(self.args.warm, lambda: None)
         samples: list[tuple[float, dict[str, float]]] = []
         speeds: list[float] = []
+        counts: list[tuple[float, int]] = []
         began = time.perf_counter()
 
         def look() -> None:
-            samples.append((time.perf_counter() - began, self._backlog()))
+            now = time.perf_counter()
+            samples.append((now - began, self._backlog()))
             speeds.append(self.llm.collective_rpc(worker_python_us)[0])
+            counts.append((now, client.tokens))
 
         writers_s = self._writers_s()
         seconds = client.run(self.args.seconds, look)
         writers_s = self._writers_s() - writers_s
         result: dict[str, Any] = {**load._asdict(), "seconds": round(seconds, 1), "requests": client.requests}
         result |= {"tok_per_s": round(client.tokens / seconds, 1), "python_us": speeds}
+        result["tok_per_s_between_looks"] = [
+            round((tokens - before) / (now - then), 1) for (then, before), (now, tokens) in pairwise(counts)
+        ]
         result |= {"first_token_ms": latency_ms(client.first_s), "between_tokens_ms": latency_ms(client.between_s)}
         if setup.hooks:
             result |= flow(samples, result["tok_per_s"])
@@ -236,6 +239,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kv-gigabytes", type=json.loads, default={}, help='JSON: GB of KV cache of each setup, or of "*"')
     p.add_argument("--starts", type=int, default=0, help="start each engine alone so many times, and measure that only")
     p.add_argument("--table", nargs="+", help="print the tables of result files, and measure nothing")
+    p.add_argument("--merged", nargs="+", help="print one table of all rounds of result files, and measure nothing")
     p.add_argument("--fd", type=int, default=-1, help=argparse.SUPPRESS)
     return p
 
@@ -304,52 +308,14 @@ def sound(results: dict[str, Any]) -> bool:
     return not failed and all(one.get("verified", True) and not one.get("lost_rows") for one in found)
 
 
-def table(results: dict[str, Any]) -> str:
-    """A row for each load and setup: medians over rounds, with the ratio to stock's in brackets."""
-    engines = results["engines"]
-    if any("start_s" in engine and "loads" not in engine for engine in engines.values()):
-        rows = [[name, *(str(s) for s in engine["start_s"])] for name, engine in engines.items()]
-        return common.markdown([["start, s", *(f"{i + 1}." for i in range(len(rows[0]) - 1))], *rows])
-    lines = [["load", "setup", "tok/s", "first token p50, ms", "between tokens p99, ms", "GB/s", "keeps up", "stores"]]
-    for load in dict.fromkeys(load for engine in engines.values() for load in engine["loads"]):
-        for name, engine in engines.items():
-            if load in engine["loads"]:
-                base = engines.get(base_of(name), {}).get("loads", {}).get(load, [])
-                lines.append([load, name, *_cells(engine["loads"][load], base)])
-    failed = [f"{name} failed: {engine['failed']}" for name, engine in engines.items() if "failed" in engine]
-    return "\n\n".join([common.markdown(lines), *failed])
-
-
-def _cells(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> list[str]:
-    def against(pick: Any, digits: int) -> str:
-        mine, stock = [pick(one) for one in runs], [pick(one) for one in base]
-        if None in mine:
-            return ""
-        text = f"{statistics.median(mine):,.{digits}f}"
-        if not stock or base is runs or len(stock) != len(mine) or None in stock:
-            return text
-        return f"{text} ({statistics.median(a / b for a, b in zip(mine, stock, strict=True)):.3f})"
-
-    last = runs[-1]
-    slower = f"no: {last['sustained_tok_per_s']:,.0f} tok/s" if "sustained_tok_per_s" in last else "yes"
-    checked = "" if "stores" not in last else f"{sum(one['stores'] for one in runs)}"
-    if not all(one.get("verified", True) for one in runs):
-        checked += ", NOT VERIFIED"
-    return [
-        against(lambda one: one["tok_per_s"], 0),
-        against(lambda one: one["first_token_ms"].get("p50"), 1),
-        against(lambda one: one["between_tokens_ms"].get("p99"), 1),
-        f"{last['exported_GB_per_s']:.2f}" if last.get("exported_GB_per_s") else "",
-        slower if "keeps_up" in last else "",
-        checked,
-    ]
-
-
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     if args.table:
         print("\n\n".join(table(json.loads(Path(name).read_text())) for name in args.table))
+        return 0
+    if args.merged:
+        print(merged([json.loads(Path(name).read_text()) for name in args.merged]))
         return 0
     child_argv = argv
     if args.model is None:
