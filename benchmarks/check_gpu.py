@@ -75,9 +75,10 @@ PCA_HOOKS = ("resid_mid", "q", "mlp_post")
 PCA_RANK = 32
 
 
-def sizes_of(arch: str, head_dim: int = SIZES["head_dim"]) -> dict[str, Any]:
-    """The sizes of the small model of a family, where they are not those of tiny_models. head_dim: of Qwen3."""
-    return {**SIZES, "head_dim": head_dim} if arch == "qwen3" else SIZES_OF_ARCH.get(arch, {})
+def sizes_of(arch: str, head_dim: int = SIZES["head_dim"], heads: int = 0) -> dict[str, Any]:
+    """The sizes of the small model of a family, where they are not those of tiny_models. head_dim, heads: of Qwen3."""
+    more = {"num_attention_heads": heads} if heads else {}
+    return {**SIZES, "head_dim": head_dim, **more} if arch == "qwen3" else SIZES_OF_ARCH.get(arch, {})
 
 
 def _prompts() -> list[dict[str, list[int]]]:
@@ -285,6 +286,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--hooks", default=HOOKS, help="(default: %(default)s, every hook of the family)")
     p.add_argument("--arch", default="qwen3", help="a family of dmi_connector.cli.tiny_models (default: %(default)s)")
+    p.add_argument("--heads", type=int, default=0, help="of Qwen3: a multiple of the ranks (0: four)")
     p.add_argument("--head-dim", type=int, default=SIZES["head_dim"], help="with 128 steps run as one CUDA graph each")
     p.add_argument("--eager", action="store_true")
     return p
@@ -330,7 +332,7 @@ def main(argv: list[str] | None = None) -> int:
     from dmi_connector.analysis.fit_pca import fit_pca
     from dmi_connector.cli.tiny_models import make_model
 
-    make_model(args.arch, args.model, dtype="bfloat16", **sizes_of(args.arch, args.head_dim))
+    make_model(args.arch, args.model, dtype="bfloat16", **sizes_of(args.arch, args.head_dim, args.heads))
     results: dict[str, Any] = {"header": common.header(MODULE, argv)}
     stock: dict[str, Any] = {}
     found: dict[str, Any] = {}

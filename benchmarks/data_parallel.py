@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers with one engine and with several data-parallel ones, which share a store directory, under continuous load.
 
-    python -m benchmarks.data_parallel --model DIR --out results.json --engines 2
+    python -m benchmarks.data_parallel --model DIR --out results.json --engines 2,4
 
-All servers are up at once and take turns: stock and capture, each with one engine on the first GPU, and with
-`--data-parallel-size`. Clients keep the same number of requests in flight for each engine. A consumer removes finished
-stores and keeps each 16th, which is verified. Tokens are those that the server counts for each engine.
+All servers are up at once and take turns: stock and capture, each with one engine on the first GPU, and with each
+`--data-parallel-size` of `--engines`. Clients keep the same number of requests in flight for each engine. A consumer
+removes finished stores and keeps each 16th, which is verified. Tokens are those that the server counts for each engine.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Server:
         env = common.child_env()
         if kind.engines > 1:
             command += ["--data-parallel-size", str(kind.engines)]
-        elif args.engines > 1:
+        else:
             env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         with self.log.open("wb") as out:
             self._process = subprocess.Popen(
@@ -212,7 +212,7 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
 def parser() -> argparse.ArgumentParser:
     p = common.engine_parser(MODULE, __doc__, "benchmarks/results/last.json", "/dev/shm/dmi-data-parallel")
     p.add_argument("--model", help="model directory (weights are random); default: a tiny Qwen3")
-    p.add_argument("--engines", type=int, default=2, help="data-parallel engines of the larger servers")
+    p.add_argument("--engines", default="2", help="data-parallel engines of the larger servers, as in 2,4")
     p.add_argument("--hooks", default=HIDDEN)
     p.add_argument("--owner", default="target", choices=("draft", "target"))
     p.add_argument("--codec", default="zstd")
@@ -235,7 +235,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     """Start all servers, and let each take its turns."""
     load = LOADS[args.load].shrunk(args.shrink)
     vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
-    kinds = [Kind(hooks, engines) for engines in (1, args.engines) for hooks in ("", args.hooks)]
+    counts = (1, *(int(count) for count in args.engines.split(",")))
+    kinds = [Kind(hooks, engines) for engines in counts for hooks in ("", args.hooks)]
     results: dict[str, Any] = {"header": common.header(MODULE, argv), "load": load._asdict(), "servers": {}}
     with ExitStack() as stack:
         servers = [Server(args, kind, args.port + i) for i, kind in enumerate(kinds)]

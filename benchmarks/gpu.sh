@@ -7,7 +7,8 @@
 # failed.
 # Phases, each a result file OUT/PHASE.json and a log beside it, in the order given:
 #   kernels  taps in CUDA graphs, without vLLM (half a minute)
-#   check    tokens and values with CUDA graphs: full surface, principal components, values of several layers, reduced hooks, graphs of whole steps (7 minutes)
+#   check, check-batches, check-reduced, check-whole   tokens and values with CUDA graphs: the full surface and principal
+#            components, values of several layers, reduced hooks, graphs of whole steps (2 minutes each)
 #   main     stock, hidden-states and the full surface, copied to the host and with stores (8 minutes)
 #   reduced  int8 and mixed (6 minutes)
 #   curves   hooks and layers, seven engines at once (5 minutes)
@@ -16,14 +17,16 @@
 #   long     hidden-states of requests that decode for seconds, so that writers keep pace (4 minutes)
 #   ehs      vLLM's own extraction (4 minutes)
 #   sustained   always busy: hidden-states of both owners, a narrow selection (7 minutes)
-#   sustained-full, sustained-int8, sustained-long   always busy: the full surface; int8; prompts of 4,000 tokens, cached prompts, and
-#                   int8 of everything
+#   sustained-full, sustained-int8, sustained-long   always busy: the full surface; int8; prompts of 4,000 tokens, cached
+#               prompts, and int8 of everything
 #   sustained-pieces, sustained-codecs, sustained-without   always busy: vLLM's default graphs; codecs; mechanisms switched off
-#   sustained-two   always busy on two GPUs of 139 GiB, tensor parallel (9 minutes). For this phase and the next three the
-#                   package must be installed: workers find it by its entry point
-#   sustained-32b   the same with the shapes of a 32B model (benchmarks.shapes; 5 minutes)
-#   data-parallel   servers with one and with two engines, one store directory (5 minutes)
-#   experts-two     expert parallel on two GPUs: chosen experts in stores and from vLLM (4 minutes)
+# For the next phases the package must be installed: workers find it by its entry point. GPUS: how many there are (2).
+#   sustained-ranks   always busy, tensor parallel on GPUs of 139 GiB (9 minutes)
+#   sustained-32b, sustained-70b   the same with the shapes of a 32B or 70B model (benchmarks.shapes; 5 minutes)
+#   check-ranks       tokens and values, tensor parallel (5 minutes)
+#   data-parallel     servers with one and with several engines (ENGINES, as in 2,4), one store directory (5 minutes)
+#   experts-ranks     expert parallel: chosen experts in stores and from vLLM (4 minutes)
+# On one GPU:
 #   models   decode of hidden-states with shapes of five families (benchmarks.shapes), or those that MODELS names, on one
 #            GPU of 80 GB or more (15 minutes)
 #   check-models   tokens and values of small models of these families (15 minutes)
@@ -42,6 +45,7 @@ steps='"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 22
 whole="{\"gpu_memory_utilization\": 0.03, \"max_num_seqs\": 256, \"compilation_config\": {\"cudagraph_mode\": \"FULL\", $steps}}"
 small='{"max_num_batched_tokens": 320, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 8000000000}'
 decode=decode1,decode32,decode128
+ranks=${GPUS:-2}
 roomy='{"host_buffer_bytes": 17179869184, "staging_bytes": 4294967296}'
 
 capture() {  # NAME GB-OF-CACHES SETUPS CASES MORE...
@@ -75,11 +79,10 @@ for phase in "$@"; do
   case $phase in
     kernels)
       python3 -m benchmarks.kernels --out "$out/kernels.json" >"$out/kernels.log" 2>&1 || failed kernels $? ;;
-    check)
-      check check target,pca
-      check check-batches target --hooks resid_pre,resid_mid,q,k
-      check check-reduced reduced
-      check check-whole draft,target --head-dim 128 ;;
+    check) check check target,pca ;;
+    check-batches) check check-batches target --hooks resid_pre,resid_mid,q,k ;;
+    check-reduced) check check-reduced reduced ;;
+    check-whole) check check-whole draft,target --head-dim 128 ;;
     main)
       capture main '{"stock": 5, "full": 72, "hidden": 9}' \
         'stock,hidden-states null,full null,full host,hidden-states disk,full disk none,full disk zstd,full disk lz4' \
@@ -113,27 +116,34 @@ for phase in "$@"; do
       busy sustained-long '{"stock": 13, "hidden-states zstd": 30, "int8 none": 33}' \
         'stock,hidden-states zstd,int8 none' long16,cached64,short64 \
         --loads-of '{"int8 none": "short64", "hidden-states zstd": "long16,cached64"}' ;;
-    sustained-two)
-      whole="{\"tensor_parallel_size\": 2, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
-        busy sustained-two '{"stock": 4, "full null": 36, "int8 null": 20, "attn null": 4, "*": 9}' \
+    sustained-ranks)
+      whole="{\"tensor_parallel_size\": $ranks, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
+        busy sustained-ranks '{"stock": 4, "full null": 36, "int8 null": 20, "attn null": 4, "*": 9}' \
         'stock,hidden-states null,hidden-states zstd,hidden-states zstd draft,full null,int8 null,attn null' short64 \
         --repeat 2 --profile 2 ;;
-    sustained-32b)
-      python3 -m benchmarks.shapes /tmp/dmi-shapes --only qwen3-32b >/dev/null
-      model=/tmp/dmi-shapes/qwen3-32b whole="{\"tensor_parallel_size\": 2, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
-        busy sustained-32b '{"stock": 5, "hidden-states zstd": 26}' 'stock,hidden-states zstd' short64 --repeat 2 ;;
+    sustained-32b | sustained-70b)
+      name=qwen3-32b caches='{"stock": 5, "hidden-states zstd": 26}'
+      [ "$phase" = sustained-32b ] || name=llama3-70b caches='{"stock": 5, "hidden-states zstd": 40}'
+      python3 -m benchmarks.shapes /tmp/dmi-shapes --only "$name" >/dev/null
+      model=/tmp/dmi-shapes/$name whole="{\"tensor_parallel_size\": $ranks, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
+        busy "$phase" "$caches" 'stock,hidden-states zstd' short64 --repeat 2 ;;
+    check-ranks)
+      small="{\"tensor_parallel_size\": $ranks, ${small#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
+        check check-ranks target,draft --heads 8 --head-dim 128 ;;
     data-parallel)
       timeout "${SECONDS_EACH:-600}" python3 -m benchmarks.data_parallel --model "$model" --out "$out/data-parallel.json" \
         --store-dir /dev/shm/dmi-data-parallel --kv-gigabytes '{"stock": 5, "capture": 12}' --seconds "${WINDOW:-20}" \
         --engine-args "${whole%\}}, \"max_model_len\": 1024, \"load_format\": \"dummy\", \"skip_tokenizer_init\": true}" \
-        >"$out/data-parallel.log" 2>&1 || failed data-parallel $?
+        --engines "${ENGINES:-$ranks}" >"$out/data-parallel.log" 2>&1 || failed data-parallel $?
       rm -rf /dev/shm/dmi-data-parallel ;;
-    experts-two)
+    experts-ranks)
+      # Data-parallel experts need vLLM's own binding of NCCL. It does not look where torch's wheel has the library.
+      nccl=$(python3 -c 'import glob, sys; print(*[f for p in sys.path for f in glob.glob(p + "/nvidia/nccl/lib/libnccl.so.2")][:1])')
       for kind in tensor data; do
-        python3 -m benchmarks.check_experts --out "$out/experts-$kind.json" --store-dir "/dev/shm/dmi-experts-$kind" \
-          --model "/tmp/dmi-experts-$kind" --owners target >"$out/experts-$kind.log" 2>&1 --engine-args \
-          "{\"${kind}_parallel_size\": 2, \"gpu_memory_utilization\": 0.03, \"kv_cache_memory_bytes\": 3000000000}" \
-          || failed "experts-$kind" $?
+        VLLM_NCCL_SO_PATH=${VLLM_NCCL_SO_PATH:-$nccl} python3 -m benchmarks.check_experts --out "$out/experts-$kind.json" \
+          --store-dir "/dev/shm/dmi-experts-$kind" --model "/tmp/dmi-experts-$kind" --owners target --engine-args \
+          "{\"${kind}_parallel_size\": $ranks, \"gpu_memory_utilization\": 0.03, \"kv_cache_memory_bytes\": 3000000000}" \
+          >"$out/experts-$kind.log" 2>&1 || failed "experts-$kind" $?
         rm -rf "/dev/shm/dmi-experts-$kind"
       done ;;
     sustained-pieces)

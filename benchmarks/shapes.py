@@ -128,6 +128,41 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "llama3-70b": (
+        "llama",
+        "LlamaForCausalLM",
+        {
+            "hidden_size": 8192,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 28672,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3-235b": (
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {
+            "hidden_size": 4096,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": True,
+            "vocab_size": 151936,
+            "max_position_embeddings": 40960,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 """Name -> (model type, architecture, fields of the configuration)."""
 
