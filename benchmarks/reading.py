@@ -8,8 +8,8 @@ Stores hold normal bf16 values, one hook `resid_pre`, in memory (/dev/shm). Each
 read once, in turns. A ratio is the median over the rounds of limit and read of one round. Beside it stands the ratio of
 their processor times, which says the same on a machine whose cores others use too.
 
-`--only` names what to measure: whole (with float32 and zarr), random, batches, export, open. The export needs the
-environment that `make types TYPES=sae-lens` builds: `.types/sae-lens/bin/python -m benchmarks.reading`.
+`--only` names what to measure: whole (with float32 and zarr), random, batches, export, ranks, open. The export needs
+the environment that `make types TYPES=sae-lens` builds: `.types/sae-lens/bin/python -m benchmarks.reading`.
 
 | name | is |
 |---|---|
@@ -24,6 +24,7 @@ environment that `make types TYPES=sae-lens` builds: `.types/sae-lens/bin/python
 | zarr | `Capture.array(hook)[:]`, by zarr-python |
 | export | `dmi export --to saelens` of a fifth of the stores, counted as stored. Left out without `datasets` |
 | read and written | the chunks of that export in order, then writing as many float32 values: twice the bytes read |
+| one rank, two ranks | stores of the same values, of which each rank wrote its part of the columns |
 | open | `open_captures`, then open and close each store |
 """
 
@@ -32,6 +33,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import itertools
 import shutil
 import statistics
 import sys
@@ -69,6 +71,7 @@ from dmi_connector.store.write.ring import Ring
 from dmi_connector.store.write.settings import WriteSettings
 
 TOKENS = 256
+CODECS = ("none", "zstd")
 BARS = (
     ("whole none", "raw files", 0.7),
     ("whole zstd", "codec alone", 0.8),
@@ -80,20 +83,27 @@ BARS = (
     ("batches zstd", "in that order zstd", 0.7),
     ("export none", "read and written none", 0.7),
     ("export zstd", "read and written zstd", 0.7),
+    *(
+        (f"two ranks, {how}", f"one rank, {how}", 0.9)
+        for how in ("whole none", "whole zstd", "random none", "random zstd")
+    ),
 )
 """(read, the limit it is compared with, the least part of it)."""
 
 
-def make_stores(directory: Path, codec: str, stores: int, layers: int) -> None:
-    """Finished stores of 256 tokens, with an index."""
+def make_stores(directory: Path, codec: str, stores: int, layers: int, ranks: int = 1) -> None:
+    """Finished stores of 256 tokens, with an index. ranks: that wrote them, each its part of the columns."""
     directory.mkdir(parents=True)
-    layout = PayloadLayout((ArraySpec(HOOK, "bfloat16", tuple(range(layers)), WIDTH),), CHUNK, 1024, codec)
+    specs = [ArraySpec(HOOK, "bfloat16", tuple(range(layers)), WIDTH, ranks, rank) for rank in range(ranks)]
+    layouts = [PayloadLayout((spec,), CHUNK, 1024, codec) for spec in specs]
+    layout = layouts[0]
     ring = Ring(4 * layout.token_bytes * CHUNK + (1 << 20))
     writing = Writing(ring, 1, WriteSettings(), lambda _record: None)
-    number = writing.register(layout)
+    numbers = [writing.register(one) for one in layouts]
     values = common.activations(layout.header_base * CHUNK)
-    for i in range(stores):
-        record = writing.open(number, str(directory / f"{i:05}.zarr"), {"prompt_len": TOKENS, "num_layers": layers})
+    attrs = {"prompt_len": TOKENS, "num_layers": layers}
+    for store, rank in itertools.product(range(stores), range(ranks)):
+        record = writing.open(numbers[rank], str(directory / f"{store:05}.zarr"), attrs, rank=rank, ranks=ranks)
         for first in range(0, TOKENS, CHUNK):
             extent = ring.alloc(layout.token_bytes * CHUNK)
             assert extent is not None
@@ -105,7 +115,7 @@ def make_stores(directory: Path, codec: str, stores: int, layers: int) -> None:
             ring.release(extent)
         writing.close(record, TOKENS, token_ids=np.full(TOKENS, 7))
     writing.flush()
-    assert writing.stats()["complete"] == stores
+    assert writing.stats()["complete"] == stores * ranks
     writing.shutdown()
 
 
@@ -167,6 +177,13 @@ class Round:
         """Stores that rows are taken from."""
         make_stores(self.root / "many", self.codec, self.args.many, 2)
         return open_captures(self.root / "many")
+
+    @functools.cached_property
+    def of_ranks(self) -> dict[str, Captures]:
+        """The same values, written by one rank and by two."""
+        for ranks, name in enumerate(("one rank", "two ranks"), 1):
+            make_stores(self.root / name, self.codec, self.args.few, 2, ranks)
+        return {name: open_captures(self.root / name) for name in ("one rank", "two ranks")}
 
     @functools.cached_property
     def view(self) -> RowView:
@@ -242,6 +259,16 @@ class Round:
         clock.rate(f"export {codec}", nbytes, lambda: export(some, "saelens", out, {"hook": f"{HOOK}@1"}))
         shutil.rmtree(out)
 
+    def ranks(self, seed: int) -> None:
+        """Stores of one rank and of two: all of them, and random tokens of one layer."""
+        nbytes, batch = self.args.few * 2 * TOKENS * WIDTH * 2, min(self.args.batch, self.args.few * TOKENS)
+        rows = np.random.default_rng(seed).integers(0, self.args.few * TOKENS, batch)
+        for name, captures in self.of_ranks.items():
+            whole = functools.partial(read_whole, captures, False)
+            some = functools.partial(captures.rows(HOOK, layer=1).read, rows, convert=False)
+            self.clock.rate(f"{name}, whole {self.codec}", nbytes, whole)
+            self.clock.rate(f"{name}, random {self.codec}", batch * WIDTH * 2, some)
+
     def open(self, _seed: int) -> None:
         """Open and close each store."""
         directory = self.root / "many"
@@ -256,6 +283,7 @@ PARTS: dict[str, Callable[[Round, int], None]] = {
     "random": Round.random,
     "batches": Round.batches,
     "export": Round.export,
+    "ranks": Round.ranks,
     "open": Round.open,
 }
 """What `--only` names."""
@@ -291,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
     header = common.header("benchmarks.reading", argv)
     wall: dict[str, list[float]] = {}
     cores: dict[str, list[float]] = {}
-    for codec in ("none", "zstd"):  # one after the other: both sets of stores would take twice the memory
+    for codec in CODECS:  # one after the other: both sets of stores would take twice the memory
         root = Path(args.directory)
         try:
             stores = Round(root, codec, args)
