@@ -7,7 +7,6 @@ So at most one engine lives at a time, in whatever order tests run.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +36,8 @@ SMALL: dict[str, Any] = {"chunk_tokens": CHUNK, "segment_tokens": SEGMENT, "chec
 
 ENGINE = {"max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 16, "dtype": "float32"}
 """Small enough that a prompt of 300 tokens is prefilled in several steps, beside others."""
+
+_FREEZE = gc.freeze
 
 
 @dataclass(frozen=True)
@@ -89,20 +90,15 @@ def engine(model: Path, in_process: bool = True, **kwargs: Any) -> Iterator[LLM]
     """
     from vllm import LLM
 
-    old = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
-    with _classes_as_before():
+    with _classes_as_before(), _garbage_of_the_engine_alone():
         try:
-            llm = LLM(str(model), **{**ENGINE, **kwargs, **runner.ENGINE})
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1")
+                llm = LLM(str(model), **{**ENGINE, **kwargs, **runner.ENGINE})
         except BaseException:
             if in_process:
                 _forget_engine()
             raise
-        finally:
-            if old is None:
-                del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
-            else:
-                os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = old
         try:
             yield llm
             if in_process:
@@ -112,6 +108,24 @@ def engine(model: Path, in_process: bool = True, **kwargs: Any) -> Iterator[LLM]
             llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()
+
+
+@contextmanager
+def _garbage_of_the_engine_alone() -> Iterator[None]:
+    """Garbage is looked for among the objects of the engine, not among a million older ones, most of them of modules.
+
+    vLLM collects garbage eight times for each engine. It also freezes what there is when it has started, and unfreezes
+    that at the end, to collect the engine. Here only what is older than the engine is frozen, and stays so.
+    """
+    if gc.freeze is not _FREEZE:  # there is another engine
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("freeze", "unfreeze"):
+            patch.setattr(gc, name, lambda: None)
+        yield
 
 
 @contextmanager
