@@ -37,6 +37,9 @@ SMALL: dict[str, Any] = {"chunk_tokens": CHUNK, "segment_tokens": SEGMENT, "chec
 ENGINE = {"max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 16, "dtype": "float32"}
 """Small enough that a prompt of 300 tokens is prefilled in several steps, beside others."""
 
+CACHE_BYTES = 256 << 20
+"""Of the KV cache, with the draft's rows in it: room for `max_num_seqs` whole requests. vLLM fills it with zeros."""
+
 _FREEZE = gc.freeze
 
 
@@ -94,7 +97,8 @@ def engine(model: Path, in_process: bool = True, **kwargs: Any) -> Iterator[LLM]
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1")
-                llm = LLM(str(model), **{**ENGINE, **kwargs, **runner.ENGINE})
+                patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # in whole GiB, and it wins over the argument
+                llm = LLM(str(model), **{**ENGINE, "kv_cache_memory_bytes": CACHE_BYTES, **kwargs, **runner.ENGINE})
         except BaseException:
             if in_process:
                 _forget_engine()

@@ -132,7 +132,8 @@ def run_soak(model: Path, folder: Path, total: int, parts: int, touch: bool = Fa
     soak, rng = Soak(), random.Random(0)
     before = {p.pid for kind in ROLES.values() for p in processes(kind)}  # a server of other tests may be up
     args = capture_args("vllm-full", folder, chunk_tokens=CHUNK, segment_tokens=SEGMENT, host_buffer_bytes=16 * MIB)
-    with engine(model, in_process=False, enforce_eager=True, max_num_seqs=64, **args) as llm:
+    args |= {"max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 30}
+    with engine(model, in_process=False, enforce_eager=True, **args) as llm:
         if touch:
             touch_the_cache(llm)
         for part in range(parts):
