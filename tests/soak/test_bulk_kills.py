@@ -45,6 +45,16 @@ def wait_for_stores(process: subprocess.Popen[bytes], out: Path, count: int, fin
     return process.poll() is None
 
 
+def behind_the_last(out: Path) -> int:
+    """The row behind the last one whose store was begun."""
+    return max([-1, *(int(path.name.split("-")[1]) for path in out.glob("*.zarr*"))]) + 1
+
+
+def rows(out: Path) -> set[int]:
+    """Rows that the manifest names."""
+    return {entry["row"] for entry in read_manifest(out / "manifest.jsonl")}
+
+
 def kill_run(process: subprocess.Popen[bytes], everything: bool) -> None:
     """Kill a run, or all processes that belong to it. What is left of it ends by itself."""
     family = group_of(psutil.Process(process.pid))
@@ -64,13 +74,18 @@ def _name(process: psutil.Process) -> str:
 
 def finish(model: Path, path: Path, out: Path, ids: dict[int, list[int]]) -> None:
     """Let a run end, some rows behind the last one that may have been begun, and check all stores."""
-    seen = [int(path.name.split("-")[1]) for path in out.glob("*.zarr*")]
-    limit = max([0, *seen]) + 4 * IN_FLIGHT
+    limit = behind_the_last(out) + 4 * IN_FLIGHT
     last = run(model, path, out, "--limit", str(limit), timeout=1800)
     assert last.returncode == 0, why(out, last.stdout, last.stderr)
-    done = {entry["row"] for entry in read_manifest(out / "manifest.jsonl")}
-    assert done >= set(range(limit))
-    check_whole(out, {row: ids[row] for row in done})
+    assert rows(out) >= set(range(limit))
+    check_whole(out, {row: ids[row] for row in rows(out)})
+
+
+def ended_in_order(out: Path, ids: dict[int, list[int]]) -> None:
+    """After SIGINT prompts in flight were finished, and the next start has the rest to do."""
+    assert 0 < len(rows(out)) < MANY
+    check_whole(out, {row: ids[row] for row in rows(out)})
+    assert json.loads((out / "run.json").read_text())["settings"]["max_tokens"] == 6
 
 
 def kill_often(model: Path, folder: Path, kills: int, rng: random.Random) -> list[str]:
@@ -119,11 +134,17 @@ def test_killed_engines_and_runs_lose_no_prompt(tiny_model: Callable[..., Path],
     summary = events[-1]
     assert summary["lost"] == ended[0]["left"] > 0 and summary["stopped"] == "signal"
     assert summary["engines"][1] > 0
-    # The rest is done by later starts, one of which is killed with all its processes.
+    # Of the starts that follow one is killed with all its processes. Then what was lost is done, and a signal comes.
     process = start(model, path, out, log)
     assert wait_for_stores(process, out, len(list(out.glob("*.zarr"))) + 25), why(out, log.read_text())
     kill_run(process, True)
-    finish(model, path, out, ids)
+    lost = set(range(behind_the_last(out)))
+    process = start(model, path, out, log)
+    until(lambda: process.poll() is not None or lost <= rows(out), "prompts of killed runs are not done")
+    assert lost <= rows(out) and process.poll() is None, why(out, log.read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(600) == 1, why(out, log.read_text())
+    ended_in_order(out, ids)
 
 
 @pytest.mark.soak
@@ -133,17 +154,3 @@ def test_a_run_that_is_killed_20_times_loses_no_prompt(tiny_model: Callable[...,
     seed = int(os.environ.get("SOAK_SEED", random.randrange(10**6)))
     print(f"SOAK_SEED={seed}", flush=True)
     assert len(kill_often(tiny_model("qwen3"), tmp_path, 20, random.Random(seed))) == 20
-
-
-def test_an_interrupted_run_ends_in_order(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """SIGINT: prompts in flight are finished, and the next start has the rest to do."""
-    model, path, out, log = tiny_model("qwen3"), tmp_path / "p.jsonl", tmp_path / "out", tmp_path / "log"
-    ids = write_ids(path, MANY)
-    process = start(model, path, out, log)
-    assert wait_for_stores(process, out, 20), why(out, log.read_text())
-    process.send_signal(signal.SIGINT)
-    assert process.wait(600) == 1, why(out, log.read_text())
-    entries = list(read_manifest(out / "manifest.jsonl"))
-    assert 0 < len(entries) < MANY and not list(out.glob("*.partial")), log.read_text()
-    check_whole(out, {entry["row"]: ids[entry["row"]] for entry in entries})
-    assert json.loads((out / "run.json").read_text())["settings"]["max_tokens"] == 6
