@@ -6,6 +6,7 @@ So at most one engine lives at a time, in whatever order tests run.
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ CACHE_BYTES = 256 << 20
 """Of the KV cache, with the draft's rows in it: room for `max_num_seqs` whole requests. vLLM fills it with zeros."""
 
 _FREEZE = gc.freeze
+atexit.register(gc.unfreeze)  # libraries that count their objects at the end find none left
 
 
 @dataclass(frozen=True)
