@@ -26,12 +26,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from benchmarks import common
 from benchmarks.bulk import flags
 from benchmarks.capture import note
-from benchmarks.loads import LOADS, Load, prompts
+from benchmarks.engine import DRAIN_S
+from benchmarks.loads import LOADS, Load, first_lengths, prompts
 from benchmarks.setups import HIDDEN
 from benchmarks.sustained import check_kept
 
@@ -64,14 +63,10 @@ async def _ask(session: Any, url: str, body: dict[str, Any]) -> None:
 
 
 async def _client(url: str, load: Load, vocab: int, seed: int) -> int:
-    """Keep `load.in_flight` requests in flight until the standard input ends. Returns how many were answered.
-
-    The first requests generate different numbers of tokens, so that later ones end one by one.
-    """
+    """Keep `load.in_flight` requests in flight until the standard input ends. Returns how many were answered."""
     import aiohttp
 
     drawn, over = prompts(load, vocab, seed), asyncio.Event()
-    spread = np.random.default_rng(seed).permutation(np.linspace(2, load.output_tokens, load.in_flight).astype(int))
     answered = 0
 
     async def one(session: Any, first: int) -> None:
@@ -86,7 +81,7 @@ async def _client(url: str, load: Load, vocab: int, seed: int) -> int:
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), over.set)
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        await asyncio.gather(*(one(session, count) for count in spread.tolist()))
+        await asyncio.gather(*(one(session, count) for count in first_lengths(load, seed)))
     return answered
 
 
@@ -109,8 +104,7 @@ class Server:
         command = [sys.executable, *(ours if kind.hooks else ["-m", "vllm.entrypoints.openai.api_server"])]
         engine_args = {**args.engine_args}
         if kind.hooks:
-            command += ["--hooks", kind.hooks, "--store-dir", str(self.directory), "--codec", args.codec]
-            command += ["--owner", args.owner, *flags(args.options)]
+            command += ["--hooks", kind.hooks, "--store-dir", str(self.directory), "--owner", args.owner]
         else:
             command += ["--model", args.model]
         gigabytes = args.kv_gigabytes.get("capture" if kind.hooks else "stock")
@@ -183,7 +177,10 @@ class Server:
         result: dict[str, Any] = {"seconds": round(seconds, 1), "tok_per_s": round(sum(by_engine.values()), 1)}
         result |= {"by_engine": by_engine, "answered": answered}
         if consumer is not None:
+            deadline = time.monotonic() + DRAIN_S
             while any(entry.name.endswith((".partial", ".zarr")) for entry in os.scandir(self.directory)):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{self.kind.name}: stores were not finished in {DRAIN_S} s")
                 time.sleep(_PAUSE_S)
             result |= _answer(consumer)
             problems = [p for path in sorted(kept.glob("*.zarr")) for p in check_kept(str(path), load.rows)]
@@ -209,14 +206,22 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
 # ---- the parent --------------------------------------------------------------------------------------------------
 
 
+def numbers(text: str) -> list[int]:
+    """Of engines. Raises ArgumentTypeError for what is none above 1."""
+    found = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if min(found) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid; give numbers above 1, as in 2,4")
+    return found
+
+
 def parser() -> argparse.ArgumentParser:
     p = common.engine_parser(MODULE, __doc__, "benchmarks/results/last.json", "/dev/shm/dmi-data-parallel")
     p.add_argument("--model", help="model directory (weights are random); default: a tiny Qwen3")
-    p.add_argument("--engines", default="2", help="data-parallel engines of the larger servers, as in 2,4")
+    p.add_argument(
+        "--engines", type=numbers, default="2", help="data-parallel engines of the larger servers, as in 2,4"
+    )
     p.add_argument("--hooks", default=HIDDEN)
     p.add_argument("--owner", default="target", choices=("draft", "target"))
-    p.add_argument("--codec", default="zstd")
-    p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options of ours")
     p.add_argument("--load", default="short64", help=f"of each engine: {', '.join(LOADS)}")
     p.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: %(default)s)")
     p.add_argument("--warm", type=float, default=6.0, help="seconds before it (default: %(default)s)")
@@ -235,8 +240,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     """Start all servers, and let each take its turns."""
     load = LOADS[args.load].shrunk(args.shrink)
     vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
-    counts = (1, *(int(count) for count in args.engines.split(",")))
-    kinds = [Kind(hooks, engines) for engines in counts for hooks in ("", args.hooks)]
+    kinds = [Kind(hooks, engines) for engines in (1, *args.engines) for hooks in ("", args.hooks)]
     results: dict[str, Any] = {"header": common.header(MODULE, argv), "load": load._asdict(), "servers": {}}
     with ExitStack() as stack:
         servers = [Server(args, kind, args.port + i) for i, kind in enumerate(kinds)]
@@ -255,9 +259,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
 
 
 def sound(results: dict[str, Any]) -> bool:
-    """Whether each answered request has a store, and each kept store verified."""
+    """Whether each answered request has a store, none vanished, and each kept store verified."""
     runs = [one for found in results["servers"].values() for one in found if "stores" in one]
-    return bool(runs) and all(one["verified"] and one["stores"] == one["answered"] for one in runs)
+    whole = [one["verified"] and not one["vanished"] and one["stores"] == one["answered"] for one in runs]
+    return bool(whole) and all(whole)
 
 
 def table(results: dict[str, Any]) -> str:

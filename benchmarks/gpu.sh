@@ -137,7 +137,7 @@ for phase in "$@"; do
         --engines "${ENGINES:-$ranks}" >"$out/data-parallel.log" 2>&1 || failed data-parallel $?
       rm -rf /dev/shm/dmi-data-parallel ;;
     experts-ranks)
-      # Data-parallel experts need vLLM's own binding of NCCL. It does not look where torch's wheel has the library.
+      # Data-parallel experts need vLLM's own binding of NCCL, which was off on one machine: the path may be why.
       nccl=$(python3 -c 'import glob, sys; print(*[f for p in sys.path for f in glob.glob(p + "/nvidia/nccl/lib/libnccl.so.2")][:1])')
       for kind in tensor data; do
         VLLM_NCCL_SO_PATH=${VLLM_NCCL_SO_PATH:-$nccl} python3 -m benchmarks.check_experts --out "$out/experts-$kind.json" \

@@ -57,11 +57,15 @@ def prompts(load: Load, vocab: int, seed: int) -> Iterator[list[int]]:
         yield shared + draw(load.prompt_tokens - load.shared)
 
 
-class Client:
-    """Keeps `load.in_flight` requests in an engine and notes when their tokens come.
+def first_lengths(load: Load, seed: int) -> list[int]:
+    """How many tokens each of the first requests generates: different numbers, so that later ones end one by one."""
+    lengths = np.linspace(2, load.output_tokens, load.in_flight).astype(int)
+    shuffled: list[int] = np.random.default_rng(seed).permutation(lengths).tolist()
+    return shuffled
 
-    The first requests generate different numbers of tokens, so that later ones end one by one.
-    """
+
+class Client:
+    """Keeps `load.in_flight` requests in an engine and notes when their tokens come."""
 
     def __init__(self, engine: Any, load: Load, vocab: int, transfer: bool, seed: int) -> None:
         from vllm import SamplingParams
@@ -83,8 +87,7 @@ class Client:
         self.tokens = self.requests = 0
         self.first_s: list[float] = []
         self.between_s: list[float] = []
-        rng = np.random.default_rng(seed)
-        for count in rng.permutation(np.linspace(2, load.output_tokens, load.in_flight).astype(int)).tolist():
+        for count in first_lengths(load, seed):
             self._send(count)
 
     def _send(self, output_tokens: int) -> None:

@@ -302,10 +302,11 @@ def _start(name: str, argv: list[str]) -> common.Child:
 
 
 def sound(results: dict[str, Any]) -> bool:
-    """Whether every engine ran, every kept store verified, and no row was lost."""
+    """Whether every engine ran, every kept store verified, no store vanished and no row was lost."""
     found = [one for e in results["engines"].values() for runs in e.get("loads", {}).values() for one in runs]
     failed = any("failed" in engine for engine in results["engines"].values())
-    return not failed and all(one.get("verified", True) and not one.get("lost_rows") for one in found)
+    lacks = any(one.get("lost_rows") or one.get("vanished") for one in found)
+    return not failed and not lacks and all(one.get("verified", True) for one in found)
 
 
 def main(argv: list[str] | None = None) -> int:

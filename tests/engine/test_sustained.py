@@ -121,6 +121,9 @@ def test_a_speed_at_which_files_fall_behind_is_not_called_sustained() -> None:
         in text
     )
     assert not sustained.sound({"engines": engines})
+    gone = {"stores": 5, "verified": True, "vanished": 1}
+    assert sustained.sound({"engines": {"full none": {"loads": {"short64": [{**run, **gone, "vanished": 0}]}}}})
+    assert not sustained.sound({"engines": {"full none": {"loads": {"short64": [{**run, **gone}]}}}})
     flow = sustained.flow([(t, {"exported": 10.0 * t, "waiting": 5.0 * t}) for t in range(9)], 90)
     assert (flow["keeps_up"], flow["sustained_tok_per_s"]) == (False, 45.0)
 

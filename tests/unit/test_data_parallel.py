@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import pytest
 
 from benchmarks import common, data_parallel
 from benchmarks.loads import Load
@@ -66,7 +69,7 @@ def test_the_table_compares_each_engine_with_one_alone() -> None:
         by_engine = {str(number): speed for number, speed in enumerate(speeds)}
         return [{"tok_per_s": sum(speeds), "by_engine": by_engine, "answered": 7, **more}]
 
-    stores = {"stores": 7, "verified": True}
+    stores = {"stores": 7, "verified": True, "vanished": 0}
     servers = {
         "stock, 1 engine": run([100.0]),
         "capture, 1 engine": run([95.0], **stores),
@@ -77,5 +80,13 @@ def test_the_table_compares_each_engine_with_one_alone() -> None:
     assert lines[-1] == "| capture, 2 engines | 182 | 90, 92 | 0.910 | 0.958 | 7, 7 |"
     assert lines[2] == "| stock, 1 engine | 100 | 100 | 1.000 | 1.000 |  |"
     assert data_parallel.sound({"servers": servers})
-    servers["capture, 2 engines"][0]["stores"] = 6
-    assert not data_parallel.sound({"servers": servers})
+    for wrong in ({"stores": 6}, {"vanished": 1}, {"verified": False}):
+        servers["capture, 2 engines"][0] |= {**stores, **wrong}
+        assert not data_parallel.sound({"servers": servers}), wrong
+
+
+def test_numbers_of_engines_are_above_one() -> None:
+    assert data_parallel.numbers("2,4") == [2, 4]
+    for text in ("1", "2,x", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="give numbers above 1, as in 2,4"):
+            data_parallel.numbers(text)
