@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import platform
@@ -15,7 +16,8 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -227,6 +229,24 @@ class Child:
             self._process.wait()
             os.close(self._pidfd)
         return self._process.returncode
+
+
+# ---- runs that share a machine ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def turn(alone: bool) -> Iterator[None]:
+    """What several runs on one machine do at a time: start engines together, or one of them measures `alone`.
+
+    The environment variable DMI_TURNS names a file that they lock. Without it this waits for nobody.
+    """
+    name = os.environ.get("DMI_TURNS")
+    if not name:
+        yield
+        return
+    with open(name, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 # ---- the cores of a shared machine -------------------------------------------------------------------------------

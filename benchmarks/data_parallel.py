@@ -105,6 +105,7 @@ class Server:
         engine_args = {**args.engine_args}
         if kind.hooks:
             command += ["--hooks", kind.hooks, "--store-dir", str(self.directory), "--owner", args.owner]
+            command += flags(args.options)
         else:
             command += ["--model", args.model]
         gigabytes = args.kv_gigabytes.get("capture" if kind.hooks else "stock")
@@ -222,6 +223,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--hooks", default=HIDDEN)
     p.add_argument("--owner", default="target", choices=("draft", "target"))
+    p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options of ours")
     p.add_argument("--load", default="short64", help=f"of each engine: {', '.join(LOADS)}")
     p.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: %(default)s)")
     p.add_argument("--warm", type=float, default=6.0, help="seconds before it (default: %(default)s)")
@@ -243,18 +245,20 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     kinds = [Kind(hooks, engines) for engines in (1, *args.engines) for hooks in ("", args.hooks)]
     results: dict[str, Any] = {"header": common.header(MODULE, argv), "load": load._asdict(), "servers": {}}
     with ExitStack() as stack:
-        servers = [Server(args, kind, args.port + i) for i, kind in enumerate(kinds)]
-        for server in servers:
-            stack.callback(server.close)
-        for server in servers:
-            server.wait()
-        note("all servers are up")
-        for number in range(args.repeat):
+        with common.turn(alone=False):
+            servers = [Server(args, kind, args.port + i) for i, kind in enumerate(kinds)]
             for server in servers:
-                found = server.measure(args, load, vocab, seed=100 * number)
-                note(f"{server.kind.name:20s} {json.dumps(found)}")
-                results["servers"].setdefault(server.kind.name, []).append(found)
-                common.save(args.out, results)
+                stack.callback(server.close)
+            for server in servers:
+                server.wait()
+        note("all servers are up")
+        with common.turn(alone=True):
+            for number in range(args.repeat):
+                for server in servers:
+                    found = server.measure(args, load, vocab, seed=100 * number)
+                    note(f"{server.kind.name:20s} {json.dumps(found)}")
+                    results["servers"].setdefault(server.kind.name, []).append(found)
+                    common.save(args.out, results)
     return results
 
 

@@ -3,8 +3,9 @@
 # gpu.sh MODEL OUT PHASE...: what docs/PERFORMANCE.md measures, for Qwen3-4B's shapes on one GPU of 139 GiB beside 126 GiB of memory.
 #
 # REPEAT: rounds of each case (5). WINDOW: seconds of each measurement under continuous load (20). SECONDS_EACH: after
-# which a phase of engines is ended (600). BEFORE: another checkout, for the last three phases. DMI_COMMIT, DMI_BEFORE: the commits, where the code is no git repository. Exit status 1: one
-# failed.
+# which a phase of engines is ended (600). SETUPS: other setups of a phase that is always busy. BEFORE: another checkout,
+# for the last three phases. DMI_COMMIT, DMI_BEFORE: the commits, where the code is no git repository. DMI_TURNS: a file,
+# so that several gpu.sh start their engines together and measure one at a time. Exit status 1: one failed.
 # Phases, each a result file OUT/PHASE.json and a log beside it, in the order given:
 #   kernels  taps in CUDA graphs, without vLLM (half a minute)
 #   check, check-batches, check-reduced, check-whole   tokens and values with CUDA graphs: the full surface and principal
@@ -25,6 +26,8 @@
 #   sustained-32b, sustained-70b   the same with the shapes of a 32B or 70B model (benchmarks.shapes; 5 minutes)
 #   check-ranks       tokens and values, tensor parallel (5 minutes)
 #   data-parallel     servers with one and with several engines (ENGINES, as in 2,4), one store directory (5 minutes)
+#   sustained-235b    the same with 8 layers of a model of 235B with experts, expert parallel (5 minutes)
+#   bulk-ranks        `dmi run` over all GPUs (3 minutes)
 #   experts-ranks     expert parallel: chosen experts in stores and from vLLM (4 minutes)
 # On one GPU:
 #   models   decode of hidden-states with shapes of five families (benchmarks.shapes), or those that MODELS names, on one
@@ -46,6 +49,7 @@ whole="{\"gpu_memory_utilization\": 0.03, \"max_num_seqs\": 256, \"compilation_c
 small='{"max_num_batched_tokens": 320, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 8000000000}'
 decode=decode1,decode32,decode128
 ranks=${GPUS:-2}
+small_ring='{"host_buffer_bytes": 8589934592}'
 roomy='{"host_buffer_bytes": 17179869184, "staging_bytes": 4294967296}'
 
 capture() {  # NAME GB-OF-CACHES SETUPS CASES MORE...
@@ -59,7 +63,7 @@ capture() {  # NAME GB-OF-CACHES SETUPS CASES MORE...
 }
 
 busy() {  # NAME GB-OF-CACHES SETUPS LOADS MORE...
-  local name=$1 caches=$2 setups=$3 loads=$4
+  local name=$1 caches=$2 setups=${SETUPS:-$3} loads=$4
   shift 4
   timeout "${SECONDS_EACH:-600}" python3 -m benchmarks.sustained --model "$model" --out "$out/$name.json" \
     --store-dir "/dev/shm/dmi-$name" --engine-args "$whole" --kv-gigabytes "$caches" --setups "$setups" --loads "$loads" \
@@ -70,8 +74,8 @@ busy() {  # NAME GB-OF-CACHES SETUPS LOADS MORE...
 check() {  # NAME OWNERS MORE...
   local name=$1 owners=$2
   shift 2
-  python3 -m benchmarks.check_gpu --out "$out/$name.json" --store-dir "/dev/shm/dmi-$name" --model "/tmp/dmi-$name" \
-    --owners "$owners" --engine-args "$small" "$@" >"$out/$name.log" 2>&1 || failed "$name" $?
+  ${DMI_TURNS:+flock -s "$DMI_TURNS"} python3 -m benchmarks.check_gpu --out "$out/$name.json" \
+    --store-dir "/dev/shm/dmi-$name" --model "/tmp/dmi-$name" --owners "$owners" --engine-args "$small" "$@" >"$out/$name.log" 2>&1 || failed "$name" $?
   rm -rf "/dev/shm/dmi-$name"
 }
 
@@ -120,22 +124,30 @@ for phase in "$@"; do
       whole="{\"tensor_parallel_size\": $ranks, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
         busy sustained-ranks '{"stock": 4, "full null": 36, "int8 null": 20, "attn null": 4, "*": 9}' \
         'stock,hidden-states null,hidden-states zstd,hidden-states zstd draft,full null,int8 null,attn null' short64 \
-        --repeat 2 --profile 2 ;;
-    sustained-32b | sustained-70b)
-      name=qwen3-32b caches='{"stock": 5, "hidden-states zstd": 26}'
-      [ "$phase" = sustained-32b ] || name=llama3-70b caches='{"stock": 5, "hidden-states zstd": 40}'
+        --repeat 2 --profile 2 --options "$small_ring" ;;
+    sustained-32b | sustained-70b | sustained-235b)
+      name=qwen3-32b caches='{"stock": 5, "hidden-states zstd": 26}' parallel="\"tensor_parallel_size\": $ranks"
+      [ "$phase" != sustained-70b ] || name=llama3-70b caches='{"stock": 4, "hidden-states zstd": 34}'
+      [ "$phase" != sustained-235b ] || name=qwen3-235b caches='{"*": 9}' parallel="$parallel, \"enable_expert_parallel\": true"
       python3 -m benchmarks.shapes /tmp/dmi-shapes --only "$name" >/dev/null
-      model=/tmp/dmi-shapes/$name whole="{\"tensor_parallel_size\": $ranks, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
-        busy "$phase" "$caches" 'stock,hidden-states zstd' short64 --repeat 2 ;;
+      model=/tmp/dmi-shapes/$name whole="{$parallel, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
+        busy "$phase" "$caches" 'stock,hidden-states zstd' short64 --repeat 2 --profile 2 --options "$small_ring" ;;
     check-ranks)
       small="{\"tensor_parallel_size\": $ranks, ${small#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
         check check-ranks target,draft --heads 8 --head-dim 128 ;;
     data-parallel)
       timeout "${SECONDS_EACH:-600}" python3 -m benchmarks.data_parallel --model "$model" --out "$out/data-parallel.json" \
-        --store-dir /dev/shm/dmi-data-parallel --kv-gigabytes '{"stock": 5, "capture": 12}' --seconds "${WINDOW:-20}" \
+        --store-dir /dev/shm/dmi-data-parallel --kv-gigabytes '{"stock": 5, "capture": 11}' --seconds "${WINDOW:-20}" --options "$small_ring" \
         --engine-args "${whole%\}}, \"max_model_len\": 1024, \"load_format\": \"dummy\", \"skip_tokenizer_init\": true}" \
         --engines "${ENGINES:-$ranks}" >"$out/data-parallel.log" 2>&1 || failed data-parallel $?
       rm -rf /dev/shm/dmi-data-parallel ;;
+    bulk-ranks)
+      timeout "${SECONDS_EACH:-600}" python3 -m benchmarks.bulk --model "$model" --out "$out/bulk-ranks.json" \
+        --store-dir /dev/shm/dmi-bulk-ranks --engines "$ranks" --owner target --rounds 2 --requests 4000 \
+        --prompt-tokens 128 --max-tokens 64 --engine-args \
+        "${whole%\}}, \"max_model_len\": 1024, \"load_format\": \"dummy\", \"skip_tokenizer_init\": true, \"kv_cache_memory_bytes\": 16000000000}" \
+        >"$out/bulk-ranks.log" 2>&1 || failed bulk-ranks $?
+      rm -rf /dev/shm/dmi-bulk-ranks ;;
     experts-ranks)
       # Data-parallel experts need vLLM's own binding of NCCL, which was off on one machine: the path may be why.
       nccl=$(python3 -c 'import glob, sys; print(*[f for p in sys.path for f in glob.glob(p + "/nvidia/nccl/lib/libnccl.so.2")][:1])')

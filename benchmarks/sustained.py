@@ -258,28 +258,35 @@ def run(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> d
     results: dict[str, Any] = {"header": common.header(MODULE, argv), "engines": {}}
     for group in chosen:
         with ExitStack() as stack:
-            children = {name: _start(name, argv) for name in group}
-            for child in children.values():
-                stack.callback(child.close)
-            for name in [*children]:
-                answer = children[name].answer()
-                results["engines"][name] = {"loads": {}, **(answer.get("ready") or answer)}
-                note(f"{name}: {json.dumps(answer)}")
-                if "failed" in answer:
-                    del children[name]
+            with common.turn(alone=False):
+                children = {name: _start(name, argv) for name in group}
+                for child in children.values():
+                    stack.callback(child.close)
+                for name in [*children]:
+                    answer = children[name].answer()
+                    results["engines"][name] = {"loads": {}, **(answer.get("ready") or answer)}
+                    note(f"{name}: {json.dumps(answer)}")
+                    if "failed" in answer:
+                        del children[name]
             common.save(args.out, results)
-            for load in args.loads.split(","):
-                for _ in range(args.repeat):
-                    for name in [n for n in children if load in args.loads_of.get(n, args.loads).split(",")]:
-                        answer = children[name].answer({"load": load})
-                        note(f"{name:32s} {load:9s} {json.dumps(answer)}")
-                        if "failed" in answer:
-                            results["engines"][name]["failed"] = answer["failed"]
-                            del children[name]
-                        else:
-                            results["engines"][name]["loads"].setdefault(load, []).append(answer)
-                        common.save(args.out, results)
+            with common.turn(alone=True):
+                _take_turns(args, children, results)
     return results
+
+
+def _take_turns(args: argparse.Namespace, children: dict[str, common.Child], results: dict[str, Any]) -> None:
+    """Measure each load of each engine, round by round."""
+    for load in args.loads.split(","):
+        for _ in range(args.repeat):
+            for name in [n for n in children if load in args.loads_of.get(n, args.loads).split(",")]:
+                answer = children[name].answer({"load": load})
+                note(f"{name:32s} {load:9s} {json.dumps(answer)}")
+                if "failed" in answer:
+                    results["engines"][name]["failed"] = answer["failed"]
+                    del children[name]
+                else:
+                    results["engines"][name]["loads"].setdefault(load, []).append(answer)
+                common.save(args.out, results)
 
 
 def starts(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> dict[str, Any]:

@@ -48,12 +48,20 @@ def _pace() -> None:
     vars(sizing)["LEAST_SHARE"] = 1.0
 
 
+def _prompts() -> None:
+    """Rows that leave together do not wait for a step without prompts."""
+    from dmi_connector.engine.transfer import exporter
+
+    vars(exporter)["MOST_STEPS_TOGETHER"] = exporter.STEPS_TOGETHER
+
+
 MECHANISMS: dict[str, Callable[[], None]] = {
     "branch": _branch,
     "joins": _joins,
     "copies": _copies,
     "idle": _idle,
     "pace": _pace,
+    "prompts": _prompts,
 }
 
 

@@ -15,6 +15,9 @@ STEPS_TOGETHER = 16
 """Rows of so many steps leave the GPU together: looking for them and gathering them costs the engine's thread the same
 for one step as for all.
 """
+MOST_STEPS_TOGETHER = 24
+"""After STEPS_TOGETHER steps they wait for one without prompts, this many at most: a step with prompts is long already.
+"""
 
 
 @dataclass
@@ -80,6 +83,7 @@ class StepMetadata(KVConnectorMetadata):
     opens: carried out before the forward. closes: likewise, because it may overwrite freed blocks, except those that
     keep theirs. chunks: exported after it. preempted: captures whose blocks were taken away since the last step.
     leaving: their whole chunks, exported before the forward. idle: nothing is computed, and no other step may follow.
+    prompts: tokens of prompts are computed.
     """
 
     opens: list[Open] = field(default_factory=list)
@@ -89,6 +93,7 @@ class StepMetadata(KVConnectorMetadata):
     chunks: list[Rows] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     idle: bool = False
+    prompts: bool = False
 
 
 @dataclass

@@ -154,7 +154,8 @@ class Tracker:
     def step(self, output: SchedulerOutput, group: int) -> StepMetadata:
         """The message for the step that `output` describes. group: index of the rows' KV cache group."""
         scheduled = output.num_scheduled_tokens
-        metadata = StepMetadata(closes=self.pending_closes, idle=not scheduled)
+        prompts = output.total_num_scheduled_tokens > len(scheduled)
+        metadata = StepMetadata(closes=self.pending_closes, idle=not scheduled, prompts=prompts)
         self.pending_closes = []
         for request_id in output.preempted_req_ids or ():
             if request_id in self.tracked:

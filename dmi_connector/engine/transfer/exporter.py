@@ -14,7 +14,16 @@ from vllm.logger import init_logger
 from dmi_connector.engine import sizing
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
-from dmi_connector.engine.messages import STEPS_TOGETHER, Close, Open, Report, Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import (
+    MOST_STEPS_TOGETHER,
+    STEPS_TOGETHER,
+    Close,
+    Open,
+    Report,
+    Rows,
+    Sample,
+    StepMetadata,
+)
 from dmi_connector.engine.metrics import Meter
 from dmi_connector.engine.store_attributes import store_attributes
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
@@ -119,7 +128,8 @@ class Exporter:
                 self.ending.append((capture, close))
         if self.due:
             self._due_steps += 1
-            if metadata.idle or self._due_steps >= STEPS_TOGETHER or self._due_bytes >= self._together:
+            most = MOST_STEPS_TOGETHER if metadata.prompts else STEPS_TOGETHER
+            if metadata.idle or self._due_steps >= most or self._due_bytes >= self._together:
                 self._export_due()
         if self.ending:
             self._end_gathered()
