@@ -133,7 +133,8 @@ for phase in "$@"; do
       model=/tmp/dmi-shapes/$name whole="{$parallel, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
         busy "$phase" "$caches" 'stock,hidden-states zstd' short64 --repeat 2 --profile 2 --options "$small_ring" ;;
     check-ranks)
-      small="{\"tensor_parallel_size\": $ranks, ${small#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
+      few=${small/8000000000/3000000000}
+      small="{\"tensor_parallel_size\": $ranks, ${few#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
         check check-ranks target,draft --heads 8 --head-dim 128 ;;
     data-parallel)
       timeout "${SECONDS_EACH:-600}" python3 -m benchmarks.data_parallel --model "$model" --out "$out/data-parallel.json" \
