@@ -2,7 +2,8 @@
 """Switches one mechanism off, to measure what it is worth.
 
 vLLM's option `worker_extension_cls` names `benchmarks.without.NAME`. Each worker then looks the name up here before it
-builds the model, on any start method, and that switches the mechanism off.
+builds the model, on any start method, and that switches the mechanism off. Those of the scheduler need an engine with
+one rank, whose worker shares its process.
 """
 
 from __future__ import annotations
@@ -50,9 +51,22 @@ def _pace() -> None:
 
 def _prompts() -> None:
     """Rows that leave together do not wait for a step without prompts."""
-    from dmi_connector.engine.transfer import exporter
+    from dmi_connector.engine import tracker
 
-    vars(exporter)["MOST_STEPS_TOGETHER"] = exporter.STEPS_TOGETHER
+    vars(tracker)["MOST_STEPS_TOGETHER"] = tracker.STEPS_TOGETHER
+
+
+def _reports() -> None:
+    """Workers report in each step."""
+    from dmi_connector.engine.tracker import Tracker
+
+    plan = Tracker._plan
+
+    def each(self: Tracker, metadata: Any, prompts: bool) -> None:
+        plan(self, metadata, prompts)
+        metadata.report = True
+
+    setattr(Tracker, "_plan", each)  # noqa: B010
 
 
 MECHANISMS: dict[str, Callable[[], None]] = {
@@ -62,6 +76,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "idle": _idle,
     "pace": _pace,
     "prompts": _prompts,
+    "reports": _reports,
 }
 
 

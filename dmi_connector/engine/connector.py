@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from dmi_connector.engine.transfer.exporter import Exporter
+
 logger = init_logger("vllm.dmi_connector")
 
 
@@ -51,8 +53,6 @@ class DMIConnector(KVConnectorBase_V1):
             self.tracker = Tracker(self.context, self._block_size, keep_rows, kv_cache_config.num_blocks)
             self._refused = 0  # requests answered with dmi_error since the last step
         else:
-            from dmi_connector.engine.transfer.exporter import Exporter
-
             self.exporter: Exporter | None = None
 
     def _rows_group(self, config: KVCacheConfig) -> tuple[int, int]:
@@ -145,11 +145,23 @@ class DMIConnector(KVConnectorBase_V1):
             assert isinstance(metadata, StepMetadata)
             self.exporter.after_forward(metadata)
 
+    def _reporting(self) -> Exporter | None:
+        """The exporter, if somebody reads what this rank reports in this step.
+
+        With several ranks vLLM may leave out their answers in other steps (executor.py), and then all report alike.
+        """
+        metadata, exporter = self._connector_metadata, self.exporter
+        if exporter is None or not isinstance(metadata, StepMetadata) or metadata.report:
+            return exporter
+        return exporter if self.context.tp == 1 and exporter.progress.lost else None
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return (None if self.exporter is None else self.exporter.take_finished() or None), None
+        exporter = self._reporting()
+        return (None if exporter is None else exporter.take_finished() or None), None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return None if self.exporter is None else self.exporter.take_report()
+        exporter = self._reporting()
+        return None if exporter is None else exporter.take_report()
 
     def shutdown(self) -> None:
         exporter = getattr(self, "exporter", None)
@@ -162,9 +174,10 @@ class DMIConnector(KVConnectorBase_V1):
     # ---- metrics --------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> CaptureStats | None:
-        """What changed since the last step in this half of the connector."""
+        """What changed since the last report in this half of the connector."""
         if self.role == KVConnectorRole.WORKER:
-            return None if self.exporter is None else self.exporter.meter.take()
+            exporter = self._reporting()
+            return None if exporter is None else exporter.meter.take()
         if not self._refused:
             return None
         refused, self._refused = self._refused, 0

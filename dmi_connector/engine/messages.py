@@ -13,11 +13,10 @@ from dmi_connector.store.format.completeness import Loss
 
 STEPS_TOGETHER = 16
 """Rows of so many steps leave the GPU together: looking for them and gathering them costs the engine's thread the same
-for one step as for all.
+for one step as for all. Workers report as often.
 """
 MOST_STEPS_TOGETHER = 24
-"""After STEPS_TOGETHER steps they wait for one without prompts, this many at most: a step with prompts is long already.
-"""
+"""After STEPS_TOGETHER steps they wait for one without prompts, at most so many: a step with prompts is long enough."""
 
 
 @dataclass
@@ -83,7 +82,7 @@ class StepMetadata(KVConnectorMetadata):
     opens: carried out before the forward. closes: likewise, because it may overwrite freed blocks, except those that
     keep theirs. chunks: exported after it. preempted: captures whose blocks were taken away since the last step.
     leaving: their whole chunks, exported before the forward. idle: nothing is computed, and no other step may follow.
-    prompts: tokens of prompts are computed.
+    gather: rows that wait for others leave now, those of this step too. report: each rank says what is new.
     """
 
     opens: list[Open] = field(default_factory=list)
@@ -93,12 +92,13 @@ class StepMetadata(KVConnectorMetadata):
     chunks: list[Rows] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     idle: bool = False
-    prompts: bool = False
+    gather: bool = False
+    report: bool = False
 
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """A worker's message to the scheduler.
+    """A worker's message to the scheduler, in a step that asks for it.
 
     gathered: rows gathered since the start. lost: row ranges given up since its last report, by capture.
     """

@@ -14,7 +14,16 @@ import numpy as np
 
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.media import media_attributes
-from dmi_connector.engine.messages import STEPS_TOGETHER, Close, Open, Report, Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import (
+    MOST_STEPS_TOGETHER,
+    STEPS_TOGETHER,
+    Close,
+    Open,
+    Report,
+    Rows,
+    Sample,
+    StepMetadata,
+)
 from dmi_connector.engine.quota import UNLIMITED, Quota, RequestBytes, row_bytes
 from dmi_connector.hooks import Selection, SelectionError, narrow
 from dmi_connector.settings import CaptureParams, OptionError
@@ -81,7 +90,9 @@ class Tracker:
 
     Rows of running requests can wait, since their blocks are held: whole chunks are looked for once in STEPS_TOGETHER
     steps. Blocks of an ended request are kept until the workers have gathered its last rows, together with others.
-    Where that is not possible, they gather them before the next forward.
+    Where that is not possible, they gather them before the next forward. Workers report when they have gathered, and
+    every STEPS_TOGETHER steps: reports of several ranks cost the engine's loop time. Under policy drop they report in
+    each step, so that responses name what is lost.
 
     keep_rows: staging memory is short while more rows than this wait to be gathered. blocks: of the whole cache.
     """
@@ -100,7 +111,10 @@ class Tracker:
         self._taken = 0  # in so many of them, blocks that came are noted in `tracked`
         self._with_logits = 0  # scheduled captures that must be looked at in each step
         self.handed = 0  # rows handed to the workers since the start
-        self.gathered = 0  # of these, rows that the slowest worker has gathered
+        self._left = 0  # of these, rows that were told to leave
+        self._waited = 0  # steps since the first of the others
+        self._unreported = 0  # steps since the workers reported
+        self.gathered = 0  # rows that the slowest worker has gathered
         self.lost: dict[int, list[list[int]]] = {}
         self._captures = 0
         self._row_bytes = row_bytes(context, context.selection)  # takes 0.2 ms for 400 tensors: too long for a request
@@ -154,8 +168,7 @@ class Tracker:
     def step(self, output: SchedulerOutput, group: int) -> StepMetadata:
         """The message for the step that `output` describes. group: index of the rows' KV cache group."""
         scheduled = output.num_scheduled_tokens
-        prompts = output.total_num_scheduled_tokens > len(scheduled)
-        metadata = StepMetadata(closes=self.pending_closes, idle=not scheduled, prompts=prompts)
+        metadata = StepMetadata(closes=self.pending_closes, idle=not scheduled)
         self.pending_closes = []
         for request_id in output.preempted_req_ids or ():
             if request_id in self.tracked:
@@ -184,7 +197,22 @@ class Tracker:
                     self._export_chunks(tracked, computed, metadata.chunks)
                     if self._with_logits:
                         self._take_sample(tracked, computed, metadata)
+        self._plan(metadata, prompts=output.total_num_scheduled_tokens > len(scheduled))
         return metadata
+
+    def _plan(self, metadata: StepMetadata, prompts: bool) -> None:
+        """Say whether rows leave and ranks report in a step. prompts: tokens of prompts are computed in it."""
+        waiting = self.handed - self._left
+        if waiting:
+            self._waited += 1
+            most = MOST_STEPS_TOGETHER if prompts else STEPS_TOGETHER
+            metadata.gather = metadata.idle or self._waited >= most or waiting > self.keep_rows // 2
+        if metadata.gather:
+            self._waited, self._left = 0, self.handed
+        self._unreported += 1
+        short = self.handed - self.gathered > self.keep_rows or self.context.options.policy == "drop"
+        if metadata.gather or metadata.idle or short or self._unreported >= STEPS_TOGETHER:
+            metadata.report, self._unreported = True, 0
 
     def _take_blocks(self, group: int) -> None:
         """Note the blocks that requests were given which ran before."""

@@ -43,6 +43,11 @@ class Progress:
         self.counts["lost_ranges"] += 1
         self.counts["lost_rows"] += rows
 
+    @property
+    def lost(self) -> bool:
+        """Whether rows were given up that no report names."""
+        return bool(self._lost)
+
     def report(self) -> Report:
         """What is new for the scheduler."""
         while self._new:

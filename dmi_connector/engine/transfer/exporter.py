@@ -14,16 +14,7 @@ from vllm.logger import init_logger
 from dmi_connector.engine import sizing
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
-from dmi_connector.engine.messages import (
-    MOST_STEPS_TOGETHER,
-    STEPS_TOGETHER,
-    Close,
-    Open,
-    Report,
-    Rows,
-    Sample,
-    StepMetadata,
-)
+from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.engine.metrics import Meter
 from dmi_connector.engine.store_attributes import store_attributes
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
@@ -42,8 +33,6 @@ logger = init_logger("vllm.dmi_connector")
 
 _SLOT_BYTES = 8
 """Bytes of a slot number behind rows of logits."""
-_TOGETHER = 1 / 4
-"""Share of the staging memory that rows may take which leave together."""
 
 
 class Exporter:
@@ -51,7 +40,8 @@ class Exporter:
 
     On a CPU rows are copied to the ring at once. On a GPU they take the lane (gpu_lane.py); what finds no room waits in
     the cache. When a request ends meanwhile, either its blocks are kept until its rows are gathered (`ending`), or its
-    rows are gathered before the next forward. Rows of some steps wait for each other (`due`).
+    rows are gathered before the next forward. Rows of some steps wait for each other (`due`) until the scheduler says
+    that they leave.
     """
 
     def __init__(self, context: CaptureContext, layer: CaptureLayer, rank: int, vllm_config: VllmConfig) -> None:
@@ -62,7 +52,6 @@ class Exporter:
         self.registered: dict[ChunkLayout, int] = {}  # layouts that the coordinator knows, by its numbers
         self.samples: list[Sample] = []  # of this step
         self.due: list[tuple[CaptureExport, Rows]] = []
-        self._due_steps = self._due_bytes = 0
         self.ending: list[tuple[CaptureExport, Close]] = []
         self.finished: set[str] = set()
         self.progress = Progress()
@@ -126,11 +115,8 @@ class Exporter:
                 capture = self.captures.pop(close.capture)
                 self._add(capture, close.rows)
                 self.ending.append((capture, close))
-        if self.due:
-            self._due_steps += 1
-            most = MOST_STEPS_TOGETHER if metadata.prompts else STEPS_TOGETHER
-            if metadata.idle or self._due_steps >= most or self._due_bytes >= self._together:
-                self._export_due()
+        if metadata.gather or self.lane is None:
+            self._export_due()
         if self.ending:
             self._end_gathered()
 
@@ -165,20 +151,14 @@ class Exporter:
             message.capture, layout, out, message.start, self.ring, self.progress, checked=checked
         )
 
-    @property
-    def _together(self) -> int:
-        """Bytes of rows that wait for others. On a CPU none do."""
-        return 0 if self.lane is None else int(self.lane.staging.nbytes * _TOGETHER)
-
     def _add(self, capture: CaptureExport, rows: Sequence[Rows]) -> None:
         """Rows that are to be exported next."""
         self.due += [(capture, each) for each in rows]
         capture.due += len(rows)
-        self._due_bytes += sum(len(each.slots) for each in rows) * capture.layout.payload.token_bytes
 
     def _export_due(self) -> None:
         """Send rows on their way."""
-        batch, self.due, self._due_steps, self._due_bytes = self.due, [], 0, 0
+        batch, self.due = self.due, []
         if not batch:  # do not wait for the lane's lock
             return
         for capture, _ in batch:

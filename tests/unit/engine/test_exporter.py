@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.coverage import UNWRITTEN
-from dmi_connector.engine.messages import STEPS_TOGETHER, Open, Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import Open, Rows, Sample, StepMetadata
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport
 from dmi_connector.engine.transfer.exporter import Exporter
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
@@ -294,8 +294,8 @@ def gpu(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def fill(exporter: Exporter, *numbers: int) -> list[Noted]:
     """Open captures and export a chunk of each; two more of the first go before and fill the staging memory."""
     found = [begin(exporter, number, 20) for number in numbers]
-    exporter.after_forward(StepMetadata(chunks=[rows(numbers[0], 0), rows(numbers[0], 4)]))
-    exporter.after_forward(StepMetadata(chunks=[rows(number, 8) for number in numbers]))
+    exporter.after_forward(StepMetadata(chunks=[rows(numbers[0], 0), rows(numbers[0], 4)], gather=True))
+    exporter.after_forward(StepMetadata(chunks=[rows(number, 8) for number in numbers], gather=True))
     assert [len(exporter.captures[number].waiting) for number in numbers] == [1] * len(numbers)
     return found
 
@@ -320,40 +320,18 @@ def step(exporter: Exporter, metadata: StepMetadata) -> None:
 
 
 def test_rows_of_some_steps_leave_together(roomy: Exporter) -> None:
-    """After STEPS_TOGETHER steps, whatever came in them."""
+    """In the step in which the scheduler says so, those of this step too."""
     a, b, c = (begin(roomy, number, 20) for number in (1, 2, 3))
-    step(roomy, StepMetadata())
-    step(roomy, kept(1, 0))
-    others = {4: kept(2, 4), 6: StepMetadata(chunks=[rows(3, 8)])}
-    for n in range(2, STEPS_TOGETHER):
-        step(roomy, others.get(n, StepMetadata()))
-    assert len(roomy.due) == 3 and roomy.progress.report().gathered == 0 and roomy.take_finished() == set()
-    step(roomy, StepMetadata())
+    for metadata in (kept(1, 0), kept(2, 4), StepMetadata()):
+        step(roomy, metadata)
+    assert len(roomy.due) == 2 and roomy.progress.report().gathered == 0 and roomy.take_finished() == set()
+    step(roomy, StepMetadata(chunks=[rows(3, 8)], gather=True))
     assert roomy.due == [] and roomy.progress.report().gathered == 12 and roomy.take_finished() == {"r1", "r2"}
     kit.until(lambda: c.chunks and a.closed and b.closed)
     assert (a.chunks, b.chunks) == ([(0, 4, payload(roomy, 0))], [(4, 4, payload(roomy, 4))])
     assert len(a.extents) == 1 and b.extents == [] and c.closed == [], "one parcel, handed over by its first capture"
     step(roomy, StepMetadata(chunks=[rows(3, 4)]))
-    assert len(roomy.due) == 1, "it waits as long as the first ones did"
-
-
-def test_last_rows_leave_in_a_step_that_computes_nothing(roomy: Exporter) -> None:
-    begin(roomy, 1, 20), begin(roomy, 2, 20)
-    step(roomy, kept(1, 0))
-    assert roomy.take_finished() == set()
-    step(roomy, StepMetadata(idle=True))
-    assert roomy.take_finished() == {"r1"}
-
-
-def test_last_rows_leave_at_once_when_they_fill_a_part_of_the_staging_memory(roomy: Exporter) -> None:
-    each, most = CHUNK * begin(roomy, 0, 20).token_bytes, (1 << 16) // 4
-    enough = -(-most // each)
-    for number in range(1, enough + 1):
-        begin(roomy, number, 20)
-    step(roomy, StepMetadata(closes=[end for number in range(1, enough) for end in kept(number, 0).closes]))
-    assert len(roomy.due) == enough - 1
-    step(roomy, kept(enough, 0))
-    assert roomy.due == []
+    assert len(roomy.due) == 1, "it waits as the first ones did"
 
 
 def test_a_capture_without_last_rows_ends_at_once(roomy: Exporter) -> None:
@@ -459,7 +437,7 @@ def test_logits_take_the_lane_behind_the_rows_of_their_step(gpu: Any) -> None:
     client = Client(exporter)
     exporter.client = client
     exporter.before_forward(StepMetadata(samples=[Sample(1, 0, 19, 7)]))
-    exporter.after_forward(StepMetadata(chunks=[rows(1, 0)]))
+    exporter.after_forward(StepMetadata(chunks=[rows(1, 0)], gather=True))
     exporter.logits(sampled(exporter, [[6, 7]]))
     assert client.rows_given == []
     Event.link.set()

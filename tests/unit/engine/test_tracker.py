@@ -6,6 +6,7 @@ request in every step.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmi_connector.engine.messages import STEPS_TOGETHER, Rows, StepMetadata
+from dmi_connector.engine.messages import MOST_STEPS_TOGETHER, STEPS_TOGETHER, Report, Rows, StepMetadata
 from dmi_connector.engine.tracker import Tracker
 from tests.trackerkit import FakeRequest, ask, make_tracker
 
@@ -187,6 +188,58 @@ def test_chunks_of_some_steps_are_told_together(tmp_path: object) -> None:
     told += [len(world.step([1], -1, -1, 0).chunks) for _ in range(2 * STEPS_TOGETHER - 1)]
     each = [0] * (STEPS_TOGETHER - 1)
     assert told == [*each, 5, *each, 5]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "steps"), [((), STEPS_TOGETHER), (range(60), MOST_STEPS_TOGETHER), (range(17), STEPS_TOGETHER + 2)]
+)
+def test_rows_leave_together_in_a_step_without_prompts(tmp_path: object, prompts: Iterable[int], steps: int) -> None:
+    """Counted from the step that told of the first of them. Ranks report when rows leave."""
+    world = World(make_tracker(tmp_path, "resid_pre"))
+    world.add(16, 0)
+    first = world.step([16], -1, -1, 0)
+    while not first.chunks:
+        first = world.step([1], -1, -1, 0)
+    assert not first.gather
+    for number in range(1, steps):
+        if number in prompts:
+            world.add(3, 0)
+        metadata = world.step([3], -1, -1, 0)
+        assert metadata.gather == (number == steps - 1), number
+        assert metadata.report or not metadata.gather
+
+
+def test_rows_leave_at_once_when_nothing_runs_or_a_quarter_of_the_staging_memory_waits(tmp_path: object) -> None:
+    world = World(make_tracker(tmp_path, "resid_pre"))
+    for _ in range(2):
+        world.add(40, 0)
+    assert not world.step([40], -1, -1, 0).gather
+    world.finish(0)
+    assert not world.step([1], -1, -1, 0).gather and world.step([0], -1, -1, 0).gather
+    world.finish(0)
+    world.tracker.keep_rows = 79
+    assert world.step([0], -1, -1, 0).gather
+    assert not world.step([0], -1, -1, 0).gather, "they left"
+
+
+@pytest.mark.parametrize(("policy", "each"), [("block", STEPS_TOGETHER), ("drop", 1)])
+def test_ranks_report_every_few_steps_and_in_each_one_where_rows_may_be_lost(
+    tmp_path: object, policy: str, each: int
+) -> None:
+    world = World(make_tracker(tmp_path, "resid_pre", policy=policy))
+    world.add(4, 0)
+    told = [world.step([1], -1, -1, 0).report for _ in range(STEPS_TOGETHER)]
+    assert [n for n, report in enumerate(told, 1) if report] == [*range(each, STEPS_TOGETHER + 1, each)]
+    assert world.step([0], -1, -1, 0).report, "no other step may follow"
+
+
+def test_ranks_report_in_each_step_while_staging_memory_is_short(tmp_path: object) -> None:
+    world = World(make_tracker(tmp_path, "resid_pre"))
+    world.add(70, 0)
+    world.tracker.keep_rows = 60
+    assert [world.step([amount], -1, -1, 0).report for amount in (70, 1, 1)] == [True] * 3
+    world.tracker.on_report(Report(64))
+    assert not world.step([1], -1, -1, 0).report
 
 
 def test_chunks_are_told_sooner_when_they_fill_a_quarter_of_the_staging_memory(tmp_path: object) -> None:
