@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,6 @@ from typing import Any
 
 from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.prompts import Columns
-from dmi_connector.flags import flag_name, joined
 from dmi_connector.wording import show
 
 RUN_NAME = "run.json"
@@ -78,7 +78,7 @@ class RunSettings:
             "model": self.model,
             "owner": self.capture.get("owner", "draft"),
             **{name: self.capture[name] for name in STORE_OPTIONS if name in self.capture},
-            "flags": sorted(flag for flag in joined(self.flags) if flag_name(flag) not in FREE_FLAGS),
+            "flags": sorted(flag for flag in joined(self.flags) if _flag_name(flag) not in FREE_FLAGS),
             "sampling": dict(self.sampling),
             "max_tokens": self.max_tokens,
             "chat": self.chat,
@@ -94,6 +94,35 @@ class RunSettings:
         # A store that is done again must not be in the bucket too.
         capture = {**self.capture, **({"upload_only_complete": True} if self.capture.get("upload") else {})}
         return {**{name: getattr(self, name) for name in names}, "capture": capture, "store_dir": str(out)}
+
+
+def joined(flags: Sequence[str]) -> list[str]:
+    """Flags of a command line, each with its values behind "="."""
+    found: list[str] = []
+    for text in flags:
+        if text.startswith("-") and not re.fullmatch(r"-\d.*", text):
+            found.append(text)
+        elif found:
+            found[-1] += ("," if "=" in found[-1] else "=") + text
+        else:
+            found.append(text)
+    return found
+
+
+def tensor_parallel(flags: Sequence[str]) -> int:
+    """GPUs that an engine with these flags takes. Raises ValueError."""
+    found = 1
+    for flag in joined(flags):
+        if _flag_name(flag) in ("tensor-parallel-size", "tp"):
+            value = flag.partition("=")[2]
+            if not value.isdigit() or not int(value):
+                raise ValueError(f"--tensor-parallel-size {value!r} is not valid; give a whole number from 1 on")
+            found = int(value)
+    return found
+
+
+def _flag_name(flag: str) -> str:
+    return flag.lstrip("-").split("=")[0].split(".")[0].replace("_", "-")
 
 
 def settle(out: Path, fingerprint: Mapping[str, Any]) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dmi_connector.args import OWNERS, capture_args
-from dmi_connector.flags import executor
 from dmi_connector.settings import CHECKS, CODECS, CUDA_GRAPHS, FILE_MODES, POLICIES, SINKS, OptionError, ServerOptions
 
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -93,7 +92,7 @@ def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> list
     flags: list[str] = []
     for name, value in capture_args(**given).items():
         flags += [f"--{name}", json.dumps(value)]
-    return [*command, *flags, *executor(passed), *passed]
+    return [*command, *flags, *passed]
 
 
 def leave_graphs(given: dict[str, Any], flags: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ forward, with one value for each token. vLLM runs that forward before it serves,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dmi_connector.layout import RowField
@@ -41,6 +41,7 @@ class Coverage:
         self._begins = frozenset((TOKEN_IDS.offset, first.offset))
         self.poisoned_at = first.offset if poison else None
         self.tokens: int | None = None
+        self._forward: Callable[[], object | None] = lambda: None
         self.checked = False
         self.logits = False
         self.model: weakref.ref[Any] | None = None
@@ -54,20 +55,21 @@ class Coverage:
         """The hook of a field fires in `module`, a path in the model."""
         self._modules[field.offset] = module
 
-    def wrote(self, start: int, offsets: Sequence[int], tokens: int) -> None:
-        """Values of `tokens` tokens go to bytes `start + offsets` of their rows.
+    def wrote(self, start: int, offsets: Sequence[int], tokens: int, forward: object) -> None:
+        """Values of `tokens` tokens go to bytes `start + offsets` of their rows. forward: its context in vLLM.
 
-        Raises RuntimeError, once the first forward was checked, if the forward has another number of tokens.
+        Raises RuntimeError, once the first forward was checked, if the forward has another number of tokens. In a
+        forward of replayed pieces only attention runs in Python: no header tells the number, and nothing is compared.
         """
         first = start + offsets[0]
         if first in self._begins:
-            self.tokens = tokens
+            self.tokens, self._forward = tokens, weakref.ref(forward)
             if not self.checked and first in self._written:  # another forward
                 self._written.clear()
         if not self.checked:
             for offset in offsets:
                 self._written.setdefault(start + offset, []).append(tokens)
-        elif tokens != self.tokens:
+        elif tokens != self.tokens and self._forward() is forward:
             names = ", ".join(_name(self._fields[start + offset]) for offset in offsets)
             raise RuntimeError(
                 f"hooks: {names} got values of {tokens} tokens in a forward of {self.tokens}; "

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from dmi_connector.args import capture_args
-from dmi_connector.flags import executor
 from dmi_connector.settings import OptionError
 
 
@@ -56,7 +55,7 @@ class EngineFeed:
 
         self._make_sampling, self._max_tokens = _sampling(sampling or {}, max_tokens), max_tokens
         own = [text for name, value in capture_args(**capture).items() for text in (f"--{name}", json.dumps(value))]
-        parsed = _parser().parse_args(["--model", model, *own, *executor(flags), *flags])
+        parsed = _parser().parse_args(["--model", model, *own, *flags])
         args = EngineArgs.from_cli_args(parsed)
         args.disable_log_stats = True  # as in vLLM's LLM
         self._engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)

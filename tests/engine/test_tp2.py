@@ -13,7 +13,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from dmi_connector import capture_args, find_captures, open_capture
 from dmi_connector.analysis.transformers_oracle import Oracle
-from dmi_connector.flags import EXECUTOR
 from dmi_connector.hooks import HOOKS
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.repair import repair
@@ -60,7 +59,7 @@ def run(
             in_process=False,
             enforce_eager=True,
             tensor_parallel_size=2,
-            distributed_executor_backend=EXECUTOR,
+            distributed_executor_backend="mp",
             **args,
         ) as llm:
             generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm import forward_context
 
 from dmi_connector.engine.coverage import Coverage
 from dmi_connector.engine.kernels.attention import summaries_torch, summarise
@@ -63,7 +64,8 @@ def install(attn: nn.Module, field: RowField, cache_layer: str, coverage: Covera
         layer: Any, query: torch.Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, *a: Any, **k: Any
     ) -> Any:
         result = inner(layer, query, key, value, kv_cache, metadata, *a, **k)
-        coverage.wrote(0, (field.offset,), query.shape[0])
+        if forward_context.is_forward_context_available():
+            coverage.wrote(0, (field.offset,), query.shape[0], forward_context.get_forward_context())
         found = rows_and_slots(cache_layer)
         if metadata is not None and found is not None:
             _write(layer, query, kv_cache, metadata, *found, field.offset, reduction.m)

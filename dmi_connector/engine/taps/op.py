@@ -133,7 +133,7 @@ def _tap(
     where = _PLACES[place.data_ptr()]
     if not forward_context.is_forward_context_available():
         return  # nothing that runs outside a forward belongs to a row
-    where.coverage.wrote(where.start, offsets, values[0].shape[0])
+    where.coverage.wrote(where.start, offsets, values[0].shape[0], forward_context.get_forward_context())
     found = rows_and_slots(cache_layer)
     if found is None:
         return

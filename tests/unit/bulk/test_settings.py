@@ -21,10 +21,9 @@ from dmi_connector.bulk.engines import device_shares, visible_devices
 from dmi_connector.bulk.manifest import Manifest, Positions, read_manifest
 from dmi_connector.bulk.progress import Counts, Progress, Speedometer, duration
 from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
-from dmi_connector.bulk.settings import RunSettings, settle
+from dmi_connector.bulk.settings import RunSettings, joined, settle
 from dmi_connector.cli.main import main, make_run_parser
 from dmi_connector.cli.run import NOT_OURS, settings_of
-from dmi_connector.flags import joined
 from dmi_connector.settings import OptionError
 from dmi_connector.store.format.locks import LIFE_LOCK, lock_alone
 from tests.storekit import until

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.taps.attention_summary import _packing, check
+from dmi_connector.engine.coverage import Coverage
+from dmi_connector.engine.taps import attention_summary
+from dmi_connector.engine.taps.attention_summary import _packing, check, install
+from dmi_connector.layout import RowField
+from dmi_connector.reduce.attn import AttentionSummary
+
+
+class Context:
+    """Stands for vLLM's context of a forward."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,3 +84,21 @@ def test_full_attention_is_accepted() -> None:
     on_cpu = {"backend": "CPU_ATTN", "sliding_window": -1, "logits_soft_cap": 0, "images": True, "blocks": False}
     for plain in ({}, on_cpu, {"backend": "TRITON_ATTN"}):
         check(attention_layer(**plain), 0)  # type: ignore[arg-type]
+
+
+def test_a_batch_behind_a_replayed_graph_is_summarised_and_a_split_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header of a replayed forward is written without Python, so the last number of tokens is of another one."""
+    field = RowField("pattern", 0, "int32", 8, 64, AttentionSummary(4))
+    coverage, context = Coverage([field]), Context()
+    coverage.checked = True
+    coverage.wrote(0, [0, 4], 1, context)
+    attn = attention_layer(forward=lambda *_: "attended")
+    install(attn, field, "rows", coverage)  # type: ignore[arg-type]
+    now: list[object] = [Context()]
+    known = SimpleNamespace(is_forward_context_available=lambda: True, get_forward_context=lambda: now[0])
+    monkeypatch.setattr(attention_summary, "forward_context", known)
+    query = torch.zeros(320, 2, 64)
+    assert attn.impl.forward(attn, query, None, None, None, None) == "attended"
+    now[0] = context
+    with pytest.raises(RuntimeError, match="pattern of layer 0 got values of 320 tokens in a forward of 1"):
+        attn.impl.forward(attn, query, None, None, None, None)

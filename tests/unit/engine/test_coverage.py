@@ -26,14 +26,19 @@ def covered(fields: Sequence[RowField] = FIELDS) -> Coverage:
     return coverage
 
 
+class Context:
+    """Stands for vLLM's context of a forward."""
+
+
 def forward(coverage: Coverage, tokens: int = TOKENS, **counts: int) -> None:
     """The writes of one forward: embedding, header, layers. counts: tokens of some hooks, 0 to leave one out."""
-    coverage.wrote(0, [64], tokens)
-    coverage.wrote(0, [0, 4], tokens)
+    now = Context()
+    coverage.wrote(0, [64], tokens, now)
+    coverage.wrote(0, [0, 4], tokens, now)
     for row_field in FIELDS[1:]:
         count = counts.get(f"{row_field.hook}{row_field.layer}", tokens)
         if count:
-            coverage.wrote(128, [row_field.offset - 128], count)
+            coverage.wrote(128, [row_field.offset - 128], count, now)
 
 
 def test_a_forward_that_writes_every_hook_once_passes() -> None:
@@ -52,7 +57,7 @@ def test_poison_is_put_where_the_first_write_of_a_forward_goes(header_first: boo
     assert coverage.poisoned_at == (0 if header_first else EMBED.offset)
     for _ in range(2):
         for offsets in ([0, 4], [64]) if header_first else ([64], [0, 4]):
-            coverage.wrote(0, offsets, TOKENS)
+            coverage.wrote(0, offsets, TOKENS, coverage)
     assert coverage.tokens == TOKENS
     with pytest.raises(ValueError, match=r"q of layer 0, 1 would hold nothing"):
         coverage.check(TOKENS)
@@ -87,7 +92,7 @@ def test_layers_of_one_hook_are_named_together() -> None:
 def test_a_hook_that_fired_twice_is_named() -> None:
     coverage = covered()
     forward(coverage)
-    coverage.wrote(128, [0], TOKENS)
+    coverage.wrote(128, [0], TOKENS, coverage)
     with pytest.raises(ValueError, match="hooks: q of layer 0 was written 2 times"):
         coverage.check(TOKENS)
 
@@ -106,7 +111,7 @@ def test_without_any_write_every_hook_is_named() -> None:
 
 def test_a_hook_without_a_tap_says_so() -> None:
     coverage = Coverage([RowField("q", 0, "float32", 8, 64)])
-    coverage.wrote(0, [0, 4], TOKENS)
+    coverage.wrote(0, [0, 4], TOKENS, coverage)
     with pytest.raises(ValueError, match=r"q of layer 0 would hold nothing .* tapped at no module of this model"):
         coverage.check()
 
@@ -117,9 +122,23 @@ def test_later_forwards_refuse_another_number_of_tokens(tokens: int) -> None:
     forward(coverage)
     coverage.check(TOKENS)
     forward(coverage, 7)
-    coverage.wrote(0, [64], 5)
+    now = Context()
+    coverage.wrote(0, [64], 5, now)
     with pytest.raises(RuntimeError, match=f"hooks: q of layer 0 got values of {tokens} tokens in a forward of 5"):
-        coverage.wrote(128, [0], tokens)
+        coverage.wrote(128, [0], tokens, now)
+
+
+def test_a_forward_of_replayed_pieces_has_no_number_of_tokens_to_compare() -> None:
+    """Its header is written by a CUDA graph. Attention runs in Python, and knows only its own number."""
+    coverage = covered()
+    forward(coverage)
+    coverage.check(TOKENS)
+    now = Context()
+    coverage.wrote(0, [0, 4], 1, now)
+    replayed = Context()
+    coverage.wrote(128, [0], 320, replayed)
+    with pytest.raises(RuntimeError, match="q of layer 0 got values of 320 tokens in a forward of 1"):
+        coverage.wrote(128, [0], 320, now)
 
 
 def test_logits_must_have_passed() -> None:
