@@ -36,7 +36,6 @@ from benchmarks.setups import FULL, HIDDEN, REDUCE, Setup
 from benchmarks.sustained_report import merged, table
 from benchmarks.without import MECHANISMS
 from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile, worker_python_us, worker_writers_s
-from dmi_connector.flags import EXECUTOR
 
 MODULE = "benchmarks.sustained"
 _GROWS = 0.02
@@ -46,13 +45,12 @@ _GROWS = 0.02
 @dataclass(frozen=True)
 class Sustained(Setup):
     """graphs: CUDA graph mode of its engine, "" for that of --engine-args. without: a mechanism that is off. writers: 0
-    for the default number. backend: vLLM's executor of several ranks, "" for ours.
+    for the default number.
     """
 
     graphs: str = ""
     without: str = ""
     writers: int = 0
-    backend: str = ""
 
 
 def _narrow(model: str) -> str:
@@ -76,7 +74,6 @@ def all_setups(model: str) -> list[Sustained]:
         ours("hidden-states null", HIDDEN),
         ours("hidden-states zstd", HIDDEN, "zstd"),
         ours("hidden-states zstd draft", HIDDEN, "zstd", "draft"),
-        ours("hidden-states zstd mp", HIDDEN, "zstd", backend="mp"),
         ours("hidden-states lz4", HIDDEN, "lz4"),
         ours("hidden-states none", HIDDEN, "none"),
         *(ours(f"hidden-states zstd {n} writers", HIDDEN, "zstd", writers=n) for n in (4, 6, 8, 12)),
@@ -109,8 +106,6 @@ class Busy(Bench):
         engine_args["compilation_config"] = {**engine_args.get("compilation_config", {}), **graphs}
         if setup.without:
             engine_args["worker_extension_cls"] = f"benchmarks.without.{setup.without}"
-        if setup.hooks and engine_args.get("tensor_parallel_size", 1) > 1:
-            engine_args["distributed_executor_backend"] = setup.backend or EXECUTOR
         options = {"sink": setup.sink, "codec": setup.codec, **args.options} if setup.hooks else {}
         if setup.writers:
             options["writers"] = setup.writers

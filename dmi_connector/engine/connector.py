@@ -146,10 +146,7 @@ class DMIConnector(KVConnectorBase_V1):
             self.exporter.after_forward(metadata)
 
     def _reporting(self) -> Exporter | None:
-        """The exporter, if somebody reads what this rank reports in this step.
-
-        With several ranks vLLM may leave out their answers in other steps (executor.py), and then all report alike.
-        """
+        """The exporter, in a step in which ranks report. What one rank alone has lost it reports at once."""
         metadata, exporter = self._connector_metadata, self.exporter
         if exporter is None or not isinstance(metadata, StepMetadata) or metadata.report:
             return exporter

@@ -91,8 +91,8 @@ class Tracker:
     Rows of running requests can wait, since their blocks are held: whole chunks are looked for once in STEPS_TOGETHER
     steps. Blocks of an ended request are kept until the workers have gathered its last rows, together with others.
     Where that is not possible, they gather them before the next forward. Workers report when they have gathered, and
-    every STEPS_TOGETHER steps: reports of several ranks cost the engine's loop time. Under policy drop they report in
-    each step, so that responses name what is lost.
+    every STEPS_TOGETHER steps: a report takes the engine's time. Under policy drop they report in each step, so that
+    responses name what is lost.
 
     keep_rows: staging memory is short while more rows than this wait to be gathered. blocks: of the whole cache.
     """
