@@ -125,7 +125,9 @@ TWINS = {
     "glm4_moe": replace(LLAMA, weights_scale="routed_scaling_factor"),
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
-    "deepseek_v32": _LATENT,  # vLLM gives transformers' class for V3 this name once it has read a config of V3.2
+    # vLLM gives transformers' class for V3 these names once it has read a config of V3.2 or Kimi K2.
+    "deepseek_v32": _LATENT,
+    "kimi_k2": _LATENT,
     "glm4_moe_lite": _LATENT,
     "glm4": LLAMA.but(
         Point("attn_proj", "self_attn.o_proj"),

@@ -158,10 +158,13 @@ def test_latent_attention_follows_from_the_latent_and_the_rotary_key(arch: str, 
         assert not np.allclose(plain[1:], rotated[1:], atol=1e-2)
 
 
-def test_a_v3_that_vllm_calls_v32_keeps_its_latent_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM does so to transformers' class, for the whole process, when it reads a config of V3.2."""
-    monkeypatch.setattr(DeepseekV3Config, "model_type", "deepseek_v32")
-    AutoConfig.register("deepseek_v32", DeepseekV3Config, exist_ok=True)
+@pytest.mark.parametrize("name", ["deepseek_v32", "kimi_k2"])
+def test_a_v3_that_vllm_renames_keeps_its_latent_attention(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM does so to transformers' class, for the whole process, when it reads a config of V3.2 or Kimi K2."""
+    monkeypatch.setattr(DeepseekV3Config, "model_type", name)
+    AutoConfig.register(name, DeepseekV3Config, exist_ok=True)
     model = make_model("deepseek_v3", tmp_path)
     assert {"kv_c", "k_pe"} <= set(got := Oracle(model).run(IDS)) and "k_rot" not in got
 

@@ -62,6 +62,10 @@ def test_visual_layers_are_those_of_the_config_of_the_whole_model() -> None:
     assert ARCHITECTURES["Gemma3ForConditionalGeneration"].visual_layers(SimpleNamespace(vision_config=None)) == 0
 
 
+class Context:
+    """Stands for vLLM's context of a forward."""
+
+
 @pytest.mark.parametrize("planned", [[40, 41, 90, 91, 0], [40], None], ids=["batch", "stale", "profiling"])
 def test_a_header_has_the_position_in_the_request_and_those_on_the_axes(
     planned: list[int] | None, monkeypatch: pytest.MonkeyPatch
@@ -70,7 +74,8 @@ def test_a_header_has_the_position_in_the_request_and_those_on_the_axes(
     step = None if planned is None else SimpleNamespace(positions=torch.tensor(planned))
     rows, slots = torch.zeros(8, 128, dtype=torch.uint8), torch.tensor([3, 5, 1, -1])
     owner = SimpleNamespace(step=step, rows=rows)
-    forward: Any = SimpleNamespace(no_compile_layers={"rows": owner}, slot_mapping={"rows": slots})
+    forward: Any = Context()
+    forward.no_compile_layers, forward.slot_mapping = {"rows": owner}, {"rows": slots}
     monkeypatch.setattr(op.forward_context, "is_forward_context_available", lambda: True)
     monkeypatch.setattr(op.forward_context, "get_forward_context", lambda: forward)
     field = RowField("mrope_positions", 0, "int32", 3, 64)
