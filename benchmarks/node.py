@@ -33,7 +33,7 @@ import numpy as np
 from benchmarks import common, stores
 from benchmarks.node_limits import ROWS, Machine, Numbers, split, table
 from dmi_connector.hooks import ModelDims, parse_selection
-from dmi_connector.layout import PayloadLayout, hook_reductions, row_layouts
+from dmi_connector.layout import ArraySpec, PayloadLayout, hook_reductions, row_layouts
 from dmi_connector.settings import CODECS, ServerOptions
 from dmi_connector.store.format.locks import PartialLock
 from dmi_connector.store.format.paths import no_follow
@@ -86,9 +86,13 @@ def row_of(dims: ModelDims, options: ServerOptions, layout: str) -> Numbers:
 
 def short(layout: PayloadLayout) -> PayloadLayout:
     """The layout of a store of SHORT_ROWS."""
-    arrays, elsewhere = (
-        tuple(replace(spec, layers=spec.layers[:1]) for spec in specs) for specs in (layout.arrays, layout.elsewhere)
-    )
+
+    def first(spec: ArraySpec) -> ArraySpec:
+        """One layer of each file."""
+        parts = spec.shards if spec.part_layers else 1
+        return replace(spec, layers=spec.layers[:parts], part_layers=min(1, spec.part_layers))
+
+    arrays, elsewhere = (tuple(map(first, specs)) for specs in (layout.arrays, layout.elsewhere))
     return PayloadLayout(arrays, 1, SHORT_ROWS, layout.codec, elsewhere)
 
 

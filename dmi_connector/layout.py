@@ -44,6 +44,8 @@ AXES = "mrope_positions"
 
 RESERVED = (*TOKEN_ARRAYS, "logits_positions")
 """Names of arrays that stores have themselves: no hook array may take them."""
+_UNEVEN = 1.1
+"""So much longer than the mean may a rank's row be."""
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
 """Names that arrays may have: each is a directory of the store."""
 
@@ -81,7 +83,7 @@ class HookShard:
     """How a hook's width is split over ranks: into `shards` slices of `width` elements. This rank has slice `shard`.
 
     owner is False where another rank has the same slice and writes it. Of a hook that all ranks have whole, the first
-    rank is the owner here; `whole_hooks` shares these out.
+    rank is the owner here; `writers_of_whole` shares these out.
     """
 
     width: int
@@ -101,26 +103,59 @@ def shard_of(hook: Hook, dims: ModelDims, tp: int, rank: int) -> HookShard:
     return HookShard(width // tp, tp, rank, True)
 
 
-def whole_hooks(sizes: Mapping[str, int], logits: int, dims: ModelDims, tp: int) -> dict[str, int]:
-    """Which rank writes each hook that all ranks have whole, so that ranks write about as many bytes.
+Place = tuple[str, int]
+"""A hook and a layer."""
 
-    sizes: bytes of a token on one rank, by hook. logits: of a row of logits, which rank 0 writes. The largest hook is
-    given out first, always to the rank that has the fewest bytes.
+
+def writers_of_whole(fields: Sequence[RowField], logits: int, dims: ModelDims, tp: int) -> dict[Place, int]:
+    """Which rank writes each layer of each hook that all ranks have whole, so that ranks have rows of about one length.
+
+    The largest hook is given out first, always to the rank that has the fewest bytes. While that leaves a rank with
+    more than _UNEVEN of the mean, the layers of its largest hook are shared out among all ranks, in runs, if it helps.
+
+    fields: of a row with all hooks. logits: bytes of a row of logits, which rank 0 writes.
     """
-    loads = [logits] + [0] * (tp - 1)
-    whole = []
-    for name, size in sizes.items():
-        shards = [shard_of(HOOKS[name], dims, tp, rank) for rank in range(tp)]
+    whole: dict[str, list[RowField]] = {}
+    rows = [0] * tp
+    for row_field in fields:
+        shards = [shard_of(HOOKS[row_field.hook], dims, tp, rank) for rank in range(tp)]
         if shards[0].shards == 1:
-            whole.append(name)
+            whole.setdefault(row_field.hook, []).append(row_field)
             continue
         for rank, shard in enumerate(shards):
-            loads[rank] += size * shard.owner
-    found = {}
-    for name in sorted(whole, key=lambda name: -sizes[name]):
-        found[name] = loads.index(min(loads))
-        loads[found[name]] += sizes[name]
+            rows[rank] += row_field.nbytes * shard.owner
+    sizes = {name: sum(f.nbytes for f in parts) for name, parts in whole.items()}
+    apart: set[str] = set()  # hooks whose layers are shared out
+    found, held = _given_out(whole, sizes, apart, rows, logits)
+    while max(held) * tp > _UNEVEN * sum(held):
+        largest = held.index(max(held))
+        able = [name for name in sizes if name not in apart and len(whole[name]) > 1]
+        able = [name for name in able if found[name, whole[name][0].layer] == largest]
+        if not able:
+            break
+        apart = apart | {max(able, key=lambda name: sizes[name])}
+        shared, then = _given_out(whole, sizes, apart, rows, logits)
+        if max(then) >= max(held):
+            break
+        found, held = shared, then
     return found
+
+
+def _given_out(
+    whole: Mapping[str, list[RowField]], sizes: Mapping[str, int], apart: set[str], rows: Sequence[int], logits: int
+) -> tuple[dict[Place, int], list[int]]:
+    """(the rank of each layer of each whole hook, bytes of a row on each rank). rows: bytes of other hooks."""
+    found: dict[Place, int] = {}
+    held, ranks = [*rows], range(len(rows))
+    load = lambda rank: held[rank] + (0 if rank else logits)  # noqa: E731
+    for name in sorted(sizes, key=lambda name: (name not in apart, -sizes[name])):
+        each = -(-len(whole[name]) // len(rows)) if name in apart else len(whole[name])
+        takers = sorted(ranks, key=load)
+        for rank, first in zip(takers, range(0, len(whole[name]), each), strict=False):
+            for row_field in whole[name][first : first + each]:
+                found[name, row_field.layer] = rank
+                held[rank] += row_field.nbytes
+    return found, held
 
 
 @dataclass(frozen=True)
@@ -128,12 +163,12 @@ class RowLayout:
     """Where hooks lie in the rows of one tensor-parallel rank.
 
     fields: of the selected hooks, without those that another rank writes. row_bytes: of the longest row of any rank:
-    all ranks have rows of that length. writer: of each hook that all ranks could write, the rank that does.
+    all ranks have rows of that length. writer: of each layer of a hook that all ranks could write, the rank that does.
     """
 
     fields: tuple[RowField, ...]
     row_bytes: int
-    writer: Mapping[str, int]
+    writer: Mapping[Place, int]
 
     def find(self, hook: str, layer: int) -> RowField | None:
         """The field of one hook and layer; None where it is not selected, or another rank writes it."""
@@ -194,13 +229,13 @@ def row_layouts(
         hook = HOOKS[name]
         width, reduction = shard_of(hook, dims, tp, 0).width, (reductions or {}).get(name)
         fields.append(RowField(name, layer, hook_dtype(hook, dtype), width, 0, reduction))
-    sizes: dict[str, int] = {}
-    for row_field in fields:
-        sizes[row_field.hook] = sizes.get(row_field.hook, 0) + row_field.nbytes
     sampled = [HOOKS[name] for name in selection.hooks.keys() - selection.row_hooks.keys()]
     logits = sum(dims.width(hook) * ITEMSIZE[hook_dtype(hook, dtype)] for hook in sampled)
-    writer = whole_hooks(sizes, logits, dims, tp)
-    packed = [_pack([f for f in fields if writer.get(f.hook, rank) == rank or f.hook == AXES]) for rank in range(tp)]
+    writer = writers_of_whole(fields, logits, dims, tp)
+    packed = [
+        _pack([f for f in fields if writer.get((f.hook, f.layer), rank) == rank or f.hook == AXES])
+        for rank in range(tp)
+    ]
     longest = max(nbytes for _, nbytes in packed)
     return tuple(RowLayout(mine, longest, writer) for mine, _ in packed)
 
@@ -222,8 +257,9 @@ class ArraySpec:
     per-sample array (`per_sample=True`: logits) is `[samples, width]`. For names in `hooks.HOOKS` the scope given there
     decides: the layers of a hook that exists once, or per sample, become `()`.
 
-    reduce: settings of the reduction that was applied (docs/FORMAT.md, section 11), None without one. width: of the
-    whole model; a rank holds `width / shards` columns, beginning at `rank * width / shards`.
+    reduce: settings of the reduction that was applied (docs/FORMAT.md, section 11), None without one. layers, width: of
+    the whole array. shards: files of a segment. rank: the number of this one. With `part_layers` each file has so many
+    layers, beginning at `rank * part_layers`, the last one those that are left; else each has `width / shards` columns.
 
     Raises ValueError for a name, dtype or split that the format cannot hold.
     """
@@ -236,6 +272,7 @@ class ArraySpec:
     rank: int = 0
     per_sample: bool = False
     reduce: Mapping[str, Any] | None = None
+    part_layers: int = 0
 
     def __post_init__(self) -> None:
         scope = HOOKS[self.name].scope if self.name in HOOKS else None
@@ -245,7 +282,12 @@ class ArraySpec:
             raise ValueError(f"array name {self.name!r} cannot be stored: use letters, digits, '_', '-', '.'")
         if self.dtype not in ITEMSIZE:
             raise ValueError(f"array {self.name!r}: dtype {self.dtype!r} is unknown: use one of {', '.join(ITEMSIZE)}")
-        if self.width < 1 or self.shards < 1 or self.width % self.shards:
+        if self.part_layers and (self.per_sample or -(-self.n_layers // self.part_layers) != self.shards):
+            raise ValueError(
+                f"array {self.name!r}: {self.n_layers} layers in parts of {self.part_layers} do not make"
+                f" {self.shards} shards"
+            )
+        if self.width < 1 or self.shards < 1 or self.width % self.slices:
             raise ValueError(f"array {self.name!r}: width {self.width} does not split into {self.shards} shards")
         if not 0 <= self.rank < self.shards:
             raise ValueError(
@@ -264,18 +306,38 @@ class ArraySpec:
 
     @property
     def n_layers(self) -> int:
-        """Length of the layer axis (1 for a hook that exists once)."""
+        """Length of the layer axis of the whole array (1 for a hook that exists once)."""
         return max(1, len(self.layers))
 
     @property
+    def slices(self) -> int:
+        """Slices of the width."""
+        return 1 if self.part_layers else self.shards
+
+    @property
     def local_width(self) -> int:
-        """Columns that this rank holds."""
-        return self.width // self.shards
+        """Columns of this file."""
+        return self.width // self.slices
+
+    @property
+    def shard_layers(self) -> int:
+        """Layers of a file but the last."""
+        return self.part_layers or self.n_layers
+
+    @property
+    def first_layer(self) -> int:
+        """Index of this file's first layer."""
+        return self.rank * self.part_layers
+
+    @property
+    def local_layers(self) -> int:
+        """Layers of this file."""
+        return min(self.shard_layers, self.n_layers - self.first_layer)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token (or one sample) on this rank."""
-        return self.n_layers * self.local_width * self.itemsize
+        """Bytes of one token (or one sample) in this file."""
+        return self.local_layers * self.local_width * self.itemsize
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; `ArraySpec(**d)` rebuilds it."""
@@ -286,12 +348,12 @@ class ArraySpec:
 class PayloadLayout:
     """What one rank sends of a capture, and how it is stored.
 
-    The payload of a chunk of n rows holds each token array as a C-order `[layers, n, local width]` block, array j at
-    byte `bases[j] * n`; then n row headers of HEADER_SENT_BYTES at byte `header_base * n`. Rows of per-sample arrays
+    The payload of a chunk of n rows holds each token array as a C-order `[local layers, n, local width]` block, array j
+    at byte `bases[j] * n`; then n row headers of HEADER_SENT_BYTES at byte `header_base * n`. Rows of per-sample arrays
     travel in payloads of their own.
 
     arrays: those this rank writes, token arrays in payload order. chunk_tokens: token rows of a full chunk.
-    segment_tokens: token rows of a shard file. elsewhere: on rank 0, arrays that other ranks write whole. Raises
+    segment_tokens: token rows of a shard file. elsewhere: on rank 0, arrays of which other ranks write all. Raises
     ValueError for what the format cannot hold.
     """
 
@@ -303,7 +365,7 @@ class PayloadLayout:
 
     def __post_init__(self) -> None:
         chunk, segment = self.chunk_tokens, self.segment_tokens
-        names = [a.name for a in (*self.arrays, *self.elsewhere)]
+        names = [(a.name, a.rank) for a in (*self.arrays, *self.elsewhere)]
         if len(set(names)) != len(names):
             raise ValueError(f"array names repeat: {names}")
         if chunk < 1:

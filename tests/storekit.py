@@ -218,7 +218,9 @@ def to_float(raw: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def local(spec: ArraySpec, values: np.ndarray) -> np.ndarray:
-    """The columns that the rank of `spec` holds."""
+    """The layers or columns that the rank of `spec` holds."""
+    if spec.part_layers:
+        return values[spec.first_layer : spec.first_layer + spec.local_layers]
     return values[..., spec.rank * spec.local_width : (spec.rank + 1) * spec.local_width]
 
 

@@ -62,7 +62,7 @@ class CaptureContext:
 
     def field(self, hook: str, layer: int) -> RowField | None:
         """The field of one hook and layer on a rank that writes it: for its size. None where it is not selected."""
-        return self.layouts[self.layout.writer.get(hook, self.rank)].find(hook, layer)
+        return self.layouts[self.layout.writer.get((hook, layer), self.rank)].find(hook, layer)
 
     @property
     def fingerprint(self) -> str:

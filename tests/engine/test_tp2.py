@@ -27,10 +27,12 @@ LENGTHS = (1, 33, 128, 300)
 ONE_RANK = ("resid_pre", "resid_final")
 """Hooks that one rank writes whole. The other then writes nothing of a request that asks for no more."""
 ALL = {"include_output_tokens": True}
+LATE = [1, 2]
+"""Layers of which two ranks have one each, if they share the layers of a hook: the first has 0 too."""
 SELECTIONS = {
     "all": (ALL_HOOKS, hooks_of("qwen3"), "draft"),
     "all, target": (ALL_HOOKS, hooks_of("qwen3"), "target"),
-    "unsharded": ("hidden-states", ["resid_pre", "resid_final"], "draft"),
+    "shared": ("hidden-states,z", ["resid_pre", "resid_final", "z"], "draft"),
 }
 
 
@@ -38,8 +40,8 @@ SELECTIONS = {
     scope="module",
     params=[
         pytest.param("all", marks=pytest.mark.soak),
-        "all, target",
-        pytest.param("unsharded", marks=pytest.mark.soak),
+        pytest.param("all, target", marks=pytest.mark.soak),
+        "shared",
     ],
 )
 def run(
@@ -65,11 +67,24 @@ def run(
             generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
             generate(llm, run, {"again": Ask(prompt(300)), "only": Ask(prompt(40), kv=None)})
             generate(llm, run, {hook: Ask(prompt(40), kv={**ALL, "dmi": {"hooks": hook}}) for hook in ONE_RANK})
-            answers = Live(llm, run, oracle("qwen3")).begin(many("killed", 8, tokens=370))
+            late = {**ALL, "dmi": {"hooks": "resid_pre", "layers": LATE}}
+            generate(llm, run, {"late": Ask(prompt(200), kv=late)})
+            live = Live(llm, run, oracle("qwen3"))
+            answers = live.begin(many("killed", 8, tokens=370))
+            until(lambda: any(both_wrote(path) for path in live.partials("killed")), "a rank has written nothing")
             kill(processes("Worker_TP1"))
             with pytest.raises(EngineDeadError):
                 answers.result(120)
     return run
+
+
+def both_wrote(partial: Path) -> bool:
+    """Whether both ranks have written chunks of each hook that they share."""
+    files = [path for path in partial.glob("*/c/*/0/*") if path.stat().st_size]
+    found = {(path.parts[-5], path.parts[-3], path.parts[-1]) for path in files}
+    return {("z", "0", "0"), ("z", "0", "1"), ("resid_pre", "0", "0")} <= found and (
+        ("resid_pre", "1", "0") in found or ("q", "0", "1") in found
+    )
 
 
 def test_a_store_of_two_ranks_reads_like_that_of_the_whole_model(run: Run, oracle: Callable[..., Oracle]) -> None:
@@ -83,12 +98,16 @@ def test_a_store_of_two_ranks_reads_like_that_of_the_whole_model(run: Run, oracl
 def test_the_rows_of_a_killed_rank_are_salvaged_with_those_of_the_other(
     run: Run, oracle: Callable[..., Oracle]
 ) -> None:
-    """The engine ended with an error. No store became whole, as nobody knows what the killed rank still had."""
+    """The engine ended with an error. No store became whole, as nobody knows what the killed rank still had. Where it
+    had written nothing of a request, hooks that both ranks share are lost.
+    """
     until(lambda: not processes("dmi-"), "coordinators and writers have not ended")
     killed = [info for info in find_captures(run.store_dir) if str(info.key).startswith("killed")]
     assert [info.state for info in killed] == ["unfinished"] * 8
-    assert [outcome.state for outcome in repair(run.store_dir)] == ["salvaged"] * 8
-    captures = [open_capture(info.store, timeout=0, allow_incomplete=True) for info in killed]
+    outcomes = repair(run.store_dir)
+    assert len(outcomes) == 8 and {outcome.state for outcome in outcomes} <= {"salvaged", "empty"}
+    stores = [outcome.store for outcome in outcomes if outcome.store is not None]
+    captures = [open_capture(store, timeout=0, allow_incomplete=True) for store in stores]
     assert not any(capture.complete for capture in captures)
     assert sum(check_rows(capture, oracle("qwen3")) for capture in captures) > 0
 
@@ -98,14 +117,24 @@ def test_a_rank_may_have_nothing_to_write_of_a_request(run: Run, oracle: Callabl
         check_store(run.store(hook), oracle("qwen3"), run.tokens(hook), 40, [hook])
 
 
+def test_ranks_share_the_layers_of_a_hook_that_both_have_whole(run: Run, oracle: Callable[..., Oracle]) -> None:
+    """Of three layers the first two lie on one rank. A request for the last two has a file for each."""
+    check_store(run.store("late"), oracle("qwen3"), run.tokens("late"), 200, ["resid_pre"], layers={"resid_pre": LATE})
+    for name, parts in (("len300", 2), ("late", 1)):
+        found = read_attrs(run.store(name))["hooks"]["resid_pre"].get("part_layers", 0)
+        assert found == (parts if run.facts["hooks"] == SELECTIONS["shared"][1] else 0)
+
+
 def test_sharded_hooks_are_written_by_both_ranks(run: Run) -> None:
     attrs = read_attrs(run.store("len300"))
     assert attrs["tp"] == 2
     for name, hook in attrs["hooks"].items():
-        ranks = 2 if HOOKS[name].sharded else 1
-        assert hook["shards"] == ranks, f"{name} has {hook['shards']} shards"
-        columns = {path.rsplit("/", 1)[1] for path in attrs["files"] if path.startswith(f"{name}/c/")}
-        assert columns == {str(rank) for rank in range(ranks)}, f"{name} lies in {columns}"
+        slices = 2 if HOOKS[name].sharded else 1
+        assert hook["shards"] == slices, f"{name} has {hook['shards']} shards"
+        files = [path.split("/") for path in attrs["files"] if path.startswith(f"{name}/c/")]
+        assert {path[-1] for path in files} == {str(part) for part in range(slices)}, f"{name} lies in {files}"
+        runs = -(-len(hook["layers"]) // hook["part_layers"]) if "part_layers" in hook else 1
+        assert {path[2] for path in files} == {str(part) for part in range(runs)}, f"{name} lies in {files}"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,6 @@ from dmi_connector.layout import (
     hook_reductions,
     row_layouts,
     shard_of,
-    whole_hooks,
 )
 from dmi_connector.reduce import ReduceError
 
@@ -206,7 +206,7 @@ def test_row_layout_packs_without_overlap(names: list[str], dims: ModelDims, dty
         assert layout.row_bytes >= end and layout.row_bytes % ROW_BYTES_ALIGN == 0
         assert layout.row_bytes == layouts[0].row_bytes and layout.writer == layouts[0].writer
         held = {(f.hook, f.layer) for f in layout.fields}
-        assert held == {at for at in selected if layout.writer.get(at[0], rank) == rank or at[0] == AXES}
+        assert held == {at for at in selected if layout.writer.get(at, rank) == rank or at[0] == AXES}
     assert {(f.hook, f.layer) for layout in layouts for f in layout.fields} == selected
 
 
@@ -223,33 +223,33 @@ def test_the_owners_of_a_hook_hold_each_column_once(name: str, tp: int) -> None:
         assert owned == [0]
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("logits", [0, 600])
-def test_ranks_share_whole_hooks_out_by_bytes(tp: int, logits: int) -> None:
-    """No rank could give a hook away and have fewer bytes than before without another having more than it had."""
-    dims = ModelDims("Wide", 2, 64, 8, 2, head_dim=32, intermediate=96, vocab=512, experts=4, top_k=2)
-    sizes = {
-        "resid_pre": 500,
-        "z": 128,
-        "ln1": 300,
-        "q": 100,
-        "mlp_out": 300,
-        "router_logits": 8,
-        "k": 64,
-        "attn_out": 10,
-    }
-    writer = whole_hooks(sizes, logits, dims, tp)
-    split = {name: [shard_of(HOOKS[name], dims, tp, rank) for rank in range(tp)] for name in sizes}
-    assert set(writer) == {name for name, shards in split.items() if shards[0].shards == 1}
-    if tp == 1:
-        assert set(writer) == set(sizes) and set(writer.values()) == {0}
-    loads = [0] * tp
-    for name, size in sizes.items():
-        for rank in range(tp):
-            loads[rank] += size * (writer[name] == rank if name in writer else split[name][rank].owner)
-    loads[0] += logits
-    for name, rank in writer.items():
-        assert all(loads[rank] - sizes[name] <= load for load in loads), name
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("hooks", ["vllm-full", "hidden-states,logits", "resid_pre@0-4,q", "embed,resid_final,ln1@2"])
+def test_ranks_share_whole_hooks_out_by_bytes(tp: int, hooks: str) -> None:
+    """No rank's row is longer than the others' by more than a hook that cannot be shared out, or its longest part."""
+    dims = ModelDims("Qwen3ForCausalLM", 12, 64, 24, 24, head_dim=8, intermediate=96, vocab=512)
+    selection = parse_selection(hooks, dims)
+    layouts = row_layouts(selection, dims, "float32", tp)
+    writer = layouts[0].writer
+    places = {(n, at) for n, layers in selection.row_hooks.items() for at in layers if not HOOKS[n].sharded or tp == 1}
+    assert set(writer) == places and set(writer.values()) <= set(range(tp))
+    held = [sum(f.nbytes for f in layout.fields) for layout in layouts]
+    alone = [0]
+    for name in {name for name, _ in places}:
+        mine = [f for layout in layouts for f in layout.fields if f.hook == name]
+        runs = {rank: [f.nbytes for f in mine if writer[name, f.layer] == rank] for rank in range(tp)}
+        alone.append(max(sum(run) for run in runs.values()))
+        numbers = [writer[name, f.layer] for f in sorted(mine, key=lambda f: f.layer)]
+        assert sum(a != b for a, b in pairwise(numbers)) == len({*numbers}) - 1, "one run of layers for each rank"
+    assert max(held) - min(held) <= max(alone)
+
+
+def test_the_layers_of_one_large_hook_are_shared_out() -> None:
+    dims = ModelDims("Qwen3ForCausalLM", 36, 2560, 32, 8, 128, 9728, 151936)
+    layouts = row_layouts(parse_selection("hidden-states", dims), dims, "bfloat16", 4)
+    assert [len([f for f in layout.fields if f.hook == "resid_pre"]) for layout in layouts] == [9] * 4
+    one = row_layouts(parse_selection("hidden-states", dims), dims, "bfloat16", 1)
+    assert layouts[0].row_bytes < 0.29 * one[0].row_bytes
 
 
 def test_the_first_rule_that_matches_a_hook_gives_its_reduction() -> None:

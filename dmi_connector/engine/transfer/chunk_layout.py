@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,10 +33,16 @@ class ChunkLayout:
         return last if last is not None and last.per_sample else None
 
 
+def run_length(writers: Sequence[int | None]) -> int:
+    """The largest length of runs of layers of which each has one writer: all layers if they have the same."""
+    changes = [n for n in range(1, len(writers)) if writers[n] != writers[n - 1]]
+    return math.gcd(*changes) if changes else len(writers)
+
+
 def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], rank: int) -> ChunkLayout:
     """The layout for a capture of `hooks` on tensor-parallel rank `rank`.
 
-    Hooks that another rank writes are left out.
+    What another rank writes is left out. Where ranks share the layers of a hook, the array has a file for each run.
     """
     arrays: list[ArraySpec] = []
     elsewhere: list[ArraySpec] = []
@@ -50,23 +57,30 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
             logits.append(ArraySpec(name, dtype, (), context.dims.width(hook)))
             continue
         shard = shard_of(hook, context.dims, context.tp, rank)
-        mine = writer[name] == rank if name in writer else shard.owner
-        if not mine and not (name in writer and rank == 0):
+        writers = [writer.get((name, layer), rank if shard.owner else None) for layer in layers]
+        size = run_length(writers)
+        parts = [n for n, who in enumerate(writers[::size]) if who == rank]
+        if not parts and not ((name, layers[0]) in writer and rank == 0):
             continue
-        of_rows = context.layouts[writer.get(name, rank)]
-        fields = [f for layer in layers if (f := of_rows.find(name, layer)) is not None]
+        rows = [context.layouts[writer.get((name, layer), rank)] for layer in layers]
+        fields = [f for of_row, layer in zip(rows, layers, strict=True) if (f := of_row.find(name, layer)) is not None]
         assert len(fields) == len(layers) > 0, (name, layers)
-        for row_field in fields if mine else ():
-            assert row_field.nbytes % 4 == 0, f"{name}: {row_field.nbytes} bytes; the gather kernel would cut the row"
-            table.append((row_field.offset, row_field.nbytes, base))
-            base += row_field.nbytes
         (stored_dtype, stored_width), reduction = fields[0].stored, fields[0].reduction
         reduce = None
         if reduction is not None:
             reduce = {**reduction.settings(), "dtype": dtype, "width": shard.width * shard.shards}
-        width = stored_width * shard.shards
+        width, whole = stored_width * shard.shards, size == len(layers)
         spec = ArraySpec(name, stored_dtype, layers, width, shard.shards, shard.shard, reduce=reduce)
-        (arrays if mine else elsewhere).append(spec)
+        if not whole:
+            spec = replace(spec, shards=len(writers[::size]), rank=0, part_layers=size)
+        for part in parts:
+            for row_field in fields[part * size : (part + 1) * size]:
+                assert row_field.nbytes % 4 == 0, f"{name}: {row_field.nbytes} bytes; the gather would cut the row"
+                table.append((row_field.offset, row_field.nbytes, base))
+                base += row_field.nbytes
+            arrays.append(spec if whole else replace(spec, rank=part))
+        if not parts:
+            elsewhere.append(spec)
     options = context.options
     payload = PayloadLayout(
         (*arrays, *(logits if rank == 0 else ())),

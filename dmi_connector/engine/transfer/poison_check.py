@@ -23,9 +23,9 @@ def unwritten(payload: np.ndarray, layout: PayloadLayout, rows: int) -> list[str
         if spec.per_sample:
             continue
         block = payload[base * rows : (base + spec.token_bytes) * rows]
-        values = block.reshape(spec.n_layers, rows, spec.local_width * spec.itemsize)
+        values = block.reshape(spec.local_layers, rows, spec.local_width * spec.itemsize)
         for layer in np.flatnonzero(_left(values, spec)):
-            found.append(f"{spec.name} of layer {spec.layers[layer]}" if spec.layers else spec.name)
+            found.append(f"{spec.name} of layer {spec.layers[spec.first_layer + layer]}" if spec.layers else spec.name)
     return found
 
 

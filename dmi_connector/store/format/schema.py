@@ -11,7 +11,7 @@ from typing import Any
 from dmi_connector.dtypes import FLOATS, ITEMSIZE
 from dmi_connector.layout import ArraySpec
 
-FORMAT_VERSION = "1.2"
+FORMAT_VERSION = "1.3"
 PARTIAL_SUFFIX = ".partial"
 INDEX_NAME = "index.jsonl"
 INDEX_FOLDER = "index"
@@ -133,7 +133,7 @@ def hook_document(
         shard = [SAMPLES_PER_SHARD, spec.local_width]
     else:
         shape, inner = [spec.n_layers, length, spec.width], [1, grid.chunk, spec.local_width]
-        shard = [spec.n_layers, grid.segment, spec.local_width]
+        shard = [spec.shard_layers, grid.segment, spec.local_width]
     chunk_bytes = inner[-1] * inner[-2] * spec.itemsize
     sharding = {
         "chunk_shape": inner,
@@ -144,7 +144,7 @@ def hook_document(
     codecs = [{"name": "sharding_indexed", "configuration": sharding}]
     attributes: dict[str, Any] = {"layers": list(spec.layers)}
     if spec.reduce:
-        attributes["reduce"] = {**spec.reduce, "shards": spec.shards}
+        attributes["reduce"] = {**spec.reduce, "shards": spec.slices}
     return array_document(spec.dtype, shape, shard, codecs, dimension_names(spec, version), attributes)
 
 
@@ -158,6 +158,8 @@ def shard_path(spec: ArraySpec, segment: int) -> str:
     """Path of a shard file inside the store."""
     if spec.per_sample:
         return f"{spec.name}/c/{segment}/{spec.rank}"
+    if spec.part_layers:
+        return f"{spec.name}/c/{spec.rank}/{segment}/0"
     return f"{spec.name}/c/0/{segment}/{spec.rank}"
 
 
@@ -169,7 +171,8 @@ def hooks_attribute(arrays: Sequence[ArraySpec]) -> dict[str, dict[str, Any]]:
             "layers": list(a.layers),
             "width": a.width,
             "dtype": a.dtype,
-            "shards": a.shards,
+            "shards": a.slices,
+            **({"part_layers": a.part_layers} if a.part_layers else {}),
             **({"reduce": dict(a.reduce)} if a.reduce else {}),
         }
         for a in arrays

@@ -48,7 +48,8 @@ class HookArray:
     """The geometry of an array, as its zarr.json says.
 
     shape: [layers, length, width]; of a per-sample array (logits) layers is 1. complete: whether its store lacks no
-    rows. layers: the model's numbers. reduce: settings of the reduction, None without one.
+    rows. layers: the model's numbers. reduce: settings of the reduction, None without one. shards: files of a segment.
+    part_layers: layers of a file, all of them where shards are slices of the width.
     """
 
     files: StoreFiles
@@ -59,6 +60,7 @@ class HookArray:
     chunk_rows: int
     segment_rows: int
     shards: int
+    part_layers: int
     compressed: bool
     complete: bool
     layers: tuple[int, ...] = ()
@@ -85,12 +87,13 @@ class HookArray:
         per_sample = len(shape) == 2
         if per_sample:
             shape, shard, inner = [1, *shape], [1, *shard], [1, *inner]
-        (layers, length, width), (_, segment, columns), (one, chunk, inner_columns) = shape, shard, inner
+        (layers, length, width), (part, segment, columns), (one, chunk, inner_columns) = shape, shard, inner
         fits = (
             sharding["name"] == "sharding_indexed"
             and sharding["configuration"].get("index_location", "end") == "end"
             and codecs in (["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
-            and (one, inner_columns, shard[0]) == (1, columns, layers)
+            and (one, inner_columns) == (1, columns)
+            and (part == layers or (0 < part < layers and columns == width))
             and min(*shape[::2], chunk, columns) > 0 <= length
             and segment % chunk == 0
             and width % columns == 0
@@ -105,7 +108,8 @@ class HookArray:
             per_sample,
             chunk,
             segment,
-            width // columns,
+            width // columns if part == layers else -(-layers // part),
+            part,
             "blosc" in codecs,
             complete,
             tuple(document.get("attributes", {}).get("layers", ())),
@@ -115,7 +119,12 @@ class HookArray:
     @functools.cached_property
     def columns(self) -> int:
         """Columns of a shard: the width, or a rank's part of it."""
-        return self.shape[2] // self.shards
+        return self.shape[2] if self.by_layers else self.shape[2] // self.shards
+
+    @functools.cached_property
+    def by_layers(self) -> bool:
+        """Whether a shard has some of the layers, and not columns."""
+        return self.part_layers < self.shape[0]
 
     @functools.cached_property
     def row_bytes(self) -> int:
@@ -139,6 +148,8 @@ class HookArray:
 
     def path(self, segment: int, shard: int) -> str:
         """Path of a shard file in the store."""
+        if self.by_layers:
+            return f"{self.name}/c/{shard}/{segment}/0"
         return f"{self.name}/c/{segment}/{shard}" if self.per_sample else f"{self.name}/c/0/{segment}/{shard}"
 
     def index(self, file: StoredFile, segment: int, shard: int) -> np.ndarray:
@@ -146,7 +157,7 @@ class HookArray:
         found = self._indexes.get((segment, shard))
         if found is None:
             chunks = self.segment_rows // self.chunk_rows
-            slots = (chunks,) if self.per_sample else (self.shape[0], chunks)
+            slots = (chunks,) if self.per_sample else (self.part_layers, chunks)
             size = 16 * int(np.prod(slots)) + 4
             found = read_index(file.read_end(size), slots)
             self._indexes[segment, shard] = found
@@ -197,7 +208,7 @@ class HookArray:
             part = slice(start, start + rows.stop - rows.start)
             segment, number = divmod(chunk, self.segment_rows // self.chunk_rows)
             there = slice(0, part.stop - start) if places is None else places
-            for shard in range(self.shards):
+            for shard in self._holding(layers):
                 yield self._of_shard(segment, shard, layers, [(number, part, there)], out)
             return
         by_segment: dict[int, list[tuple[int, slice | np.ndarray, slice | np.ndarray]]] = {}
@@ -205,8 +216,12 @@ class HookArray:
             segment, number = divmod(chunk, self.segment_rows // self.chunk_rows)
             by_segment.setdefault(segment, []).append((number, of_chunk, to))
         for segment, chunks in by_segment.items():
-            for shard in range(self.shards):
+            for shard in self._holding(layers):
                 yield self._of_shard(segment, shard, layers, chunks, out)
+
+    def _holding(self, layers: list[int]) -> Iterable[int]:
+        """Numbers of the shards of a segment that have some of these layers."""
+        return sorted({layer // self.part_layers for layer in layers}) if self.by_layers else range(self.shards)
 
     def _of_shard(
         self,
@@ -216,12 +231,16 @@ class HookArray:
         chunks: list[tuple[int, slice | np.ndarray, slice | np.ndarray]],
         out: np.ndarray,
     ) -> ShardPieces:
-        if self.shards > 1:
+        first = 0
+        if self.by_layers:
+            first = shard * self.part_layers
+        elif self.shards > 1:
             out = out[..., shard * self.columns : (shard + 1) * self.columns]
         pieces = [
-            Piece((number,) if self.per_sample else (layer, number), of_chunk, out[i], to)
+            Piece((number,) if self.per_sample else (layer - first, number), of_chunk, out[i], to)
             for number, of_chunk, to in chunks
             for i, layer in enumerate(layers)
+            if not self.by_layers or layer // self.part_layers == shard
         ]
         return ShardPieces(self, segment, shard, pieces)
 

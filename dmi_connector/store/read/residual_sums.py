@@ -74,18 +74,19 @@ def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]
     text = _text_rows(attrs)
     for segment in range(any_array.segments):
         rows: dict[tuple[str, int, int], np.ndarray | None] = {}
-        spans = sorted({(slot[-1], first, stop) for slot, first, stop in any_array.chunks(segment)})
+        spans = sorted({(slot[-1], first, stop) for slot, first, stop in any_array.chunks(segment, 0)})
         readers = {
-            name: arrays[name].shard(segment, 0)
+            (name, shard): arrays[name].shard(segment, shard)
             for name in {name for equation in wanted for name, _ in equation}
-            if arrays[name].path(segment, 0) in attrs["files"]
+            for shard in range(arrays[name].spec.shards)
+            if arrays[name].path(segment, shard) in attrs["files"]
         }
         for n, first, stop in spans:
             rows.clear()  # all layers of one chunk of tokens fit in memory
             for equation in wanted:
                 for name, layer in equation:
                     if (name, layer, n) not in rows:
-                        rows[name, layer, n] = _rows(arrays[name], readers.get(name), layer, n, stop - first)
+                        rows[name, layer, n] = _rows(arrays[name], readers, layer, n, stop - first)
                 terms = [found for name, layer in equation if (found := rows[name, layer, n]) is not None]
                 if len(terms) < len(equation):
                     continue  # missing rows, which an incomplete store lists
@@ -105,8 +106,11 @@ def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]
                     )
 
 
-def _rows(array: StoredArray, reader: ShardReader | None, layer: int, n: int, count: int) -> np.ndarray | None:
-    slot = (list(array.spec.layers).index(layer) if array.spec.layers else 0, n)
+def _rows(
+    array: StoredArray, readers: Mapping[tuple[str, int], ShardReader], layer: int, n: int, count: int
+) -> np.ndarray | None:
+    shard, index = divmod(list(array.spec.layers).index(layer) if array.spec.layers else 0, array.spec.shard_layers)
+    reader, slot = readers.get((array.spec.name, shard)), (index, n)
     if reader is None or reader.index[slot][0] == EMPTY:
         return None
     wide = np.float64 if array.spec.dtype in ("float32", "float64") else np.float32

@@ -101,13 +101,14 @@ class StoredArray:
         if data is None:
             raise ValueError("the file is missing")
         chunks = self.rows_per_segment // self.rows_per_chunk
-        slots = (chunks,) if self.spec.per_sample else (self.spec.n_layers, chunks)
+        slots = (chunks,) if self.spec.per_sample else (self.spec.shard_layers, chunks)
         index = read_index(bytes(data[-(16 * int(np.prod(slots)) + 4) :]), slots)
         shape = (self.rows_per_chunk, self.spec.local_width)
         return ShardReader(data, index, numpy_dtype(self.spec.dtype), shape, self.codec)
 
-    def chunks(self, segment: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
-        """Every inner chunk that a segment should hold: index slot, first row, one past the last row."""
+    def chunks(self, segment: int, shard: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
+        """Every inner chunk that a shard should hold: index slot, first row, one past the last row."""
+        layers = replace(self.spec, rank=shard).local_layers
         start = segment * self.rows_per_segment
         stop = min(self.length, start + self.rows_per_segment)
         for n, first in enumerate(range(start, stop, self.rows_per_chunk)):
@@ -115,4 +116,4 @@ class StoredArray:
             if self.spec.per_sample:
                 yield (n,), first, end
             else:
-                yield from (((layer, n), first, end) for layer in range(self.spec.n_layers))
+                yield from (((layer, n), first, end) for layer in range(layers))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,7 @@ class _Check:
                 continue
             self.arrays[name] = array
             places = [
-                (array.path(n, shard), n, shard) for n in range(array.segments) for shard in range(hook["shards"])
+                (array.path(n, shard), n, shard) for n in range(array.segments) for shard in range(array.spec.shards)
             ]
             for path, segment, shard in places:
                 yield from self._shard(attrs, array, path, segment, shard)
@@ -259,7 +259,9 @@ class _Check:
         per_sample = len(document["shape"]) == 2
         length = document["shape"][-2]
         layers, reduce = tuple(hook["layers"]), hook.get("reduce")
-        spec = ArraySpec(name, hook["dtype"], layers, hook["width"], hook["shards"], 0, per_sample, reduce)
+        part = hook.get("part_layers", 0)
+        shards = -(-max(1, len(layers)) // part) if part else hook["shards"]
+        spec = ArraySpec(name, hook["dtype"], layers, hook["width"], shards, 0, per_sample, reduce, part)
         grid = Grid(attrs["chunk_tokens"], attrs["segment_tokens"])
         if document != schema.hook_document(spec, length, grid, attrs["codec"], str(attrs["format_version"])):
             raise ValueError("zarr.json does not agree with the root attributes")
@@ -277,7 +279,7 @@ class _Check:
     def _shard(
         self, attrs: dict[str, Any], array: StoredArray, path: str, segment: int, shard: int
     ) -> Iterator[Problem]:
-        spec = array.spec
+        spec = replace(array.spec, rank=shard)
         if path not in attrs["files"]:
             first = segment * array.rows_per_segment
             if not self._excused(attrs, array, first, min(array.length, first + array.rows_per_segment)):
@@ -290,7 +292,7 @@ class _Check:
         except (OSError, ValueError) as error:
             yield self.problem(path, str(error))
             return
-        chunks = list(array.chunks(segment))
+        chunks = list(array.chunks(segment, shard))
         for slot, first, stop in chunks:
             where = self._where(spec, slot, first, stop)
             if reader.index[slot][0] == EMPTY:
@@ -321,7 +323,7 @@ class _Check:
         """Remember whether all values of a layer are one. Integers, weights of one expert and reduced hooks: 0."""
         if spec.per_sample or not values.size:
             return
-        key = spec.name, spec.layers[index] if spec.layers else 0
+        key = spec.name, spec.layers[spec.first_layer + index] if spec.layers else 0
         one = values.reshape(-1)[0].tobytes()
         before = self.constant.get(key, one)
         wide = spec.local_width > 1 and spec.name not in ALWAYS  # positions on each axis of the first token are 0
@@ -338,7 +340,7 @@ class _Check:
     def _where(spec: ArraySpec, slot: tuple[int, ...], first: int, stop: int) -> str:
         if spec.per_sample:
             return f"{spec.name} sample {first}"
-        layer = f" layer {spec.layers[slot[0]]}" if spec.layers else ""
+        layer = f" layer {spec.layers[spec.first_layer + slot[0]]}" if spec.layers else ""
         return f"{spec.name}{layer} tokens {first} to {stop - 1}"
 
 

@@ -86,7 +86,7 @@ class ArrayWriter:
         # Segment directories are made later, everything above them only here: when a capture is removed, chunks that
         # arrive later must fail and not bring its directory back.
         for spec in specs:
-            os.makedirs(os.path.join(root, spec.name, "c" if spec.per_sample else "c/0"), exist_ok=True)
+            os.makedirs(os.path.dirname(os.path.dirname(os.path.join(root, schema.shard_path(spec, 0)))), exist_ok=True)
         self._journal = Journal(root, specs, layout, cache, about, "" if leads else f"-{os.getpid()}")
 
     # ---- rows -------------------------------------------------------------------------------------------------------
@@ -115,17 +115,17 @@ class ArrayWriter:
     def _append(self, spec: ArraySpec, data: np.ndarray, first: int, count: int) -> bytes:
         """Append the chunk of one array to its shard. Returns its places for the journal."""
         layout = self._layout
-        block = data.view(f"u{spec.itemsize}").reshape(spec.n_layers, count, spec.local_width)
+        block = data.view(f"u{spec.itemsize}").reshape(spec.local_layers, count, spec.local_width)
         # A short first chunk is the only one: the finished store's chunks are then as long as it.
         rows = layout.chunk_tokens if first else count
         segment, within = divmod(first, layout.segment_tokens)
-        shard = self._shard(spec, segment, (spec.n_layers, layout.segment_tokens // layout.chunk_tokens))
+        shard = self._shard(spec, segment, (spec.shard_layers, layout.segment_tokens // layout.chunk_tokens))
         slot = within // layout.chunk_tokens
-        slots = [(layer, slot) for layer in range(spec.n_layers)]
+        slots = [(layer, slot) for layer in range(spec.local_layers)]
         stored = shard.append(slots, (encode(layer, layout.codec, rows) for layer in block))
         self.bytes_raw += data.nbytes
         self.bytes_stored += stored
-        places: bytes = shard.index[:, slot].tobytes()
+        places: bytes = shard.index[: spec.local_layers, slot].tobytes()
         if shard.full:
             self._finish(spec, segment, None)
         return places
@@ -196,12 +196,12 @@ class ArrayWriter:
         return self._files
 
     def _close_array(self, spec: ArraySpec, length: int, grid: Grid) -> None:
-        slots = None if spec.per_sample else (spec.n_layers, grid.chunks)
-        prefix = spec.name + "/c/"
+        slots = None if spec.per_sample else (spec.shard_layers, grid.chunks)
         if spec.per_sample:
             self._drop_surplus(spec, length)
-        for path in [p for p in self._shards if p.startswith(prefix)]:
-            self._finish(spec, int(path.split("/")[-2]), slots)
+        for segment in range(-(-length // (schema.SAMPLES_PER_SHARD if spec.per_sample else grid.segment))):
+            if schema.shard_path(spec, segment) in self._shards:
+                self._finish(spec, segment, slots)
         if spec.rank or not self._leads:
             return  # the leader on rank 0 writes the metadata
         if spec.per_sample:

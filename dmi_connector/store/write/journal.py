@@ -208,9 +208,9 @@ def _read_record(log: JournalContent, record: bytes) -> None:
         at = _CHUNK_HEAD.size
         for array in log.arrays:
             if not array.spec.per_sample:
-                array.places[first] = np.frombuffer(record, "<u8", 2 * array.spec.n_layers, at).reshape(-1, 2)
+                array.places[first] = np.frombuffer(record, "<u8", 2 * array.spec.local_layers, at).reshape(-1, 2)
                 array.counts[first] = count
-                at += 16 * array.spec.n_layers
+                at += 16 * array.spec.local_layers
         if at < len(record):
             log.token_ids[first] = np.frombuffer(record, "<i4", count, at)
     elif kind == _ROWS:

@@ -355,9 +355,9 @@ class _Salvage:
     ) -> set[int]:
         """Check the chunks of a shard and write its index. Returns the first rows of those sound in all layers."""
         spec, path = stored.spec, stored.path(segment, array.spec.rank)
-        known = [(s, a, b) for s, a, b in stored.chunks(segment) if array.counts.get(a) == b - a]
+        known = [(s, a, b) for s, a, b in stored.chunks(segment, array.spec.rank) if array.counts.get(a) == b - a]
         chunks = stored.rows_per_segment // stored.rows_per_chunk
-        index = empty_index((chunks,) if spec.per_sample else (spec.n_layers, chunks))
+        index = empty_index((chunks,) if spec.per_sample else (spec.shard_layers, chunks))
         for slot, first, _ in known:
             index[slot] = array.places[first][0 if spec.per_sample else slot[0]]
         data = load_file(self.partial / path)
@@ -370,7 +370,7 @@ class _Salvage:
             except ValueError as error:
                 index[slot] = EMPTY
                 sound.discard(first)
-                layer = f" layer {spec.layers[slot[0]]}" if spec.layers else ""
+                layer = f" layer {spec.layers[array.spec.first_layer + slot[0]]}" if spec.layers else ""
                 damaged.append(f"{error} ({path},{layer} rows {first} to {stop - 1})")
         if (index[..., 0] != EMPTY).any():
             checksum = file_checksum(path, reader.content())

@@ -450,12 +450,13 @@ def test_logits_take_the_lane_behind_the_rows_of_their_step(gpu: Any) -> None:
 def test_two_ranks_export_each_hook_once_and_about_as_many_bytes(tmp_path: Path, hooks: str) -> None:
     ranks = [make_exporter(tmp_path, 8, rank=rank, tp=2, hooks=hooks, sink="null") for rank in (0, 1)]
     [first], [second] = (exporter.layouts.values() for exporter in ranks)
+    parts = {"vllm-full": {0}, "resid_pre,q,k,z,logits": {0, 2}, "resid_pre": {2}}
     one, other = first.payload, second.payload
     written = sorted((spec.name, spec.rank) for layout in (one, other) for spec in layout.arrays)
     names = sorted(ranks[0].context.selection.hooks)
     assert [name for name, shard in written if shard == 0] == names and len(set(written)) == len(written)
     assert {spec.name for spec in one.elsewhere} == {s.name for s in other.arrays if s.shards == 1}
-    assert other.elsewhere == () and (one.elsewhere != () or hooks == "resid_pre")
+    assert other.elsewhere == () and {s.part_layers for s in one.arrays} == parts[hooks]
     loads = [sum(spec.token_bytes for spec in layout.arrays) for layout in (one, other)]
     largest = max(spec.token_bytes for layout in (one, other) for spec in layout.arrays if spec.shards == 1)
     assert abs(loads[0] - loads[1]) <= largest

@@ -22,7 +22,7 @@ from dmi_connector.store.read.thread_pool import in_threads, read_threads, set_r
 from tests import storekit as kit
 
 ARRAYS = (
-    ArraySpec("resid_pre", "bfloat16", (0, 2, 3), 16),
+    ArraySpec("resid_pre", "bfloat16", (0, 2, 3), 16, shards=2, part_layers=2),
     ArraySpec("k", "float16", (1, 2), 6, shards=2),
     ArraySpec("z", "float32", (0, 1), 4),
     ArraySpec("topk_ids", "int32", (0, 1), 2),

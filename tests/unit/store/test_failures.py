@@ -231,9 +231,12 @@ def test_a_killed_writer_costs_only_its_unwritten_chunks(
     assert cap.logits_positions.tolist() == [9, 10, -1] and cap.token_ids.tolist() == list(range(300))
 
 
-def test_a_killed_writer_of_another_rank_makes_all_rows_missing(stores: kit.Store, tmp_path: Path) -> None:
-    """Rank 0 writes the metadata, so the columns of rank 1 would read as zeros."""
-    wide = [replace(SPEC, shards=2, rank=rank) for rank in range(2)]
+@pytest.mark.parametrize("part_layers", [0, 1])
+def test_a_killed_writer_of_another_rank_makes_all_rows_missing(
+    stores: kit.Store, tmp_path: Path, part_layers: int
+) -> None:
+    """Rank 0 writes the metadata, so the columns or layers of rank 1 would read as zeros."""
+    wide = [replace(SPEC, shards=2, rank=rank, part_layers=part_layers) for rank in range(2)]
     values = {"q": kit.random_bits(SPEC, 300)}
     other = kit.Store()
     owners, records = (stores, other), []

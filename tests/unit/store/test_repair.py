@@ -247,9 +247,10 @@ def test_every_chunk_a_writer_answered_survives_the_death_of_the_engine(
     check(final, make_values(SPECS, 4096), outcome.num_tokens, missing)
 
 
-def test_rows_that_only_one_rank_wrote_are_missing_after_a_repair(tmp_path: Path) -> None:
-    """Only rows of sharded hooks need both ranks: hooks that rank 0 alone holds stay whole."""
-    wide = ArraySpec("z", "bfloat16", (0, 2), 20, shards=2)
+@pytest.mark.parametrize("part_layers", [0, 1])
+def test_rows_that_only_one_rank_wrote_are_missing_after_a_repair(tmp_path: Path, part_layers: int) -> None:
+    """Only rows of shared hooks need both ranks: hooks that rank 0 alone holds stay whole."""
+    wide = ArraySpec("z", "bfloat16", (0, 2), 20, shards=2, part_layers=part_layers)
     values, ranks = make_values([wide, EMBED]), [Writing(), Writing()]
     for rank, writing in enumerate(ranks):
         specs = [replace(wide, rank=rank)] + [EMBED] * (rank == 0)
@@ -268,8 +269,9 @@ def test_rows_that_only_one_rank_wrote_are_missing_after_a_repair(tmp_path: Path
     np.testing.assert_array_equal(kit.bits(capture.array("embed")[:]), values["embed"][:, :96])
 
 
-def test_sharded_hooks_are_left_out_if_a_rank_wrote_nothing(tmp_path: Path, writer: Writing) -> None:
-    wide = ArraySpec("z", "bfloat16", (0, 2), 20, shards=2)
+@pytest.mark.parametrize("part_layers", [0, 1])
+def test_shared_hooks_are_left_out_if_a_rank_wrote_nothing(tmp_path: Path, writer: Writing, part_layers: int) -> None:
+    wide = ArraySpec("z", "bfloat16", (0, 2), 20, shards=2, part_layers=part_layers)
     values = make_values([wide, EMBED])
     writer.open(tmp_path / "a.zarr", [wide, EMBED], "zstd", facts([wide, EMBED], 0, 2))
     writer.chunk([wide, EMBED], values, 0, CHUNK)

@@ -195,25 +195,27 @@ TP = (
     ArraySpec("resid_pre", "float32", (0, 1), 6),
     ArraySpec("mlp_post", "float32", (1,), 4, shards=2),
 )
+PARTS = ArraySpec("ln1", "bfloat16", (0, 2, 3), 10, shards=2, part_layers=2)
 
 
 @pytest.mark.parametrize("length", [0, 1, 128, 300])
 def test_the_slices_of_two_ranks_read_as_one_array(stores: kit.Store, tmp_path: Path, length: int) -> None:
     other = kit.Store(1 << 20, settings=WriteSettings())
-    values = {s.name: kit.random_bits(s, length) for s in TP}
+    specs = (*TP, PARTS)
+    values = {s.name: kit.random_bits(s, length) for s in specs}
     stores.write(
         tmp_path / "a.zarr",
-        kit.shard_specs(TP, 2, 0),
+        kit.shard_specs(specs, 2, 0),
         length,
         values=values,
         ranks=2,
         wait=False,
     )
-    other.write(tmp_path / "a.zarr", kit.shard_specs(TP, 2, 1), length, values=values, ranks=2, rank=1)
+    other.write(tmp_path / "a.zarr", kit.shard_specs(specs, 2, 1), length, values=values, ranks=2, rank=1)
     assert stores.flush(kit.PATIENCE) and other.shutdown(kit.PATIENCE)
     assert verify_dir(tmp_path) == []
     cap = open_capture(tmp_path / "a.zarr", timeout=0)
-    for spec in TP:
+    for spec in specs:
         np.testing.assert_array_equal(cap.numpy(spec.name), kit.to_float(values[spec.name], spec.dtype))
     assert not list((tmp_path / "a.zarr").glob(".rank*"))
 

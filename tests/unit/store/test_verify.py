@@ -204,6 +204,7 @@ def test_verify_compares_a_store_with_the_line_of_its_beginning(
 EXCHANGED = (
     ArraySpec("k", "bfloat16", (0, 1), 16),
     ArraySpec("v", "bfloat16", (0, 1), 16),
+    ArraySpec("ln1", "bfloat16", (0, 1), 16),
     ArraySpec("embed", "float32", (), 8),
     ArraySpec("logits", "float32", (), 21, per_sample=True),
 )
@@ -243,6 +244,8 @@ BETWEEN_RANKS = {
     "rank 1 of two stores": ("a", "k/c/0/1/1", "b", "k/c/0/1/1"),
     "two ranks of two stores": ("a", "k/c/0/1/0", "b", "k/c/0/1/1"),
     "all ranks of a segment and the next": ("a", "k/c/0/0", "a", "k/c/0/1"),
+    "the layers of two ranks": ("a", "ln1/c/0/0/0", "a", "ln1/c/1/0/0"),
+    "all layers of two ranks": ("a", "ln1/c/0", "a", "ln1/c/1"),
 }
 
 
@@ -251,6 +254,8 @@ def make_pair(root: Path, codec: str, tp: int) -> Path:
     length, samples = 300, 70
     owners = [kit.Store(4 << 20) for _ in range(tp)]
     specs = [replace(s, shards=tp if s.name in ("k", "v") else 1) for s in EXCHANGED]
+    if tp > 1:
+        specs = [replace(s, shards=tp, part_layers=1) if s.name == "ln1" else s for s in specs]
     for seed, name in enumerate("ab"):
         rows = {s.name: samples if s.per_sample else length for s in specs}
         values = {s.name: kit.random_bits(s, rows[s.name], 10 * seed + i) for i, s in enumerate(specs)}
