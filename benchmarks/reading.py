@@ -24,7 +24,7 @@ the environment that `make types TYPES=sae-lens` builds: `.types/sae-lens/bin/py
 | zarr | `Capture.array(hook)[:]`, by zarr-python |
 | export | `dmi export --to saelens` of a fifth of the stores, counted as stored. Left out without `datasets` |
 | read and written | the chunks of that export in order, then writing as many float32 values: twice the bytes read |
-| one rank, two ranks | stores of the same values, of which each rank wrote its part of the columns |
+| one rank, two ranks, two ranks by layer | stores of as many values, each rank's part columns or a layer |
 | open | `open_captures`, then open and close each store |
 """
 
@@ -39,6 +39,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +85,19 @@ BARS = (
     ("export none", "read and written none", 0.7),
     ("export zstd", "read and written zstd", 0.7),
     *(
-        (f"two ranks, {how}", f"one rank, {how}", 0.9)
+        (f"{ranks}, {how}", f"one rank, {how}", 0.9)
+        for ranks in ("two ranks", "two ranks by layer")
         for how in ("whole none", "whole zstd", "random none", "random zstd")
     ),
 )
 """(read, the limit it is compared with, the least part of it)."""
 
 
-def make_stores(directory: Path, codec: str, stores: int, layers: int, ranks: int = 1) -> None:
-    """Finished stores of 256 tokens, with an index. ranks: that wrote them, each its part of the columns."""
+def make_stores(directory: Path, codec: str, stores: int, layers: int, ranks: int = 1, part_layers: int = 0) -> None:
+    """Finished stores of 256 tokens, with an index. ranks: each wrote its columns, or `part_layers` layers."""
     directory.mkdir(parents=True)
-    specs = [ArraySpec(HOOK, "bfloat16", tuple(range(layers)), WIDTH, ranks, rank) for rank in range(ranks)]
+    whole = ArraySpec(HOOK, "bfloat16", tuple(range(layers)), WIDTH, ranks, part_layers=part_layers)
+    specs = [replace(whole, rank=rank) for rank in range(ranks)]
     layouts = [PayloadLayout((spec,), CHUNK, 1024, codec) for spec in specs]
     layout = layouts[0]
     ring = Ring(4 * layout.token_bytes * CHUNK + (1 << 20))
@@ -180,10 +183,11 @@ class Round:
 
     @functools.cached_property
     def of_ranks(self) -> dict[str, Captures]:
-        """The same values, written by one rank and by two."""
-        for ranks, name in enumerate(("one rank", "two ranks"), 1):
-            make_stores(self.root / name, self.codec, self.args.few, 2, ranks)
-        return {name: open_captures(self.root / name) for name in ("one rank", "two ranks")}
+        """As many values, written by one rank and by two."""
+        ways = {"one rank": (1, 0), "two ranks": (2, 0), "two ranks by layer": (2, 1)}
+        for name, way in ways.items():
+            make_stores(self.root / name, self.codec, self.args.few, 2, *way)
+        return {name: open_captures(self.root / name) for name in ways}
 
     @functools.cached_property
     def view(self) -> RowView:

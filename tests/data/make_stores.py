@@ -35,8 +35,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "full": ("bfloat16", ALL_HOOKS, {"codec": "zstd"}),
     "incomplete": ("float32", "resid_pre,q,logits", {"codec": "none", "max_request_bytes": 55_000}),
     "reduced": ("float32", "vllm-full,attention,pattern,-q_rot,-k_rot", {"codec": "lz4", "reduce": REDUCE}),
+    "shared": ("float32", "hidden-states,z", {"codec": "zstd"}),
 }
 """Of each directory: dtype, hooks and options."""
+RANKS = {"shared": {"in_process": False, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}}
+"""Engine arguments of a directory."""
 
 
 def facts(store: Path) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def facts(store: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    for name, value in ENV.items():
+    for name, value in {**ENV, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}.items():
         os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory() as folder:
         root, found = Path(folder), {}
@@ -58,7 +61,7 @@ def main() -> None:
             run = Run(root / name)
             kv = {"include_output_tokens": True, "dmi": {"key": name}}
             args = capture_args(hooks, run.store_dir, "target", **SMALL, **options)
-            with engine(model, enforce_eager=True, dtype=dtype, **args) as llm:
+            with engine(model, enforce_eager=True, dtype=dtype, **args, **RANKS.get(name, {})) as llm:
                 generate(llm, run, {name: Ask(prompt(21), kv, {"max_tokens": 6})})
             found[name] = facts(run.store(name))
         target = Path(__file__).parent / f"stores-{FORMAT_VERSION}"
