@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("vllm")
 from dmi_connector.engine.coverage import UNWRITTEN
 from dmi_connector.engine.messages import Open, Rows, Sample, StepMetadata
+from dmi_connector.engine.transfer.chunk_layout import chunk_layout
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport
 from dmi_connector.engine.transfer.exporter import Exporter
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
@@ -444,6 +445,29 @@ def test_logits_take_the_lane_behind_the_rows_of_their_step(gpu: Any) -> None:
     kit.until(lambda: client.rows_given)
     assert client.rows_given == [[]] and len(a.chunks) == 1 and noted.chunks == []
     exporter.client = None
+
+
+@pytest.mark.parametrize(
+    ("layers", "part", "mine"),
+    [
+        ((0, 1, 2, 3), 2, ([0], [1])),
+        ((1, 2), 1, ([0], [1])),
+        ((1, 2, 3), 1, ([0], [1, 2])),
+        ((0, 1), 0, ([0], [])),
+        ((3,), 0, ([], [0])),
+    ],
+)
+def test_files_of_a_narrower_capture_have_layers_of_one_rank(
+    tmp_path: Path, layers: tuple[int, ...], part: int, mine: tuple[list[int], list[int]]
+) -> None:
+    """The first rank has layers 0 and 1 of four."""
+    for rank in (0, 1):
+        exporter = make_exporter(tmp_path, 8, rank=rank, tp=2, hooks="resid_pre", sink="null")
+        layout = chunk_layout(exporter.context, {"resid_pre": layers}, rank).payload
+        assert [spec.rank for spec in layout.arrays] == mine[rank]
+        assert {spec.part_layers for spec in layout.arrays} <= {part}
+        assert [spec.layers for spec in layout.elsewhere] == ([layers] if rank == 0 and not mine[0] else [])
+        exporter.ring.close()
 
 
 @pytest.mark.parametrize("hooks", ["vllm-full", "resid_pre,q,k,z,logits", "resid_pre"])

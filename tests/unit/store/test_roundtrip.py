@@ -220,6 +220,23 @@ def test_the_slices_of_two_ranks_read_as_one_array(stores: kit.Store, tmp_path: 
     assert not list((tmp_path / "a.zarr").glob(".rank*"))
 
 
+@pytest.mark.parametrize(("length", "first"), [(40, 0), (300, 0), (300, 1)])
+def test_a_rank_may_write_several_runs_of_the_layers(
+    stores: kit.Store, tmp_path: Path, length: int, first: int
+) -> None:
+    """As where a request takes layers that the server's runs do not divide evenly. first: who writes the first one."""
+    runs = [replace(PARTS, shards=3, part_layers=1, rank=rank) for rank in range(3)]
+    other, values = kit.Store(), {PARTS.name: kit.random_bits(PARTS, length)}
+    mine, theirs = (runs[:1], runs[1:]) if first == 0 else (runs[1:], runs[:1])
+    stores.write(tmp_path / "a.zarr", mine, length, values=values, ranks=2, wait=False)
+    other.write(tmp_path / "a.zarr", theirs, length, values=values, ranks=2, rank=1)
+    assert stores.flush(kit.PATIENCE) and other.shutdown(kit.PATIENCE)
+    assert verify_dir(tmp_path) == []
+    cap = open_capture(tmp_path / "a.zarr", timeout=0)
+    np.testing.assert_array_equal(cap.numpy("ln1"), kit.to_float(values["ln1"], "bfloat16"))
+    np.testing.assert_array_equal(cap.numpy("ln1", 2), kit.to_float(values["ln1"][1], "bfloat16"))
+
+
 @pytest.mark.parametrize("length", [0, 40, 300])
 def test_a_hook_that_another_rank_writes_whole_is_in_the_store(stores: kit.Store, tmp_path: Path, length: int) -> None:
     z, resid, mlp = TP
