@@ -27,7 +27,7 @@ class Machine:
     """A node. Its defaults are assumptions."""
 
     cores: float = _assumed(16, "cores for each GPU, one of them kept busy by the engine")
-    core_cost: float = _assumed(2, "CPU seconds there for one where costs were measured")
+    core_cost: float = _assumed(1.5, "CPU seconds there for one where costs were measured")
     memory: float = _assumed(400, "GB/s of main memory")
     disk: float = _assumed(20, "GB/s into the file system")
     link: float = _assumed(50, "GB/s off each GPU")
