@@ -214,7 +214,9 @@ def test_the_page_about_scale_has_the_prediction_for_a_node() -> None:
         assert one["cores"] == pytest.approx(15 / 16 * one["writers"])
         stored = eight["disk"] * size / found["costs"][case][codec]["DP 8"]["compression"]
         assert stored == pytest.approx(20e9) and eight["disk"] < eight["memory"]
-    slower = node_limits.limits(found, cases[0], "zstd", "DP 8", replace(machine, core_cost=2 * machine.core_cost, disk=10))
+    slower = node_limits.limits(
+        found, cases[0], "zstd", "DP 8", replace(machine, core_cost=2 * machine.core_cost, disk=10)
+    )
     before = node_limits.limits(found, cases[0], "zstd", "DP 8", machine)
     halved = {"cores", "writers", "coordinator", "index", "disk"}
     assert {name for name in before if slower[name] == pytest.approx(before[name] / 2)} == halved
