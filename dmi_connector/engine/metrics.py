@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters and gauges of captures for vLLM's Prometheus endpoint and its log (docs/OPERATIONS.md).
 
-Once a step vLLM asks both halves of the connector what changed (`CaptureStats`). It joins the answers of all ranks and
-hands them to the process that serves /metrics (`CaptureProm`).
+Once a step vLLM asks both halves of the connector what changed (`CaptureStats`). Ranks answer in steps in which they
+report (`StepMetadata`): at least one in STEPS_TOGETHER. vLLM joins the answers of all ranks. The process that serves
+/metrics gets them (`CaptureProm`).
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class CaptureProm(KVConnectorPromMetrics):
 
 
 class Meter:
-    """Finds the changes on one worker. The engine's thread calls it once a step."""
+    """Finds the changes on one worker. The engine's thread calls it in steps in which ranks report."""
 
     def __init__(self, exporter: Exporter) -> None:
         self._exporter = exporter
