@@ -20,7 +20,8 @@
 #   sustained   always busy: hidden-states of both owners, a narrow selection (7 minutes)
 #   sustained-full, sustained-int8, sustained-long   always busy: the full surface; int8; prompts of 4,000 tokens, cached
 #               prompts, and int8 of everything
-#   sustained-pieces, sustained-codecs, sustained-without   always busy: vLLM's default graphs; codecs; mechanisms switched off
+#   sustained-pieces, sustained-codecs, sustained-without, sustained-reports   always busy: vLLM's default graphs; codecs;
+#               mechanisms switched off; when rows leave and ranks report
 # For the next phases the package must be installed: workers find it by its entry point. GPUS: how many there are (2).
 #   sustained-ranks   always busy, tensor parallel on GPUs of 139 GiB (9 minutes)
 #   sustained-32b, sustained-70b   the same with the shapes of a 32B or 70B model (benchmarks.shapes; 5 minutes)
@@ -169,6 +170,10 @@ for phase in "$@"; do
       busy sustained-without '{"stock": 4, "*": 9}' \
         'stock,hidden-states zstd,hidden-states zstd without pace,hidden-states zstd without idle,hidden-states zstd without copies,hidden-states zstd without branch' \
         short64 --repeat 3 ;;
+    sustained-reports)
+      busy sustained-reports '{"stock": 4, "*": 9}' \
+        'stock,hidden-states zstd,hidden-states zstd draft,hidden-states zstd without prompts,hidden-states zstd without reports' \
+        short64 --repeat 3 --profile 2 ;;
     models)
       python3 -m benchmarks.shapes /tmp/dmi-shapes >/dev/null
       few='{"gpu_memory_utilization": 0.03, "max_num_seqs": 64, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}'

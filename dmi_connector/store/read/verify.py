@@ -259,7 +259,7 @@ class _Check:
         per_sample = len(document["shape"]) == 2
         length = document["shape"][-2]
         layers, reduce = tuple(hook["layers"]), hook.get("reduce")
-        part = hook.get("part_layers", 0)
+        part = int(hook.get("part_layers", 0))
         shards = -(-max(1, len(layers)) // part) if part else hook["shards"]
         spec = ArraySpec(name, hook["dtype"], layers, hook["width"], shards, 0, per_sample, reduce, part)
         grid = Grid(attrs["chunk_tokens"], attrs["segment_tokens"])
