@@ -17,7 +17,7 @@ from dmi_connector.hooks import HOOKS
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.repair import repair
 from tests.engine.check import check_store, hooks_of
-from tests.engine.faults import Live, check_rows, kill, many, processes, until
+from tests.engine.faults import Live, check_rows, gone, kill, many, processes, until
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
@@ -72,9 +72,11 @@ def run(
             live = Live(llm, run, oracle("qwen3"))
             answers = live.begin(many("killed", 8, tokens=370))
             until(lambda: any(both_wrote(path) for path in live.partials("killed")), "a rank has written nothing")
+            writing = processes("dmi-")  # which processes() does not find once the engine has ended
             kill(processes("Worker_TP1"))
             with pytest.raises(EngineDeadError):
                 answers.result(120)
+            gone(writing, 120)
     return run
 
 
@@ -101,7 +103,6 @@ def test_the_rows_of_a_killed_rank_are_salvaged_with_those_of_the_other(
     """The engine ended with an error. No store became whole, as nobody knows what the killed rank still had. Where it
     had written nothing of a request, hooks that both ranks share are lost.
     """
-    until(lambda: not processes("dmi-"), "coordinators and writers have not ended")
     killed = [info for info in find_captures(run.store_dir) if str(info.key).startswith("killed")]
     assert [info.state for info in killed] == ["unfinished"] * 8
     outcomes = repair(run.store_dir)
