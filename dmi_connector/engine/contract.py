@@ -25,9 +25,13 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.v1.spec_decode.extract_hidden_states:ExtractHiddenStatesProposer.propose",
         "V1 runner: replaced by one that proposes no draft token, where our draft is loaded",
     ),
+    "sampling": (
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
+        "V2 runner: runs without the speculator, where our draft is loaded",
+    ),
     "speculator": (
-        "vllm.v1.worker.gpu.spec_decode.extract_hidden_states:ExtractHiddenStatesSpeculator.propose",
-        "V2 runner: replaced by one that copies no hidden states, where our draft is loaded",
+        "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model",
+        "V2 runner: has the draft as `model`",
     ),
     "backend": (
         "vllm.model_executor.models.extract_hidden_states:CacheOnlyAttentionBackend.get_impl_cls",
@@ -346,33 +350,25 @@ def schedule_no_drafts() -> None:
         ExtractHiddenStatesProposer.propose = propose
 
 
-def skip_propose() -> None:
-    """V2 runner: let the extract_hidden_states speculator return the sampled tokens and copy nothing.
+def sample_without_drafts() -> None:
+    """V2 runner: sample without the speculator where our draft is loaded.
 
-    No drafts are scheduled, but vLLM's own still stacks and copies hidden states in every step.
+    No drafts are scheduled. vLLM still proposes some in every step, and puts them aside.
     """
-    from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    def propose(
-        self: Any,
-        input_batch: Any,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: Any,
-        aux_hidden_states: Any,
-        num_sampled: Any,
-        num_rejected: Any,
-        last_sampled: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """The last sampled token of each request, int tensor [batch, 1], as vLLM's own returns."""
-        if not getattr(self.model, "dmi_active", False):
-            before = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, num_rejected)
-            return original(self, input_batch, *before, last_sampled, *args, **kwargs)
-        return last_sampled[input_batch.idx_mapping, :1]
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's own."""
+        speculator, steps = self.speculator, self.num_speculative_steps
+        if not getattr(getattr(speculator, "model", None), "dmi_active", False):
+            return original(self, *args, **kwargs)
+        self.speculator, self.num_speculative_steps = None, 0
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.speculator, self.num_speculative_steps = speculator, steps
 
-    original = ExtractHiddenStatesSpeculator.propose
+    original = GPUModelRunner.sample_tokens
     if not getattr(original, "dmi_silent", False):
-        propose.dmi_silent = True  # type: ignore[attr-defined]
-        ExtractHiddenStatesSpeculator.propose = propose
+        sample_tokens.dmi_silent = True  # type: ignore[attr-defined]
+        GPUModelRunner.sample_tokens = sample_tokens

@@ -109,7 +109,7 @@ class ExtractHiddenStatesModel(stock.ExtractHiddenStatesModel):
         nn.Module.__init__(self)
         self.dmi_active = True
         if vllm_config.use_v2_model_runner:
-            contract.skip_propose()
+            contract.sample_without_drafts()
         else:
             contract.schedule_no_drafts()
         context = capture_context(vllm_config)
