@@ -16,7 +16,8 @@ from functools import cached_property
 from typing import Any
 
 from dmi_connector.dtypes import ITEMSIZE
-from dmi_connector.hooks import ALIASES, HOOKS, Hook, ModelDims, Selection, hook_dtype
+from dmi_connector.hooks import ALIASES, HOOKS, ModelDims, Selection, hook_dtype
+from dmi_connector.ranks import Place, shard_of, writers_of_whole
 from dmi_connector.reduce import ReduceError, Reduction, parse
 from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.settings import CODECS
@@ -44,8 +45,6 @@ AXES = "mrope_positions"
 
 RESERVED = (*TOKEN_ARRAYS, "logits_positions")
 """Names of arrays that stores have themselves: no hook array may take them."""
-_UNEVEN = 1.1
-"""So much longer than the mean may a rank's row be."""
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
 """Names that arrays may have: each is a directory of the store."""
 
@@ -76,86 +75,6 @@ class RowField:
         """Bytes it takes in the row, without padding."""
         dtype, width = self.stored
         return width * ITEMSIZE[dtype]
-
-
-@dataclass(frozen=True)
-class HookShard:
-    """How a hook's width is split over ranks: into `shards` slices of `width` elements. This rank has slice `shard`.
-
-    owner is False where another rank has the same slice and writes it. Of a hook that all ranks have whole, the first
-    rank is the owner here; `writers_of_whole` shares these out.
-    """
-
-    width: int
-    shards: int
-    shard: int
-    owner: bool
-
-
-def shard_of(hook: Hook, dims: ModelDims, tp: int, rank: int) -> HookShard:
-    """The split of `hook` over `tp` ranks, the same as vLLM's. With fewer KV heads than ranks, ranks share KV heads."""
-    width = dims.width(hook)
-    if not hook.sharded or tp == 1:
-        return HookShard(width, 1, 0, rank == 0)
-    if hook.width == "K" and dims.kv_heads < tp:
-        copies = tp // dims.kv_heads
-        return HookShard(dims.head_dim, dims.kv_heads, rank // copies, rank % copies == 0)
-    return HookShard(width // tp, tp, rank, True)
-
-
-Place = tuple[str, int]
-"""A hook and a layer."""
-
-
-def writers_of_whole(fields: Sequence[RowField], logits: int, dims: ModelDims, tp: int) -> dict[Place, int]:
-    """Which rank writes each layer of each hook that all ranks have whole, so that ranks have rows of about one length.
-
-    The largest hook is given out first, always to the rank that has the fewest bytes. While that leaves a rank with
-    more than _UNEVEN of the mean, the layers of its largest hook are shared out among all ranks, in runs, if it helps.
-
-    fields: of a row with all hooks. logits: bytes of a row of logits, which rank 0 writes.
-    """
-    whole: dict[str, list[RowField]] = {}
-    rows = [0] * tp
-    for row_field in fields:
-        shards = [shard_of(HOOKS[row_field.hook], dims, tp, rank) for rank in range(tp)]
-        if shards[0].shards == 1:
-            whole.setdefault(row_field.hook, []).append(row_field)
-            continue
-        for rank, shard in enumerate(shards):
-            rows[rank] += row_field.nbytes * shard.owner
-    sizes = {name: sum(f.nbytes for f in parts) for name, parts in whole.items()}
-    apart: set[str] = set()  # hooks whose layers are shared out
-    found, held = _given_out(whole, sizes, apart, rows, logits)
-    while max(held) * tp > _UNEVEN * sum(held):
-        largest = held.index(max(held))
-        able = [name for name in sizes if name not in apart and len(whole[name]) > 1]
-        able = [name for name in able if found[name, whole[name][0].layer] == largest]
-        if not able:
-            break
-        apart = apart | {max(able, key=lambda name: sizes[name])}
-        shared, then = _given_out(whole, sizes, apart, rows, logits)
-        if max(then) >= max(held):
-            break
-        found, held = shared, then
-    return found
-
-
-def _given_out(
-    whole: Mapping[str, list[RowField]], sizes: Mapping[str, int], apart: set[str], rows: Sequence[int], logits: int
-) -> tuple[dict[Place, int], list[int]]:
-    """(the rank of each layer of each whole hook, bytes of a row on each rank). rows: bytes of other hooks."""
-    found: dict[Place, int] = {}
-    held, ranks = [*rows], range(len(rows))
-    load = lambda rank: held[rank] + (0 if rank else logits)  # noqa: E731
-    for name in sorted(sizes, key=lambda name: (name not in apart, -sizes[name])):
-        each = -(-len(whole[name]) // len(rows)) if name in apart else len(whole[name])
-        takers = sorted(ranks, key=load)
-        for rank, first in zip(takers, range(0, len(whole[name]), each), strict=False):
-            for row_field in whole[name][first : first + each]:
-                found[name, row_field.layer] = rank
-                held[rank] += row_field.nbytes
-    return found, held
 
 
 @dataclass(frozen=True)
@@ -231,7 +150,7 @@ def row_layouts(
         fields.append(RowField(name, layer, hook_dtype(hook, dtype), width, 0, reduction))
     sampled = [HOOKS[name] for name in selection.hooks.keys() - selection.row_hooks.keys()]
     logits = sum(dims.width(hook) * ITEMSIZE[hook_dtype(hook, dtype)] for hook in sampled)
-    writer = writers_of_whole(fields, logits, dims, tp)
+    writer = writers_of_whole({(f.hook, f.layer): f.nbytes for f in fields}, logits, dims, tp)
     packed = [
         _pack([f for f in fields if writer.get((f.hook, f.layer), rank) == rank or f.hook == AXES])
         for rank in range(tp)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.hooks import HOOKS, Selection, hook_dtype
-from dmi_connector.layout import TOKEN_ARRAYS, shard_of
+from dmi_connector.layout import TOKEN_ARRAYS
+from dmi_connector.ranks import shard_of
 from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store.format.paths import make_directory
 from dmi_connector.store.write.retention import measure, read_usage

@@ -30,8 +30,8 @@ from dmi_connector.layout import (
     ROW_BYTES_ALIGN,
     hook_reductions,
     row_layouts,
-    shard_of,
 )
+from dmi_connector.ranks import shard_of
 from dmi_connector.reduce import ReduceError
 
 DENSE = ModelDims("Dense", 8, hidden=64, heads=4, kv_heads=2, head_dim=32, intermediate=96, vocab=512)

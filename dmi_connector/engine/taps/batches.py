@@ -19,7 +19,8 @@ from dmi_connector.engine.taps.compilation import Compilation
 from dmi_connector.engine.taps.deferred import DeferredReductions
 from dmi_connector.engine.taps.op import Place, stand_for
 from dmi_connector.hooks import HOOKS
-from dmi_connector.layout import RowField, shard_of
+from dmi_connector.layout import RowField
+from dmi_connector.ranks import shard_of
 
 _LASTING = frozenset(("resid_pre", "resid_mid", "q", "k"))
 """Hooks whose values nothing overwrites later in a compiled forward: taps read copies of them."""

@@ -11,7 +11,8 @@ import numpy as np
 
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.hooks import HOOKS, hook_dtype
-from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout, shard_of
+from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout
+from dmi_connector.ranks import shard_of
 
 
 @dataclass(frozen=True, eq=False)

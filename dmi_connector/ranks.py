@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensor-parallel rank has which slice of a hook, and which rank writes what all ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dmi_connector.hooks import HOOKS, Hook, ModelDims
+
+Place = tuple[str, int]
+"""A hook and a layer."""
+
+_UNEVEN = 1.1
+"""A rank's row may be this many times as long as the mean."""
+
+
+@dataclass(frozen=True)
+class HookShard:
+    """How a hook's width is split over ranks: into `shards` slices of `width` elements. This rank has slice `shard`.
+
+    owner is False where another rank has the same slice and writes it. Of a hook that all ranks have whole, the first
+    rank is the owner here; `writers_of_whole` shares these out.
+    """
+
+    width: int
+    shards: int
+    shard: int
+    owner: bool
+
+
+def shard_of(hook: Hook, dims: ModelDims, tp: int, rank: int) -> HookShard:
+    """The split of `hook` over `tp` ranks, the same as vLLM's. With fewer KV heads than ranks, ranks share KV heads."""
+    width = dims.width(hook)
+    if not hook.sharded or tp == 1:
+        return HookShard(width, 1, 0, rank == 0)
+    if hook.width == "K" and dims.kv_heads < tp:
+        copies = tp // dims.kv_heads
+        return HookShard(dims.head_dim, dims.kv_heads, rank // copies, rank % copies == 0)
+    return HookShard(width // tp, tp, rank, True)
+
+
+def writers_of_whole(nbytes: Mapping[Place, int], logits: int, dims: ModelDims, tp: int) -> dict[Place, int]:
+    """Which rank writes each layer of each hook that all ranks have whole, so that ranks have rows of about one length.
+
+    The largest hook is given out first, always to the rank that has the fewest bytes. While that leaves a rank with
+    more than _UNEVEN of the mean, the layers of its largest hook are shared out among all ranks, in runs, if it helps.
+
+    nbytes: on one rank, of each selected hook and layer, in the order of the rows. logits: bytes of a row of logits,
+    which rank 0 writes.
+    """
+    whole: dict[str, dict[int, int]] = {}  # bytes of each layer
+    rows = [0] * tp
+    for (name, layer), size in nbytes.items():
+        shards = [shard_of(HOOKS[name], dims, tp, rank) for rank in range(tp)]
+        if shards[0].shards == 1:
+            whole.setdefault(name, {})[layer] = size
+            continue
+        for rank, shard in enumerate(shards):
+            rows[rank] += size * shard.owner
+    sizes = {name: sum(layers.values()) for name, layers in whole.items()}
+    apart: set[str] = set()  # hooks whose layers are shared out
+    found, held = _give_out(whole, apart, rows, logits)
+    while max(held) * tp > _UNEVEN * sum(held):
+        largest = held.index(max(held))
+        able = [name for name in sizes if name not in apart and len(whole[name]) > 1]
+        able = [name for name in able if found[name, next(iter(whole[name]))] == largest]
+        if not able:
+            break
+        apart = apart | {max(able, key=lambda name: sizes[name])}
+        shared, then = _give_out(whole, apart, rows, logits)
+        if max(then) >= max(held):
+            break
+        found, held = shared, then
+    return found
+
+
+def _give_out(
+    whole: Mapping[str, Mapping[int, int]], apart: set[str], rows: Sequence[int], logits: int
+) -> tuple[dict[Place, int], list[int]]:
+    """(the rank of each layer of each whole hook, bytes of a row on each rank).
+
+    whole: bytes of each layer. apart: hooks whose layers all ranks share. rows: bytes of other hooks on each rank.
+    """
+    found: dict[Place, int] = {}
+    held = [*rows]
+    load = lambda rank: held[rank] + (0 if rank else logits)  # noqa: E731
+    for name in sorted(whole, key=lambda name: (name not in apart, -sum(whole[name].values()))):
+        layers = list(whole[name].items())
+        run = -(-len(layers) // len(rows)) if name in apart else len(layers)
+        takers = sorted(range(len(rows)), key=load)
+        for rank, first in zip(takers, range(0, len(layers), run), strict=False):
+            for layer, size in layers[first : first + run]:
+                found[name, layer] = rank
+                held[rank] += size
+    return found, held
