@@ -101,6 +101,7 @@ class Tracker:
         self.context = context
         self.keep_rows = keep_rows
         self.block_size = block_size
+        self._in_block = np.arange(block_size)
         self.tracked: dict[str, Tracked] = {}
         self.refused: dict[str, str] = {}
         self.held: dict[str, int] = {}  # blocks of ended requests, until their rows are gathered
@@ -267,9 +268,10 @@ class Tracker:
 
     def _rows(self, tracked: Tracked, start: int, stop: int, blocks: list[int]) -> Rows:
         """The rows of positions [start, stop)."""
-        positions = np.arange(start, stop, dtype=np.int64)
-        table = np.asarray(blocks, dtype=np.int64)
-        slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
+        size = self.block_size
+        before = start // size
+        firsts = np.multiply(blocks[before : -(-stop // size)], size)
+        slots = np.add.outer(firsts, self._in_block).ravel()[start - before * size : stop - before * size]
         self.handed += stop - start
         return Rows(tracked.capture, start - tracked.params.start, slots)
 

@@ -119,6 +119,8 @@ class Exporter:
             self._export_due()
         if self.ending:
             self._end_gathered()
+        if metadata.report and self.client is not None:
+            self.client.send_held()
 
     def take_report(self) -> Report:
         """What is new for the scheduler."""
@@ -135,11 +137,11 @@ class Exporter:
         layout, out = self._layout(message.hooks), None
         if self.client is not None:
             if layout not in self.registered:
-                self.registered[layout] = self.client.register(layout.payload)
+                self.registered[layout] = self.client.register(layout.payload, self.store_attrs)
             out = self.client.open_capture(
                 self.registered[layout],
                 message.path,
-                {**self.store_attrs, **message.attrs, "start": message.start},
+                {**message.attrs, "start": message.start},
                 message.request_id,
                 message.key,
                 self.rank,

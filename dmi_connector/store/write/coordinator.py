@@ -13,6 +13,7 @@ answers     ready, free (extents of the ring), done (a capture), upload (counts)
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -44,12 +45,18 @@ logger = logging.getLogger(__name__)
 
 _LAST_ANSWERS_S = 10.0
 """Time to write the last answers at the end."""
+_ENDS_WAIT_S = 0.05
+"""Ends of captures wait for other answers for so long."""
 IDLE_S = 1.0
 """How often an idle coordinator checks that the engine lives."""
 
 
 class Outbox:
-    """Answers to the engine, written by a thread of its own. Freed extents travel together."""
+    """Answers to the engine, written by a thread of its own. Freed extents travel together.
+
+    Each answer wakes a thread in the engine's process. So ends of captures wait for other answers, for _ENDS_WAIT_S at
+    most.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -70,8 +77,10 @@ class Outbox:
         running = True
         while running:
             batch = [self._queue.get()]
-            while not self._queue.empty():
-                batch.append(self._queue.get())
+            until = time.monotonic() + _ENDS_WAIT_S
+            while not self._queue.empty() or (all(map(_is_end, batch)) and time.monotonic() < until):
+                with contextlib.suppress(queue.Empty):
+                    batch.append(self._queue.get(timeout=max(0.0, until - time.monotonic())))
             running = None not in batch
             messages = [m for m in batch if isinstance(m, dict)]
             if free := [n for n in batch if isinstance(n, int)]:
@@ -80,6 +89,11 @@ class Outbox:
                 write_all(self._fd, b"".join(pack(m) for m in messages))
             except BrokenPipeError:
                 return  # the engine is gone: the main thread sees it too
+
+
+def _is_end(answer: Message | int | None) -> bool:
+    """Whether an answer says that a capture has ended."""
+    return isinstance(answer, dict) and "done" in answer
 
 
 class RemoteRing(RingBase):
@@ -118,6 +132,7 @@ class Coordinator:
         self.records: dict[int, CaptureRecord] = {}
         self.broken: dict[int, str] = {}  # captures that could not be opened, and why
         self._numbers: dict[CaptureRecord, int] = {}
+        self._attrs: dict[int, dict[str, Any]] = {}  # of all stores of a layout
         self.uploads: Uploads | None = None
         if settings.upload:
             self.uploads = Uploads(UploadSettings(**settings.upload), settings.file_mode, self._note, self._count)
@@ -140,12 +155,12 @@ class Coordinator:
         logger.exception("dmi: a message of capture %s failed", id)
         self.outbox.put({"note": f"{type(error).__name__}: {error}"})
 
-    def _layout(self, layout: dict[str, Any]) -> None:
-        self.captures.register(PayloadLayout.from_json(layout))
+    def _layout(self, layout: dict[str, Any], attrs: dict[str, Any]) -> None:
+        self._attrs[self.captures.register(PayloadLayout.from_json(layout))] = attrs
 
-    def _open(self, id: int, **capture: Any) -> None:
+    def _open(self, id: int, layout: int, attrs: dict[str, Any], **capture: Any) -> None:
         try:
-            record = self.captures.open(**capture)
+            record = self.captures.open(layout, attrs={**self._attrs.get(layout, {}), **attrs}, **capture)
         except Exception as error:
             self.broken[id] = f"{type(error).__name__}: {error}"
             raise

@@ -85,7 +85,7 @@ def test_a_store_is_opened_with_what_the_scheduler_and_the_server_say(make: Make
     exporter = make(tp=2, rank=1)
     opened: list[tuple[Any, ...]] = []
     exporter.client = SimpleNamespace(  # type: ignore[assignment]
-        register=lambda layout: opened.append((layout,)) or 5, open_capture=lambda *what: opened.append(what)
+        register=lambda *what: opened.append(what) or 5, open_capture=lambda *what: opened.append(what)
     )
     for number in (1, 2):
         hooks = dict(exporter.context.selection.hooks)
@@ -93,13 +93,24 @@ def test_a_store_is_opened_with_what_the_scheduler_and_the_server_say(make: Make
         exporter.before_forward(StepMetadata(opens=[message]))
     exporter.client = None
     [layout] = exporter.layouts.values()
-    attrs = {**exporter.store_attrs, "prompt_len": 20, "start": 3}
+    attrs = {"prompt_len": 20, "start": 3}
     assert opened == [
-        (layout.payload,),
+        (layout.payload, exporter.store_attrs),
         (5, "/x/1.zarr", attrs, "r1", "key", 1, 2, 17),
         (5, "/x/2.zarr", attrs, "r2", "key", 1, 2, 17),
     ]
     assert [(c.number, c.start, c.checked) for c in exporter.captures.values()] == [(1, 3, False), (2, 3, False)]
+
+
+def test_captures_that_begin_are_sent_in_steps_in_which_ranks_report(make: Make) -> None:
+    exporter = make()
+    sent: list[bool] = []
+    exporter.client = SimpleNamespace(send_held=lambda: sent.append(True))  # type: ignore[assignment]
+    exporter.after_forward(StepMetadata())
+    assert not sent
+    exporter.after_forward(StepMetadata(report=True))
+    exporter.client = None
+    assert sent == [True]
 
 
 def test_the_last_rows_are_exported_before_the_capture_is_closed(make: Make) -> None:

@@ -22,11 +22,12 @@ from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.schema import hooks_attribute
 from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.index import find_captures, read_index
+from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.client import StoreClient
 from dmi_connector.store.write.commit import Commit
-from dmi_connector.store.write.coordinator import RemoteRing
-from dmi_connector.store.write.messages import pack_array
+from dmi_connector.store.write.coordinator import Outbox, RemoteRing
+from dmi_connector.store.write.messages import Decoder, pack_array
 from dmi_connector.store.write.repair import repair
 from dmi_connector.store.write.ring import Ring
 from dmi_connector.store.write.settings import WriteSettings
@@ -102,6 +103,52 @@ def test_rows_of_another_request_are_found(client: StoreClient, tmp_path: Path, 
     assert client.flush(PATIENCE) and capture.state == "incomplete" and reason in str(capture.reason)
     assert client.stats()["incomplete"] == client.counts()["incomplete.other"] == 1 and client.stats()["complete"] == 0
     assert not open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True).complete
+
+
+def test_a_capture_that_begins_is_sent_with_the_next_message(client: StoreClient, tmp_path: Path) -> None:
+    """With those that began before it, and with the root attributes of its layout."""
+    layout = client.register(PayloadLayout((Q,)), {"model": "tiny", "seed": None})
+    first, second = (
+        client.open_capture(layout, str(tmp_path / f"{n}.zarr"), {"prompt_len": 3, "seed": n}) for n in range(2)
+    )
+    second.close(0, {}, [])
+    until(lambda: second.state == "complete")
+    assert [info.store.name for info in find_captures(tmp_path)] == ["0.zarr", "1.zarr"]
+    third = client.open_capture(layout, str(tmp_path / "2.zarr"), {"prompt_len": 3})
+    client.send_held()
+    until(lambda: len(find_captures(tmp_path)) == 3)
+    for capture in (first, third):
+        capture.close(0, {}, [])
+    assert client.flush(PATIENCE) and first.state == third.state == "complete"
+    attrs = [read_attrs(tmp_path / f"{n}.zarr") for n in range(3)]
+    assert [(one["model"], one["seed"]) for one in attrs] == [("tiny", 0), ("tiny", 1), ("tiny", None)]
+
+
+def test_captures_that_nobody_fed_are_known_after_the_shutdown(tmp_path: Path) -> None:
+    client = StoreClient(1 << 20, 1)
+    client.open_capture(client.register(PayloadLayout((Q,))), str(tmp_path / "a.zarr"), {"prompt_len": 3})
+    assert client.shutdown(PATIENCE)
+    [found] = find_captures(tmp_path)
+    assert found.state == "incomplete"
+
+
+def test_ends_of_captures_travel_with_other_answers() -> None:
+    """Alone they wait for a moment. A reader sees the order in which they were put."""
+    reader, writer = os.pipe()
+    outbox = Outbox(writer)
+    ends = [{"done": n} for n in range(3)]
+    for end in ends:
+        outbox.put(end)
+    outbox.put(7)
+    decoder, found = Decoder(), []
+    while {"free": [7]} not in found:
+        found += list(decoder.feed(os.read(reader, 1 << 16)))
+    assert found == [*ends, {"free": [7]}]
+    outbox.put({"done": 4})
+    assert list(decoder.feed(os.read(reader, 1 << 16))) == [{"done": 4}], "no other answer came"
+    outbox.close()
+    os.close(reader)
+    os.close(writer)
 
 
 def test_a_capture_that_cannot_be_opened_fails_alone(client: StoreClient, tmp_path: Path) -> None:
