@@ -5,8 +5,8 @@
 
 Requests come and go as under `benchmarks.sustained` (64 in flight, 128 + 384 tokens, a step each 5 ms). Scheduler half,
 worker half, coordinator and writers are real; CUDA is played by CPU memory (tests/lanekit.py), and payloads have
-random values behind true headers. Measured are the calls that vLLM would make, and the time on a core of our threads beside them.
-All stores are checked.
+random values behind true headers. Measured are the calls that vLLM would make, and the time on a
+core of our threads beside them. All stores are checked.
 """
 
 from __future__ import annotations

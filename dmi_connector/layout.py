@@ -151,10 +151,12 @@ def row_layouts(
     sampled = [HOOKS[name] for name in selection.hooks.keys() - selection.row_hooks.keys()]
     logits = sum(dims.width(hook) * ITEMSIZE[hook_dtype(hook, dtype)] for hook in sampled)
     writer = writers_of_whole({(f.hook, f.layer): f.nbytes for f in fields}, logits, dims, tp)
-    packed = [
-        _pack([f for f in fields if writer.get((f.hook, f.layer), rank) == rank or f.hook == AXES])
-        for rank in range(tp)
-    ]
+
+    def writes(rank: int, f: RowField) -> bool:
+        owner = shard_of(HOOKS[f.hook], dims, tp, rank).owner
+        return writer.get((f.hook, f.layer), rank if owner else None) == rank or f.hook == AXES
+
+    packed = [_pack([f for f in fields if writes(rank, f)]) for rank in range(tp)]
     longest = max(nbytes for _, nbytes in packed)
     return tuple(RowLayout(mine, longest, writer) for mine, _ in packed)
 

@@ -44,7 +44,8 @@ def writers_of_whole(nbytes: Mapping[Place, int], logits: int, dims: ModelDims, 
     """Which rank writes each layer of each hook that all ranks have whole, so that ranks have rows of about one length.
 
     The largest hook is given out first, always to the rank that has the fewest bytes. While that leaves a rank with
-    more than _UNEVEN of the mean, the layers of its largest hook are shared out among all ranks, in runs, if it helps.
+    more than _UNEVEN of the mean, the layers of its largest hook are shared out among all ranks, in runs. What gives
+    the shortest row of all that was tried is taken.
 
     nbytes: on one rank, of each selected hook and layer, in the order of the rows. logits: bytes of a row of logits,
     which rank 0 writes.
@@ -58,21 +59,18 @@ def writers_of_whole(nbytes: Mapping[Place, int], logits: int, dims: ModelDims, 
             continue
         for rank, shard in enumerate(shards):
             rows[rank] += size * shard.owner
-    sizes = {name: sum(layers.values()) for name, layers in whole.items()}
     apart: set[str] = set()  # hooks whose layers are shared out
-    found, held = _give_out(whole, apart, rows, logits)
+    found, held = best = _give_out(whole, apart, rows, logits)
     while max(held) * tp > _UNEVEN * sum(held):
-        largest = held.index(max(held))
-        able = [name for name in sizes if name not in apart and len(whole[name]) > 1]
-        able = [name for name in able if found[name, next(iter(whole[name]))] == largest]
+        able = [name for name in whole if name not in apart and len(whole[name]) > 1]
+        able = [name for name in able if held[found[name, next(iter(whole[name]))]] == max(held)]
         if not able:
             break
-        apart = apart | {max(able, key=lambda name: sizes[name])}
-        shared, then = _give_out(whole, apart, rows, logits)
-        if max(then) >= max(held):
-            break
-        found, held = shared, then
-    return found
+        apart |= {max(able, key=lambda name: sum(whole[name].values()))}
+        found, held = _give_out(whole, apart, rows, logits)
+        if max(held) < max(best[1]):  # where several ranks have the longest row, only after the last of them
+            best = found, held
+    return best[0]
 
 
 def _give_out(

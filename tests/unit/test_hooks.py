@@ -206,7 +206,9 @@ def test_row_layout_packs_without_overlap(names: list[str], dims: ModelDims, dty
         assert layout.row_bytes >= end and layout.row_bytes % ROW_BYTES_ALIGN == 0
         assert layout.row_bytes == layouts[0].row_bytes and layout.writer == layouts[0].writer
         held = {(f.hook, f.layer) for f in layout.fields}
-        assert held == {at for at in selected if layout.writer.get(at, rank) == rank or at[0] == AXES}
+        owns = {name: shard_of(HOOKS[name], dims, tp, rank).owner for name in hooks}
+        own = {at for at in selected if layout.writer.get(at, rank if owns[at[0]] else None) == rank}
+        assert held == own | {at for at in selected if at[0] == AXES}
     assert {(f.hook, f.layer) for layout in layouts for f in layout.fields} == selected
 
 
@@ -250,6 +252,27 @@ def test_the_layers_of_one_large_hook_are_shared_out() -> None:
     assert [len([f for f in layout.fields if f.hook == "resid_pre"]) for layout in layouts] == [9] * 4
     one = row_layouts(parse_selection("hidden-states", dims), dims, "bfloat16", 1)
     assert layouts[0].row_bytes < 0.29 * one[0].row_bytes
+
+
+@pytest.mark.parametrize(
+    ("hooks", "tp"), [("resid_pre,resid_mid", 4), ("attn_out,mlp_out,resid_pre", 4), ("mlp", 8), ("vllm-full", 8)]
+)
+def test_hooks_of_one_size_are_shared_out_although_one_alone_shortens_no_row(hooks: str, tp: int) -> None:
+    """Several ranks have the longest row until the last of them has given its hook away."""
+    dims = ModelDims("Qwen3ForCausalLM", 36, 4096, 32, 8, 128, 12288, 151936)
+    layouts = row_layouts(parse_selection(hooks, dims), dims, "bfloat16", tp)
+    held = [sum(f.nbytes for f in layout.fields) for layout in layouts]
+    held[0] += sum(dims.vocab * 4 for _ in ("logits",) if hooks == "vllm-full")
+    assert max(held[1:]) <= 1.12 * sum(held[1:]) / (tp - 1) and max(held) <= max(held[0], 1.12 * sum(held) / tp)
+
+
+@pytest.mark.parametrize("tp", [4, 8])
+def test_copies_of_a_key_head_take_no_room_on_the_ranks_that_do_not_write_them(tp: int) -> None:
+    dims = ModelDims("Qwen3ForCausalLM", 2, 64, 8, 2, head_dim=8, intermediate=96, vocab=512)
+    layouts = row_layouts(parse_selection("k,v", dims), dims, "float32", tp)
+    owners = [rank for rank in range(tp) if shard_of(HOOKS["k"], dims, tp, rank).owner]
+    assert len(owners) == 2
+    assert [len(layout.fields) for layout in layouts] == [4 * (rank in owners) for rank in range(tp)]
 
 
 def test_the_first_rule_that_matches_a_hook_gives_its_reduction() -> None:

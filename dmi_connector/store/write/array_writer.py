@@ -54,6 +54,11 @@ def write_loss(error: Exception) -> Loss:
     return Loss.of(Cause.WRITE_FAILED if isinstance(error, OSError) else Cause.WRITE_REFUSED, error=text)
 
 
+def metadata_elsewhere(spec: ArraySpec, leads: bool) -> bool:
+    """Whether another rank or writer writes the metadata of an array. What this one lacks would then read as zeros."""
+    return spec.rank > 0 or not leads
+
+
 class ArrayWriter:
     """Writes arrays of one capture into its partial directory, which is created if missing.
 
@@ -181,7 +186,7 @@ class ArrayWriter:
         self._journal.close(length, samples)
         if self._end > length or self._short_end not in (None, length):
             end = self._short_end or self._end
-            rows = None if self._leads else (0, length)  # the metadata is another writer's
+            rows = (0, length) if any(metadata_elsewhere(spec, self._leads) for spec, _ in self._arrays) else None
             self.failed(ValueError(f"rows up to {end} were written, but the length is {length}"), rows)
             self.release()
             return {}
@@ -190,8 +195,7 @@ class ArrayWriter:
             try:
                 self._close_array(spec, samples.get(spec.name, 0) if spec.per_sample else length, grid)
             except (OSError, ValueError) as error:
-                # With metadata of another rank or writer, what this one lacks would read as zeros.
-                self.failed(error, (0, length) if spec.rank or not self._leads else None)
+                self.failed(error, (0, length) if metadata_elsewhere(spec, self._leads) else None)
         self.release()  # shards that could not be finished
         return self._files
 
@@ -202,8 +206,8 @@ class ArrayWriter:
         for segment in range(-(-length // (schema.SAMPLES_PER_SHARD if spec.per_sample else grid.segment))):
             if schema.shard_path(spec, segment) in self._shards:
                 self._finish(spec, segment, slots)
-        if spec.rank or not self._leads:
-            return  # the leader on rank 0 writes the metadata
+        if metadata_elsewhere(spec, self._leads):
+            return
         if spec.per_sample:
             self._close_samples(spec, length)
         document = schema.hook_document(spec, length, grid, self._layout.codec)

@@ -188,8 +188,8 @@ class Captures:
     ) -> None:
         """No more rows come: finish a store of `length` token rows and `samples` rows of each per-sample array.
 
-        token_ids: `length` ids (not needed on ranks above 0). attrs: more root attributes. losses: what the caller
-        knows to be missing.
+        token_ids: `length` ids. A rank above 0 may give none: the tokens of its rows are then not compared. attrs: more
+        root attributes. losses: what the caller knows to be missing.
 
         Raises ValueError when lengths differ or an attribute is lacking; the capture then stays open.
         """
@@ -198,9 +198,12 @@ class Captures:
             has_rows = any(not array.per_sample for array in record.layout.arrays)
             if absent := record.check.absent(int(length), losses) if has_rows else []:
                 losses = [*losses, Loss.of(Cause.NEVER_CAME, absent)]
-            end = End(int(length), dict(samples or {}), {}, {}, [*losses])
+            ids = np.asarray(token_ids)
+            if len(ids) != length and (len(ids) or not record.rank):
+                raise ValueError(f"{len(ids)} token_ids were given for length {length}")
+            end = End(int(length), dict(samples or {}), {}, {}, [*losses, *record.check.losses(ids)])
             if record.rank == 0:
-                end = self._rank_0_end(record, end, np.asarray(token_ids), {**record.attrs, **(attrs or {})})
+                end = self._rank_0_end(record, end, ids, {**record.attrs, **(attrs or {})})
             record.end = end
             self._finish_assignments(record, {"type": "close", "length": end.length, "samples": end.samples})
 
@@ -288,8 +291,6 @@ class Captures:
         """`end` with the root attributes and token arrays, which rank 0 writes."""
         if "prompt_len" not in attrs:
             raise ValueError("attribute prompt_len is missing: give it to open() or close()")
-        if len(token_ids) != end.length:
-            raise ValueError(f"{len(token_ids)} token_ids were given for length {end.length}")
         layout = record.layout
         grid = schema.effective_grid(end.length, layout.chunk_tokens, layout.segment_tokens)
         positions = np.arange(record.start, record.start + end.length)
@@ -307,7 +308,7 @@ class Captures:
         root |= {"created": record.created, "request_id": record.request_id, "key": record.key}
         root |= {"chunk_tokens": grid.chunk, "segment_tokens": grid.segment, "codec": layout.codec}
         packed = {name: pack_array(values) for name, values in arrays.items()}
-        return replace(end, attrs=root, arrays=packed, losses=end.losses + record.check.losses(token_ids))
+        return replace(end, attrs=root, arrays=packed)
 
     def _finish_assignments(self, record: CaptureRecord, message: Message) -> None:
         """OPEN -> CLOSING."""
@@ -437,13 +438,14 @@ class Captures:
                 mine = [
                     assignment for assignment in record.assignments if assignment.process is process and assignment.open
                 ]
+                arrays = [record.layout.arrays[i] for a in mine for i in (a.leader or a).arrays]
+                record.unfinished |= {array.name for array in arrays}
                 for assignment in mine:
                     self.pool.leave(assignment)
-                    arrays = (assignment.leader or assignment).arrays
-                    record.unfinished |= {record.layout.arrays[i].name for i in arrays}
                 if mine:
-                    # Rank 0 writes the metadata, so another rank's columns would read as zeros.
-                    record.losses.append(replace(loss, rows=(_ALL_ROWS,) if record.rank else ()))
+                    # Where another rank writes the metadata, what this one lacks would read as zeros.
+                    lost = record.rank or any(array.rank for array in arrays)
+                    record.losses.append(replace(loss, rows=(_ALL_ROWS,) if lost else ()))
                     self._advance(record)
                 elif record.committer is process:
                     self._recommit(record, loss)

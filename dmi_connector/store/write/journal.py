@@ -65,14 +65,14 @@ class Journal:
         about: dict[str, Any] | None,
         suffix: str = "",
     ) -> None:
-        name = f"{arrays[0].rank}-{arrays[0].name}" if arrays else ""
+        name = f"{arrays[0].rank}-{arrays[0].name}" if arrays else f"rank{about['rank'] if about else ''}"
         self.path = os.path.join(root, JOURNAL_PREFIX + name + suffix)
         self._numbers = {spec.name: i for i, spec in enumerate(arrays)}
         header: dict[str, Any] = {"arrays": [spec.to_json() for spec in arrays], "codec": layout.codec}
         header |= {"chunk_tokens": layout.chunk_tokens, "segment_tokens": layout.segment_tokens, "about": about}
         self._header = _frame(_HEADER + json.dumps(header).encode())
         self._files, self._end, self._failed = files, 0, False
-        if arrays and about is not None:
+        if about is not None:
             self._write(self._header)
 
     def chunk(self, first: int, count: int, places: Sequence[bytes], token_ids: bytes) -> None:

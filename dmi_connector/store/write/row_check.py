@@ -36,8 +36,12 @@ class RowCheck:
         self._chunks.append((first, ids))
         begin = self._start + first
         if not np.array_equal(pairs[:, 1], np.arange(begin, begin + count, dtype=np.int32)):
-            self._losses.append(Loss.of(Cause.WRONG_POSITIONS, first=begin, last=begin + count - 1))
+            self._wrong_positions(first, count)
         return ids
+
+    def _wrong_positions(self, first: int, count: int) -> None:
+        begin, rows = self._start + first, [[first, first + count]]
+        self._losses.append(Loss.of(Cause.WRONG_POSITIONS, rows, first=begin, last=begin + count - 1))
 
     def axes(self, values: np.ndarray, first: int) -> None:
         """Check positions on the axes of M-RoPE. values: int [rows, axes] of rows from `first` on.
@@ -58,19 +62,22 @@ class RowCheck:
             self._shift = int(shift[behind][0]) if self._shift is None else self._shift
             right &= (shift == self._shift) | ~behind
         if not right[text].all():
-            self._losses.append(Loss.of(Cause.WRONG_POSITIONS, first=begin, last=begin + len(values) - 1))
+            self._wrong_positions(first, len(values))
 
     def losses(self, token_ids: np.ndarray) -> list[Loss]:
         """What is wrong with the rows that came. token_ids: those of the request, int [rows]."""
+        wrong: list[int] = []
+        found = 0  # in the first of them
         for first, ids in self._chunks:
             expected = token_ids[first : first + len(ids)]
-            wrong = np.flatnonzero(ids[: len(expected)] != expected)
-            if len(wrong):
-                at = int(wrong[0])
-                position, found = self._start + first + at, int(ids[at])
-                token = Loss.of(Cause.WRONG_TOKEN, position=position, found=found, expected=int(expected[at]))
-                return [*self._losses, token]
-        return list(self._losses)
+            rows = np.flatnonzero(ids[: len(expected)] != expected)
+            if len(rows) and not wrong:
+                found = int(ids[rows[0]])
+            wrong += (first + rows).tolist()
+        if not wrong:
+            return list(self._losses)
+        facts = {"position": self._start + wrong[0], "found": found, "expected": int(token_ids[wrong[0]])}
+        return [*self._losses, Loss.of(Cause.WRONG_TOKEN, [[row, row + 1] for row in wrong], **facts)]
 
     def absent(self, length: int, losses: Sequence[Loss]) -> list[list[int]]:
         """Ranges of rows [0, length) that neither came nor are listed in `losses`."""

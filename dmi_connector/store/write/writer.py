@@ -25,6 +25,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numcodecs import blosc
@@ -33,7 +34,7 @@ from dmi_connector.layout import PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json, losses_to_json, reason
 from dmi_connector.store.format.locks import PartialLock, hold_life_lock
 from dmi_connector.store.format.paths import UMASKS
-from dmi_connector.store.write.array_writer import ArrayWriter, write_loss
+from dmi_connector.store.write.array_writer import ArrayWriter, metadata_elsewhere, write_loss
 from dmi_connector.store.write.commit import Commit, append_index, give_up, remove_partial, write_rank_done
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, unpack_array, write_all
 from dmi_connector.store.write.pace import Pace
@@ -64,7 +65,7 @@ class Writer:
         self._ring, self._reply, self._cache, self._pace = ring, reply, cache, pace
         self._layouts: dict[int, PayloadLayout] = {}
         self._writers: dict[int, ArrayWriter] = {}
-        self._broken: dict[int, Loss] = {}  # captures whose open failed, and why
+        self._broken: dict[int, tuple[Loss, bool]] = {}  # captures whose open failed: why, whether all rows are lost
         self._locks: dict[int, PartialLock] = {}
         self._closed_locks: list[tuple[int, PartialLock]] = []  # of closed captures, until the store has its name
         self._worked = 0.0  # seconds that the last payload took; the next one is taken to need as many
@@ -86,7 +87,9 @@ class Writer:
             arrays = ArrayWriter(m["partial"], layout, m["arrays"], self._cache, m["about"], m["leads"])
             self._writers[m["id"]] = arrays
         except Exception as error:
-            self._broken[m["id"]] = write_loss(error)
+            specs = [self._layouts[m["layout"]].arrays[i] for i in m["arrays"]]
+            lost = any(metadata_elsewhere(spec, m["leads"]) for spec in specs)
+            self._broken[m["id"]] = write_loss(error), lost
 
     def _chunk(self, m: Message) -> None:
         rows = m["first"], m["first"] + m["count"]
@@ -117,7 +120,8 @@ class Writer:
         arrays = self._forget(m["id"])
         if arrays is None:
             not_open = Loss.of(Cause.WRITE_REFUSED, error="the capture is not open")
-            self._closed(m["id"], [self._broken.pop(m["id"], not_open)])
+            loss, lost = self._broken.pop(m["id"], (not_open, True))
+            self._closed(m["id"], [replace(loss, rows=((0, m["length"]),)) if lost else loss])
         else:
             files = arrays.close(m["length"], m["samples"])
             self._closed(m["id"], arrays.losses, files, arrays.bytes_raw, arrays.bytes_stored)

@@ -231,23 +231,74 @@ def test_a_killed_writer_costs_only_its_unwritten_chunks(
     assert cap.logits_positions.tolist() == [9, 10, -1] and cap.token_ids.tolist() == list(range(300))
 
 
-@pytest.mark.parametrize("part_layers", [0, 1])
-def test_a_killed_writer_of_another_rank_makes_all_rows_missing(
-    stores: kit.Store, tmp_path: Path, part_layers: int
+@pytest.mark.parametrize(
+    ("part_layers", "files", "dies"),
+    [(0, (0, 1), 1), (1, (0, 1), 1), (1, (1, 0), 0)],
+    ids=["columns", "layers", "layers, the first on rank 1"],
+)
+def test_a_killed_writer_makes_all_rows_missing_where_another_rank_writes_the_metadata(
+    stores: kit.Store, tmp_path: Path, part_layers: int, files: tuple[int, int], dies: int
 ) -> None:
-    """Rank 0 writes the metadata, so the columns or layers of rank 1 would read as zeros."""
-    wide = [replace(SPEC, shards=2, rank=rank, part_layers=part_layers) for rank in range(2)]
+    """The rank with the first file writes the metadata, so the columns or layers of the other would read as zeros."""
+    wide = [replace(SPEC, shards=2, rank=file, part_layers=part_layers) for file in files]
     values = {"q": kit.random_bits(SPEC, 300)}
     other = kit.Store()
     owners, records = (stores, other), []
     for rank, owner in enumerate(owners):
         records.append(owner.open(tmp_path / "a.zarr", wide[rank], rank=rank, ranks=2))
         owner.feed(records[rank], values, 300)
-    os.kill(writer_pid(records[1]), signal.SIGKILL)
+    os.kill(writer_pid(records[dies]), signal.SIGKILL)
     for owner, record in zip(owners, records, strict=True):
         owner.close(record, 300)
     assert other.shutdown(PATIENCE) and stores.flush(PATIENCE)
-    with pytest.raises(CaptureIncomplete, match=r"rank 1: writer process 1 died \(signal 9\)") as caught:
+    who = f"rank {dies}: " if dies else ""
+    with pytest.raises(CaptureIncomplete, match=rf"^[^;]*{who}writer process 1 died \(signal 9\)") as caught:
+        open_capture(tmp_path / "a.zarr", timeout=0)
+    assert caught.value.missing == [[0, 300]] and verify_store(tmp_path / "a.zarr") == []
+
+
+@pytest.mark.parametrize("what", ["positions", "token ids"])
+def test_rows_of_another_request_are_found_on_any_rank(stores: kit.Store, tmp_path: Path, what: str) -> None:
+    specs = [replace(SPEC, shards=2, rank=rank, part_layers=1) for rank in range(2)]
+    other = kit.Store()
+    values, ids = {"q": kit.random_bits(SPEC, 128)}, np.arange(128)
+    for rank, owner in enumerate((stores, other)):
+        record = owner.open(tmp_path / "a.zarr", specs[rank], rank=rank, ranks=2)
+        shift = {"ids": ids + 5} if what == "token ids" else {"positions": ids + 5}
+        owner.put(record, values, 0, 128, **(shift if rank else {}))
+        owner.close(record, 128)
+    assert other.shutdown(PATIENCE) and stores.flush(PATIENCE)
+    with pytest.raises(CaptureIncomplete, match="rank 1: the row") as caught:
+        open_capture(tmp_path / "a.zarr", timeout=0)
+    assert caught.value.missing == [[0, 128]]
+
+
+@pytest.mark.parametrize(("files", "broken"), [((0, 1), 1), ((1, 0), 0)], ids=["rank 1", "rank 0"])
+def test_a_writer_that_cannot_begin_makes_all_rows_missing_where_another_rank_writes_the_metadata(
+    stores: kit.Store, tmp_path: Path, files: tuple[int, int], broken: int
+) -> None:
+    """A limit on open files keeps it from making its directory and its journal."""
+    wide = [replace(SPEC, shards=2, rank=file, part_layers=1) for file in files]
+    other = kit.Store()
+    owners = (stores, other)
+    warm = owners[broken].open(tmp_path / "warm.zarr", SPEC, attrs={"prompt_len": 3})
+    limits = resource.prlimit(writer_pid(warm), resource.RLIMIT_NOFILE)
+    until(lambda: (tmp_path / "warm.zarr.partial").is_dir())
+    owners[broken].close(warm, 0)
+    assert owners[broken].flush(PATIENCE)
+    resource.prlimit(writer_pid(warm), resource.RLIMIT_NOFILE, (3, limits[1]))
+    records = [
+        owner.open(tmp_path / "a.zarr", spec, rank=rank, ranks=2)
+        for rank, (owner, spec) in enumerate(zip(owners, wide, strict=True))
+    ]
+    for owner, record in zip(owners, records, strict=True):
+        owner.feed(record, {"q": kit.random_bits(SPEC, 300)}, 300)
+    until(lambda: not any(owner.ring.used for owner in owners))
+    resource.prlimit(writer_pid(warm), resource.RLIMIT_NOFILE, limits)
+    for owner, record in zip(owners, records, strict=True):
+        owner.close(record, 300)
+    assert other.shutdown(PATIENCE) and stores.flush(PATIENCE)
+    with pytest.raises(CaptureIncomplete, match="Too many open files") as caught:
         open_capture(tmp_path / "a.zarr", timeout=0)
     assert caught.value.missing == [[0, 300]] and verify_store(tmp_path / "a.zarr") == []
 

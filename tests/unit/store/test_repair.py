@@ -300,6 +300,20 @@ def test_hooks_that_another_rank_writes_whole_are_salvaged_or_named(tmp_path: Pa
     assert read_attrs(tmp_path / "a.zarr")["created"].endswith(":32+00:00"), "as rank 0 has told the index"
 
 
+def test_the_facts_of_a_rank_without_arrays_are_salvaged(tmp_path: Path) -> None:
+    """Rank 0 writes nothing of a request, but the index has the time at which it began there."""
+    values, ranks = make_values([EMBED]), [Writing(), Writing()]
+    ranks[0].open(tmp_path / "a.zarr", [], "none", facts([EMBED], 0, 2))
+    ranks[1].open(tmp_path / "a.zarr", [EMBED], "none", facts([EMBED], 1, 2))
+    ranks[1].chunk([EMBED], values, 0, CHUNK)
+    kit.until((tmp_path / "a.zarr.partial" / ".journal-rank0").exists)
+    for writing in ranks:
+        writing.kill()
+    assert only(repair.repair(tmp_path)).hooks == ["embed"]
+    check(tmp_path / "a.zarr", values, CHUNK)
+    assert read_attrs(tmp_path / "a.zarr")["created"].endswith(":32+00:00"), "as rank 0 has told the index"
+
+
 # ---- samples and closed captures -------------------------------------------
 
 

@@ -42,14 +42,14 @@ def test_a_wrong_token_id_is_found_in_any_chunk(row: int) -> None:
     ids[row] = 1000
     expected = {"position": START + row, "found": 1000, "expected": int(IDS[row])}
     for chunks in (ALL, tuple(reversed(ALL))):
-        assert check(*chunks, ids=ids).losses(IDS) == [Loss.of(Cause.WRONG_TOKEN, **expected)]
+        assert check(*chunks, ids=ids).losses(IDS) == [Loss.of(Cause.WRONG_TOKEN, [[row, row + 1]], **expected)]
 
 
 def test_the_first_of_several_wrong_token_ids_is_named() -> None:
     ids = IDS.copy()
     ids[[140, 150, 270]] = 1000
     [loss] = check(*ALL, ids=ids).losses(IDS)
-    assert loss.facts["position"] == START + 140
+    assert loss.facts["position"] == START + 140 and loss.rows == ((140, 141), (150, 151), (270, 271))
 
 
 def test_rows_behind_the_end_are_not_compared() -> None:
@@ -70,7 +70,7 @@ def test_a_wrong_position_is_found_in_any_chunk(row: int) -> None:
         found.positions(data, first, count)
     first, count = next((a, n) for a, n in ALL if a <= row < a + n)
     span = {"first": START + first, "last": START + first + count - 1}
-    assert found.losses(IDS) == [Loss.of(Cause.WRONG_POSITIONS, **span)]
+    assert found.losses(IDS) == [Loss.of(Cause.WRONG_POSITIONS, [[first, first + count]], **span)]
 
 
 def test_a_wrong_position_and_a_wrong_token_id_are_both_named() -> None:
