@@ -23,7 +23,7 @@ from dmi_connector.engine.metrics import CaptureProm, CaptureStats, described
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -50,7 +50,8 @@ class DMIConnector(KVConnectorBase_V1):
             from dmi_connector.engine.tracker import Tracker
 
             keep_rows = sizing.keep_rows(self.context, vllm_config)
-            self.tracker = Tracker(self.context, self._block_size, keep_rows, kv_cache_config.num_blocks)
+            wait = not vllm_config.model_config.enable_sleep_mode
+            self.tracker = Tracker(self.context, self._block_size, keep_rows, kv_cache_config.num_blocks, wait)
             self._refused = 0  # requests answered with dmi_error since the last step
         else:
             self.exporter: Exporter | None = None
@@ -71,6 +72,18 @@ class DMIConnector(KVConnectorBase_V1):
         return False
 
     # ---- scheduler half -------------------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Let a reset of the prefix cache free the blocks that are kept: vLLM refuses while one is in use."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        reset = kv_cache_manager.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            for request in self.tracker.give_back():
+                kv_cache_manager.free(request)  # vLLM does so again when a worker names it, which does nothing
+            return reset()
+
+        kv_cache_manager.reset_prefix_cache = reset_prefix_cache
 
     def on_new_request(self, request: Request) -> None:
         self.tracker.on_new_request(request)

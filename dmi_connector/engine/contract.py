@@ -139,6 +139,18 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.distributed.kv_transfer.kv_transfer_state:get_kv_transfer_group",
         "the connector of this process, which takes the logits of a step",
     ),
+    "resets": (
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.reset_prefix_cache",
+        "wrapped in the scheduler, so that a reset first frees the blocks of ended requests that are kept",
+    ),
+    "kept": (
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.free",
+        "frees these blocks; a second call does nothing",
+    ),
+    "cache_manager": (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.bind_kv_cache_manager",
+        "gives the scheduler half vLLM's cache manager",
+    ),
     "has_group": (
         "vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group",
         "says whether this process has a connector: vLLM keeps one",

@@ -82,7 +82,8 @@ class StepMetadata(KVConnectorMetadata):
     opens: carried out before the forward. closes: likewise, because it may overwrite freed blocks, except those that
     keep theirs. chunks: exported after it. preempted: captures whose blocks were taken away since the last step.
     leaving: their whole chunks, exported before the forward. idle: nothing is computed, and no other step may follow.
-    gather: rows that wait for others leave now, those of this step too. report: each rank says what is new.
+    gather: rows that wait for others leave now, those of this step too. report: each rank says what is new. release:
+    kept blocks were given back, so their rows and all that wait leave before the forward.
     """
 
     opens: list[Open] = field(default_factory=list)
@@ -94,6 +95,7 @@ class StepMetadata(KVConnectorMetadata):
     idle: bool = False
     gather: bool = False
     report: bool = False
+    release: bool = False
 
 
 @dataclass

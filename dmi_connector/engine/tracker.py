@@ -95,19 +95,25 @@ class Tracker:
     responses name what is lost.
 
     keep_rows: staging memory is short while more rows than this wait to be gathered. blocks: of the whole cache.
+    wait: whether rows wait for others. An engine that may sleep loses the rows that do.
     """
 
-    def __init__(self, context: CaptureContext, block_size: int, keep_rows: int, blocks: int) -> None:
+    def __init__(
+        self, context: CaptureContext, block_size: int, keep_rows: int, blocks: int, wait: bool = True
+    ) -> None:
         self.context = context
+        self._steps, self._most_steps = (STEPS_TOGETHER, MOST_STEPS_TOGETHER) if wait else (1, 1)
         self.keep_rows = keep_rows
         self.block_size = block_size
         self._in_block = np.arange(block_size)
         self.tracked: dict[str, Tracked] = {}
         self.refused: dict[str, str] = {}
-        self.held: dict[str, int] = {}  # blocks of ended requests, until their rows are gathered
+        self.held: dict[str, tuple[Request, int]] = {}  # ended requests whose blocks are kept, and how many blocks
+        self._release = False  # whether kept blocks were given back since the last step
         self._most_held = 0 if context.options.sink == "null" else int(blocks * _HELD)
         self.pending_closes: list[Close] = []
         self._since: list[SchedulerOutput] = []  # steps since chunks were looked for
+        self._before: list[SchedulerOutput] = []  # the step in which they were
         self._rows_since = 0  # that came in them
         self._taken = 0  # in so many of them, blocks that came are noted in `tracked`
         self._with_logits = 0  # scheduled captures that must be looked at in each step
@@ -171,12 +177,15 @@ class Tracker:
         scheduled = output.num_scheduled_tokens
         metadata = StepMetadata(closes=self.pending_closes, idle=not scheduled)
         self.pending_closes = []
+        metadata.release, self._release = self._release, False
         for request_id in output.preempted_req_ids or ():
             if request_id in self.tracked:
                 self._take_blocks(group)
                 leaving = self.tracked[request_id]
                 metadata.preempted.append(leaving.capture)
                 self._export_chunks(leaving, self._computed_before(request_id), metadata.leaving)
+        if output.scheduled_new_reqs:
+            self._take_blocks(group)  # of steps before: a new request may have the id of an old one
         self._since.append(output)
         self._rows_since += output.total_num_scheduled_tokens
         for new in output.scheduled_new_reqs:
@@ -188,15 +197,15 @@ class Tracker:
                     self._with_logits += tracked.has_logits
                     metadata.opens.append(self._open(tracked))
         # A quarter of the staging memory is taken at a time.
-        if self._with_logits or len(self._since) >= STEPS_TOGETHER or self._rows_since > self.keep_rows // 2:
+        if self._with_logits or len(self._since) >= self._steps or self._rows_since > self.keep_rows // 2:
             self._take_blocks(group)
-            self._since.clear()
+            self._before, self._since = self._since[-1:], []
             self._rows_since = self._taken = 0
             for request_id, tracked in self.tracked.items():
                 if tracked.opened:
                     computed = tracked.request.num_computed_tokens + scheduled.get(request_id, 0)
                     self._export_chunks(tracked, computed, metadata.chunks)
-                    if self._with_logits:
+                    if self._with_logits and request_id in scheduled:
                         self._take_sample(tracked, computed, metadata)
         self._plan(metadata, prompts=output.total_num_scheduled_tokens > len(scheduled))
         return metadata
@@ -206,13 +215,14 @@ class Tracker:
         waiting = self.handed - self._left
         if waiting:
             self._waited += 1
-            most = MOST_STEPS_TOGETHER if prompts else STEPS_TOGETHER
-            metadata.gather = metadata.idle or self._waited >= most or waiting > self.keep_rows // 2
+            most = self._most_steps if prompts else self._steps
+            metadata.gather = metadata.idle or metadata.release or self._waited >= most or waiting > self.keep_rows // 2
         if metadata.gather:
             self._waited, self._left = 0, self.handed
         self._unreported += 1
         short = self.handed - self.gathered > self.keep_rows or self.context.options.policy == "drop"
-        if metadata.gather or metadata.idle or short or self._unreported >= STEPS_TOGETHER:
+        now = metadata.gather or metadata.idle or metadata.release or short
+        if now or self._unreported >= self._steps:
             metadata.report, self._unreported = True, 0
 
     def _take_blocks(self, group: int) -> None:
@@ -229,11 +239,11 @@ class Tracker:
         self._taken = len(self._since)
 
     def _computed_before(self, request_id: str) -> int:
-        """Tokens that a request had computed before this step, 0 if it was in no step since chunks were looked for.
+        """Tokens that a request had computed before this step, 0 if it was in no step since the last look for chunks.
 
         Of a preempted request the scheduler does not know it any more.
         """
-        for step in reversed(self._since):
+        for step in reversed(self._before + self._since):
             if request_id in step.num_scheduled_tokens:
                 cached = step.scheduled_cached_reqs
                 computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -327,7 +337,7 @@ class Tracker:
         self.pending_closes.append(close)
         if keep:
             close.keeps_blocks = request_id
-            self.held[request_id] = len(blocks)
+            self.held[request_id] = request, len(blocks)
         return keep, self._response(tracked, close)
 
     def _keeps(self, blocks: list[int]) -> bool:
@@ -340,12 +350,22 @@ class Tracker:
         if self.handed - self.gathered > self.keep_rows:
             return self.context.options.policy == "block"
         others = bool(self.tracked)  # without others no step may follow but the next
-        return others and sum(self.held.values()) + len(blocks) <= self._most_held
+        return others and sum(count for _, count in self.held.values()) + len(blocks) <= self._most_held
 
     def freed(self, request_ids: Iterable[str]) -> None:
         """The workers have gathered the rows of these ended requests."""
         for request_id in request_ids:
             self.held.pop(request_id, None)
+
+    def give_back(self) -> list[Request]:
+        """The ended requests whose blocks are kept. They are given back now: their rows leave before the next forward.
+
+        Workers still name these requests when their rows are gathered.
+        """
+        given = [request for request, _ in self.held.values()]
+        self.held.clear()
+        self._release |= bool(given)
+        return given
 
     def _response(self, tracked: Tracked, close: Close) -> dict[str, Any]:
         """What the response says in `kv_transfer_params`."""
@@ -356,10 +376,9 @@ class Tracker:
         if tracked.params.key is not None:
             response["dmi_key"] = tracked.params.key
         lost = self.lost.pop(tracked.capture, [])
-        over_quota = [loss for loss in close.losses if loss.cause is Cause.QUOTA]
-        if over_quota:
-            lost = lost + completeness.missing(over_quota)
-            response["dmi_reason"] = completeness.reason(over_quota)
+        if close.losses:
+            lost = lost + completeness.missing(close.losses)
+            response["dmi_reason"] = completeness.reason(close.losses)
         if lost:
             response["dmi_missing"] = sorted(lost)
         return response

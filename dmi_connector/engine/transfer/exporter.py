@@ -105,22 +105,33 @@ class Exporter:
         for number in metadata.preempted:
             if number in self.captures:
                 self._flush(self.captures[number])
+        if metadata.release:
+            self._take_ending(metadata)
+            self._export_due()
+            for capture, _ in self.ending:
+                self._flush(capture)
+            self._end_gathered()
 
     def after_forward(self, metadata: StepMetadata) -> None:
         """Export whole chunks, and last rows whose blocks are kept, as far as there is room."""
         for rows in metadata.chunks:
             self._add(self.captures[rows.capture], [rows])
-        for close in metadata.closes:
-            if close.keeps_blocks:
-                capture = self.captures.pop(close.capture)
-                self._add(capture, close.rows)
-                self.ending.append((capture, close))
+        if not metadata.release:
+            self._take_ending(metadata)
         if metadata.gather or self.lane is None:
             self._export_due()
         if self.ending:
             self._end_gathered()
         if metadata.report and self.client is not None:
             self.client.send_held()
+
+    def _take_ending(self, metadata: StepMetadata) -> None:
+        """Take over the ends of captures whose blocks are kept."""
+        for close in metadata.closes:
+            if close.keeps_blocks:
+                capture = self.captures.pop(close.capture)
+                self._add(capture, close.rows)
+                self.ending.append((capture, close))
 
     def take_report(self) -> Report:
         """What is new for the scheduler."""

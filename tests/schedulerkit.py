@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's scheduler with the real connector, tracker and exporter. Only the model is played: it writes row headers.
+
+It goes through hundreds of steps a second, so tests can look for orders of events that an engine seldom meets.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from dmi_connector.engine.connector import DMIConnector
+from dmi_connector.engine.tracker import Tracker
+from dmi_connector.engine.transfer.gpu_lane import DeviceLane
+from dmi_connector.store.write.ring import Extent, Ring
+from tests.exporterkit import SMALL, make_exporter
+from tests.lanekit import Event, simulate
+from tests.storekit import PATIENCE
+
+BLOCK = 16
+STOP = 2
+"""The token that ends a request."""
+
+
+class SchedulerHalf(DMIConnector):
+    """The scheduler half over a given tracker: vLLM makes it itself, with other arguments."""
+
+    tracker_given: ClassVar[Tracker]
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self.tracker, self._group, self._block_size, self._refused = self.tracker_given, 0, BLOCK, 0
+        self.context = self.tracker.context
+
+
+class Stored:
+    """Stands for an `OpenCapture`. rows: (token, position) that each row came with."""
+
+    def __init__(self, ring: Ring, token_bytes: int, start: int) -> None:
+        self.ring, self.token_bytes, self.start = ring, token_bytes, start
+        self.rows: dict[int, tuple[int, int]] = {}
+        self.ends: list[tuple[Any, ...]] = []
+
+    def parcel(self, extent: Extent, parts: Sequence[tuple[Stored, int, int, int]]) -> None:
+        for stored, first, count, offset in parts:
+            payload = self.ring.view(extent)[offset : offset + stored.token_bytes * count]
+            for row, (token, position) in enumerate(payload[-8 * count :].view(np.int32).reshape(count, 2).tolist()):
+                assert first + row not in stored.rows, f"row {first + row} came twice"
+                stored.rows[first + row] = token, position
+        self.ring.release(extent)
+
+    def close(self, *what: Any) -> None:
+        self.ends.append(what)
+
+
+class Engine:
+    """An engine of one rank. Use it as vLLM's: `add`, `step`, `abort`.
+
+    on_gpu: rows leave by the lane, over CPU memory (lanekit.py). wait: see `Tracker`. tokens: each next token, random
+    without it.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        store_dir: Path,
+        patch: pytest.MonkeyPatch,
+        *,
+        seed: int = 0,
+        blocks: int = 400,
+        ahead: bool = True,
+        on_gpu: bool = False,
+        chunk: int = 8,
+        hooks: str = "q",
+        wait: bool = True,
+        tokens: Callable[[], int] | None = None,
+    ) -> None:
+        self.random = random.Random(seed)
+        self._token = tokens or (lambda: STOP if self.random.random() < 0.03 else self.random.randrange(5, 30))
+        options = {"chunk_tokens": chunk, "hooks": hooks, "sink": "host"}
+        if on_gpu:
+            simulate(patch)
+            Event.link.set()
+        self.exporter = make_exporter(store_dir, blocks * BLOCK, SMALL, **options)
+        self.exporter.ring.close()
+        self.exporter.ring = Ring(1 << 20)
+        keep_rows = 1 << 60
+        if on_gpu:
+            self.exporter.lane = DeviceLane(self.exporter.ring, 1 << 14, self.exporter.rows)
+            keep_rows = (1 << 13) // self.exporter.context.layout.row_bytes
+        self.tracker = Tracker(self.exporter.context, BLOCK, keep_rows, blocks, wait)
+        SchedulerHalf.tracker_given = self.tracker
+        config = VllmConfig(
+            model_config=ModelConfig(model=str(model), dtype="float32", max_model_len=256),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=8,
+                max_num_batched_tokens=64,
+                max_model_len=256,
+                enable_chunked_prefill=True,
+                async_scheduling=ahead,
+                is_encoder_decoder=False,
+            ),
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="SchedulerHalf", kv_connector_module_path=__name__, kv_role="kv_producer"
+            ),
+        )
+        config.cache_config.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)])
+        kind = AsyncScheduler if ahead else Scheduler
+        self.scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+        )
+        self.scheduler.use_v2_model_runner = True
+        self.worker = DMIConnector.__new__(DMIConnector)
+        KVConnectorBase_V1.__init__(self.worker, vllm_config=config, role=KVConnectorRole.WORKER, kv_cache_config=cache)
+        self.worker.context, self.worker.exporter = self.exporter.context, self.exporter
+        self.stored: dict[str, Stored] = {}
+        self._note_opened()
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.requests: dict[str, Request] = {}
+        self.replies: dict[str, Any] = {}
+        self.aborted: set[str] = set()
+        self.samples: list[tuple[int, int]] = []
+        self._ahead, self._queue = ahead, deque[tuple[Any, Any]]()
+        self._batch: dict[str, dict[str, Any]] = {}  # what a runner knows of its requests
+        self._free = self.free
+
+    @property
+    def free(self) -> int:
+        """Blocks that are free."""
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def _note_opened(self) -> None:
+        original = self.exporter._open
+
+        def opened(message: Any) -> None:
+            original(message)
+            capture: Any = self.exporter.captures[message.capture]
+            capture.out = Stored(self.exporter.ring, capture.layout.payload.token_bytes, message.start)
+            self.stored[message.request_id] = capture.out
+
+        self.exporter._open = opened  # type: ignore[method-assign]
+
+    def add(self, prompt: Sequence[int], max_tokens: int, dmi: Any = None, **more: Any) -> str:
+        """Begin a request that wants its generated tokens too. Returns its id."""
+        name = more.pop("name", f"r{len(self.requests)}")
+        wanted = {"include_output_tokens": True, **({"dmi": dmi} if dmi else {})}
+        sampling = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": wanted})
+        sampling.update_from_generation_config({}, STOP)
+        self.requests[name] = Request(name, list(prompt), sampling, None, block_hasher=self.hasher, **more)
+        self.scheduler.add_request(self.requests[name])
+        return name
+
+    def abort(self, name: str) -> None:
+        self.aborted.add(name)
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.has_requests() or bool(self._queue)
+
+    def step(self) -> None:
+        """One step, as vLLM's engine core takes it. With `ahead` the next one is planned before its result is seen."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self._queue.append((output, self._execute(output)))
+            if self._ahead and len(self._queue) < 2 and output.total_num_scheduled_tokens:
+                return
+        if self._queue:
+            answers = self.scheduler.update_from_output(*self._queue.popleft()).get(0)
+            for answer in answers.outputs if answers else ():
+                if answer.finish_reason is not None:
+                    self.replies[answer.request_id] = answer.kv_transfer_params
+
+    def drain(self) -> None:
+        """Go on until nothing is left to do."""
+        deadline = time.monotonic() + PATIENCE
+        while self.busy:
+            assert time.monotonic() < deadline, f"held {list(self.tracker.held)}, {len(self.scheduler.running)} run"
+            self.step()
+            if not self.scheduler.running:
+                time.sleep(0.001)  # for the lane's thread
+
+    def _execute(self, output: Any) -> ModelRunnerOutput:
+        """What worker and runner do in a step."""
+        batch, message = self._batch, output.kv_connector_metadata
+        for name in output.finished_req_ids:
+            batch.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            tokens = list(new.prefill_token_ids or new.prompt_token_ids)
+            batch[new.req_id] = {"blocks": list(new.block_ids[0]), "at": new.num_computed_tokens, "tokens": tokens}
+        cached = output.scheduled_cached_reqs
+        for name, blocks, at in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            known = batch[name]
+            if name in cached.resumed_req_ids:
+                known["blocks"] = list(blocks[0])
+                known["tokens"] = list(cached.all_token_ids.get(name, known["tokens"]))
+            elif blocks is not None:
+                known["blocks"] += blocks[0]
+            known["at"] = at
+        self.samples += [(sample.capture, sample.position) for sample in message.samples]
+        self.worker.handle_preemptions(message)
+        self.worker.bind_connector_metadata(message)
+        headers, sampled = self.exporter.rows.view(torch.int32), {}
+        for name, count in output.num_scheduled_tokens.items():
+            known = batch[name]
+            for position in range(known["at"], known["at"] + count):
+                slot = known["blocks"][position // BLOCK] * BLOCK + position % BLOCK
+                headers[slot, 0], headers[slot, 1] = known["tokens"][position], position
+            last = known["at"] + count >= len(known["tokens"])
+            sampled[name] = [self._token()] if last else []
+            known["tokens"] += sampled[name]
+        self.worker.wait_for_save()
+        result = self.worker.get_transfer_results(output.finished_req_ids)
+        report = KVConnectorOutput(finished_sending=result.finished_sending or None)
+        report.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
+        self.worker.clear_connector_metadata()
+        names = list(sampled)
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: number for number, name in enumerate(names)},
+            sampled_token_ids=[sampled[name] for name in names],
+            kv_connector_output=report,
+        )
+
+    def faults(self) -> list[str]:
+        """After the end: rows that are wrong, twice or nowhere, and whatever was not given back."""
+        self.exporter.shutdown()
+        found = [] if self.free == self._free else [f"{self._free - self.free} blocks are not free"]
+        left = {"held": self.tracker.held, "tracked": self.tracker.tracked, "captures": self.exporter.captures}
+        found += [f"{name}: {list(what)}" for name, what in left.items() if what]
+        for name, stored in self.stored.items():
+            request = self.requests[name]
+            if len(stored.ends) != 1:
+                found.append(f"{name} was closed {len(stored.ends)} times")
+                continue
+            length, _, ids, _, losses = stored.ends[0]
+            lost = {row for loss in losses for start, stop in loss.rows for row in range(start, stop)}
+            tokens = list(request.all_token_ids)
+            if ids != tokens[stored.start : stored.start + length]:
+                found.append(f"{name}: its token ids are others")
+            for row in set(range(length)) - lost:
+                if stored.rows.get(row) != (ids[row], stored.start + row):
+                    found.append(f"{name}: row {row} is {stored.rows.get(row)}, not {(ids[row], stored.start + row)}")
+            if lost - set(range(length, len(tokens))):
+                found.append(f"{name}: rows {sorted(lost)} of {length} are lost")
+        return found

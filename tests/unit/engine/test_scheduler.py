@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector under vLLM's own scheduler: every row comes once, from where the model wrote it, whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import Request, RequestStatus
+
+from tests.schedulerkit import Engine
+
+PROMPT = range(5, 45)
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def make(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # asked when the configuration is made; there is no runner
+    return lambda **more: Engine(tiny_model("qwen3"), tmp_path, monkeypatch, **more)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_row_comes_from_its_slot_in_random_lives(make: Make, seed: int) -> None:
+    """Arrivals, prefix hits, aborts, preemptions in a small cache, resets of the prefix cache."""
+    engine = make(seed=seed, blocks=(24, 40, 120)[seed % 3], ahead=seed % 4 != 0, on_gpu=seed % 2 == 0)
+    random = engine.random
+    for _ in range(120):
+        if random.random() < 0.35 and len(engine.requests) - len(engine.replies) < 12:
+            first = random.choice([3, 4, 5])
+            tokens = {"tokens": [random.choice([0, 5, 20, 300]), None]} if random.random() < 0.3 else None
+            engine.add([first + n % 20 for n in range(random.randrange(1, 120))], random.randrange(1, 60), tokens)
+        running = [name for name, request in engine.requests.items() if not request.is_finished()]
+        if running and random.random() < 0.05:
+            engine.abort(random.choice(running))
+        if random.random() < 0.03:
+            engine.scheduler.reset_prefix_cache(reset_running_requests=random.random() < 0.5)
+        engine.step()
+    engine.drain()
+    assert engine.faults() == [] and engine.stored
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_reset_of_the_prefix_cache_frees_the_blocks_that_are_kept(make: Make, ahead: bool) -> None:
+    """While others run, and after the last reply: in an engine of this process no further step may come."""
+    engine = make(ahead=ahead, tokens=lambda: 9)
+    for _ in range(3):
+        engine.add(PROMPT, 6)
+    engine.add(PROMPT, 60)
+    while len(engine.replies) < 3:
+        engine.step()
+    assert engine.tracker.held
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert not engine.tracker.held and not engine.scheduler.running
+    for _ in range(2):
+        engine.add(PROMPT, 6)
+    while len(engine.replies) < 6:
+        engine.step()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.drain()
+    assert engine.faults() == [] and len(engine.stored) == 6
+
+
+@pytest.mark.parametrize("steps", [6, 20, 30])
+def test_no_row_waits_in_an_engine_that_may_sleep(make: Make, steps: int) -> None:
+    """A pause that keeps the requests, then sleep: the cache is gone before another step comes."""
+    engine = make(on_gpu=True, wait=False, tokens=lambda: 9)
+    for _ in range(2):
+        engine.add(PROMPT, 50)
+    for _ in range(steps):
+        engine.step()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.drain()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.exporter.rows.zero_()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.drain()
+    assert engine.faults() == [] and len(engine.stored) == 2
+
+
+def test_rows_of_later_turns_of_a_session_come_from_their_own_blocks(make: Make) -> None:
+    """The scheduler shows the request again as a new one, with all its blocks."""
+    engine = make(ahead=False, tokens=lambda: 9)
+    name = engine.add(range(5, 15), 12, resumable=True)
+    while engine.requests[name].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        engine.step()
+    more: Any = Request(
+        name, list(range(40, 60)), SamplingParams(max_tokens=30), None, block_hasher=engine.hasher, resumable=True
+    )
+    engine.scheduler.add_request(more)
+    engine.requests[name].resumable = False
+    for _ in range(25):
+        engine.step()
+    assert engine.tracker.tracked[name].blocks == engine.scheduler.kv_cache_manager.get_block_ids(name)[0][: 3 + 1]
+    engine.drain()
+    assert engine.faults() == []
+
+
+def test_each_row_of_logits_is_asked_for_once(make: Make) -> None:
+    """A request that waits for its last token while others run is not scheduled."""
+    engine = make(hooks="q,logits", tokens=lambda: 9)
+    for length in range(5):
+        engine.add(PROMPT, 5 + 2 * length)
+    engine.drain()
+    assert len(engine.samples) == len(set(engine.samples)) == sum(5 + 2 * length for length in range(5))
+
+
+def test_a_chunk_that_the_last_step_completed_leaves_before_its_blocks(make: Make) -> None:
+    """The cache is too small for six requests. All whole chunks of known tokens of a preempted one are handed over."""
+    engine = make(blocks=24, chunk=4, hooks="q,logits", tokens=lambda: 9)
+    schedule, found = engine.scheduler.schedule, 0
+
+    def look() -> Any:
+        nonlocal found
+        running = {r.request_id: min(r.num_computed_tokens, r.num_tokens) for r in engine.scheduler.running}
+        output = schedule()
+        for name in output.preempted_req_ids or ():
+            found += 1
+            assert engine.tracker.tracked[name].exported == running[name] // 4 * 4
+        return output
+
+    engine.scheduler.schedule = look  # type: ignore[method-assign]
+    for _ in range(6):
+        engine.add(PROMPT, 100)
+    engine.drain()
+    assert found > 5 and engine.faults() == []
