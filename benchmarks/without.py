@@ -69,6 +69,27 @@ def _reports() -> None:
     setattr(Tracker, "_plan", each)  # noqa: B010
 
 
+def _silence() -> None:
+    """The draft's runner handles the drafts that are never scheduled, as vLLM does."""
+    from dmi_connector.engine import contract
+
+    vars(contract)["sample_without_drafts"] = lambda: None
+
+
+def _holding() -> None:
+    """The message that a capture begins is sent at once."""
+    from dmi_connector.store.write.client import StoreClient
+
+    begin = StoreClient.open_capture
+
+    def at_once(self: StoreClient, *args: Any, **named: Any) -> Any:
+        capture = begin(self, *args, **named)
+        self.send_held()
+        return capture
+
+    setattr(StoreClient, "open_capture", at_once)  # noqa: B010
+
+
 MECHANISMS: dict[str, Callable[[], None]] = {
     "branch": _branch,
     "joins": _joins,
@@ -77,6 +98,8 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "pace": _pace,
     "prompts": _prompts,
     "reports": _reports,
+    "silence": _silence,
+    "holding": _holding,
 }
 
 
