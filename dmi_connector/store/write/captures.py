@@ -201,7 +201,8 @@ class Captures:
             ids = np.asarray(token_ids)
             if len(ids) != length and (len(ids) or not record.rank):
                 raise ValueError(f"{len(ids)} token_ids were given for length {length}")
-            end = End(int(length), dict(samples or {}), {}, {}, [*losses, *record.check.losses(ids)])
+            wrong = [loss.before(int(length)) for loss in record.check.losses(ids)]
+            end = End(int(length), dict(samples or {}), {}, {}, [*losses, *wrong])
             if record.rank == 0:
                 end = self._rank_0_end(record, end, ids, {**record.attrs, **(attrs or {})})
             record.end = end

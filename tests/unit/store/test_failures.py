@@ -257,6 +257,16 @@ def test_a_killed_writer_makes_all_rows_missing_where_another_rank_writes_the_me
     assert caught.value.missing == [[0, 300]] and verify_store(tmp_path / "a.zarr") == []
 
 
+def test_wrong_rows_behind_the_end_are_not_missing(stores: kit.Store, tmp_path: Path) -> None:
+    """The engine may compute a row more than the request has tokens."""
+    record = stores.open(tmp_path / "a.zarr", SPEC)
+    stores.put(record, {"q": kit.random_bits(SPEC, 44)}, 0, 44, positions=np.arange(44) + 5)
+    stores.close(record, 43)
+    assert stores.flush(PATIENCE)
+    cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
+    assert cap.missing == [[0, 43]] and "carry other positions" in str(cap.reason)
+
+
 @pytest.mark.parametrize("what", ["positions", "token ids"])
 def test_rows_of_another_request_are_found_on_any_rank(stores: kit.Store, tmp_path: Path, what: str) -> None:
     specs = [replace(SPEC, shards=2, rank=rank, part_layers=1) for rank in range(2)]
