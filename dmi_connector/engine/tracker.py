@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,8 @@ from dmi_connector.engine.messages import (
     StepMetadata,
 )
 from dmi_connector.engine.quota import UNLIMITED, Quota, RequestBytes, row_bytes
-from dmi_connector.hooks import Selection, SelectionError, narrow
+from dmi_connector.engine.tracked_request import Tracked
+from dmi_connector.hooks import SelectionError, narrow
 from dmi_connector.settings import CaptureParams, OptionError
 from dmi_connector.store.format import completeness
 from dmi_connector.store.format.completeness import Cause, Loss
@@ -41,48 +41,6 @@ _LONGEST_ERROR = 2000
 """Characters of a `dmi_error` in a response."""
 _HELD = 1 / 16
 """Share of the cache that blocks of ended requests may hold while their rows wait for others."""
-
-
-@dataclass
-class Tracked:
-    """One request under capture.
-
-    quota_end: first position that `max_request_bytes` has no room for. exported: position up to which rows were handed
-    to the workers. due: number of computed tokens at which the next chunk is ready. opened: whether it was ever
-    scheduled. blocks: its blocks in the cache group of the rows.
-    """
-
-    request: Request
-    params: CaptureParams
-    capture: int
-    path: str
-    selection: Selection
-    quota_end: int
-    exported: int
-    due: int
-    opened: bool = False
-    blocks: list[int] = field(default_factory=list)
-
-    @property
-    def wanted(self) -> int:
-        """First position that the request does not want."""
-        wanted = UNLIMITED if self.params.include_output_tokens else self.request.num_prompt_tokens
-        return wanted if self.params.stop is None else min(wanted, self.params.stop)
-
-    @property
-    def limit(self) -> int:
-        """First position that is not captured."""
-        return min(self.wanted, self.quota_end)
-
-    @property
-    def first_sample(self) -> int:
-        """Position of the first row of logits."""
-        return max(self.request.num_prompt_tokens - 1, self.params.start)
-
-    @property
-    def has_logits(self) -> bool:
-        """Whether logits are captured."""
-        return "logits" in self.selection.hooks
 
 
 class Tracker:

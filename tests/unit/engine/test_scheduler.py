@@ -97,7 +97,8 @@ def test_rows_of_later_turns_of_a_session_come_from_their_own_blocks(make: Make)
     engine.requests[name].resumable = False
     for _ in range(25):
         engine.step()
-    assert engine.tracker.tracked[name].blocks == engine.scheduler.kv_cache_manager.get_block_ids(name)[0][: 3 + 1]
+    known, given = engine.tracker.tracked[name].blocks, engine.scheduler.kv_cache_manager.get_block_ids(name)[0]
+    assert len(known) > 3 and known == given[: len(known)], "the last ones are noted with later steps"
     engine.drain()
     assert engine.faults() == []
 
