@@ -365,14 +365,16 @@ def schedule_no_drafts() -> None:
 def sample_without_drafts() -> None:
     """V2 runner: sample without the speculator where our draft is loaded.
 
-    No drafts are scheduled. vLLM still proposes some in every step, and puts them aside.
+    No drafts are scheduled. vLLM still proposes some in every step, and puts them aside. Its warm-up of kernels on a GPU
+    makes batches with drafts: they keep the speculator.
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's own."""
-        speculator, steps = self.speculator, self.num_speculative_steps
-        if not getattr(getattr(speculator, "model", None), "dmi_active", False):
+        speculator, steps, state = self.speculator, self.num_speculative_steps, self.execute_model_state
+        ours = getattr(getattr(speculator, "model", None), "dmi_active", False)
+        if not ours or state is None or state.input_batch.num_draft_tokens:
             return original(self, *args, **kwargs)
         self.speculator, self.num_speculative_steps = None, 0
         try:

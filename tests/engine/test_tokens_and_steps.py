@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from dmi_connector import capture_args
 from tests.engine.check import check_store, hooks_of
 from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt, watch_scheduler
-from tests.runner import V2
+from tests.runner import GPU, V2
 
 GREEDY = {f"greedy{n}": Ask(prompt(n), sampling={"max_tokens": 24}) for n in (5, 40, 130)}
 # Short, and first in the batch: vLLM cannot split a seeded prompt over steps on the CPU. No top_p on the V2 runner: its
@@ -31,6 +32,18 @@ def look_inside(worker: Any) -> dict[str, Any]:
         "ours": [n for n, _ in [*model.named_modules(), *model.named_buffers()] if "dmi" in n],
         "additional_config": worker.vllm_config.additional_config,
     }
+
+
+def warm_up(worker: Any) -> None:
+    """What vLLM does on a GPU at the end of a start: steps with drafts and without, mixed.
+
+    Greedy and without a grammar: kernels for the rest cannot run in the interpreter.
+    """
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SamplingParams, "for_sampler_warmup", lambda: SamplingParams(temperature=0))
+        warmup_kernels(worker.model_runner, worker.execute_model, lambda _grammar: worker.sample_tokens(None))
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +66,8 @@ def captured(
     args = capture_args(ALL_HOOKS, run.store_dir, request.param)
     with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
         [run.facts["worker"]] = llm.collective_rpc(look_inside)
+        if V2 and not GPU:
+            llm.collective_rpc(warm_up)
         watch_scheduler(llm, run)
         generate(llm, run, ASKS)
     return run

@@ -33,7 +33,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 def runner(speculator: Any) -> GPUModelRunner:
     made = GPUModelRunner.__new__(GPUModelRunner)
     made.speculator, made.num_speculative_steps = speculator, 1
+    made.execute_model_state = drafts(0)
     return made
+
+
+def drafts(count: int) -> Any:
+    """What a runner knows of its step, which has so many draft tokens."""
+    return SimpleNamespace(input_batch=SimpleNamespace(num_draft_tokens=count))
 
 
 def test_sampling_sees_no_speculator_where_our_draft_is_loaded(seen: Seen) -> None:
@@ -59,6 +65,15 @@ def test_sampling_sees_no_speculator_where_our_draft_is_loaded(seen: Seen) -> No
 def test_other_speculators_stay(seen: Seen, speculator: Any) -> None:
     runner(speculator).sample_tokens(None)
     assert seen == [(speculator, 1, None)]
+
+
+@pytest.mark.parametrize("state", [drafts(3), None], ids=["drafts, as in vLLM's warm-up", "no step"])
+def test_steps_with_drafts_keep_the_speculator(seen: Seen, state: Any) -> None:
+    ours = SimpleNamespace(model=SimpleNamespace(dmi_active=True))
+    made = runner(ours)
+    made.execute_model_state = state
+    made.sample_tokens(None)
+    assert seen == [(ours, 1, None)]
 
 
 def test_a_second_engine_replaces_the_method_no_more(seen: Seen) -> None:
