@@ -21,7 +21,7 @@
 #   sustained-full, sustained-int8, sustained-long   always busy: the full surface; int8; prompts of 4,000 tokens, cached
 #               prompts, and int8 of everything
 #   sustained-pieces, sustained-codecs, sustained-without, sustained-reports   always busy: vLLM's default graphs; codecs;
-#               mechanisms switched off; when rows leave and ranks report
+#               mechanisms switched off; how often ranks report
 # For the next phases the package must be installed: workers find it by its entry point. GPUS: how many there are (2).
 #   sustained-ranks   always busy, tensor parallel on GPUs of 139 GiB (9 minutes)
 #   sustained-32b, sustained-70b   the same with the shapes of a 32B or 70B model (benchmarks.shapes; 5 minutes)
@@ -172,7 +172,7 @@ for phase in "$@"; do
         short64 --repeat 3 ;;
     sustained-reports)
       busy sustained-reports '{"stock": 4, "*": 9}' \
-        'stock,hidden-states zstd,hidden-states zstd draft,hidden-states zstd without silence,hidden-states zstd without prompts,hidden-states zstd without reports,hidden-states zstd without holding' \
+        'stock,hidden-states zstd,hidden-states zstd draft,hidden-states zstd without silence,hidden-states zstd without reports' \
         short64 --repeat 3 --profile 2 ;;
     models)
       python3 -m benchmarks.shapes /tmp/dmi-shapes >/dev/null

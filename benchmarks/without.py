@@ -49,21 +49,14 @@ def _pace() -> None:
     vars(sizing)["LEAST_SHARE"] = 1.0
 
 
-def _prompts() -> None:
-    """Rows that leave together do not wait for a step without prompts."""
-    from dmi_connector.engine import tracker
-
-    vars(tracker)["MOST_STEPS_TOGETHER"] = tracker.STEPS_TOGETHER
-
-
 def _reports() -> None:
     """Workers report in each step."""
     from dmi_connector.engine.tracker import Tracker
 
     plan = Tracker._plan
 
-    def each(self: Tracker, metadata: Any, prompts: bool) -> None:
-        plan(self, metadata, prompts)
+    def each(self: Tracker, metadata: Any) -> None:
+        plan(self, metadata)
         metadata.report = True
 
     setattr(Tracker, "_plan", each)  # noqa: B010
@@ -76,30 +69,14 @@ def _silence() -> None:
     vars(contract)["sample_without_drafts"] = lambda: None
 
 
-def _holding() -> None:
-    """The message that a capture begins is sent at once."""
-    from dmi_connector.store.write.client import StoreClient
-
-    begin = StoreClient.open_capture
-
-    def at_once(self: StoreClient, *args: Any, **named: Any) -> Any:
-        capture = begin(self, *args, **named)
-        self.send_held()
-        return capture
-
-    setattr(StoreClient, "open_capture", at_once)  # noqa: B010
-
-
 MECHANISMS: dict[str, Callable[[], None]] = {
     "branch": _branch,
     "joins": _joins,
     "copies": _copies,
     "idle": _idle,
     "pace": _pace,
-    "prompts": _prompts,
     "reports": _reports,
     "silence": _silence,
-    "holding": _holding,
 }
 
 

@@ -365,8 +365,8 @@ def schedule_no_drafts() -> None:
 def sample_without_drafts() -> None:
     """V2 runner: sample without the speculator where our draft is loaded.
 
-    No drafts are scheduled. vLLM still proposes some in every step, and puts them aside. Its warm-up of kernels on a GPU
-    makes batches with drafts: they keep the speculator.
+    No drafts are scheduled. vLLM still proposes some in every step, and puts them aside. Its warm-up of kernels on a
+    GPU makes batches with drafts: they keep the speculator.
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 

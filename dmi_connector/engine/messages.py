@@ -15,8 +15,6 @@ STEPS_TOGETHER = 16
 """Rows of so many steps leave the GPU together: looking for them and gathering them costs the engine's thread the same
 for one step as for all. Workers report as often.
 """
-MOST_STEPS_TOGETHER = 24
-"""After STEPS_TOGETHER steps they wait for one without prompts, at most so many: a step with prompts is long enough."""
 
 
 @dataclass

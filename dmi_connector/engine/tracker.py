@@ -14,7 +14,6 @@ import numpy as np
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.media import media_attributes
 from dmi_connector.engine.messages import (
-    MOST_STEPS_TOGETHER,
     STEPS_TOGETHER,
     Close,
     Open,
@@ -60,7 +59,7 @@ class Tracker:
         self, context: CaptureContext, block_size: int, keep_rows: int, blocks: int, wait: bool = True
     ) -> None:
         self.context = context
-        self._steps, self._most_steps = (STEPS_TOGETHER, MOST_STEPS_TOGETHER) if wait else (1, 1)
+        self._steps = STEPS_TOGETHER if wait else 1
         self.keep_rows = keep_rows
         self.block_size = block_size
         self._in_block = np.arange(block_size)
@@ -165,16 +164,16 @@ class Tracker:
                     self._export_chunks(tracked, computed, metadata.chunks)
                     if self._with_logits and request_id in scheduled:
                         self._take_sample(tracked, computed, metadata)
-        self._plan(metadata, prompts=output.total_num_scheduled_tokens > len(scheduled))
+        self._plan(metadata)
         return metadata
 
-    def _plan(self, metadata: StepMetadata, prompts: bool) -> None:
-        """Say whether rows leave and ranks report in a step. prompts: tokens of prompts are computed in it."""
+    def _plan(self, metadata: StepMetadata) -> None:
+        """Say whether rows leave and ranks report in a step."""
         waiting = self.handed - self._left
         if waiting:
             self._waited += 1
-            most = self._most_steps if prompts else self._steps
-            metadata.gather = metadata.idle or metadata.release or self._waited >= most or waiting > self.keep_rows // 2
+            due = self._waited >= self._steps or waiting > self.keep_rows // 2
+            metadata.gather = metadata.idle or metadata.release or due
         if metadata.gather:
             self._waited, self._left = 0, self.handed
         self._unreported += 1

@@ -122,8 +122,6 @@ class Exporter:
             self._export_due()
         if self.ending:
             self._end_gathered()
-        if metadata.report and self.client is not None:
-            self.client.send_held()
 
     def _take_ending(self, metadata: StepMetadata) -> None:
         """Take over the ends of captures whose blocks are kept."""

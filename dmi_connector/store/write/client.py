@@ -89,7 +89,6 @@ class StoreClient:
         self.ring = Ring(ring_bytes)
         self._lock = threading.Condition()
         self._layouts: list[Message] = []
-        self._held: list[Message] = []  # captures that begin, until the next message
         self._captures: dict[int, OpenCapture] = {}
         self._out: dict[int, Extent] = {}  # extents that the coordinator has, by number
         self._count = 0
@@ -131,11 +130,7 @@ class StoreClient:
         ranks: int = 1,
         most_rows: int | None = None,
     ) -> OpenCapture:
-        """Begin a capture; see `Captures.open`. What is wrong with it shows when it is closed.
-
-        The message leaves with the next one, or with `send_held`. A thread that wakes up to send it takes the
-        interpreter from the engine's.
-        """
+        """Begin a capture; see `Captures.open`. What is wrong with it shows when it is closed."""
         with self._lock:
             self._count += 1
             self._stats["started"] += 1
@@ -147,14 +142,8 @@ class StoreClient:
                 return capture
             self._captures[self._count] = capture
             message = {"type": "open", "id": self._count, "layout": layout, "attrs": dict(attrs or {}), **names}
-            self._held.append({**message, "rank": rank, "ranks": ranks, "most_rows": most_rows})
+            self._child.post({**message, "rank": rank, "ranks": ranks, "most_rows": most_rows})
             return capture
-
-    def send_held(self) -> None:
-        """Send what waits for the next message."""
-        if self._held:  # without the lock: whoever takes them sends them
-            with self._lock:
-                self._post()
 
     def rows(self, extent: Extent, rows: Sequence[tuple[OpenCapture, str, int, int, int]]) -> None:
         """Write per-sample rows that lie in one extent: (capture, array, sample, position, byte offset) of each."""
@@ -191,7 +180,6 @@ class StoreClient:
         timeout = (self.settings.shutdown_seconds if timeout is None else timeout) + _GRACE_S
         with self._lock:
             self._stopping = True
-            self._post()
         self._child.finish()
         ended = self._child.join(timeout)
         if not ended:
@@ -215,20 +203,14 @@ class StoreClient:
             self._count += 1
             self._out[self._count] = extent
             where = {"extent": self._count, "offset": extent.offset, "nbytes": extent.nbytes}
-            self._post({"type": kind, "parts": known, **where})
+            self._child.post({"type": kind, "parts": known, **where})
 
     def post_close(self, capture: OpenCapture, message: Message) -> None:
         """Send the end of a capture."""
         with self._lock:
             if capture.state == "open":
                 capture.state = "closing"
-                self._post(message)
-
-    def _post(self, *messages: Message) -> None:
-        """Send messages behind those that are held. Call it with the lock held."""
-        held, self._held = self._held, []
-        for message in (*held, *messages):
-            self._child.post(message)
+                self._child.post(message)
 
     # ---- answers in, on the reader thread ---------------------------------------------------------------------------
 
@@ -299,7 +281,6 @@ class StoreClient:
             for extent in self._out.values():
                 self.ring.release(extent)
             self._out.clear()
-            self._held.clear()
             lost = list(self._captures.values())
             for capture in lost:
                 self._end(capture, "failed", reason)

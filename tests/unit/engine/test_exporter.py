@@ -102,17 +102,6 @@ def test_a_store_is_opened_with_what_the_scheduler_and_the_server_say(make: Make
     assert [(c.number, c.start, c.checked) for c in exporter.captures.values()] == [(1, 3, False), (2, 3, False)]
 
 
-def test_captures_that_begin_are_sent_in_steps_in_which_ranks_report(make: Make) -> None:
-    exporter = make()
-    sent: list[bool] = []
-    exporter.client = SimpleNamespace(send_held=lambda: sent.append(True))  # type: ignore[assignment]
-    exporter.after_forward(StepMetadata())
-    assert not sent
-    exporter.after_forward(StepMetadata(report=True))
-    exporter.client = None
-    assert sent == [True]
-
-
 def test_the_last_rows_are_exported_before_the_capture_is_closed(make: Make) -> None:
     exporter = make()
     a, other = begin(exporter, 1, 20), begin(exporter, 2, 20)

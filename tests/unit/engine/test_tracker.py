@@ -6,7 +6,6 @@ request in every step.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmi_connector.engine.messages import MOST_STEPS_TOGETHER, STEPS_TOGETHER, Report, Rows, StepMetadata
+from dmi_connector.engine.messages import STEPS_TOGETHER, Report, Rows, StepMetadata
 from dmi_connector.engine.tracker import Tracker
 from tests.trackerkit import FakeRequest, ask, make_tracker
 
@@ -190,10 +189,8 @@ def test_chunks_of_some_steps_are_told_together(tmp_path: object) -> None:
     assert told == [*each, 5, *each, 5]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "steps"), [((), STEPS_TOGETHER), (range(60), MOST_STEPS_TOGETHER), (range(17), STEPS_TOGETHER + 2)]
-)
-def test_rows_leave_together_in_a_step_without_prompts(tmp_path: object, prompts: Iterable[int], steps: int) -> None:
+@pytest.mark.parametrize("prompts", [False, True])
+def test_rows_of_sixteen_steps_leave_together(tmp_path: object, prompts: bool) -> None:
     """Counted from the step that told of the first of them. Ranks report when rows leave."""
     world = World(make_tracker(tmp_path, "resid_pre"))
     world.add(16, 0)
@@ -201,11 +198,11 @@ def test_rows_leave_together_in_a_step_without_prompts(tmp_path: object, prompts
     while not first.chunks:
         first = world.step([1], -1, -1, 0)
     assert not first.gather
-    for number in range(1, steps):
-        if number in prompts:
+    for number in range(1, STEPS_TOGETHER):
+        if prompts:
             world.add(3, 0)
         metadata = world.step([3], -1, -1, 0)
-        assert metadata.gather == (number == steps - 1), number
+        assert metadata.gather == (number == STEPS_TOGETHER - 1), number
         assert metadata.report or not metadata.gather
 
 
