@@ -172,7 +172,7 @@ for phase in "$@"; do
         short64 --repeat 3 ;;
     sustained-reports)
       busy sustained-reports '{"stock": 4, "*": 9}' \
-        'stock,hidden-states zstd,hidden-states zstd draft,hidden-states zstd without silence,hidden-states zstd without reports' \
+        'stock,hidden-states zstd,hidden-states zstd draft,hidden-states zstd without reports' \
         short64 --repeat 3 --profile 2 ;;
     models)
       python3 -m benchmarks.shapes /tmp/dmi-shapes >/dev/null

@@ -62,13 +62,6 @@ def _reports() -> None:
     setattr(Tracker, "_plan", each)  # noqa: B010
 
 
-def _silence() -> None:
-    """The draft's runner handles the drafts that are never scheduled, as vLLM does."""
-    from dmi_connector.engine import contract
-
-    vars(contract)["sample_without_drafts"] = lambda: None
-
-
 MECHANISMS: dict[str, Callable[[], None]] = {
     "branch": _branch,
     "joins": _joins,
@@ -76,7 +69,6 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "idle": _idle,
     "pace": _pace,
     "reports": _reports,
-    "silence": _silence,
 }
 
 

@@ -25,14 +25,6 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.v1.spec_decode.extract_hidden_states:ExtractHiddenStatesProposer.propose",
         "V1 runner: replaced by one that proposes no draft token, where our draft is loaded",
     ),
-    "sampling": (
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
-        "V2 runner: runs without the speculator, where our draft is loaded",
-    ),
-    "speculator": (
-        "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model",
-        "V2 runner: has the draft as `model`",
-    ),
     "backend": (
         "vllm.model_executor.models.extract_hidden_states:CacheOnlyAttentionBackend.get_impl_cls",
         "the cache-only attention backend that ours extends",
@@ -360,29 +352,3 @@ def schedule_no_drafts() -> None:
     if not getattr(original, "dmi_silent", False):
         propose.dmi_silent = True  # type: ignore[attr-defined]
         ExtractHiddenStatesProposer.propose = propose
-
-
-def sample_without_drafts() -> None:
-    """V2 runner: sample without the speculator where our draft is loaded.
-
-    No drafts are scheduled. vLLM still proposes some in every step, and puts them aside. Its warm-up of kernels on a
-    GPU makes batches with drafts: they keep the speculator.
-    """
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's own."""
-        speculator, steps, state = self.speculator, self.num_speculative_steps, self.execute_model_state
-        ours = getattr(getattr(speculator, "model", None), "dmi_active", False)
-        if not ours or state is None or state.input_batch.num_draft_tokens:
-            return original(self, *args, **kwargs)
-        self.speculator, self.num_speculative_steps = None, 0
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            self.speculator, self.num_speculative_steps = speculator, steps
-
-    original = GPUModelRunner.sample_tokens
-    if not getattr(original, "dmi_silent", False):
-        sample_tokens.dmi_silent = True  # type: ignore[attr-defined]
-        GPUModelRunner.sample_tokens = sample_tokens

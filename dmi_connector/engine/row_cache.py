@@ -108,9 +108,7 @@ class ExtractHiddenStatesModel(stock.ExtractHiddenStatesModel):
             return
         nn.Module.__init__(self)
         self.dmi_active = True
-        if vllm_config.use_v2_model_runner:
-            contract.sample_without_drafts()
-        else:
+        if not vllm_config.use_v2_model_runner:
             contract.schedule_no_drafts()
         context = capture_context(vllm_config)
         self.cache_only_layers = nn.ModuleDict({str(context.dims.layers): CaptureLayer(context)})
