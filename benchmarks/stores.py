@@ -2,6 +2,7 @@
 """GB/s into finished stores, and the writers' CPU time, without an engine: the ring is always full.
 
     python -m benchmarks.stores --out results.json [--directory /dev/shm/dmi-stores] [--writers 15] [--codec none]
+        [--always-compress]
 
 Captures hold normal bf16 values of 36 layers of Qwen3-4B's widths, 2.56 MB a token, or --arrays of these. For
 comparison, as many processes write the same chunks to plain files.
@@ -122,6 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--directory", default="/dev/shm/dmi-stores")
     p.add_argument("--writers", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     p.add_argument("--codec", default="none")
+    p.add_argument("--always-compress", action="store_true", help="also where the ring is full")
     p.add_argument("--ring-bytes", type=int, default=8 << 30)
     p.add_argument("--captures", type=int, default=32)
     p.add_argument("--length", type=int, default=256, help="tokens of a capture")
@@ -138,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     os.makedirs(args.directory)
     try:
         files = files_alone(args.directory, args.writers + 1, args.layers, nbytes)
-        client = StoreClient(args.ring_bytes, args.writers, WriteSettings())
+        client = StoreClient(args.ring_bytes, args.writers, WriteSettings(always_compress=args.always_compress))
         memory = client.ring.memory
         memory[:] = common.activations(len(memory))
         number, rates, cpu = client.register(layout), [], []
@@ -150,6 +152,7 @@ def main(argv: list[str] | None = None) -> int:
             rates.append(nbytes / feed(client, layout, number, paths, args.length) / 1e9)
             cpu.append([after - b for after, b in zip(cpu_seconds("dmi-writer", client.group), before, strict=True)])
         assert client.stats()["complete"] == args.captures * (args.repeat + 1)
+        stored = client.stats()["bytes_stored"] / client.stats()["bytes_raw"]
         client.shutdown()
     finally:
         shutil.rmtree(args.directory)
@@ -159,6 +162,7 @@ def main(argv: list[str] | None = None) -> int:
         "files_alone_GBps": common.three_digits(files),
         "GBps": common.three_digits(statistics.median(rates[1:])),
         "runs": [common.three_digits(rate) for rate in rates[1:]],
+        "stored_share": round(stored, 3),
         "writers_user_s": round(statistics.median(user for user, _ in cpu[1:]), 2),
         "writers_system_s": round(statistics.median(system for _, system in cpu[1:]), 2),
     }

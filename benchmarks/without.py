@@ -42,6 +42,14 @@ def _idle() -> None:
     vars(sizing)["write_settings"] = lambda *args: replace(settings(*args), idle=False)
 
 
+def _plain() -> None:
+    """Writers that fall behind compress nevertheless."""
+    from dmi_connector.engine import sizing
+
+    settings = sizing.write_settings
+    vars(sizing)["write_settings"] = lambda *args: replace(settings(*args), always_compress=True)
+
+
 def _pace() -> None:
     """Writers never rest."""
     from dmi_connector.engine import sizing
@@ -68,6 +76,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "copies": _copies,
     "idle": _idle,
     "pace": _pace,
+    "plain": _plain,
     "reports": _reports,
 }
 

@@ -125,7 +125,8 @@ class ServerOptions:
     """What one server captures and how it stores it.
 
     hooks: the selection (see `hooks.parse_selection`). store_dir: directory of the stores, created when missing.
-    codec: "zstd", "lz4" or "none". chunk_tokens: token rows of one compressed chunk. segment_tokens: rows of one shard
+    codec: "zstd", "lz4" or "none". always_compress: writers that fall behind compress nevertheless. chunk_tokens: token
+    rows of one compressed chunk. segment_tokens: rows of one shard
     file, a multiple of chunk_tokens. writers: writer processes, 0 for a choice by the machine's cores.
     host_buffer_bytes: shared (on a GPU: pinned) memory between the engine and the writers. staging_bytes: GPU memory
     where chunks are gathered before they are copied out. policy: what happens when writing falls behind, "block" (the
@@ -151,6 +152,7 @@ class ServerOptions:
     store_dir: str
     hooks: tuple[str, ...] = ("hidden-states",)
     codec: str = "zstd"
+    always_compress: bool = False
     chunk_tokens: int = 128
     segment_tokens: int = 1024
     writers: int = 0
@@ -200,6 +202,7 @@ class ServerOptions:
             store_dir=_path("store_dir", extra.get("store_dir")),
             hooks=_hook_items("hooks", extra.get("hooks", list(cls.hooks))),
             codec=_one_of("codec", extra.get("codec", cls.codec), CODECS),
+            always_compress=_boolean("always_compress", extra.get("always_compress", cls.always_compress)),
             chunk_tokens=chunk,
             segment_tokens=segment,
             writers=_integer("writers", extra.get("writers", cls.writers), 0, 256),

@@ -137,6 +137,7 @@ def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSetting
         least_share=LEAST_SHARE if give_way else WriteSettings.least_share,
         keep={} if rank else keep,
         upload=upload if options.upload and not rank else {},
+        always_compress=options.always_compress,
     )
 
 

@@ -73,6 +73,7 @@ def test_each_server_option_is_read() -> None:
         "store_dir": "/x",
         "hooks": ["q"],
         "codec": "lz4",
+        "always_compress": True,
         "chunk_tokens": 64,
         "segment_tokens": 128,
         "writers": 3,

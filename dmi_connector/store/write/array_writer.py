@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,8 @@ from dmi_connector.store.format.completeness import Cause, Loss, add_loss
 from dmi_connector.store.format.paths import no_follow
 from dmi_connector.store.format.schema import Grid
 from dmi_connector.store.write.journal import Journal
-from dmi_connector.store.write.shard_writer import FileCache, ShardWriter, encode
+from dmi_connector.store.write.plain import Costs
+from dmi_connector.store.write.shard_writer import Encoded, FileCache, ShardWriter, encode
 
 FileList = dict[str, list[int]]
 """Path in the store -> [size, checksum]: docs/FORMAT.md, section 5."""
@@ -65,7 +67,7 @@ class ArrayWriter:
     numbers: which arrays of the layout. about: facts of the capture for the journal, None where another writer keeps
     them. leads: whether it writes the metadata of its arrays; else it has some segments of them, and another writer
     leads. losses: what could not be written. bytes_raw, bytes_stored: bytes of the rows written, as they came and in
-    their files.
+    their files. costs: of the process, None where nothing hurries.
     """
 
     def __init__(
@@ -76,10 +78,12 @@ class ArrayWriter:
         cache: FileCache,
         about: dict[str, Any] | None = None,
         leads: bool = True,
+        costs: Costs | None = None,
     ) -> None:
         self.losses: list[Loss] = []
         self.bytes_raw = self.bytes_stored = 0
         self._root, self._layout, self._cache, self._leads = root, layout, cache, leads
+        self._costs = costs or Costs()
         self._arrays = [(layout.arrays[i], layout.bases[i]) for i in numbers]
         specs = [spec for spec, _ in self._arrays]
         self._by_name = {spec.name: spec for spec in specs}
@@ -96,11 +100,11 @@ class ArrayWriter:
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 
-    def chunk(self, payload: np.ndarray, first: int, count: int, token_ids: bytes = b"") -> None:
+    def chunk(self, payload: np.ndarray, first: int, count: int, token_ids: bytes = b"", behind: bool = False) -> None:
         """Write token rows [first, first + count) of every array.
 
-        payload: uint8, see `PayloadLayout`. token_ids: int32, for the journal. Raises OSError, and ValueError for rows
-        off the chunk grid.
+        payload: uint8, see `PayloadLayout`. token_ids: int32, for the journal. behind: do not compress if that is
+        quicker. Raises OSError, and ValueError for rows off the chunk grid.
         """
         chunk = self._layout.chunk_tokens
         if len(token_ids) not in (0, 4 * count):
@@ -114,10 +118,10 @@ class ArrayWriter:
         for spec, base in self._arrays:
             if not spec.per_sample:
                 at, size = base * count, spec.token_bytes * count
-                places.append(self._append(spec, payload[at : at + size], first, count))
+                places.append(self._append(spec, payload[at : at + size], first, count, behind))
         self._journal.chunk(first, count, places, token_ids)
 
-    def _append(self, spec: ArraySpec, data: np.ndarray, first: int, count: int) -> bytes:
+    def _append(self, spec: ArraySpec, data: np.ndarray, first: int, count: int, behind: bool) -> bytes:
         """Append the chunk of one array to its shard. Returns its places for the journal."""
         layout = self._layout
         block = data.view(f"u{spec.itemsize}").reshape(spec.local_layers, count, spec.local_width)
@@ -127,7 +131,18 @@ class ArrayWriter:
         shard = self._shard(spec, segment, (spec.shard_layers, layout.segment_tokens // layout.chunk_tokens))
         slot = within // layout.chunk_tokens
         slots = [(layer, slot) for layer in range(spec.local_layers)]
-        stored = shard.append(slots, (encode(layer, layout.codec, rows) for layer in block))
+        plain, encoding_s, began = behind and self._costs.plain_is_quicker(), 0.0, time.perf_counter()
+
+        def encoded() -> Iterator[Encoded]:
+            nonlocal encoding_s
+            for layer in block:
+                start = time.perf_counter()
+                chunk = encode(layer, layout.codec, rows, plain)
+                encoding_s += time.perf_counter() - start
+                yield chunk
+
+        stored = shard.append(slots, encoded())
+        self._costs.add(plain, data.nbytes, stored, encoding_s, time.perf_counter() - began - encoding_s)
         self.bytes_raw += data.nbytes
         self.bytes_stored += stored
         places: bytes = shard.index[: spec.local_layers, slot].tobytes()

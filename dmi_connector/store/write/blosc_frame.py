@@ -9,6 +9,8 @@ normal bfloat16 numbers from 1.43 to 1.50. Where rows recur, as embeddings of a 
 A frame is a header of 16 bytes, the offset of its only block, and the block. The block holds for each byte of an
 element the length of its plane (the bytes of that significance of all elements), then the plane as a zstd frame, or as
 it is where zstd gains nothing.
+
+A plain frame is a header and the elements as they are. Writers that fall behind make those (plain.py).
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from dmi_connector.store.format.schema import blosc_settings
 _SHUFFLES = {"noshuffle": blosc.NOSHUFFLE, "shuffle": blosc.SHUFFLE, "bitshuffle": blosc.BITSHUFFLE}
 _VERSION, _ZSTD_VERSION = 2, 1
 """Versions of the frame format and of the codec in it."""
-_SHUFFLED, _ZSTD = 0x1, 4 << 5
+_SHUFFLED, _PLAIN, _ZSTD = 0x1, 0x2, 4 << 5
 """Flags of the header."""
 _HEADER = struct.Struct("<4B3Ii")
 """Versions of format and codec, flags, item size; bytes, bytes of a block, bytes of the frame; where the block begins.
 """
+_HEADER_BYTES = 16
+"""Of them the header proper. A plain frame has no blocks."""
 _LENGTH = struct.Struct("<i")
 """Bytes of a compressed plane, before it."""
 _LEAST_PLANE = 128
@@ -98,6 +102,13 @@ def blosc_frame(chunk: np.ndarray, codec: str) -> bytes:
         return _zstd_frame(chunk)
     cname, clevel, shuffle = blosc_settings(codec, size)
     return bytes(blosc.compress(chunk, cname.encode(), clevel, _SHUFFLES[shuffle], nbytes))
+
+
+def plain_header(itemsize: int, nbytes: int) -> bytes:
+    """What makes `nbytes` bytes of elements a plain frame, before them. Any codec of Blosc decodes it."""
+    return _HEADER.pack(_VERSION, _ZSTD_VERSION, _ZSTD | _PLAIN, itemsize, nbytes, nbytes, _HEADER_BYTES + nbytes, 0)[
+        :_HEADER_BYTES
+    ]
 
 
 def _zstd_frame(chunk: np.ndarray) -> bytes:

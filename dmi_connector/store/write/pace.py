@@ -7,7 +7,7 @@ they work the minimum share of their time
 - on all rows, while the ring has room for everything that open captures may still bring;
 - on rows of generated tokens, while half of the ring is free.
 
-Rows that have waited for LATE_S are written at once.
+Rows that have waited for LATE_S are written at once. From FULL on chunks need not be compressed (plain.py).
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Shares(NamedTuple):
 
 _STEPS = 255
 """A share is one byte of shared memory."""
+_BEHIND = len(Shares._fields)
+"""The byte after the shares."""
 
 
 class Pace:
@@ -53,6 +55,15 @@ class Pace:
             self.shares = Shares(1.0, 1.0)
         else:
             self.fd, self._memory = fd, mmap.mmap(fd, mmap.PAGESIZE)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the ring is so full that the engine may soon wait."""
+        return bool(self._memory[_BEHIND])
+
+    @behind.setter
+    def behind(self, behind: bool) -> None:
+        self._memory[_BEHIND] = behind
 
     @property
     def shares(self) -> Shares:

@@ -16,7 +16,8 @@ class WriteSettings:
     other ranks. shutdown_seconds: time to finish what is under way when the engine ends. file_mode: who may read
     stores. nice: nice level of the writers, 0 to 19. idle: put writers into the scheduling class for idle time.
     least_share: minimum share of time that writers work while the ring has room (pace.py). keep: arguments of the
-    coordinator's `Keeper`, {} for none. upload: fields of `UploadSettings`, {} for none.
+    coordinator's `Keeper`, {} for none. upload: fields of `UploadSettings`, {} for none. always_compress: also chunks
+    for which the engine may have to wait.
     """
 
     fsync: bool = False
@@ -28,6 +29,7 @@ class WriteSettings:
     least_share: float = 1.0
     keep: Mapping[str, Any] = field(default_factory=dict)
     upload: Mapping[str, Any] = field(default_factory=dict)
+    always_compress: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 from dmi_connector.store.format.checksum import crc32c, crc32c_join, crc32c_of_zeros
 from dmi_connector.store.format.paths import no_follow
 from dmi_connector.store.format.shard_index import EMPTY, empty_index, index_bytes, shard_content
-from dmi_connector.store.write.blosc_frame import blosc_frame
+from dmi_connector.store.write.blosc_frame import blosc_frame, plain_header
 
 Buffer = bytes | np.ndarray
 
@@ -45,8 +45,9 @@ _scratch = functools.lru_cache(maxsize=16)(_Scratch)
 
 
 class Encoded(NamedTuple):
-    """An inner chunk as its file holds it: `body`, then `zeros` zero bytes, then `crc`, the crc32c of both."""
+    """An inner chunk as its file holds it: `head`, `body`, then `zeros` zero bytes, then `crc`, the crc32c of them."""
 
+    head: bytes
     body: Buffer
     zeros: int
     crc: int
@@ -54,25 +55,28 @@ class Encoded(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes it takes in its file."""
-        return len(self.body) + self.zeros + 4
+        return len(self.head) + len(self.body) + self.zeros + 4
 
 
-def encode(chunk: np.ndarray, codec: str, rows: int | None = None) -> Encoded:
+def encode(chunk: np.ndarray, codec: str, rows: int | None = None, plain: bool = False) -> Encoded:
     """Encode one inner chunk, a C-contiguous array of unsigned integers as wide as the dtype.
 
-    rows: of the whole chunk; zeros stand for those that `chunk` lacks (default: it lacks none). With codec "none" the
-    body is a view of `chunk`, so that the bytes are not copied.
+    rows: of the whole chunk; zeros stand for those that `chunk` lacks (default: it lacks none). plain: do not compress.
+    Then, and with codec "none", the body is a view of `chunk`, so that the bytes are not copied.
     """
     zeros = 0 if rows is None else (rows - len(chunk)) * chunk[0].nbytes
-    if codec == "none":
+    if plain or codec == "none":
         body = chunk.reshape(-1).view(np.uint8)
+        head = b"" if codec == "none" else plain_header(chunk.itemsize, len(body) + zeros)
         crc = crc32c(body)
-        return Encoded(body, zeros, crc32c_join(crc, crc32c_of_zeros(zeros), zeros) if zeros else crc)
+        if head:
+            crc = crc32c_join(crc32c(head), crc, len(body))
+        return Encoded(head, body, zeros, crc32c_join(crc, crc32c_of_zeros(zeros), zeros) if zeros else crc)
     if zeros:
         assert rows is not None
         chunk = _scratch(rows, chunk.shape[1], chunk.dtype.str).filled(chunk)
     packed = blosc_frame(chunk, codec)
-    return Encoded(packed, 0, crc32c(packed))
+    return Encoded(b"", packed, 0, crc32c(packed))
 
 
 class FileCache:
@@ -135,11 +139,11 @@ class ShardWriter:
             entries.append((end, chunk.nbytes))
             end += chunk.nbytes
             if chunk.zeros >= _HOLE_BYTES:
-                _put(fd, [*buffers, chunk.body], start)
+                _put(fd, [*buffers, chunk.head, chunk.body], start)
                 buffers, start = [tail], end - len(tail)
             else:
-                buffers += [chunk.body, bytes(chunk.zeros), tail]
-            if end - start >= _WRITE_BYTES or len(buffers) > _IOV_MAX - 3:
+                buffers += [chunk.head, chunk.body, bytes(chunk.zeros), tail]
+            if end - start >= _WRITE_BYTES or len(buffers) > _IOV_MAX - 4:
                 _put(fd, buffers, start)
                 buffers, start = [], end
         _put(fd, buffers, start)

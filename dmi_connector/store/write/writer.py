@@ -38,6 +38,7 @@ from dmi_connector.store.write.array_writer import ArrayWriter, metadata_elsewhe
 from dmi_connector.store.write.commit import Commit, append_index, give_up, remove_partial, write_rank_done
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, unpack_array, write_all
 from dmi_connector.store.write.pace import Pace
+from dmi_connector.store.write.plain import Costs
 from dmi_connector.store.write.repair import rebuild
 from dmi_connector.store.write.settings import WriteSettings
 from dmi_connector.store.write.shard_writer import FileCache
@@ -68,6 +69,7 @@ class Writer:
         self._broken: dict[int, tuple[Loss, bool]] = {}  # captures whose open failed: why, whether all rows are lost
         self._locks: dict[int, PartialLock] = {}
         self._closed_locks: list[tuple[int, PartialLock]] = []  # of closed captures, until the store has its name
+        self._costs = Costs()
         self._worked = 0.0  # seconds that the last payload took; the next one is taken to need as many
         self.commits: list[Commit] = []
 
@@ -84,7 +86,7 @@ class Writer:
         try:
             self._locks[m["id"]] = PartialLock(m["partial"])
             layout = self._layouts[m["layout"]]
-            arrays = ArrayWriter(m["partial"], layout, m["arrays"], self._cache, m["about"], m["leads"])
+            arrays = ArrayWriter(m["partial"], layout, m["arrays"], self._cache, m["about"], m["leads"], self._costs)
             self._writers[m["id"]] = arrays
         except Exception as error:
             specs = [self._layouts[m["layout"]].arrays[i] for i in m["arrays"]]
@@ -95,7 +97,7 @@ class Writer:
         rows = m["first"], m["first"] + m["count"]
 
         def write(arrays: ArrayWriter, data: np.ndarray) -> None:
-            arrays.chunk(data, m["first"], m["count"], unpack_array(m.get("token_ids", "")))
+            arrays.chunk(data, m["first"], m["count"], unpack_array(m.get("token_ids", "")), self._pace.behind)
 
         self._data(m, write, rows)
 

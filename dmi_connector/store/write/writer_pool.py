@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.messages import Message
-from dmi_connector.store.write.pace import ROOM_BYTES, Pace, Shares, shares_for
+from dmi_connector.store.write.pace import FULL, ROOM_BYTES, Pace, Shares, shares_for
 from dmi_connector.store.write.ring import Extent, RingBase
 from dmi_connector.store.write.settings import WriteSettings
 
@@ -180,10 +180,12 @@ class WriterPool:
     def set_pace(self, to_come: int | None) -> None:
         """Tell writers how fast to work. to_come: bytes that open captures may still bring; None: work all the time."""
         if to_come is None:
-            self._pace.shares = Shares(1.0, 1.0)
+            self._pace.shares, self._pace.behind = Shares(1.0, 1.0), False
             return
         room = min(self._ring.nbytes, ROOM_BYTES)
-        self._pace.shares = shares_for(self._settings.least_share, self._ring.used / room, to_come / room)
+        in_use = self._ring.used / room
+        self._pace.shares = shares_for(self._settings.least_share, in_use, to_come / room)
+        self._pace.behind = in_use >= FULL and not self._settings.always_compress
 
     def end(self, deadline: float) -> bool:
         """Let all processes stop after what was sent to them; kill them at `deadline` (of time.monotonic()).
