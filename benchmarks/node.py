@@ -40,6 +40,7 @@ from dmi_connector.store.format.paths import no_follow
 from dmi_connector.store.read.index import read_index
 from dmi_connector.store.write import retention
 from dmi_connector.store.write.client import StoreClient
+from dmi_connector.store.write.settings import WriteSettings
 from dmi_connector.store.write.commit import append_index, finish_line, now
 
 MODELS = {
@@ -104,7 +105,7 @@ client: StoreClient
 def start() -> None:
     """Have what a worker has of the connector behind its GPU."""
     global client
-    client = StoreClient(RING_BYTES, RANK_WRITERS)
+    client = StoreClient(RING_BYTES, RANK_WRITERS, WriteSettings(always_compress=True))
 
 
 def fill(reduced: bool) -> None:

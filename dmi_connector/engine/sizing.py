@@ -194,7 +194,18 @@ def announce(
     if lane is not None:
         limits["link"] = lane.link_bytes_per_second()
     if writers:
-        limits[f"{writers} writers, codec {options.codec}"] = writers * WRITER_GB_PER_S[options.codec] * 1e9
+        codec = options.codec if options.always_compress else "none"
+        limits[f"{writers} writers, codec {codec}"] = writers * WRITER_GB_PER_S[codec] * 1e9
+        if codec != options.codec:
+            packed = writers * WRITER_GB_PER_S[options.codec] * 1e9
+            logger.info(
+                "dmi_connector: %d writers compress with %s up to about %.1f GB/s = %.0f tokens/s, and leave chunks "
+                "uncompressed above (always_compress: never)",
+                writers,
+                options.codec,
+                packed / 1e9,
+                packed / full.payload.token_bytes,
+            )
     if limits:
         name = min(limits, key=lambda n: limits[n])
         logger.info(
