@@ -40,8 +40,8 @@ from dmi_connector.store.format.paths import no_follow
 from dmi_connector.store.read.index import read_index
 from dmi_connector.store.write import retention
 from dmi_connector.store.write.client import StoreClient
-from dmi_connector.store.write.settings import WriteSettings
 from dmi_connector.store.write.commit import append_index, finish_line, now
+from dmi_connector.store.write.settings import WriteSettings
 
 MODELS = {
     "Qwen3-4B": ModelDims("Qwen3ForCausalLM", 36, 2560, 32, 8, 128, 9728, 151936),
