@@ -19,7 +19,7 @@
 #   ehs      vLLM's own extraction (4 minutes)
 #   sustained   always busy: hidden-states of both owners, a narrow selection (7 minutes)
 #   sustained-full, sustained-int8, sustained-long   always busy: the full surface; int8; prompts of 4,000 tokens, cached
-#               prompts, and int8 of everything
+#               prompts and 256 in flight, also with writers that always compress
 #   sustained-pieces, sustained-codecs, sustained-without, sustained-reports   always busy: vLLM's default graphs; codecs;
 #               mechanisms switched off; how often ranks report
 # For the next phases the package must be installed: workers find it by its entry point. GPUS: how many there are (2).
@@ -118,9 +118,8 @@ for phase in "$@"; do
     sustained-int8)
       busy sustained-int8 '{"stock": 5, "int8 null": 42, "int8 lz4": 42}' 'stock,int8 null,int8 lz4' short64 --profile 1 ;;
     sustained-long)
-      busy sustained-long '{"stock": 13, "hidden-states zstd": 30, "int8 none": 33}' \
-        'stock,hidden-states zstd,int8 none' long16,cached64,short64 \
-        --loads-of '{"int8 none": "short64", "hidden-states zstd": "long16,cached64"}' ;;
+      busy sustained-long '{"stock": 13, "*": 36}' 'stock,hidden-states zstd,hidden-states zstd without plain' \
+        long16,cached64,short256 --loads-of '{"hidden-states zstd without plain": "long16,cached64"}' --repeat 2 ;;
     sustained-ranks)
       whole="{\"tensor_parallel_size\": $ranks, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
         busy sustained-ranks '{"stock": 4, "full null": 36, "int8 null": 20, "attn null": 4, "*": 9}' \
