@@ -37,8 +37,10 @@ CPU_HOST_BYTES, GPU_STAGING_BYTES = 256 << 20, 1 << 30
 MOST_HOST_SHARE, ALL_HOSTS_SHARE = 1 / 8, 1 / 4
 """Default host buffers beside GPUs, as shares of the machine's memory: for one GPU at most, and for all together."""
 
-WRITER_GB_PER_S = {"none": 1.6, "lz4": 0.7, "zstd": 0.4}
-"""Raw GB/s of one writer process on bf16 activations, by codec, for the estimate in the log (docs/PERFORMANCE.md)."""
+WRITER_GB_PER_S = {"none": 1.6, "plain": 1.4, "lz4": 0.7, "zstd": 0.4}
+"""Raw GB/s of one writer process on bf16 activations, for the estimate in the log (docs/PERFORMANCE.md), by codec.
+"plain": chunks of other codecs that are left uncompressed.
+"""
 
 MOST_GPU_WRITERS, MOST_CPU_WRITERS, CPU_CORES_A_WRITER = 64, 4, 4
 """Default writers at most, beside a GPU and on a CPU; on a CPU one for so many cores, the rest being the model's."""
@@ -137,7 +139,8 @@ def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSetting
         least_share=LEAST_SHARE if give_way else WriteSettings.least_share,
         keep={} if rank else keep,
         upload=upload if options.upload and not rank else {},
-        always_compress=options.always_compress,
+        # A flush and an upload are not in what a writer measures, and plain chunks would make both longer.
+        always_compress=options.always_compress or options.fsync or bool(options.upload),
     )
 
 
@@ -194,17 +197,18 @@ def announce(
     if lane is not None:
         limits["link"] = lane.link_bytes_per_second()
     if writers:
-        codec = options.codec if options.always_compress else "none"
-        limits[f"{writers} writers, codec {codec}"] = writers * WRITER_GB_PER_S[codec] * 1e9
-        if codec != options.codec:
-            packed = writers * WRITER_GB_PER_S[options.codec] * 1e9
+        compressed = writers * WRITER_GB_PER_S[options.codec] * 1e9
+        if options.codec == "none" or write_settings(options, 0, lane is not None).always_compress:
+            limits[f"{writers} writers, codec {options.codec}"] = compressed
+        else:
+            limits[f"{writers} writers, uncompressed"] = writers * WRITER_GB_PER_S["plain"] * 1e9
             logger.info(
-                "dmi_connector: %d writers compress with %s up to about %.1f GB/s = %.0f tokens/s, and leave chunks "
-                "uncompressed above (always_compress: never)",
+                "dmi_connector: %d writers compress with %s up to about %.1f GB/s = %.0f tokens/s; above that they "
+                "leave chunks uncompressed, unless the disk is slower (always_compress: never)",
                 writers,
                 options.codec,
-                packed / 1e9,
-                packed / full.payload.token_bytes,
+                compressed / 1e9,
+                compressed / full.payload.token_bytes,
             )
     if limits:
         name = min(limits, key=lambda n: limits[n])

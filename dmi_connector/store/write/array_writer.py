@@ -114,14 +114,15 @@ class ArrayWriter:
         self._end = max(self._end, first + count)
         if count < chunk:
             self._short_end = first + count
+        plain = behind and self._costs.plain_next()
         places = []
         for spec, base in self._arrays:
             if not spec.per_sample:
                 at, size = base * count, spec.token_bytes * count
-                places.append(self._append(spec, payload[at : at + size], first, count, behind))
+                places.append(self._append(spec, payload[at : at + size], first, count, plain))
         self._journal.chunk(first, count, places, token_ids)
 
-    def _append(self, spec: ArraySpec, data: np.ndarray, first: int, count: int, behind: bool) -> bytes:
+    def _append(self, spec: ArraySpec, data: np.ndarray, first: int, count: int, plain: bool) -> bytes:
         """Append the chunk of one array to its shard. Returns its places for the journal."""
         layout = self._layout
         block = data.view(f"u{spec.itemsize}").reshape(spec.local_layers, count, spec.local_width)
@@ -131,38 +132,44 @@ class ArrayWriter:
         shard = self._shard(spec, segment, (spec.shard_layers, layout.segment_tokens // layout.chunk_tokens))
         slot = within // layout.chunk_tokens
         slots = [(layer, slot) for layer in range(spec.local_layers)]
-        plain, encoding_s, began = behind and self._costs.plain_is_quicker(), 0.0, time.perf_counter()
-
-        def encoded() -> Iterator[Encoded]:
-            nonlocal encoding_s
-            for layer in block:
-                start = time.perf_counter()
-                chunk = encode(layer, layout.codec, rows, plain)
-                encoding_s += time.perf_counter() - start
-                yield chunk
-
-        stored = shard.append(slots, encoded())
-        self._costs.add(plain, data.nbytes, stored, encoding_s, time.perf_counter() - began - encoding_s)
-        self.bytes_raw += data.nbytes
-        self.bytes_stored += stored
+        self._put(shard, slots, block, rows, plain)
         places: bytes = shard.index[: spec.local_layers, slot].tobytes()
         if shard.full:
             self._finish(spec, segment, None)
         return places
 
-    def rows(self, payload: np.ndarray, name: str, first: int, positions: Sequence[int]) -> None:
-        """Write rows from `first` on of a per-sample array, and the token position of each."""
+    def _put(
+        self, shard: ShardWriter, slots: Sequence[tuple[int, ...]], block: np.ndarray, rows: int | None, plain: bool
+    ) -> None:
+        """Append one inner chunk for each slot, and note what that cost."""
+        encoding_s, began = 0.0, time.perf_counter()
+
+        def encoded() -> Iterator[Encoded]:
+            nonlocal encoding_s
+            for one in block:
+                start = time.perf_counter()
+                chunk = encode(one, self._layout.codec, rows, plain)
+                encoding_s += time.perf_counter() - start
+                yield chunk
+
+        stored = shard.append(slots, encoded())
+        self._costs.add(plain, block.nbytes, stored, encoding_s, time.perf_counter() - began - encoding_s)
+        self.bytes_raw += block.nbytes
+        self.bytes_stored += stored
+
+    def rows(self, payload: np.ndarray, name: str, first: int, positions: Sequence[int], behind: bool = False) -> None:
+        """Write rows from `first` on of a per-sample array, and the token position of each. behind: see `chunk`."""
         spec, count = self._by_name[name], len(positions)
         size = count * spec.token_bytes
         if not spec.per_sample or len(payload) < size:
             raise ValueError(f"{count} rows of {name!r} do not fit {len(payload)} bytes")
         block = payload[:size].view(f"u{spec.itemsize}").reshape(count, spec.local_width)
+        plain = behind and self._costs.plain_next()
         places = []
         for i, position in enumerate(positions):
             segment, slot = divmod(first + i, schema.SAMPLES_PER_SHARD)
             shard = self._shard(spec, segment, (schema.SAMPLES_PER_SHARD,))
-            self.bytes_stored += shard.append([(slot,)], [encode(block[i], self._layout.codec)])
-            self.bytes_raw += spec.token_bytes
+            self._put(shard, [(slot,)], block[i : i + 1], None, plain)
             self._positions.setdefault(name, {})[first + i] = position
             places.append(shard.index[slot].tobytes())
             if shard.full:
@@ -183,7 +190,9 @@ class ArrayWriter:
     def _finish(self, spec: ArraySpec, segment: int, slots: tuple[int, ...] | None) -> None:
         """Write the index of a shard. slots: the shape it is narrowed to, None to keep it."""
         path = schema.shard_path(spec, segment)
+        began = time.perf_counter()
         size, content = self._shards[path].close(slots)
+        self._costs.add_writing(time.perf_counter() - began)
         self._files[path] = [size, file_checksum(path, content)]
         del self._shards[path]
 

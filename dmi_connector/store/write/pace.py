@@ -7,7 +7,8 @@ they work the minimum share of their time
 - on all rows, while the ring has room for everything that open captures may still bring;
 - on rows of generated tokens, while half of the ring is free.
 
-Rows that have waited for LATE_S are written at once. From FULL on chunks need not be compressed (plain.py).
+Rows that have waited for LATE_S are written at once. Where FULL of the whole ring waits, chunks need not be compressed
+(plain.py).
 """
 
 from __future__ import annotations

@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 
 _REMEMBERED_BYTES = 1 << 28
 """What was measured counts half after so many more bytes."""
+_LEAST_BYTES = 4 << 20
+"""As many must have been compressed: the first small arrays take longer."""
+_PROBE = 32
+"""One chunk in so many is compressed nevertheless, so that what is known of compression stays true."""
 
 
 @dataclass
@@ -21,11 +25,12 @@ class _Cost:
     took: float = 0.0
     gave: float = 0.0
 
+    def fade(self, nbytes: int) -> None:
+        keep = 0.5 ** (nbytes / _REMEMBERED_BYTES)
+        self.seconds, self.took, self.gave = self.seconds * keep, self.took * keep, self.gave * keep
+
     def add(self, seconds: float, took: int, gave: int) -> None:
-        keep = 0.5 ** (took / _REMEMBERED_BYTES)
-        self.seconds = self.seconds * keep + seconds
-        self.took = self.took * keep + took
-        self.gave = self.gave * keep + gave
+        self.seconds, self.took, self.gave = self.seconds + seconds, self.took + took, self.gave + gave
 
 
 @dataclass
@@ -34,21 +39,32 @@ class Costs:
 
     _compression: _Cost = field(default_factory=_Cost)
     _writing: _Cost = field(default_factory=_Cost)
+    _compressed: int = 0  # bytes since the start
+    _plain: int = 0  # chunks since the last that was compressed
 
     def add(self, plain: bool, raw: int, stored: int, encoding_s: float, writing_s: float) -> None:
         """Note how long it took to encode `raw` bytes and to write the `stored` bytes they became."""
+        self._compression.fade(raw)
+        self._writing.fade(stored)
+        self._writing.add(writing_s, stored, stored)
         if not plain:
             self._compression.add(encoding_s, raw, stored)
-        self._writing.add(writing_s, stored, stored)
+            self._compressed += raw
 
-    def plain_is_quicker(self) -> bool:
-        """Whether compression takes longer than writing what it saves. False until it was measured.
+    def add_writing(self, seconds: float) -> None:
+        """Note what finishing a file took: some file systems write then."""
+        self._writing.add(seconds, 0, 0)
 
-        The checksum of a plain chunk counts for nothing. Measured, one bad moment of a writer that gives way to the
-        engine would rule plain chunks out for ever.
+    def plain_next(self) -> bool:
+        """Whether a chunk that comes while the writer is behind is to be plain.
+
+        It is where compression takes longer than writing what it saves. The checksum of a plain chunk counts for
+        nothing: it takes a twentieth of compression.
         """
         packed, writing = self._compression, self._writing
-        if not packed.took:
+        if self._compressed < _LEAST_BYTES:
             return False
         saved = 1 - packed.gave / packed.took
-        return packed.seconds / packed.took > saved * writing.seconds / writing.took
+        quicker = packed.seconds / packed.took > saved * writing.seconds / writing.took
+        self._plain = self._plain + 1 if quicker and self._plain < _PROBE - 1 else 0
+        return self._plain > 0

@@ -102,7 +102,9 @@ class Writer:
         self._data(m, write, rows)
 
     def _rows(self, m: Message) -> None:
-        self._data(m, lambda arrays, data: arrays.rows(data, m["name"], m["first"], m["positions"]), None)
+        self._data(
+            m, lambda arrays, data: arrays.rows(data, m["name"], m["first"], m["positions"], self._pace.behind), None
+        )
 
     def _data(self, m: Message, write: Callable[[ArrayWriter, np.ndarray], None], rows: tuple[int, int] | None) -> None:
         """Write a payload, then free its memory. rows: what is lost if that fails."""

@@ -179,13 +179,12 @@ class WriterPool:
 
     def set_pace(self, to_come: int | None) -> None:
         """Tell writers how fast to work. to_come: bytes that open captures may still bring; None: work all the time."""
+        self._pace.behind = not self._settings.always_compress and self._ring.used >= FULL * self._ring.nbytes
         if to_come is None:
-            self._pace.shares, self._pace.behind = Shares(1.0, 1.0), False
+            self._pace.shares = Shares(1.0, 1.0)
             return
         room = min(self._ring.nbytes, ROOM_BYTES)
-        in_use = self._ring.used / room
-        self._pace.shares = shares_for(self._settings.least_share, in_use, to_come / room)
-        self._pace.behind = in_use >= FULL and not self._settings.always_compress
+        self._pace.shares = shares_for(self._settings.least_share, self._ring.used / room, to_come / room)
 
     def end(self, deadline: float) -> bool:
         """Let all processes stop after what was sent to them; kill them at `deadline` (of time.monotonic()).
