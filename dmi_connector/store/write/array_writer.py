@@ -67,7 +67,7 @@ class ArrayWriter:
     numbers: which arrays of the layout. about: facts of the capture for the journal, None where another writer keeps
     them. leads: whether it writes the metadata of its arrays; else it has some segments of them, and another writer
     leads. losses: what could not be written. bytes_raw, bytes_stored: bytes of the rows written, as they came and in
-    their files. costs: of the process, None where nothing hurries.
+    their files. costs: of its process, None to measure anew.
     """
 
     def __init__(

@@ -29,11 +29,10 @@ _VERSION, _ZSTD_VERSION = 2, 1
 """Versions of the frame format and of the codec in it."""
 _SHUFFLED, _PLAIN, _ZSTD = 0x1, 0x2, 4 << 5
 """Flags of the header."""
-_HEADER = struct.Struct("<4B3Ii")
-"""Versions of format and codec, flags, item size; bytes, bytes of a block, bytes of the frame; where the block begins.
-"""
-_HEADER_BYTES = 16
-"""Of them the header proper. A plain frame has no blocks."""
+_HEADER = struct.Struct("<4B3I")
+"""Versions of format and codec, flags, item size; bytes, bytes of a block, bytes of the frame."""
+_BEGIN = struct.Struct("<i")
+"""Where a block begins, after the header. A plain frame has no blocks."""
 _LENGTH = struct.Struct("<i")
 """Bytes of a compressed plane, before it."""
 _LEAST_PLANE = 128
@@ -106,22 +105,21 @@ def blosc_frame(chunk: np.ndarray, codec: str) -> bytes:
 
 def plain_header(itemsize: int, nbytes: int) -> bytes:
     """What makes `nbytes` bytes of elements a plain frame, before them. Any codec of Blosc decodes it."""
-    return _HEADER.pack(_VERSION, _ZSTD_VERSION, _ZSTD | _PLAIN, itemsize, nbytes, nbytes, _HEADER_BYTES + nbytes, 0)[
-        :_HEADER_BYTES
-    ]
+    return _HEADER.pack(_VERSION, _ZSTD_VERSION, _ZSTD | _PLAIN, itemsize, nbytes, nbytes, _HEADER.size + nbytes)
 
 
 def _zstd_frame(chunk: np.ndarray) -> bytes:
-    """A frame with byte shuffle (single bytes: without). Where nothing shrinks, a plain copy in a frame of Blosc's."""
+    """A frame with byte shuffle (single bytes: without). Where nothing shrinks, a plain frame."""
     size, nbytes = chunk.itemsize, chunk.nbytes
     planes = _planes().compressed(chunk)
-    begin = _HEADER.size
+    begin = _HEADER.size + _BEGIN.size
     length = begin + sum(_LENGTH.size + len(plane) for plane in planes)
-    if length >= nbytes + _HEADER.size - _LENGTH.size:  # a copy with its header is no longer
-        return bytes(blosc.compress(chunk, b"zstd", 0, blosc.NOSHUFFLE, nbytes))
+    if length >= _HEADER.size + nbytes:
+        return b"".join([plain_header(size, nbytes), chunk.reshape(-1).view("u1").data])
     flags = _ZSTD | (_SHUFFLED if size > 1 else 0)
     parts: list[bytes | memoryview] = [
-        _HEADER.pack(_VERSION, _ZSTD_VERSION, flags, size, nbytes, nbytes, length, begin)
+        _HEADER.pack(_VERSION, _ZSTD_VERSION, flags, size, nbytes, nbytes, length),
+        _BEGIN.pack(begin),
     ]
     for plane in planes:
         parts += [_LENGTH.pack(len(plane)), plane]

@@ -59,7 +59,7 @@ class Costs:
         """Whether a chunk that comes while the writer is behind is to be plain.
 
         It is where compression takes longer than writing what it saves. The checksum of a plain chunk counts for
-        nothing: it takes a twentieth of compression.
+        nothing: it takes 0.04 s a GB, compression 0.9 (two cores of a CPU).
         """
         packed, writing = self._compression, self._writing
         if self._compressed < _LEAST_BYTES:
