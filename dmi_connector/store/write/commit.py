@@ -25,7 +25,7 @@ from dmi_connector.store.write.journal import holds_rows, is_journal, remove_jou
 from dmi_connector.store.write.messages import Message, unpack_array
 
 Rebuild = Callable[[Message, set[str]], tuple[FileList, list[Loss], int]]
-"""(commit message, hooks) -> files made, losses, bytes of the rows; see `repair.rebuild`."""
+"""(commit message, hooks) -> files made, losses, bytes of the rows; see `salvage.rebuild`."""
 
 
 def now() -> str:

@@ -39,7 +39,7 @@ from dmi_connector.store.write.commit import Commit, append_index, give_up, remo
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, unpack_array, write_all
 from dmi_connector.store.write.pace import Pace
 from dmi_connector.store.write.plain import Costs
-from dmi_connector.store.write.repair import rebuild
+from dmi_connector.store.write.salvage import rebuild
 from dmi_connector.store.write.settings import WriteSettings
 from dmi_connector.store.write.shard_writer import FileCache
 

@@ -28,7 +28,7 @@ from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
 from dmi_connector.store.read.index import find_captures
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write import commit, repair
+from dmi_connector.store.write import commit, repair, salvage
 from dmi_connector.store.write.array_writer import ArrayWriter
 from dmi_connector.store.write.journal import read_journal
 from dmi_connector.store.write.messages import Decoder, Message, pack, pack_array, write_all
@@ -569,7 +569,7 @@ def killed(*args: Any, **options: Any) -> None:
     raise Killed
 
 
-STEPS = [(repair, "_seal"), (repair, "write_file"), (commit, "plain_array"), (commit, "sweep"),
+STEPS = [(salvage, "_seal"), (salvage, "write_file"), (commit, "plain_array"), (commit, "sweep"),
          (commit.Commit, "_publish"), (commit, "remove_journals"), (commit.os, "rename")]  # fmt: skip
 
 
