@@ -13,6 +13,7 @@ A capture is in one state at a time:
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from dmi_connector.store.format import schema
 from dmi_connector.store.format.completeness import Loss
 from dmi_connector.store.write.array_writer import FileList
 from dmi_connector.store.write.child_process import Child
+from dmi_connector.store.write.messages import Message
 from dmi_connector.store.write.row_check import RowCheck
 from dmi_connector.store.write.writer_pool import Assignment
 
@@ -111,3 +113,9 @@ class CaptureRecord:
             "arrays": [a.to_json() for a in (*self.layout.arrays, *self.layout.elsewhere)],
         }
         return {**facts, "attrs": dict(self.attrs)}
+
+    def index_line(self, event: str, state: str) -> Message:
+        """The message to a writer that has a line appended to the index."""
+        line: Message = {"event": event, "store": os.path.basename(self.final), "state": state}
+        line |= {"key": self.key, "request_id": self.request_id, "created": self.created}
+        return {"type": "line", "directory": os.path.dirname(self.final), "line": line}

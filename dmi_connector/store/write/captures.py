@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The captures under way, from the first row to the store. Runs in the coordinator process (coordinator.py).
 
-Their states are those of capture_record.py. `close` and `abort` end OPEN. The answers of the writers, or their deaths,
-end CLOSING (`_advance`). The answer of the committing writer ends COMMITTING (`_end`).
+Their states are those of capture_record.py. `close` and `abort` end OPEN; capture_ends.py does what follows.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import AXES, PayloadLayout
 from dmi_connector.store.format import schema
-from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json, losses_to_json, reason
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.write.capture_ends import CaptureEnds, rank_0_end
 from dmi_connector.store.write.capture_record import ENDS, CaptureRecord, End, State
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.commit import now
@@ -35,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 _UNKNOWN_BYTES = 1 << 60
 """Stands for an unknown number of bytes to come: more than any ring holds."""
-_ALL_ROWS = (0, 1 << 60)
-"""A range that holds every row of any capture."""
 OnDone = Callable[[CaptureRecord], None]
 
 
@@ -69,6 +66,7 @@ class Captures:
         self._over = False  # no process is started any more
         with self._lock:
             self.pool = WriterPool(writers, ring, settings, pass_fds, self._on_message, self._on_death)
+            self._ends = CaptureEnds(self.pool, settings)
 
     # ---- what the engine asks for ---------------------------------------------------------------------------------
 
@@ -130,7 +128,7 @@ class Captures:
             for assignment in assignments:
                 self._post_open(record, assignment)
             if rank == 0:
-                self._post_line(record, "start", "started")
+                self._post_start(record)
         return record
 
     def chunk(self, record: CaptureRecord, extent: Extent, first: int, count: int, offset: int = 0) -> None:
@@ -204,15 +202,15 @@ class Captures:
             wrong = [loss.before(int(length)) for loss in record.check.losses(ids)]
             end = End(int(length), dict(samples or {}), {}, {}, [*losses, *wrong])
             if record.rank == 0:
-                end = self._rank_0_end(record, end, ids, {**record.attrs, **(attrs or {})})
+                end = rank_0_end(record, end, ids, {**record.attrs, **(attrs or {})})
             record.end = end
-            self._finish_assignments(record, {"type": "close", "length": end.length, "samples": end.samples})
+            self._finish(record, {"type": "close", "length": end.length, "samples": end.samples})
 
     def abort(self, record: CaptureRecord) -> None:
         """Forget the capture and remove what was written of it."""
         with self._lock:
             self._expect_open(record)
-            self._finish_assignments(record, {"type": "drop"})
+            self._finish(record, {"type": "drop"})
 
     def abandon(self, record: CaptureRecord, loss: Loss) -> bool:
         """Close a capture with the rows that came, because nobody will say where it ends.
@@ -288,96 +286,21 @@ class Captures:
                 record.takers[segment].append(taker)
         return record.takers[segment]
 
-    def _rank_0_end(self, record: CaptureRecord, end: End, token_ids: np.ndarray, attrs: dict[str, Any]) -> End:
-        """`end` with the root attributes and token arrays, which rank 0 writes."""
-        if "prompt_len" not in attrs:
-            raise ValueError("attribute prompt_len is missing: give it to open() or close()")
-        layout = record.layout
-        grid = schema.effective_grid(end.length, layout.chunk_tokens, layout.segment_tokens)
-        positions = np.arange(record.start, record.start + end.length)
-        arrays = {
-            "token_ids": token_ids.astype("<i4"),
-            "positions": positions.astype("<i4"),
-            "phase": (positions >= int(attrs["prompt_len"])).astype("u1"),
-        }
-        root = {"format_version": schema.FORMAT_VERSION, "start": 0, "complete": True, "reason": None, "missing": []}
-        root |= attrs
-        specs = [*layout.arrays, *layout.elsewhere]
-        if layout.elsewhere:
-            specs.sort(key=lambda spec: list(HOOKS).index(spec.name))
-        root |= {"hooks": schema.hooks_attribute(specs), "num_tokens": end.length, "tp": record.ranks}
-        root |= {"created": record.created, "request_id": record.request_id, "key": record.key}
-        root |= {"chunk_tokens": grid.chunk, "segment_tokens": grid.segment, "codec": layout.codec}
-        packed = {name: pack_array(values) for name, values in arrays.items()}
-        return replace(end, attrs=root, arrays=packed)
-
-    def _finish_assignments(self, record: CaptureRecord, message: Message) -> None:
-        """OPEN -> CLOSING."""
-        record.state = State.CLOSING
+    def _finish(self, record: CaptureRecord, message: Message) -> None:
+        """OPEN -> CLOSING. message: what the writers of the capture are told."""
         self._open -= 1
         self._came(record, record.to_come)
         self._set_pace()
-        for assignment in record.assignments:
-            if assignment.open:
-                assignment.process.post({**message, "id": record.number})
-        self._advance(record)
+        self._ends.begin(record, message)
 
-    def _advance(self, record: CaptureRecord) -> None:
-        """CLOSING -> COMMITTING, once no writer has an assignment any more."""
-        if record.state is not State.CLOSING or any(assignment.open for assignment in record.assignments):
-            return
-        record.state = State.COMMITTING
-        process = record.committer = self._first_process(record)
-        message: Message = {"id": record.number, "partial": record.partial}
-        end = record.end
-        if end is None:
-            if record.rank == 0:
-                self._post_line(record, "abort", "aborted")
-            process.post({**message, "type": "remove"})
-            return
-        losses = end.losses + [loss.before(end.length) for loss in record.losses]
-        losses = [replace(loss, rank=record.rank) for loss in losses]
-        self._forget_unfinished(record)
-        message |= {"files": record.files, "bytes_raw": record.bytes_raw, "losses": losses_to_json(losses)}
-        if record.rank:
-            process.post({**message, "type": "rankdone", "rank": record.rank})
-            return
-        message |= {"final": record.final, "attrs": end.attrs, "arrays": end.arrays, "samples": end.samples}
-        message |= {"ranks": record.ranks, "rank_timeout": self.settings.rank_timeout, "fsync": self.settings.fsync}
-        process.post({**message, "type": "commit"})
-
-    def _forget_unfinished(self, record: CaptureRecord) -> None:
-        """Drop what other writers finished of arrays whose writer died: the commit makes these from all journals."""
-        if record.rank:
-            return  # rank 0 has the metadata, and this rank's losses
-        record.files = {path: f for path, f in record.files.items() if path.split("/")[0] not in record.unfinished}
-        for assignment in record.assignments:
-            if record.unfinished & {record.layout.arrays[i].name for i in assignment.arrays}:
-                record.bytes_raw -= assignment.bytes_raw
-                assignment.bytes_raw = 0
-
-    def _recommit(self, record: CaptureRecord, loss: Loss) -> None:
-        """The committing writer died: commit once more elsewhere, unless the store has its name already."""
-        losses = (record.end.losses if record.end else []) + record.losses
-        if os.path.exists(record.final):
-            record.reason = reason(losses)
-            self._end(record, State.INCOMPLETE if losses else State.COMPLETE)
-        elif record.recommitted:  # this capture may be what kills it
-            record.reason = reason([*losses, loss])
-            self._end(record, State.FAILED)
-        else:
-            record.recommitted, record.state = True, State.CLOSING
-            self._advance(record)
-
-    def _end(self, record: CaptureRecord, state: State) -> None:
-        """COMMITTING -> the end."""
-        record.state = state
+    def _end(self, record: CaptureRecord) -> None:
+        """Forget a capture that is in one of ENDS, and say so."""
         del self._records[record.number]
-        self._counts[state] += 1
+        self._counts[record.state] += 1
         self._counts["bytes_raw"] += record.bytes_raw
         self._counts["bytes_stored"] += record.bytes_stored
-        if state in (State.FAILED, State.INCOMPLETE):
-            self._note(f"{record.final} is {state}: {record.reason}")
+        if record.state in (State.FAILED, State.INCOMPLETE):
+            self._note(f"{record.final} is {record.state}: {record.reason}")
         self._on_done(record)
         self._lock.notify_all()
 
@@ -388,45 +311,13 @@ class Captures:
             if "ack" in m:
                 self.pool.read(process, m["ack"])
                 self._set_pace()
-            elif "closed" in m:
-                self._on_closed(self._records.get(m["closed"]), process, m)
-            elif "ended" in m:
-                self._on_ended(self._records.get(m["ended"]), process, m)
+            elif "closed" in m and (record := self._records.get(m["closed"])):  # None: it was given up
+                self._ends.on_closed(record, process, m)
+            elif "ended" in m and (record := self._records.get(m["ended"])):
+                self._ends.on_ended(record, process, m)
+                self._end(record)
             if "note" in m:
                 self._note(f"{process.name}: {m['note']}")
-
-    def _on_closed(self, record: CaptureRecord | None, process: Child, m: Message) -> None:
-        """A writer has finished its assignment."""
-        if record is None:  # it was given up
-            return
-        for assignment in record.assignments:
-            if assignment.process is process and assignment.open:
-                self.pool.leave(assignment)
-                assignment.bytes_raw = m["bytes_raw"]
-        record.files.update(m["files"])
-        record.losses += losses_from_json(m["losses"])
-        record.bytes_raw += m["bytes_raw"]
-        record.bytes_stored += m["bytes_stored"]
-        self._advance(record)
-
-    def _on_ended(self, record: CaptureRecord | None, process: Child, m: Message) -> None:
-        """A writer has made the store, or has done what there is to do instead."""
-        if record is None:
-            return
-        losses = (record.end.losses if record.end else []) + record.losses
-        if "error" in m:
-            record.reason = "; ".join(filter(None, [reason(losses), m["error"]]))
-            for other in {assignment.process for assignment in record.assignments} - {process}:
-                other.post({"type": "giveup", "id": record.number})
-            self._end(record, State.FAILED)
-        elif record.end is None:
-            self._end(record, State.ABORTED)
-        elif record.rank:
-            record.reason = reason(losses)
-            self._end(record, State.INCOMPLETE if losses else State.COMPLETE)
-        else:
-            record.reason, record.label = m["reason"], m["label"]
-            self._end(record, State.COMPLETE if m["complete"] else State.INCOMPLETE)
 
     def _on_death(self, process: Child, how: str) -> None:
         with self._lock:
@@ -436,20 +327,9 @@ class Captures:
                 self._counts["writers_died"] += 1
                 self._note(loss.words)
             for record in [] if self._over else list(self._records.values()):  # when over, they wait for a repair
-                mine = [
-                    assignment for assignment in record.assignments if assignment.process is process and assignment.open
-                ]
-                arrays = [record.layout.arrays[i] for a in mine for i in (a.leader or a).arrays]
-                record.unfinished |= {array.name for array in arrays}
-                for assignment in mine:
-                    self.pool.leave(assignment)
-                if mine:
-                    # Where another rank writes the metadata, what this one lacks would read as zeros.
-                    lost = record.rank or any(array.rank for array in arrays)
-                    record.losses.append(replace(loss, rows=(_ALL_ROWS,) if lost else ()))
-                    self._advance(record)
-                elif record.committer is process:
-                    self._recommit(record, loss)
+                self._ends.on_death(record, process, loss)
+                if record.state in ENDS:
+                    self._end(record)
 
     # ---- small things -----------------------------------------------------------------------------------------------
 
@@ -462,19 +342,13 @@ class Captures:
     def _set_pace(self) -> None:
         self.pool.set_pace(None if self._stopping or not self._open else self._to_come + self._largest)
 
-    def _post_line(self, record: CaptureRecord, event: str, state: str) -> None:
-        """Have a line appended to the index."""
-        line: Message = {"event": event, "store": os.path.basename(record.final), "state": state}
-        line |= {"key": record.key, "request_id": record.request_id, "created": record.created}
-        if event == "start" and self.settings.upload:
-            url = f"{self.settings.upload['url'].rstrip('/')}/{line['store']}"
-            line |= {"upload": "pending", "url": url, "remove_local": self.settings.upload["remove_local"]}
-        directory = os.path.dirname(record.final)
-        self._first_process(record).post({"type": "line", "directory": directory, "line": line})
-
-    def _first_process(self, record: CaptureRecord) -> Child:
-        process = record.assignments[0].process
-        return process if self.pool.alive(process) else self.pool.process(record.number)
+    def _post_start(self, record: CaptureRecord) -> None:
+        """Have the line of a capture that began appended to the index."""
+        message = record.index_line("start", "started")
+        if self.settings.upload:
+            url = f"{self.settings.upload['url'].rstrip('/')}/{message['line']['store']}"
+            message["line"] |= {"upload": "pending", "url": url, "remove_local": self.settings.upload["remove_local"]}
+        record.assignments[0].process.post(message)
 
     def _note(self, text: str) -> None:
         self._errors.append(text)

@@ -109,7 +109,7 @@ def give_up(message: Message, reason: str) -> None:
 class Commit:
     """One commit on its way, waiting for the other tensor-parallel ranks if there are any.
 
-    message: from captures.py. deadline: of time.monotonic(). losses: all that is known to be missing.
+    message: from capture_ends.py. deadline: of time.monotonic(). losses: all that is known to be missing.
     """
 
     message: Message
