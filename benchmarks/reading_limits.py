@@ -52,7 +52,7 @@ def frames(captures: Captures) -> list[bytes]:
     """Every encoded chunk, without its crc32c."""
     found = []
     for capture in captures:
-        array = capture._hook_array(HOOK)
+        array = capture._values.array(HOOK)
         with array.files.open(array.path(0, 0)) as file:
             for offset, size in array.index(file, 0, 0).reshape(-1, 2).tolist():
                 found.append(file.read(offset, size - 4))
@@ -118,7 +118,7 @@ def chunks_in_order(planned: list[ShardPieces], out: np.ndarray) -> int:
 
 def whole_chunks(capture: Capture) -> Iterator[ShardPieces]:
     """All chunks of a store."""
-    array = capture._hook_array(HOOK)
+    array = capture._values.array(HOOK)
     return array.plan(range(array.shape[0]), array.rows(None), np.empty(array.shape, np.uint16))
 
 

@@ -27,15 +27,13 @@ from dmi_connector.store.format.locks import is_abandoned, share
 from dmi_connector.store.format.pca_files import find_basis
 from dmi_connector.store.format.remote_path import Given, Place, place_of
 from dmi_connector.store.read.attention import attention
-from dmi_connector.store.read.chunk_reader import read_pieces
-from dmi_connector.store.read.hook_array import HookArray, ShardPieces
 from dmi_connector.store.read.hook_names import HookTable, Source, parse_name
+from dmi_connector.store.read.hook_values import HookValues, Tokens
 from dmi_connector.store.read.lens_names import equal_hooks, split_name, why_not_equal
-from dmi_connector.store.read.metadata import check_arrays, read_attrs
+from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.open_files import files_of
 from dmi_connector.store.read.remote_files import look
 from dmi_connector.store.read.shard_reader import decode_plain
-from dmi_connector.store.read.stored_reduction import StoredReduction
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
     import zarr
 
     from dmi_connector.store.read.activation_cache import StoreActivations
-
-Tokens = slice | Sequence[int] | np.ndarray | None
 
 
 class CaptureIncomplete(RuntimeError):
@@ -135,8 +131,7 @@ class Capture:
         held = share(path) if isinstance(path, Path) and not path.is_file() else None
         self._release = weakref.finalize(self, _close, held)
         self.files = files_of(path)
-        self._documents = check_arrays(self.files, attrs)
-        self._arrays: dict[str, HookArray] = {}
+        self._values = HookValues(self.files, attrs)
         layers = [layer for hook in attrs["hooks"].values() for layer in hook["layers"]]
         self._table = HookTable(attrs["hooks"], int(attrs.get("num_layers") or max(layers, default=0) + 1))
         self.hooks: list[str] = self._table.names
@@ -252,7 +247,9 @@ class Capture:
         Raises KeyError for a hook or layer that was not captured, IndexError for rows that are not there. Raises
         ValueError that names the file for damaged values, FileNotFoundError for a file that is gone.
         """
-        return self._read(hook, layer, tokens, convert)
+        sources = self.sources(hook, layer)
+        values = self._values.decoded(sources, tokens, convert)
+        return values[0] if layer is not None or sources[0].layer is None else values
 
     def sources(self, hook: str, layer: int | None = None) -> list[Source]:
         """Where a hook lies, or one layer of it: arrays, and indexes along their layer axes. Raises KeyError."""
@@ -260,7 +257,7 @@ class Capture:
 
     def reduction(self, hook: str) -> Reduction | None:
         """The reduction that was applied to `hook` before it was stored, None without one."""
-        reduced = self._reduced(self._table.sources(hook)[0].array)
+        reduced = self._values.reduced(self._table.sources(hook)[0].array)
         return None if reduced is None else reduced.reduction
 
     def attention(self, layer: int, head: int | None = None, queries: slice | None = None) -> np.ndarray:
@@ -340,13 +337,13 @@ class Capture:
         if hook == "logits":
             raise ValueError("logits have a row for each sampled token, not for each token; average numpy('logits')")
         source = self._only(hook, layer, "neurons")
-        reduced = self._reduced(source.array)
+        reduced = self._values.reduced(source.array)
         reduction = None if reduced is None else reduced.reduction
         if isinstance(reduction, RandomProjection | Pca | AttentionSummary):
             raise ValueError(
                 f"{hook!r} was stored as {reduction.kind}, which keeps no neurons; capture it in full, as int8 or topk"
             )
-        (rows,) = self._values({source.array: [source.index]}, tokens)
+        (rows,) = self._values.stored({source.array: [source.index]}, tokens)
         if reduced is None and rows.dtype.kind in "iu":
             raise ValueError(f"{hook!r} holds whole numbers, which have no magnitude to average; name another hook")
         if reduced is None:
@@ -396,18 +393,18 @@ class Capture:
     def shape(self, hook: str) -> tuple[int, ...]:
         """The shape of `numpy(hook)`. Reads no values. Raises KeyError for an unknown hook."""
         sources = self.sources(hook)
-        array, reduced = self._hook_array(sources[0].array), self._reduced(sources[0].array)
+        array, reduced = self._values.array(sources[0].array), self._values.reduced(sources[0].array)
         width = array.shape[2] if reduced is None else reduced.decoded_width
         return (array.shape[1], width) if sources[0].layer is None else (len(sources), array.shape[1], width)
 
     def chunk_rows(self, hook: str) -> tuple[int, int]:
         """(rows of an inner chunk, rows of a shard file) of the array that holds a hook."""
-        array = self._hook_array(self.sources(hook)[0].array)
+        array = self._values.array(self.sources(hook)[0].array)
         return array.chunk_rows, array.segment_rows
 
     def torch(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> torch.Tensor:
         """Like `numpy`, as a torch tensor in the stored dtype."""
-        return as_torch(self._read(hook, layer, tokens, False))
+        return as_torch(self.numpy(hook, layer, tokens, convert=False))
 
     def __getitem__(self, name: str) -> np.ndarray:
         short, layer = split_name(name)
@@ -419,55 +416,6 @@ class Capture:
 
     def __contains__(self, name: object) -> bool:
         return name in self.hooks
-
-    def _read(self, hook: str, layer: int | None, tokens: Tokens, convert: bool) -> np.ndarray:
-        """Decoded rows, as float32 with `convert`; shapes as in `numpy`."""
-        sources = self.sources(hook, layer)
-        one = layer is not None or sources[0].layer is None
-        by_array = {
-            name: [s.index for s in sources if s.array == name] for name in dict.fromkeys(s.array for s in sources)
-        }
-        if any("reduce" in self.attrs["hooks"][name] for name in by_array):
-            parts = [self._decoded(name, indexes, tokens) for name, indexes in by_array.items()]
-            values = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        else:
-            values = self._values(by_array, tokens, convert)
-        return values[0] if one else values
-
-    def _values(self, by_array: dict[str, list[int]], tokens: Tokens, convert: bool = False) -> np.ndarray:
-        """Rows as they are stored, or as float32, [layers, tokens, width]: the layers of several arrays in order.
-
-        by_array: indexes along the layer axis of each.
-        """
-        arrays = [self._hook_array(name) for name in by_array]
-        dtype = arrays[0].dtype
-        rows = arrays[0].rows(tokens)
-        count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-        shape = (sum(map(len, by_array.values())), count, arrays[0].shape[2])
-        widened = convert and dtype.kind not in "iu" and dtype != np.float32
-        out = np.empty(shape, np.float32 if widened else arrays[0].bits)
-        planned: list[ShardPieces] = []
-        at = 0
-        for array, indexes in zip(arrays, by_array.values(), strict=True):
-            planned += array.plan(indexes, rows, out[at : at + len(indexes)])
-            at += len(indexes)
-        read_pieces(planned)
-        return out if widened else out.view(dtype)
-
-    def _decoded(self, name: str, indexes: list[int], tokens: Tokens) -> np.ndarray:
-        reduced = self._reduced(name)
-        rows = self._values({name: indexes}, tokens)
-        return rows.astype(np.float32) if reduced is None else reduced.decode(rows)
-
-    def _reduced(self, name: str) -> StoredReduction | None:
-        return StoredReduction.of(self.attrs["hooks"][name])
-
-    def _hook_array(self, name: str) -> HookArray:
-        found = self._arrays.get(name)
-        if found is None:
-            found = HookArray.parse(self.files, name, self._documents[name], self.complete)
-            self._arrays[name] = found
-        return found
 
     def _plain(self, name: str) -> np.ndarray:
         """A 1-D array."""
