@@ -25,6 +25,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.v1.spec_decode.extract_hidden_states:ExtractHiddenStatesProposer.propose",
         "V1 runner: replaced by one that proposes no draft token, where our draft is loaded",
     ),
+    "speculator": (
+        "vllm.v1.worker.gpu.spec_decode.extract_hidden_states:ExtractHiddenStatesSpeculator.propose",
+        "V2 runner: told to leave out the draft's forward, where our draft is loaded",
+    ),
     "backend": (
         "vllm.model_executor.models.extract_hidden_states:CacheOnlyAttentionBackend.get_impl_cls",
         "the cache-only attention backend that ours extends",
@@ -348,7 +352,30 @@ def schedule_no_drafts() -> None:
             return original(self, num_speculative_tokens, sampled_token_ids, *args, **kwargs)
         return sampled_token_ids[:, :0]
 
-    original = ExtractHiddenStatesProposer.propose
+    original = _replace_propose(ExtractHiddenStatesProposer, propose)
+
+
+def skip_draft_forward() -> None:
+    """V2 runner: let the extract_hidden_states speculator leave out the draft's forward and what prepares it.
+
+    The forward of our draft does nothing, because taps have written the rows. vLLM leaves it out in warm-up steps
+    without attention: this asks for the same in each step. Our draft calls this when it is built.
+    """
+    from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
+
+    def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The draft tokens of vLLM's own method, int tensor [batch, 1]. The schedule of 0 drafts drops them."""
+        if getattr(self.model, "dmi_active", False):
+            kwargs["skip_attn_for_dummy_run"] = True
+        return original(self, *args, **kwargs)
+
+    original = _replace_propose(ExtractHiddenStatesSpeculator, propose)
+
+
+def _replace_propose(cls: Any, propose: Any) -> Any:
+    """Put `propose` in the place of the method of that name, unless that is ours already. Returns vLLM's own."""
+    original = cls.propose
     if not getattr(original, "dmi_silent", False):
-        propose.dmi_silent = True  # type: ignore[attr-defined]
-        ExtractHiddenStatesProposer.propose = propose
+        propose.dmi_silent = True
+        cls.propose = propose
+    return original

@@ -108,7 +108,9 @@ class ExtractHiddenStatesModel(stock.ExtractHiddenStatesModel):
             return
         nn.Module.__init__(self)
         self.dmi_active = True
-        if not vllm_config.use_v2_model_runner:
+        if vllm_config.use_v2_model_runner:
+            contract.skip_draft_forward()
+        else:
             contract.schedule_no_drafts()
         context = capture_context(vllm_config)
         self.cache_only_layers = nn.ModuleDict({str(context.dims.layers): CaptureLayer(context)})
