@@ -25,6 +25,7 @@
 # For the next phases the package must be installed: workers find it by its entry point. GPUS: how many there are (2).
 #   sustained-ranks   always busy, tensor parallel on GPUs of 139 GiB (9 minutes)
 #   sustained-32b, sustained-70b   the same with the shapes of a 32B or 70B model (benchmarks.shapes; 5 minutes)
+#   bursts-ranks      bursts, tensor parallel (5 minutes)
 #   check-ranks       tokens and values, tensor parallel (5 minutes)
 #   data-parallel     servers with one and with several engines (ENGINES, as in 2,4), one store directory (5 minutes)
 #   sustained-235b    the same with 8 layers of a model of 235B with experts, expert parallel (5 minutes)
@@ -57,7 +58,7 @@ capture() {  # NAME GB-OF-CACHES SETUPS CASES MORE...
   local name=$1 caches=$2 setups=$3 cases=$4
   shift 4
   timeout "${SECONDS_EACH:-600}" python3 -m benchmarks.capture --model "$model" --out "$out/$name.json" \
-    --store-dir "/dev/shm/dmi-$name" --together --pin --owner target --repeat "${REPEAT:-5}" --limit-seconds 0 \
+    --store-dir "/dev/shm/dmi-$name" --together ${PIN---pin} --owner target --repeat "${REPEAT:-5}" --limit-seconds 0 \
     --options '{"host_buffer_bytes": 17179869184}' --engine-args "$engine" --kv-gigabytes "$caches" --only "$setups" \
     --cases "$cases" "$@" >"$out/$name.log" 2>&1 || failed "$name" $?
   rm -rf "/dev/shm/dmi-$name"
@@ -132,6 +133,10 @@ for phase in "$@"; do
       python3 -m benchmarks.shapes /tmp/dmi-shapes --only "$name" >/dev/null
       model=/tmp/dmi-shapes/$name whole="{$parallel, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
         busy "$phase" "$caches" 'stock,hidden-states zstd' short64 --repeat 2 --profile 2 --options "$small_ring" ;;
+    bursts-ranks)
+      engine="{\"tensor_parallel_size\": $ranks, ${engine#\{}" PIN='' VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
+        capture bursts-ranks '{"stock": 5, "hidden": 9}' 'stock,hidden-states null,hidden-states disk' \
+        decode32,decode128,prefill32 --options "$small_ring" --profile '' ;;
     check-ranks)
       few=${small/8000000000/3000000000}
       small="{\"tensor_parallel_size\": $ranks, ${few#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
@@ -150,7 +155,7 @@ for phase in "$@"; do
         >"$out/bulk-ranks.log" 2>&1 || failed bulk-ranks $?
       rm -rf /dev/shm/dmi-bulk-ranks ;;
     experts-ranks)
-      # Data-parallel experts need vLLM's own binding of NCCL, which was off on one machine: the path may be why.
+      # Data-parallel experts need vLLM's own binding of NCCL. It was off on two machines, on one of them with this path.
       nccl=$(python3 -c 'import glob, sys; print(*[f for p in sys.path for f in glob.glob(p + "/nvidia/nccl/lib/libnccl.so.2")][:1])')
       for kind in tensor data; do
         VLLM_NCCL_SO_PATH=${VLLM_NCCL_SO_PATH:-$nccl} python3 -m benchmarks.check_experts --out "$out/experts-$kind.json" \

@@ -42,15 +42,16 @@ def worker_switch(worker: Any, changes: dict[str, Any], least_share: float = 0.0
     connector.exporter = None
     gc.unfreeze()  # vLLM froze what was there at start
     gc.collect()  # frees the old buffers before the next ones are made
-    # On a GPU the scheduler is in this process. Its half must know the policy, which decides whether blocks are kept.
+    # The scheduler must know the policy, which decides whether blocks are kept. On one GPU it is in this process.
     trackers = [found for found in gc.get_objects() if type(found) is Tracker]
     gc.freeze()
-    connector.context = replace(connector.context, options=replace(connector.context.options, **changes))
+    before = connector.context.options
+    connector.context = replace(connector.context, options=replace(before, **changes))
     with mock.patch.object(sizing, "LEAST_SHARE", least_share or sizing.LEAST_SHARE):
         connector.exporter = Exporter(connector.context, layer, rank, connector._vllm_config)
     connector.exporter.progress.gathered = gathered
-    if layer.rows.is_cuda and len(trackers) != 1:
-        raise RuntimeError(f"{len(trackers)} schedulers in this process: the benchmark needs an engine of one process")
+    if layer.rows.is_cuda and len(trackers) != 1 and connector.context.options.policy != before.policy:
+        raise RuntimeError(f"{len(trackers)} schedulers in this process: another policy needs an engine of one process")
     for tracker in trackers:
         tracker.context = connector.context
 
