@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from dmi_connector.hooks import check_names
 from dmi_connector.settings import OptionError, ServerOptions
 
 OWNERS = ("draft", "target")
@@ -32,13 +33,14 @@ def capture_args(
     `kv_transfer_config`; "target" gives only `kv_transfer_config`, and the served model owns the rows. options: the
     other fields of `ServerOptions`.
 
-    Raises OptionError for a bad option. Hook names are checked against the model when the engine starts.
+    Raises OptionError for a bad option, and SelectionError for a hook that no model has. What the model has is checked
+    when the engine starts.
     """
     if owner not in OWNERS:
         raise OptionError(f"owner: {owner!r} is unknown; choose one of {', '.join(OWNERS)}")
     selection = hooks if isinstance(hooks, str) else list(hooks)
     extra = {"hooks": selection, "store_dir": os.path.abspath(store_dir), **options}
-    ServerOptions.parse(extra)
+    check_names(ServerOptions.parse(extra).hooks)
     transfer = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,

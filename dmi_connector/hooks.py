@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dmi_connector.wording import show, suggest
@@ -220,6 +220,27 @@ def _names(name: str, item: str) -> tuple[tuple[str, ...], bool]:
     raise SelectionError(f"hooks: {item!r} is unknown{suggest(name, known) or ';'} known names: {', '.join(known)}")
 
 
+def _items(spec: str | Iterable[str]) -> Iterator[tuple[str, re.Match[str], tuple[str, ...], bool]]:
+    """The items of a selection, each as (text, its parts, hook names, whether hooks that the model lacks are skipped).
+
+    Raises SelectionError.
+    """
+    for raw in spec.split(",") if isinstance(spec, str) else spec:
+        if not isinstance(raw, str):
+            raise SelectionError(f"hooks: {raw!r} is a {type(raw).__name__}; write hook names as strings")
+        item = raw.strip()
+        match = _ITEM.match(item)
+        if match is None:
+            raise SelectionError(f"hooks: cannot read {item!r}; write a hook or preset name, as in 'mlp_post@10-20'")
+        yield item, match, *_names(match["name"], item)
+
+
+def check_names(spec: str | Iterable[str]) -> None:
+    """Raise SelectionError for a selection that cannot be read, or that names what no model has. Layers may be any."""
+    for _ in _items(spec):
+        pass
+
+
 def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection | None = None) -> Selection:
     """Parse a selection such as ``"hidden-states,mlp_post@10-20,-logits"`` (or a list of such items) for a model.
 
@@ -230,16 +251,8 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
     Raises:
         SelectionError: an unknown name (with the nearest known one), a hook or layer the model lacks, an empty result.
     """
-    items = spec.split(",") if isinstance(spec, str) else list(spec)
     chosen: dict[str, set[int]] = {}
-    for raw in items:
-        if not isinstance(raw, str):
-            raise SelectionError(f"hooks: {raw!r} is a {type(raw).__name__}; write hook names as strings")
-        item = raw.strip()
-        match = _ITEM.match(item)
-        if match is None:
-            raise SelectionError(f"hooks: cannot read {item!r}; write a hook or preset name, as in 'mlp_post@10-20'")
-        names, lenient = _names(match["name"], item)
+    for item, match, names, lenient in _items(spec):
         for name in names:
             if name in ALWAYS:
                 continue
@@ -264,8 +277,10 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
                     chosen[target] = chosen.get(target, set()) | layers
     hooks = {name: tuple(sorted(chosen[name])) for name in HOOKS if chosen.get(name)}
     if not hooks:
+        shown = spec if isinstance(spec, str) else ",".join(spec)
         raise SelectionError(
-            f"hooks: {spec!r} selects nothing; name at least one hook or preset ({', '.join(PRESETS)})"
+            f"hooks: {shown!r} selects nothing; name at least one hook or preset ({', '.join(PRESETS)}), before those "
+            "that are taken away, as in 'vllm-full,-logits'"
         )
     always = {name: (0,) for name in ALWAYS if name in HOOKS and dims.layers_of(HOOKS[name])}
     return Selection({name: (hooks | always)[name] for name in HOOKS if name in hooks or name in always})

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 from dmi_connector.reduce import ReduceError, parse
@@ -44,7 +45,7 @@ def _check_names(where: str, given: Mapping[Any, Any], known: Sequence[str]) -> 
     for name in given:
         if name not in known:
             near = suggest(name[:_SUGGEST_FROM], known) if isinstance(name, str) else ""
-            raise OptionError(f"{where}: option {show(name)} is unknown{near}; known options: {', '.join(known)}")
+            raise OptionError(f"{where}: option {show(name)} is unknown{near or ';'} known options: {', '.join(known)}")
 
 
 def _integer(option: str, value: object, low: int, high: int) -> int:
@@ -62,7 +63,7 @@ def _boolean(option: str, value: object) -> bool:
 def _one_of(option: str, value: object, choices: tuple[str, ...]) -> str:
     if value not in choices:
         near = suggest(value[:_SUGGEST_FROM], choices) if isinstance(value, str) else ""
-        raise _refuse(option, value, f"is unknown{near}; choose one of {', '.join(choices)}")
+        raise _refuse(option, value, f"is unknown{near or ';'} choose one of {', '.join(choices)}")
     return str(value)
 
 
@@ -233,6 +234,11 @@ class ServerOptions:
         )
 
 
+_INCLUDE = "include_output_tokens"
+_NEAR = 0.85
+"""How alike (0 to 1) another name is that a client must have meant for that one."""
+
+
 @dataclass(frozen=True)
 class CaptureParams:
     """What one request asks for, under `kv_transfer_params`.
@@ -258,13 +264,16 @@ class CaptureParams:
             return cls()
         if not isinstance(params, Mapping):
             raise _refuse("kv_transfer_params", params, "is not valid; give a JSON object")
-        include = _boolean("include_output_tokens", params.get("include_output_tokens", False))
+        known = ("key", "hooks", "layers", "tokens", "enabled", "save_path")
+        cls._check_places(params, known)
+        include = _boolean(_INCLUDE, params.get(_INCLUDE, False))
         options = params.get("dmi")
         if options is None:
             return cls(include_output_tokens=include)
-        known = ("key", "hooks", "layers", "tokens", "enabled", "save_path")
         if not isinstance(options, Mapping):
             raise _refuse("dmi", options, f"is not valid; give a JSON object with any of {', '.join(known)}")
+        if _INCLUDE in options:
+            raise _refuse(f"dmi.{_INCLUDE}", options[_INCLUDE], "is in the wrong place; write it beside dmi, not in it")
         _check_names("dmi", options, known)
         key = options.get("key")
         if key is not None and (not isinstance(key, str) or _KEY.fullmatch(key) is None):
@@ -288,6 +297,17 @@ class CaptureParams:
             enabled=_boolean("dmi.enabled", options.get("enabled", True)),
             save_path=None if save_path is None else os.path.normpath(save_path),
         )
+
+    @staticmethod
+    def _check_places(params: Mapping[Any, Any], known: Sequence[str]) -> None:
+        """Raise OptionError for our options beside `dmi`, and near misses. Other names are for other connectors."""
+        for name in params:
+            if name in known:
+                fix = f'write it in dmi, as in {{"dmi": {{"{name}": ...}}}}'
+                raise _refuse(name, params[name], f"is in the wrong place; {fix}")
+            like = isinstance(name, str) and get_close_matches(name[:_SUGGEST_FROM], [_INCLUDE], cutoff=_NEAR)
+            if like and name != _INCLUDE:
+                raise _refuse("kv_transfer_params", name, f"is unknown; did you mean {_INCLUDE!r}?")
 
     @staticmethod
     def _layers(value: object) -> tuple[int, ...] | None:

@@ -41,7 +41,7 @@ class FakeRequest:
     pooling_params: object = None
     lora_request: Any = None
     mm_features: list[Any] = field(default_factory=list)
-    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(seed=None))
+    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(seed=None, max_tokens=64, detokenize=True))
 
     @property
     def prompt_token_ids(self) -> list[int]:

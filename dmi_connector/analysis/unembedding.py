@@ -155,7 +155,8 @@ def _config(path: Path) -> dict[str, Any]:
         config = json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model: {path} has no readable config.json ({error}); give the directory of the model's weights"
+            f"model: {path} has no readable config.json ({error}); give the directory of the model's weights "
+            "(`dmi plot --model DIR`)"
         ) from error
     return {**config, **(config.get("text_config") or {})}
 

@@ -31,6 +31,7 @@ _CHOICES = {
     "check": CHECKS,
     "cuda_graphs": CUDA_GRAPHS,
 }
+_OURS = {"owner", *(option.name for option in fields(ServerOptions))}
 _GRAPHS = re.compile(r"^(--compilation[-_]config|-cc)([.=]|$)")
 """Flags of vLLM with which a user says how CUDA graphs are made."""
 
@@ -77,7 +78,7 @@ def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> list
 
     Raises OptionError for a bad option, and for flags that configure the connector a second time.
     """
-    rest = list(argv)
+    rest = [_spelled(word) for word in argv]
     model = [rest.pop(0)] if rest and not rest[0].startswith("-") else []
     options, passed = parser.parse_known_args(rest)
     if not model and not any(re.match(r"^--(model|config)(=|$)", flag) for flag in passed):
@@ -93,6 +94,14 @@ def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> list
     for name, value in capture_args(**given).items():
         flags += [f"--{name}", json.dumps(value)]
     return [*command, *flags, *passed]
+
+
+def _spelled(word: str) -> str:
+    """A word of the command line. Flags of ours may have underscores, as those of vLLM may."""
+    flag, equals, value = word.partition("=")
+    if flag.startswith("--") and flag[2:].replace("-", "_") in _OURS:
+        return flag.replace("_", "-") + equals + value
+    return word
 
 
 def leave_graphs(given: dict[str, Any], flags: Sequence[str]) -> None:

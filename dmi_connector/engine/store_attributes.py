@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
 
     dims = context.dims
     return {
-        "model": vllm_config.model_config.model,
+        "model": _model_name(vllm_config.model_config.model),
         "architecture": context.arch.name,
         "dtype": context.dtype,
         "num_layers": dims.layers,
@@ -51,6 +52,11 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
             **({name: getattr(dims, name) for name in _LATENT_DIMS} if dims.kv_lora_rank else {}),
         },
     }
+
+
+def _model_name(model: str) -> str:
+    """The name in a hub as it is, a directory as an absolute path: readers may run elsewhere."""
+    return os.path.abspath(model) if os.path.isdir(model) else model
 
 
 def _attention(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import time
 from collections.abc import Iterable
 from itertools import compress
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ from dmi_connector.settings import CaptureParams, OptionError
 from dmi_connector.store.format import completeness
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.paths import custom_directory, store_name
+from dmi_connector.wording import show
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -38,8 +41,23 @@ logger = logging.getLogger("vllm.dmi_connector")
 
 _LONGEST_ERROR = 2000
 """Characters of a `dmi_error` in a response."""
+_REFUSALS_EACH_S = 10.0
+"""A refusal is logged if none was for so many seconds, with the number of those in between."""
+_OF_BEAM_SEARCH = re.compile(r"-[0-9a-f]{16,32}-beam-\d+(-[0-9a-f]{8})?$")
+"""End of the ids of requests in which vLLM's server takes one step of a beam search each."""
 _HELD = 1 / 16
 """Share of the cache that blocks of ended requests may hold while their rows wait for others."""
+
+
+def _of_beam_search(request: Request) -> bool:
+    """Whether a request is one step of a beam of vLLM's server: these lack the client's options, also `enabled`."""
+    sampling = request.sampling_params
+    return (
+        sampling is not None
+        and sampling.max_tokens == 1  # the server asks for each step alone
+        and not sampling.detokenize
+        and _OF_BEAM_SEARCH.search(request.request_id) is not None
+    )
 
 
 class Tracker:
@@ -81,6 +99,8 @@ class Tracker:
         self.gathered = 0  # rows that the slowest worker has gathered
         self.lost: dict[int, list[list[int]]] = {}
         self._captures = 0
+        self._beams = 0  # requests of beam search
+        self._unlogged, self._log_from = 0, 0.0  # refusals since the last that was logged, when the next one may be
         self._row_bytes = row_bytes(context, context.selection)  # takes 0.2 ms for 400 tensors: too long for a request
         self.quota = Quota(context.options)
 
@@ -89,6 +109,11 @@ class Tracker:
     def on_new_request(self, request: Request) -> None:
         """Read the request's options. An error is kept for the response; the request is served."""
         request_id = request.request_id
+        if request.kv_transfer_params is None and _of_beam_search(request):
+            if not self._beams:
+                logger.warning("dmi: requests of beam search are not captured: vLLM does not hand on their options")
+            self._beams += 1
+            return
         try:
             params = CaptureParams.parse(request.kv_transfer_params)
             if not params.enabled:
@@ -105,8 +130,17 @@ class Tracker:
             self._refuse(request_id, f"kv_transfer_params: they could not be handled: {type(error).__name__}: {error}")
 
     def _refuse(self, request_id: str, reason: str) -> None:
-        """Keep a reason for the response, in characters and of a length that any response can carry."""
-        self.refused[request_id] = reason[:_LONGEST_ERROR].encode("utf-8", "backslashreplace").decode()
+        """Keep a reason for the response, in characters and of a length that any response can carry, and log it.
+
+        A response that streams, or of several prompts, does not carry it.
+        """
+        reason = reason[:_LONGEST_ERROR].encode("utf-8", "backslashreplace").decode()
+        self.refused[request_id] = reason
+        self._unlogged += 1
+        if time.monotonic() >= self._log_from:
+            others = f" (and {self._unlogged - 1} before it)" if self._unlogged > 1 else ""
+            logger.warning("dmi: request %s is not captured: %r%s", show(request_id), reason, others)
+            self._unlogged, self._log_from = 0, time.monotonic() + _REFUSALS_EACH_S
 
     def _track(self, request: Request, params: CaptureParams) -> Tracked:
         """Work out what to capture and where. Raises OptionError and SelectionError."""
@@ -338,6 +372,9 @@ class Tracker:
             response["dmi_reason"] = completeness.reason(close.losses)
         if lost:
             response["dmi_missing"] = sorted(lost)
+        if not close.length and not close.losses:
+            span = [tracked.params.start, tracked.params.stop]
+            response["dmi_reason"] = f"dmi.tokens: {span} lies behind the last row of the request, so there are no rows"
         return response
 
     def _close(self, tracked: Tracked, blocks: list[int]) -> Close:

@@ -19,6 +19,7 @@ from dmi_connector.cli import demo, tables
 from dmi_connector.cli.main import main, make_serve_parser
 from dmi_connector.cli.serve import SERVER, server_command
 from dmi_connector.cli.tiny_models import make_tokenizer
+from dmi_connector.hooks import SelectionError
 from dmi_connector.layout import ArraySpec
 from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store.read.capture import open_capture
@@ -228,6 +229,18 @@ def test_serve_builds_both_flags_and_passes_the_rest_on(tmp_path: Path) -> None:
     assert extra == {"hooks": "q,k@3", "store_dir": str(tmp_path), "codec": "lz4"}
     assert json.loads(flags["--speculative_config"])["method"] == "extract_hidden_states"
     assert "--speculative_config" not in serve("m", "--owner", "target")
+
+
+def test_serve_takes_its_flags_with_underscores_too(tmp_path: Path) -> None:
+    hyphens = serve("m", "--store-dir", str(tmp_path), "--chunk-tokens=64", "--max-model-len", "9", "--owner", "target")
+    mixed = serve("m", "--store_dir", str(tmp_path), "--chunk_tokens=64", "--max-model-len", "9", "--owner", "target")
+    assert mixed == hyphens
+    assert "--max_model_len" in serve("m", "--max_model_len", "9"), "flags of vLLM stay as they are"
+
+
+def test_serve_refuses_a_hook_that_no_model_has() -> None:
+    with pytest.raises(SelectionError, match="'resid_pree' is unknown: did you mean 'resid_pre'"):
+        serve("m", "--hooks", "resid_pree")
 
 
 @pytest.mark.parametrize(

@@ -244,3 +244,30 @@ def test_the_docs_name_all_of_the_contract() -> None:
     assert not missing, f"docs/CONTRACT.md does not explain {missing}"
     described = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
     assert sorted(described) == sorted(NAMES), "one row for each item of contract.NAMES, and no other"
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"key": "a"}, 'key: \'a\' is in the wrong place; write it in dmi, as in {"dmi": {"key": ...}}'),
+        ({"tokens": [0, 4], "dmi": {}}, "tokens: [0, 4] is in the wrong place"),
+        ({"include_output_token": True}, "kv_transfer_params: 'include_output_token' is unknown; did you mean"),
+        ({"include_output_tokens\n": True}, r"kv_transfer_params: 'include_output_tokens\n' is unknown"),
+        ({"dmi": {"include_output_tokens": True}}, "dmi.include_output_tokens: True is in the wrong place"),
+    ],
+)
+def test_a_request_option_in_the_wrong_place_is_refused(params: dict[str, object], says: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        CaptureParams.parse(params)
+    assert str(caught.value).startswith(says)
+
+
+def test_options_of_other_connectors_are_left_alone() -> None:
+    params = {
+        "do_remote_prefill": True,
+        "remote_block_ids": [1],
+        "output_tokens": 3,
+        5: 6,
+        "include_output_tokens": True,
+    }
+    assert CaptureParams.parse(params) == CaptureParams(include_output_tokens=True)

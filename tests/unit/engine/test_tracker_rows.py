@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from dmi_connector.engine.messages import Close, Report, Rows, StepMetadata
 from dmi_connector.engine.tracker import Tracker
 from dmi_connector.store.format.completeness import Cause
-from tests.trackerkit import FakeRequest, ask, make_tracker
+from tests.trackerkit import FakeRequest, ask, generate, make_tracker
 
 BLOCK, CHUNK = 16, 16
 GROUP = 1
@@ -303,3 +303,60 @@ def test_prompt_embeddings_and_options_that_break_are_refused(tmp_path: Path) ->
     assert len(tracker.refused["b"]) == 2000
     tracker._refuse("c", "\ud800")
     assert tracker.refused["c"] == "\\ud800"
+
+
+BEAM = {"max_tokens": 1, "detokenize": False, "seed": None}
+"""Sampling of one step of a beam, as vLLM's server asks for it."""
+
+
+@pytest.mark.parametrize("end", ["", "-0a1b2c3d"])
+def test_a_step_of_a_beam_is_not_captured(tmp_path: Path, caplog: pytest.LogCaptureFixture, end: str) -> None:
+    tracker = make_tracker(tmp_path)
+    for number in range(2):
+        request = ask(None, request_id=f"cmpl-7-0123456789abcdef-beam-{number}{end}")
+        request.sampling_params = SimpleNamespace(**BEAM)
+        tracker.on_new_request(request)
+        assert tracker.finish(request, []) == (False, None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "dmi: requests of beam search are not captured: vLLM does not hand on their options"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("request_id", "more"),
+    [
+        ("cmpl-beam-0", {}),
+        ("cmpl-7-0123456789abcdef-beam-0-more", {}),
+        ("cmpl-7-0123456789abcdef-beam-0", {"detokenize": True}),
+        ("cmpl-7-0123456789abcdef-beam-0", {"max_tokens": 2}),
+    ],
+)
+def test_a_request_that_looks_like_a_beam_is_captured(tmp_path: Path, request_id: str, more: dict[str, Any]) -> None:
+    tracker = make_tracker(tmp_path)
+    request = ask(None, request_id=request_id)
+    request.sampling_params = SimpleNamespace(**BEAM | more)
+    tracker.on_new_request(request)
+    assert request_id in tracker.tracked
+
+
+def test_refusals_are_logged_now_and_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("dmi_connector.engine.tracker.time", SimpleNamespace(monotonic=lambda: now))
+    tracker = make_tracker(tmp_path)
+    for number in range(4):
+        now += 20.0 * (number == 3)
+        tracker.on_new_request(ask({"dmi": {"keyy": 1}}, request_id=f"r{number}"))
+    first, last = [record.getMessage() for record in caplog.records]
+    assert first.startswith("dmi: request 'r0' is not captured: \"dmi: option 'keyy' is unknown")
+    assert last.startswith("dmi: request 'r3' is not captured") and last.endswith("(and 2 before it)")
+
+
+def test_tokens_behind_the_end_are_named_in_the_response(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path)
+    request = ask({"include_output_tokens": True, "dmi": {"tokens": [100, 200]}})
+    tracker.on_new_request(request)
+    _, response = generate(tracker, request, 3)
+    assert response is not None and "dmi_missing" not in response
+    assert response["dmi_reason"].startswith("dmi.tokens: [100, 200] lies behind the last row")
