@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from dmi_connector.store.read.capture import Capture, CaptureIncomplete, open_capture
     from dmi_connector.store.read.captures import Captures, open_captures
     from dmi_connector.store.read.index import find_captures
+    from dmi_connector.store.read.waiting import CaptureFailed
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Capture",
+    "CaptureFailed",
     "CaptureIncomplete",
     "Captures",
     "__version__",
@@ -33,6 +35,7 @@ _HOME = {
     "TokenDataset": "dmi_connector.analysis.token_dataset",
     "capture_args": "dmi_connector.args",
     "Capture": "dmi_connector.store.read.capture",
+    "CaptureFailed": "dmi_connector.store.read.waiting",
     "CaptureIncomplete": "dmi_connector.store.read.capture",
     "Captures": "dmi_connector.store.read.captures",
     "find_captures": "dmi_connector.store.read.index",

@@ -21,6 +21,7 @@ from dmi_connector.engine.offline import Answer, EngineFailed
 from dmi_connector.hooks import parse_selection
 from dmi_connector.store.read.capture import Capture, CaptureIncomplete, open_capture
 from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.read.waiting import CaptureFailed
 
 TOLERANCE = 1e-5
 """Largest difference from transformers that float32 rounding explains for these models."""
@@ -139,7 +140,7 @@ def run_demo(directory: str | os.PathLike[str] = "demo", hooks: str = HOOKS, kee
                 errors = compare_all(captures, model)
             with progress.step("drawing residual norms"):
                 picture = _draw(captures, root / "residual_norms.png")
-    except (EngineFailed, CaptureIncomplete, TimeoutError) as error:
+    except (EngineFailed, CaptureFailed, CaptureIncomplete, TimeoutError) as error:
         print(f"FAILED: {error}; what the engine said is in {root / 'engine.log'}", file=sys.stderr)
         return 1
     finally:

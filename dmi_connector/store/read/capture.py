@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -22,8 +21,7 @@ from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.tally import Tally
 from dmi_connector.reduce.topk import TopK
-from dmi_connector.store.format import schema
-from dmi_connector.store.format.locks import is_abandoned, share
+from dmi_connector.store.format.locks import share
 from dmi_connector.store.format.pca_files import find_basis
 from dmi_connector.store.format.remote_path import Given, Place, place_of
 from dmi_connector.store.read.attention import attention
@@ -32,8 +30,8 @@ from dmi_connector.store.read.hook_values import HookValues, Tokens
 from dmi_connector.store.read.lens_names import equal_hooks, split_name, why_not_equal
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.open_files import files_of
-from dmi_connector.store.read.remote_files import look
 from dmi_connector.store.read.shard_reader import decode_plain
+from dmi_connector.store.read.waiting import wait_for
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +55,6 @@ class CaptureIncomplete(RuntimeError):
 
 WAIT_S = 60.0
 """Seconds that `open_capture` waits for a store by default."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
-"""Pauses between its looks at the disk; each is 1.5 times the one before."""
 
 
 def open_capture(path: Given, timeout: float | None = None, allow_incomplete: bool = False) -> Capture:
@@ -68,45 +64,18 @@ def open_capture(path: Given, timeout: float | None = None, allow_incomplete: bo
 
     allow_incomplete: open a store that lacks rows; these read as zeros, and `missing` lists them.
 
-    Raises TimeoutError that says what was seen instead. Raises CaptureIncomplete for a store that lacks rows. Raises
-    ValueError for a directory that is no store of this format, or has dtypes or codecs that the format lacks. Raises
-    RemoteError (an OSError) where an object store refuses or does not answer, ImportError for a URL without obstore.
+    Raises TimeoutError that says what was seen instead. Raises CaptureFailed (a FileNotFoundError) without more waiting
+    where no store comes: the index of the directory says that the capture failed, was aborted or was removed, or no
+    process writes it any more. Raises CaptureIncomplete for a store that lacks rows. Raises ValueError for a directory
+    that is no store of this format, or has dtypes or codecs that the format lacks. Raises RemoteError (an OSError)
+    where an object store refuses or does not answer, ImportError for a URL without obstore.
     """
     final = place_of(path)
-    limit = WAIT_S if timeout is None else timeout
-    deadline, pause = time.monotonic() + limit, _FIRST_PAUSE_S
-    while not _exists(final):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"capture {final} was not there after {limit:g} s: {_seen(final)}")
-        time.sleep(min(pause, left))
-        pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+    wait_for(final, WAIT_S if timeout is None else timeout)
     attrs = read_attrs(final)
     if not attrs["complete"] and not allow_incomplete:
         raise CaptureIncomplete(final, attrs["reason"], attrs["missing"])
     return Capture(final, attrs)
-
-
-def _exists(final: Place) -> bool:
-    """A store that is uploaded has its root document last."""
-    if isinstance(final, Path):
-        return final.exists()
-    try:
-        look(final if final.suffix == ".zip" else final / "zarr.json")
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def _seen(final: Place) -> str:
-    if not isinstance(final, Path):
-        return "it is not in the bucket, or not uploaded in full"
-    partial = final.with_name(final.name + schema.PARTIAL_SUFFIX)
-    if not partial.exists():
-        return "nothing of it exists yet"
-    if is_abandoned(partial):
-        return f"its writers ended and left {partial.name}; dmi repair makes a store of what they wrote"
-    return f"it is still being written as {partial.name}"
 
 
 def _close(fd: int | None) -> None:

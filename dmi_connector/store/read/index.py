@@ -120,11 +120,7 @@ def find_captures(directory: Given, key: str | None = None, request_id: str | No
     place = place_of(directory)
     lines: dict[str, dict[str, Any]] = {}
     for line in read_index(place, key if key is not None else request_id):
-        # Later lines of a store add to earlier ones; a new start begins anew.
-        known = {} if line["event"] == "start" else lines.get(line["store"], {})
-        if line["event"] == "remove" and known.get("upload") == "done":
-            line = {"store": line["store"], "local": False}  # it is where it was uploaded to
-        lines[line["store"]] = {**known, **line}
+        lines[line["store"]] = merge_line(lines.get(line["store"], {}), line)
     for line in lines.values():
         partial = place / (line["store"] + PARTIAL_SUFFIX)
         started = line.get("state", "started") == "started" and isinstance(partial, Path)
@@ -133,6 +129,15 @@ def find_captures(directory: Given, key: str | None = None, request_id: str | No
     found = [_info(place, line) for line in lines.values() if line.get("state") not in ("aborted", "removed")]
     kept = [c for c in found if key in (None, c.key) and (request_id is None or same_request(request_id, c.request_id))]
     return sorted(kept, key=lambda c: c.started)
+
+
+def merge_line(known: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of a store after one more line: it adds to earlier ones. A new start begins anew."""
+    if line["event"] == "start":
+        return dict(line)
+    if line["event"] == "remove" and known.get("upload") == "done":
+        return {**known, "local": False}  # it is where it was uploaded to
+    return {**known, **line}
 
 
 def _info(directory: Place, line: Mapping[str, Any]) -> CaptureInfo:
@@ -156,39 +161,54 @@ def _info(directory: Place, line: Mapping[str, Any]) -> CaptureInfo:
     )
 
 
-class IndexTail:
-    """Follows the index of a store directory. Each `read` takes what was appended since the one before.
+class LineTail:
+    """Follows the index of a store directory line by line. Each `read` takes what was appended since the one before.
 
     new_only: the first `read` gives only what was appended since now, so that a long index is not read.
     """
 
     def __init__(self, directory: str | os.PathLike[str], new_only: bool = False) -> None:
-        self._directory = Path(directory)
+        self._path = Path(directory) / INDEX_NAME
         self._at, self._file = 0, 0
-        path = self._directory / INDEX_NAME
-        if new_only and path.exists():
-            status = path.stat()
+        if new_only and self._path.exists():
+            status = self._path.stat()
             self._at, self._file = status.st_size, status.st_ino
 
-    def read(self) -> list[CaptureInfo]:
-        """Captures that ended since the last call, in the order they ended; the first call gives all.
+    def read(self, of: str | None = None) -> list[dict[str, Any]]:
+        """The whole lines since the last call. [] where there is no index. One that was replaced or cut is read anew.
 
-        [] where there is no index. Aborted captures are left out. An index that was replaced or cut is read anew.
+        of: only the lines of the store of this name. Lines without the name are not parsed, where that tells them.
         """
         try:
-            with open(self._directory / INDEX_NAME, "rb") as index:
+            with open(self._path, "rb") as index:
                 status = os.fstat(index.fileno())
                 if status.st_ino != self._file or status.st_size < self._at:
                     self._at, self._file = 0, status.st_ino
+                if status.st_size == self._at:
+                    return []
                 index.seek(self._at)
                 text = index.read()
         except FileNotFoundError:
             return []
         whole = text[: text.rfind(b"\n") + 1]  # what is behind it is still being written
         self._at += len(whole)
-        lines = [
-            line for line in _parse(whole.split(b"\n")) if line["event"] == "finish" and line.get("state") != "aborted"
-        ]
+        raws = _raws_with(whole, of.encode()) if of is not None and _PLAIN.fullmatch(of) else whole.split(b"\n")
+        return [line for line in _parse(raws) if of in (None, line["store"])]
+
+
+class IndexTail:
+    """Like `LineTail`, of captures that end."""
+
+    def __init__(self, directory: str | os.PathLike[str], new_only: bool = False) -> None:
+        self._directory = Path(directory)
+        self._tail = LineTail(directory, new_only)
+
+    def read(self) -> list[CaptureInfo]:
+        """Captures that ended since the last call, in the order they ended; the first call gives all.
+
+        [] where there is no index. Aborted captures are left out. An index that was replaced or cut is read anew.
+        """
+        lines = [line for line in self._tail.read() if line["event"] == "finish" and line.get("state") != "aborted"]
         return [_info(self._directory, line) for line in lines]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -21,10 +22,13 @@ import pytest
 
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.read import index
 from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
 from dmi_connector.store.read.index import find_captures, read_index
 from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.read.waiting import CaptureFailed
 from dmi_connector.store.write.capture_record import CaptureRecord, State
+from dmi_connector.store.write.commit import append_index
 from dmi_connector.store.write.repair import repair
 from dmi_connector.store.write.row_check import RowCheck
 from tests import storekit as kit
@@ -110,6 +114,8 @@ def test_rows_on_a_disk_without_a_byte_left_wait_for_a_repair(
         while True:
             ballast.write(bytes(4096))
     stores.close(record, 300)
+    with pytest.raises(CaptureFailed, match=r"No space left on device.*; mend that, then dmi repair"):
+        open_capture(small_disk / "rows.zarr", timeout=PATIENCE)
     for i in range(3):
         stores.write(small_disk / f"none{i}.zarr", [SPEC], 300)
     assert [state for state, _ in done[1:]] == ["failed"] * 4 and all("No space left" in str(e) for _, e in done[1:])
@@ -608,3 +614,72 @@ def test_a_writer_ends_with_its_engine_and_leaves_a_partial_store(tmp_path: Path
     assert found.state == "unfinished" and "run dmi repair" in str(found.reason)
     assert [outcome.state for outcome in repair(tmp_path)] == ["salvaged"]
     assert [c.state for c in find_captures(tmp_path)] == ["incomplete"]
+
+
+def test_open_capture_does_not_wait_for_a_capture_that_failed(tmp_path: Path) -> None:
+    """The index says so, while the caller waits or before."""
+    final = tmp_path / "a.zarr"
+
+    def line(event: str, **more: object) -> None:
+        append_index(str(tmp_path), {"event": event, "store": "a.zarr", **more})
+
+    line("start", state="started")
+    reason = "OSError: [Errno 28] No space left on device"
+    timer = threading.Timer(0.3, lambda: line("finish", state="failed", reason=reason))
+    began = time.monotonic()
+    timer.start()
+    with pytest.raises(CaptureFailed, match=r"a\.zarr failed: OSError.*; nothing of it is left: mend that") as caught:
+        open_capture(final, timeout=PATIENCE)
+    timer.join()
+    assert time.monotonic() - began < PATIENCE / 2
+    assert (caught.value.state, caught.value.reason, caught.value.path) == ("failed", reason, str(final))
+    (tmp_path / "a.zarr.partial").mkdir()
+    with pytest.raises(CaptureFailed, match=r"dmi repair makes a store of what a\.zarr\.partial holds"):
+        open_capture(final, timeout=PATIENCE)
+    line("start", state="started")  # the newest line counts
+    with pytest.raises(TimeoutError):
+        open_capture(final, timeout=0)
+    line("abort", state="aborted")
+    with pytest.raises(CaptureFailed, match="was aborted"):
+        open_capture(final, timeout=PATIENCE)
+    line("remove", state="removed")
+    with pytest.raises(CaptureFailed, match="was removed by dmi prune or retention"):
+        open_capture(final, timeout=PATIENCE)
+    line("upload", upload="done", url="s3://bucket/a.zarr", state="complete")
+    line("remove", state="removed")
+    with pytest.raises(CaptureFailed, match=r"after its upload; open s3://bucket/a\.zarr"):
+        open_capture(final, timeout=PATIENCE)
+
+
+def test_open_capture_does_not_wait_where_no_writer_is_left(tmp_path: Path) -> None:
+    (tmp_path / "a.zarr.partial/q").mkdir(parents=True)
+    began = time.monotonic()
+    with pytest.raises(CaptureFailed, match="its writers ended and left") as caught:
+        open_capture(tmp_path / "a.zarr", timeout=PATIENCE)
+    assert caught.value.state == "unfinished" and time.monotonic() - began < PATIENCE / 2
+
+
+def test_another_writer_may_take_over(stores: kit.Store, tmp_path: Path) -> None:
+    """One that died has left the partial store without a lock for a moment."""
+    (tmp_path / "a.zarr.partial/q").mkdir(parents=True)
+    timer = threading.Timer(0.5, lambda: stores.write(tmp_path / "a.zarr", [SPEC], 3))
+    timer.start()
+    assert open_capture(tmp_path / "a.zarr", timeout=PATIENCE).complete
+    timer.join()
+
+
+def test_a_long_index_is_read_once_while_a_store_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(50):
+        append_index(str(tmp_path), {"event": "finish", "store": f"b{i}.zarr", "state": "failed"})
+    append_index(str(tmp_path), {"event": "start", "store": "a.zarr", "state": "started"})
+    parsed: list[bytes] = []
+    loads = json.loads
+
+    def counted(raw: bytes) -> object:
+        parsed.append(raw)
+        return loads(raw)
+
+    monkeypatch.setattr(index.json, "loads", counted)
+    with pytest.raises(TimeoutError):
+        open_capture(tmp_path / "a.zarr", timeout=0.3)
+    assert len(parsed) == 1

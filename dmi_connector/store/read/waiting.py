@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits for a store to be there under its final name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dmi_connector.store.format import schema
+from dmi_connector.store.format.locks import is_abandoned
+from dmi_connector.store.format.remote_path import Place, RemotePath
+from dmi_connector.store.read.index import LineTail, merge_line
+from dmi_connector.store.read.remote_files import look
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
+"""Pauses between looks at the disk; each is 1.5 times the one before."""
+_LOCK_PAUSE_S = 1.0
+"""Seconds between looks at the lock of a partial store: each holds the lock for a moment."""
+_ABANDONED_LOOKS = 3
+"""Looks in a row that find no writer. Another one takes over from a writer that died, and locks the store soon."""
+
+
+class CaptureFailed(FileNotFoundError):
+    """No store comes of a capture by itself. The text says why, and what to do.
+
+    state: as in `CaptureInfo`, "aborted" or "removed". reason: why it failed, as far as known.
+    """
+
+    def __init__(self, text: str, path: Place, state: str, reason: str | None) -> None:
+        super().__init__(text)
+        self.path, self.state, self.reason = str(path), state, reason
+
+
+def wait_for(final: Place, seconds: float) -> None:
+    """Return when the store is there.
+
+    Raises CaptureFailed as soon as it is known that no store comes: its directory's index says that the capture
+    failed, was aborted or removed, or its writers are gone. Raises TimeoutError after `seconds`, with what was seen.
+    """
+    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_S
+    watch = None if isinstance(final, RemotePath) else _Watch(final)
+    while not _exists(final):
+        end = None if watch is None else watch.end()
+        if watch is not None and end is not None and not _exists(final):  # a repair may have made it meanwhile
+            state, reason = end["state"], end.get("reason")
+            raise CaptureFailed(f"capture {final} {_how_it_ended(watch.final, end)}", final, state, reason)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"capture {final} was not there after {seconds:g} s: {_seen(final)}")
+        time.sleep(min(pause, left))
+        pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+
+
+def _exists(final: Place) -> bool:
+    """A store that is uploaded has its root document last."""
+    if isinstance(final, Path):
+        return final.exists()
+    try:
+        look(final if final.suffix == ".zip" else final / "zarr.json")
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _partial(final: Path) -> Path:
+    return final.with_name(final.name + schema.PARTIAL_SUFFIX)
+
+
+def _seen(final: Place) -> str:
+    if not isinstance(final, Path):
+        return "it is not in the bucket, or not uploaded in full"
+    partial = _partial(final)
+    if not partial.exists():
+        return "nothing of it exists yet"
+    if is_abandoned(partial):
+        return f"its writers ended and left {partial.name}; dmi repair makes a store of what they wrote"
+    return f"it is still being written as {partial.name}"
+
+
+def _how_it_ended(final: Path, line: Mapping[str, Any]) -> str:
+    """Why no store comes of a capture, and what to do. line: what is known of it."""
+    state, reason, partial = line.get("state"), line.get("reason"), _partial(final)
+    if state == "failed" and partial.exists():
+        return f"failed: {reason}; mend that, then dmi repair makes a store of what {partial.name} holds"
+    if state == "failed":
+        return f"failed: {reason}; nothing of it is left: mend that and capture it again"
+    if state == "aborted":
+        return "was aborted, and nothing of it was kept; capture it again"
+    if state == "removed":
+        return "was removed by dmi prune or retention; capture it again"
+    if state == "unfinished":
+        return f"is not there: its writers ended and left {partial.name}; dmi repair makes a store of what they wrote"
+    return f"was removed from this machine after its upload; open {line.get('url')}"
+
+
+class _Watch:
+    """What the index of its directory and the lock of its partial store say of one store."""
+
+    def __init__(self, final: Path) -> None:
+        self.final = final
+        self._tail = LineTail(final.parent)
+        self._line: dict[str, Any] = {}
+        self._looks, self._next_look = 0, 0.0
+
+    def end(self) -> dict[str, Any] | None:
+        """What is known of a capture of which no store comes; None where one may come."""
+        for line in self._tail.read(of=self.final.name):
+            self._line = merge_line(self._line, line)
+        if self._line.get("state") in ("failed", "aborted", "removed"):
+            return self._line
+        if self._line.get("local") is False and self._line.get("url"):
+            return self._line
+        return {**self._line, "state": "unfinished"} if self._is_abandoned() else None
+
+    def _is_abandoned(self) -> bool:
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOCK_PAUSE_S
+            self._looks = self._looks + 1 if is_abandoned(_partial(self.final)) else 0
+        return self._looks >= _ABANDONED_LOOKS
