@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -77,6 +78,15 @@ def test_ls_lists_captures_and_filters_by_key_and_request_id(stores: Path, capsy
     assert [Path(c["store"]).name for c in json.loads(out)] == ["two.zarr"], "child numbers and suffixes are matched"
     status, out, err = run(capsys, "ls", stores, "--key", "nobody")
     assert (status, out) == (0, "") and "no captures" in err and "match" in err
+
+
+def test_ls_lists_stores_without_an_index(stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of copies that somebody made of stores alone."""
+    for store in stores.glob("*.zarr"):
+        shutil.copytree(store, tmp_path / store.name)
+    for more in ((), ("--stats",), ("--key", "run-1"), ("--json",)):
+        whole, copied = run(capsys, "ls", stores, *more), run(capsys, "ls", tmp_path, *more)
+        assert whole[0] == copied[0] == 0 and copied[1] == whole[1].replace(str(stores), str(tmp_path))
 
 
 def test_info_gives_true_sizes(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
-from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.index import CaptureInfo, find_captures, same_request
+from dmi_connector.store.read.index import FINISHED, CaptureInfo, find_captures, indexed_captures, info_of, same_request
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.remote_index import list_prefix
 from dmi_connector.store.read.row_view import RowView
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 Time = str | datetime.datetime
 Where = Callable[[CaptureInfo], bool]
-_FINISHED = ("complete", "incomplete")
 
 
 def open_captures(
@@ -52,7 +50,7 @@ def open_captures(
     where: called with each `CaptureInfo` that the other filters let pass.
 
     Stores of a directory without an index are found by their names (*.zarr), and each is opened once. Raises ValueError
-    for a time that is none, and for a directory that is not there.
+    for a time that is none, for a directory that is not there, and where one of these stores cannot be read.
     """
     place = place_of(directory)
     if isinstance(place, RemotePath):
@@ -61,11 +59,11 @@ def open_captures(
         raise ValueError(f"{directory} is no directory; give a directory of stores")
     else:
         one = key if isinstance(key, str) else None
-        found = find_captures(place, one, request_id) if (place / INDEX_NAME).exists() else _scanned(place)
+        found = find_captures(place, one, request_id)
     keys = {key} if isinstance(key, str) else key
     lengths = range(prompt_len, prompt_len + 1) if isinstance(prompt_len, int) else prompt_len
     begin, end = _time("after", after), _time("before", before)
-    states = _FINISHED if incomplete else _FINISHED[:1]
+    states = FINISHED if incomplete else FINISHED[:1]
 
     def wanted(info: CaptureInfo) -> bool:
         named = request_id is None or same_request(request_id, info.request_id)
@@ -112,16 +110,12 @@ def is_store(place: Place) -> bool:
     return named or (isinstance(place, Path) and (place / "zarr.json").exists())
 
 
-def _scanned(directory: Path) -> list[CaptureInfo]:
-    return sorted((info_of(store) for store in directory.glob("*.zarr")), key=lambda info: info.started)
-
-
 def _remote(place: RemotePath) -> list[CaptureInfo]:
     """Captures below a prefix. Raises ValueError where nothing is."""
     listed = list_prefix(place)
     if not (listed.stores or listed.zips or listed.indexed):
         raise ValueError(f"{place} holds no store and no index; give the prefix of stores, as in s3://bucket/captures")
-    known = {info.store.name: info for info in (find_captures(place) if listed.indexed else ())}
+    known = {info.store.name: info for info in (indexed_captures(place) if listed.indexed else ())}
     found = [known[name] for name in listed.stores if name in known]
     unknown = [place / name for name in sorted((listed.stores - known.keys()) | listed.zips)]
     opened: list[CaptureInfo] = []
@@ -142,24 +136,6 @@ def _uploaded(store: RemotePath) -> CaptureInfo | None:
         if isinstance(error.__cause__, FileNotFoundError):
             return None
         raise
-
-
-def info_of(store: Place) -> CaptureInfo:
-    """What a finished store says of itself. Raises ValueError for a directory that is no store."""
-    attrs = read_attrs(store)
-    return CaptureInfo(
-        store=store,
-        key=attrs.get("key"),
-        request_id=attrs.get("request_id"),
-        state=_FINISHED[0] if attrs["complete"] else _FINISHED[1],
-        reason=attrs["reason"],
-        started=attrs.get("created", ""),
-        finished=attrs.get("finished"),
-        bytes=sum(size for size, _ in attrs["files"].values()),
-        num_tokens=attrs["num_tokens"],
-        prompt_len=attrs["prompt_len"],
-        model=attrs.get("model"),
-    )
 
 
 def _whole(info: CaptureInfo) -> CaptureInfo:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds stores in the append-only index of a store directory."""
+"""Finds stores in the append-only index of a store directory, or by their names where there is none."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from typing import Any
 from dmi_connector.store.format.locks import is_abandoned
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
 from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX
+from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.remote_index import read_indexes
 
+FINISHED = ("complete", "incomplete")
+"""States of finished stores."""
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
 """Keys and request ids that are the same in JSON and in the name of a store."""
 
@@ -116,7 +119,18 @@ def find_captures(directory: Given, key: str | None = None, request_id: str | No
 
     vLLM changes request ids: children of one request get a number in front (`0_id`), and every request a random suffix
     (`id-xxxx`). `request_id` matches these too. Aborted and removed captures are left out.
+
+    The directory's index is read, and no store is opened. Stores of a directory of this machine without an index, as of
+    copies, are found by their names (*.zarr), and each is opened once: raises ValueError where one cannot be read.
     """
+    place = place_of(directory)
+    if isinstance(place, Path) and not (place / INDEX_NAME).exists():
+        return _wanted(_scanned(place), key, request_id)
+    return indexed_captures(place, key, request_id)
+
+
+def indexed_captures(directory: Given, key: str | None = None, request_id: str | None = None) -> list[CaptureInfo]:
+    """Like `find_captures`, of the index alone: [] without one."""
     place = place_of(directory)
     lines: dict[str, dict[str, Any]] = {}
     for line in read_index(place, key if key is not None else request_id):
@@ -127,8 +141,41 @@ def find_captures(directory: Given, key: str | None = None, request_id: str | No
         if started and is_abandoned(partial):
             line |= {"state": "unfinished", "reason": f"its writers ended and left {partial.name}: run dmi repair"}
     found = [_info(place, line) for line in lines.values() if line.get("state") not in ("aborted", "removed")]
+    return _wanted(found, key, request_id)
+
+
+def _wanted(found: Iterable[CaptureInfo], key: str | None, request_id: str | None) -> list[CaptureInfo]:
+    """Those with the key and the request id, by start time."""
     kept = [c for c in found if key in (None, c.key) and (request_id is None or same_request(request_id, c.request_id))]
     return sorted(kept, key=lambda c: c.started)
+
+
+def _scanned(directory: Path) -> Iterator[CaptureInfo]:
+    """The finished stores of a directory, by what they say of themselves. Raises ValueError for one that is damaged."""
+    for store in sorted(directory.glob("*.zarr")):
+        try:
+            yield info_of(store)
+        except ValueError as error:
+            if store.exists():  # else it was removed just now
+                raise ValueError(f"{error}; dmi verify {directory} lists all stores that are damaged") from error
+
+
+def info_of(store: Place) -> CaptureInfo:
+    """What a finished store says of itself. Raises ValueError for a directory that is no store."""
+    attrs = read_attrs(store)
+    return CaptureInfo(
+        store=store,
+        key=attrs.get("key"),
+        request_id=attrs.get("request_id"),
+        state=FINISHED[0] if attrs["complete"] else FINISHED[1],
+        reason=attrs["reason"],
+        started=attrs.get("created", ""),
+        finished=attrs.get("finished"),
+        bytes=sum(size for size, _ in attrs["files"].values()),
+        num_tokens=attrs["num_tokens"],
+        prompt_len=attrs["prompt_len"],
+        model=attrs.get("model"),
+    )
 
 
 def merge_line(known: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:

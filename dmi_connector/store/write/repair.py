@@ -17,7 +17,7 @@ from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.locks import claim
 from dmi_connector.store.format.paths import umask_of
 from dmi_connector.store.format.remote_path import RemotePath
-from dmi_connector.store.read.index import CaptureInfo, find_captures
+from dmi_connector.store.read.index import CaptureInfo, indexed_captures
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import damaged_files
 from dmi_connector.store.write.commit import append_finish, append_index, remove_partial
@@ -91,7 +91,7 @@ def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_
 
     A server that runs holds the directory: what it has not tried is left to it.
     """
-    unfinished = [i for i in find_captures(directory) if i.upload in ("pending", "failed") and i.finished]
+    unfinished = [i for i in indexed_captures(directory) if i.upload in ("pending", "failed") and i.finished]
     waiting = [info for info in unfinished if info.url and isinstance(info.store, Path) and info.store.is_dir()]
     if not waiting:
         return []

@@ -22,7 +22,9 @@ from dmi_connector.reduce import parse
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.index import find_captures, indexed_captures
 from dmi_connector.store.read.row_view import RowView
+from dmi_connector.store.write.repair import repair
 from tests import storekit as kit
 
 ARRAYS = (
@@ -109,6 +111,21 @@ def test_a_directory_without_an_index_is_searched(unindexed: Path, directory: Pa
     assert plain == [{**vars(info), "store": info.store.name} for info in known.infos]
     assert names(open_captures(unindexed, key="b")) == ["1.zarr"]
     assert names(open_captures(unindexed, request_id="r2")) == ["2.zarr"]
+
+
+def test_find_captures_searches_a_directory_without_an_index(unindexed: Path, directory: Path) -> None:
+    assert [i.store.name for i in find_captures(unindexed)] == [i.store.name for i in find_captures(directory)]
+    assert [i.store.name for i in find_captures(unindexed, key="a")] == ["0.zarr", "2.zarr"]
+    assert [i.store.name for i in find_captures(unindexed, request_id="r3")] == ["3.zarr"]
+    assert indexed_captures(unindexed) == []
+
+
+def test_a_damaged_store_of_a_directory_without_an_index_is_named(unindexed: Path) -> None:
+    (unindexed / "1.zarr/zarr.json").write_text("{")
+    for find in (find_captures, open_captures):
+        with pytest.raises(ValueError, match=r"/1\.zarr is not a capture: .*; dmi verify .*copy lists all stores that"):
+            find(unindexed)
+    assert repair(unindexed) == [], "uploads are in an index alone"
 
 
 def test_an_index_of_an_older_version_is_filled_up_from_the_stores(directory: Path, tmp_path: Path) -> None:
