@@ -70,7 +70,7 @@ def make_parser() -> Parser:
     info.set_defaults(run=_info)
 
     verify = commands.add_parser("verify", help="check stores byte by byte; exit 1 when one is damaged")
-    verify.add_argument("path", metavar="STORE|DIR|URL")
+    verify.add_argument("paths", metavar="STORE|DIR|URL", nargs="+")
     verify.set_defaults(run=_verify)
 
     repair = commands.add_parser(
@@ -261,11 +261,12 @@ def _verify(options: argparse.Namespace) -> int:
     from dmi_connector.store.read.metadata import read_attrs
     from dmi_connector.store.read.verify import begun_stores, stores_of, unseen, verify_store
 
-    path = _place(options.path, "a store (*.zarr, *.zip) or a directory of stores")
-    stores = [path] if is_store(path) else stores_of(path)
-    damaged, begun = 0, begun_stores(stores[0].absolute().parent)
+    places = [_place(path, "a store (*.zarr, *.zip) or a directory of stores") for path in options.paths]
+    stores = [store for place in places for store in ([place] if is_store(place) else stores_of(place))]
+    begun = {parent: begun_stores(parent) for parent in {store.absolute().parent for store in stores}}
+    damaged = 0
     for store in stores:
-        problems = verify_store(store, begun)
+        problems = verify_store(store, begun[store.absolute().parent])
         damaged += bool(problems)
         for problem in problems:
             print(problem)

@@ -116,6 +116,9 @@ def test_verify_finds_a_flipped_bit(stores: Path, tmp_path: Path, capsys: pytest
     assert "resid_pre layer 0 tokens 64 to 69" in out, out
     status, out, _ = run(capsys, "verify", tmp_path / "two.zarr")
     assert (status, out) == (0, f"{tmp_path / 'two.zarr'}: sound\n1 checked, 0 damaged\n")
+    status, out, _ = run(capsys, "verify", tmp_path / "two.zarr", tmp_path / "one.zarr", stores)
+    assert status == 1 and out.splitlines()[-1] == "5 checked, 1 damaged"
+    assert out.startswith(f"{tmp_path / 'two.zarr'}: sound\n{tmp_path / 'one.zarr'}: resid_pre layer 0"), out
 
 
 def test_export_writes_what_the_store_holds(
