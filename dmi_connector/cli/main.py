@@ -212,6 +212,23 @@ def _directory(path: str, kind: str) -> Path:
     return Path(path)
 
 
+def _refuse_many(place: Place) -> None:
+    """Raise ValueError for a directory of stores, where one store is wanted."""
+    from dmi_connector.store.read.captures import is_store
+
+    inside = [] if is_store(place) or not isinstance(place, Path) else sorted(place.glob("*.zarr"))
+    if inside:
+        raise ValueError(f"{place} is a directory of stores; give one of them, as {inside[0]}")
+
+
+def _stores(paths: Sequence[str]) -> list[Path]:
+    """Directories that are one store each."""
+    stores = [_directory(path, "a store (*.zarr)") for path in paths]
+    for store in stores:
+        _refuse_many(store)
+    return stores
+
+
 def _ls(options: argparse.Namespace) -> int:
     from dmi_connector.cli import tables
     from dmi_connector.store.read.index import find_captures
@@ -245,7 +262,9 @@ def _tail(options: argparse.Namespace) -> int:
 def _open(path: str) -> Any:
     from dmi_connector.store.read.capture import open_capture
 
-    return open_capture(_place(path, "a store (*.zarr, *.zip)"), timeout=0, allow_incomplete=True)
+    place = _place(path, "a store (*.zarr, *.zip)")
+    _refuse_many(place)
+    return open_capture(place, timeout=0, allow_incomplete=True)
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -317,7 +336,7 @@ def _fit_pca(options: argparse.Namespace) -> int:
 
     if options.rank < 1:
         raise ValueError(f"--rank {options.rank} is not valid; keep 1 component or more")
-    stores = [_directory(store, "a store (*.zarr)") for store in options.stores]
+    stores = _stores(options.stores)
     for name, share in fit_pca(stores, options.hook, options.rank, options.out, options.layer).items():
         print(f"{name}: {100 * share:.2f} % of the variance")
     return 0
@@ -326,7 +345,7 @@ def _fit_pca(options: argparse.Namespace) -> int:
 def _fidelity(options: argparse.Namespace) -> int:
     from dmi_connector.analysis.fidelity import DEFAULT, fidelity, markdown
 
-    stores = [_directory(store, "a store (*.zarr)") for store in options.stores]
+    stores = _stores(options.stores)
     found = fidelity(stores, options.reduce or DEFAULT, options.hooks, options.layer)
     print(json.dumps([asdict(one) for one in found], indent=1) if options.json else markdown(found))
     return 0

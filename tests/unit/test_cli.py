@@ -166,7 +166,7 @@ def test_plots_have_true_norms_and_token_labels(stores: Path, tmp_path: Path) ->
     ("argv", "words"),
     [
         (["info", "nowhere"], ["nowhere", "not there"]),
-        (["info", "{stores}"], ["not a capture"]),
+        (["info", "{stores}/one.zarr/resid_pre"], ["not a capture"]),
         (["ls", "nowhere"], ["nowhere", "store directory"]),
         (["ls", "{stores}/index.jsonl"], ["is a file"]),
         (["verify", "{stores}/one.zarr/resid_pre/c"], ["no finished store"]),
@@ -174,6 +174,9 @@ def test_plots_have_true_norms_and_token_labels(stores: Path, tmp_path: Path) ->
         (["plot", "{stores}/short.zarr", "-o", "x.png"], ["no residual stream", "q"]),
         (["plot", "{stores}/one.zarr", "-o", "/nowhere/x.png"], ["/nowhere/x.png"]),
         (["plot", "{stores}/one.zarr", "-o", "x.png", "--tokenizer", "nowhere"], ["tokenizer", "nowhere"]),
+        (["info", "{stores}"], ["is a directory of stores; give one of them, as", "/one.zarr"]),
+        (["plot", "{stores}", "-o", "x.png"], ["is a directory of stores; give one of them, as", "/one.zarr"]),
+        (["fidelity", "{stores}"], ["is a directory of stores; give one of them, as", "/one.zarr"]),
         (["demo", "--dir", "{stores}"], ["dir", "no demo made it"]),
         (["serve"], ["model", "none is given"]),
         (["serve", "m", "--codec", "gzip"], ["--codec", "zstd"]),
