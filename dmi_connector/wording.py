@@ -25,7 +25,7 @@ def show(value: object) -> str:
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """`": did you mean 'x'?"` for the nearest of `known`, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f": did you mean {near[0]!r}?" if near else ""
 
 

@@ -33,6 +33,7 @@ from dmi_connector.layout import (
 )
 from dmi_connector.ranks import shard_of
 from dmi_connector.reduce import ReduceError
+from dmi_connector.wording import suggest
 
 DENSE = ModelDims("Dense", 8, hidden=64, heads=4, kv_heads=2, head_dim=32, intermediate=96, vocab=512)
 MIXED = ModelDims("Mixed", 4, 64, 4, 2, head_dim=32, intermediate=96, vocab=512, experts=5, top_k=3, moe_layers=(1, 3))
@@ -336,3 +337,8 @@ def test_a_request_narrows_layers_and_keeps_hooks_that_exist_once() -> None:
             narrow(served, None, [0, layer], DENSE)
     with pytest.raises(SelectionError, match=r"dmi.layers: \[7\] leaves nothing of the captured hooks; captured: q@1"):
         narrow(served, ["q"], [7], DENSE)
+
+
+def test_only_a_near_name_is_suggested() -> None:
+    assert suggest("mlp_pots", HOOKS) == ": did you mean 'mlp_post'?"
+    assert suggest("q_rot", ["resid_pre", "mlp_out"]) == ""

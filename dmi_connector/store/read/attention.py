@@ -100,6 +100,10 @@ def attention(capture: Capture, layer: int, head: int | None = None, queries: sl
     """
     how = _How.of(capture, layer)
     names = seen_by_attention(capture)
+    if not all(name in capture for name in names):
+        raise KeyError(
+            f"{capture.path} lacks queries or keys of attention; capture {names[0]} and {names[1]} (preset attention)"
+        )
     dims = capture.attrs["dims"]
     heads, kv_heads, size = (int(dims[name]) for name in ("heads", "kv_heads", "head_dim"))
     check_head(head, heads)
