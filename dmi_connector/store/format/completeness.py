@@ -52,6 +52,7 @@ class Cause(enum.Enum):
     HOOKS_WITHOUT_DATA = "other", "hooks without data: {hooks}"
     # In a repair.
     SALVAGED = "other", "salvaged after the writer or the engine was killed"
+    LENGTH_UNKNOWN = "other", "how many rows the request had is not known: rows from {length} on may be lost"
     JOURNAL_TORN = "other", "a journal ends in {nbytes} bytes of a torn record"
     JOURNAL_UNREADABLE = "other", "{journal} cannot be read: {error}"
     CHUNKS_DAMAGED = "other", "{hook}: {count} damaged chunks are left out, the first: {first}"

@@ -88,6 +88,8 @@ class Salvage:
         if len(kept) < len(specs):
             without = ", ".join(spec.name for spec in specs if spec not in kept)
             self.losses.append(Loss.of(Cause.HOOKS_WITHOUT_ROWS, hooks=without))
+        if all(journal.length is None for journal in self.journals):
+            self.losses.append(Loss.of(Cause.LENGTH_UNKNOWN, length=self.length))
         self._commit(kept, rows)
         return True
 
