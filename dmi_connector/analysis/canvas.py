@@ -30,11 +30,16 @@ _LAYER_LABELS = 14
 
 
 def new_figure(width: float, height: float, out: str | os.PathLike[str]) -> Figure:
-    """An empty figure of so many inches. Raises ValueError without matplotlib, and for a file of another format."""
+    """An empty figure of so many inches.
+
+    Raises ValueError without matplotlib, for a file of another format, and for one in a directory that is not there.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("plot: matplotlib is not installed; install dmi_connector[plot]")
     if Path(out).suffix.lower() not in FORMATS:
         raise ValueError(f"plot: {os.fspath(out)} has another ending than {' or '.join(FORMATS)}; give one of these")
+    if not Path(out).absolute().parent.is_dir():
+        raise ValueError(f"plot: {os.fspath(out)}: there is no directory {Path(out).parent}; create it or give another")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=130)
@@ -43,7 +48,10 @@ def new_figure(width: float, height: float, out: str | os.PathLike[str]) -> Figu
 
 
 def save(figure: Figure, out: str | os.PathLike[str]) -> Path:
-    """Write a figure as its file's ending says. The same figure gives the same bytes. Returns the path."""
+    """Write a figure as its file's ending says. The same figure gives the same bytes. Returns the path.
+
+    Raises OSError that names the file.
+    """
     import matplotlib
 
     path = Path(out)
@@ -52,7 +60,10 @@ def save(figure: Figure, out: str | os.PathLike[str]) -> Path:
     with matplotlib.rc_context(look), warnings.catch_warnings():
         if svg:  # whoever looks at it has fonts of his own, so it does not matter which characters those here lack
             warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
-        figure.savefig(path, metadata={"Date": None} if svg else None)
+        try:
+            figure.savefig(path, metadata={"Date": None} if svg else None)
+        except OSError as error:
+            raise OSError(f"plot: {path} cannot be written ({error.strerror}); give another") from error
     return path
 
 

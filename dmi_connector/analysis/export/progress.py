@@ -52,7 +52,7 @@ def export_each(
     that are no numbers or are not unique.
     """
     numbers = number_captures(captures.infos, number_by)
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out)
     _note(out, {**settings, "number_by": number_by}, dict(zip(_names(captures), numbers, strict=True)))
     written = 0
     for done, number in enumerate(numbers):
@@ -80,11 +80,21 @@ def export_by_name(
     return export_each(captures, out, lambda number: Path(names[number]), write, progress, settings)
 
 
+def make_directory(path: Path) -> None:
+    """Create a directory where it is missing. Raises OSError that names it, also for one that cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"export: {path} cannot be created ({error.strerror}); give another -o") from error
+    if not os.access(path, os.W_OK):
+        raise PermissionError(f"export: {path} is not writable by this user; change its mode or give another -o")
+
+
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """A path to write to, which gets its name at the end of the `with` block, and is removed if that fails."""
     partial = path.with_name(path.name + PARTIAL)
-    partial.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(partial.parent)
     try:
         yield partial
     except BaseException:
@@ -117,7 +127,7 @@ def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures) -> No
 
     Raises ValueError for a directory that was written with other settings or from other stores.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out)
     noted, names = check_note(out, settings), _names(captures)
     if noted is not None and noted["stores"] != names:
         raise ValueError(f"export: {out} was written from other stores; give another directory")
