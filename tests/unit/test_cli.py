@@ -121,6 +121,13 @@ def test_verify_finds_a_flipped_bit(stores: Path, tmp_path: Path, capsys: pytest
     assert out.startswith(f"{tmp_path / 'two.zarr'}: sound\n{tmp_path / 'one.zarr'}: resid_pre layer 0"), out
 
 
+def test_sizes_of_prune_and_ls_differ_by_the_root_document(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, listed, _ = run(capsys, "ls", stores, "--json")
+    _, pruned, _ = run(capsys, "prune", stores, "--keep-bytes", "0", "--dry-run", "--json")
+    sizes = {c["store"]: c["bytes"] + Path(c["store"], "zarr.json").stat().st_size for c in json.loads(listed)}
+    assert {c["store"]: c["bytes"] for c in json.loads(pruned)} == sizes
+
+
 def test_export_writes_what_the_store_holds(
     stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,9 +29,10 @@ class CaptureInfo:
     """One capture as the index knows it.
 
     state: "started", "complete", "incomplete", "failed", or "unfinished": nobody writes it any more, and `dmi repair`
-    may make a store of it. reason: why it is not complete. started, finished: ISO 8601, UTC. bytes: size of the
-    finished store. num_tokens: its rows. prompt_len: tokens of the prompt. model: its name. The last two are None
-    before the end, and where a line of format 1.1 or older lacks them; `open_captures` fills these in.
+    may make a store of it. reason: why it is not complete. started, finished: ISO 8601, UTC. bytes: size of
+    the finished store without its root `zarr.json`. num_tokens: its rows. prompt_len: tokens of the prompt. model: its
+    name. The last two are None before the end, and where a line of format 1.1 or older lacks them; `open_captures`
+    fills these in.
 
     upload: of a server with the option `upload`: "pending", "done" or "failed"; None without it. url: where the store
     is uploaded to. upload_reason: why that failed. remove_local: whether the local copy goes after it. A store whose
