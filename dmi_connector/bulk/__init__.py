@@ -21,7 +21,8 @@ lives, looks at both, and goes on:
     none                                    yes       done: somebody has removed the store
     none                                    no        done again
 
-Two locks make that safe. A run holds `.run.lock` alone, so that no other run works on the same share. All processes
-that its engines consist of hold `.life.lock` together, until the last one has ended (store/format/locks.py). Engine
-processes end with the run, also when it is killed; writers finish first what they can.
+Three locks make that safe. A run holds `.run.lock` alone, so that no other run works on the same share. All processes
+that its engines consist of hold `.life.lock` together, until the last one has ended (store/format/locks.py). Runs hold
+`.settings.lock` together: nobody replaces the settings of a run that is alive. Engine processes end with the run, also
+when it is killed; writers finish first what they can.
 """

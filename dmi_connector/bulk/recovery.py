@@ -13,7 +13,7 @@ from pathlib import Path
 from dmi_connector.bulk.manifest import Positions, read_manifest
 from dmi_connector.bulk.order import Order
 from dmi_connector.store.format.completeness import OWN_ENDS
-from dmi_connector.store.format.locks import claim
+from dmi_connector.store.format.locks import claim, lock_alone
 from dmi_connector.store.format.remote_path import Place, place_of
 from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX
 from dmi_connector.store.read.index import read_index, uploaded_stores
@@ -93,6 +93,21 @@ def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: boo
         result.done.discard(position)
     result.gone = sum(position not in there for position in result.done)
     return result
+
+
+def is_unused(out: Path, run: str, life: str) -> bool:
+    """Whether a run has captured nothing: no share of it has a line, a store of any kind, or an upload.
+
+    life: what the names of its life locks begin with. While a process holds one, a store may still come.
+    """
+    for path in out.glob(f"{life}*"):
+        with lock_alone(path) as alone:
+            if not alone:
+                return False
+    entries = (entry for path in out.glob("manifest*.jsonl") for entry in read_manifest(path))
+    if any(position_of(run, entry["key"]) is not None for entry in entries):
+        return False
+    return not any(_stores(out, run, Order())) and not any(_uploaded(out, run, Order()))
 
 
 def settle_left(out: Path, run: str, positions: Collection[int]) -> dict[int, Place]:

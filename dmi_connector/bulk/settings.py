@@ -8,17 +8,23 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.prompts import Columns
+from dmi_connector.bulk.recovery import is_unused
+from dmi_connector.store.format.locks import hold_part, whole_lock
 from dmi_connector.wording import show
 
 RUN_NAME = "run.json"
 """File with the name and the settings of a run."""
+LIFE_NAME = ".life.lock"
+"""File on which all processes of the engines hold a shared lock. Names of shares and workers begin alike."""
+_LOCK_NAME = ".settings.lock"
+"""File on which each run holds a shared lock while it lives."""
 _FORMAT = 1
 STORE_OPTIONS = ("hooks", "reduce", "codec", "chunk_tokens", "segment_tokens", "check")
 """Server options that decide what stores hold."""
@@ -125,36 +131,68 @@ def _flag_name(flag: str) -> str:
     return flag.lstrip("-").split("=")[0].split(".")[0].replace("_", "-")
 
 
-def settle(out: Path, fingerprint: Mapping[str, Any]) -> str:
-    """The name of the run in a directory: a new one is begun where there is none. Raises ValueError for other settings.
+@contextlib.contextmanager
+def settle(out: Path, fingerprint: Mapping[str, Any]) -> Iterator[str]:
+    """Gives the name of the run in a directory. A new run is begun where there is none, or none that captured anything.
 
-    Runs of several shares may begin at once.
+    Runs of several shares may begin at once. Each holds a part of a lock until the end of the block, so that nobody
+    replaces its settings. Raises ValueError for other settings, and OSError where the file system has no locks.
     """
-    path = out / RUN_NAME
     wanted = json.loads(json.dumps(fingerprint))
-    if not path.exists():
-        own = out / f"{RUN_NAME}.{uuid.uuid4().hex[:8]}"
-        run = {"format": _FORMAT, "run": uuid.uuid4().hex[:8], "settings": wanted}
-        with open(own, "w") as file:
-            file.write(json.dumps(run, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):  # another share has just begun the run
-            os.link(own, path)
-        own.unlink()
-    noted = json.loads(path.read_text())
+    with hold_part(out / _LOCK_NAME) as fd:
+        while True:
+            if not (out / RUN_NAME).exists():
+                _write(out, wanted, os.link)
+            noted = _noted(out)
+            if noted["settings"] == wanted:
+                break
+            _replace(out, fd, noted, wanted)
+        yield str(noted["run"])
+
+
+def _replace(out: Path, fd: int, noted: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Begin a new run if no run is alive and none has captured anything. Raises ValueError.
+
+    fd: of the lock. noted: what RUN_NAME held before. The caller has to compare again: another run may have come before
+    or after the lock was held whole.
+    """
+    with whole_lock(fd, out / _LOCK_NAME) as alone:
+        if alone and _noted(out) != noted:
+            return
+        if not alone or not is_unused(out, str(noted["run"]), LIFE_NAME):
+            raise _refusal(out, noted["settings"], wanted)
+        _write(out, wanted, os.replace)
+
+
+def _write(out: Path, wanted: Mapping[str, Any], put: Callable[[Path, Path], None]) -> None:
+    """Begin a run. put: os.link, which keeps what another share has just begun, or os.replace."""
+    own = out / f"{RUN_NAME}.{uuid.uuid4().hex[:8]}"
+    run = {"format": _FORMAT, "run": uuid.uuid4().hex[:8], "settings": wanted}
+    with open(own, "w") as file:
+        file.write(json.dumps(run, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    with contextlib.suppress(FileExistsError):  # another share has just begun the run
+        put(own, out / RUN_NAME)
+    own.unlink(missing_ok=True)
+
+
+def _noted(out: Path) -> dict[str, Any]:
+    """What RUN_NAME holds. Raises ValueError for another format."""
+    noted: dict[str, Any] = json.loads((out / RUN_NAME).read_text())
     if (found := noted.get("format")) != _FORMAT:
         raise ValueError(
             f"--out {out}: {RUN_NAME} is of format {found}, this version writes {_FORMAT}; give another --out"
         )
+    return noted
+
+
+def _refusal(out: Path, noted: Mapping[str, Any], wanted: Mapping[str, Any]) -> ValueError:
+    """Why a run with the settings `wanted` cannot go on with a run of other settings."""
     for name, value in wanted.items():
-        if (before := noted["settings"].get(name)) != value:
-            raise ValueError(
+        if (before := noted.get(name)) != value:
+            return ValueError(
                 f"--out {out} was begun with {name} {show(before)}, not {show(value)}; give the same, or another --out"
             )
-    if more := noted["settings"].keys() - wanted.keys():
-        name = min(more)
-        raise ValueError(
-            f"--out {out} was begun with {name} {show(noted['settings'][name])}; give it too, or another --out"
-        )
-    return str(noted["run"])
+    name = min(noted.keys() - wanted.keys())
+    return ValueError(f"--out {out} was begun with {name} {show(noted[name])}; give it too, or another --out")

@@ -24,7 +24,7 @@ from dmi_connector.bulk.prompts import Columns
 from dmi_connector.bulk.ray_workers import LOCAL, RayWorkers, connected
 from dmi_connector.bulk.recovery import Recovered, not_uploaded, recover
 from dmi_connector.bulk.run import Outcome, Run, stopped_by_signals
-from dmi_connector.bulk.settings import RunSettings, settle, tensor_parallel
+from dmi_connector.bulk.settings import LIFE_NAME, RunSettings, settle, tensor_parallel
 from dmi_connector.bulk.sources import identity, open_source
 from dmi_connector.cli.serve import add_options, leave_graphs, refuse_conflicts
 from dmi_connector.settings import OptionError, ServerOptions
@@ -37,8 +37,6 @@ USAGE = """dmi run --model MODEL --prompts FILE|DIR --out DIR [--hooks HOOKS] [-
 
        Captures every prompt of a file of JSON lines or Parquet, or of a saved data set. Started again after it was
        stopped or killed, it goes on where it was. Flags that are not listed here go to vLLM's engine as they are."""
-LIFE_NAME = ".life.lock"
-"""File on which all processes of the engines hold a shared lock."""
 NOT_OURS = (
     "store_dir",
     "policy",
@@ -163,7 +161,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     suffix = settings.order.suffix
     with ExitStack() as stack:
         stack.callback(os.umask, os.umask(UMASKS[mode]))
-        name = settle(out, settings.fingerprint(identity(options.prompts)))
+        name = stack.enter_context(settle(out, settings.fingerprint(identity(options.prompts))))
         if not stack.enter_context(lock_alone(out / f".run{suffix}.lock")):
             raise ValueError(f"--out {out}: another dmi run works on it; wait for its end, or give another --shard")
         life, manifest_path = out / f"{LIFE_NAME}{suffix}", out / f"manifest{suffix}.jsonl"

@@ -76,19 +76,52 @@ def lock_alone(path: str | os.PathLike[str]) -> Iterator[bool]:
 
     Raises OSError where the file system has no such locks.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        alone = True
-    except BlockingIOError:
-        alone = False
-    except OSError as error:
-        os.close(fd)
-        raise OSError(error.errno, f"{path} cannot be locked, so a run is not safe there: {error}") from error
+    with _lock_file(path) as fd:
+        yield _lock(fd, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@contextlib.contextmanager
+def hold_part(path: str | os.PathLike[str]) -> Iterator[int]:
+    """Hold a shared lock of a file, which is created if missing. Waits while another process holds it exclusively.
+
+    Gives its descriptor, for `whole_lock`. Raises OSError where the file system has no such locks.
+    """
+    with _lock_file(path) as fd:
+        _lock(fd, path, fcntl.LOCK_SH)
+        yield fd
+
+
+@contextlib.contextmanager
+def whole_lock(fd: int, path: str | os.PathLike[str]) -> Iterator[bool]:
+    """Make the shared lock of `hold_part` an exclusive one, and a shared one again at the end of the block.
+
+    Gives False if others hold it. At both ends of the block another process may hold it for a moment.
+    """
+    alone = _lock(fd, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
         yield alone
     finally:
+        _lock(fd, path, fcntl.LOCK_SH)
+
+
+@contextlib.contextmanager
+def _lock_file(path: str | os.PathLike[str]) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        yield fd
+    finally:
         os.close(fd)
+
+
+def _lock(fd: int, path: str | os.PathLike[str], how: int) -> bool:
+    """Lock an open file. Returns False if others hold it. Raises OSError where the file system has no such locks."""
+    try:
+        fcntl.flock(fd, how)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise OSError(error.errno, f"{path} cannot be locked, so a run is not safe there: {error}") from error
+    return True
 
 
 @contextlib.contextmanager

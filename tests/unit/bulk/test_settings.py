@@ -9,7 +9,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from dmi_connector.cli.main import main, make_run_parser
 from dmi_connector.cli.run import NOT_OURS, settings_of
 from dmi_connector.settings import OptionError
 from dmi_connector.store.format.locks import LIFE_LOCK, lock_alone
+from tests.bulkkit import Killed, Kills
 from tests.storekit import until
 
 NEEDED = ["--model", "m", "--prompts", "p.jsonl", "--out", "o"]
@@ -109,6 +113,12 @@ def test_missing_input_and_locks_stop_a_run_before_an_engine(
 FILES = [{"name": "p.jsonl", "bytes": 3, "ends_sha256": "00"}]
 
 
+def settled(out: Path, *more: str, files: list[dict[str, Any]] | None = None) -> str:
+    """The name of the run that a start with these options finds or begins."""
+    with settle(out, parsed(*more).fingerprint(files or FILES)) as run:
+        return run
+
+
 @pytest.mark.parametrize(
     ("before", "after", "names"),
     [
@@ -124,20 +134,94 @@ FILES = [{"name": "p.jsonl", "bytes": 3, "ends_sha256": "00"}]
     ],
 )
 def test_other_settings_are_refused(before: list[str], after: list[str], names: list[str], tmp_path: Path) -> None:
-    settle(tmp_path, parsed(*before).fingerprint(FILES))
+    (tmp_path / f"{settled(tmp_path, *before)}-000000004--a.zarr.partial").mkdir()
     with pytest.raises(ValueError, match="was begun with") as error:
-        settle(tmp_path, parsed(*after).fingerprint(FILES))
+        settled(tmp_path, *after)
     assert all(name in str(error.value) for name in names), error.value
 
 
 def test_settings_of_no_weight_may_change(tmp_path: Path) -> None:
-    run = settle(tmp_path, parsed("--shard", "0/4", "--dtype", "half").fingerprint(FILES))
+    run = settled(tmp_path, "--shard", "0/4", "--dtype", "half")
+    (tmp_path / "manifest-0-of-4.jsonl").write_text(json.dumps({"key": f"{run}-000000000"}) + "\n")
     other = ["--shard", "3/4", "--dtype=half", "--limit", "5", "--data-parallel", "2", "--writers", "3"]
     more = ["--gpu-memory-utilization", "0.5", "--max_num_seqs=9", "-tp", "2", "--max-bytes", "3G"]
-    assert settle(tmp_path, parsed(*other, *more).fingerprint(FILES)) == run
+    assert settled(tmp_path, *other, *more) == run
     with pytest.raises(ValueError, match="was begun with prompts"):
-        settle(tmp_path, parsed("--shard", "0/4", "--dtype", "half").fingerprint([{**FILES[0], "bytes": 4}]))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json"]
+        settled(tmp_path, "--shard", "0/4", "--dtype", "half", files=[{**FILES[0], "bytes": 4}])
+    names = [".settings.lock", "manifest-0-of-4.jsonl", "run.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_settings_of_a_run_that_captured_nothing_are_replaced(tmp_path: Path) -> None:
+    run = settled(tmp_path, "--hooks", "resid_pre@99")
+    (tmp_path / "manifest.jsonl").touch()
+    (tmp_path / "0123abcd-000000004--a.zarr").mkdir()  # of another run
+    new = settled(tmp_path, "--hooks", "resid_pre")
+    assert new != run, "stores of the first one could not be told from those of the second"
+    assert settled(tmp_path, "--hooks", "resid_pre") == new
+    assert json.loads((tmp_path / "run.json").read_text())["run"] == new
+
+
+@pytest.mark.parametrize("left", ["line", "store", "partial", "upload", "writer"])
+def test_settings_stay_where_something_is_captured_or_may_come(left: str, tmp_path: Path) -> None:
+    run = settled(tmp_path, "--hooks", "q", "--shard", "1/2")
+    name = f"{run}-000000003--3-94cb0165-c5fbbdb7da6e.zarr"
+    with ExitStack() as stack:
+        if left == "line":
+            (tmp_path / "manifest-1-of-2.jsonl").write_text(json.dumps({"key": f"{run}-000000003"}) + "\n")
+        elif left == "upload":
+            line = {"event": "upload", "store": name, "upload": "done", "url": f"s3://b/{name}"}
+            (tmp_path / "index.jsonl").write_text(json.dumps(line, separators=(",", ":")) + "\n")
+        elif left == "writer":
+            stack.enter_context(lock_alone(tmp_path / ".life.lock-1-of-2"))
+        else:
+            (tmp_path / (name + ".partial" * (left == "partial"))).mkdir()
+        with pytest.raises(ValueError, match="was begun with hooks 'q'"):
+            settled(tmp_path, "--hooks", "k", "--shard", "1/2")
+    assert settled(tmp_path, "--hooks", "q", "--shard", "0/2") == run
+
+
+def test_settings_of_a_run_that_is_alive_stay(tmp_path: Path) -> None:
+    """Two starts with one --out, neither of which has captured anything yet."""
+    with settle(tmp_path, parsed("--hooks", "q", "--shard", "0/2").fingerprint(FILES)) as run:
+        with pytest.raises(ValueError, match="was begun with hooks 'q'"):
+            settled(tmp_path, "--hooks", "k", "--shard", "1/2")
+        assert settled(tmp_path, "--hooks", "q", "--shard", "1/2") == run
+    assert settled(tmp_path, "--hooks", "k", "--shard", "1/2") != run
+
+
+def test_of_starts_that_replace_settings_at_a_time_one_is_left(tmp_path: Path) -> None:
+    """Many at a time, as processes would: every one that gets a name finds its settings in the file."""
+    settled(tmp_path, "--hooks", "q@99")
+    fingerprints = [parsed("--hooks", f"q@{i}").fingerprint(FILES) for i in range(8)]
+    begin, held = threading.Barrier(8), threading.Barrier(8)
+
+    def start(number: int) -> str | None:
+        begin.wait()
+        with ExitStack() as stack:
+            try:
+                name = stack.enter_context(settle(tmp_path, fingerprints[number]))
+            except ValueError:
+                name = None
+            held.wait()
+            noted = json.loads((tmp_path / "run.json").read_text())
+            assert name is None or (noted["run"], noted["settings"]["hooks"]) == (name, f"q@{number}")
+            held.wait()
+            return name
+
+    with ThreadPoolExecutor(8) as threads:
+        names = list(threads.map(start, range(8)))
+    assert sum(name is not None for name in names) <= 1
+
+
+@pytest.mark.parametrize("step", (1, 2))
+def test_a_kill_while_settings_are_replaced_leaves_one_or_the_other(step: int, tmp_path: Path) -> None:
+    before = settled(tmp_path, "--hooks", "q@99")
+    with pytest.raises(Killed), Kills(step).watching():
+        settled(tmp_path, "--hooks", "q")
+    noted = json.loads((tmp_path / "run.json").read_text())
+    assert (noted["run"] == before) == (noted["settings"]["hooks"] == "q@99")
+    assert settled(tmp_path, "--hooks", "q") != before
 
 
 def test_flags_with_several_values_and_negative_numbers() -> None:
