@@ -16,6 +16,7 @@ from typing import Any
 from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.prompts import Columns
 from dmi_connector.bulk.recovery import is_unused
+from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.locks import hold_part, whole_lock
 from dmi_connector.wording import show
 
@@ -83,9 +84,9 @@ class RunSettings:
         return {
             "model": self.model,
             "owner": self.capture.get("owner", "draft"),
-            **{name: self.capture[name] for name in STORE_OPTIONS if name in self.capture},
+            **_resolved(self.capture),
             "flags": sorted(flag for flag in joined(self.flags) if _flag_name(flag) not in FREE_FLAGS),
-            "sampling": dict(self.sampling),
+            "sampling": _resolved_sampling(self.sampling),
             "max_tokens": self.max_tokens,
             "chat": self.chat,
             "columns": asdict(self.columns),
@@ -129,6 +130,19 @@ def tensor_parallel(flags: Sequence[str]) -> int:
 
 def _flag_name(flag: str) -> str:
     return flag.lstrip("-").split("=")[0].split(".")[0].replace("_", "-")
+
+
+def _resolved(capture: Mapping[str, Any]) -> dict[str, Any]:
+    """STORE_OPTIONS with the values that count, defaults too. Raises OptionError."""
+    given = {name: capture[name] for name in STORE_OPTIONS if name in capture}
+    options = ServerOptions.parse({"store_dir": "/", **given})
+    values = {name: getattr(options, name) for name in STORE_OPTIONS}
+    return {**values, "hooks": ",".join(options.hooks), "reduce": dict(options.reduce)}
+
+
+def _resolved_sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingParams with the values that an engine takes where none are given (`EngineFeed`)."""
+    return {"temperature": 0.0, "n": 1, **fields}
 
 
 @contextlib.contextmanager
@@ -184,6 +198,9 @@ def _noted(out: Path) -> dict[str, Any]:
         raise ValueError(
             f"--out {out}: {RUN_NAME} is of format {found}, this version writes {_FORMAT}; give another --out"
         )
+    settings = noted["settings"]  # runs that were begun earlier noted no defaults
+    settings |= _resolved(settings)
+    settings["sampling"] = _resolved_sampling(settings["sampling"])
     return noted
 
 

@@ -125,7 +125,7 @@ def settled(out: Path, *more: str, files: list[dict[str, Any]] | None = None) ->
         (["--max-tokens", "8"], ["--max-tokens", "9"], ["max_tokens 8", "not 9"]),
         (["--hooks", "q"], ["--hooks", "k"], ["hooks 'q'"]),
         (["--codec", "lz4"], [], ["codec 'lz4'"]),
-        ([], ["--codec", "lz4"], ["codec None, not 'lz4'"]),
+        ([], ["--codec", "lz4"], ["codec 'zstd', not 'lz4'"]),
         (["--shuffle", "1"], ["--shuffle", "2"], ["shuffle 1"]),
         (["--shard", "0/2"], ["--shard", "0/3"], ["shards 2"]),
         (["--dtype", "half"], ["--dtype=float32"], ["--dtype=half"]),
@@ -150,6 +150,38 @@ def test_settings_of_no_weight_may_change(tmp_path: Path) -> None:
         settled(tmp_path, "--shard", "0/4", "--dtype", "half", files=[{**FILES[0], "bytes": 4}])
     names = [".settings.lock", "manifest-0-of-4.jsonl", "run.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+DEFAULTS = ["--codec", "zstd", "--hooks", "hidden-states", "--chunk-tokens", "128", "--segment-tokens", "1024"]
+DEFAULTS += ["--check", "none", "--owner", "draft", "--reduce", "{}", "--column", "prompt=prompt", "--shard", "0/1"]
+DEFAULTS += ["--sampling", '{"temperature": 0, "n": 1}']
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([], DEFAULTS),
+        (DEFAULTS, []),
+        (["--hooks", "q,k"], ["--hooks", "q, k"]),
+        (["--chunk-tokens", "2048"], ["--chunk-tokens", "2048", "--segment-tokens", "2048"]),
+    ],
+)
+def test_a_default_that_is_given_is_no_other_setting(before: list[str], after: list[str], tmp_path: Path) -> None:
+    run = settled(tmp_path, *before)
+    assert settled(tmp_path, *after) == run
+
+
+def test_a_run_that_noted_no_defaults_goes_on(tmp_path: Path) -> None:
+    """As versions did that noted only what was given."""
+    settings = parsed("--hooks", "q , k").fingerprint(FILES)
+    for name in ("reduce", "codec", "chunk_tokens", "segment_tokens", "check"):
+        del settings[name]
+    noted = {"format": 1, "run": "0123abcd", "settings": {**settings, "hooks": "q , k", "sampling": {}}}
+    (tmp_path / "run.json").write_text(json.dumps(noted))
+    (tmp_path / "0123abcd-000000004--a.zarr").mkdir()
+    assert settled(tmp_path, "--hooks", "q,k", "--codec", "zstd") == "0123abcd"
+    with pytest.raises(ValueError, match="was begun with codec 'zstd', not 'lz4'"):
+        settled(tmp_path, "--hooks", "q,k", "--codec", "lz4")
 
 
 def test_settings_of_a_run_that_captured_nothing_are_replaced(tmp_path: Path) -> None:
