@@ -208,8 +208,30 @@ def _refusal(out: Path, noted: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
     """Why a run with the settings `wanted` cannot go on with a run of other settings."""
     for name, value in wanted.items():
         if (before := noted.get(name)) != value:
+            if name == "prompts" and before:
+                change = _changed(before, value)
+                return ValueError(
+                    f"--out {out}: the prompts have changed since its run began: {change}; give the files of then, or "
+                    "another --out"
+                )
             return ValueError(
                 f"--out {out} was begun with {name} {show(before)}, not {show(value)}; give the same, or another --out"
             )
     name = min(noted.keys() - wanted.keys())
     return ValueError(f"--out {out} was begun with {name} {show(noted[name])}; give it too, or another --out")
+
+
+def _changed(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
+    """How the files of two different inputs differ: the first difference. Both are of `identity`."""
+    old, new = ({str(file["name"]): file for file in files} for files in (before, now))
+    gone, more = [name for name in old if name not in new], [name for name in new if name not in old]
+    if gone and more:
+        return f"{gone[0]} is gone, {more[0]} is new"
+    if gone or more:
+        return f"{gone[0]} is gone" if gone else f"{more[0]} is new"
+    for name, file in new.items():
+        if file["bytes"] != old[name]["bytes"]:
+            return f"{name} has {file['bytes']} bytes, not {old[name]['bytes']}"
+        if file != old[name]:
+            return f"{name} has other content"
+    return "its files are in another order"

@@ -111,6 +111,7 @@ def test_missing_input_and_locks_stop_a_run_before_an_engine(
 
 
 FILES = [{"name": "p.jsonl", "bytes": 3, "ends_sha256": "00"}]
+OTHER = {"name": "q.jsonl", "bytes": 5, "ends_sha256": "02"}
 
 
 def settled(out: Path, *more: str, files: list[dict[str, Any]] | None = None) -> str:
@@ -146,7 +147,7 @@ def test_settings_of_no_weight_may_change(tmp_path: Path) -> None:
     other = ["--shard", "3/4", "--dtype=half", "--limit", "5", "--data-parallel", "2", "--writers", "3"]
     more = ["--gpu-memory-utilization", "0.5", "--max_num_seqs=9", "-tp", "2", "--max-bytes", "3G"]
     assert settled(tmp_path, *other, *more) == run
-    with pytest.raises(ValueError, match="was begun with prompts"):
+    with pytest.raises(ValueError, match=r"p\.jsonl has 4 bytes, not 3"):
         settled(tmp_path, "--shard", "0/4", "--dtype", "half", files=[{**FILES[0], "bytes": 4}])
     names = [".settings.lock", "manifest-0-of-4.jsonl", "run.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
@@ -182,6 +183,26 @@ def test_a_run_that_noted_no_defaults_goes_on(tmp_path: Path) -> None:
     assert settled(tmp_path, "--hooks", "q,k", "--codec", "zstd") == "0123abcd"
     with pytest.raises(ValueError, match="was begun with codec 'zstd', not 'lz4'"):
         settled(tmp_path, "--hooks", "q,k", "--codec", "lz4")
+
+
+@pytest.mark.parametrize(
+    ("files", "change"),
+    [
+        ([{**FILES[0], "bytes": 4}, OTHER], "p.jsonl has 4 bytes, not 3"),
+        ([{**FILES[0], "ends_sha256": "01"}, OTHER], "p.jsonl has other content"),
+        ([*FILES, {**OTHER, "name": "r.jsonl"}], "q.jsonl is gone, r.jsonl is new"),
+        (FILES, "q.jsonl is gone"),
+        ([*FILES, OTHER, {**OTHER, "name": "r.jsonl"}], "r.jsonl is new"),
+        ([OTHER, *FILES], "its files are in another order"),
+    ],
+)
+def test_prompts_that_have_changed_are_told_in_words(files: list[dict[str, Any]], change: str, tmp_path: Path) -> None:
+    run = settled(tmp_path, files=[*FILES, OTHER])
+    (tmp_path / f"{run}-000000004--a.zarr").mkdir()
+    with pytest.raises(ValueError) as error:
+        settled(tmp_path, files=files)
+    fix = "give the files of then, or another --out"
+    assert str(error.value) == f"--out {tmp_path}: the prompts have changed since its run began: {change}; {fix}"
 
 
 def test_settings_of_a_run_that_captured_nothing_are_replaced(tmp_path: Path) -> None:
