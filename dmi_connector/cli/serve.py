@@ -32,6 +32,17 @@ _CHOICES = {
     "cuda_graphs": CUDA_GRAPHS,
 }
 _OURS = {"owner", *(option.name for option in fields(ServerOptions))}
+_ZERO = {
+    "writers": "automatic",
+    "host_buffer_bytes": "automatic",
+    "staging_bytes": "automatic",
+    "max_request_bytes": "no limit",
+    "max_total_bytes": "no limit",
+    "min_free_bytes": "no limit",
+    "retain_seconds": "no removal",
+    "retain_bytes": "no removal",
+}
+"""What 0 means where it is the default."""
 _GRAPHS = re.compile(r"^(--compilation[-_]config|-cc)([.=]|$)")
 """Flags of vLLM with which a user says how CUDA graphs are made."""
 
@@ -50,7 +61,7 @@ def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = (
             continue
         flag = "--" + option.name.replace("_", "-")
         default = ",".join(option.default) or "none" if isinstance(option.default, tuple) else option.default
-        default = "none" if default == "" else default
+        default = "none" if default == "" else f"0: {_ZERO[option.name]}" if option.name in _ZERO else default
         if option.name == "store_dir" or default is MISSING:
             default = "captures"
         if option.type == "bool":

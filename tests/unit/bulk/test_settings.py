@@ -13,6 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from dmi_connector.bulk.manifest import Manifest, Positions, read_manifest
 from dmi_connector.bulk.progress import Counts, Progress, Speedometer, duration
 from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
 from dmi_connector.bulk.settings import RunSettings, joined, settle
-from dmi_connector.cli.main import main, make_run_parser
+from dmi_connector.cli.main import main, make_run_parser, make_serve_parser
 from dmi_connector.cli.run import NOT_OURS, settings_of
-from dmi_connector.settings import OptionError
+from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store.format.locks import LIFE_LOCK, lock_alone
 from tests.bulkkit import Killed, Kills
 from tests.storekit import until
@@ -57,6 +58,19 @@ def test_flags_become_settings_and_others_go_to_vllm() -> None:
 def test_graphs_are_left_alone_where_a_flag_makes_them() -> None:
     assert parsed("--compilation-config", "{}").capture == {"cuda_graphs": "vllm"}
     assert parsed("-cc.mode=none", "--cuda-graphs", "auto").capture == {"cuda_graphs": "auto"}
+
+
+def test_help_says_what_a_default_of_0_means() -> None:
+    """Of every option, in both commands that have it."""
+    means = {"automatic", "no limit", "no removal"}
+    for parser in (make_run_parser(), make_serve_parser()):
+        helps = {action.dest: action.help or "" for action in parser._actions}
+        numbers = [o.name for o in fields(ServerOptions) if o.type == "int" and o.default == 0 and o.name in helps]
+        numbers = [name for name in numbers if not helps[name].startswith("that stay free")]  # dmi run's own text
+        assert "writers" in numbers
+        for name in numbers:
+            before, _, meaning = helps[name].partition("default 0: ")
+            assert not before and meaning in means, f"{name}: {helps[name]}"
 
 
 @pytest.mark.parametrize("name", NOT_OURS)
