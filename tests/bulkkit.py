@@ -178,6 +178,7 @@ def start_run(
     redo_missing: bool = False,
     budget: Budget | None = None,
     end_when_full: bool = False,
+    progress: Progress | None = None,
 ) -> Run:
     """A run as `dmi run` makes it, with other engines."""
     order = order or Order()
@@ -194,7 +195,7 @@ def start_run(
         Manifest(manifest),
         rejects,
         budget or Budget(out),
-        Progress(True, io.StringIO()),
+        progress or Progress(True, io.StringIO()),
         lambda: True,
         line_offset=source.line_offset,
         end_when_full=end_when_full,

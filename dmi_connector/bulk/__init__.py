@@ -8,6 +8,7 @@ The way of a prompt:
     prompts      makes a prompt of a row, or says why that cannot be done (rejects)
     run          hands prompts to engines as these have room, and waits for the store of each
     engines      processes with an engine each (engine_process; engine/feed.py talks to vLLM)
+    engine_log   why an engine ended, from its log
     manifest     one line for each prompt whose store is whole
 
 The position of a prompt is in the key of its store: RUN-POSITION. So what a killed run has left can be told from the

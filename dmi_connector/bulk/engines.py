@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from dmi_connector.bulk.engine_log import cause
 from dmi_connector.store.format.locks import LIFE_LOCK
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.messages import Message
@@ -49,12 +50,14 @@ class Death:
 
     positions: prompts that it had. life: path of the lock on which its processes alone hold a part while they live.
     With that, its prompts are done again by other engines once nobody writes any more. None: by the next start.
+    began: it was ready for prompts.
     """
 
     name: str
     how: str
     positions: tuple[int, ...]
     life: Path | None = None
+    began: bool = True
 
 
 class Engines(Protocol):
@@ -102,7 +105,11 @@ class EngineChild(Protocol):
 
 @dataclass(eq=False)
 class Engine:
-    """An engine of a pool. window: prompts that it should have, 0 before it is ready. has: those that it has."""
+    """An engine of a pool.
+
+    log: its log. logged: bytes that were in it before. window: prompts that it should have, 0 before it is ready. has:
+    those that it has.
+    """
 
     child: EngineChild
     name: str
@@ -114,6 +121,7 @@ class Engine:
     alive: bool = True
     finishing: bool = False
     failure: str | None = None
+    logged: int = 0
 
 
 class EnginePool(ABC):
@@ -166,10 +174,10 @@ class EnginePool(ABC):
             engine.alive = False
             if engine.finishing and child.status == 0 and not engine.has:
                 return []
-            how = engine.failure or f"it died ({message})"
+            how = cause(engine.failure or f"it died ({message})", engine.log, engine.logged)
             lost = tuple(sorted(engine.has))
             engine.has.clear()
-            return [Death(engine.name, f"{how}; its log: {engine.log}", lost, engine.life)]
+            return [Death(engine.name, f"{how}; its log: {engine.log}", lost, engine.life, engine.window > 0)]
         if "ready" in message:
             engine.window = max(2, int(_AHEAD * message["max_num_seqs"]))
         elif "failed" in message:
@@ -224,10 +232,11 @@ class EngineProcesses(EnginePool):
             if devices:
                 env[_DEVICES] = ",".join(devices)
             log = self._out / f"engine{self._suffix}-{number}.log"
+            logged = log.stat().st_size if log.exists() else 0
             arguments = ["--parent", str(os.getpid()), "--log", str(log)]
             child = Child(f"engine {number}", PROCESS, arguments, [], self._on_message, self._on_death, env=env)
             child.post({"start": self._message})
-            engines.append(Engine(child, f"engine {number}", log))
+            engines.append(Engine(child, f"engine {number}", log, logged=logged))
         return engines
 
 

@@ -182,6 +182,7 @@ class RayWorkers(EnginePool):
         life = self._life.with_name(f"{self._life.name}.worker-{number}-{self._starts[number]}")
         for path in (self._life, life):
             path.touch()
+        logged = log.stat().st_size if log.exists() else 0
         make = ray.remote(
             num_cpus=self._needs.cpus,
             num_gpus=self._needs.gpus,
@@ -192,7 +193,7 @@ class RayWorkers(EnginePool):
         actor = make(EngineWorker).remote(str(log), [str(self._life), str(life)], self._message)
         child = _RemoteChild(name, actor, self._on_message, self._on_death)
         self._number[child] = number
-        return Engine(child, name, log, life)
+        return Engine(child, name, log, life, logged=logged)
 
     def room(self) -> int:
         # No worker is waited for: the cluster may have no room for some of them yet.

@@ -65,6 +65,11 @@ class Outcome:
         """Whether every prompt of the share has its store."""
         return self.stopped is None and not self.lost and not self.counts.failed
 
+    @property
+    def began(self) -> bool:
+        """Whether an engine was ready for prompts, or none was needed."""
+        return self.stopped != "engines" or any(death.began for death in self.deaths)
+
 
 class Run:
     """One share of a run. Nothing of it is left in memory but the prompts in flight, and a bit for each position.
@@ -229,6 +234,8 @@ class Run:
             self._orphans.append((death, had))
             event |= {"left": 0, "again": len(had)}
             text = f"dmi: {death.name} ended early: {death.how}. {len(had)} prompts go to other engines"
+        if not death.began:
+            text = f"dmi: {death.name} did not start: {death.how}"
         self._progress.say(event, text)
         if not self._engines.alive():
             self.stop("engines")

@@ -145,8 +145,8 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str]) -> RunSetting
 def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     """Run the command.
 
-    Returns the exit status: 0 if every prompt has its store, and with `upload` every store its copy, else 1. Raises
-    ValueError, OSError.
+    Returns the exit status: 0 if every prompt has its store, and with `upload` every store its copy, 2 if no engine
+    could start, else 1. Raises ValueError, OSError.
     """
     if options.ray is None and importlib.util.find_spec("vllm") is None:
         raise ValueError("vllm: it is not installed in this environment; install dmi_connector[vllm]")
@@ -286,9 +286,13 @@ def _summarise(
                 entry = json.loads(text)
                 where = f"line {entry['line']}" if "line" in entry else f"row {entry['row']}"
                 lines.append(f"  {where}: {entry['reason']}")
-    if not outcome.all_done:
+    if not outcome.began:
+        lines.append("no engine could start: correct the error above and start again")
+    elif not outcome.all_done:
         lines.append(f"not all is done ({_WHY.get(outcome.stopped or '', 'see above')}): the same command goes on")
     if not_uploaded:
         lines.append(f"{not_uploaded} stores are not uploaded: when all is done, dmi repair {out} uploads them")
     progress.say(event, "\n".join(lines))
+    if not outcome.began:
+        return 2
     return 0 if outcome.all_done and not not_uploaded else 1

@@ -117,7 +117,7 @@ def test_prompts_alone_and_flags_of_vllm_that_are_wrong(tiny_model: Callable[...
     asked = bulkprocess.command(model, tmp_path / "p.jsonl", tmp_path / "out")
     del asked[asked.index("--max-tokens") : asked.index("--max-tokens") + 2]
     wrong = subprocess.run([*asked, "--max-modle-len", "9"], cwd=bulkprocess.ROOT, capture_output=True, text=True)
-    assert wrong.returncode == 1 and "unrecognized arguments: --max-modle-len" in wrong.stderr, wrong.stderr
+    assert wrong.returncode == 2 and "unrecognized arguments: --max-modle-len" in wrong.stderr, wrong.stderr
     asked[asked.index(str(tmp_path / "out"))] = str(tmp_path / "prefill")
     result = subprocess.run([*asked, "--shuffle", "3"], cwd=bulkprocess.ROOT, capture_output=True, text=True)
     assert result.returncode == 0, why(tmp_path / "prefill", result.stderr)
@@ -126,3 +126,18 @@ def test_prompts_alone_and_flags_of_vllm_that_are_wrong(tiny_model: Callable[...
     for entry in entries:
         assert (entry["generated_tokens"], entry["finish_reason"]) == (0, None)
         assert bulkprocess.tokens_of(tmp_path / "prefill" / entry["store"]) == prompts[entry["row"]]
+
+
+def test_a_start_that_failed_says_why_and_binds_nothing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """A layer that the model lacks is found by a worker of the engine. The mended command then takes the same --out."""
+    model, out = tiny_model("qwen3"), tmp_path / "out"
+    prompts = bulkprocess.write_ids(tmp_path / "p.jsonl", 3)
+    wrong = bulkprocess.run(model, tmp_path / "p.jsonl", out, "--hooks", "resid_pre@99")
+    error = wrong.stderr
+    assert wrong.returncode == 2, why(out, error)
+    assert "engine 0 did not start: SelectionError: hooks: 'resid_pre@99' names layer 99, but" in error, error
+    assert error.endswith("no engine could start: correct the error above and start again\n"), error
+    assert "the same command goes on" not in error and "root cause" not in error, error
+    result = bulkprocess.run(model, tmp_path / "p.jsonl", out, "--hooks", "resid_pre")
+    assert result.returncode == 0, why(out, result.stderr)
+    check_whole(out, prompts)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 
 from dmi_connector.bulk.budget import Budget
+from dmi_connector.bulk.engines import Answer, Death
 from dmi_connector.bulk.order import Order
+from dmi_connector.bulk.progress import Progress
 from dmi_connector.bulk.run import stopped_by_signals
+from dmi_connector.cli.run import _summarise
 from dmi_connector.store.write.retention import remove_store
 from tests.bulkkit import RUN, FakeEngines, check_whole, go, start_run, template, write_prompts
 
@@ -92,6 +96,30 @@ def test_an_engine_that_dies_is_reported_and_its_prompts_are_left(store: Path, o
     assert [death.how for death in outcome.deaths] == ["it died (signal 9)"]
     assert go(prompts, out, FakeEngines(store, out)).all_done
     check_whole(out, range(9))
+
+
+class Unstartable(FakeEngines):
+    """An engine that ends before it is ready."""
+
+    def room(self) -> int:
+        return 0
+
+    def events(self, timeout: float) -> list[Answer | Death]:
+        self.dead = True
+        return [Death("engine 0", "OptionError: hooks: 'x' is unknown; its log: l", (), began=False)]
+
+
+def test_a_run_without_an_engine_says_that_going_on_is_no_use(store: Path, out: Path, tmp_path: Path) -> None:
+    prompts, said = write_prompts(tmp_path / "p.jsonl", 3), io.StringIO()
+    progress = Progress(False, said)
+    outcome = start_run(prompts, out, Unstartable(store, out), progress=progress).go()
+    assert outcome.stopped == "engines" and not outcome.began
+    assert _summarise(outcome, [0], 0, out, "", progress) == 2
+    assert "dmi: engine 0 did not start: OptionError: hooks: 'x' is unknown; its log: l\n" in said.getvalue()
+    assert said.getvalue().endswith("no engine could start: correct the error above and start again\n")
+    outcome = start_run(prompts, out, FakeEngines(store, out, dies_with=[1]), progress=progress).go()
+    assert outcome.began and _summarise(outcome, [1], 0, out, "", progress) == 1
+    assert said.getvalue().endswith("not all is done (no engine is left): the same command goes on\n")
 
 
 def test_a_store_whose_index_line_is_lacking_is_found_by_its_path(
