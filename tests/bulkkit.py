@@ -160,6 +160,9 @@ class FakeEngines:
                 return [*found, Death("engine 0", "it died (signal 9)", lost)]
         return found
 
+    def starting(self) -> list[Path]:
+        return []
+
     def finish(self) -> None:
         assert not self.work, "the run ended with prompts in flight"
 

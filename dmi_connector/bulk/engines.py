@@ -78,6 +78,9 @@ class Engines(Protocol):
     def finish(self) -> None:
         """No more prompts come: the engines end after those that they have."""
 
+    def starting(self) -> list[Path]:
+        """Logs of engines that are started and not ready for prompts. [] once one is ready."""
+
     def alive(self) -> bool:
         """Whether an engine has not ended, or none was started yet."""
 
@@ -197,6 +200,11 @@ class EnginePool(ABC):
             if not engine.finishing:
                 engine.finishing = True
                 engine.child.finish()
+
+    def starting(self) -> list[Path]:
+        if any(e.window for e in self._engines):
+            return []
+        return [e.log for e in self._engines if e.alive and not e.finishing]
 
     def alive(self) -> bool:
         return not self._engines or any(engine.alive for engine in self._engines)

@@ -43,6 +43,14 @@ class Positions:
             self._bits[position >> 3] &= ~(1 << (position & 7))
             self._count -= 1
 
+    def below(self, limit: int | None) -> int:
+        """How many are less than `limit`. None: all."""
+        if limit is None:
+            return self._count
+        at, bits = limit >> 3, (1 << (limit & 7)) - 1
+        last = self._bits[at] & bits if at < len(self._bits) else 0
+        return int.from_bytes(self._bits[:at], "little").bit_count() + last.bit_count()
+
     def __contains__(self, position: int) -> bool:
         at = position >> 3
         return at < len(self._bits) and bool(self._bits[at] & 1 << (position & 7))

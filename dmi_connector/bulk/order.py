@@ -56,6 +56,7 @@ class Rows:
     def __init__(self, order: Order, source: Source, shuffled: RandomAccess | None) -> None:
         self._order, self._source, self._shuffled = order, source, shuffled
         self.load = source.load if shuffled is None else shuffled.load
+        self.limit = order.limit
         self._passed, self._ended = 0, False
 
     def __iter__(self) -> Iterator[Placed]:
@@ -76,6 +77,10 @@ class Rows:
             number = permuted(position, total, order.shuffle)
             self._passed += 1
             yield Placed(position, number, self._shuffled[number])
+
+    def estimates(self) -> bool:
+        """Whether `total` is an estimate."""
+        return self._shuffled is None and self._source.count() is None and not self._ended
 
     def total(self) -> int | None:
         """Rows of the share: exact where the source can tell, an estimate while it is read, None before that."""

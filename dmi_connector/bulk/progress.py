@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
@@ -22,10 +22,11 @@ _INTERVAL_S = 1.0
 class Counts:
     """Where a run is.
 
-    total: rows of the share, an estimate while JSON lines are read, None before. done: prompts with a store, of which
-    `before` had it when the run started. rejected: rows that are no prompts. failed: prompts that could not be
-    captured. tokens, bytes: of this run's stores, prompt and generated. engine: prompts that the engines have. backlog:
-    answered, their stores are not finished. waiting: for what no prompt is handed out, "" if nothing.
+    total: rows of the share, None while that is not known. estimated: it is an estimate, as JSON lines are still read.
+    done: prompts with a store, of which `before` had it when the run started. rejected: rows that are no prompts.
+    failed: prompts that could not be captured. tokens, bytes: of this run's stores, prompt and generated. engine:
+    prompts that the engines have. backlog: answered, their stores are not finished. waiting: for what no prompt is
+    handed out, "" if nothing. starting: logs of the engines while none is ready.
     """
 
     total: int | None = None
@@ -38,6 +39,8 @@ class Counts:
     engine: int = 0
     backlog: int = 0
     waiting: str = ""
+    estimated: bool = False
+    starting: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,12 @@ def _rounded(values: dict[str, float | None]) -> dict[str, float | None]:
 
 def _line(counts: Counts, speed: Speed) -> str:
     left = "?" if speed.seconds_left is None else duration(speed.seconds_left)
+    total = "?" if counts.total is None else f"about {counts.total}" if counts.estimated else str(counts.total)
+    stored = f"{counts.done}/{total} stored"
+    if counts.starting:
+        return _starting(counts.starting) if not counts.done else f"{stored}, {_starting(counts.starting)}"
     parts = [
-        f"{counts.done}/{'?' if counts.total is None else counts.total} stored",
+        stored,
         f"{speed.tokens_per_s:.0f} tokens/s",
         f"{format_bytes(round(speed.bytes_per_s))}/s",
         f"backlog {counts.backlog}",
@@ -141,6 +148,12 @@ def _line(counts: Counts, speed: Speed) -> str:
     parts += [f"{counts.failed} failed"] if counts.failed else []
     parts += [f"waiting: {counts.waiting}"] if counts.waiting else []
     return ", ".join(parts)
+
+
+def _starting(logs: Sequence[str]) -> str:
+    if len(logs) > 1:
+        return f"starting {len(logs)} engines (a log: {logs[0]})"
+    return f"starting the engine (its log: {logs[0]})"
 
 
 def duration(seconds: float) -> str:

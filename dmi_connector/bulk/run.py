@@ -53,12 +53,17 @@ class _Flight:
 
 @dataclass
 class Outcome:
-    """How a run ended. stopped: why before the end of the input, None if it came to the end. deaths: of engines."""
+    """How a run ended.
+
+    stopped: why before the end of the input, None if it came to the end. deaths: of engines. beyond: prompts that were
+    done before, and are none of this start's because of its limit.
+    """
 
     counts: Counts
     stopped: str | None = None
     deaths: list[Death] = field(default_factory=list)
     lost: int = 0
+    beyond: int = 0
 
     @property
     def all_done(self) -> bool:
@@ -107,8 +112,10 @@ class Run:
         self._again: list[_Flight] = []  # prompts that are read and not in flight: those to try again, and the next one
         self._orphans: list[tuple[Death, list[_Flight]]] = []  # of engines that died, until nothing writes them
         self._condemned: list[Path] = []
-        before = len(recovered.done) + len(recovered.found)
-        self.outcome = Outcome(Counts(done=before, before=before))
+        before = recovered.done.below(rows.limit)
+        before += sum(rows.limit is None or position < rows.limit for position in recovered.found)
+        beyond = len(recovered.done) + len(recovered.found) - before
+        self.outcome = Outcome(Counts(done=before, before=before), beyond=beyond)
         self._next_look = 0.0
 
     def stop(self, why: str) -> None:
@@ -363,8 +370,13 @@ class Run:
         return self._entry(placed, prompt, store.name, (attrs["prompt_len"], generated), finish, _bytes(attrs))
 
     def _show(self, force: bool = False) -> None:
+        if not self.outcome.began:
+            return  # numbers of nothing would hide why
         counts = self.outcome.counts
-        counts.total = self._rows.total()
+        counts.total, counts.estimated = self._rows.total(), self._rows.estimates()
+        if counts.total is not None and counts.estimated:
+            counts.total = max(counts.total, counts.done + counts.rejected + counts.failed)
+        counts.starting = tuple(str(log) for log in self._engines.starting())
         counts.engine = self._unanswered()
         counts.backlog = len(self._flights) - counts.engine
         self._progress.show(counts, force)

@@ -266,6 +266,7 @@ def _summarise(
         "event": "summary",
         "stored": counts.done - counts.before,
         "done": counts.done,
+        "beyond_limit": outcome.beyond,
         "rejected": counts.rejected,
         "failed": counts.failed,
         "lost": outcome.lost,
@@ -279,6 +280,7 @@ def _summarise(
     }
     lines = [f"{counts.done} prompts have their stores in {out}, {counts.done - counts.before} of them from this start"]
     lines[0] += f" ({counts.tokens} tokens, {format_bytes(counts.bytes)})"
+    lines[0] += f"; {outcome.beyond} more are beyond --limit" if outcome.beyond else ""
     if counts.rejected or counts.failed:
         lines.append(f"{counts.rejected} bad rows, {counts.failed} failed prompts: see {rejects}")
         with open(rejects) as file:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,49 @@ def test_an_engine_that_dies_is_reported_and_its_prompts_are_left(store: Path, o
     check_whole(out, range(9))
 
 
+def test_a_lower_limit_counts_only_what_is_within_it(store: Path, out: Path, tmp_path: Path) -> None:
+    prompts, said = write_prompts(tmp_path / "p.jsonl", 9), io.StringIO()
+    assert go(prompts, out, FakeEngines(store, out)).all_done
+    (out / "manifest.jsonl").write_text("".join((out / "manifest.jsonl").read_text().splitlines(True)[:7]))
+    progress = Progress(False, said)
+    outcome = start_run(prompts, out, FakeEngines(store, out), order=Order(limit=3), progress=progress).go()
+    assert (outcome.counts.done, outcome.counts.total, outcome.beyond) == (3, 3, 6)
+    assert "3/3 stored" in said.getvalue() and "9/" not in said.getvalue()
+    assert _summarise(outcome, [], 0, out, "", progress) == 0
+    assert "; 6 more are beyond --limit" in said.getvalue()
+    assert go(prompts, out, FakeEngines(store, out)).beyond == 0
+
+
+def test_a_run_tells_that_its_engine_starts_and_which_total_is_an_estimate(
+    store: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(FakeEngines):
+        """Is ready after three looks."""
+
+        looks = 0
+
+        def starting(self) -> list[Path]:
+            return [] if self.looks > 2 else [out / "engine-0.log"]
+
+        def room(self) -> int:
+            return 0 if self.starting() else super().room()
+
+        def events(self, timeout: float) -> list[Answer | Death]:
+            self.looks += 1
+            return super().events(timeout)
+
+    said = io.StringIO()
+    progress = Progress(False, said)
+    monkeypatch.setattr(progress, "show", lambda counts, force=False: Progress.show(progress, counts, True))
+    prompts = write_prompts(tmp_path / "p.jsonl", 250)
+    assert start_run(prompts, out, Slow(store, out, window=40), progress=progress).go().all_done
+    lines = said.getvalue().splitlines()
+    assert lines[:2] == [f"starting the engine (its log: {out}/engine-0.log)"] * 2
+    assert not any("starting" in line for line in lines[3:])
+    assert any(re.match(r"\d+/about \d+ stored", line) for line in lines), lines
+    assert lines[-1].startswith("250/250 stored")
+
+
 class Unstartable(FakeEngines):
     """An engine that ends before it is ready."""
 
@@ -113,7 +157,7 @@ def test_a_run_without_an_engine_says_that_going_on_is_no_use(store: Path, out: 
     prompts, said = write_prompts(tmp_path / "p.jsonl", 3), io.StringIO()
     progress = Progress(False, said)
     outcome = start_run(prompts, out, Unstartable(store, out), progress=progress).go()
-    assert outcome.stopped == "engines" and not outcome.began
+    assert outcome.stopped == "engines" and not outcome.began and "stored" not in said.getvalue()
     assert _summarise(outcome, [0], 0, out, "", progress) == 2
     assert "dmi: engine 0 did not start: OptionError: hooks: 'x' is unknown; its log: l\n" in said.getvalue()
     assert said.getvalue().endswith("no engine could start: correct the error above and start again\n")

@@ -13,7 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +413,8 @@ def test_positions_are_a_set() -> None:
     positions, want = Positions(), {0, 7, 8, 63, 1000, 5}
     assert all(positions.add(p) for p in want) and not positions.add(8)
     assert set(positions) == want and len(positions) == 6 and 9 not in positions and 10**9 not in positions
+    assert [positions.below(n) for n in (0, 1, 7, 8, 9, 63, 64, 1000, 1001, 10**9)] == [0, 1, 2, 3, 4, 4, 5, 5, 6, 6]
+    assert positions.below(None) == 6
     positions.discard(8)
     positions.discard(9)
     assert set(positions) == want - {8} and len(positions) == 5
@@ -513,6 +515,14 @@ def test_progress_is_told_as_json_a_bar_or_lines() -> None:
     assert out.getvalue().startswith(
         "5/10 stored, 0 tokens/s, 0 B/s, backlog 2, ? left, 1 bad rows, 1 failed, waiting:"
     )
+    for more, text in (
+        ({"estimated": True}, "5/about 10 stored, 0 tokens/s"),
+        ({"starting": ("/o/a.log",), "done": 0}, "starting the engine (its log: /o/a.log)\n"),
+        ({"starting": ("/o/a.log", "/o/b.log")}, "5/10 stored, starting 2 engines (a log: /o/a.log)\n"),
+    ):
+        out = io.StringIO()
+        Progress(False, out).show(replace(counts, **more))
+        assert out.getvalue().startswith(text), out.getvalue()
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
