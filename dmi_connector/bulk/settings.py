@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,7 +19,7 @@ from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.prompts import Columns
 from dmi_connector.bulk.recovery import is_unused
 from dmi_connector.settings import ServerOptions
-from dmi_connector.store.format.locks import hold_part, whole_lock
+from dmi_connector.store.format.locks import hold_part, lock_alone
 from dmi_connector.wording import show
 
 RUN_NAME = "run.json"
@@ -26,6 +28,8 @@ LIFE_NAME = ".life.lock"
 """File on which all processes of the engines hold a shared lock. Names of shares and workers begin alike."""
 _LOCK_NAME = ".settings.lock"
 """File on which each run holds a shared lock while it lives."""
+_OTHERS_S, _AGAIN_S = 2.0, (0.02, 0.2)
+"""Other starts may be looking at the settings too: for how long a start tries again, and after which time."""
 _FORMAT = 1
 STORE_OPTIONS = ("hooks", "reduce", "codec", "chunk_tokens", "segment_tokens", "check")
 """Server options that decide what stores hold."""
@@ -153,29 +157,27 @@ def settle(out: Path, fingerprint: Mapping[str, Any]) -> Iterator[str]:
     replaces its settings. Raises ValueError for other settings, and OSError where the file system has no locks.
     """
     wanted = json.loads(json.dumps(fingerprint))
-    with hold_part(out / _LOCK_NAME) as fd:
-        while True:
+    lock, deadline = out / _LOCK_NAME, time.monotonic() + _OTHERS_S
+    written = False
+    while True:
+        with hold_part(lock):
             if not (out / RUN_NAME).exists():
                 _write(out, wanted, os.link)
             noted = _noted(out)
             if noted["settings"] == wanted:
-                break
-            _replace(out, fd, noted, wanted)
-        yield str(noted["run"])
-
-
-def _replace(out: Path, fd: int, noted: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Begin a new run if no run is alive and none has captured anything. Raises ValueError.
-
-    fd: of the lock. noted: what RUN_NAME held before. The caller has to compare again: another run may have come before
-    or after the lock was held whole.
-    """
-    with whole_lock(fd, out / _LOCK_NAME) as alone:
-        if alone and _noted(out) != noted:
-            return
-        if not alone or not is_unused(out, str(noted["run"]), LIFE_NAME):
-            raise _refusal(out, noted["settings"], wanted)
-        _write(out, wanted, os.replace)
+                yield str(noted["run"])
+                return
+        with lock_alone(lock) as alone:
+            # What another run has written meanwhile is compared first.
+            if alone and _noted(out) == noted:
+                if written or not is_unused(out, str(noted["run"]), LIFE_NAME):
+                    raise _refusal(out, noted["settings"], wanted)
+                _write(out, wanted, os.replace)
+                written = True  # settings that are read otherwise than written are not written for ever
+        if not alone:
+            if time.monotonic() > deadline:
+                raise _refusal(out, noted["settings"], wanted)
+            time.sleep(random.uniform(*_AGAIN_S))
 
 
 def _write(out: Path, wanted: Mapping[str, Any], put: Callable[[Path, Path], None]) -> None:

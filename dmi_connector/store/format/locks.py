@@ -81,27 +81,14 @@ def lock_alone(path: str | os.PathLike[str]) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def hold_part(path: str | os.PathLike[str]) -> Iterator[int]:
+def hold_part(path: str | os.PathLike[str]) -> Iterator[None]:
     """Hold a shared lock of a file, which is created if missing. Waits while another process holds it exclusively.
 
-    Gives its descriptor, for `whole_lock`. Raises OSError where the file system has no such locks.
+    Raises OSError where the file system has no such locks.
     """
     with _lock_file(path) as fd:
         _lock(fd, path, fcntl.LOCK_SH)
-        yield fd
-
-
-@contextlib.contextmanager
-def whole_lock(fd: int, path: str | os.PathLike[str]) -> Iterator[bool]:
-    """Make the shared lock of `hold_part` an exclusive one, and a shared one again at the end of the block.
-
-    Gives False if others hold it. At both ends of the block another process may hold it for a moment.
-    """
-    alone = _lock(fd, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    try:
-        yield alone
-    finally:
-        _lock(fd, path, fcntl.LOCK_SH)
+        yield
 
 
 @contextlib.contextmanager

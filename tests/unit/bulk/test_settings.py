@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -257,28 +257,44 @@ def test_settings_of_a_run_that_is_alive_stay(tmp_path: Path) -> None:
     assert settled(tmp_path, "--hooks", "k", "--shard", "1/2") != run
 
 
-def test_of_starts_that_replace_settings_at_a_time_one_is_left(tmp_path: Path) -> None:
-    """Many at a time, as processes would: every one that gets a name finds its settings in the file."""
-    settled(tmp_path, "--hooks", "q@99")
-    fingerprints = [parsed("--hooks", f"q@{i}").fingerprint(FILES) for i in range(8)]
-    begin, held = threading.Barrier(8), threading.Barrier(8)
+def test_settings_that_are_read_otherwise_than_written_are_refused(tmp_path: Path) -> None:
+    """Instead of being written again for ever."""
+    unresolved = {**parsed("--hooks", "q,k").fingerprint(FILES), "hooks": "q , k"}
+    with pytest.raises(ValueError, match="was begun with hooks 'q,k'"), settle(tmp_path, unresolved):
+        pass
+
+
+def settle_together(out: Path, hooks: list[str]) -> list[str | None]:
+    """The names that starts at the same time get, None for those that are refused. All hold theirs for a while."""
+    fingerprints = [parsed("--hooks", name).fingerprint(FILES) for name in hooks]
+    begin, held = threading.Barrier(len(hooks)), threading.Barrier(len(hooks))
 
     def start(number: int) -> str | None:
         begin.wait()
         with ExitStack() as stack:
-            try:
-                name = stack.enter_context(settle(tmp_path, fingerprints[number]))
-            except ValueError:
-                name = None
+            name = None
+            with suppress(ValueError):
+                name = stack.enter_context(settle(out, fingerprints[number]))
             held.wait()
-            noted = json.loads((tmp_path / "run.json").read_text())
-            assert name is None or (noted["run"], noted["settings"]["hooks"]) == (name, f"q@{number}")
+            noted = json.loads((out / "run.json").read_text())
+            assert name is None or (noted["run"], noted["settings"]["hooks"]) == (name, hooks[number])
             held.wait()
             return name
 
-    with ThreadPoolExecutor(8) as threads:
-        names = list(threads.map(start, range(8)))
-    assert sum(name is not None for name in names) <= 1
+    with ThreadPoolExecutor(len(hooks)) as threads:
+        return list(threads.map(start, range(len(hooks))))
+
+
+def test_of_starts_that_replace_settings_at_a_time_one_wins(tmp_path: Path) -> None:
+    settled(tmp_path, "--hooks", "q@99")
+    names = settle_together(tmp_path, [f"q@{i}" for i in range(8)])
+    assert sum(name is not None for name in names) == 1
+
+
+def test_shares_that_replace_settings_at_a_time_agree(tmp_path: Path) -> None:
+    before = settled(tmp_path, "--hooks", "q@99")
+    names = settle_together(tmp_path, ["q"] * 8)
+    assert len(set(names)) == 1 and not {before, None} & set(names)
 
 
 @pytest.mark.parametrize("step", (1, 2))
