@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from dmi_connector import Capture, capture_args, find_captures, open_capture
+from dmi_connector import Capture, CaptureFailed, capture_args, find_captures, open_capture
 from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.cli.main import main
 from dmi_connector.store.read.verify import verify_store
@@ -153,8 +153,8 @@ def test_a_killed_coordinator_leaves_captures_to_a_repair(live: Live) -> None:
     found = finished(live.run.store_dir, "coordinator")
     failed = {info.store for info in found if info.state == "failed"}
     assert failed and all("the coordinator died (killed)" in str(i.reason) for i in found if i.state == "failed")
-    with pytest.raises(TimeoutError, match="dmi repair makes a store"):
-        open_capture(min(failed), timeout=0)
+    with pytest.raises(CaptureFailed, match="the coordinator died .*dmi repair makes a store"):
+        open_capture(min(failed), timeout=60)
     outcomes = repair(live.run.store_dir, remove_empty=True)
     assert {o.state for o in outcomes} <= {"salvaged", "removed", "published"} and not live.partials("")
     rows = 0
