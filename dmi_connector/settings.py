@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any
 
 from dmi_connector.reduce import ReduceError, parse
@@ -235,8 +236,10 @@ class ServerOptions:
 
 
 _INCLUDE = "include_output_tokens"
-_NEAR = 0.85
-"""How alike (0 to 1) another name is that a client must have meant for that one."""
+_NEAR, _NEAR_LENGTH = 0.85, 3
+"""How alike (0 to 1) a misspelt name is, and by how many characters longer or shorter."""
+_LOOKED_AT = 32
+"""Names that are compared with it at most: that takes the engine's time, and a client may send any number."""
 
 
 @dataclass(frozen=True)
@@ -301,12 +304,13 @@ class CaptureParams:
     @staticmethod
     def _check_places(params: Mapping[Any, Any], known: Sequence[str]) -> None:
         """Raise OptionError for our options beside `dmi`, and near misses. Other names are for other connectors."""
-        for name in params:
-            if name in known:
+        for name in known:
+            if name in params:
                 fix = f'write it in dmi, as in {{"dmi": {{"{name}": ...}}}}'
                 raise _refuse(name, params[name], f"is in the wrong place; {fix}")
-            like = isinstance(name, str) and get_close_matches(name[:_SUGGEST_FROM], [_INCLUDE], cutoff=_NEAR)
-            if like and name != _INCLUDE:
+        for name in islice(params, _LOOKED_AT):
+            near = isinstance(name, str) and abs(len(name) - len(_INCLUDE)) <= _NEAR_LENGTH
+            if near and name != _INCLUDE and get_close_matches(name, [_INCLUDE], cutoff=_NEAR):
                 raise _refuse("kv_transfer_params", name, f"is unknown; did you mean {_INCLUDE!r}?")
 
     @staticmethod

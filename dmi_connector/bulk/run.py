@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,10 +17,11 @@ from dmi_connector.bulk.order import Placed, Rows
 from dmi_connector.bulk.progress import Counts, Progress
 from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
 from dmi_connector.bulk.recovery import Recovered, position_of, settle_left, store_key
+from dmi_connector.store.format import schema
 from dmi_connector.store.format.completeness import OWN_ENDS
 from dmi_connector.store.format.locks import lock_alone
 from dmi_connector.store.format.remote_path import Place
-from dmi_connector.store.read.index import CaptureInfo, IndexTail
+from dmi_connector.store.read.index import CaptureInfo, IndexTail, info_of
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.retention import remove_store
 
@@ -296,7 +295,7 @@ class Run:
                 continue
             path = self._path(flight.answer)
             if path is not None and (path / "zarr.json").exists():
-                flight.captured = _info(path)
+                flight.captured = info_of(path)
                 self._settle(flight)
             elif gone:
                 del self._flights[flight.placed.position]
@@ -367,7 +366,9 @@ class Run:
         generates = attrs["include_output_tokens"]
         generated = attrs["num_tokens"] - attrs["prompt_len"] + 1 if generates else 0
         finish = attrs["finish_reason"] if generates else None
-        return self._entry(placed, prompt, store.name, (attrs["prompt_len"], generated), finish, _bytes(attrs))
+        return self._entry(
+            placed, prompt, store.name, (attrs["prompt_len"], generated), finish, schema.listed_bytes(attrs)
+        )
 
     def _show(self, force: bool = False) -> None:
         if not self.outcome.began:
@@ -386,41 +387,3 @@ def _id_of(row: object, columns: Columns) -> str | None:
     """The id of a row that may be no prompt."""
     name = row.get(columns.id) if isinstance(row, dict) else None
     return name if isinstance(name, str) else None if name is None else str(name)[:200]
-
-
-def _bytes(attrs: dict[str, Any]) -> int:
-    return sum(size for size, _ in attrs["files"].values())
-
-
-def _info(path: Path) -> CaptureInfo:
-    """What the index would say of a finished store."""
-    attrs = read_attrs(path)
-    state = "complete" if attrs["complete"] else "incomplete"
-    return CaptureInfo(
-        path,
-        attrs.get("key"),
-        attrs["request_id"],
-        state,
-        attrs["reason"],
-        attrs["created"],
-        attrs["finished"],
-        _bytes(attrs),
-        attrs["num_tokens"],
-    )
-
-
-@contextlib.contextmanager
-def stopped_by_signals(stop: Callable[[str], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM stop a run in order; the second one ends it at once, with KeyboardInterrupt."""
-
-    def on_signal(number: int, _frame: Any) -> None:
-        stop("signal")
-        for name in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(name, signal.default_int_handler)
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -23,8 +23,9 @@ from dmi_connector.bulk.progress import Progress
 from dmi_connector.bulk.prompts import Columns
 from dmi_connector.bulk.ray_workers import LOCAL, RayWorkers, connected
 from dmi_connector.bulk.recovery import Recovered, not_uploaded, recover
-from dmi_connector.bulk.run import Outcome, Run, stopped_by_signals
+from dmi_connector.bulk.run import Outcome, Run
 from dmi_connector.bulk.settings import LIFE_NAME, RunSettings, settle, tensor_parallel
+from dmi_connector.bulk.signals import stopped_by_signals
 from dmi_connector.bulk.sources import identity, open_source
 from dmi_connector.cli.serve import add_options, leave_graphs, refuse_conflicts
 from dmi_connector.settings import OptionError, ServerOptions

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
 from collections.abc import Iterable
 from itertools import compress
 from typing import TYPE_CHECKING, Any
@@ -25,13 +24,13 @@ from dmi_connector.engine.messages import (
     StepMetadata,
 )
 from dmi_connector.engine.quota import UNLIMITED, Quota, RequestBytes, row_bytes
+from dmi_connector.engine.refused_requests import RefusedRequests
 from dmi_connector.engine.tracked_request import Tracked
 from dmi_connector.hooks import SelectionError, narrow
 from dmi_connector.settings import CaptureParams, OptionError
 from dmi_connector.store.format import completeness
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.paths import custom_directory, store_name
-from dmi_connector.wording import show
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -39,10 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.dmi_connector")
 
-_LONGEST_ERROR = 2000
-"""Characters of a `dmi_error` in a response."""
-_REFUSALS_EACH_S = 10.0
-"""A refusal is logged if none was for so many seconds, with the number of those in between."""
 _OF_BEAM_SEARCH = re.compile(r"-[0-9a-f]{16,32}-beam-\d+(-[0-9a-f]{8})?$")
 """End of the ids of requests in which vLLM's server takes one step of a beam search each."""
 _HELD = 1 / 16
@@ -82,7 +77,7 @@ class Tracker:
         self.block_size = block_size
         self._in_block = np.arange(block_size)
         self.tracked: dict[str, Tracked] = {}
-        self.refused: dict[str, str] = {}
+        self.refused = RefusedRequests()
         self.held: dict[str, tuple[Request, int]] = {}  # ended requests whose blocks are kept, and how many blocks
         self._release = False  # whether kept blocks were given back since the last step
         self._most_held = 0 if context.options.sink == "null" else int(blocks * _HELD)
@@ -99,8 +94,7 @@ class Tracker:
         self.gathered = 0  # rows that the slowest worker has gathered
         self.lost: dict[int, list[list[int]]] = {}
         self._captures = 0
-        self._beams = 0  # requests of beam search
-        self._unlogged, self._log_from = 0, 0.0  # refusals since the last that was logged, when the next one may be
+        self._beams_told = False  # whether the log says that beam search is not captured
         self._row_bytes = row_bytes(context, context.selection)  # takes 0.2 ms for 400 tensors: too long for a request
         self.quota = Quota(context.options)
 
@@ -110,9 +104,9 @@ class Tracker:
         """Read the request's options. An error is kept for the response; the request is served."""
         request_id = request.request_id
         if request.kv_transfer_params is None and _of_beam_search(request):
-            if not self._beams:
+            if not self._beams_told:
                 logger.warning("dmi: requests of beam search are not captured: vLLM does not hand on their options")
-            self._beams += 1
+            self._beams_told = True
             return
         try:
             params = CaptureParams.parse(request.kv_transfer_params)
@@ -124,23 +118,12 @@ class Tracker:
                 )
             self.tracked[request_id] = self._track(request, params)
         except (OptionError, SelectionError) as error:
-            self._refuse(request_id, str(error))
+            self.refused.add(request_id, str(error))
         except Exception as error:  # whatever a client sent, the engine goes on
             logger.exception("dmi: the options of request %s could not be handled", request_id)
-            self._refuse(request_id, f"kv_transfer_params: they could not be handled: {type(error).__name__}: {error}")
-
-    def _refuse(self, request_id: str, reason: str) -> None:
-        """Keep a reason for the response, in characters and of a length that any response can carry, and log it.
-
-        A response that streams, or of several prompts, does not carry it.
-        """
-        reason = reason[:_LONGEST_ERROR].encode("utf-8", "backslashreplace").decode()
-        self.refused[request_id] = reason
-        self._unlogged += 1
-        if time.monotonic() >= self._log_from:
-            others = f" (and {self._unlogged - 1} before it)" if self._unlogged > 1 else ""
-            logger.warning("dmi: request %s is not captured: %r%s", show(request_id), reason, others)
-            self._unlogged, self._log_from = 0, time.monotonic() + _REFUSALS_EACH_S
+            self.refused.add(
+                request_id, f"kv_transfer_params: they could not be handled: {type(error).__name__}: {error}"
+            )
 
     def _track(self, request: Request, params: CaptureParams) -> Tracked:
         """Work out what to capture and where. Raises OptionError and SelectionError."""

@@ -194,7 +194,7 @@ class Source:
             return [f"dmi: {text}" for text in self.texts(args[0])]
         if function == "print" and any(k.arg == "file" and ast.unparse(k.value) == "sys.stderr" for k in call.keywords):
             return self.texts(args[0])
-        if function in ("self.problem", "self._refuse", "self.exit") and len(args) == 2:
+        if function in ("self.problem", "self.refused.add", "self.exit") and len(args) == 2:
             return self.texts(args[1])
         if function.endswith(".notes.append"):
             return self.texts(args[0])

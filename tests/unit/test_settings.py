@@ -262,6 +262,16 @@ def test_a_request_option_in_the_wrong_place_is_refused(params: dict[str, object
     assert str(caught.value).startswith(says)
 
 
+def test_of_many_names_few_are_compared_and_all_of_ours_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    monkeypatch.setattr("dmi_connector.settings.get_close_matches", lambda name, *_, **__: compared.append(name))
+    many = {f"include_other_{number:07d}": 0 for number in range(100_000)}
+    CaptureParams.parse(many)
+    assert 0 < len(compared) < 100
+    with pytest.raises(OptionError, match="key: 'a' is in the wrong place"):
+        CaptureParams.parse({**many, "key": "a"})
+
+
 def test_options_of_other_connectors_are_left_alone() -> None:
     params = {
         "do_remote_prefill": True,

@@ -198,3 +198,8 @@ def canonical(attrs: dict[str, Any]) -> bytes:
     """The bytes that the `checksum` attribute covers: all other attributes, sorted and compact."""
     rest = {k: v for k, v in attrs.items() if k != "checksum"}
     return json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def listed_bytes(attrs: dict[str, Any]) -> int:
+    """Bytes of the files that the root attribute of a store lists: all but its root document."""
+    return sum(size for size, _ in attrs["files"].values())

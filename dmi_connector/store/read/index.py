@@ -14,7 +14,7 @@ from typing import Any
 
 from dmi_connector.store.format.locks import is_abandoned
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
-from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX
+from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX, listed_bytes
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.remote_index import read_indexes
 
@@ -172,7 +172,7 @@ def info_of(store: Place) -> CaptureInfo:
         reason=attrs["reason"],
         started=attrs.get("created", ""),
         finished=attrs.get("finished"),
-        bytes=sum(size for size, _ in attrs["files"].values()),
+        bytes=listed_bytes(attrs),
         num_tokens=attrs["num_tokens"],
         prompt_len=attrs["prompt_len"],
         model=attrs.get("model"),

@@ -62,7 +62,7 @@ def finish_line(name: str, attrs: dict[str, Any]) -> dict[str, Any]:
     state = "complete" if attrs["complete"] else "incomplete"
     line = {"event": "finish", "store": name, "state": state, "reason": attrs["reason"]}
     line |= {k: attrs.get(k) for k in ("key", "request_id", "created", "finished", "num_tokens", *FOUND_BY)}
-    return {**line, "bytes": sum(size for size, _ in attrs["files"].values())}
+    return {**line, "bytes": schema.listed_bytes(attrs)}
 
 
 def append_finish(final: str, attrs: dict[str, Any], bytes_raw: int) -> None:

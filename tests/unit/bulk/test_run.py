@@ -17,7 +17,7 @@ from dmi_connector.bulk.budget import Budget
 from dmi_connector.bulk.engines import Answer, Death
 from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.progress import Progress
-from dmi_connector.bulk.run import stopped_by_signals
+from dmi_connector.bulk.signals import stopped_by_signals
 from dmi_connector.cli.run import _summarise
 from dmi_connector.store.write.retention import remove_store
 from tests.bulkkit import RUN, FakeEngines, check_whole, go, start_run, template, write_prompts

@@ -301,7 +301,7 @@ def test_prompt_embeddings_and_options_that_break_are_refused(tmp_path: Path) ->
     assert tracker.refused["a"].startswith("prompt_embeds: ") and tracker.tracked == {}
     assert tracker.refused["b"].startswith("kv_transfer_params: they could not be handled: RuntimeError: xxx")
     assert len(tracker.refused["b"]) == 2000
-    tracker._refuse("c", "\ud800")
+    tracker.refused.add("c", "\ud800")
     assert tracker.refused["c"] == "\\ud800"
 
 
@@ -343,7 +343,7 @@ def test_refusals_are_logged_now_and_then(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("dmi_connector.engine.tracker.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("dmi_connector.engine.refused_requests.time", SimpleNamespace(monotonic=lambda: now))
     tracker = make_tracker(tmp_path)
     for number in range(4):
         now += 20.0 * (number == 3)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that are served without a capture, and why."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from dmi_connector.wording import show
+
+logger = logging.getLogger("vllm.dmi_connector")
+
+_LONGEST = 2000
+"""Characters of a reason, the `dmi_error` of a response."""
+_EACH_S = 10.0
+"""A refusal is logged if none was for so many seconds, with the number of those in between."""
+
+
+class RefusedRequests(dict[str, str]):
+    """Request id -> reason, until the response has it. The log has it too: a stream's response does not carry it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unlogged, self._log_from = 0, 0.0  # refusals since the last that was logged, when the next one may be
+
+    def add(self, request_id: str, reason: str) -> None:
+        """Keep a reason, in characters and of a length that any response can carry."""
+        reason = reason[:_LONGEST].encode("utf-8", "backslashreplace").decode()
+        self[request_id] = reason
+        self._unlogged += 1
+        if time.monotonic() >= self._log_from:
+            others = f" (and {self._unlogged - 1} before it)" if self._unlogged > 1 else ""
+            logger.warning("dmi: request %s is not captured: %r%s", show(request_id), reason, others)
+            self._unlogged, self._log_from = 0, time.monotonic() + _EACH_S
