@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import uuid
 from collections.abc import Iterator, Sequence
 
 from dmi_connector.settings import FILE_MODES, OptionError
@@ -21,7 +20,7 @@ _STEM_LENGTH = 160
 def store_name(key: str | None, request_id: str) -> str:
     """A new, unique name for the store of a request: one path component of at most 182 bytes."""
     stem = _UNSAFE.sub("_", f"{key}--{request_id}" if key else request_id)[:_STEM_LENGTH].lstrip(".-")
-    return f"{stem or 'request'}-{uuid.uuid4().hex[:12]}.zarr"
+    return f"{stem or 'request'}-{os.urandom(6).hex()}.zarr"
 
 
 def no_follow(path: str, flags: int) -> int:
