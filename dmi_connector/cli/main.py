@@ -7,13 +7,13 @@ import argparse
 import importlib.util
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dmi_connector.cli import units
 from dmi_connector.urls import is_url, parse_url
 
 if TYPE_CHECKING:
@@ -83,8 +83,10 @@ def make_parser() -> Parser:
 
     prune = commands.add_parser("prune", help="remove the oldest finished stores that nobody reads")
     prune.add_argument("dir", metavar="DIR")
-    prune.add_argument("--older-than", type=_seconds, metavar="AGE", help="those older than this: 3600, 90m, 12h, 7d")
-    prune.add_argument("--keep-bytes", type=_bytes, metavar="SIZE", help="until the rest takes no more: 500M, 2T")
+    prune.add_argument(
+        "--older-than", type=units.seconds, metavar="AGE", help="those older than this: 3600, 90m, 12h, 7d"
+    )
+    prune.add_argument("--keep-bytes", type=units.nbytes, metavar="SIZE", help="until the rest takes no more: 500M, 2T")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     prune.add_argument("--json", action="store_true", help="print a JSON list")
     prune.set_defaults(run=_prune)
@@ -124,23 +126,6 @@ def make_parser() -> Parser:
     return parser
 
 
-def _scaled(text: str, units: dict[str, int]) -> int:
-    match = re.fullmatch(r"(\d{1,15})([a-zA-Z]?)", text, re.ASCII)
-    if match is None or match[2] not in units:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not valid; give a whole number, with one of {', '.join(units)[2:]} behind it or none"
-        )
-    return int(match[1]) * units[match[2]]
-
-
-def _seconds(text: str) -> int:
-    return _scaled(text, {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400})
-
-
-def _bytes(text: str) -> int:
-    return _scaled(text, {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12})
-
-
 def make_serve_parser() -> Parser:
     """The parser of our flags of `dmi serve`. It takes no abbreviations, which could be flags of vLLM."""
     from dmi_connector.cli.serve import USAGE, add_options
@@ -155,7 +140,7 @@ def make_run_parser() -> Parser:
     from dmi_connector.cli.run import USAGE, add_run
 
     parser = Parser(prog="dmi run", usage=USAGE, allow_abbrev=False)
-    add_run(parser, _bytes)
+    add_run(parser)
     return parser
 
 

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import fields
 from pathlib import Path
@@ -27,6 +27,7 @@ from dmi_connector.bulk.run import Outcome, Run
 from dmi_connector.bulk.settings import LIFE_NAME, RunSettings, settle, tensor_parallel
 from dmi_connector.bulk.signals import stopped_by_signals
 from dmi_connector.bulk.sources import identity, open_source
+from dmi_connector.cli import units
 from dmi_connector.cli.serve import add_options, leave_graphs, refuse_conflicts
 from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store.format.locks import lock_alone
@@ -59,8 +60,8 @@ _WHY = {"max_bytes": "the disk budget is used up", "signal": "it was told to sto
 """Why a run stopped, in words."""
 
 
-def add_run(parser: argparse.ArgumentParser, nbytes: Callable[[str], int]) -> None:
-    """Add the options of `dmi run`. nbytes: the type of sizes."""
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `dmi run`."""
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument(
         "--prompts", type=Path, required=True, metavar="FILE|DIR", help=".jsonl, .parquet, or a data set"
@@ -88,8 +89,10 @@ def add_run(parser: argparse.ArgumentParser, nbytes: Callable[[str], int]) -> No
     cluster.add_argument("--worker-gpus", type=_count, metavar="N", help="of each (default: tensor parallel size)")
     out = parser.add_argument_group("output")
     out.add_argument("--out", type=Path, required=True, metavar="DIR", help="stores, manifest.jsonl, rejects.jsonl")
-    out.add_argument("--max-bytes", type=nbytes, default=0, metavar="SIZE", help="of the stores in DIR: 500M, 2T")
-    out.add_argument("--min-free-bytes", type=nbytes, default=0, metavar="SIZE", help="that stay free on the disk")
+    out.add_argument("--max-bytes", type=units.nbytes, default=0, metavar="SIZE", help="of the stores in DIR: 500M, 2T")
+    out.add_argument(
+        "--min-free-bytes", type=units.nbytes, default=0, metavar="SIZE", help="that stay free on the disk"
+    )
     out.add_argument("--when-full", choices=("wait", "end"), default="wait", help="at one of these (default: wait)")
     out.add_argument("--redo-missing", action="store_true", help="capture again what is in the manifest but not in DIR")
     out.add_argument("--json", action="store_true", help="print a JSON object a line")

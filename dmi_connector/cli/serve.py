@@ -10,12 +10,14 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dmi_connector.args import OWNERS, capture_args
+from dmi_connector.cli import units
 from dmi_connector.settings import CHECKS, CODECS, CUDA_GRAPHS, FILE_MODES, POLICIES, SINKS, OptionError, ServerOptions
+from dmi_connector.store.write.directories import check_directories
 
 SERVER = "vllm.entrypoints.openai.api_server"
 """Run as a module: the `vllm` command fails if vLLM was installed from a distribution of another name."""
@@ -70,8 +72,14 @@ def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = (
         if option.name == "reduce":
             parser.add_argument(flag, type=_rules, metavar="JSON", help='as in \'{"resid_*": "rp(512)", "*": "int8"}\'')
             continue
-        kind: Any = int if option.type == "int" else str
-        parser.add_argument(flag, type=kind, choices=_CHOICES.get(option.name), help=f"default {default}")
+        parser.add_argument(flag, type=_kind(option), choices=_CHOICES.get(option.name), help=f"default {default}")
+
+
+def _kind(option: Field[Any]) -> Any:
+    """The type of an option's flag."""
+    if option.type != "int":
+        return str
+    return {"bytes": units.nbytes, "seconds": units.seconds}.get(option.name.rpartition("_")[2], int)
 
 
 def _rules(text: str) -> dict[str, str]:
@@ -84,10 +92,11 @@ def _rules(text: str) -> dict[str, str]:
     return value
 
 
-def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """The command line of vLLM's server for the arguments after `dmi serve`.
+def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], ServerOptions | None]:
+    """The command line of vLLM's server for the arguments after `dmi serve`, and our options in it.
 
-    Raises OptionError for a bad option, and for flags that configure the connector a second time.
+    The options are None where a --config file of vLLM has them. Raises OptionError for a bad option, and for flags that
+    configure the connector a second time.
     """
     rest = [_spelled(word) for word in argv]
     model = [rest.pop(0)] if rest and not rest[0].startswith("-") else []
@@ -99,12 +108,13 @@ def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> list
     command = [sys.executable, "-P", "-m", SERVER]
     command += ["--model", *model] if model else []
     if _config_captures(passed, given):
-        return [*command, *passed]
+        return [*command, *passed], None
     leave_graphs(given, passed)
-    flags: list[str] = []
-    for name, value in capture_args(**given).items():
-        flags += [f"--{name}", json.dumps(value)]
-    return [*command, *flags, *passed]
+    arguments = capture_args(**given)
+    for name, value in arguments.items():
+        command += [f"--{name}", json.dumps(value)]
+    mine = ServerOptions.parse(arguments["kv_transfer_config"]["kv_connector_extra_config"])
+    return [*command, *passed], mine
 
 
 def _spelled(word: str) -> str:
@@ -153,8 +163,12 @@ def _config_captures(passed: Sequence[str], given: dict[str, Any]) -> bool:
 
 
 def serve(argv: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
-    """Replace this process by the server. Raises OptionError, and ValueError if vLLM is not installed."""
-    command = server_command(argv, parser)
+    """Replace this process by the server. Raises OptionError, and ValueError if vLLM is not installed or a directory
+    cannot be used.
+    """
+    command, options = server_command(argv, parser)
+    if options is not None:
+        check_directories(options)
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("vllm: it is not installed in this environment; install dmi_connector[vllm]")
     sys.stdout.flush()

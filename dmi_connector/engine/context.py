@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,8 @@ from dmi_connector.layout import Reductions, RowField, RowLayout, hook_reduction
 from dmi_connector.reduce.basis import load
 from dmi_connector.reduce.pca import Pca
 from dmi_connector.settings import ServerOptions
-from dmi_connector.store.format.object_store import check_installed
-from dmi_connector.store.format.paths import make_directory
 from dmi_connector.store.format.pca_files import keep_copy
+from dmi_connector.store.write.directories import check_directories
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -118,7 +116,7 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     dtype = str(model.dtype).removeprefix("torch.")
     tp = vllm_config.parallel_config.tensor_parallel_size
     refusals.check_ranks(arch, selection.hooks, tp)
-    _check_directories(options)
+    check_directories(options)
     reductions = hook_reductions(options.reduce, selection, dims, tp)
     if reductions:
         refusals.check_reductions(vllm_config)
@@ -156,22 +154,3 @@ def _keep_bases(options: ServerOptions, reductions: Reductions) -> None:
             keep_copy(load(source), options.store_dir, options.file_mode)
         except OSError as error:
             raise ValueError(f"reduce: {source} cannot be copied to {options.store_dir!r} ({error})") from error
-
-
-def _check_directories(options: ServerOptions) -> None:
-    """Make the store directory. Raises ValueError for directories that cannot be used, ImportError for an upload
-    without obstore.
-    """
-    if options.sink != "disk":
-        return
-    if options.upload:
-        check_installed("upload", options.upload)
-    try:
-        make_directory(options.store_dir, options.file_mode)
-    except OSError as error:
-        raise ValueError(f"store_dir: {options.store_dir!r} cannot be created ({error}); choose another") from error
-    if not os.access(options.store_dir, os.W_OK | os.X_OK):
-        raise ValueError(f"store_dir: {options.store_dir!r} is not writable by this user; choose another")
-    for root in options.save_path_roots:
-        if not os.path.isdir(root):
-            raise ValueError(f"save_path_roots: {root!r} is no directory; create it or leave it out")

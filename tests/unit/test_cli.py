@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -243,7 +244,7 @@ def test_a_pipe_that_closes_early_is_no_error(stores: Path) -> None:
 
 
 def serve(*argv: str) -> list[str]:
-    return server_command(argv, make_serve_parser())
+    return server_command(argv, make_serve_parser())[0]
 
 
 def test_serve_builds_both_flags_and_passes_the_rest_on(tmp_path: Path) -> None:
@@ -267,6 +268,33 @@ def test_serve_takes_its_flags_with_underscores_too(tmp_path: Path) -> None:
 def test_serve_refuses_a_hook_that_no_model_has() -> None:
     with pytest.raises(SelectionError, match="'resid_pree' is unknown: did you mean 'resid_pre'"):
         serve("m", "--hooks", "resid_pree")
+
+
+def test_serve_takes_sizes_and_times_with_units(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--host-buffer-bytes", "16G", "--retain-seconds", "7d", "--max-total-bytes=2T", "--min-free-bytes", "9"]
+    command = serve("m", *given)
+    extra = json.loads(command[command.index("--kv_transfer_config") + 1])["kv_connector_extra_config"]
+    assert (extra["host_buffer_bytes"], extra["retain_seconds"]) == (16 * 10**9, 7 * 86400)
+    assert (extra["max_total_bytes"], extra["min_free_bytes"]) == (2 * 10**12, 9)
+    with pytest.raises(SystemExit):
+        serve("m", "--staging-bytes", "1GiB")
+    assert (
+        "--staging-bytes: '1GiB' is not valid; give a whole number, with one of k, M, G, T" in capsys.readouterr().err
+    )
+
+
+def test_serve_looks_at_directories_before_it_starts_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    started: list[str] = []
+    monkeypatch.setattr(os, "execv", lambda program, _command: started.append(program))
+    assert main(["serve", "m", "--store-dir", str(tmp_path / "file" / "stores")]) == 2
+    assert "store_dir: " in (error := capsys.readouterr().err) and "cannot be created" in error
+    roots = ["--allow-custom-save-path", "--save-path-roots", str(tmp_path / "none")]
+    assert main(["serve", "m", "--store-dir", str(tmp_path / "stores"), *roots]) == 2
+    assert "is no directory; create it or leave it out" in capsys.readouterr().err
+    assert not started
 
 
 @pytest.mark.parametrize(

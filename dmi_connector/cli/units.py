@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes and times of the command line, as in 500M and 12h."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+
+def seconds(text: str) -> int:
+    """Seconds of 3600, 90m, 12h or 7d. Raises ArgumentTypeError."""
+    return _scaled(text, {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400})
+
+
+def nbytes(text: str) -> int:
+    """Bytes of 1000000, 500M or 2T. Raises ArgumentTypeError."""
+    return _scaled(text, {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12})
+
+
+def _scaled(text: str, units: dict[str, int]) -> int:
+    match = re.fullmatch(r"(\d{1,15})([a-zA-Z]?)", text, re.ASCII)
+    if match is None or match[2] not in units:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not valid; give a whole number, with one of {', '.join(units)[2:]} behind it or none"
+        )
+    return int(match[1]) * units[match[2]]
