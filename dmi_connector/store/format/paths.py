@@ -17,9 +17,14 @@ _STEM_LENGTH = 160
 """Of a store's name before its suffixes: the whole stays below the 255 bytes of a file name."""
 
 
+def safe(text: str) -> str:
+    """A key or request id as the names of stores have it."""
+    return _UNSAFE.sub("_", text)
+
+
 def store_name(key: str | None, request_id: str) -> str:
     """A new, unique name for the store of a request: one path component of at most 182 bytes."""
-    stem = _UNSAFE.sub("_", f"{key}--{request_id}" if key else request_id)[:_STEM_LENGTH].lstrip(".-")
+    stem = safe(f"{key}--{request_id}" if key else request_id)[:_STEM_LENGTH].lstrip(".-")
     return f"{stem or 'request'}-{os.urandom(6).hex()}.zarr"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dmi_connector.store.format.locks import is_abandoned
+from dmi_connector.store.format.paths import safe
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
 from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX, listed_bytes
 from dmi_connector.store.read.metadata import read_attrs
@@ -121,44 +122,79 @@ def find_captures(directory: Given, key: str | None = None, request_id: str | No
     vLLM changes request ids: children of one request get a number in front (`0_id`), and every request a random suffix
     (`id-xxxx`). `request_id` matches these too. Aborted and removed captures are left out.
 
-    The directory's index is read, and no store is opened. Stores of a directory of this machine without an index, as of
-    copies, are found by their names (*.zarr), and each is opened once: raises ValueError where one cannot be read.
+    The directory's index is read, and no store that it names is opened. Others in a directory of this machine, such as
+    copies, are found by their names (*.zarr), and each is opened once; with a key or request id that is done where the
+    index has none. One that cannot be read is "failed". Without any index it raises ValueError.
     """
     place = place_of(directory)
-    if isinstance(place, Path) and not (place / INDEX_NAME).exists():
-        return _wanted(_scanned(place), key, request_id)
-    return indexed_captures(place, key, request_id)
+    if isinstance(place, RemotePath):
+        return indexed_captures(place, key, request_id)
+    if not (place / INDEX_NAME).exists():
+        return _wanted(map(_scanned, _unnamed(place)), key, request_id)
+    word = key if key is not None else request_id
+    others = _unnamed(place) if word is None else []  # looked for before the index is read: one may end meanwhile
+    lines = _lines(place, word)
+    found = _wanted(_infos(place, lines), key, request_id)
+    if word is not None and not found:
+        others = _unnamed(place, word)
+        lines = _lines(place, word)
+    unnamed = map(_scanned_or_failed, (store for store in others if store.name not in lines))
+    return sorted([*found, *_wanted(unnamed, key, request_id)], key=lambda info: info.started)
 
 
 def indexed_captures(directory: Given, key: str | None = None, request_id: str | None = None) -> list[CaptureInfo]:
     """Like `find_captures`, of the index alone: [] without one."""
     place = place_of(directory)
+    lines = _lines(place, key if key is not None else request_id)
+    return _wanted(_infos(place, lines), key, request_id)
+
+
+def _lines(place: Place, word: str | None) -> dict[str, dict[str, Any]]:
+    """What the index says of each store, by its name. word: as in `read_index`."""
     lines: dict[str, dict[str, Any]] = {}
-    for line in read_index(place, key if key is not None else request_id):
+    for line in read_index(place, word):
         lines[line["store"]] = merge_line(lines.get(line["store"], {}), line)
+    return lines
+
+
+def _infos(place: Place, lines: Mapping[str, dict[str, Any]]) -> list[CaptureInfo]:
+    """The captures that lines of the index name, but aborted and removed ones."""
     for line in lines.values():
         partial = place / (line["store"] + PARTIAL_SUFFIX)
         started = line.get("state", "started") == "started" and isinstance(partial, Path)
         if started and is_abandoned(partial):
             line |= {"state": "unfinished", "reason": f"its writers ended and left {partial.name}: run dmi repair"}
-    found = [_info(place, line) for line in lines.values() if line.get("state") not in ("aborted", "removed")]
-    return _wanted(found, key, request_id)
+    return [_info(place, line) for line in lines.values() if line.get("state") not in ("aborted", "removed")]
 
 
-def _wanted(found: Iterable[CaptureInfo], key: str | None, request_id: str | None) -> list[CaptureInfo]:
+def _wanted(found: Iterable[CaptureInfo | None], key: str | None, request_id: str | None) -> list[CaptureInfo]:
     """Those with the key and the request id, by start time."""
-    kept = [c for c in found if key in (None, c.key) and (request_id is None or same_request(request_id, c.request_id))]
+    there = [c for c in found if c is not None and key in (None, c.key)]
+    kept = [c for c in there if request_id is None or same_request(request_id, c.request_id)]
     return sorted(kept, key=lambda c: c.started)
 
 
-def _scanned(directory: Path) -> Iterator[CaptureInfo]:
-    """The finished stores of a directory, by what they say of themselves. Raises ValueError for one that is damaged."""
-    for store in sorted(directory.glob("*.zarr")):
-        try:
-            yield info_of(store)
-        except ValueError as error:
-            if store.exists():  # else it was removed just now
-                raise ValueError(f"{error}; dmi verify {directory} lists all stores that are damaged") from error
+def _unnamed(directory: Path, word: str = "") -> list[Path]:
+    """Stores of a directory by their names. word: only those in whose names it is, as `store_name` writes it."""
+    return sorted(store for store in directory.glob("*.zarr") if safe(word) in store.name)
+
+
+def _scanned(store: Path) -> CaptureInfo | None:
+    """What a store says of itself; None if it was removed just now. Raises ValueError for one that is damaged."""
+    try:
+        return info_of(store)
+    except ValueError as error:
+        if not store.exists():
+            return None
+        raise ValueError(f"{error}; dmi verify {store.parent} lists all stores that are damaged") from error
+
+
+def _scanned_or_failed(store: Path) -> CaptureInfo | None:
+    """Like `_scanned`, but a store that is damaged is a failed capture."""
+    try:
+        return _scanned(store)
+    except ValueError as error:
+        return CaptureInfo(store, None, None, "failed", str(error), "", None, None, None)
 
 
 def info_of(store: Place) -> CaptureInfo:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.paths import store_name
 from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read import index
+from dmi_connector.store.read.captures import open_captures
 from dmi_connector.store.read.index import IndexTail, find_captures
 from dmi_connector.store.write.commit import append_index
 from tests import storekit as kit
@@ -124,3 +126,35 @@ def test_keys_that_names_do_not_hold_are_found_too(tmp_path: Path, key: str) -> 
 def test_an_empty_index_has_nothing(tmp_path: Path) -> None:
     (tmp_path / INDEX_NAME).touch()
     assert find_captures(tmp_path) == find_captures(tmp_path, key="k") == []
+
+
+def test_stores_that_the_index_does_not_name_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = kit.Store(1 << 20)
+    named = tmp_path / "here" / store_name("one", "r1")
+    stores.write(named, [SPEC], 10, key="one", request_id="r1")
+    foreign = tmp_path / "there" / store_name("a/b", "r2-0-77")
+    stores.write(foreign, [SPEC], 11, key="a/b", request_id="r2-0-77")
+    assert stores.shutdown(kit.PATIENCE)
+    copied = named.parent / foreign.name
+    shutil.copytree(foreign, copied)
+    assert [c.store for c in find_captures(named.parent)] == [named, copied]
+    assert [len(c.token_ids) for c in open_captures(named.parent)] == [10, 11]
+    assert [c.store for c in find_captures(named.parent, key="a/b")] == [copied]
+    assert [c.store for c in find_captures(named.parent, request_id="r2")] == [copied]
+    assert find_captures(named.parent, key="a_b") == [] and find_captures(named.parent, key="two") == []
+    append_index(named.parent, {"event": "remove", "store": named.name, "state": "removed"})
+    assert [c.store for c in find_captures(named.parent)] == [copied], "the index says that the other one is removed"
+
+    opened: list[Path] = []
+    monkeypatch.setattr(index, "info_of", opened.append)
+    start(named.parent, copied.name, "3", key="a/b", request_id="r2")
+    assert len(find_captures(named.parent, key="a/b")) == 1 and not opened, "stores that it names stay closed"
+
+
+def test_a_damaged_store_that_the_index_does_not_name_is_a_failed_capture(tmp_path: Path) -> None:
+    start(tmp_path, "a.zarr", "1", key="k")
+    (tmp_path / "b.zarr").mkdir()
+    (tmp_path / "b.zarr" / "zarr.json").write_text('{"attributes": {}}')
+    failed, started = find_captures(tmp_path)
+    assert (started.state, failed.state) == ("started", "failed") and "b.zarr is not a capture" in str(failed.reason)
+    assert len(open_captures(tmp_path)) == 0 and [c.key for c in find_captures(tmp_path, key="k")] == ["k"]
