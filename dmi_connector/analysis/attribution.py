@@ -9,7 +9,9 @@ import numpy as np
 
 from dmi_connector.analysis.rows import BLOCK
 from dmi_connector.analysis.unembedding import Unembedding
+from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.own_values import OTHER_VALUES, check_own_values
 
 
 def logit_attribution(
@@ -30,9 +32,12 @@ def logit_attribution(
     rows are NaN.
 
     Raises KeyError where `resid_pre` of layer 0, `attn_out` or `mlp_out` of a layer, or `resid_final` is not there.
-    Raises ValueError for tokens outside the vocabulary and for targets of another number than rows.
+    Raises ValueError for tokens outside the vocabulary, for targets of another number than rows, and for hooks that
+    were stored as projections or topk.
     """
     tokens, layers = len(capture.token_ids), range(int(capture.attrs["num_layers"]))
+    for hook in ("resid_pre", "attn_out", "mlp_out", "resid_final"):
+        check_own_values(capture, hook, refused=(*OTHER_VALUES, TopK))
     labels = ["embed", *(f"{layer}.{block}" for layer in layers for block in ("attn", "mlp")), "bias"]
     chosen = _targets(capture, unembedding, targets)
     _check_tokens(unembedding, chosen if against is None else np.append(chosen, against))

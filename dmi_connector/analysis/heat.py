@@ -8,6 +8,7 @@ import numpy as np
 from dmi_connector.analysis.neurons import check_neuron
 from dmi_connector.analysis.rows import BLOCK, check_one_layer, hook_rows
 from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.own_values import NO_LENGTHS, check_own_values
 
 
 def hook_heat(capture: Capture, hook: str, neuron: int | None = None) -> tuple[np.ndarray, list[str]]:
@@ -15,7 +16,7 @@ def hook_heat(capture: Capture, hook: str, neuron: int | None = None) -> tuple[n
 
     The numbers are float32 [layers, tokens], one layer for a hook that exists once. Missing rows are NaN. It reads in
     blocks. Raises KeyError for a hook that was not captured. Raises ValueError for logits, for a neuron that does not
-    exist or was not kept, and for the norm of integers.
+    exist or was not kept, and for the norm of integers, principal components and summaries.
     """
     check_one_layer(capture, hook, next(iter(capture.layers.get(hook, [])), None))
     layers: list[int | None] = [*capture.layers[hook]] or [None]
@@ -23,6 +24,8 @@ def hook_heat(capture: Capture, hook: str, neuron: int | None = None) -> tuple[n
     for at, layer in enumerate(layers):
         if neuron is not None:
             check_neuron(capture, hook, neuron, layer)
+        else:
+            check_own_values(capture, hook, layer, NO_LENGTHS)
         for rows in capture.runs(BLOCK):
             values = hook_rows(capture, hook, layer, rows)
             if neuron is not None:

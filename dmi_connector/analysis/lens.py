@@ -10,6 +10,7 @@ import numpy as np
 
 from dmi_connector.analysis.unembedding import Unembedding, entropy_of, log_softmax
 from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.own_values import check_own_values
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,14 @@ def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens
     Final norm and unembedding are applied to `resid_pre` of each captured layer and to `resid_final`. Memory holds one
     block of logits, not those of all tokens.
 
-    Raises KeyError without `resid_final`. Raises ValueError for rows of another width than the model's, and for `top`
-    outside 1 to the vocabulary.
+    Raises KeyError without `resid_final`. Raises ValueError for rows of another width than the model's, for
+    projections, and for `top` outside 1 to the vocabulary.
     """
     if not 1 <= top <= len(unembedding.weight):
         raise ValueError(f"top {top} is not valid; use 1 to {len(unembedding.weight)}, the vocabulary")
     layers: list[int | None] = [*capture.layers.get("resid_pre", []), None]
+    for hook in ("resid_pre", "resid_final") if len(layers) > 1 else ("resid_final",):
+        check_own_values(capture, hook)
     tokens = len(capture.token_ids)
     ids = np.full((len(layers), tokens, top), -1, np.int32)
     probabilities = np.full(ids.shape, np.nan, np.float32)
@@ -91,7 +94,8 @@ def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Unc
     """Entropy of the next token's distribution, and surprise at the token that came, row by row.
 
     Without `unembedding` they come from the captured `logits`: one row for each sampled token. With it they come from
-    `resid_final`: one for each row of the store that is not missing. Raises KeyError when the hook was not captured.
+    `resid_final`: one for each row of the store that is not missing. Raises KeyError when the hook was not captured,
+    ValueError for projections.
     """
     ids = capture.token_ids
     rows: list[np.ndarray] = [np.zeros(0, np.int64)]
@@ -123,5 +127,6 @@ def _outputs(capture: Capture, unembedding: Unembedding | None) -> Iterator[tupl
                 capture.numpy("logits", None, samples),
             )
         return
+    check_own_values(capture, "resid_final")
     for rows in capture.runs(unembedding.block):
         yield np.arange(rows.start, rows.stop), unembedding.logits(capture.numpy("resid_final", tokens=rows))

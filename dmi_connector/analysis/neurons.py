@@ -10,11 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dmi_connector.analysis.rows import BLOCK, check_one_layer, hook_rows
-from dmi_connector.reduce.attn import AttentionSummary
-from dmi_connector.reduce.pca import Pca
-from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.own_values import check_own_values
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,7 @@ def top_tokens(
 def check_neuron(capture: Capture, hook: str, neuron: int, layer: int | None) -> None:
     """Raise as `top_tokens` does, for a hook, a layer or a neuron."""
     check_one_layer(capture, hook, layer)
-    reduction = capture.reduction(hook)
-    if isinstance(reduction, RandomProjection | Pca | AttentionSummary):
-        raise ValueError(
-            f"{hook!r} was stored as {reduction.kind}, which keeps no neurons; capture it in full, as int8 or topk"
-        )
+    check_own_values(capture, hook, layer)
     width = capture.shape(hook)[-1]
     if not 0 <= neuron < width:
         raise ValueError(f"neuron {neuron} does not exist: {hook!r} has 0 to {width - 1}")

@@ -7,20 +7,36 @@ import numpy as np
 
 from dmi_connector.store.read.attention import check_head, query_rows, seen_by_attention
 from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.own_values import OTHER_VALUES
 
 SUMMARY = "pattern"
 
 
-def pattern_hooks(capture: Capture) -> tuple[str, ...]:
+def pattern_hooks(capture: Capture, layer: int | None = None) -> tuple[str, ...]:
     """The hooks that a pattern is made of: queries and keys as attention sees them, else the summary, else none.
 
-    An older store does not say whether its model has rotary embedding. If it has, `q` and `k` are not what attention
-    sees, so the summary is preferred there.
+    layer: of this layer. None: of any. Where both are there, the summary is preferred if rows or values of the keys are
+    lacking. An older store does not say whether its model has rotary embedding. If it has, `q` and `k` are not what
+    attention sees, so the summary is preferred there too.
     """
-    pairs: list[tuple[str, ...]] = [seen_by_attention(capture), (SUMMARY,)]
-    if pairs[0] == ("q", "k") and "rotary" not in capture.attrs:
-        pairs.reverse()
-    return next((names for names in pairs if all(name in capture for name in names)), ())
+    pair = seen_by_attention(capture)
+    held = [names for names in (pair, (SUMMARY,)) if all(_holds(capture, name, layer) for name in names)]
+    unsure = pair == ("q", "k") and "rotary" not in capture.attrs
+    if len(held) > 1 and (unsure or capture.attrs["start"] or capture.missing or _other(capture, pair, layer)):
+        held.reverse()
+    return held[0] if held else ()
+
+
+def _holds(capture: Capture, hook: str, layer: int | None) -> bool:
+    if hook not in capture or layer is None:
+        return hook in capture
+    number = layer + int(capture.attrs["num_layers"]) if layer < 0 else layer
+    return number in capture.layers[hook]
+
+
+def _other(capture: Capture, hooks: tuple[str, ...], layer: int | None) -> bool:
+    """Whether one was stored as something else than its values."""
+    return any(isinstance(capture.reduction(hook, layer), OTHER_VALUES) for hook in hooks)
 
 
 def attention_pattern(
@@ -33,10 +49,11 @@ def attention_pattern(
 
     Raises KeyError where neither was captured, ValueError as `Capture.attention`.
     """
-    names = pattern_hooks(capture)
+    names = pattern_hooks(capture, layer) or pattern_hooks(capture)
     if not names:
         q, k = seen_by_attention(capture)
-        raise KeyError(f"{capture.path} has no attention; capture {q} and {k} (preset attention), or pattern")
+        preset = " (preset attention)" if q == "q_rot" else ""
+        raise KeyError(f"{capture.path} has no attention; capture {q} and {k}{preset}, or pattern")
     return _dense(capture, layer, head, queries) if names == (SUMMARY,) else capture.attention(layer, head, queries)
 
 

@@ -7,15 +7,19 @@ import numpy as np
 
 from dmi_connector.analysis.rows import check_one_layer, hook_rows, present_rows
 from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.own_values import NO_LENGTHS, check_own_values
 
 
 def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
     """(Euclidean norms of the residual stream, float32 [layers, tokens]; a label for each layer).
 
     Rows are resid_pre of every captured layer, then resid_final. Missing rows are NaN. Raises ValueError if neither was
-    captured.
+    captured, and for principal components.
     """
     rows, labels = [], []
+    for hook in ("resid_pre", "resid_final"):
+        if hook in capture:
+            check_own_values(capture, hook, refused=NO_LENGTHS)
     if "resid_pre" in capture:
         for layer in capture.layers["resid_pre"]:
             rows.append(np.linalg.norm(capture.numpy("resid_pre", layer=layer), axis=-1))
@@ -39,12 +43,16 @@ def drift(capture: Capture, hook: str = "resid_final", layer: int | None = None,
     zeros and those without a row to compare with are NaN.
 
     Raises KeyError for a hook or layer that was not captured. Raises ValueError for another `since`, for logits, for
-    several layers without `layer`, and for "prompt" in a store without rows of the prompt.
+    integers, principal components and summaries, for several layers without `layer`, and for "prompt" in a store
+    without rows of the prompt.
     """
     if since not in ("prompt", "previous"):
         raise ValueError(f"since {since!r} is not valid; use 'prompt' or 'previous'")
     check_one_layer(capture, hook, layer)
+    check_own_values(capture, hook, layer, NO_LENGTHS)
     rows, there = hook_rows(capture, hook, layer, slice(None)), present_rows(capture)
+    if rows.dtype.kind in "iu":
+        raise ValueError(f"{hook!r} holds integers, whose directions mean nothing; name another hook")
     reference = np.full_like(rows, np.nan)
     if since == "previous":
         reference[1:][there[:-1]] = rows[:-1][there[:-1]]

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dmi_connector.engine.context import _check_directories
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.settings import CaptureParams, OptionError, ServerOptions
 from dmi_connector.store.format import schema
@@ -24,6 +23,7 @@ from dmi_connector.store.read.index import find_captures
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.client import StoreClient
 from dmi_connector.store.write.commit import append_index, write_rank_done
+from dmi_connector.store.write.directories import check_directories
 from dmi_connector.store.write.repair import repair
 from dmi_connector.store.write.ring import Ring
 from dmi_connector.store.write.settings import WriteSettings
@@ -161,7 +161,7 @@ def test_custom_paths_need_allow_custom_save_path(client: StoreClient, tmp_path:
 def test_a_missing_save_path_root_is_refused_when_the_engine_starts(tmp_path: Path) -> None:
     options = {"store_dir": str(tmp_path / "s"), "allow_custom_save_path": True, "save_path_roots": f"{tmp_path}/no"}
     with pytest.raises(ValueError, match=r"^save_path_roots: '.*/no' is no directory; create it or leave it out"):
-        _check_directories(ServerOptions.parse(options))
+        check_directories(ServerOptions.parse(options))
     assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o700, "made on the way, and private"
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.own_values import check_own_values
 
 
 def layer_ids(capture: Capture) -> list[int]:
@@ -41,12 +42,14 @@ def chosen_ids(capture: Capture, wanted: Sequence[int] | None) -> list[int]:
 
 
 def stream_rows(capture: Capture, ids: Sequence[int], rows: slice) -> np.ndarray:
-    """Rows [rows, layers, hidden] of the stream in the stored dtype; reduced hooks as float32."""
-    layers = capture.attrs.get("num_layers")
-    parts = [
-        capture.numpy("resid_final", tokens=rows, convert=False)
-        if i == layers
-        else capture.numpy("resid_pre", i, rows, convert=False)
-        for i in ids
-    ]
+    """Rows [rows, layers, hidden] of the stream in the stored dtype; reduced hooks as float32.
+
+    Raises ValueError for projections.
+    """
+    last = capture.attrs.get("num_layers")
+    parts = []
+    for i in ids:
+        hook, layer = ("resid_final", None) if i == last else ("resid_pre", i)
+        check_own_values(capture, hook, layer)
+        parts.append(capture.numpy(hook, layer, rows, convert=False))
     return np.stack(parts, axis=1)

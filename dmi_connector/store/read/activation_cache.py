@@ -18,6 +18,7 @@ except ImportError as error:
 from dmi_connector.dtypes import as_torch, numpy_dtype
 from dmi_connector.store.read import lens_names as names
 from dmi_connector.store.read.attention import seen_by_attention
+from dmi_connector.store.read.own_values import OTHER_VALUES
 
 if TYPE_CHECKING:
     import torch
@@ -104,8 +105,8 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
         if known is not None:
             return known
         hook = dict(names.equal_hooks(self._capture.attrs)).get(short)
-        if hook is not None and hook in self._capture and self._width_differs(hook):
-            return f"{hook} was reduced to rows of another width when it was stored"
+        if hook is not None and hook in self._capture and self._is_other(hook, layer):
+            return f"{hook} was stored as a projection or a summary, not as itself"
         if hook is not None:
             return f"{hook} {'' if layer is None else f'of layer {layer} '}was not captured"
         if short == names.PATTERN:
@@ -124,9 +125,11 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
     # ---- what is there ----------------------------------------------------------------------------------------------
 
     def _add_hook(self, found: LazyTensors, name: str, hook: str) -> None:
-        if hook not in self._capture or self._width_differs(hook):
+        if hook not in self._capture:
             return
         for layer in self._layers(hook):
+            if self._is_other(hook, layer):
+                continue
             found.add(names.full_name(name, layer), (self._kind(name, hook), layer), self._reader(name, hook, layer))
 
     def _layers(self, hook: str) -> list[int | None]:
@@ -153,10 +156,11 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
     def _heads(self, hook: str) -> int:
         return int(self._capture.attrs["dims"][names.HEADS[hook]])
 
-    def _width_differs(self, hook: str) -> bool:
-        """Whether rows of a hook were reduced to something else than an approximation of themselves."""
-        reduced = self._capture.attrs["hooks"][self._capture.sources(hook)[0].array].get("reduce")
-        return reduced is not None and self._capture.shape(hook)[-1] != reduced["width"]
+    def _is_other(self, hook: str, layer: int | None) -> bool:
+        """Whether stored rows of a hook are not its values. layer: None for the first."""
+        number = next(iter(self._capture.layers[hook]), None) if layer is None else layer
+        there = layer is None or layer in self._capture.layers[hook]
+        return there and isinstance(self._capture.reduction(hook, number), OTHER_VALUES)
 
     def _add_patterns(self, found: LazyTensors) -> None:
         for layer in range(int(self._capture.attrs["num_layers"])):
@@ -176,8 +180,8 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
         for hook in hooks:
             if hook not in self._capture or (layer is not None and layer not in self._capture.layers[hook]):
                 return f"it is worked out from {hooks[0]} and {hooks[1]}, which were not captured"
-            if self._width_differs(hook):
-                return f"{hook} was reduced to rows of another width when it was stored"
+            if self._is_other(hook, layer):
+                return f"{hook} was stored as a projection or a summary, not as itself"
         if self._capture.attrs["start"] or self._capture.missing:
             return "attention needs all earlier rows as keys, and the store lacks some"
         if self._capture.attrs.get("attention", {}).get("sinks"):
@@ -186,9 +190,9 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
 
     def _add_norms(self, found: LazyTensors) -> None:
         for norm, hook in names.NORMS.items():
-            if hook not in self._capture or self._width_differs(hook):
+            if hook not in self._capture:
                 continue
-            for layer in self._layers(hook):
+            for layer in (each for each in self._layers(hook) if not self._is_other(hook, each)):
                 for part, normalized in ((f"{norm}.hook_scale", False), (f"{norm}.hook_normalized", True)):
                     read = self._norm_reader(hook, layer, normalized)
                     found.add(names.full_name(part, layer), (part, layer), read)

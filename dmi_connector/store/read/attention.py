@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dmi_connector.store.read.own_values import check_own_values
+
 if TYPE_CHECKING:
     from dmi_connector.store.read.capture import Capture
 
@@ -96,14 +98,13 @@ def attention(capture: Capture, layer: int, head: int | None = None, queries: sl
 
     Raises KeyError when queries or keys were not captured. Raises ValueError when earlier rows were not captured, for a
     head that does not exist, for models with attention sinks, which are no keys of a row, or latent attention, whose
-    keys are not stored, and for image tokens that see later ones.
+    keys are not stored, for queries or keys that were stored as projections, and for image tokens that see later ones.
     """
     how = _How.of(capture, layer)
     names = seen_by_attention(capture)
     if not all(name in capture for name in names):
-        raise KeyError(
-            f"{capture.path} lacks queries or keys of attention; capture {names[0]} and {names[1]} (preset attention)"
-        )
+        preset = " (preset attention)" if names[0] == "q_rot" else ""
+        raise KeyError(f"{capture.path} lacks queries or keys of attention; capture {names[0]} and {names[1]}{preset}")
     dims = capture.attrs["dims"]
     heads, kv_heads, size = (int(dims[name]) for name in ("heads", "kv_heads", "head_dim"))
     check_head(head, heads)
@@ -116,6 +117,8 @@ def attention(capture: Capture, layer: int, head: int | None = None, queries: sl
     lacking = [r for r in capture.missing if r[0] < rows.stop]
     if int(capture.attrs["start"]) or lacking:
         raise ValueError(f"{capture.path} lacks rows before the queries, and attention needs all of them as keys")
+    for name in names:
+        check_own_values(capture, name, layer)
     q = capture.numpy(names[0], layer, slice(rows.start, rows.stop)).reshape(len(rows), heads, size)
     k = capture.numpy(names[1], layer, slice(0, rows.stop)).reshape(rows.stop, kv_heads, size)
     wanted = range(heads) if head is None else [range(heads)[head]]

@@ -30,6 +30,7 @@ from dmi_connector.store.read.hook_values import HookValues, Tokens
 from dmi_connector.store.read.lens_names import equal_hooks, split_name, why_not_equal
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.open_files import files_of
+from dmi_connector.store.read.own_values import check_own_values
 from dmi_connector.store.read.shard_reader import decode_plain
 from dmi_connector.store.read.waiting import wait_for
 
@@ -214,9 +215,11 @@ class Capture:
         ml_dtypes), which is quicker; reduced hooks are decoded to float32 all the same.
 
         Raises KeyError for a hook or layer that was not captured, IndexError for rows that are not there. Raises
-        ValueError that names the file for damaged values, FileNotFoundError for a file that is gone.
+        ValueError that names the file for damaged values, and for all layers of `resid_post` where these were reduced
+        to rows of different kinds; FileNotFoundError for a file that is gone.
         """
         sources = self.sources(hook, layer)
+        self._values.check_one_form(hook, sources)
         values = self._values.decoded(sources, tokens, convert)
         return values[0] if layer is not None or sources[0].layer is None else values
 
@@ -224,10 +227,12 @@ class Capture:
         """Where a hook lies, or one layer of it: arrays, and indexes along their layer axes. Raises KeyError."""
         return self._table.sources(hook) if layer is None else [self._table.source(hook, layer)]
 
-    def reduction(self, hook: str) -> Reduction | None:
-        """The reduction that was applied to `hook` before it was stored, None without one."""
-        reduced = self._values.reduced(self._table.sources(hook)[0].array)
-        return None if reduced is None else reduced.reduction
+    def reduction(self, hook: str, layer: int | None = None) -> Reduction | None:
+        """The reduction that was applied to `hook`, or to one layer, before it was stored; None without one.
+
+        Raises ValueError where layers of `resid_post` were reduced in different ways and none is named.
+        """
+        return self._values.reduction(hook, self.sources(hook, layer))
 
     def attention(self, layer: int, head: int | None = None, queries: slice | None = None) -> np.ndarray:
         """Attention weights rebuilt from stored queries and keys; see `store.read.attention.attention`."""
@@ -258,8 +263,8 @@ class Capture:
         direction: [width]. layer: one number, required for `pca` of a hook of several layers. basis: see `restore`.
         Raises ValueError for a hook that was not projected, or for another width.
         """
-        info = self.attrs["hooks"][self._table.sources(hook)[0].array]
-        reduction, direction = self.reduction(hook), np.asarray(direction, np.float32)
+        info = self.attrs["hooks"][self.sources(hook, layer)[0].array]
+        reduction, direction = self.reduction(hook, layer), np.asarray(direction, np.float32)
         if not isinstance(reduction, RandomProjection | Pca):
             raise ValueError(f"hook {hook!r} was not stored as a projection")
         if direction.shape != (info["reduce"]["width"],):
@@ -282,7 +287,7 @@ class Capture:
         basis: the file they were made with; by default the copy that the server put beside its stores. Raises
         ValueError for a hook stored otherwise and for another basis, FileNotFoundError without one.
         """
-        reduction = self.reduction(hook)
+        reduction = self.reduction(hook, layer)
         if not isinstance(reduction, Pca):
             raise ValueError(f"hook {hook!r} was not stored as principal components")
         own = self._basis(hook, reduction, layer, basis)
@@ -306,19 +311,17 @@ class Capture:
         if hook == "logits":
             raise ValueError("logits have a row for each sampled token, not for each token; average numpy('logits')")
         source = self._only(hook, layer, "neurons")
+        check_own_values(self, hook, layer)
         reduced = self._values.reduced(source.array)
-        reduction = None if reduced is None else reduced.reduction
-        if isinstance(reduction, RandomProjection | Pca | AttentionSummary):
-            raise ValueError(
-                f"{hook!r} was stored as {reduction.kind}, which keeps no neurons; capture it in full, as int8 or topk"
-            )
         (rows,) = self._values.stored({source.array: [source.index]}, tokens)
         if reduced is None and rows.dtype.kind in "iu":
             raise ValueError(f"{hook!r} holds whole numbers, which have no magnitude to average; name another hook")
         if reduced is None:
             return Tally.of(rows.astype(np.float32))
-        if isinstance(reduction, TopK):
-            return Tally.beside([reduction.tally(part, reduced.width, reduced.dtype) for part in reduced.slices(rows)])
+        if isinstance(reduced.reduction, TopK):
+            return Tally.beside(
+                [reduced.reduction.tally(part, reduced.width, reduced.dtype) for part in reduced.slices(rows)]
+            )
         return Tally.of(reduced.decode(rows))
 
     def runs(self, most: int) -> Iterator[slice]:
@@ -360,10 +363,10 @@ class Capture:
         return routed_experts(self, prompt_start, check)
 
     def shape(self, hook: str) -> tuple[int, ...]:
-        """The shape of `numpy(hook)`. Reads no values. Raises KeyError for an unknown hook."""
+        """The shape of `numpy(hook)`. Reads no values. Raises as that."""
         sources = self.sources(hook)
-        array, reduced = self._values.array(sources[0].array), self._values.reduced(sources[0].array)
-        width = array.shape[2] if reduced is None else reduced.decoded_width
+        self._values.check_one_form(hook, sources)
+        array, width = self._values.array(sources[0].array), self._values.width(sources[0].array)
         return (array.shape[1], width) if sources[0].layer is None else (len(sources), array.shape[1], width)
 
     def chunk_rows(self, hook: str) -> tuple[int, int]:

@@ -8,14 +8,21 @@ from typing import Any
 
 import numpy as np
 
+from dmi_connector.reduce import Reduction
 from dmi_connector.store.read.chunk_reader import read_pieces
 from dmi_connector.store.read.hook_array import HookArray, ShardPieces
 from dmi_connector.store.read.hook_names import Source
 from dmi_connector.store.read.metadata import check_arrays
+from dmi_connector.store.read.own_values import OTHER_VALUES
 from dmi_connector.store.read.store_files import StoreFiles
 from dmi_connector.store.read.stored_reduction import StoredReduction
 
 Tokens = slice | Sequence[int] | np.ndarray | None
+
+
+def _arrays(sources: Sequence[Source]) -> list[str]:
+    """The arrays in which they lie, each once."""
+    return list(dict.fromkeys(source.array for source in sources))
 
 
 class HookValues:
@@ -28,9 +35,7 @@ class HookValues:
 
     def decoded(self, sources: Sequence[Source], tokens: Tokens, convert: bool) -> np.ndarray:
         """Decoded rows, [sources, tokens, width]. convert: see `Capture.numpy`."""
-        by_array = {
-            name: [s.index for s in sources if s.array == name] for name in dict.fromkeys(s.array for s in sources)
-        }
+        by_array = {name: [s.index for s in sources if s.array == name] for name in _arrays(sources)}
         if any("reduce" in self._attrs["hooks"][name] for name in by_array):
             parts = [self._decoded(name, indexes, tokens) for name, indexes in by_array.items()]
             return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -59,6 +64,29 @@ class HookValues:
     def reduced(self, name: str) -> StoredReduction | None:
         """The reduction of an array, None without one."""
         return StoredReduction.of(self._attrs["hooks"][name])
+
+    def reduction(self, hook: str, sources: Sequence[Source]) -> Reduction | None:
+        """That of the arrays of a hook. Raises ValueError where they have different ones."""
+        found = {None if (reduced := self.reduced(name)) is None else reduced.reduction for name in _arrays(sources)}
+        if len(found) > 1:
+            raise ValueError(f"layers of {hook!r} were reduced in different ways; name one layer")
+        return found.pop()
+
+    def width(self, name: str) -> int:
+        """Values of a decoded row of an array."""
+        reduced = self.reduced(name)
+        return self.array(name).shape[2] if reduced is None else reduced.decoded_width
+
+    def check_one_form(self, hook: str, sources: Sequence[Source]) -> None:
+        """Raise ValueError where rows of one array are something else than those of another."""
+        names = _arrays(sources)
+        if len(names) > 1 and len({self._form(name) for name in names}) > 1:
+            raise ValueError(f"layers of {hook!r} were reduced in different ways; name one layer")
+
+    def _form(self, name: str) -> tuple[int, Reduction | None]:
+        reduced = self.reduced(name)
+        other = reduced is not None and isinstance(reduced.reduction, OTHER_VALUES)
+        return self.width(name), reduced.reduction if reduced is not None and other else None
 
     def array(self, name: str) -> HookArray:
         """The geometry of an array. Raises ValueError for one that the format lacks."""

@@ -30,6 +30,7 @@ from dmi_connector.store.write import upload
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.client import StoreClient
 from dmi_connector.store.write.commit import append_index
+from dmi_connector.store.write.directories import check_directories
 from dmi_connector.store.write.repair import finish_uploads, repair
 from dmi_connector.store.write.settings import UploadSettings, WriteSettings
 from dmi_connector.store.write.upload import expected_etag, part_bytes, upload_store
@@ -440,12 +441,11 @@ def test_a_salvaged_store_is_uploaded_too(
 
 
 def test_without_obstore_an_engine_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    context = pytest.importorskip("dmi_connector.engine.context")
     options = ServerOptions.parse({"store_dir": str(tmp_path / "s"), "upload": "s3://bucket/x"})
-    context._check_directories(options)
+    check_directories(options)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ImportError, match=r"^upload: s3://bucket/x needs obstore.*install dmi_connector\[remote\]"):
-        context._check_directories(options)
+        check_directories(options)
 
 
 def test_without_obstore_a_repair_says_what_to_install(
