@@ -257,7 +257,11 @@ class Exporter:
         self.samples = []  # prompt logprobs call compute_logits again in the same step
         if not samples or step is None or self.client is None:
             return
-        wanted = {s.slot: (s, self.captures[s.capture]) for s in samples}
+        asked = ((s, self.captures[s.capture]) for s in samples)
+        # Every rank has the logits of the whole vocabulary, and one of them writes them.
+        wanted = {s.slot: (s, capture) for s, capture in asked if capture.layout.logits is not None}
+        if not wanted:
+            return
         logits = logits.to(self.layer.row_dtype).contiguous()
         count, row_bytes = logits.shape[0], logits.shape[1] * logits.element_size()
         slots = step.slot_mapping[step.query_start_loc[1 : count + 1].long() - 1]
@@ -266,8 +270,7 @@ class Exporter:
         extent = self._room(nbytes)
         if extent is None:
             for sample, capture in wanted.values():
-                if capture.layout.logits is not None:
-                    capture.lose(sample.position - capture.start, 1, Cause.FELL_BEHIND)
+                capture.lose(sample.position - capture.start, 1, Cause.FELL_BEHIND)
             return
         if self.lane is None:
             _fill(torch.from_numpy(self.ring.view(extent)), logits, slots)
@@ -289,7 +292,7 @@ class Exporter:
         for index, slot in enumerate(slots.tolist()):
             if slot in wanted:
                 sample, capture = wanted[slot]
-                if capture.out is not None and capture.layout.logits is not None:
+                if capture.out is not None:
                     found.append((capture.out, "logits", sample.index, sample.position, index * row_bytes))
         self.client.rows(extent, found)
 

@@ -255,6 +255,19 @@ def test_logits_go_to_the_captures_whose_last_slot_they_belong_to(make: Make) ->
     assert exporter.ring.used == 0
 
 
+def test_a_rank_that_does_not_write_logits_takes_no_room_for_them(tmp_path: Path) -> None:
+    """Every rank has all logits, and the ring of this one is not sized for them."""
+    exporter = make_exporter(tmp_path, 64, SMALL, rank=1, tp=2, hooks="q,logits", sink="host")
+    client = Client(exporter)
+    begin(exporter, 1, 20)
+    exporter.client = client  # type: ignore[assignment]
+    full = exporter.ring.alloc(exporter.ring.nbytes, 0)
+    assert full is not None
+    exporter.before_forward(StepMetadata(samples=[Sample(1, 0, 19, 7)]))
+    exporter.logits(sampled(exporter, [[6, 7]]))  # would wait for room for ever
+    assert client.rows_given == [] and lost(exporter.captures[1]) == []
+
+
 def test_logits_without_room_are_lost_at_their_row_under_policy_drop(make: Make) -> None:
     exporter, client = with_logits(make, "drop")
     exporter.client = None
@@ -278,8 +291,8 @@ def gpu(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     Event.link.clear()
     made: list[DeviceLane] = []
 
-    def one(policy: str = "block", staging: int = 1024) -> Exporter:
-        exporter = make(policy, 1 << 20)
+    def one(policy: str = "block", staging: int = 1024, hooks: str = "q") -> Exporter:
+        exporter = make(policy, 1 << 20, hooks=hooks)
         exporter.lane = DeviceLane(exporter.ring, staging, exporter.rows)
         made.append(exporter.lane)
         return exporter
@@ -432,7 +445,7 @@ def test_a_shutdown_ends_captures_whose_blocks_were_kept(gpu: Any) -> None:
 
 
 def test_logits_take_the_lane_behind_the_rows_of_their_step(gpu: Any) -> None:
-    exporter = gpu()
+    exporter = gpu(hooks="q,logits")
     a = begin(exporter, 1, 20)
     noted = begin(exporter, 2, 20)
     client = Client(exporter)
@@ -443,7 +456,7 @@ def test_logits_take_the_lane_behind_the_rows_of_their_step(gpu: Any) -> None:
     assert client.rows_given == []
     Event.link.set()
     kit.until(lambda: client.rows_given)
-    assert client.rows_given == [[]] and len(a.chunks) == 1 and noted.chunks == []
+    assert client.rows_given == [[(a, "logits", 0, 19, 0)]] and len(a.chunks) == 1 and noted.chunks == []
     exporter.client = None
 
 
