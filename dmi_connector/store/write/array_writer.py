@@ -61,6 +61,10 @@ def metadata_elsewhere(spec: ArraySpec, leads: bool) -> bool:
     return spec.rank > 0 or not leads
 
 
+_AGAIN = 8
+"""So many samples later a file of samples is finished: an engine that dropped a step samples its position once more."""
+
+
 class ArrayWriter:
     """Writes arrays of one capture into its partial directory, which is created if missing.
 
@@ -158,7 +162,11 @@ class ArrayWriter:
         self.bytes_stored += stored
 
     def rows(self, payload: np.ndarray, name: str, first: int, positions: Sequence[int], behind: bool = False) -> None:
-        """Write rows from `first` on of a per-sample array, and the token position of each. behind: see `chunk`."""
+        """Write rows from `first` on of a per-sample array, and the token position of each. behind: see `chunk`.
+
+        A row that comes again takes the place of the first, and those behind that are forgotten: the engine has dropped
+        the steps in which it sampled them.
+        """
         spec, count = self._by_name[name], len(positions)
         size = count * spec.token_bytes
         if not spec.per_sample or len(payload) < size:
@@ -169,11 +177,15 @@ class ArrayWriter:
         for i, position in enumerate(positions):
             segment, slot = divmod(first + i, schema.SAMPLES_PER_SHARD)
             shard = self._shard(spec, segment, (schema.SAMPLES_PER_SHARD,))
+            if shard.holds((slot,)):
+                shard.take_back((slot,))
+                known = self._positions[name]
+                self._positions[name] = {at: known[at] for at in known if at < first + i}
             self._put(shard, [(slot,)], block[i : i + 1], None, plain)
             self._positions.setdefault(name, {})[first + i] = position
             places.append(shard.index[slot].tobytes())
-            if shard.full:
-                self._finish(spec, segment, None)
+            if slot == _AGAIN and segment and schema.shard_path(spec, segment - 1) in self._shards:
+                self._finish(spec, segment - 1, None)
         self._journal.rows(name, first, positions, places)
 
     def _shard(self, spec: ArraySpec, segment: int, slots: tuple[int, ...]) -> ShardWriter:

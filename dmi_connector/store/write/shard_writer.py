@@ -154,6 +154,18 @@ class ShardWriter:
         self._crcs += b"".join(crcs)
         return added
 
+    def holds(self, slot: tuple[int, ...]) -> bool:
+        """Whether the chunk of a slot was appended."""
+        return bool(self.index[slot][0] != EMPTY)
+
+    def take_back(self, slot: tuple[int, ...]) -> None:
+        """Forget a chunk and all that were appended after it. The next append begins where it began."""
+        at = self.index[slot][0]
+        before = self.index[..., 0] < at
+        self._crcs = self._crcs[: 4 * int(before.sum())]
+        self.index[~before] = EMPTY
+        self._end, self._torn = int(at), True
+
     def close(self, slots: tuple[int, ...] | None = None) -> tuple[int, bytes]:
         """Write the index, narrowed to the shape `slots`, and close the file.
 

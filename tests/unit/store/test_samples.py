@@ -35,6 +35,27 @@ def test_a_surplus_sample_is_left_out(tmp_path: Path, samples: int) -> None:
     np.testing.assert_array_equal(kit.bits(capture.array("logits")[:]), values["logits"][:samples])
 
 
+@pytest.mark.parametrize("again", [62, 63, 64])
+def test_a_sample_that_comes_again_takes_the_place_of_the_first(tmp_path: Path, again: int) -> None:
+    """An engine that drops a step samples its positions once more, also where that filled a file."""
+    count = 80
+    stores = kit.Store(1 << 20, writers=1)
+    values = {"q": kit.random_bits(Q, 90), "logits": kit.random_bits(LOGITS, count + 2)}
+    path = tmp_path / "a.zarr"
+    record = stores.open(path, Q, LOGITS, attrs={"prompt_len": 4})
+    stores.feed(record, values, 90)
+    order = [*range(again + 1), *range(again - 1, count)]
+    for at, i in enumerate(order):
+        stores.put_rows(record, "logits", values["logits"][at : at + 1], i, 3 + i)
+    stores.close(record, 90, {"logits": count})
+    assert stores.shutdown(kit.PATIENCE) and verify_store(path) == []
+    capture = open_capture(path, timeout=0)
+    assert capture.logits_positions.tolist() == [3 + i for i in range(count)]
+    newest = {i: at for at, i in enumerate(order)}
+    expected = values["logits"][[newest[i] for i in range(count)]]
+    np.testing.assert_array_equal(kit.bits(capture.array("logits")[:]), expected)
+
+
 def test_verify_finds_damage_in_a_surplus_sample(tmp_path: Path) -> None:
     """It lies in the shard, and its bytes are as safe as the others."""
     stores = kit.Store(1 << 20, writers=1)
