@@ -190,10 +190,12 @@ def _scanned(store: Path) -> CaptureInfo | None:
 
 
 def _scanned_or_failed(store: Path) -> CaptureInfo | None:
-    """Like `_scanned`, but a store that is damaged is a failed capture."""
+    """Like `_scanned`, but a store that is damaged is a failed capture, and what is no store is None."""
     try:
-        return _scanned(store)
+        return info_of(store)
     except ValueError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | KeyError):
+            return None
         return CaptureInfo(store, None, None, "failed", str(error), "", None, None, None)
 
 

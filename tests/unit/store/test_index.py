@@ -154,7 +154,10 @@ def test_stores_that_the_index_does_not_name_are_found(tmp_path: Path, monkeypat
 def test_a_damaged_store_that_the_index_does_not_name_is_a_failed_capture(tmp_path: Path) -> None:
     start(tmp_path, "a.zarr", "1", key="k")
     (tmp_path / "b.zarr").mkdir()
-    (tmp_path / "b.zarr" / "zarr.json").write_text('{"attributes": {}}')
+    (tmp_path / "b.zarr" / "zarr.json").write_text('{"attributes": {')
+    (tmp_path / "foreign.zarr").mkdir()
+    (tmp_path / "foreign.zarr" / "zarr.json").write_text('{"attributes": {}}')
+    (tmp_path / "empty.zarr").mkdir()
     failed, started = find_captures(tmp_path)
     assert (started.state, failed.state) == ("started", "failed") and "b.zarr is not a capture" in str(failed.reason)
     assert len(open_captures(tmp_path)) == 0 and [c.key for c in find_captures(tmp_path, key="k")] == ["k"]
