@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -51,7 +52,9 @@ class DMIConnector(KVConnectorBase_V1):
 
             keep_rows = sizing.keep_rows(self.context, vllm_config)
             wait = not vllm_config.model_config.enable_sleep_mode
-            self.tracker = Tracker(self.context, self._block_size, keep_rows, kv_cache_config.num_blocks, wait)
+            # vLLM knows a request while its blocks are kept. Clients may then not send its id again.
+            keep = not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
+            self.tracker = Tracker(self.context, self._block_size, keep_rows, kv_cache_config.num_blocks, wait, keep)
             self._refused = 0  # requests answered with dmi_error since the last step
         else:
             self.exporter: Exporter | None = None

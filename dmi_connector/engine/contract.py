@@ -143,6 +143,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.v1.core.kv_cache_manager:KVCacheManager.free",
         "frees these blocks; a second call does nothing",
     ),
+    "own_ids": (
+        "vllm.envs:environment_variables.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
+        "says that a client may send the id of a request again, for which no block is kept then",
+    ),
     "cache_manager": (
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.bind_kv_cache_manager",
         "gives the scheduler half vLLM's cache manager",

@@ -33,6 +33,9 @@ class Tracked:
     due: int
     opened: bool = False
     blocks: list[int] = field(default_factory=list)
+    _samples: int = 0
+    _turn: int = -1  # tokens of the prompt of the last sample: a session's grows with each turn
+    _shift: int = 0  # of that turn: the position of a sample less its number
 
     @property
     def wanted(self) -> int:
@@ -45,10 +48,17 @@ class Tracked:
         """First position that is not captured."""
         return min(self.wanted, self.quota_end)
 
-    @property
-    def first_sample(self) -> int:
-        """Position of the first row of logits."""
-        return max(self.request.num_prompt_tokens - 1, self.params.start)
+    def number_sample(self, position: int) -> int:
+        """The number of the row of logits of a position. Each turn of a session goes on where the one before ended."""
+        if self._turn != self.request.num_prompt_tokens:
+            self._turn, self._shift = self.request.num_prompt_tokens, position - self._samples
+        number = position - self._shift
+        self._samples = max(self._samples, number + 1)
+        return number
+
+    def samples_until(self, end: int) -> int:
+        """How many rows of logits positions below `end` have."""
+        return max(0, min(self._samples, end - self._shift))
 
     @property
     def has_logits(self) -> bool:

@@ -65,11 +65,18 @@ class Tracker:
     responses name what is lost.
 
     keep_rows: staging memory is short while more rows than this wait to be gathered. blocks: of the whole cache.
-    wait: whether rows wait for others. An engine that may sleep loses the rows that do.
+    wait: whether rows wait for others. An engine that may sleep loses the rows that do. keep: whether blocks of ended
+    requests may be kept.
     """
 
     def __init__(
-        self, context: CaptureContext, block_size: int, keep_rows: int, blocks: int, wait: bool = True
+        self,
+        context: CaptureContext,
+        block_size: int,
+        keep_rows: int,
+        blocks: int,
+        wait: bool = True,
+        keep: bool = True,
     ) -> None:
         self.context = context
         self._steps = STEPS_TOGETHER if wait else 1
@@ -80,6 +87,7 @@ class Tracker:
         self.refused = RefusedRequests()
         self.held: dict[str, tuple[Request, int]] = {}  # ended requests whose blocks are kept, and how many blocks
         self._release = False  # whether kept blocks were given back since the last step
+        self._keep = keep
         self._most_held = 0 if context.options.sink == "null" else int(blocks * _HELD)
         self.pending_closes: list[Close] = []
         self._since: list[SchedulerOutput] = []  # steps since chunks were looked for
@@ -248,7 +256,7 @@ class Tracker:
             return
         if tracked.params.start <= position < tracked.limit:
             slot = tracked.blocks[position // self.block_size] * self.block_size + position % self.block_size
-            metadata.samples.append(Sample(tracked.capture, position - tracked.first_sample, position, slot))
+            metadata.samples.append(Sample(tracked.capture, tracked.number_sample(position), position, slot))
 
     def _rows(self, tracked: Tracked, start: int, stop: int, blocks: list[int]) -> Rows:
         """The rows of positions [start, stop)."""
@@ -319,7 +327,7 @@ class Tracker:
 
         If staging memory is short, policy block keeps them in any case: reusing them would stall the GPU.
         """
-        if not blocks:
+        if not blocks or not self._keep:
             return False
         if self.handed - self.gathered > self.keep_rows:
             return self.context.options.policy == "block"
@@ -375,13 +383,14 @@ class Tracker:
             facts: dict[str, Any] = {"end": end, "expected": expected}
             limit = self.context.options.max_request_bytes
             facts |= {"limit": limit} if end == tracked.quota_end else {"finish": str(finish)}
-            cause = Cause.QUOTA if end == tracked.quota_end else Cause.ENDED_EARLY
+            early = Cause.ENDED_EARLY if request.num_computed_tokens else Cause.PREEMPTED
+            cause = Cause.QUOTA if end == tracked.quota_end else early
             losses = [Loss.of(cause, [[end - start, expected - start]], **facts)]
         return Close(
             capture=tracked.capture,
             rows=rows,
             length=end - start,
-            samples=max(0, end - tracked.first_sample) if tracked.has_logits else 0,
+            samples=tracked.samples_until(end),
             token_ids=list(request.all_token_ids[start:end]),
             attrs={"finish_reason": None if finish is None else str(finish)},
             losses=losses,

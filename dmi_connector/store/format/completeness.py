@@ -30,6 +30,7 @@ class Cause(enum.Enum):
     # In the engine.
     QUOTA = "quota", "max_request_bytes: {limit} bytes hold the rows of {end} of {expected} tokens"
     ENDED_EARLY = "aborted", "the request ended ({finish}) after {end} of {expected} tokens were computed"
+    PREEMPTED = "other", "the request ended ({finish}) while it was preempted, with {end} of {expected} rows copied"
     FELL_BEHIND = "dropped", "writing fell behind (policy drop)"
     NOT_GATHERED = "other", "rows could not be gathered ({error})"
     UNWRITTEN = "other", "no tap wrote {hooks} in some row (check poison)"

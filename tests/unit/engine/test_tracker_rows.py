@@ -189,6 +189,54 @@ def test_a_request_that_ends_inside_its_prompt_lacks_the_rest_of_it(
     assert response["dmi_missing"] == lost and response["dmi_reason"] == loss.words
 
 
+def test_a_request_that_ends_while_it_is_preempted_says_so(tmp_path: Path) -> None:
+    """Its rows were computed, and whole chunks were copied. The rest went with its blocks."""
+    run = Run(make_tracker(tmp_path, "resid_pre"), ask({"include_output_tokens": True}, 40))
+    run.step(40)
+    run.request.num_computed_tokens = 0
+    close, response = run.finish()
+    [loss] = close.losses
+    assert (loss.cause, loss.rows) == (Cause.PREEMPTED, ((32, 40),)) and close.length == 32
+    assert response["dmi_reason"].endswith("while it was preempted, with 32 of 40 rows copied")
+
+
+def test_turns_of_a_session_go_on_numbering_their_rows_of_logits(tmp_path: Path) -> None:
+    run = Run(make_tracker(tmp_path, "resid_pre,logits"), ask({"include_output_tokens": True}, 20))
+    run.step(20)
+    run.step(1)
+    run.step(1)
+    tokens = run.request.tokens
+    tokens[22:] = range(10)  # vLLM drops the last sampled token for the tokens of the next turn
+    run.request.num_prompt_tokens = len(tokens)
+    run.step(10)
+    run.step(1)
+    found = [(one.index, one.position) for told in run.told for one in told.samples]
+    assert found == [(0, 19), (1, 20), (2, 21), (3, 31), (4, 32)]
+    close, _ = run.finish()
+    assert close.samples == 5 and close.length == 33
+
+
+def test_a_window_behind_the_first_turn_has_the_samples_in_it(tmp_path: Path) -> None:
+    wanted = {"include_output_tokens": True, "dmi": {"tokens": [20, 32]}}
+    run = Run(make_tracker(tmp_path, "resid_pre,logits"), ask(wanted, 20))
+    run.step(20)
+    run.step(1)
+    run.request.tokens[21:] = range(11)
+    run.request.num_prompt_tokens = 32
+    run.step(11)
+    run.step(1)
+    assert [(one.index, one.position) for told in run.told for one in told.samples] == [(0, 20), (1, 31)]
+    assert run.finish()[0].samples == 2
+
+
+def test_no_blocks_are_kept_where_clients_may_send_an_id_again(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path, "resid_pre")
+    tracker.keep_rows, tracker._keep = 15, False
+    run = Run(tracker, ask({}, 20))
+    run.step(20)
+    assert run.finish()[0].keeps_blocks is None and not tracker.held
+
+
 def test_an_open_names_what_the_store_has_to_know(tmp_path: Path) -> None:
     request = ask({"include_output_tokens": True, "dmi": {"key": "k", "tokens": [3, None], "hooks": "resid_pre@1"}}, 40)
     request.sampling_params = SimpleNamespace(seed=11)
