@@ -11,7 +11,7 @@ from typing import Any
 from dmi_connector.analysis.export.progress import Progress
 from dmi_connector.analysis.export.targets import TARGETS, export
 from dmi_connector.store.format.remote_path import place_of
-from dmi_connector.store.read.captures import captures_of
+from dmi_connector.store.read.captures import captures_of, is_store
 
 FLAGS: dict[str, dict[str, Any]] = {
     "layers": {"metavar": "IDS", "help": "layer ids such as 2,18,33; N layers: N is the stream after the last"},
@@ -35,7 +35,9 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="stores, or directories of stores")
     parser.add_argument("--to", choices=tuple(TARGETS), required=True)
     parser.add_argument(
-        "-o", "--out", help="a directory; for one safetensors or zip file its name (default: as the store)"
+        "-o",
+        "--out",
+        help="a directory; for one STORE as safetensors or zip also a new file (default: named as the store)",
     )
     parser.add_argument("--key", action="append", help="only captures with this key; can be repeated")
     for name, arguments in FLAGS.items():
@@ -53,18 +55,21 @@ def run_export(options: argparse.Namespace) -> int:
     given = {name: value for name in FLAGS if (value := getattr(options, name)) is not None}
     if "layers" in given:
         given["layers"] = _layers(given["layers"])
-    done = export(captures, options.to, _out(options, len(captures)), given, _progress_of(TARGETS[options.to].counts))
+    out, file = _out(options)
+    done = export(captures, options.to, out, given, _progress_of(TARGETS[options.to].counts), file)
     counts = f"{done.written} written" + (f", {done.kept} were there" if done.kept else "")
     print(f"{done.out}: {'; '.join(done.notes) or counts}")
     return 0
 
 
-def _out(options: argparse.Namespace, stores: int) -> Path:
+def _out(options: argparse.Namespace) -> tuple[Path, bool]:
+    """(where to write, whether that is one file). What was named decides, and not how many stores --key leaves."""
+    store, suffix = place_of(options.stores[0]), TARGETS[options.to].suffix
+    one = bool(suffix) and len(options.stores) == 1 and is_store(store)
     if options.out is not None:
-        return Path(options.out)
-    suffix = {"safetensors": ".safetensors", "zip": ".zip"}.get(options.to)
-    if suffix is not None and stores == 1 and len(options.stores) == 1:
-        return Path(f"{place_of(options.stores[0]).absolute().stem}{suffix}")
+        return Path(options.out), one and not options.out.endswith("/") and not Path(options.out).is_dir()
+    if one:
+        return Path(f"{store.absolute().stem}{suffix}"), True
     raise ValueError(f"export: --to {options.to} needs -o DIR; give a new directory, or one to go on with")
 
 

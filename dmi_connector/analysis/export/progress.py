@@ -90,6 +90,12 @@ def make_directory(path: Path) -> None:
         raise PermissionError(f"export: {path} is not writable by this user; change its mode or give another -o")
 
 
+def refuse_existing(path: Path) -> None:
+    """Raise FileExistsError where something has the name of a file to write."""
+    if os.path.lexists(path):
+        raise FileExistsError(f"export: {path} exists; give a new name")
+
+
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """A path to write to, which gets its name at the end of the `with` block, and is removed if that fails."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dmi_connector.analysis.export.progress import Done, Progress, export_by_name, row_blocks, whole
+from dmi_connector.analysis.export.progress import Done, Progress, export_by_name, refuse_existing, row_blocks, whole
 from dmi_connector.analysis.export.residual_stream import chosen_ids, stream_rows
 from dmi_connector.store.format.remote_path import Given
 from dmi_connector.store.read.capture import Capture, open_capture
@@ -63,7 +63,7 @@ def write_hidden_states(capture: Capture, path: Path, ids: Sequence[int]) -> Non
 
 
 def export_safetensors(store: Given, out: str | os.PathLike[str], layer_ids: Sequence[int] | None = None) -> list[int]:
-    """Write the file that vLLM's ExampleHiddenStatesConnector would have written for this request.
+    """Write the file that vLLM's ExampleHiddenStatesConnector would have written for this request, a new file.
 
     The file holds `hidden_states` [tokens, layers, hidden] in the stored dtype and `token_ids` int64 [tokens]. It gets
     its name when it is whole.
@@ -71,8 +71,10 @@ def export_safetensors(store: Given, out: str | os.PathLike[str], layer_ids: Seq
     layer_ids: vLLM's auxiliary layer ids (see `residual_stream`), written in ascending order. None: all that were
     captured. Returns the ids written.
 
-    Raises ValueError if the store has no residual stream or lacks an id; CaptureIncomplete for an incomplete store.
+    Raises ValueError if the store has no residual stream or lacks an id; CaptureIncomplete for an incomplete store;
+    FileExistsError.
     """
+    refuse_existing(Path(out))
     with open_capture(store, timeout=0) as capture:
         ids = sorted(chosen_ids(capture, layer_ids))
         with whole(Path(out)) as partial:
@@ -81,12 +83,16 @@ def export_safetensors(store: Given, out: str | os.PathLike[str], layer_ids: Seq
 
 
 def export(captures: Captures, out: Path, progress: Progress, layers: Sequence[int] | None = None) -> Done:
-    """One store: the file `out`. Several: `NAME.safetensors` for each in the directory `out`."""
-    if len(captures) == 1 and not out.is_dir():
-        ids = export_safetensors(captures.infos[0].store, out, layers)
-        return Done(out, 1, notes=(f"layer ids {', '.join(map(str, ids))}",))
+    """Write `NAME.safetensors` for each store, in the directory `out`."""
 
     def write(capture: Capture, path: Path) -> None:
         write_hidden_states(capture, path, sorted(chosen_ids(capture, layers)))
 
     return export_by_name(captures, out, ".safetensors", write, progress, {"to": "safetensors", "layers": layers})
+
+
+def export_file(captures: Captures, out: Path, progress: Progress, layers: Sequence[int] | None = None) -> Done:
+    """Write the one store of `captures` as the file `out`, which must be new."""
+    ids = export_safetensors(captures.infos[0].store, out, layers)
+    progress(1, 1)
+    return Done(out, 1, notes=(f"layer ids {', '.join(map(str, ids))}",))

@@ -18,9 +18,10 @@ Write = Callable[..., Done]
 @dataclass(frozen=True)
 class Target:
     """One format. doc: what it is, for help. options: those of `dmi export` that it takes. required: of them. counts:
-    what its progress counts.
+    what its progress counts. suffix: of the file that one store becomes; "" for formats of directories alone.
 
-    Its module has `export(captures, out, progress, **options)`.
+    Its module has `export(captures, out, progress, **options)`, which writes a directory. With a suffix it has
+    `export_file` too, which writes one file.
     """
 
     name: str
@@ -28,19 +29,20 @@ class Target:
     options: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     counts: str = "stores"
+    suffix: str = ""
 
-    def load(self) -> Write:
-        """The function that writes it."""
+    def load(self, file: bool = False) -> Write:
+        """The function that writes a directory, or one file."""
         module = import_module(f"dmi_connector.analysis.export.{self.name.replace('-', '_')}")
-        write: Write = module.export
+        write: Write = module.export_file if file else module.export
         return write
 
 
 TARGETS = {
     target.name: target
     for target in (
-        Target("safetensors", "the file of vLLM's own hidden-states connector", ("layers",)),
-        Target("zip", "one file of a store, as it is: open_capture reads it"),
+        Target("safetensors", "the file of vLLM's own hidden-states connector", ("layers",), suffix=".safetensors"),
+        Target("zip", "one file of a store, as it is: open_capture reads it", suffix=".zip"),
         Target("speculators", "hs_N.safetensors of cached hidden states", ("layers", "number_by")),
         Target("specforge", "rows_A-B/data_N.ckpt of hidden states", ("layers", "number_by", "loss", "gzip")),
         Target("routed-experts", "routed_experts_N.npy, as vLLM returns them", ("number_by", "prompt_start")),
@@ -62,10 +64,13 @@ def export(
     out: Path,
     options: Mapping[str, Any],
     progress: Progress = lambda _done, _total: None,
+    file: bool = False,
 ) -> Done:
     """Write captures in a format. options: those that were given. progress: called with (done, all): `Target.counts`.
+    file: whether `out` is a new file for one capture, for formats with a suffix; else it is a directory.
 
-    Raises ValueError without a capture, for an option that the format lacks, and for one that it needs.
+    Raises ValueError without a capture, for an option that the format lacks, and for one that it needs; FileExistsError
+    for a file that is not new.
     """
     target = TARGETS[to]
     foreign = [name for name in options if name not in target.options]
@@ -76,4 +81,4 @@ def export(
         raise ValueError(f"export: {to} {what} {flags}; see dmi export --help")
     if not len(captures):
         raise ValueError("export: no finished capture matches; give a store, or a directory of stores")
-    return target.load()(captures, out, progress, **options)
+    return target.load(file)(captures, out, progress, **options)

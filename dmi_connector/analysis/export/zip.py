@@ -6,7 +6,7 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from dmi_connector.analysis.export.progress import Done, Progress, export_by_name, whole
+from dmi_connector.analysis.export.progress import Done, Progress, export_by_name, refuse_existing, whole
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
 
@@ -34,10 +34,14 @@ def write_zip(capture: Capture, path: Path) -> None:
 
 
 def export(captures: Captures, out: Path, progress: Progress) -> Done:
-    """One store: the file `out`. Several: `NAME.zip` for each in the directory `out`."""
-    if len(captures) == 1 and not out.is_dir():
-        with captures[0] as capture, whole(out) as partial:
-            write_zip(capture, partial)
-        progress(1, 1)
-        return Done(out, 1)
+    """Write `NAME.zip` for each store, in the directory `out`."""
     return export_by_name(captures, out, ".zip", write_zip, progress, {"to": "zip"})
+
+
+def export_file(captures: Captures, out: Path, progress: Progress) -> Done:
+    """Write the one store of `captures` as the file `out`, which must be new."""
+    refuse_existing(out)
+    with captures[0] as capture, whole(out) as partial:
+        write_zip(capture, partial)
+    progress(1, 1)
+    return Done(out, 1)

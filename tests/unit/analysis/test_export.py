@@ -115,6 +115,50 @@ def test_one_store_is_one_file_and_several_are_a_directory(stores: Path, tmp_pat
     assert torch.equal(load_file(tmp_path / "one")["hidden_states"], want)
 
 
+@pytest.mark.parametrize("to", ["safetensors", "zip"])
+def test_a_file_that_exists_is_not_replaced(
+    stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("precious")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("notes.txt", "link"):
+        status, _, err = run(stores / "b.zarr", "--to", to, "-o", tmp_path / name)
+        assert status == 2 and f"{tmp_path / name} exists; give a new name" in err
+    assert notes.read_text() == "precious" and (tmp_path / "link").is_symlink()
+    monkeypatch.chdir(tmp_path)
+    assert run(stores / "b.zarr", "--to", to)[0] == 0
+    assert f"b.{to} exists" in run(stores / "b.zarr", "--to", to)[2], "nor one under the default name"
+    assert {p.name for p in tmp_path.iterdir()} == {"notes.txt", "link", f"b.{to}"}
+
+
+def test_another_choice_of_layers_does_not_replace_a_file(stores: Path, tmp_path: Path, run: Run) -> None:
+    flags = [stores / "b.zarr", "--to", "safetensors", "-o", tmp_path / "b"]
+    assert run(*flags, "--layers", "1,3")[0] == 0
+    assert run(*flags, "--layers", "2")[0] == 2
+    assert torch.equal(load_file(tmp_path / "b")["hidden_states"], stream(open_capture(stores / "b.zarr"), 1, 3))
+
+
+@pytest.mark.parametrize("to", ["safetensors", "zip"])
+def test_what_is_named_decides_between_a_file_and_a_directory(
+    stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    """A key that leaves one store of a directory does not."""
+    (tmp_path / "there").mkdir()
+    for given, out in (
+        ([stores, "--key", "3"], "one"),
+        ([stores / "a.zarr", stores / "b.zarr", "--key", "3"], "two"),
+        ([stores / "b.zarr"], "nodir/one/"),
+        ([stores / "b.zarr"], "there"),
+    ):
+        for done in ("1 written", "0 written, 1 were there"):
+            status, text, _ = run(*given, "--to", to, "-o", f"{tmp_path}/{out}")
+            assert (status, text) == (0, f"{tmp_path / out}: {done}\n")
+        assert {p.name for p in (tmp_path / out).iterdir()} == {f"b.{to}", NOTE}
+    monkeypatch.chdir(tmp_path)
+    assert "needs -o DIR" in run(stores, "--key", "3", "--to", to)[2]
+
+
 def test_a_run_goes_on_where_the_last_one_was_killed(stores: Path, tmp_path: Path, run: Run) -> None:
     """A killed process leaves the beginning of a file, under another name."""
     flags, out = [stores, "--to", "speculators", "-o", tmp_path / "hs"], tmp_path / "hs"
