@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dmi_connector.hooks import HOOKS
 from dmi_connector.reduce.basis import METADATA
 from dmi_connector.reduce.pca import fit
 from dmi_connector.store.read.capture import Capture, open_capture
@@ -29,15 +31,57 @@ def fit_pca(
     """Fit a basis of `rank` components for each layer of `hooks`, and write all to `out`, a new safetensors file.
 
     It reads the stores once for each hook and layer, and needs 8 width² bytes of memory. Missing rows are left out.
-    Returns {"HOOK.LAYER": share of the variance kept, 0 to 1}. Raises ValueError for hooks that are stored reduced or
-    differ between stores, too few rows, or a rank beyond the width; KeyError for a hook or layer that was not captured;
-    FileExistsError.
+    layers: numbers of the model's layers, negative from its last; None: all that were captured.
+
+    Returns {"HOOK.LAYER": share of the variance kept, 0 to 1}. Raises ValueError for hooks that cannot be reduced, are
+    stored reduced or differ between stores, too few rows, or a rank beyond the width; KeyError for a hook or layer that
+    was not captured; FileExistsError; OSError, before the fit, where `out` cannot be written.
     """
+    for hook in hooks:
+        _check(hook)
+    captures = [open_capture(store, 0, allow_incomplete=True) for store in stores]
+    with _new_file(Path(out)) as partial:
+        return _fit(captures, hooks, rank, partial, layers)
+
+
+def _check(hook: str) -> None:
+    """Raise ValueError for a hook that servers do not reduce."""
+    known = HOOKS.get(hook)
+    if known is not None and (known.scope == "sampled" or known.dtype == "int32"):
+        raise ValueError(
+            f"--hook {hook} cannot be reduced: it"
+            f" {'holds whole numbers' if known.dtype == 'int32' else 'has a row for each sampled token alone'};"
+            " leave it out"
+        )
+
+
+@contextmanager
+def _new_file(out: Path) -> Iterator[Path]:
+    """A path to write to, which gets the name `out` at the end. Raises OSError at once where no file can be made."""
+    if os.path.lexists(out):
+        raise FileExistsError(f"{out} exists; give a new name")
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"fit-pca: {out}: there is no directory {out.parent}; create it or give another -o")
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        partial.touch()
+        partial.unlink()  # a fit takes long, and a killed one leaves nothing
+    except OSError as error:
+        raise OSError(f"fit-pca: {out} cannot be written ({error.strerror}); give another -o") from error
+    try:
+        yield partial
+        os.rename(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _fit(
+    captures: Sequence[Capture], hooks: Sequence[str], rank: int, out: Path, layers: Sequence[int] | None
+) -> dict[str, float]:
+    """Fit the bases and write them to `out`. Returns the shares of `fit_pca`."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    if os.path.exists(out):
-        raise FileExistsError(f"{os.fspath(out)} exists; give a new name")
-    captures = [open_capture(store, 0, allow_incomplete=True) for store in stores]
     tensors: dict[str, np.ndarray] = {}
     about: dict[str, Any] = {}
     kept: dict[str, float] = {}
@@ -49,18 +93,22 @@ def fit_pca(
                 raise ValueError(f"{hook} of {capture.path} is reduced itself; fit on stores that hold it in full")
         if len({capture.array(hook).name for capture in captures}) != 1 or hook not in captures[0].attrs["hooks"]:
             raise ValueError(f"{hook} is another name; give that of the array it lies in")
-        own = captures[0].layers[hook] or [0]
-        wanted = own if layers is None or not captures[0].layers[hook] else list(layers)
+        own = captures[0].layers[hook]
+        wanted = own or [0]
+        if own and layers is not None:
+            found = (source for layer in layers for source in captures[0].sources(hook, layer))
+            wanted = list(dict.fromkeys(source.layer or 0 for source in found))
         for layer in wanted:
-            basis, variance = fit(_rows(captures, hook, layer if captures[0].layers[hook] else None), rank)
+            basis, variance = fit(_rows(captures, hook, layer if own else None), rank)
             name = f"{hook}.{layer}"
             tensors |= {f"{name}.mean": basis.mean, f"{name}.components": basis.components, f"{name}.std": basis.std}
             tensors[f"{name}.variance"] = np.array([variance], np.float32)
             kept[name] = float((basis.std.astype(np.float64) ** 2).sum() / variance) if variance else 1.0
             about[hook] = {"width": len(basis.mean), "k": rank, "layers": wanted}
-    own_name = Path(out).with_name(f".{Path(out).name}.{os.getpid()}")
-    save_file(tensors, own_name, metadata={METADATA: json.dumps({"hooks": about, "stores": len(captures)})})
-    os.rename(own_name, out)
+    try:
+        save_file(tensors, out, metadata={METADATA: json.dumps({"hooks": about, "stores": len(captures)})})
+    except SafetensorError as error:  # such as for want of space
+        raise OSError(f"fit-pca: the basis cannot be written ({error}); give another -o") from error
     return kept
 
 

@@ -9,11 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
+from safetensors import SafetensorError
 
+from dmi_connector.analysis import fit_pca
 from dmi_connector.analysis.fidelity import fidelity, markdown
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce.basis import load
+from dmi_connector.reduce.pca import fit
 from dmi_connector.store.format.pca_files import find_basis, keep_copy
 from tests import storekit as kit
 
@@ -74,6 +78,9 @@ def test_a_fitted_basis_finds_the_directions_of_the_rows(basis: Path) -> None:
         (["--hook", "q", "--rank", "2"], "q of .* is reduced itself"),
         (["--hook", "mlp_post", "--rank", "600"], "450 rows are too few for rank 600"),
         (["--hook", "resid_mid", "--rank", "2", "--layer", "7"], "layer 7"),
+        (["--hook", "resid_mid", "--rank", "2", "--layer", "-3"], r"has no layer -3 in this store; it has \[0, 1\]"),
+        (["--hook", "logits", "--rank", "2"], "--hook logits cannot be reduced: it has a row for each sampled token"),
+        (["--hook", "topk_ids", "--rank", "2"], "--hook topk_ids cannot be reduced: it holds whole numbers"),
     ],
 )
 def test_fits_that_cannot_be_made_are_refused(
@@ -89,6 +96,47 @@ def test_fits_that_cannot_be_made_are_refused(
 def test_a_basis_is_not_overwritten(stores: list[Path], basis: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit-pca", str(stores[0]), "--hook", "resid_mid", "--rank", "2", "-o", str(basis)]) == 2
     assert "exists; give a new name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "why"), [("nowhere/b.st", "there is no directory"), ("x" * 255, "cannot be written")])
+def test_a_place_that_cannot_be_written_is_named_before_the_fit(
+    stores: list[Path],
+    tmp_path: Path,
+    name: str,
+    why: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fits: list[object] = []
+    monkeypatch.setattr(fit_pca, "fit", lambda *args: fits.append(args) or fit(*args))
+    command = ["fit-pca", str(stores[0]), "--hook", "resid_mid", "--rank", "2", "-o"]
+    assert main([*command, str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert f"dmi: fit-pca: {tmp_path / name}" in error and why in error and "give another -o" in error
+    assert not fits and not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_under_a_basis_is_named(
+    stores: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"part")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", full)
+    command = ["fit-pca", str(stores[0]), "--hook", "resid_mid", "--rank", "2", "-o", str(tmp_path / "b")]
+    assert main(command) == 2
+    assert "the basis cannot be written (No space left on device); give another -o" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_negative_layer_is_fitted_under_its_number(stores: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "basis.safetensors"
+    command = ["fit-pca", *map(str, stores[:2]), "--hook", "resid_mid", "--rank", str(RANK), "-o", str(out)]
+    assert main([*command, "--layer", "-1", "--layer", "1"]) == 0
+    assert load(out).hooks == {"resid_mid": {"width": WIDTH, "k": RANK, "layers": [1]}}
+    assert abs(load(out).of("resid_mid", 1, RANK).mean.mean() - 4) < 0.1
+    assert fidelity(stores[2:], [f"pca({out})"], "resid_mid", [1])[0].measures["variance"] > 0.99
 
 
 def test_fidelity_gives_the_known_measures_of_each_reduction(stores: list[Path], basis: Path) -> None:
