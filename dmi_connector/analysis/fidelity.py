@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.read.capture import Capture, open_capture
+
+logger = logging.getLogger(__name__)
 
 DEFAULT = (
     "int8",
@@ -72,10 +75,13 @@ def fidelity(
     """Reduce the rows of `stores` by each of `specs`, and compare the decoded rows with the full ones.
 
     specs: reductions as in server options. One that needs more values than a hook has is left out for that hook. hooks:
-    names or wildcards, separated by commas. layers: layer numbers; None: all. Raises ValueError for stores that hold
-    none of the hooks in full.
+    names or wildcards, separated by commas. layers: numbers of the model's layers, negative from its last; None: all.
+    Hooks that exist once are measured with any. Stores without rows are left out.
+
+    Raises ValueError for stores that hold none of the hooks in full, or no rows, for a layer that none of the hooks
+    has, and where every reduction is left out.
     """
-    captures = [open_capture(store, 0) for store in stores]
+    captures = _with_rows([open_capture(store, 0) for store in stores])
     first = captures[0]
     names = [h for h in first.attrs["hooks"] if any(fnmatch.fnmatch(h, p.strip()) for p in hooks.split(","))]
     names = [h for h in names if HOOKS[h].scope != "sampled" and HOOKS[h].dtype != "int32"]
@@ -84,16 +90,59 @@ def fidelity(
         raise ValueError(
             f"{first.path} holds no hook in full that matches {hooks!r}; it holds {', '.join(first.hooks)}"
         )
-    found = []
+    wanted, reductions = _numbers(first, names, layers), {spec: parse(spec) for spec in specs}
+    found, reasons = [], []
     for hook in names:
         own: list[int | None] = [*first.layers[hook]]
         for layer in own or [None]:
-            if layers is None or layer is None or layer in layers:
+            if wanted is None or layer is None or layer in wanted:
                 rows = np.concatenate([c.numpy(hook, layer) for c in captures])
                 tokens = np.concatenate([c.token_ids for c in captures])
                 dtype = _dtype(first, hook)
-                found += [one for spec in specs if (one := _measure(spec, hook, layer, rows, tokens, dtype))]
+                for spec, reduction in reductions.items():
+                    if reduction is None or (why := _unfit(reduction, rows.shape[1])):
+                        reasons.append("none keeps rows as they are" if reduction is None else why)
+                    else:
+                        found.append(_measure(spec, reduction, hook, layer, rows, tokens, dtype))
+    if not found:
+        why = "; ".join(dict.fromkeys(reasons)) or "none was given"
+        raise ValueError(f"fidelity: no reduction can be measured ({why}); give another --reduce")
     return found
+
+
+def _with_rows(captures: Sequence[Capture]) -> list[Capture]:
+    """Those that hold rows. Raises ValueError where none does."""
+    kept = [capture for capture in captures if capture.attrs["num_tokens"]]
+    if not kept:
+        raise ValueError(f"fidelity: {', '.join(str(c.path) for c in captures)} hold no rows; give a store with rows")
+    for capture in captures:
+        if capture not in kept:
+            logger.warning("fidelity: %s holds no rows; it is left out", capture.path)
+    return kept
+
+
+def _numbers(capture: Capture, hooks: Sequence[str], layers: Sequence[int] | None) -> set[int] | None:
+    """Layers from 0 on; None: all. Raises ValueError for one that none of the hooks has."""
+    own = sorted({number for hook in hooks for number in capture.layers[hook]})
+    if layers is None or not own:
+        return None
+    wanted = {layer: layer + capture.num_layers if layer < 0 else layer for layer in layers}
+    for layer, number in wanted.items():
+        if number not in own:
+            raise ValueError(
+                f"--layer {layer} of {', '.join(hooks)} is not in {capture.path}; it has {', '.join(map(str, own))}"
+            )
+    return set(wanted.values())
+
+
+def _unfit(reduction: Reduction, width: int) -> str:
+    """Why a reduction cannot be applied to rows of this width; "" where it can."""
+    if isinstance(reduction, TopK | RandomProjection):
+        try:
+            reduction.check(width)
+        except ReduceError as error:
+            return str(error)
+    return ""
 
 
 def _dtype(capture: Capture, hook: str) -> str:
@@ -101,18 +150,17 @@ def _dtype(capture: Capture, hook: str) -> str:
 
 
 def _measure(
-    spec: str, hook: str, layer: int | None, rows: np.ndarray, tokens: np.ndarray, dtype: str
-) -> Fidelity | None:
+    spec: str,
+    reduction: Reduction,
+    hook: str,
+    layer: int | None,
+    rows: np.ndarray,
+    tokens: np.ndarray,
+    dtype: str,
+) -> Fidelity:
     import torch
 
-    reduction, width = parse(spec), rows.shape[1]
-    if reduction is None:
-        return None
-    if isinstance(reduction, TopK | RandomProjection):
-        try:
-            reduction.check(width)
-        except ReduceError:  # this hook has too few values
-            return None
+    width = rows.shape[1]
     reduction = reduction.bind(hook, [layer or 0], width, 1)
     reduction.prepare(width, torch.device("cpu"), layer or 0, 0)
     values = torch.from_numpy(rows).to(getattr(torch, dtype))

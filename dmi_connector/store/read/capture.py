@@ -89,7 +89,8 @@ class Capture:
 
     hooks: names that can be read, aliases included. layers: hook -> layer numbers ([] for a hook that exists once).
     complete, reason, missing: whether rows are missing, why, and which [start, stop) rows. prompt_len: tokens of the
-    prompt. attrs: the root attribute (docs/FORMAT.md, section 5).
+    prompt. num_layers: of the model; negative layer numbers count from there.
+    attrs: the root attribute (docs/FORMAT.md, section 5).
 
     `capture["q"]` and `capture["blocks.3.attn.hook_z"]` are short for `numpy`. A Capture keeps `dmi prune` and
     retention from removing its store, until `close` or the end of a `with` block.
@@ -103,7 +104,8 @@ class Capture:
         self.files = files_of(path)
         self._values = HookValues(self.files, attrs)
         layers = [layer for hook in attrs["hooks"].values() for layer in hook["layers"]]
-        self._table = HookTable(attrs["hooks"], int(attrs.get("num_layers") or max(layers, default=0) + 1))
+        self.num_layers = int(attrs.get("num_layers") or max(layers, default=0) + 1)
+        self._table = HookTable(attrs["hooks"], self.num_layers)
         self.hooks: list[str] = self._table.names
         self.layers: dict[str, list[int]] = {name: self._table.layers(name) for name in self.hooks}
         self.complete: bool = attrs["complete"]

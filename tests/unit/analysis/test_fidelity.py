@@ -24,6 +24,7 @@ from tests import storekit as kit
 WIDTH, RANK, TOKENS = 96, 5, 150
 RESID = ArraySpec("resid_mid", "float32", (0, 1), WIDTH)
 NEURONS = ArraySpec("mlp_post", "float32", (0,), 700)
+FINAL = ArraySpec("resid_final", "float32", (), WIDTH)
 INT8 = ArraySpec("q", "uint8", (0,), 68, reduce={"kind": "int8", "affine": False, "dtype": "float32", "width": 64})
 
 
@@ -180,6 +181,46 @@ def test_dmi_fidelity_prints_a_table_or_json(stores: list[Path], capsys: pytest.
     assert "holds no hook in full that matches 'q'" in capsys.readouterr().err
     assert main(["fidelity", str(stores[0]), "--reduce", "int9"]) == 2
     assert "'int9' is unknown" in capsys.readouterr().err
+
+
+def test_stores_without_rows_are_left_out_or_named(
+    stores: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, empty = kit.Store(), tmp_path / "empty.zarr"
+    owner.write(empty, [RESID, NEURONS, INT8], 0)
+    assert owner.shutdown(kit.PATIENCE)
+    assert main(["fidelity", str(empty)]) == 2
+    assert f"dmi: fidelity: {empty} hold no rows; give a store with rows" in capsys.readouterr().err
+    assert fidelity([empty, stores[0]], ["int8(32)"], "resid_mid") == fidelity(stores[:1], ["int8(32)"], "resid_mid")
+    assert caplog.messages == [f"fidelity: {empty} holds no rows; it is left out"]
+
+
+def test_fidelity_counts_negative_layers_from_the_last(stores: list[Path], tmp_path: Path) -> None:
+    [one] = fidelity(stores[:1], ["int8"], "resid_mid", [-1])
+    assert [one] == fidelity(stores[:1], ["int8"], "resid_mid", [1])
+    owner, more = kit.Store(), tmp_path / "more.zarr"
+    owner.write(more, [RESID, FINAL], 20, attrs={"num_layers": 3})
+    assert owner.shutdown(kit.PATIENCE)
+    assert {f.layer for f in fidelity([more], ["int8"], layers=[-2])} == {1, None}
+    assert [f.layer for f in fidelity([more], ["int8"], "resid_final", [0])] == [None], "it exists once"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layer", "99"], "--layer 99 of resid_mid is not in {store}; it has 0, 1"),
+        (["--layer", "1", "--layer", "-3"], "--layer -3 of resid_mid is not in {store}; it has 0, 1"),
+        (["--reduce", "rp(9999)"], "(reduce: rp(9999) is wider than the 96 values of a row; give a smaller k)"),
+        (["--reduce", "none"], "no reduction can be measured (none keeps rows as they are); give another --reduce"),
+        (["--reduce", "none", "--reduce", "topk(97)"], "as they are; reduce: topk(97) keeps more than the 96 values"),
+    ],
+)
+def test_fidelity_says_why_nothing_is_measured(
+    stores: list[Path], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fidelity", str(stores[0]), "--hooks", "resid_mid", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message.replace("{store}", str(stores[0])) in err, err
 
 
 @pytest.mark.parametrize("name", ["../../elsewhere", "/etc/passwd", "", "A" * 64, "0" * 63])
