@@ -21,8 +21,9 @@ _STEP_BYTES = 16 << 20
 class PackedRows:
     """The rows of all stores one after the other, cut into contexts of `context_size` rows.
 
-    hook: such as "resid_pre@3". skip: rows left out at the start of each store. name: TransformerLens' name of the
-    hook, or its own. contexts: their number. left: rows that do not fill a context.
+    hook: such as "resid_pre@3"; in place of a negative layer it has the layer's number. skip: rows left out at the
+    start of each store. name: TransformerLens' name of the hook, or its own. contexts: their number. left: rows that do
+    not fill a context.
 
     Raises ValueError for a hook without a layer, and where no context is full.
     """
@@ -34,7 +35,10 @@ class PackedRows:
             raise ValueError(
                 f"{hook!r} has layers {self._view.layers}; name one, as in '{hook}@{self._view.layers[0]}'"
             )
-        self.name = hook if "hook_" in hook else lens_name(found, layer) or hook
+        if layer is not None and layer < 0:
+            layer = self._view.layers[0]
+            hook = f"{found}@{layer}"
+        self.hook, self.name = hook, hook if "hook_" in hook else lens_name(found, layer) or hook
         self.context_size, self.width = context_size, self._view.width
         self.contexts, self.left = divmod(len(self._view), context_size) if context_size > 0 else (0, 0)
         if not self.contexts:

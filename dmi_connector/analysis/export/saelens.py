@@ -38,7 +38,7 @@ def export(
     [context_size]. A context holds rows of one store after the other. skip: rows left out at the start of each store.
     """
     rows = PackedRows(captures, hook, context_size, skip)
-    settings = {"to": "saelens", "hook": hook, "context_size": context_size, "skip": skip}
+    settings = {"to": "saelens", "hook": rows.hook, "context_size": context_size, "skip": skip}
     fix_stores(out, settings, captures)
     size = rows.step * _BATCHES
     starts = range(0, rows.contexts, size)

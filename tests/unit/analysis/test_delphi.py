@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dmi_connector.analysis.export import delphi
+from dmi_connector.analysis.export.packed import PackedRows
 from dmi_connector.analysis.sparse_encoder import SparseEncoder
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
@@ -134,6 +135,24 @@ def test_all_latents_of_all_contexts_are_written(
     assert [path.name for path in out.iterdir()] == ["blocks.1.hook_mlp_out"], "Delphi takes each entry for a module"
     check(out / "blocks.1.hook_mlp_out", stores, folder, splits)
     assert not list(out.rglob("*.partial"))
+
+
+def test_a_negative_layer_gets_its_number(stores: Path, tmp_path: Path, save: Save) -> None:
+    folder, out = save(), tmp_path / "latents"
+    flags = ["--sae", str(folder), "--context-size", str(CONTEXT), "-o", str(out)]
+    for layer in ("-1", "1"):  # the second finds all that the first wrote
+        assert main(["export", str(stores), "--to", "delphi", "--hook", f"mlp_out@{layer}", *flags]) == 0
+    assert [path.name for path in out.iterdir()] == ["blocks.1.hook_mlp_out"]
+    check(out / "blocks.1.hook_mlp_out", stores, folder, 5)
+
+
+def test_rows_of_a_hook_without_another_name_have_its_number(tmp_path: Path) -> None:
+    owner = kit.Store(1 << 20)
+    owner.write(tmp_path / "a.zarr", [ArraySpec("q", "float32", (0, 2), WIDTH)], 20, attrs={"num_layers": 3})
+    assert owner.shutdown()
+    rows = [PackedRows(open_captures(tmp_path), hook, CONTEXT) for hook in ("q@-1", "q@2", "q@-3")]
+    assert [(packed.hook, packed.name) for packed in rows] == [("q@2", "q@2"), ("q@2", "q@2"), ("q@0", "q@0")]
+    assert np.array_equal(rows[0].read(0, 1), rows[1].read(0, 1))
 
 
 def test_a_killed_run_goes_on_without_its_last_entries(
