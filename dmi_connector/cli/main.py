@@ -166,7 +166,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except (ValueError, KeyError, OSError, ImportError, CaptureIncomplete) as error:
+    except CaptureIncomplete as error:
+        reason, missing = " ".join(str(error.reason or "no reason given").split()), error.missing or "unknown"
+        print(
+            f"dmi: capture {error.path} is incomplete: {reason}; missing rows: {missing}."
+            f" dmi {arguments[0]} takes complete stores; leave this one out, or capture it again",
+            file=sys.stderr,
+        )
+        return 2
+    except (ValueError, KeyError, OSError, ImportError) as error:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         print("dmi: " + " ".join(str(text).split()), file=sys.stderr)
         return 2

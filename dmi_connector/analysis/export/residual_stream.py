@@ -30,8 +30,15 @@ def layer_ids(capture: Capture) -> list[int]:
 
 
 def chosen_ids(capture: Capture, wanted: Sequence[int] | None) -> list[int]:
-    """The ids to export: those wanted, by default all. Raises ValueError for those that the store lacks."""
+    """The ids to export: those wanted, by default all.
+
+    Raises ValueError for a store without a residual stream, and for ids that it lacks.
+    """
     known = layer_ids(capture)
+    if not known:
+        raise ValueError(
+            f"{capture.path} lacks resid_pre and resid_final, the residual stream; capture them (preset hidden-states)"
+        )
     ids = known if wanted is None else list(dict.fromkeys(wanted))
     lacking = [i for i in ids if i not in known]
     if lacking or not ids:

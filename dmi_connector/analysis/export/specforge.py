@@ -37,6 +37,8 @@ def features(capture: Capture, layers: Sequence[int] | None, loss: str) -> dict[
     if "final_ln" not in capture:
         raise ValueError(f"{capture.path} lacks final_ln, which SpecForge takes as target; capture final_ln too")
     known = [i for i in layer_ids(capture) if i != capture.attrs.get("num_layers")]
+    if not known:
+        raise ValueError(f"{capture.path} lacks resid_pre, SpecForge's auxiliary layers; capture resid_pre too")
     ids = chosen_ids(capture, known if layers is None else layers)
     mask = np.ones(len(capture.token_ids), np.int64) if loss == "all" else (capture.phase == 1).astype(np.int64)
     if not mask.any():

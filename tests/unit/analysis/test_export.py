@@ -97,13 +97,27 @@ def test_specforge_names_what_a_store_lacks(tmp_path: Path, run: Run) -> None:
     owner = kit.Store(1 << 20)
     owner.write(tmp_path / "a.zarr", SPECS[:2], 10, attrs={"num_layers": 3})
     owner.write(tmp_path / "b.zarr", SPECS, 10, attrs={"num_layers": 3, "prompt_len": 10})
+    owner.write(tmp_path / "c.zarr", SPECS[1:], 10, attrs={"num_layers": 3})
     assert owner.shutdown()
     flags = ["--to", "specforge", "-o", tmp_path / "out"]
     assert "capture final_ln too" in run(tmp_path / "a.zarr", *flags)[2]
+    assert "capture resid_pre too" in run(tmp_path / "c.zarr", "--to", "specforge", "-o", tmp_path / "out4")[2]
     assert "no generated token" in run(tmp_path / "b.zarr", "--to", "specforge", "-o", tmp_path / "out2")[2]
     assert run(tmp_path / "b.zarr", "--to", "specforge", "--loss", "all", "-o", tmp_path / "out3")[0] == 0
     (made,) = (tmp_path / "out3").rglob("*.ckpt")
     assert torch.load(made)["loss_mask"].tolist() == [1] * 10
+
+
+@pytest.mark.parametrize("flags", [[], ["--layers", "1"]])
+def test_a_store_without_a_residual_stream_is_named(tmp_path: Path, run: Run, flags: list[str]) -> None:
+    owner = kit.Store(1 << 20)
+    owner.write(tmp_path / "a.zarr", SPECS[2:], 10, attrs={"num_layers": 3})
+    assert owner.shutdown()
+    status, _, err = run(tmp_path / "a.zarr", "--to", "safetensors", *flags, "-o", tmp_path / "x")
+    assert status == 2 and err == (
+        f"dmi: {tmp_path / 'a.zarr'} lacks resid_pre and resid_final, the residual stream; capture them"
+        " (preset hidden-states)\n"
+    )
 
 
 def test_one_store_is_one_file_and_several_are_a_directory(stores: Path, tmp_path: Path, run: Run) -> None:
@@ -258,7 +272,12 @@ def test_stores_that_lack_rows_are_refused_by_name_and_left_out_of_directories(t
     owner.write(tmp_path / "a.zarr", SPECS, 10, attrs={"num_layers": 3})
     owner.write(tmp_path / "b.zarr", SPECS, 10, losses=[Loss.of(Cause.FELL_BEHIND, [[2, 3]])])
     assert owner.shutdown()
-    assert "is incomplete" in run(tmp_path / "b.zarr", "--to", "safetensors", "-o", tmp_path / "x")[2]
+    status, _, err = run(tmp_path / "b.zarr", "--to", "safetensors", "-o", tmp_path / "x")
+    assert status == 2 and err == (
+        f"dmi: capture {tmp_path / 'b.zarr'} is incomplete: writing fell behind (policy drop); missing rows: [[2, 3]]."
+        " dmi export takes complete stores; leave this one out, or capture it again\n"
+    )
+    assert main(["fidelity", str(tmp_path / "b.zarr")]) == 2
     assert [info.store.name for info in captures_of([tmp_path]).infos] == ["a.zarr"]
     with pytest.raises(ValueError, match="is no directory"):
         captures_of([tmp_path / "nowhere"])
