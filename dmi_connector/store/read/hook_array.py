@@ -43,6 +43,32 @@ class ShardPieces(NamedTuple):
     pieces: list[Piece]
 
 
+def row_numbers(wanted: slice | Sequence[int] | np.ndarray, length: int, whose: str) -> slice | np.ndarray:
+    """Row numbers of `length` rows as a slice with step 1, or as int64 [n]. Negative ones count from the end.
+
+    wanted: a slice, whole numbers, or a mask of `length` booleans. whose: what has the rows, for errors.
+
+    Raises IndexError for rows that do not exist, for a mask of another length, and for what is no row number.
+    """
+    if isinstance(wanted, slice):
+        spanned = range(length)[wanted]
+        if spanned.step == 1 or not spanned:
+            return slice(spanned.start, spanned.stop) if spanned else slice(0, 0)
+        return np.arange(spanned.start, spanned.stop, spanned.step)
+    numbers = np.asarray(wanted)
+    if numbers.dtype == bool:
+        if numbers.shape != (length,):
+            raise IndexError(f"{whose} has {length} rows, the mask of tokens has shape {numbers.shape}")
+        return np.flatnonzero(numbers)
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise IndexError(f"{whose} has no row {numbers.flat[0]}; give whole numbers, a slice or a mask")
+    numbers = numbers.astype(np.int64).reshape(-1)
+    beyond = numbers[(numbers < -length) | (numbers >= length)]
+    if len(beyond):
+        raise IndexError(f"{whose} has {length} rows, row {beyond[0]} does not exist")
+    return np.where(numbers < 0, numbers + length, numbers)
+
+
 @dataclass(frozen=True, eq=False)
 class HookArray:
     """The geometry of an array, as its zarr.json says.
@@ -172,25 +198,8 @@ class HookArray:
         return self._indexes[segment, shard]
 
     def rows(self, wanted: slice | Sequence[int] | np.ndarray | None) -> slice | np.ndarray:
-        """Row numbers as a slice with step 1, or as int64 [n]. Raises IndexError for rows that do not exist."""
-        length = self.shape[1]
-        if wanted is None:
-            return slice(0, length)
-        if isinstance(wanted, slice):
-            spanned = range(length)[wanted]
-            if spanned.step == 1 or not spanned:
-                return slice(spanned.start, spanned.stop) if spanned else slice(0, 0)
-            return np.arange(spanned.start, spanned.stop, spanned.step)
-        numbers = np.asarray(wanted)
-        if numbers.dtype == bool:
-            if numbers.shape != (length,):
-                raise IndexError(f"{self.name} has {length} rows, the mask of tokens has shape {numbers.shape}")
-            return np.flatnonzero(numbers)
-        numbers = numbers.astype(np.int64, casting="unsafe" if not numbers.size else "same_kind").reshape(-1)
-        beyond = numbers[(numbers < -length) | (numbers >= length)]
-        if len(beyond):
-            raise IndexError(f"{self.name} has {length} rows, row {beyond[0]} does not exist")
-        return np.where(numbers < 0, numbers + length, numbers)
+        """As `row_numbers` gives them; None: all rows. Raises IndexError as it does."""
+        return slice(0, self.shape[1]) if wanted is None else row_numbers(wanted, self.shape[1], self.name)
 
     def plan(
         self, layers: Iterable[int], rows: slice | np.ndarray, out: np.ndarray, places: np.ndarray | None = None

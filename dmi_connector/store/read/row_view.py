@@ -14,7 +14,7 @@ import numpy as np
 from dmi_connector.dtypes import as_torch
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.chunk_reader import read_pieces
-from dmi_connector.store.read.hook_array import HookArray, ShardPieces
+from dmi_connector.store.read.hook_array import HookArray, ShardPieces, row_numbers
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.store.read.metadata import read_array, read_attrs
 from dmi_connector.store.read.open_files import files_of
@@ -33,8 +33,8 @@ class RowView:
     """Rows of one hook in many stores, [rows, width]; [layers, rows, width] for all layers. Made by `Captures.rows`.
 
     `view[5]`, `view[10:20]` and `view[[7, 3, 7]]` read rows as float32; integer hooks keep their dtype. Rows may be
-    asked for in any order: each chunk is read once. A view holds no lock on its stores: keep retention and `dmi prune`
-    away from them.
+    asked for in any order: each chunk is read once. A view takes one index, so it refuses `view[:, 0]`. It holds no
+    lock on its stores: keep retention and `dmi prune` away from them.
 
     length: rows. shape: of all of it. layers: the layers that are read; [] for a hook that exists once.
     """
@@ -97,6 +97,10 @@ class RowView:
         return f"RowView({which}, {self.shape}, {len(self.stores)} stores)"
 
     def __getitem__(self, rows: Rows) -> np.ndarray:
+        if isinstance(rows, tuple):
+            raise IndexError(f"the view of {self.hook!r} takes one index, not {rows!r}; for rows give a list")
+        if isinstance(rows, bool):
+            rows = np.array(rows)  # a mask without a length, and not row 0 or 1
         if isinstance(rows, int | np.integer):
             return self.read([int(rows)])[..., 0, :]
         return self.read(rows)
@@ -104,8 +108,10 @@ class RowView:
     def read(self, rows: slice | Sequence[int] | np.ndarray, convert: bool = True) -> np.ndarray:
         """Rows [n, width] as float32, or with convert=False in the stored dtype; see `Capture.numpy`.
 
-        Raises IndexError for rows that are not there. Raises ValueError that names the file for damaged values, and for
-        a store whose rows are of another shape.
+        rows: a slice, whole numbers, or a mask with a boolean for each row of the view.
+
+        Raises IndexError for rows that are not there and for a mask of another length. Raises ValueError that names the
+        file for damaged values, and for a store whose rows are of another shape.
         """
         numbers = self._numbers(rows)
         dtype = self.stored_dtype
@@ -167,17 +173,8 @@ class RowView:
         return values if self._stacked else values[0]
 
     def _numbers(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
-        length = len(self)
-        if isinstance(rows, slice):
-            return np.arange(*rows.indices(length))
-        numbers = np.asarray(rows)
-        if numbers.dtype == bool:
-            numbers = np.flatnonzero(numbers)
-        numbers = numbers.astype(np.int64).reshape(-1)
-        beyond = numbers[(numbers < -length) | (numbers >= length)]
-        if len(beyond):
-            raise IndexError(f"the view of {self.hook!r} has {length} rows, row {beyond[0]} does not exist")
-        return np.where(numbers < 0, numbers + length, numbers)
+        numbers = row_numbers(rows, len(self), f"the view of {self.hook!r}")
+        return np.arange(numbers.start, numbers.stop) if isinstance(numbers, slice) else numbers
 
     def _plan(self, numbers: np.ndarray, out: np.ndarray) -> list[ShardPieces]:
         """What is to be read, store by store."""

@@ -12,6 +12,7 @@ import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -257,6 +258,26 @@ def test_random_rows_may_repeat_and_come_in_any_order(view: RowView) -> None:
     assert view[[]].shape == (0, 8)
     with pytest.raises(IndexError, match="the view of 'resid_pre' has 435 rows, row 435 does not exist"):
         view[[435]]
+
+
+def test_what_is_no_row_of_a_view_is_refused(view: RowView) -> None:
+    bad: list[tuple[Any, str]] = [
+        ((3, 4), r"takes one index, not \(3, 4\); for rows give a list"),
+        ((slice(None), 0), "takes one index"),
+        (2.9, "has no row 2.9; give whole numbers, a slice or a mask"),
+        ([1.9], "has no row 1.9"),
+        (np.array([0, 1.5]), "has no row 0.0"),
+        (None, "has no row None"),
+        (np.array([False, True]), r"has 435 rows, the mask of tokens has shape \(2,\)"),
+        (True, r"the mask of tokens has shape \(\)"),
+    ]
+    for index, message in bad:
+        with pytest.raises(IndexError, match=message):
+            view[index]
+    for read in (view.read, view.torch, view.origins):
+        with pytest.raises(IndexError, match=r"has no row 1\.9;"):
+            read([1.9])
+    np.testing.assert_array_equal(view[np.int64(3)], view[3])
 
 
 def test_a_view_keeps_the_stored_dtype_where_it_is_asked_to(view: RowView) -> None:
