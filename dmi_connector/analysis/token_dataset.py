@@ -65,7 +65,8 @@ class TokenDataset(IterableDataset[Batch]):
     Memory: two buffers of `buffer_tokens` rows of all hooks. A batch is a part of such a buffer: clone what you keep.
 
     Raises ValueError for hooks that cannot be batched, and when the stores hold too few tokens; KeyError for a hook or
-    layer that was not captured.
+    layer that the first store did not capture. Other stores are opened when they are read. One that did not capture it
+    raises KeyError then: `open_captures(..., hooks=hooks)` leaves such stores out.
     """
 
     def __init__(

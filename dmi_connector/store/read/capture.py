@@ -103,9 +103,8 @@ class Capture:
         self._release = weakref.finalize(self, _close, held)
         self.files = files_of(path)
         self._values = HookValues(self.files, attrs)
-        layers = [layer for hook in attrs["hooks"].values() for layer in hook["layers"]]
-        self.num_layers = int(attrs.get("num_layers") or max(layers, default=0) + 1)
-        self._table = HookTable(attrs["hooks"], self.num_layers)
+        self._table = HookTable.of(attrs)
+        self.num_layers = self._table.num_layers
         self.hooks: list[str] = self._table.names
         self.layers: dict[str, list[int]] = {name: self._table.layers(name) for name in self.hooks}
         self.complete: bool = attrs["complete"]

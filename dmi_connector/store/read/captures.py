@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
 from dmi_connector.store.read.capture import Capture, open_capture
+from dmi_connector.store.read.hook_names import HookTable, hook_and_layer
 from dmi_connector.store.read.index import FINISHED, CaptureInfo, find_captures, indexed_captures, info_of, same_request
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.remote_index import list_prefix
 from dmi_connector.store.read.row_view import RowView
-from dmi_connector.store.read.thread_pool import in_fetch_threads
+from dmi_connector.store.read.thread_pool import in_fetch_threads, in_threads
 
 if TYPE_CHECKING:
     import pandas
@@ -36,6 +37,7 @@ def open_captures(
     before: Time | None = None,
     prompt_len: range | int | None = None,
     incomplete: bool = False,
+    hooks: str | Collection[str] | None = None,
 ) -> Captures:
     """The finished stores of a directory, by start time. Opens none of them: the directory's index is read.
 
@@ -47,7 +49,8 @@ def open_captures(
     key: one key, or several. request_id: as in `find_captures`. model: the model's name, or the last part of its path.
     after, before: when the request began, as ISO 8601 or a datetime; without a zone it is UTC. `after` itself counts,
     `before` does not. prompt_len: tokens of the prompt, a number or a range. incomplete: also stores that lack rows.
-    where: called with each `CaptureInfo` that the other filters let pass.
+    where: called with each `CaptureInfo` that these filters let pass. hooks: what a store must have captured, as in
+    `Captures.filter`; it is looked for last, since the index does not have it.
 
     Stores of a directory without an index are found by their names (*.zarr), and each is opened once. Raises ValueError
     for a time that is none, for a directory that is not there, and where one of these stores cannot be read.
@@ -77,7 +80,7 @@ def open_captures(
         kept = [info for info in kept if info.model is not None and model in (info.model, Path(info.model).name)]
     if lengths is not None:
         kept = [info for info in kept if info.prompt_len in lengths]
-    return Captures(tuple(info for info in kept if where is None or where(info)))
+    return Captures(tuple(info for info in kept if where is None or where(info))).filter(hooks=hooks)
 
 
 def is_there(info: CaptureInfo) -> bool:
@@ -146,6 +149,21 @@ def _whole(info: CaptureInfo) -> CaptureInfo:
     return replace(info, prompt_len=attrs["prompt_len"], model=attrs.get("model"))
 
 
+def _holding(infos: Sequence[CaptureInfo], hooks: str | Collection[str]) -> list[CaptureInfo]:
+    """Those that captured all of these hooks."""
+    wanted = [hook_and_layer(name) for name in ([hooks] if isinstance(hooks, str) else hooks)]
+    holding: set[int] = set()
+
+    def look(number: int) -> None:
+        table = HookTable.of(read_attrs(infos[number].store))
+        if all(table.holds(hook, layer) for hook, layer in wanted):
+            holding.add(number)
+
+    remote = any(isinstance(info.store, RemotePath) for info in infos)
+    (in_fetch_threads if remote else in_threads)(look, range(len(infos)))
+    return [infos[number] for number in sorted(holding)]
+
+
 def _time(name: str, value: Time | None) -> datetime.datetime | None:
     try:
         at = datetime.datetime.fromisoformat(value) if isinstance(value, str) else value
@@ -195,9 +213,15 @@ class Captures:
         tokens = sum(info.num_tokens or 0 for info in self.infos)
         return f"Captures({len(self)} stores, {tokens} tokens)"
 
-    def filter(self, where: Where) -> Captures:
-        """Those whose `CaptureInfo` `where` accepts."""
-        return Captures(tuple(info for info in map(_whole, self.infos) if where(info)))
+    def filter(self, where: Where | None = None, *, hooks: str | Collection[str] | None = None) -> Captures:
+        """Those whose `CaptureInfo` `where` accepts, and that captured all of `hooks`. None lets everything pass.
+
+        hooks: one name or several, such as "resid_pre@3" (hook@layer), "q" (any layer of it) or "blocks.3.attn.hook_z".
+        The root document of each store that `where` accepts is read once. Raises ValueError where one cannot be read,
+        and for a bad layer.
+        """
+        kept = [info for info in map(_whole, self.infos) if where(info)] if where is not None else self.infos
+        return Captures(tuple(kept if hooks is None else _holding(kept, hooks)))
 
     def progress(self, description: str | None = None) -> Iterator[Capture]:
         """Go through the stores as a loop does, with a progress bar (tqdm) on standard error.
@@ -251,6 +275,8 @@ class Captures:
         hook, layer: as in `Capture.numpy`. skip: rows that are left out at the start of each store, such as 1 for the
         first token, whose norm is often large. Missing rows are left out.
 
-        Raises ValueError without a store, and for logits; KeyError for a hook or layer that was not captured.
+        Raises ValueError without a store, and for logits; KeyError for a hook or layer that the first store did not
+        capture. Another store that did not is found when it is read, which then raises KeyError: `filter(hooks=...)`
+        leaves such stores out.
         """
         return RowView(self.infos, hook, layer, skip)

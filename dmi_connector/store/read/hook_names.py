@@ -45,6 +45,12 @@ class HookTable:
         if post:
             self._sources.setdefault(RESID_POST, post)
 
+    @classmethod
+    def of(cls, attrs: Mapping[str, Any]) -> HookTable:
+        """The names of a store. attrs: its root attribute."""
+        layers = [layer for hook in attrs["hooks"].values() for layer in hook["layers"]]
+        return cls(attrs["hooks"], int(attrs.get("num_layers") or max(layers, default=0) + 1))
+
     def _resid_post(self) -> list[Source]:
         """resid_post of layer l is resid_pre of layer l + 1, and resid_final after the last."""
         pre = self._sources.get("resid_pre", [])
@@ -69,18 +75,25 @@ class HookTable:
             )
         return self._sources[name]
 
+    def holds(self, name: str, layer: int | None = None) -> bool:
+        """Whether a layer of a hook is in the store; None: whether any is."""
+        sources = self._sources.get(name, [])
+        return bool(sources) if layer is None else self._find(sources, layer) is not None
+
+    def _find(self, sources: list[Source], layer: int) -> Source | None:
+        number = layer + self.num_layers if layer < 0 else layer
+        if sources and sources[0].layer is None and layer == 0:
+            return sources[0]
+        return next((source for source in sources if source.layer == number), None)
+
     def source(self, name: str, layer: int) -> Source:
         """One layer of a hook; negative layers count from the model's last. A hook that exists once has layer 0.
 
         Raises KeyError for layers that were not captured.
         """
-        number = layer + self.num_layers if layer < 0 else layer
-        sources = self.sources(name)
-        if sources[0].layer is None and layer == 0:
-            return sources[0]
-        for source in sources:
-            if source.layer == number:
-                return source
+        source = self._find(self.sources(name), layer)
+        if source is not None:
+            return source
         captured = self.layers(name) or "no layer axis: leave layer out"
         raise KeyError(f"hook {name!r} has no layer {layer} in this store; it has {captured}")
 

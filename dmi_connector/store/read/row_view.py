@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dmi_connector.dtypes import as_torch
+from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.chunk_reader import read_pieces
 from dmi_connector.store.read.hook_array import HookArray, ShardPieces, row_numbers
 from dmi_connector.store.read.index import CaptureInfo
-from dmi_connector.store.read.metadata import read_array, read_attrs
+from dmi_connector.store.read.metadata import attrs_of, read_array, read_attrs
 from dmi_connector.store.read.open_files import files_of
 from dmi_connector.store.read.stored_reduction import StoredReduction
 from dmi_connector.store.read.thread_pool import in_fetch_threads, in_threads
@@ -111,7 +112,8 @@ class RowView:
         rows: a slice, whole numbers, or a mask with a boolean for each row of the view.
 
         Raises IndexError for rows that are not there and for a mask of another length. Raises ValueError that names the
-        file for damaged values, and for a store whose rows are of another shape.
+        file for damaged values, and for a store whose rows are of another shape. Raises KeyError for a store that did
+        not capture the hook or layer.
         """
         numbers = self._numbers(rows)
         dtype = self.stored_dtype
@@ -202,12 +204,16 @@ class RowView:
                 return found
         path = self.stores[store]
         files = files_of(path)
-        document = read_array(files, self._array)
-        array = HookArray.parse(files, self._array, document, self._complete[store])
         try:
-            layers = [array.layers.index(layer) for layer in self._layers] if self._layers[0] is not None else [0]
+            document = read_array(files, self._array)
         except ValueError as error:
-            raise ValueError(f"{path} holds other layers of {self.hook!r}: {list(array.layers)}") from error
+            if self._array not in attrs_of(files)["hooks"]:
+                raise self._not_captured(path, ()) from error
+            raise
+        array = HookArray.parse(files, self._array, document, self._complete[store])
+        if not set(self._layers) <= {*array.layers, None}:
+            raise self._not_captured(path, array.layers)
+        layers = [array.layers.index(layer) for layer in self._layers if layer is not None] or [0]
         if store and (array.shape[2], array.dtype, array.reduce) != (
             self._stored_width,
             self.stored_dtype,
@@ -219,6 +225,12 @@ class RowView:
             while len(self._open) > _MOST_OPEN:
                 self._open.popitem(last=False)
         return array, layers
+
+    def _not_captured(self, path: Place, held: Collection[int]) -> KeyError:
+        """The error for a store that lacks what is read. held: layers of the array there."""
+        names = [f"{self.hook}@{layer}" for layer in self.layers] or [self.hook]
+        lacking = [name for name, layer in zip(names, self._layers, strict=True) if layer not in held]
+        return KeyError(f"{path} did not capture {lacking}; leave such stores out with open_captures(hooks={names})")
 
 
 def _source(capture: Capture, hook: str, layer: int | None) -> tuple[str, list[int | None], list[int]]:

@@ -265,6 +265,20 @@ def test_a_damaged_chunk_ends_the_iteration_with_an_error(tmp_path: Path) -> Non
         list(data)
 
 
+def test_a_store_without_the_hook_ends_the_iteration_with_its_name(tmp_path: Path) -> None:
+    stores = kit.Store(1 << 20)
+    for i, specs in enumerate([SPECS, SPECS[:1]]):
+        stores.write(tmp_path / f"{i}.zarr", specs, 64, values=named(i, 64), attrs={"num_layers": 2})
+    assert stores.shutdown()
+    options: dict[str, Any] = {"hooks": "z@1", "batch_size": 16, "buffer_tokens": 16, "shuffle": False}
+    data = TokenDataset(open_captures(tmp_path), **options)
+    with pytest.raises(KeyError, match=r"1\.zarr did not capture \['z@1'\]; leave such stores out"):
+        list(data)
+    assert tokens(TokenDataset(open_captures(tmp_path, hooks="z@1"), **options)) == [
+        list(range(i, i + 16)) for i in range(0, 64, 16)
+    ]
+
+
 @pytest.fixture
 def reduced(tmp_path: Path) -> Iterator[tuple[Path, np.ndarray]]:
     reduction = parse("int8")

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import pickle
+import re
 import shutil
 import sys
 import tracemalloc
@@ -362,8 +363,50 @@ def test_stores_of_other_shapes_are_refused_when_they_are_read(stores: kit.Store
     assert view[:10].shape == (10, 6)
     with pytest.raises(ValueError, match=r"1\.zarr holds rows of 'z' of another width"):
         view[10:20]
-    with pytest.raises(ValueError, match=r"2\.zarr holds other layers of 'z': \[0\]"):
+    with pytest.raises(KeyError, match=r"2\.zarr did not capture \['z@1'\]; leave .* open_captures\(hooks=\['z@1'\]\)"):
         view[20:]
+
+
+def test_stores_without_a_hook_or_layer_are_named_and_can_be_left_out(stores: kit.Store, tmp_path: Path) -> None:
+    both, one, none = (
+        ArraySpec("z", "float32", (0, 1), 6),
+        ArraySpec("z", "float32", (1,), 6),
+        ArraySpec("v", "float32", (0,), 6),
+    )
+    for name, spec, length in (("0", both, 10), ("1", one, 20), ("2", none, 30)):
+        stores.write(tmp_path / f"{name}.zarr", [spec], length, attrs={"num_layers": 2})
+    captures = open_captures(tmp_path)
+    for layer, lacking, rows in (
+        (0, ["z@0"], slice(10, 20)),
+        (1, ["z@1"], slice(30, 40)),
+        (None, ["z@0"], slice(10, 20)),
+    ):
+        view = captures.rows("z", layer)
+        assert len(view) == 60 and view.read(slice(0, 10)).shape[-2:] == (10, 6)
+        with pytest.raises(KeyError, match=re.escape(f"zarr did not capture {lacking}; leave such stores out")):
+            view.read(rows)
+    assert names(open_captures(tmp_path, hooks="z")) == ["0.zarr", "1.zarr"]
+    for hooks, kept in [
+        ("z@0", ["0.zarr"]),
+        (["z@0", "z@-1"], ["0.zarr"]),
+        ("blocks.1.attn.hook_z", ["0.zarr", "1.zarr"]),
+        (["z", "v"], []),
+        ([], ["0.zarr", "1.zarr", "2.zarr"]),
+    ]:
+        assert names(open_captures(tmp_path, hooks=hooks)) == names(captures.filter(hooks=hooks)) == kept
+    assert names(captures.filter(lambda info: info.num_tokens != 10, hooks="z")) == ["1.zarr"]
+    assert open_captures(tmp_path, hooks="z@1").rows("z", 1)[:].shape == (30, 6)
+    with pytest.raises(ValueError, match="'z@x' names no layer"):
+        open_captures(tmp_path, hooks="z@x")
+
+
+def test_a_lost_array_of_a_view_is_damage(stores: kit.Store, tmp_path: Path) -> None:
+    for i in range(2):
+        stores.write(tmp_path / f"{i}.zarr", [kit.Q], 10)
+    view = open_captures(tmp_path).rows("q", 0)
+    (tmp_path / "1.zarr/q/zarr.json").unlink()
+    with pytest.raises(ValueError, match="the metadata of array 'q' cannot be read"):
+        view[10]
 
 
 @pytest.mark.parametrize("shards", [1, 2])
