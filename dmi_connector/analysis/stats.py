@@ -83,8 +83,8 @@ def _of_token(rows: np.ndarray, token: int) -> np.ndarray:
 def heat(capture: Capture, hook: str, statistic: str, index: int, window: slice) -> np.ndarray:
     """A statistic of the rows `window` in every layer of a hook, float32 [layers, tokens].
 
-    index: the neuron, head or token id, for statistics that take one. NaN where the store has no value: missing rows,
-    and tokens without logits. Layers are read one at a time.
+    index: the neuron, head or token id, for statistics that take one. window: any slice of the store's rows. NaN where
+    the store has no value: missing rows, and tokens without logits. Layers are read one at a time.
 
     Raises KeyError for an unknown hook, ValueError for an unknown statistic or an index outside its range.
     """
@@ -122,10 +122,14 @@ def _values(
         yield slice(None), capture.numpy(hook, layer, window)
         return
     rows = capture.logits_positions - int(capture.attrs["start"])
-    samples = np.flatnonzero((rows >= window.start) & (rows < window.stop))
+    chosen = np.arange(len(capture.token_ids))[window]
+    places = np.full(len(capture.token_ids), -1)  # -1: outside the window
+    places[chosen] = np.arange(len(chosen))
+    samples = np.flatnonzero((rows >= 0) & (rows < len(places)))
+    samples = samples[places[rows[samples]] >= 0]
     for first in range(0, len(samples), _SAMPLES):
         some = samples[first : first + _SAMPLES]
-        yield rows[some] - window.start, capture.numpy(hook, tokens=some)
+        yield places[rows[some]], capture.numpy(hook, tokens=some)
 
 
 def _check_index(capture: Capture, hook: str, statistic: Statistic, index: int) -> None:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from dmi_connector import open_capture
 from dmi_connector.analysis import plot_text, texts
-from dmi_connector.analysis.stats import heat
+from dmi_connector.analysis.stats import heat, statistics
 from dmi_connector.analysis.text_layout import Piece
 from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.analysis.unembedding import log_softmax
@@ -43,6 +43,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert len(ids) > 80, "so that the 1st percentile is not the least value"
     loss = Loss.of(Cause.FELL_BEHIND, [LOST])
     return analysiskit.write_store(root / "text.zarr", oracle, ids, len(ids) // 2, losses=[loss])
+
+
+@pytest.mark.parametrize("hook", ["logits", "resid_final", "q"])
+def test_any_slice_of_rows_has_their_statistics(store: Path, hook: str) -> None:
+    bounds = [(None, None), (-5, None), (80, None), (None, 50), (50, 68, 2), (None, None, -3), (50, 50), (60, 10_000)]
+    with open_capture(store, allow_incomplete=True) as capture:
+        name = statistics(capture, hook)[0].name
+        whole = heat(capture, hook, name, 0, slice(0, len(capture.token_ids)))
+        assert np.isfinite(whole[:, -5]).all()
+        for window in (slice(*some) for some in bounds):
+            np.testing.assert_allclose(
+                heat(capture, hook, name, 0, window), whole[:, window], 1e-6, err_msg=str(window)
+            )
 
 
 class Drawn:
