@@ -158,7 +158,7 @@ def test_narrow_stores_say_what_was_not_captured(oracle: Callable[..., Oracle], 
     found = capture.activation_cache()
     assert "blocks.0.hook_resid_post" in found.cache_dict and "blocks.2.hook_resid_post" not in found.cache_dict
     assert found.why_absent("blocks.2.hook_resid_post") == "resid_post of layer 2 was not captured"
-    assert "which were not captured" in found.why_absent("blocks.0.attn.hook_pattern")
+    assert "which were not both captured" in found.why_absent("blocks.0.attn.hook_pattern")
     capture.missing.append([3, 4])
     assert found.why_absent("blocks.0.hook_mlp_out") == "mlp_out of layer 0 was not captured"
 

@@ -101,6 +101,9 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
         if name in self.cache_dict:
             raise KeyError(f"{name!r} is in the cache")
         short, layer = names.split_name(name)
+        block = next((full for full in self.cache_dict if layer is None and names.split_name(full)[0] == name), None)
+        if block is not None:
+            return f"it belongs to a block: name one, as in {block}"
         known = names.why_not_equal(short, self._capture.attrs)
         if known is not None:
             return known
@@ -110,7 +113,7 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
         if hook is not None:
             return f"{hook} {'' if layer is None else f'of layer {layer} '}was not captured"
         if short == names.PATTERN:
-            return self._why_no_pattern()
+            return self._why_no_pattern(layer)
         if short in names.OF_NORMS:
             return "it follows from the norm's input and epsilon: capture that, and give the model of TransformerLens"
         return names.OTHERWISE
@@ -177,12 +180,15 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
     def _why_no_pattern(self, layer: int | None = None) -> str:
         """Why the pattern of a layer cannot be worked out; "" where it can. None: of any layer."""
         hooks = seen_by_attention(self._capture)
+        queries, keys = (set(self._capture.layers.get(hook, ())) for hook in hooks)
+        if not queries & keys if layer is None else layer not in queries & keys:
+            where = "one layer" if layer is None else f"layer {layer}"
+            return f"it is worked out from {hooks[0]} and {hooks[1]} of {where}, which were not both captured"
         for hook in hooks:
-            if hook not in self._capture or (layer is not None and layer not in self._capture.layers[hook]):
-                return f"it is worked out from {hooks[0]} and {hooks[1]}, which were not captured"
             if self._is_other(hook, layer):
                 return f"{hook} was stored as a projection or a summary, not as itself"
-        if self._capture.attrs["start"] or self._capture.missing:
+        lacking = [r for r in self._capture.missing if r[0] < self._capture.attrs["num_tokens"]]
+        if self._capture.attrs["start"] or lacking:
             return "attention needs all earlier rows as keys, and the store lacks some"
         if self._capture.attrs.get("attention", {}).get("sinks"):
             return "the model has attention sinks, which are not stored"

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dmi_connector.layout import ArraySpec
+from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read import lens_names as names
 from dmi_connector.store.read.capture import Capture, open_capture
 from tests import storekit as kit
@@ -102,3 +106,67 @@ def test_a_name_of_another_tensor_is_refused_with_the_reason(tmp_path: Path) -> 
         cap["hook_embed"]
     with pytest.raises(KeyError, match="suffixes that have"):
         cap["blocks.1.hook_nothing"]
+
+
+# ---- the cache, without TransformerLens: tests/types has it with ---------------------------------------------------
+
+
+@pytest.fixture
+def cache_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """cache_of(specs, rows=10, **options): the cache of a store, over a stand-in for TransformerLens' own."""
+
+    class ActivationCache:
+        def __init__(self, cache_dict: Any, model: Any, has_batch_dim: bool) -> None:
+            self.cache_dict = cache_dict
+
+        def __getitem__(self, name: str) -> Any:
+            return self.cache_dict[name]
+
+    module = "dmi_connector.store.read.activation_cache"
+    monkeypatch.setitem(sys.modules, "transformer_lens", SimpleNamespace(ActivationCache=ActivationCache))
+    monkeypatch.delitem(sys.modules, module, raising=False)
+
+    def make(specs: list[ArraySpec], rows: int = 10, **options: Any) -> Any:
+        owner = kit.Store(1 << 20)
+        attrs = {"num_layers": 2, "dims": {"heads": 2, "kv_heads": 1, "head_dim": 8}}
+        owner.write(tmp_path / "a.zarr", specs, rows, attrs=attrs, **options)
+        assert owner.shutdown()
+        return open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True).activation_cache()
+
+    yield make
+    sys.modules.pop(module, None)
+
+
+def of_attention(*layers: int, keys: tuple[int, ...] = ()) -> list[ArraySpec]:
+    return [ArraySpec("q_rot", "float32", layers, 16), ArraySpec("k_rot", "float32", keys or layers, 8)]
+
+
+def test_the_reason_for_an_absent_pattern_is_that_of_its_layer(cache_of: Callable[..., Any]) -> None:
+    cache = cache_of(of_attention(1))
+    assert "blocks.1.attn.hook_pattern" in cache.cache_dict
+    why = "it is worked out from q_rot and k_rot of layer 0, which were not both captured"
+    assert cache.why_absent("blocks.0.attn.hook_pattern") == why
+    with pytest.raises(KeyError, match=f"'blocks.0.attn.hook_pattern' is not in the cache: {why}"):
+        cache["blocks.0.attn.hook_pattern"]
+    assert cache.why_absent("attn.hook_pattern").endswith("name one, as in blocks.1.attn.hook_pattern")
+    assert cache.why_absent("attn.hook_rot_q").endswith("name one, as in blocks.1.attn.hook_rot_q")
+    assert all(cache.absent.values())
+
+
+def test_queries_and_keys_of_different_layers_give_no_pattern(cache_of: Callable[..., Any]) -> None:
+    cache = cache_of(of_attention(0, keys=(1,)))
+    assert cache.absent["attn.hook_pattern"].endswith("q_rot and k_rot of one layer, which were not both captured")
+
+
+@pytest.mark.parametrize(("lost", "there"), [([16, 24], True), ([15, 24], False)])
+def test_rows_that_lack_behind_the_end_are_no_keys_of_a_pattern(
+    cache_of: Callable[..., Any], lost: list[int], there: bool
+) -> None:
+    loss = Loss.of(Cause.ENDED_EARLY, [lost], finish="abort", end=16, expected=24)
+    cache = cache_of(of_attention(1), 16, losses=[loss])
+    assert ("blocks.1.attn.hook_pattern" in cache.cache_dict) is there
+    if there:
+        torch = pytest.importorskip("torch")
+        assert cache["blocks.1.attn.hook_pattern"].shape == torch.Size((1, 2, 16, 16))
+    else:
+        assert "the store lacks some" in cache.why_absent("blocks.1.attn.hook_pattern")
