@@ -207,7 +207,7 @@ def _directory(path: str, kind: str) -> Path:
 
 def _refuse_many(place: Place) -> None:
     """Raise ValueError for a directory of stores, where one store is wanted."""
-    from dmi_connector.store.read.captures import is_store
+    from dmi_connector.store.read.index import is_store
 
     inside = [] if is_store(place) or not isinstance(place, Path) else sorted(place.glob("*.zarr"))
     if inside:
@@ -269,7 +269,7 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from dmi_connector.store.read.captures import is_store
+    from dmi_connector.store.read.index import is_store
     from dmi_connector.store.read.metadata import read_attrs
     from dmi_connector.store.read.verify import begun_stores, stores_of, unseen, verify_store
 

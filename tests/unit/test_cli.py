@@ -177,6 +177,7 @@ def test_plots_have_true_norms_and_token_labels(stores: Path, tmp_path: Path) ->
         (["info", "{stores}/one.zarr/resid_pre"], ["not a capture"]),
         (["ls", "nowhere"], ["nowhere", "store directory"]),
         (["ls", "{stores}/index.jsonl"], ["is a file"]),
+        (["ls", "{stores}/one.zarr"], ["one.zarr is a store; give its directory"]),
         (["verify", "{stores}/one.zarr/resid_pre/c"], ["no finished store"]),
         (["export", "{stores}/short.zarr", "--to", "safetensors"], ["resid_pre"]),
         (["plot", "{stores}/short.zarr", "-o", "x.png"], ["no residual stream", "q"]),

@@ -9,10 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
+from dmi_connector.store.format.remote_path import Given, RemotePath, place_of
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.hook_names import HookTable, hook_and_layer
-from dmi_connector.store.read.index import FINISHED, CaptureInfo, find_captures, indexed_captures, info_of, same_request
+from dmi_connector.store.read.index import (
+    FINISHED,
+    CaptureInfo,
+    find_captures,
+    indexed_captures,
+    info_of,
+    is_store,
+    same_request,
+)
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.remote_index import list_prefix
 from dmi_connector.store.read.row_view import RowView
@@ -53,13 +61,12 @@ def open_captures(
     `Captures.filter`; it is looked for last, since the index does not have it.
 
     Stores of a directory without an index are found by their names (*.zarr), and each is opened once. Raises ValueError
-    for a time that is none, for a directory that is not there, and where one of these stores cannot be read.
+    for a time that is none, for a directory that is not there, for a store in its place, and where one of these stores
+    cannot be read.
     """
     place = place_of(directory)
     if isinstance(place, RemotePath):
         found = _remote(place)
-    elif not place.is_dir():
-        raise ValueError(f"{directory} is no directory; give a directory of stores")
     else:
         one = key if isinstance(key, str) else None
         found = find_captures(place, one, request_id)
@@ -105,12 +112,6 @@ def captures_of(paths: Iterable[Given], key: str | Collection[str] | None = None
         else:
             infos += open_captures(path, key).infos
     return Captures(tuple(infos))
-
-
-def is_store(place: Place) -> bool:
-    """Whether a path or URL is meant as one store, and not as a directory of stores."""
-    named = place.suffix == ".zarr" or (place.suffix == ".zip" and not (isinstance(place, Path) and place.is_dir()))
-    return named or (isinstance(place, Path) and (place / "zarr.json").exists())
 
 
 def _remote(place: RemotePath) -> list[CaptureInfo]:

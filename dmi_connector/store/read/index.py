@@ -125,10 +125,13 @@ def find_captures(directory: Given, key: str | None = None, request_id: str | No
     The directory's index is read, and no store that it names is opened. Others in a directory of this machine, such as
     copies, are found by their names (*.zarr), and each is opened once; with a key or request id that is done where the
     index has none. One that cannot be read is "failed". Without any index it raises ValueError.
+
+    Raises ValueError for a directory that is not there (a server makes its own when it starts), and for a store.
     """
     place = place_of(directory)
     if isinstance(place, RemotePath):
         return indexed_captures(place, key, request_id)
+    _check_directory(place)
     if not (place / INDEX_NAME).exists():
         return _wanted(map(_scanned, _unnamed(place)), key, request_id)
     word = key if key is not None else request_id
@@ -140,6 +143,20 @@ def find_captures(directory: Given, key: str | None = None, request_id: str | No
         lines = _lines(place, word)
     unnamed = map(_scanned_or_failed, (store for store in others if store.name not in lines))
     return sorted([*found, *_wanted(unnamed, key, request_id)], key=lambda info: info.started)
+
+
+def _check_directory(place: Path) -> None:
+    """Raise ValueError for what is no directory of stores. One with an index is, whatever its name."""
+    if place.exists() and is_store(place) and not (place / INDEX_NAME).exists():
+        raise ValueError(f"{place} is a store; give its directory, or open it with open_capture")
+    if not place.is_dir():
+        raise ValueError(f"{place} is no directory; give a directory of stores")
+
+
+def is_store(place: Place) -> bool:
+    """Whether a path or URL is meant as one store, and not as a directory of stores."""
+    named = place.suffix == ".zarr" or (place.suffix == ".zip" and not (isinstance(place, Path) and place.is_dir()))
+    return named or (isinstance(place, Path) and (place / "zarr.json").exists())
 
 
 def indexed_captures(directory: Given, key: str | None = None, request_id: str | None = None) -> list[CaptureInfo]:

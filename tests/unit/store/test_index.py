@@ -34,7 +34,28 @@ def test_a_request_id_is_found_with_the_parts_that_vllm_adds_to_it(tmp_path: Pat
     found = [c.request_id for c in find_captures(tmp_path, request_id="cmpl-7")]
     assert found == ["11_cmpl-7", "0_cmpl-7-ff00", "cmpl-7-0-ab12", "cmpl-7"]  # by start, the latest last
     assert len(find_captures(tmp_path)) == 8 and find_captures(tmp_path, key="k") == []
-    assert find_captures(tmp_path / "nowhere") == []
+
+
+def test_a_path_that_is_no_directory_of_stores_is_refused(tmp_path: Path) -> None:
+    stores = kit.Store(1 << 20)
+    stores.write(tmp_path / "a.zarr", [SPEC], 10)
+    assert stores.shutdown(kit.PATIENCE)
+    (tmp_path / "a.zip").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "index").mkdir()
+    for find in (find_captures, open_captures):
+        for name in ("nowhere", "nowhere.zarr", "file", "file/below"):
+            with pytest.raises(ValueError, match=rf"/{name} is no directory; give a directory of stores"):
+                find(tmp_path / name)
+        for name in ("a.zarr", "a.zip"):
+            with pytest.raises(
+                ValueError, match=rf"/{name} is a store; give its directory, or open it with open_capture"
+            ):
+                find(tmp_path / name)
+        assert len(find(tmp_path / "index")) == 0, "as a server leaves it that wrote nothing"
+    (tmp_path / "index").rename(tmp_path / "stores.zarr")
+    start(tmp_path / "stores.zarr", "b.zarr", "1")
+    assert len(find_captures(tmp_path / "stores.zarr")) == 1, "its index says that it is a directory of stores"
 
 
 def test_torn_lines_of_the_index_are_skipped(tmp_path: Path) -> None:
