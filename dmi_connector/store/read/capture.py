@@ -24,7 +24,7 @@ from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.format.locks import share
 from dmi_connector.store.format.pca_files import find_basis
 from dmi_connector.store.format.remote_path import Given, Place, place_of
-from dmi_connector.store.read.attention import attention
+from dmi_connector.store.read.attention import attention, check_head
 from dmi_connector.store.read.hook_names import HookTable, Source, parse_name
 from dmi_connector.store.read.hook_values import HookValues, Tokens
 from dmi_connector.store.read.lens_names import equal_hooks, split_name, why_not_equal
@@ -216,8 +216,9 @@ class Capture:
         ml_dtypes), which is quicker; reduced hooks are decoded to float32 all the same.
 
         Raises KeyError for a hook or layer that was not captured, IndexError for rows that are not there. Raises
-        ValueError that names the file for damaged values, and for all layers of `resid_post` where these were reduced
-        to rows of different kinds; FileNotFoundError for a file that is gone.
+        ValueError for several layers in the place of one, for all layers of `resid_post` where these were reduced to
+        rows of different kinds, and, with the file's name, for damaged values. Raises FileNotFoundError for a file that
+        is gone.
         """
         sources = self.sources(hook, layer)
         self._values.check_one_form(hook, sources)
@@ -246,10 +247,11 @@ class Capture:
 
         positions: int32 [tokens, heads, m] by falling weight, -1 where a token sees fewer than m. weights: float32 of
         the same shape. entropy: float32 [tokens, heads], in nats. With `head`, without that dimension. Raises KeyError
-        without `pattern`.
+        without `pattern`, ValueError for a head that does not exist.
         """
         reduction = self.reduction("pattern")
         assert isinstance(reduction, AttentionSummary), "the pattern is stored in no other form"
+        check_head(head, self.shape("pattern")[-1] // reduction.words)
         parts = reduction.split(self.numpy("pattern", layer, tokens))
         return parts if head is None else (parts[0][:, head], parts[1][:, head], parts[2][:, head])
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,8 +90,12 @@ class HookTable:
     def source(self, name: str, layer: int) -> Source:
         """One layer of a hook; negative layers count from the model's last. A hook that exists once has layer 0.
 
-        Raises KeyError for layers that were not captured.
+        Raises KeyError for layers that were not captured, ValueError for what is no whole number.
         """
+        try:
+            layer = operator.index(layer)
+        except TypeError as error:
+            raise ValueError(f"layer {layer!r} is not valid; give one layer number, or None for all") from error
         source = self._find(self.sources(name), layer)
         if source is not None:
             return source

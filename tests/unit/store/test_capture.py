@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,6 +92,17 @@ def test_an_unknown_hook_or_layer_is_refused(
 ) -> None:
     with pytest.raises(KeyError, match=message):
         written[0].numpy(hook, layer)
+
+
+@pytest.mark.parametrize("layer", [[0, 2], slice(0, 2), 0.0, "2", np.array([0, 2])])
+def test_several_layers_in_the_place_of_one_are_refused(written: tuple[Capture, kit.Values], layer: Any) -> None:
+    cap, _ = written
+    for read in (cap.numpy, cap.torch, cap.sources):
+        with pytest.raises(
+            ValueError, match=re.escape(f"layer {layer!r} is not valid; give one layer number, or None")
+        ):
+            read("z", layer)
+    np.testing.assert_array_equal(cap.numpy("z", np.int64(2)), cap.numpy("z", 2))
 
 
 def test_foreign_names_without_a_hook_and_absent_logits_are_refused(written: tuple[Capture, kit.Values]) -> None:

@@ -140,6 +140,10 @@ def test_a_summary_of_attention_gives_positions_weights_and_entropy(
     np.testing.assert_array_equal(positions, rows[1, ..., :m])
     np.testing.assert_array_equal(weights, rows[1, ..., m : 2 * m].view("f4"))
     np.testing.assert_array_equal(entropy, rows[1, ..., 2 * m].view("f4"))
+    np.testing.assert_array_equal(cap.attention_summary(2, -1)[0], rows[1, :, -1, :m])
+    for head in (HEADS, -HEADS - 1):
+        with pytest.raises(ValueError, match=f"head {head} does not exist: the model has heads 0 to {HEADS - 1}"):
+            cap.attention_summary(2, head)
     one = cap.attention_summary(0, 3, slice(4, 9))
     wanted = (rows[0, 4:9, 3, :m], rows[0, 4:9, 3, m : 2 * m].view("f4"), rows[0, 4:9, 3, 2 * m].view("f4"))
     for got, want in zip(one, wanted, strict=True):
