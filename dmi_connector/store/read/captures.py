@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import datetime
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from dmi_connector.store.format.remote_path import Given, RemotePath, place_of
 from dmi_connector.store.read.capture import Capture, open_capture
@@ -43,7 +44,7 @@ def open_captures(
     model: str | None = None,
     after: Time | None = None,
     before: Time | None = None,
-    prompt_len: range | int | None = None,
+    prompt_len: range | SupportsIndex | None = None,
     incomplete: bool = False,
     hooks: str | Collection[str] | None = None,
 ) -> Captures:
@@ -61,8 +62,8 @@ def open_captures(
     `Captures.filter`; it is looked for last, since the index does not have it.
 
     Stores of a directory without an index are found by their names (*.zarr), and each is opened once. Raises ValueError
-    for a time that is none, for a directory that is not there, for a store in its place, and where one of these stores
-    cannot be read.
+    for a time or a prompt_len that is none, for a directory that is not there, for a store in its place, and where one
+    of these stores cannot be read.
     """
     place = place_of(directory)
     if isinstance(place, RemotePath):
@@ -71,7 +72,7 @@ def open_captures(
         one = key if isinstance(key, str) else None
         found = find_captures(place, one, request_id)
     keys = {key} if isinstance(key, str) else key
-    lengths = range(prompt_len, prompt_len + 1) if isinstance(prompt_len, int) else prompt_len
+    lengths = None if prompt_len is None else _lengths(prompt_len)
     begin, end = _time("after", after), _time("before", before)
     states = FINISHED if incomplete else FINISHED[:1]
 
@@ -163,6 +164,16 @@ def _holding(infos: Sequence[CaptureInfo], hooks: str | Collection[str]) -> list
     remote = any(isinstance(info.store, RemotePath) for info in infos)
     (in_fetch_threads if remote else in_threads)(look, range(len(infos)))
     return [infos[number] for number in sorted(holding)]
+
+
+def _lengths(prompt_len: range | SupportsIndex) -> range:
+    if isinstance(prompt_len, range):
+        return prompt_len
+    try:
+        length = operator.index(prompt_len)
+    except TypeError as error:
+        raise ValueError(f"prompt_len {prompt_len!r} is not valid; give a number of tokens, or a range") from error
+    return range(length, length + 1)
 
 
 def _time(name: str, value: Time | None) -> datetime.datetime | None:

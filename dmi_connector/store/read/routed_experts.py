@@ -23,7 +23,8 @@ def routed_experts(capture: Capture, prompt_start: int = 0, check: bool = True) 
     to the model. layers: all of the model, zeros where a layer has no experts. By falling weight; uint8 for at most 256
     experts, else uint16.
 
-    prompt_start: as `SamplingParams.routed_experts_prompt_start`, tokens of the prompt that are left out at its start.
+    prompt_start: as `SamplingParams.routed_experts_prompt_start`, tokens of the prompt that are left out at its start,
+    all of the prompt at most.
     check: refuse a layer with experts whose numbers are all zero: a kernel that hides its routing leaves such.
 
     Raises KeyError without `topk_ids`. Raises ValueError for a store that lacks layers or rows, for one too old to say
@@ -34,12 +35,7 @@ def routed_experts(capture: Capture, prompt_start: int = 0, check: bool = True) 
     lacking = [layer for layer in layers if layer not in held]
     if held and lacking:
         raise ValueError(f"{capture.path} lacks topk_ids of layers {lacking}; capture all layers with experts")
-    first = min(prompt_start, capture.prompt_len) - int(capture.attrs["start"])
-    if prompt_start < 0 or first < 0 or capture.missing:
-        raise ValueError(
-            f"{capture.path} lacks rows from position {prompt_start} on: it begins at {capture.attrs['start']}, and"
-            f" lacks {capture.missing}"
-        )
+    first = _first_row(capture, prompt_start)
     _, tokens, top_k = capture.shape("topk_ids")
     dtype = np.dtype(np.uint8 if count <= _MOST_UINT8 else np.uint16)
     found = np.zeros((max(tokens - first, 0), int(capture.attrs["num_layers"]), top_k), dtype)
@@ -53,6 +49,28 @@ def routed_experts(capture: Capture, prompt_start: int = 0, check: bool = True) 
             " takes them as they are"
         )
     return found
+
+
+def _first_row(capture: Capture, prompt_start: int) -> int:
+    """The first row that is wanted. Raises ValueError where it, or one behind it, is not there."""
+    if prompt_start < 0:
+        raise ValueError(f"prompt_start {prompt_start} is not valid; use 0 or more tokens")
+    start, prompt = int(capture.attrs["start"]), capture.prompt_len
+    if start > prompt:
+        raise ValueError(
+            f"{capture.path} begins at position {start}, and prompt_start leaves out no more than the {prompt} tokens"
+            " of the prompt; read numpy('topk_ids') instead"
+        )
+    first = min(prompt_start, prompt) - start
+    if first < 0:
+        raise ValueError(
+            f"{capture.path} begins at position {start}, and prompt_start {prompt_start} asks for rows before it; give"
+            f" {start} or more"
+        )
+    lacking = [rows for rows in capture.missing if rows[1] > first]
+    if lacking:
+        raise ValueError(f"{capture.path} lacks rows {lacking} of the routing; read numpy('topk_ids') instead")
+    return first
 
 
 def _experts(capture: Capture) -> tuple[int, list[int]]:

@@ -90,6 +90,10 @@ def test_filters_choose_stores(directory: Path) -> None:
     assert names(open_captures(directory, request_id="r1")) == ["1.zarr"]
     assert names(open_captures(directory, prompt_len=range(10, 151))) == ["0.zarr", "2.zarr"]
     assert names(open_captures(directory, prompt_len=3)) == ["1.zarr"]
+    assert names(open_captures(directory, prompt_len=np.int64(3))) == ["1.zarr"]
+    for wrong in (3.0, [3, 150], "3"):
+        with pytest.raises(ValueError, match=re.escape(f"prompt_len {wrong!r} is not valid; give a number of tokens")):
+            open_captures(directory, prompt_len=wrong)  # type: ignore[arg-type]
     assert names(open_captures(directory, where=lambda info: info.num_tokens == 128)) == ["2.zarr"]
     both = open_captures(directory, incomplete=True).filter(lambda info: info.state == "incomplete")
     assert names(both) == ["3.zarr"]

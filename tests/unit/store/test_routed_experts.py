@@ -63,9 +63,30 @@ def test_a_part_of_the_prompt_is_left_out(write: Write) -> None:
     np.testing.assert_array_equal(capture.routed_experts(1000)[:, 1], ids[0, TOKENS // 2 :])
     late, ids = write(name="late", attrs={"start": 5})
     np.testing.assert_array_equal(late.routed_experts(8)[:, 1], ids[0, 3:])
-    for store, start in ((late, 0), (capture, -1)):
-        with pytest.raises(ValueError, match=f"lacks rows from position {start} on"):
-            store.routed_experts(start)
+    with pytest.raises(
+        ValueError, match="begins at position 5, and prompt_start 4 asks for rows before it; give 5 or mo"
+    ):
+        late.routed_experts(4)
+    with pytest.raises(ValueError, match="prompt_start -1 is not valid; use 0 or more tokens"):
+        capture.routed_experts(-1)
+
+
+def test_a_store_that_begins_behind_the_prompt_says_so(write: Write) -> None:
+    capture, _ = write(attrs={"start": 213, "prompt_len": 211})
+    for start in (0, 211, 213):
+        with pytest.raises(
+            ValueError, match=r"begins at position 213, .* no more than the 211 tokens of the prompt; read"
+        ):
+            capture.routed_experts(start)
+    capture, ids = write(name="at", attrs={"start": 211, "prompt_len": 211})
+    np.testing.assert_array_equal(capture.routed_experts(213)[:, 1], ids[0])
+
+
+def test_rows_that_lack_before_the_first_one_do_not_matter(write: Write) -> None:
+    capture, ids = write(losses=[Loss.of(Cause.FELL_BEHIND, [[10, 20]])])
+    np.testing.assert_array_equal(capture.routed_experts(20)[:, 1], ids[0, 20:])
+    with pytest.raises(ValueError, match=r"lacks rows \[\[10, 20\]\] of the routing"):
+        capture.routed_experts(19)
 
 
 def test_a_layer_of_zeros_is_an_error(write: Write) -> None:
@@ -81,7 +102,7 @@ def test_what_is_not_in_the_store_is_named(write: Write) -> None:
     with pytest.raises(ValueError, match=r"lacks topk_ids of layers \[3\]"):
         write((1,), name="one")[0].routed_experts()
     losses = [Loss.of(Cause.FELL_BEHIND, [[20, 30]])]
-    with pytest.raises(ValueError, match=r"lacks \[\[20, 30\]\]"):
+    with pytest.raises(ValueError, match=r"lacks rows \[\[20, 30\]\] of the routing"):
         write(name="lost", losses=losses)[0].routed_experts()
     with pytest.raises(ValueError, match="too old to say how many experts"):
         write(name="old", attrs={"experts": None})[0].routed_experts()
