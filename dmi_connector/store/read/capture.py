@@ -215,10 +215,9 @@ class Capture:
         of indexes (for logits: samples). convert: False leaves floats in the stored dtype (bfloat16 is that of
         ml_dtypes), which is quicker; reduced hooks are decoded to float32 all the same.
 
-        Raises KeyError for a hook or layer that was not captured, IndexError for rows that are not there. Raises
-        ValueError for several layers in the place of one, for all layers of `resid_post` where these were reduced to
-        rows of different kinds, and, with the file's name, for damaged values. Raises FileNotFoundError for a file that
-        is gone.
+        Raises KeyError for a hook or layer that was not captured, IndexError for rows that are not there, ValueError
+        for several layers in the place of one, for all layers of `resid_post` where these were reduced to different
+        rows, and, with the file's name, for damaged values, FileNotFoundError for a file that is gone.
         """
         sources = self.sources(hook, layer)
         self._values.check_one_form(hook, sources)
