@@ -93,6 +93,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "store/write/capture_ends.py": ("ValueError",),
     "store/write/captures.py": ("ValueError", "RuntimeError"),
     "store/write/commit.py": ("ValueError",),
+    "store/write/coordinator.py": ("ValueError",),
     "store/write/ring.py": ("ValueError",),
     "store/write/shard_writer.py": ("ValueError",),
     "store/write/writer_pool.py": ("ValueError",),

@@ -56,6 +56,7 @@ class Captures:
         self._on_done = on_done
         self._lock = threading.Condition(threading.RLock())
         self._records: dict[int, CaptureRecord] = {}
+        self._unwanted: set[int] = set()  # layouts to forget once no open capture has them
         self._opened = 0
         self._open = 0  # captures that more rows may come for
         self._to_come = 0  # payload bytes that they may still bring
@@ -74,6 +75,16 @@ class Captures:
         """Send a layout to the writers. Returns the number by which `open` names it."""
         with self._lock:
             return self.pool.register(layout)
+
+    def forget(self, layout: int) -> None:
+        """Give up a layout: no capture will be opened with it any more. Those that are open go on.
+
+        Raises KeyError for a number that is not known.
+        """
+        with self._lock:
+            self.pool.layout(layout)
+            self._unwanted.add(layout)
+            self._forget_unused()
 
     def open(
         self,
@@ -292,6 +303,15 @@ class Captures:
         self._came(record, record.to_come)
         self._set_pace()
         self._ends.begin(record, message)
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        """Have layouts forgotten that no open capture has: only these are still sent to writers, by their number."""
+        if self._unwanted:
+            used = {r.layout_number for r in self._records.values() if r.state is State.OPEN}
+            unused, self._unwanted = self._unwanted - used, self._unwanted & used
+            for number in unused:
+                self.pool.forget(number)
 
     def _end(self, record: CaptureRecord) -> None:
         """Forget a capture that is in one of ENDS, and say so."""

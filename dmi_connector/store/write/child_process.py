@@ -51,6 +51,7 @@ class Child:
     ) -> None:
         self.name, self.apart = name, apart
         self.status: int | None = None
+        self._deaf = False  # no message is sent any more
         self._on_message, self._on_death = on_message, on_death
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self.process = subprocess.Popen(
@@ -73,7 +74,8 @@ class Child:
 
     def post(self, message: Message) -> None:
         """Queue a message. Never blocks; after the death of the process the message goes nowhere."""
-        self._queue.put(message)
+        if not self._deaf:
+            self._queue.put(message)
 
     def finish(self) -> None:
         """Let the process stop after the messages queued so far."""
@@ -112,6 +114,7 @@ class Child:
         except OSError:
             pass  # the process died: the reader thread sees it too, and says why
         finally:
+            self._deaf = True
             self.process.stdin.close()
 
     def _receive(self) -> None:

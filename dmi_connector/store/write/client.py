@@ -88,7 +88,8 @@ class StoreClient:
         self.settings, self.writers = settings or WriteSettings(), writers
         self.ring = Ring(ring_bytes)
         self._lock = threading.Condition()
-        self._layouts: list[Message] = []
+        self._layouts: dict[int, Message] = {}  # those that a new coordinator is told of, by number
+        self._registered = 0
         self._captures: dict[int, OpenCapture] = {}
         self._out: dict[int, Extent] = {}  # extents that the coordinator has, by number
         self._count = 0
@@ -115,9 +116,19 @@ class StoreClient:
         it.
         """
         with self._lock:
-            self._layouts.append({"type": "layout", "layout": layout.to_json(), "attrs": dict(attrs or {})})
-            self._child.post(self._layouts[-1])
-            return len(self._layouts) - 1
+            self._registered += 1
+            message = {"type": "layout", "number": self._registered, "layout": layout.to_json()}
+            self._layouts[self._registered] = {**message, "attrs": dict(attrs or {})}
+            self._child.post(self._layouts[self._registered])
+            return self._registered
+
+    def forget(self, layout: int) -> None:
+        """Give up a layout: no capture will be opened with it any more. Those that are open go on. Raises KeyError for
+        one that is not known.
+        """
+        with self._lock:
+            del self._layouts[layout]
+            self._child.post({"type": "forget", "layout": layout})
 
     def open_capture(
         self,
@@ -262,7 +273,7 @@ class StoreClient:
         fds = [self.ring.fd, life]
         child = Child("the coordinator", COORDINATOR, arguments, fds, self._on_message, self._on_death, apart=True)
         os.close(life)
-        for layout in self._layouts:
+        for layout in self._layouts.values():
             child.post(layout)
         return child
 

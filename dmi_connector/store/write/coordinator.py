@@ -6,7 +6,7 @@ captures take no time of the engine's interpreter. The engine only fills the sha
 chunk. When the engine has ended or was killed, closed captures are finished and the others become incomplete stores of
 the rows that came.
 
-messages    layout, open, chunks, rows, close, lost
+messages    layout, open, chunks, rows, close, forget (a layout), lost
 answers     ready, free (extents of the ring), done (a capture), upload (counts), note, bye
 """
 
@@ -132,7 +132,7 @@ class Coordinator:
         self.records: dict[int, CaptureRecord] = {}
         self.broken: dict[int, str] = {}  # captures that could not be opened, and why
         self._numbers: dict[CaptureRecord, int] = {}
-        self._attrs: dict[int, dict[str, Any]] = {}  # of all stores of a layout
+        self._layouts: dict[int, tuple[int, dict[str, Any]]] = {}  # their numbers for `captures`, attributes of stores
         self.uploads: Uploads | None = None
         if settings.upload:
             self.uploads = Uploads(UploadSettings(**settings.upload), settings.file_mode, self._note, self._count)
@@ -155,12 +155,18 @@ class Coordinator:
         logger.exception("dmi: a message of capture %s failed", id)
         self.outbox.put({"note": f"{type(error).__name__}: {error}"})
 
-    def _layout(self, layout: dict[str, Any], attrs: dict[str, Any]) -> None:
-        self._attrs[self.captures.register(PayloadLayout.from_json(layout))] = attrs
+    def _layout(self, number: int, layout: dict[str, Any], attrs: dict[str, Any]) -> None:
+        self._layouts[number] = self.captures.register(PayloadLayout.from_json(layout)), attrs
+
+    def _forget(self, layout: int) -> None:
+        self.captures.forget(self._layouts.pop(layout)[0])
 
     def _open(self, id: int, layout: int, attrs: dict[str, Any], **capture: Any) -> None:
         try:
-            record = self.captures.open(layout, attrs={**self._attrs.get(layout, {}), **attrs}, **capture)
+            if layout not in self._layouts:
+                raise ValueError(f"layout {layout} is not known: it was forgotten, or never registered")
+            number, of_all = self._layouts[layout]
+            record = self.captures.open(number, attrs={**of_all, **attrs}, **capture)
         except Exception as error:
             self.broken[id] = f"{type(error).__name__}: {error}"
             raise

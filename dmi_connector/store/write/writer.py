@@ -5,8 +5,8 @@ It maps the ring that it shares with the engine, reads messages on standard inpu
 messages.py). Every chunk and rows message is answered, whatever happens: ring memory is reused on that answer. At the
 end of input it stops and leaves partial directories as they are.
 
-messages    layout, open, chunk, rows, close, drop (of a capture's arrays); commit, rankdone, remove (of a capture);
-            line (for the index), giveup
+messages    layout, forget (a layout); open, chunk, rows, close, drop (of a capture's arrays); commit, rankdone, remove
+            (of a capture); line (for the index), giveup
 answers     ready, ack (of a payload), closed (a capture's arrays), ended (a capture), note
 
 One open message of a capture carries `about`, what a salvage has to know of it, and the chunk messages to that writer
@@ -82,6 +82,9 @@ class Writer:
     def _layout(self, m: Message) -> None:
         self._layouts[m["number"]] = PayloadLayout.from_json(m["layout"])
 
+    def _forget(self, m: Message) -> None:
+        self._layouts.pop(m["number"], None)  # its captures that are open have it
+
     def _open(self, m: Message) -> None:
         try:
             self._locks[m["id"]] = PartialLock(m["partial"])
@@ -121,7 +124,7 @@ class Writer:
         self._reply({"ack": m["seq"]})
 
     def _close(self, m: Message) -> None:
-        arrays = self._forget(m["id"])
+        arrays = self._take(m["id"])
         if arrays is None:
             not_open = Loss.of(Cause.WRITE_REFUSED, error="the capture is not open")
             loss, lost = self._broken.pop(m["id"], (not_open, True))
@@ -132,7 +135,7 @@ class Writer:
 
     def _drop(self, m: Message) -> None:
         """Give up arrays: their capture was aborted."""
-        arrays = self._forget(m["id"])
+        arrays = self._take(m["id"])
         self._broken.pop(m["id"], None)
         if arrays is not None:
             arrays.release()
@@ -149,7 +152,7 @@ class Writer:
         answer: Message = {"closed": number, "losses": losses_to_json(losses), "files": files or {}}
         self._reply({**answer, "bytes_raw": bytes_raw, "bytes_stored": bytes_stored})
 
-    def _forget(self, number: int) -> ArrayWriter | None:
+    def _take(self, number: int) -> ArrayWriter | None:
         lock = self._locks.pop(number, None)
         if lock is not None:
             self._closed_locks.append((number, lock))

@@ -79,9 +79,9 @@ class WriterPool:
             raise ValueError(f"writers {count} is too few: use 1 or more")
         self._ring, self._settings, self._pass_fds = ring, settings, pass_fds
         self._on_message, self._on_death = on_message, on_death
-        self._layouts: list[PayloadLayout] = []
+        self._layouts: dict[int, PayloadLayout] = {}
         self._unread: dict[Child, dict[int, Extent]] = {}  # by process and message number
-        self._sent = self._started = 0
+        self._sent = self._started = self._registered = 0
         self._pace = Pace()
         self.loads = [0] * count
         self.processes = [self._spawn() for _ in range(count)]
@@ -94,20 +94,27 @@ class WriterPool:
         fds = [ring.fd, self._pace.fd, *self._pass_fds]
         process = Child(f"writer process {self._started}", WRITER, arguments, fds, self._on_message, self._on_death)
         self._unread[process] = {}
-        for number, layout in enumerate(self._layouts):
+        for number, layout in self._layouts.items():
             process.post({"type": "layout", "number": number, "layout": layout.to_json()})
         return process
 
     def register(self, layout: PayloadLayout) -> int:
         """Send a layout to all writers. Returns the number by which captures name it."""
-        number = len(self._layouts)
-        self._layouts.append(layout)
+        self._registered += 1
+        number = self._registered
+        self._layouts[number] = layout
         for process in self.processes:
             process.post({"type": "layout", "number": number, "layout": layout.to_json()})
         return number
 
+    def forget(self, number: int) -> None:
+        """Let all writers forget a layout. No open message may name it after this; what is open there goes on."""
+        del self._layouts[number]
+        for process in self.processes:
+            process.post({"type": "forget", "number": number})
+
     def layout(self, number: int) -> PayloadLayout:
-        """A registered layout."""
+        """A registered layout. Raises KeyError for a number that is not known."""
         return self._layouts[number]
 
     def alive(self, process: Child) -> bool:
