@@ -33,6 +33,8 @@ logger = init_logger("vllm.dmi_connector")
 
 _SLOT_BYTES = 8
 """Bytes of a slot number behind rows of logits."""
+LAYOUTS_KEPT = 64
+"""Layouts that are kept for captures to come: requests choose their hooks and layers, in more ways than fit memory."""
 
 
 class Exporter:
@@ -80,9 +82,18 @@ class Exporter:
         sizing.announce(context, full, self.rows, sizes, self.lane, writers)
 
     def _layout(self, hooks: dict[str, tuple[int, ...]]) -> ChunkLayout:
+        """The layout of a selection. The first one, of all hooks, is kept; of others those that were opened last."""
         key = tuple(hooks.items())
-        if key not in self.layouts:
-            self.layouts[key] = chunk_layout(self.context, hooks, self.rank)
+        layout = self.layouts.get(key)
+        if layout is not None and layout is next(iter(self.layouts.values())):
+            return layout
+        self.layouts.pop(key, None)
+        self.layouts[key] = layout or chunk_layout(self.context, hooks, self.rank)
+        if len(self.layouts) > LAYOUTS_KEPT:
+            _, oldest, *_ = self.layouts
+            number = self.registered.pop(self.layouts.pop(oldest), None)
+            if self.client is not None and number is not None:
+                self.client.forget(number)  # captures that have it go on
         return self.layouts[key]
 
     # ---- the two moments of a step --------------------------------------------------------------------------------

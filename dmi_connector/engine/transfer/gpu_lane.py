@@ -22,6 +22,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ class DeviceLane:
         self.stream = torch.cuda.current_stream(rows.device)  # the engine's
         self.waiting: deque[ChunkTransfer] = deque()
         self._index = Index(rows.device)
-        self._tables: dict[int, torch.Tensor] = {}
+        self._tables: dict[int, torch.Tensor] = {}  # by id of a table that is alive
         self._changed = threading.Condition()
         self._work: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._issued: deque[_Copy] = deque()  # only for the lane's thread
@@ -287,10 +288,11 @@ class DeviceLane:
         return ready
 
     def _on_gpu(self, table: np.ndarray) -> torch.Tensor:
-        """A layout's table on the GPU, copied once."""
+        """A layout's table on the GPU, copied once. It goes with the layout, which transfers hold until they arrive."""
         key = id(table)
         if key not in self._tables:
-            self._tables[key] = torch.from_numpy(table).to(self.device)
+            self._tables[key] = torch.tensor(table, device=self.device)
+            weakref.finalize(table, self._tables.pop, key).atexit = False
         return self._tables[key]
 
     # ---- the lane's thread ----------------------------------------------------------------------------------------
