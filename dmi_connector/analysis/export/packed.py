@@ -12,6 +12,7 @@ from dmi_connector.store.read.captures import Captures
 from dmi_connector.store.read.hook_names import hook_and_layer
 from dmi_connector.store.read.lens_names import lens_name
 from dmi_connector.store.read.open_files import files_of
+from dmi_connector.store.read.own_values import check_own_values
 from dmi_connector.store.read.shard_reader import decode_plain
 
 _STEP_BYTES = 16 << 20
@@ -25,7 +26,7 @@ class PackedRows:
     start of each store. name: TransformerLens' name of the hook, or its own. contexts: their number. left: rows that do
     not fill a context.
 
-    Raises ValueError for a hook without a layer, and where no context is full.
+    Raises ValueError for a hook without a layer, for projections and summaries, and where no context is full.
     """
 
     def __init__(self, captures: Captures, hook: str, context_size: int, skip: int = 0) -> None:
@@ -35,6 +36,8 @@ class PackedRows:
             raise ValueError(
                 f"{hook!r} has layers {self._view.layers}; name one, as in '{hook}@{self._view.layers[0]}'"
             )
+        with captures[0] as first:
+            check_own_values(first, found, layer)  # the view refuses stores that were reduced in another way
         if layer is not None and layer < 0:
             layer = self._view.layers[0]
             hook = f"{found}@{layer}"

@@ -12,6 +12,7 @@ import pytest
 
 from dmi_connector.analysis.attribution import logit_attribution
 from dmi_connector.analysis.directions import mean_difference
+from dmi_connector.analysis.export.packed import PackedRows
 from dmi_connector.analysis.export.safetensors import export_safetensors
 from dmi_connector.analysis.heat import hook_heat
 from dmi_connector.analysis.lens import logit_lens, uncertainty
@@ -21,6 +22,7 @@ from dmi_connector.analysis.unembedding import Unembedding
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
 from dmi_connector.store.read.capture import Capture, open_capture
+from dmi_connector.store.read.captures import captures_of
 from tests import storekit as kit
 
 TOKENS, WIDTH, HEADS, LAYERS = 20, 16, 2, 2
@@ -75,6 +77,7 @@ def test_a_projection_as_wide_as_the_stream_gives_no_lens_no_attribution_and_no_
     refuses(lambda: logit_attribution(one, unembedding), "resid_pre", "rp")
     for ids, hook in (([0], "resid_pre"), ([LAYERS], "resid_final")):
         refuses(lambda ids=ids: export_safetensors(one.path, tmp_path / "x.safetensors", ids), hook, "rp")
+    refuses(lambda: PackedRows(captures_of([one.path]), "resid_pre@0", 4), "resid_pre", "rp")
     assert residual_norms(one)[0].shape == (LAYERS + 1, TOKENS), "projections keep lengths, about"
     topk = make(spec("resid_pre", None), spec("resid_final", None, ()), rest[0], spec("mlp_out", "topk(4)"))
     refuses(lambda: logit_attribution(topk, unembedding), "mlp_out", "topk")
