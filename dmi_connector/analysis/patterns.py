@@ -7,6 +7,7 @@ import numpy as np
 
 from dmi_connector.store.read.attention import check_head, query_rows, seen_by_attention
 from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.hook_names import HookTable
 from dmi_connector.store.read.own_values import OTHER_VALUES
 
 SUMMARY = "pattern"
@@ -19,19 +20,12 @@ def pattern_hooks(capture: Capture, layer: int | None = None) -> tuple[str, ...]
     lacking. An older store does not say whether its model has rotary embedding. If it has, `q` and `k` are not what
     attention sees, so the summary is preferred there too.
     """
-    pair = seen_by_attention(capture)
-    held = [names for names in (pair, (SUMMARY,)) if all(_holds(capture, name, layer) for name in names)]
+    pair, table = seen_by_attention(capture), HookTable.of(capture.attrs)
+    held = [names for names in (pair, (SUMMARY,)) if all(table.holds(name, layer) for name in names)]
     unsure = pair == ("q", "k") and "rotary" not in capture.attrs
     if len(held) > 1 and (unsure or capture.attrs["start"] or capture.missing or _other(capture, pair, layer)):
         held.reverse()
     return held[0] if held else ()
-
-
-def _holds(capture: Capture, hook: str, layer: int | None) -> bool:
-    if hook not in capture or layer is None:
-        return hook in capture
-    number = layer + int(capture.attrs["num_layers"]) if layer < 0 else layer
-    return number in capture.layers[hook]
 
 
 def _other(capture: Capture, hooks: tuple[str, ...], layer: int | None) -> bool:

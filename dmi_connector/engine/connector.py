@@ -52,7 +52,7 @@ class DMIConnector(KVConnectorBase_V1):
 
             keep_rows = sizing.keep_rows(self.context, vllm_config)
             wait = not vllm_config.model_config.enable_sleep_mode
-            # vLLM knows a request while its blocks are kept. Clients may then not send its id again.
+            # While blocks of an ended request are kept, vLLM takes no other request of its id.
             keep = not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
             self.tracker = Tracker(self.context, self._block_size, keep_rows, kv_cache_config.num_blocks, wait, keep)
             self._refused = 0  # requests answered with dmi_error since the last step

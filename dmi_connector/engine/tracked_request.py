@@ -33,7 +33,7 @@ class Tracked:
     due: int
     opened: bool = False
     blocks: list[int] = field(default_factory=list)
-    _samples: int = 0
+    _samples: int = 0  # rows of logits that were asked for
     _turn: int = -1  # tokens of the prompt of the last sample: a session's grows with each turn
     _shift: int = 0  # of that turn: the position of a sample less its number
 

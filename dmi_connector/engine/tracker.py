@@ -383,7 +383,9 @@ class Tracker:
             facts: dict[str, Any] = {"end": end, "expected": expected}
             limit = self.context.options.max_request_bytes
             facts |= {"limit": limit} if end == tracked.quota_end else {"finish": str(finish)}
-            early = Cause.ENDED_EARLY if request.num_computed_tokens else Cause.PREEMPTED
+            # A request that comes to its own end was computed whole, but its blocks may be gone.
+            preempted = not request.num_computed_tokens and str(finish) in completeness.OWN_ENDS
+            early = Cause.PREEMPTED if preempted else Cause.ENDED_EARLY
             cause = Cause.QUOTA if end == tracked.quota_end else early
             losses = [Loss.of(cause, [[end - start, expected - start]], **facts)]
         return Close(

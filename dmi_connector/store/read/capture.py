@@ -89,8 +89,8 @@ class Capture:
 
     hooks: names that can be read, aliases included. layers: hook -> layer numbers ([] for a hook that exists once).
     complete, reason, missing: whether rows are missing, why, and which [start, stop) rows. prompt_len: tokens of the
-    prompt. num_layers: of the model; negative layer numbers count from there.
-    attrs: the root attribute (docs/FORMAT.md, section 5).
+    prompt. num_layers: of the model; negative layer numbers count from there. attrs: the root attribute
+    (docs/FORMAT.md, section 5).
 
     `capture["q"]` and `capture["blocks.3.attn.hook_z"]` are short for `numpy`. A Capture keeps `dmi prune` and
     retention from removing its store, until `close` or the end of a `with` block.

@@ -25,6 +25,12 @@ def _arrays(sources: Sequence[Source]) -> list[str]:
     return list(dict.fromkeys(source.array for source in sources))
 
 
+def _check_one(hook: str, ways: int) -> None:
+    """Raise ValueError for a hook whose layers were reduced in several ways."""
+    if ways > 1:
+        raise ValueError(f"layers of {hook!r} were reduced in different ways; name one layer")
+
+
 class HookValues:
     """Reads the hooks of one store. attrs: its root attribute. Raises ValueError for arrays that the format lacks."""
 
@@ -68,8 +74,7 @@ class HookValues:
     def reduction(self, hook: str, sources: Sequence[Source]) -> Reduction | None:
         """That of the arrays of a hook. Raises ValueError where they have different ones."""
         found = {None if (reduced := self.reduced(name)) is None else reduced.reduction for name in _arrays(sources)}
-        if len(found) > 1:
-            raise ValueError(f"layers of {hook!r} were reduced in different ways; name one layer")
+        _check_one(hook, len(found))
         return found.pop()
 
     def width(self, name: str) -> int:
@@ -80,10 +85,11 @@ class HookValues:
     def check_one_form(self, hook: str, sources: Sequence[Source]) -> None:
         """Raise ValueError where rows of one array are something else than those of another."""
         names = _arrays(sources)
-        if len(names) > 1 and len({self._form(name) for name in names}) > 1:
-            raise ValueError(f"layers of {hook!r} were reduced in different ways; name one layer")
+        if len(names) > 1:
+            _check_one(hook, len({self._form(name) for name in names}))
 
     def _form(self, name: str) -> tuple[int, Reduction | None]:
+        """What tells decoded rows of an array from others: their width, and a reduction to other values."""
         reduced = self.reduced(name)
         other = reduced is not None and isinstance(reduced.reduction, OTHER_VALUES)
         return self.width(name), reduced.reduction if reduced is not None and other else None

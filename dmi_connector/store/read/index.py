@@ -123,10 +123,11 @@ def find_captures(directory: Given, key: str | None = None, request_id: str | No
     (`id-xxxx`). `request_id` matches these too. Aborted and removed captures are left out.
 
     The directory's index is read, and no store that it names is opened. Others in a directory of this machine, such as
-    copies, are found by their names (*.zarr), and each is opened once; with a key or request id that is done where the
-    index has none. One that cannot be read is "failed". Without any index it raises ValueError.
+    copies, are found by their names (*.zarr), and each is opened once. With a key or request id that is done only where
+    the index has none. Such a store that cannot be read has the state "failed".
 
-    Raises ValueError for a directory that is not there (a server makes its own when it starts), and for a store.
+    Raises ValueError for a directory that is not there (a server makes its own when it starts), for a store, and in a
+    directory without an index for a store that cannot be read.
     """
     place = place_of(directory)
     if isinstance(place, RemotePath):
