@@ -109,12 +109,14 @@ class Run:
         """Take the turns. together: all engines start at once; else each starts when it is first needed."""
         last = {turn.engine: turn for turn in turns}
         if together:
-            self._up(list(last))
+            with common.turn(alone=False):
+                self._up(list(last))
         for group in in_groups(turns, together):
             for turn in group:
                 if turn.engine not in self._engines:
                     self._up([turn.engine])
-            self._take([turn for turn in group if turn.engine in self._children])
+            with common.turn(alone=True):
+                self._take([turn for turn in group if turn.engine in self._children])
             self._down([turn.engine for turn in group if turn is last[turn.engine]])
 
     def close(self) -> None:
