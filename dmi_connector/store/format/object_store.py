@@ -73,6 +73,10 @@ def _client(bucket: str, prefix: str | None, _environment: tuple[str | None, ...
 
     options: Any = {"timeout": timedelta(seconds=_TIMEOUT_S)}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+    if endpoint and not re.match(r"https?://[^/]", endpoint):  # obstore panics
+        raise RemoteError(
+            f"AWS_ENDPOINT_URL: {endpoint!r} is no URL of a server; write it as in http://localhost:9000", lasting=True
+        )
     config: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
     if endpoint.startswith("http://"):
         options["allow_http"] = True
@@ -152,7 +156,7 @@ def _denied(place: RemotePath, words: str) -> RemoteDenied:
 
 def _words(error: Exception) -> str:
     """What an error says, without anything that the service repeats of a request."""
-    text = str(error)
+    text = str(error).replace("retry_timeout", "")  # a setting that obstore repeats
     status, code = re.search(r"\b([345]\d\d) [A-Z]\w+", text), re.search(r"<Code>(\w{1,64})</Code>", text)
     found = [f"status {status[1]}" if status else "", code[1] if code else ""]
     if not any(found):

@@ -187,12 +187,14 @@ class RemoteIndexPart:
 
     def add(self, line: dict[str, Any]) -> None:
         """Add the line of a store. The next `write` sends it."""
-        if len(self._lines) >= self._MOST_LINES:
-            self._lines, self._number = [], self._number + 1
         self._lines.append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def write(self) -> None:
-        """Write the lines that are there. Raises RemoteError."""
-        to = self._prefix / INDEX_FOLDER / f"{self._name}-{self._number}.jsonl"
-        with requests_for(to) as obstore:
-            obstore.put(bucket_store(to), to.key, b"".join(self._lines))
+        """Write the lines that are there. Raises RemoteError; the next call then writes them."""
+        while True:
+            to = self._prefix / INDEX_FOLDER / f"{self._name}-{self._number}.jsonl"
+            with requests_for(to) as obstore:
+                obstore.put(bucket_store(to), to.key, b"".join(self._lines[: self._MOST_LINES]))
+            if len(self._lines) <= self._MOST_LINES:
+                return
+            self._lines, self._number = self._lines[self._MOST_LINES :], self._number + 1

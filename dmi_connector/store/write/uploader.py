@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 import threading
 import time
@@ -42,7 +43,7 @@ class Uploader:
         self._locks: dict[Path, int] = {}
         self._lock, self._index_lock = threading.Lock(), threading.Lock()  # of answers, which wait for no server
         self._part, self._told = RemoteIndexPart(prefix, uuid.uuid4().hex[:12]), 0.0
-        self._dirty = False
+        self._dirty, self._noted = False, ""
         self._pool = ThreadPoolExecutor(STORES_AT_ONCE, "dmi-upload")
 
     def handle(self, message: Message) -> None:
@@ -55,11 +56,15 @@ class Uploader:
         else:
             self._pool.submit(self._skip, store, message["reason"])
 
+    def idle(self) -> None:
+        """Write the lines that the index there still lacks."""
+        with self._index_lock:
+            self._write_index()
+
     def finish(self) -> None:
         """Wait for what is under way, and write the index there."""
         self._pool.shutdown()
-        with self._index_lock:
-            self._write_index()
+        self.idle()
 
     def reply(self, message: Message) -> None:
         """Send an answer; nobody may be there any more."""
@@ -71,7 +76,7 @@ class Uploader:
     def _upload(self, store: Path) -> None:
         try:
             result = finish_upload(store, self._prefix / store.name, self._retry_s, self._remove)
-        except Exception as error:  # whatever it was, the engine must learn that this store is not there
+        except BaseException as error:  # obstore's panics too: the engine must learn that this store is not there
             self._answer({"failed": str(store), "reason": f"{type(error).__name__}: {error}"})
             return
         if result.line is None:
@@ -99,9 +104,12 @@ class Uploader:
             return
         try:
             self._part.write()
-            self._dirty, self._told = False, time.monotonic()
+            self._dirty, self._noted = False, ""
         except OSError as error:  # stores are found without it, each opened once
-            self._answer({"note": f"the index of the uploads: {error}"})
+            if str(error) != self._noted:
+                self._answer({"note": f"the index of the uploads: {error}"})
+            self._noted = str(error)
+        self._told = time.monotonic()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,7 +130,13 @@ def main(argv: list[str] | None = None) -> int:
     uploader = Uploader(RemotePath(*parse_url("upload", args.url)), args.retry_seconds, args.remove_local, answers)
     uploader.reply({"ready": os.getpid()})
     decoder = Decoder()
-    while data := os.read(0, READ_BYTES):
+    while True:
+        if not select.select([0], [], [], _INDEX_EVERY_S)[0]:
+            uploader.idle()
+            continue
+        data = os.read(0, READ_BYTES)
+        if not data:
+            break
         for message in decoder.feed(data):
             uploader.handle(message)
     uploader.finish()

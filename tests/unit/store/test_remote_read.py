@@ -409,3 +409,10 @@ def test_places() -> None:
     assert (place.name, place.stem, place.suffix, str(place.parent)) == ("b.zarr", "b", ".zarr", "s3://bucket/a")
     assert str(place_of("s3://bucket") / "x") == "s3://bucket/x" and place.absolute() is place
     assert place_of(place) is place and place_of("a/b") == Path("a/b")
+
+
+def test_an_endpoint_without_a_scheme_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
+    with pytest.raises(RemoteError, match="AWS_ENDPOINT_URL: 'localhost:9000' is no URL") as raised:
+        object_store.bucket_store(RemotePath("captures", "x"))
+    assert raised.value.lasting

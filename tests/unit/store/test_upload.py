@@ -21,10 +21,11 @@ from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.object_store import RemoteDenied
-from dmi_connector.store.format.remote_path import RemotePath
+from dmi_connector.store.format.remote_path import RemotePath, place_of
 from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.captures import open_captures
 from dmi_connector.store.read.index import CaptureInfo, find_captures
+from dmi_connector.store.read.remote_index import read_indexes
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write import upload
 from dmi_connector.store.write.child_process import Child
@@ -179,6 +180,35 @@ def test_a_local_copy_that_is_read_stays(s3: s3kit.Proxy, make_client: MakeClien
         assert client.shutdown()
         assert np.array_equal(kit.bits(reader.numpy("q")), kit.VALUES)
     assert index(tmp_path / "s")["a.zarr"].upload == "done" and store.is_dir()
+
+
+def test_the_index_of_the_uploads_has_each_store_without_an_end(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
+) -> None:
+    """Also that of the last upload, which follows another one at once."""
+    client = make_client()
+    for name in "abc":
+        capture(client, tmp_path / f"s/{name}.zarr")
+    uploaded(client, 3)
+    place = place_of(f"{BUCKET}/{prefix}")
+    assert isinstance(place, RemotePath)
+    kit.until(lambda: b"".join(read_indexes(place)).count(b"\n") == 3)
+
+
+def test_no_line_is_lost_where_an_object_of_the_index_is_full(
+    s3: s3kit.Proxy, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload.RemoteIndexPart, "_MOST_LINES", 2)
+    place = place_of(f"{BUCKET}/{prefix}")
+    assert isinstance(place, RemotePath)
+    part = upload.RemoteIndexPart(place, "part")
+    for written in (1, 5, 6):
+        for number in range(written - b"".join(read_indexes(place)).count(b"\n")):
+            part.add({"store": f"{written}-{number}.zarr"})
+        part.write()
+        assert b"".join(read_indexes(place)).count(b"\n") == written
+    names = {key.rsplit("/", 1)[1] for key in s3kit.objects(prefix)}
+    assert names == {"part-0.jsonl", "part-1.jsonl", "part-2.jsonl"}
 
 
 def test_only_complete_stores_of_requests_that_ended_are_uploaded(
