@@ -41,7 +41,7 @@ class EngineWorker:
             self._outbox.put({"failed": f"--out {out}: node {host} sees another directory there; take a shared one"})
             self._outbox.put(("no engine was started", 1))
             return
-        env = {**os.environ, LIFE_LOCK: os.pathsep.join(lives)}
+        env = {**os.environ, LIFE_LOCK: "\n".join(lives)}
         arguments = ["--parent", str(os.getpid()), "--log", log]
         self._child = Child("engine", PROCESS, arguments, [], self._on_message, self._on_death, env=env)
         self._child.post({"start": start})

@@ -12,6 +12,7 @@ from dmi_connector.analysis.export.progress import Progress
 from dmi_connector.analysis.export.targets import TARGETS, export
 from dmi_connector.store.format.remote_path import place_of
 from dmi_connector.store.read.captures import captures_of, is_store
+from dmi_connector.urls import is_url
 
 FLAGS: dict[str, dict[str, Any]] = {
     "layers": {"metavar": "IDS", "help": "layer ids such as 2,18,33; N layers: N is the stream after the last"},
@@ -66,6 +67,8 @@ def _out(options: argparse.Namespace) -> tuple[Path, bool]:
     """(where to write, whether that is one file). What was named decides, and not how many stores --key leaves."""
     store, suffix = place_of(options.stores[0]), TARGETS[options.to].suffix
     one = bool(suffix) and len(options.stores) == 1 and is_store(store)
+    if is_url(options.out):
+        raise ValueError(f"export: -o {options.out}: a URL; give a directory of this machine, and copy it from there")
     if options.out is not None:
         return Path(options.out), one and not options.out.endswith("/") and not Path(options.out).is_dir()
     if one:

@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output is gone, as in `dmi ls | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return int(arguments[0] in ("run", "repair", "prune", "verify", "export"))  # what they had left is not done
     except KeyboardInterrupt:
         return 130
     except CaptureIncomplete as error:

@@ -32,6 +32,7 @@ from dmi_connector.cli.serve import add_options, leave_graphs, refuse_conflicts
 from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store.format.locks import lock_alone
 from dmi_connector.store.format.paths import UMASKS, make_directory
+from dmi_connector.urls import is_url
 from dmi_connector.wording import format_bytes
 
 USAGE = """dmi run --model MODEL --prompts FILE|DIR --out DIR [--hooks HOOKS] [--max-tokens N] [option ...]
@@ -159,6 +160,8 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     if options.ray is None:
         device_shares(options.data_parallel, visible_devices())
     source = open_source(options.prompts, settings.columns)
+    if is_url(str(options.out)):
+        raise ValueError(f"--out {options.out}: a URL; give a directory of this machine, and the URL to --upload")
     out = options.out.absolute()
     mode = settings.capture.get("file_mode", "private")
     make_directory(str(out), mode)

@@ -371,3 +371,18 @@ def test_the_demo_fails_on_wrong_values_and_damaged_stores(capsys: pytest.Captur
     assert demo.judge([], {"q": 2e-5}) == 1 and "q is 2.0e-05 away" in capsys.readouterr().err
     assert demo.judge([], {"q": float("nan")}) == 1, "a value that is no number agrees with nothing"
     assert demo.judge(["x is damaged"], {"q": 0.0}) == 1
+
+
+def test_a_url_is_no_place_to_export_to(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(stores / "one.zarr"), "--to", "zip", "-o", "s3://bucket/zips"]) == 2
+    assert "-o s3://bucket/zips: a URL" in capsys.readouterr().err
+
+
+def test_a_run_whose_reader_is_gone_does_not_say_that_all_is_done(stores: Path) -> None:
+    code = (
+        "import sys, dmi_connector.cli.run as r, dmi_connector.cli.main as m\n"
+        "def gone(*_): raise BrokenPipeError\n"
+        "r.run = gone\n"
+        "sys.exit(m.main(['run', '--model', 'm', '--prompts', 'p', '--out', 'o']))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=stores, stdout=subprocess.DEVNULL).returncode == 1
