@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dmi_connector.analysis.rows import BLOCK
+from dmi_connector.analysis.rows import BLOCK, known_tokens
 from dmi_connector.analysis.unembedding import Unembedding
 from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.read.capture import Capture
@@ -29,7 +29,7 @@ def logit_attribution(
 
     targets: the token whose logit is split: one, or one for each row; None: the token that came next, for the last row
     the likeliest one. against: a token whose logit is subtracted; the shares are then those of the difference. Missing
-    rows are NaN.
+    rows are NaN, and without targets so are rows before a lost token.
 
     Raises KeyError where `resid_pre` of layer 0, `attn_out` or `mlp_out` of a layer, or `resid_final` is not there.
     Raises ValueError for tokens outside the vocabulary, for targets of another number than rows, and for hooks that
@@ -53,6 +53,8 @@ def logit_attribution(
         for i, part in enumerate(_parts(capture, layers, rows)):
             shares[i, rows] = (unembedding.centre(part) * direction).sum(-1)
         shares[-1, rows] = read @ unembedding.bias * np.float32(unembedding.scale) + offset
+    if targets is None:
+        shares[:, :-1][:, ~known_tokens(capture)[1:]] = np.nan
     return shares, labels
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dmi_connector.analysis.rows import known_tokens
 from dmi_connector.analysis.unembedding import Unembedding, entropy_of, log_softmax
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.own_values import check_own_values
@@ -98,13 +99,16 @@ def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Unc
     ValueError for projections.
     """
     ids = capture.token_ids
+    there = known_tokens(capture)
     rows: list[np.ndarray] = [np.zeros(0, np.int64)]
     entropy: list[np.ndarray] = [np.zeros(0, np.float32)]
     surprise: list[np.ndarray] = [np.zeros(0, np.float32)]
     for own_rows, logits in _outputs(capture, unembedding):
         own = log_softmax(logits)
         known = own_rows + 1 < len(ids)
-        chosen = ids[np.where(known, own_rows + 1, 0)]
+        following = np.where(known, own_rows + 1, 0)
+        known &= there[following]
+        chosen = ids[following]
         rows.append(own_rows)
         entropy.append(entropy_of(own))
         surprise.append(np.where(known, -np.take_along_axis(own, chosen[:, None], -1)[:, 0], np.float32(np.nan)))

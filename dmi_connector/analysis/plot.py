@@ -89,7 +89,8 @@ def _scale(values: np.ndarray) -> tuple[dict[str, Any], str]:
     """
     from matplotlib.colors import CenteredNorm, LogNorm, Normalize
 
-    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
     if low < 0 < high:
         return {"norm": CenteredNorm(0, max(-low, high)), "cmap": "RdBu_r"}, ""
     if low > 0 and high / low > _LOG_RATIO:

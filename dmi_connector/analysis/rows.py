@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dmi_connector.store.format.completeness import Cause
 from dmi_connector.store.read.capture import Capture
 
 BLOCK = 4096
@@ -17,6 +18,13 @@ def present_rows(capture: Capture) -> np.ndarray:
     for start, stop in capture.missing:
         there[start:stop] = False
     return there
+
+
+def known_tokens(capture: Capture) -> np.ndarray:
+    """bool [tokens]: of which rows the token is known. A salvaged store may have 0 in the place of lost ones."""
+    if Cause.TOKEN_IDS_UNKNOWN.value[1] not in (capture.attrs["reason"] or ""):
+        return np.ones(len(capture.token_ids), bool)
+    return (capture.token_ids != 0) | present_rows(capture)
 
 
 def check_one_layer(capture: Capture, hook: str, layer: int | None) -> None:

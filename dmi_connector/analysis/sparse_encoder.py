@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -45,8 +46,19 @@ class SparseEncoder:
         config = file.parent / "cfg.json"
         if not config.exists():
             raise ValueError(f"sae: {config} is not there; it says how the encoder works")
-        facts, tensors = json.loads(config.read_text()), _tensors(file)
+        facts, tensors = _facts(config), _tensors(file)
         kind = facts.get("architecture", facts.get("activation", "standard"))
+        k = facts.get("k", (facts.get("activation_fn_kwargs") or {}).get("k"))
+        function = facts.get("activation_fn_str", facts.get("activation_fn", "relu"))  # older SAELens
+        if kind == "standard" and function == "topk":
+            kind = "topk"
+        elif (kind == "standard" and function != "relu") or facts.get("finetuning_scaling_factor"):
+            raise ValueError(
+                f"sae: {config} has activation_fn_str {function!r} and finetuning_scaling_factor"
+                f" {facts.get('finetuning_scaling_factor')!r}; relu or topk without the factor work"
+            )
+        if kind == "topk" and (type(k) is not int or k < 1):
+            raise ValueError(f"sae: {config} has k {k!r}; a topk encoder needs a whole number from 1 on")
         normed = facts.get("normalize_activations", "none")
         if kind not in _KINDS or normed not in ("none", None):
             raise ValueError(
@@ -60,7 +72,14 @@ class SparseEncoder:
         shifted = facts.get("apply_b_dec_to_input", not facts.get("transcode", False))
         shift = _get(tensors, "b_dec", file) if shifted else np.zeros(len(weight), np.float32)
         threshold = _get(tensors, "threshold", file) if kind == "jumprelu" else None
-        return cls(weight, bias, shift, threshold, int(facts["k"]) if kind == "topk" else None)
+        return cls(weight, bias, shift, threshold, k if kind == "topk" else None)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what it computes."""
+        parts = (self.weight, self.bias, self.shift, self.threshold)
+        data = [b"" if part is None else np.ascontiguousarray(part).tobytes() for part in parts]
+        return hashlib.sha256(b"".join([*data, repr(self.k).encode()])).hexdigest()
 
     @property
     def latents(self) -> int:
@@ -79,6 +98,17 @@ class SparseEncoder:
             lower = np.argpartition(found, -self.k, axis=1)[:, : -self.k]
             np.put_along_axis(found, lower, 0, axis=1)
         return found
+
+
+def _facts(config: Path) -> dict[str, Any]:
+    """What a `cfg.json` says. Raises ValueError that names it."""
+    try:
+        found = json.loads(config.read_text())
+    except ValueError as error:
+        raise ValueError(f"sae: {config} is no JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"sae: {config} holds {type(found).__name__}, not an object of settings")
+    return found
 
 
 def _file(path: Path) -> Path:

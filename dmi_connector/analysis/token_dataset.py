@@ -25,7 +25,7 @@ from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.captures import Captures, open_captures
 from dmi_connector.store.read.chunk_reader import read_blocks
 from dmi_connector.store.read.hook_array import ShardPieces
-from dmi_connector.store.read.hook_names import hook_and_layer
+from dmi_connector.store.read.hook_names import check_equal, hook_and_layer
 from dmi_connector.store.read.row_view import RowView
 from dmi_connector.store.read.thread_pool import read_threads, set_read_threads
 
@@ -93,6 +93,9 @@ class TokenDataset(IterableDataset[Batch]):
                 " let the buffer hold a batch"
             )
         self.views = {name: found.rows(*hook_and_layer(name), skip=skip) for name in names}
+        with found[0] as first:
+            for name in names:
+                check_equal(name.partition("@")[0], first.attrs)
         for name, view in self.views.items():
             if len(view.shape) == 3:
                 raise ValueError(f"{name!r} has layers {view.layers}; name one, as in '{name}@{view.layers[0]}'")

@@ -87,10 +87,15 @@ class _Guard:
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         if scope["method"] != "GET":
             return PlainTextResponse("only GET is answered", 405, {"Allow": "GET"})
-        given = scope["path"].split("/")[1].encode()
+        given = scope["path"].removeprefix("/").split("/")[0].encode()
         if not secrets.compare_digest(given, self._token):
             return PlainTextResponse("wrong token: take the address that dmi view printed", 403)
         return None
+
+
+def _share(p: np.floating[Any]) -> dict[str, float | None]:
+    """The share of a token, as JSON. None where the row has values that are not finite."""
+    return {"p": float(p) if np.isfinite(p) else None}
 
 
 def _answer(page: Callable[[Request], Response]) -> Callable[[Request], Response]:
@@ -192,7 +197,7 @@ class _Pages:
                 return JSONResponse({"error": missing}, 400)
             places, best, shares = lens.predictions(capture, lens.end_of(self.model), row, _LENS_TOKENS)
             found = [
-                {"place": place, "tokens": self._with_texts(capture, [{"p": float(p)} for p in of], ids.tolist())}
+                {"place": place, "tokens": self._with_texts(capture, [_share(p) for p in of], ids.tolist())}
                 for place, ids, of in zip(places, best, shares, strict=True)
             ]
             return JSONResponse({"places": found})

@@ -9,14 +9,14 @@ import numpy as np
 
 from dmi_connector.analysis.patterns import SUMMARY, attention_pattern, pattern_hooks
 from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.hook_names import HookTable
 
 
 def shown(capture: Capture) -> dict[str, Any]:
     """What can be shown, as JSON. layers: their numbers. until: the first row that lacks keys before it."""
-    names = pattern_hooks(capture)
-    layers = sorted(set.intersection(*(set(capture.layers[name]) for name in names))) if names else []
+    layers = [layer for layer in range(HookTable.of(capture.attrs).num_layers) if pattern_hooks(capture, layer)]
     until = int(capture.attrs["num_tokens"])
-    if names != (SUMMARY,):
+    if any(pattern_hooks(capture, layer) != (SUMMARY,) for layer in layers):
         until = 0 if capture.attrs["start"] else min([until, *(start for start, _ in capture.missing)])
     return {"layers": layers, "until": until}
 

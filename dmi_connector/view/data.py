@@ -14,6 +14,7 @@ from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.captures import open_captures
 from dmi_connector.store.read.index import CaptureInfo
+from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import unseen, verify_store
 
 _SHOWN = ("model", "architecture", "dtype", "request_id", "key", "created", "finish_reason", "codec", "format_version")
@@ -69,8 +70,11 @@ class Library:
         """What `dmi verify` says of a store, as JSON. Raises NoSuchStore."""
         path = self._path(name)
         problems = [f"{problem.where}: {problem.what}" for problem in verify_store(path)]
-        with self.open(name) as capture:
-            return {"problems": problems, "unseen": unseen(capture.attrs)}
+        try:
+            attrs = read_attrs(path)
+        except ValueError:  # it is among the problems
+            attrs = {}
+        return {"problems": problems, "unseen": unseen(attrs) if attrs else None}
 
     def _path(self, name: str) -> Path:
         path = self.directory / name
@@ -92,6 +96,7 @@ class Library:
     def _found(self) -> list[CaptureInfo]:
         infos = open_captures(self.directory, incomplete=True).infos
         mine = [info for info in infos if info.store.parent == self.directory and self.only in (None, info.store.name)]
+        mine = [info for info in mine if not Path(str(info.store)).is_symlink()]  # `_path` refuses what lies elsewhere
         return mine[::-1]
 
 

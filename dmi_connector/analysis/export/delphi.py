@@ -48,7 +48,8 @@ def export(
     rows, encoder = PackedRows(captures, hook, context_size, skip), SparseEncoder.load(sae)
     if not 1 <= splits <= encoder.latents:
         raise ValueError(f"--splits {splits} is not valid; use 1 to {encoder.latents}, the latents of the autoencoder")
-    settings = {"to": "delphi", "hook": rows.hook, "sae": os.path.abspath(sae), "context_size": context_size}
+    settings = {"to": "delphi", "hook": rows.hook, "context_size": context_size}
+    settings |= {"sae": os.path.abspath(sae), "sae_digest": encoder.digest}
     module = out / rows.name  # all that is written: Delphi takes each entry of `out` for a module
     fix_stores(module, {**settings, "skip": skip, "splits": splits}, captures)
     note = f"{rows.contexts} contexts of {context_size} tokens, {encoder.latents} latents; {rows.left} tokens left over"

@@ -9,8 +9,8 @@ import numpy as np
 
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.hook_names import hook_and_layer
-from dmi_connector.store.read.lens_names import lens_name
+from dmi_connector.store.read.hook_names import check_equal, hook_and_layer
+from dmi_connector.store.read.lens_names import lens_name, split_name, why_not_equal
 from dmi_connector.store.read.open_files import files_of
 from dmi_connector.store.read.own_values import check_own_values
 from dmi_connector.store.read.shard_reader import decode_plain
@@ -37,11 +37,15 @@ class PackedRows:
                 f"{hook!r} has layers {self._view.layers}; name one, as in '{hook}@{self._view.layers[0]}'"
             )
         with captures[0] as first:
+            check_equal(hook.partition("@")[0], first.attrs)
+            named = lens_name(found, layer)
+            if named is not None and why_not_equal(split_name(named)[0], first.attrs) is not None:
+                named = None
             check_own_values(first, found, layer)  # the view refuses stores that were reduced in another way
         if layer is not None and layer < 0:
             layer = self._view.layers[0]
-            hook = f"{found}@{layer}"
-        self.hook, self.name = hook, hook if "hook_" in hook else lens_name(found, layer) or hook
+            hook, named = f"{found}@{layer}", named and lens_name(found, layer)
+        self.hook, self.name = hook, hook if "hook_" in hook else named or hook
         self.context_size, self.width = context_size, self._view.width
         self.contexts, self.left = divmod(len(self._view), context_size) if context_size > 0 else (0, 0)
         if not self.contexts:
@@ -72,4 +76,7 @@ class PackedRows:
 
 @functools.lru_cache(maxsize=4)
 def _token_ids(store: Place) -> np.ndarray:
-    return decode_plain(files_of(store), "token_ids", "int32")
+    try:
+        return decode_plain(files_of(store), "token_ids", "int32")
+    except ValueError as error:
+        raise ValueError(f"{store}/token_ids: {error}") from error

@@ -70,7 +70,9 @@ def seen_by_attention(capture: Capture) -> tuple[str, str]:
 
 def query_rows(capture: Capture, queries: slice | None) -> range:
     """Rows of a store, all by default; from 0 to 0 where `queries` has none. Raises ValueError for another step."""
-    rows = range(int(capture.attrs["num_tokens"]))[queries or slice(None)]
+    if queries is not None and not isinstance(queries, slice):
+        raise ValueError(f"queries {queries!r} is not valid; give a slice with step 1, as in slice(3, 4)")
+    rows = range(int(capture.attrs["num_tokens"]))[slice(None) if queries is None else queries]
     if rows.step != 1:
         raise ValueError(f"queries {queries} must be a slice with step 1")
     return rows or range(0)

@@ -25,9 +25,9 @@ from dmi_connector.store.format.locks import share
 from dmi_connector.store.format.pca_files import find_basis
 from dmi_connector.store.format.remote_path import Given, Place, place_of
 from dmi_connector.store.read.attention import attention, check_head
-from dmi_connector.store.read.hook_names import HookTable, Source, parse_name
+from dmi_connector.store.read.hook_names import HookTable, Source, check_equal, parse_name
 from dmi_connector.store.read.hook_values import HookValues, Tokens
-from dmi_connector.store.read.lens_names import equal_hooks, split_name, why_not_equal
+from dmi_connector.store.read.lens_names import equal_hooks, split_name
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.open_files import files_of
 from dmi_connector.store.read.own_values import check_own_values
@@ -226,7 +226,10 @@ class Capture:
 
     def sources(self, hook: str, layer: int | None = None) -> list[Source]:
         """Where a hook lies, or one layer of it: arrays, and indexes along their layer axes. Raises KeyError."""
-        return self._table.sources(hook) if layer is None else [self._table.source(hook, layer)]
+        try:
+            return self._table.sources(hook) if layer is None else [self._table.source(hook, layer)]
+        except KeyError as error:
+            raise KeyError(f"{self.path}: {error.args[0]}") from error
 
     def reduction(self, hook: str, layer: int | None = None) -> Reduction | None:
         """The reduction that was applied to `hook`, or to one layer, before it was stored; None without one.
@@ -381,10 +384,8 @@ class Capture:
         return as_torch(self.numpy(hook, layer, tokens, convert=False))
 
     def __getitem__(self, name: str) -> np.ndarray:
+        check_equal(name, self.attrs)
         short, layer = split_name(name)
-        why = why_not_equal(short, self.attrs)
-        if why is not None:
-            raise KeyError(f"{name!r} has no equal here: {why}")
         hook = dict(equal_hooks(self.attrs)).get(short) if layer is not None else None
         return self.numpy(hook, layer) if hook else self.numpy(*parse_name(name))
 
@@ -393,8 +394,7 @@ class Capture:
 
     def _plain(self, name: str) -> np.ndarray:
         """A 1-D array."""
-        dtype = TOKEN_ARRAYS.get(name, "int32")
         try:
-            return decode_plain(self.files, name, dtype)
+            return decode_plain(self.files, name, TOKEN_ARRAYS.get(name, "int32"))
         except ValueError as error:
             raise ValueError(f"{self.path}/{name}: {error}") from error

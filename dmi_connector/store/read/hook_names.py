@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dmi_connector.hooks import ALIASES
-from dmi_connector.store.read.lens_names import TL_NAMES, split_name
+from dmi_connector.store.read.lens_names import TL_NAMES, split_name, why_not_equal
 from dmi_connector.wording import suggest
 
 RESID_POST = "resid_post"
@@ -101,6 +101,13 @@ class HookTable:
             return source
         captured = self.layers(name) or "no layer axis: leave layer out"
         raise KeyError(f"hook {name!r} has no layer {layer} in this store; it has {captured}")
+
+
+def check_equal(name: str, attrs: Mapping[str, Any]) -> None:
+    """Raise KeyError for a name of TransformerLens that stands for another tensor in the model of a store."""
+    why = why_not_equal(split_name(name)[0], attrs)
+    if why is not None:
+        raise KeyError(f"{name!r} has no equal here: {why}")
 
 
 def parse_name(name: str) -> tuple[str, int | None]:

@@ -226,7 +226,7 @@ def info_of(store: Place) -> CaptureInfo:
         request_id=attrs.get("request_id"),
         state=FINISHED[0] if attrs["complete"] else FINISHED[1],
         reason=attrs["reason"],
-        started=attrs.get("created", ""),
+        started=attrs.get("created") or "",
         finished=attrs.get("finished"),
         bytes=listed_bytes(attrs),
         num_tokens=attrs["num_tokens"],

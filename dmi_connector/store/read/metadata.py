@@ -22,6 +22,7 @@ from dmi_connector.store.read.thread_pool import in_fetch_threads
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KEYS = {*schema.array_document("uint8", [], [], [], [])}
+_NEEDED = ("complete", "num_tokens", "reason", "hooks")
 _CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
 
 
@@ -37,6 +38,7 @@ def attrs_of(files: StoreFiles) -> dict[str, Any]:
     try:
         attrs = json.loads(files.read("zarr.json"))["attributes"][schema.ATTR_KEY]
         version = str(attrs["format_version"])
+        _ = [attrs[name] for name in _NEEDED]
     except RemoteError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:

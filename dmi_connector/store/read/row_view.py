@@ -16,6 +16,7 @@ from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.chunk_reader import read_pieces
 from dmi_connector.store.read.hook_array import HookArray, ShardPieces, row_numbers
+from dmi_connector.store.read.hook_names import HookTable
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.store.read.metadata import attrs_of, read_array, read_attrs
 from dmi_connector.store.read.open_files import files_of
@@ -53,6 +54,8 @@ class RowView:
         with open_capture(self.stores[0], timeout=0, allow_incomplete=True) as first:
             self._array, self._layers, self.layers = _source(first, hook, layer)
             self._reduced = StoredReduction.of(first.attrs["hooks"][self._array])
+            counted = hook == "resid_post" or (layer is not None and layer < 0)
+            self._depth = HookTable.of(first.attrs).num_layers if counted else None
         array, _ = self._of(0)
         if array.per_sample:
             raise ValueError(f"{hook!r} has a row for each sampled token, not for each token; read it store by store")
@@ -210,6 +213,12 @@ class RowView:
             if self._array not in attrs_of(files)["hooks"]:
                 raise self._not_captured(path, ()) from error
             raise
+        depth = None if self._depth is None else HookTable.of(attrs_of(files)).num_layers
+        if depth != self._depth:
+            raise ValueError(
+                f"{path} is of a model with {depth} layers, {self.stores[0]} of one with {self._depth}: layers of"
+                f" {self.hook!r} differ; name one model with open_captures(model=...)"
+            )
         array = HookArray.parse(files, self._array, document, self._complete[store])
         if not set(self._layers) <= {*array.layers, None}:
             raise self._not_captured(path, array.layers)

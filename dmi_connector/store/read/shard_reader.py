@@ -15,13 +15,16 @@ from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.schema import Grid
 from dmi_connector.store.format.shard_index import EMPTY, read_index, shard_content
+from dmi_connector.store.read.metadata import read_array
 from dmi_connector.store.read.store_files import StoreFiles
 
 
 def decode_plain(files: StoreFiles, name: str, dtype: str) -> np.ndarray:
-    """A 1-D array of a store. Raises ValueError when its chunk does not match its crc32c or dtype."""
+    """A 1-D array of a store. Raises ValueError when its chunk is gone, or does not match its crc32c or dtype."""
     data = files.load(f"{name}/c/0")
     if data is None:
+        if read_array(files, name)["shape"] != [0]:
+            raise ValueError("the file of its values is gone; dmi verify says what else is")
         return np.zeros(0, numpy_dtype(dtype))
     body = data[:-4]
     if crc32c(body) != int.from_bytes(bytes(data[-4:]), "little"):

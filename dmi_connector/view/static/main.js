@@ -37,7 +37,7 @@ const att = new Matrix($("att"), {
 
 async function open(name) {
   $("fault").hidden = true;
-  const store = await ask("capture", "capture", name).catch(fault);
+  const store = await ask("capture", "capture", name).catch(cannotOpen);
   if (!store) return;
   Object.assign(now, { store, first: 0, token: null, tokens: null, heat: null, att: null });
   location.hash = encodeURIComponent(name);
@@ -50,6 +50,12 @@ async function open(name) {
   $("place").max = Math.max(0, store.tokens - 1);
   panel.show(store, null, "");
   await show();
+}
+
+/** Say why, and do not leave the capture before on the page. */
+function cannotOpen(error) {
+  $("view").hidden = true;
+  fault(error);
 }
 
 function about(store) {
@@ -147,7 +153,7 @@ async function showHeat() {
   const query = { hook: now.hook.name, statistic: statistic().name, index: $("index").value, ...range() };
   const found = await ask("heat", "heat", now.store.name, query).catch(fault);
   if (!found) return;
-  $("fault").hidden = true;
+  if (!$("view").hidden) $("fault").hidden = true;
   now.heat = found;
   paint();
 }
@@ -340,7 +346,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && event.target.matches("button")) return;
   const act = (document.activeElement === $("list") && IN_LIST[event.key]) || KEYS[event.key];
   const always = ["/", "j", "k"].includes(event.key) || act === IN_LIST[event.key];
-  if (!act || (!now.store && !always)) return;
+  if (!act || ($("view").hidden && !always)) return;
   event.preventDefault();
   act();
 });

@@ -57,7 +57,12 @@ export class Panel {
     name.scope = "row";
     name.textContent = place.place;
     row.append(name, ...place.tokens.map((token) => {
-      const cell = document.createElement("td"), rgb = scale.colour(token.p);
+      const cell = document.createElement("td"), rgb = scale.colour(token.p ?? 0);
+      if (token.p === null) {
+        cell.textContent = "none";
+        cell.title = "The row has values that are not finite.";
+        return cell;
+      }
       cell.textContent = inLine(token.text, token.id);
       cell.title = `${inLine(token.text, token.id)} (id ${token.id}): ${(100 * token.p).toFixed(1)} %`;
       cell.style.background = css(rgb);

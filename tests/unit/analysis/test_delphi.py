@@ -196,3 +196,44 @@ def test_splits_that_do_not_fit_are_named(
     for splits in ("0", "24"):
         assert main(["export", str(stores), *flags, "--splits", splits, "-o", str(tmp_path / "x")]) == 2
         assert f"--splits {splits} is not valid; use 1 to 23" in capsys.readouterr().err
+
+
+def test_older_configs_of_saelens_are_read(save: Save) -> None:
+    for config in (
+        {"activation_fn_str": "topk", "activation_fn_kwargs": {"k": 3}},
+        {"architecture": "topk", "activation_fn_kwargs": {"k": 3}},
+    ):
+        assert SparseEncoder.load(save(config)).k == 3
+    assert SparseEncoder.load(save({"activation_fn_str": "relu", "activation_fn_kwargs": {}})).k is None
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        ({"architecture": "topk"}, "k None"),
+        ({"activation_fn_str": "tanh-relu"}, "activation_fn_str 'tanh-relu'"),
+        ({"finetuning_scaling_factor": True}, "finetuning_scaling_factor True"),
+    ],
+)
+def test_configs_that_mean_something_else_are_refused(save: Save, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SparseEncoder.load(save(config))
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_config_that_is_no_object_is_named(save: Save, text: str) -> None:
+    config = save() / "cfg.json"
+    config.write_text(text)
+    with pytest.raises(ValueError, match=r"cfg\.json"):
+        SparseEncoder.load(config.parent)
+
+
+def test_an_export_of_other_weights_at_the_same_place_is_refused(
+    stores: Path, save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--hook", "mlp_out@1", "--context-size", str(CONTEXT), "-o", str(tmp_path / "out")]
+    export = ["export", str(stores), "--to", "delphi", "--sae", str(save()), *flags]
+    assert main(export) == 0
+    save(b_enc=np.zeros(LATENTS, np.float32))
+    assert main(export) == 2
+    assert "sae_digest" in capsys.readouterr().err

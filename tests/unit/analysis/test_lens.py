@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,10 +19,12 @@ from dmi_connector.analysis import attribution, lens, unembedding
 from dmi_connector.analysis.attribution import logit_attribution
 from dmi_connector.analysis.lens import logit_lens, uncertainty
 from dmi_connector.analysis.patterns import attention_pattern
+from dmi_connector.analysis.rows import known_tokens
 from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.analysis.unembedding import Unembedding, entropy_of, log_softmax
 from dmi_connector.cli import tiny_models
 from dmi_connector.cli.tiny_models import make_model
+from dmi_connector.store.format.completeness import Cause
 from tests import analysiskit
 
 TOKENS, PROMPT = 24, 10
@@ -234,3 +238,32 @@ def test_bfloat16_weights_and_sharded_files_are_read(tmp_path: Path) -> None:
     for i, token in enumerate((5, 511)):
         assert np.array_equal(whole.weights_of(np.array([5, 511]))[i], wide.weight[token])
     assert np.array_equal(Unembedding.load(tmp_path / "parts").weight, whole.weight)
+
+
+def test_what_follows_from_a_lost_token_is_not_known(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = np.arange(TOKENS) != 16
+    monkeypatch.setattr(lens, "known_tokens", lambda _capture: known)
+    monkeypatch.setattr(attribution, "known_tokens", lambda _capture: known)
+    found = uncertainty(case.capture, case.unembedding)
+    assert found.rows[np.isnan(found.surprise)].tolist() == [15, TOKENS - 1]
+    shares, _ = logit_attribution(case.capture, case.unembedding)
+    assert np.flatnonzero(np.isnan(shares).any(0)).tolist() == [15]
+    assert not np.isnan(logit_attribution(case.capture, case.unembedding, targets=3)[0]).any()
+
+
+def test_a_salvaged_store_has_0_where_a_token_is_lost() -> None:
+    capture: Any = SimpleNamespace(token_ids=np.array([4, 0, 0, 0, 7]), missing=[[1, 3]])
+    for sentence, known in (
+        (Cause.TOKEN_IDS_UNKNOWN.value[1], [True, False, False, True, True]),
+        ("rows did not find room", [True] * 5),
+    ):
+        capture.attrs = {"reason": f"salvaged; {sentence}; and more"}
+        assert known_tokens(capture).tolist() == known
+    capture.attrs = {"reason": None}
+    assert known_tokens(capture).all()
+
+
+@pytest.mark.parametrize("queries", [0, 3, [], [1, 2], slice(0, 4, 2)])
+def test_queries_are_a_slice_with_step_1(case: Case, queries: Any) -> None:
+    with pytest.raises(ValueError, match="queries"):
+        attention_pattern(case.capture, 0, queries=queries)

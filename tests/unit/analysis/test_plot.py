@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from dmi_connector import open_capture
+from dmi_connector.analysis import plot as plot_module
 from dmi_connector.analysis.attribution import logit_attribution
 from dmi_connector.analysis.lens import logit_lens, uncertainty
 from dmi_connector.analysis.patterns import attention_pattern
@@ -217,3 +218,11 @@ def test_an_incomplete_store_is_drawn_without_its_missing_rows_and_one_without_r
             assert out.exists() == (status == 0)
         assert "hold no rows" in capsys.readouterr().err
         assert "(incomplete)" in (tmp_path / f"some-{kind}.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    "values, low, high", [([1, np.inf, np.nan, 3], 1, 3), ([-np.inf, -2, 4], -4, 4), ([np.nan, np.inf], 0, 1)]
+)
+def test_a_scale_spans_what_is_finite(values: list[float], low: float, high: float) -> None:
+    norm = plot_module._scale(np.array(values, np.float32))[0]["norm"]
+    assert (norm.vmin, norm.vmax) == (low, high)

@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dmi_connector import TokenDataset, open_captures  # noqa: E402
+from dmi_connector.analysis.export.packed import PackedRows  # noqa: E402
 from dmi_connector.analysis.token_dataset import Batch  # noqa: E402
 from dmi_connector.layout import ArraySpec  # noqa: E402
 from dmi_connector.reduce import parse  # noqa: E402
@@ -307,3 +308,16 @@ def test_reduced_hooks_are_decoded(reduced: tuple[Path, np.ndarray]) -> None:
     path, wide = reduced
     found = torch.cat(list(TokenDataset(path, "resid_pre@0", 25, shuffle=False)))
     assert found.dtype == torch.float32 and np.abs(found.numpy() - wide).max() < 0.05
+
+
+def test_a_name_that_means_another_tensor_there_is_refused(tmp_path: Path) -> None:
+    owner = kit.Store(1 << 20)
+    attrs = {"num_layers": 1, "architecture": "GraniteForCausalLM"}
+    owner.write(tmp_path / "a.zarr", [ArraySpec("embed", "float32", (), 8)], 20, attrs=attrs)
+    assert owner.shutdown()
+    captures = open_captures(tmp_path)
+    with pytest.raises(KeyError, match="'hook_embed' has no equal here"):
+        TokenDataset(captures, "hook_embed", batch_size=4)
+    with pytest.raises(KeyError, match="'hook_embed' has no equal here"):
+        PackedRows(captures, "hook_embed", 4)
+    assert PackedRows(captures, "embed", 4).name == "embed"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dmi_connector import open_captures
+from dmi_connector import open_capture, open_captures
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
 from dmi_connector.store.format.completeness import Cause, Loss
@@ -441,3 +441,44 @@ def test_reduced_hooks_are_decoded(shards: int, stores: kit.Store, tmp_path: Pat
     view = captures.rows("resid_pre", 1)
     assert view.shape == (80, 8)
     np.testing.assert_array_equal(view[[79, 0]], whole[[39, 0]])
+
+
+def test_layers_of_models_of_other_depth_are_not_mixed(tmp_path: Path) -> None:
+    owner = kit.Store(1 << 20)
+    for layers in (2, 4):
+        spec = ArraySpec("q", "float32", tuple(range(layers)), 8)
+        owner.write(tmp_path / f"{layers}.zarr", [spec], 20, attrs={"num_layers": layers})
+    assert owner.shutdown()
+    captures = open_captures(tmp_path)
+    assert captures.rows("q", 1)[:].shape == (40, 8)
+    with pytest.raises(ValueError, match=r"of a model with 4 layers, .* of one with 2: .*model="):
+        captures.rows("q", -1)[:]
+
+
+def test_a_store_whose_root_document_lacks_a_field_is_failed(tmp_path: Path) -> None:
+    owner = kit.Store(1 << 20)
+    for name in "ab":
+        owner.write(tmp_path / f"{name}.zarr", [ArraySpec("q", "float32", (0,), 8)], 20, attrs={"num_layers": 1})
+    assert owner.shutdown()
+    (tmp_path / "a.zarr").rename(tmp_path / "c.zarr")  # the index does not name it
+    path = tmp_path / "c.zarr/zarr.json"
+    document = json.loads(path.read_text())
+    del document["attributes"]["dmi"]["complete"]
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="complete"):
+        open_capture(tmp_path / "c.zarr", 0)
+    assert {"b.zarr"} <= {info.store.name for info in find_captures(tmp_path)}
+
+
+def test_a_store_without_the_file_of_its_tokens_says_so(tmp_path: Path) -> None:
+    owner = kit.Store(1 << 20)
+    owner.write(tmp_path / "a.zarr", [ArraySpec("q", "float32", (0,), 8)], 20, attrs={"num_layers": 1})
+    assert owner.shutdown()
+    (tmp_path / "a.zarr/token_ids/c/0").unlink()
+    with open_capture(tmp_path / "a.zarr", 0) as capture, pytest.raises(ValueError, match=r"token_ids: .* is gone"):
+        _ = capture.token_ids
+    with (
+        open_capture(tmp_path / "a.zarr", 0) as capture,
+        pytest.raises(KeyError, match=r"a\.zarr: hook 'q' has no layer 7"),
+    ):
+        capture.numpy("q", 7)

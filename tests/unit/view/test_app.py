@@ -94,7 +94,7 @@ def test_names_that_lead_outside_are_not_found(name: str, action: str, tmp_path:
     (inside / "index.jsonl").write_text("".join(line % name for name in ("../secret.zarr", "link.zarr", "listed.zarr")))
     page = client(inside)
     assert page.get(f"api/{action}/{name}").status_code == 404
-    assert [found["name"] for found in page.get("api/captures").json()["captures"]] == ["link.zarr"]
+    assert [found["name"] for found in page.get("api/captures").json()["captures"]] == []
 
 
 @pytest.mark.parametrize("name", ["../app.py", "%2e%2e/app.py", "..%2Fapp.py", "%2Fetc%2Fpasswd", ""])
@@ -430,3 +430,14 @@ def test_without_its_packages_the_command_names_the_extra(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["view", "."]) == 2
     assert "install dmi_connector[view]" in capsys.readouterr().err
+
+
+def test_verify_of_a_store_that_cannot_be_opened_lists_its_problems(tmp_path: Path) -> None:
+    owner = kit.Store(1 << 20)
+    owner.write(tmp_path / "a.zarr", [ArraySpec("q", "float32", (0,), 8)], 20, attrs={"num_layers": 1})
+    assert owner.shutdown()
+    page = client(tmp_path)
+    (tmp_path / "a.zarr/q/zarr.json").unlink()
+    assert page.get("api/capture/a.zarr").status_code == 400
+    found = page.get("api/verify/a.zarr")
+    assert found.status_code == 200 and any("q" in problem for problem in found.json()["problems"])

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dmi_connector.layout import ArraySpec
+from tests import storekit as kit
 from tests import viewkit
 from tests.storekit import PATIENCE
 
@@ -295,6 +297,24 @@ def test_a_store_says_what_it_lacks(browser: Chrome, serve: Callable[..., str], 
     page.shows("#lens-lacks", "Capture the hooks resid_pre and resid_final")
     page.drawn()
     assert page.text(".token") == "0", "without a tokenizer tokens are ids"
+
+
+def test_the_capture_before_does_not_stay_when_another_cannot_be_opened(
+    browser: Chrome, serve: Callable[..., str], tmp_path: Path
+) -> None:
+    owner = kit.Store(1 << 20)
+    for name in ("sound", "damaged"):
+        owner.write(tmp_path / f"{name}.zarr", [ArraySpec("q", "float32", (0,), 8)], 20, attrs={"num_layers": 1})
+    assert owner.shutdown()
+    (tmp_path / "damaged.zarr/q/zarr.json").unlink()
+    page = Page(browser, f"{serve(tmp_path)}#sound.zarr")
+    page.shows("#name", "sound")
+    page.drawn()
+    for name, shown in (("damaged", False), ("sound", True)):
+        next(entry for entry in page.all(".capture") if name in entry.text).click()
+        page.until(lambda shown=shown: page.one("#view").is_displayed() == shown, "the capture")
+        page.until(lambda shown=shown: page.one("#fault").is_displayed() != shown, "the fault")
+    page.log()  # the browser writes down the answer 400
 
 
 def test_ten_thousand_captures_have_few_elements(browser: Chrome, serve: Callable[..., str], tmp_path: Path) -> None:
