@@ -114,6 +114,6 @@ def _messages(column: str, value: object) -> tuple[dict[str, Any], ...]:
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BadRow(f"{column}: {show(message)} is not a message with a role and a content")
-        if not isinstance(message.get("content"), str):
+        if not isinstance(message.get("content", ""), str):
             raise BadRow(f"{column}: the content of {show(message)} is not a text")
     return tuple(dict(message) for message in value)

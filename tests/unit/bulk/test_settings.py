@@ -482,7 +482,7 @@ def test_lines_are_flushed_together_or_after_a_while(tmp_path: Path, monkeypatch
         ({"messages": []}, "is not a list of messages"),
         ({"messages": {"role": "user"}}, "is not a list of messages"),
         ({"messages": ["hello"]}, "is not a message with a role"),
-        ({"messages": [{"role": "user"}]}, "the content of .* is not a text"),
+        ({"messages": [{"role": "user", "content": None}]}, "the content of .* is not a text"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}, "the content of .* is not a"),
         ({"messages": [{"content": "x"}]}, "is not a message with a role"),
     ],
