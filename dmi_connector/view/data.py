@@ -96,8 +96,8 @@ class Library:
     def _found(self) -> list[CaptureInfo]:
         infos = open_captures(self.directory, incomplete=True).infos
         mine = [info for info in infos if info.store.parent == self.directory and self.only in (None, info.store.name)]
-        mine = [info for info in mine if not Path(str(info.store)).is_symlink()]  # `_path` refuses what lies elsewhere
-        return mine[::-1]
+        # `_path` refuses links that lead elsewhere.
+        return [info for info in mine[::-1] if isinstance(info.store, Path) and not info.store.is_symlink()]
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

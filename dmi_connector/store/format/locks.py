@@ -63,7 +63,7 @@ class PartialLock:
 
 
 def hold_life_lock() -> None:
-    """Hold the locks that LIFE_LOCK names until this process ends. Raises OSError."""
+    """Hold the locks that LIFE_LOCK names, one a line, until this process ends. Raises OSError."""
     for path in filter(None, os.environ.get(LIFE_LOCK, "").split("\n")):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(fd, fcntl.LOCK_SH)
