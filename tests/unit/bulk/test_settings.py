@@ -329,8 +329,9 @@ def test_devices_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert visible_devices() == ["2", "10"]
 
 
-def test_a_process_holds_the_life_lock_until_it_ends(tmp_path: Path) -> None:
-    lock = tmp_path / "life"
+@pytest.mark.parametrize("name", ["life", "run-12:30"])
+def test_a_process_holds_the_life_lock_until_it_ends(name: str, tmp_path: Path) -> None:
+    lock = tmp_path / name
     code = "from dmi_connector.store.format.locks import hold_life_lock as h; h(); print('held', flush=True); input()"
     with lock_alone(lock) as alone:
         assert alone
