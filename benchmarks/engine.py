@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import store_problems
-from benchmarks.setups import CASES, PROFILED, Case, Setup
+from benchmarks.setups import CASES, NO_OP, PROFILED, Case, Setup
 from benchmarks.timeline import worker_timeline
 from benchmarks.worker import (
     worker_pending,
@@ -118,6 +118,12 @@ def exported(nbytes: float, finished: Sequence[float], missing: int) -> dict[str
 # ---- the engine -------------------------------------------------------------------------------------------------
 
 
+def no_op_args() -> dict[str, Any]:
+    """Engine arguments for a KV connector that does nothing."""
+    config = {"kv_connector": "NoOpConnector", "kv_connector_module_path": "benchmarks.no_op", "kv_role": "kv_producer"}
+    return {"kv_transfer_config": config}
+
+
 class Bench:
     """One engine. Sinks and codecs change no compiled graph, so the options of ours are switched in the running worker.
 
@@ -136,6 +142,8 @@ class Bench:
         extra: dict[str, Any] = {}
         if engine == "ehs":
             extra = self._ehs_args()
+        elif engine == NO_OP:
+            extra = no_op_args()
         elif hooks:
             options = {"reduce": dict(setup.reduce), **args.options}
             extra = capture_args(hooks, self.store_dir, owner, **options)

@@ -32,7 +32,7 @@ from benchmarks import common
 from benchmarks.capture import note, serve_engine
 from benchmarks.engine import Bench
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms
-from benchmarks.setups import FULL, HIDDEN, REDUCE, Setup
+from benchmarks.setups import FULL, HIDDEN, NO_OP, REDUCE, Setup
 from benchmarks.sustained_report import merged, table
 from benchmarks.without import MECHANISMS
 from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile, worker_python_us, worker_writers_s
@@ -71,6 +71,7 @@ def all_setups(model: str) -> list[Sustained]:
     int8 = REDUCE["int8"]
     setups = [
         Sustained("stock", "stock"),
+        Sustained(NO_OP, NO_OP),
         ours("hidden-states null", HIDDEN),
         ours("hidden-states zstd", HIDDEN, "zstd"),
         ours("hidden-states zstd draft", HIDDEN, "zstd", "draft"),
