@@ -92,6 +92,7 @@ def all_setups(model: str) -> list[Sustained]:
         ours("full null pieces", FULL, graphs=pieces),
     ]
     for name in MECHANISMS:
+        setups.append(ours(f"hidden-states null without {name}", HIDDEN, without=name))
         setups.append(ours(f"hidden-states zstd without {name}", HIDDEN, "zstd", without=name))
         setups.append(ours(f"full null without {name}", FULL, without=name))
         setups.append(ours(f"int8 none without {name}", FULL, "none", reduce=int8, without=name))
