@@ -25,6 +25,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.v1.spec_decode.extract_hidden_states:ExtractHiddenStatesProposer.propose",
         "V1 runner: replaced by one that proposes no draft token, where our draft is loaded",
     ),
+    "sampler": (
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+        "V1 runner: told that a step has no draft tokens, where our draft is loaded",
+    ),
     "speculator": (
         "vllm.v1.worker.gpu.spec_decode.extract_hidden_states:ExtractHiddenStatesSpeculator.propose",
         "V2 runner: told to leave out the draft's forward, where our draft is loaded",
@@ -345,18 +349,27 @@ def check_names() -> None:
 def schedule_no_drafts() -> None:
     """V1 runner: let the extract_hidden_states proposer propose nothing, so each step decodes one token a request.
 
+    Such a step takes the plain sampler: the one for drafts ends in an error without drafts if a request has `top_k`.
     The V2 runner has a setting for this (num_speculative_tokens_per_batch_size with 0 drafts); V1 asserts on that
-    setting. Our draft calls this when it is built, so a process without it keeps vLLM's own method.
+    setting. Our draft calls this when it is built, so a process without it keeps vLLM's own methods.
     """
     from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     def propose(self: Any, num_speculative_tokens: int, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """No draft tokens: int tensor [batch, 0]."""
         if not getattr(self.model, "dmi_active", False):
-            return original(self, num_speculative_tokens, sampled_token_ids, *args, **kwargs)
+            return proposes(self, num_speculative_tokens, sampled_token_ids, *args, **kwargs)
         return sampled_token_ids[:, :0]
 
-    original = _replace_propose(ExtractHiddenStatesProposer, propose)
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        """What vLLM samples from logits [requests, vocabulary], as it does without a draft model."""
+        none = spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens)
+        ours = none and getattr(getattr(self.drafter, "model", None), "dmi_active", False)
+        return samples(self, logits, None if ours else spec_decode_metadata)
+
+    proposes = _replace(ExtractHiddenStatesProposer, propose)
+    samples = _replace(GPUModelRunner, _sample)
 
 
 def skip_draft_forward() -> None:
@@ -373,13 +386,13 @@ def skip_draft_forward() -> None:
             kwargs["skip_attn_for_dummy_run"] = True
         return original(self, *args, **kwargs)
 
-    original = _replace_propose(ExtractHiddenStatesSpeculator, propose)
+    original = _replace(ExtractHiddenStatesSpeculator, propose)
 
 
-def _replace_propose(cls: Any, propose: Any) -> Any:
-    """Put `propose` in the place of the method of that name, unless that is ours already. Returns vLLM's own."""
-    original = cls.propose
+def _replace(cls: Any, method: Any) -> Any:
+    """Put `method` in the place of the one of that name, unless that is ours already. Returns vLLM's own."""
+    original = getattr(cls, method.__name__)
     if not getattr(original, "dmi_silent", False):
-        propose.dmi_silent = True
-        cls.propose = propose
+        method.dmi_silent = True
+        setattr(cls, method.__name__, method)
     return original

@@ -16,10 +16,14 @@ from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt, 
 from tests.runner import GPU, V2
 
 GREEDY = {f"greedy{n}": Ask(prompt(n), sampling={"max_tokens": 24}) for n in (5, 40, 130)}
+CHOSEN = [5, 6, 7]
+GREEDY["greedy-logprobs"] = Ask(prompt(10), sampling={"max_tokens": 24, "logprobs": 3, "logprob_token_ids": CHOSEN})
 # Short, and first in the batch: vLLM cannot split a seeded prompt over steps on the CPU. No top_p on the V2 runner: its
 # kernel for that is one the interpreter cannot run.
 SAMPLED = {"max_tokens": 24, "temperature": 0.8} | ({} if V2 else {"top_p": 0.95})
 SEEDED = {f"seeded{n}": Ask(prompt(n), sampling={**SAMPLED, "seed": n}) for n in (6, 7, 8, 9)}
+if not V2:
+    SEEDED["seeded-top-k"] = Ask(prompt(11), sampling={"max_tokens": 24, "temperature": 0.8, "top_k": 5, "seed": 11})
 ASKS = {**SEEDED, **GREEDY}
 
 
@@ -77,6 +81,19 @@ def captured(
 def test_tokens_are_those_of_plain_vllm(plain: Run, captured: Run, name: str) -> None:
     assert captured.tokens(name) == plain.tokens(name)
     assert len(set(captured.tokens(name)[-24:])) > 4, "nearly constant output would hide a difference"
+
+
+def test_logprobs_of_chosen_tokens_are_those_of_plain_vllm(plain: Run, captured: Run) -> None:
+    wanted, found = (
+        [
+            {token: step[token].logprob for token in CHOSEN}
+            for step in run.replies["greedy-logprobs"].outputs[0].logprobs
+        ]
+        for run in (plain, captured)
+    )
+    assert len(found) == 24
+    for one, other in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
 
 
 def test_seeded_tokens_are_not_those_of_greedy_decoding(plain: Run, oracle: Callable[..., Any]) -> None:
