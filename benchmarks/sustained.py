@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.capture import note, serve_engine
+from benchmarks.chain import summarise, worker_chain
 from benchmarks.engine import Bench
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms
 from benchmarks.setups import FULL, HIDDEN, NO_OP, REDUCE, Setup
@@ -156,6 +157,10 @@ class Busy(Bench):
             client.run(self.args.profile, lambda: None)
             result["profile"] = self.llm.collective_rpc(worker_profile, args=(False,))[0]
             result["profile"].get("step", {}).pop("each_us", None)
+        if self.args.chain:
+            self.llm.collective_rpc(worker_chain, args=(True,))
+            client.run(self.args.chain, lambda: None)
+            result["chain"] = summarise(self.llm.collective_rpc(worker_chain, args=(False,)))
         client.finish()
         ended = time.perf_counter()
         self.drain()
@@ -231,6 +236,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: %(default)s)")
     p.add_argument("--warm", type=float, default=6.0, help="seconds before it (default: %(default)s)")
     p.add_argument("--profile", type=float, default=0.0, help="seconds after it in which parts of a step are timed")
+    p.add_argument("--chain", type=float, default=0.0, help="seconds after it in which steps of all ranks are followed")
     p.add_argument("--repeat", type=int, default=1, help="rounds (default: %(default)s)")
     p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of all loads, for small machines")
     p.add_argument("--dtype", default="bfloat16")

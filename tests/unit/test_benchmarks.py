@@ -14,7 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bulk, common, kernels, models, niceness, node, node_limits, reading, report, shapes, stores
+from benchmarks import (
+    bulk,
+    chain,
+    common,
+    kernels,
+    models,
+    niceness,
+    node,
+    node_limits,
+    reading,
+    report,
+    shapes,
+    stores,
+)
 from dmi_connector import find_captures, open_capture
 from dmi_connector.cli.main import main as cli
 
@@ -267,3 +280,27 @@ def test_a_benchmark_that_is_ended_by_a_signal_ends_its_engines(tmp_path: Path) 
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
         assert not Path(f"/proc/{engine}").exists()
+
+
+def test_the_chain_of_a_step_is_summed_up_over_ranks() -> None:
+    def rank(late: float, answers: bool) -> chain.Notes:
+        starts = [0.004 * step for step in range(5)]
+        return {
+            "execute": [(at + late, at + late + 0.001) for at in starts],
+            "sample": [(at + 0.001, at + 0.003) for at in starts],
+            "launch": [at + late + 0.0005 for at in starts],
+            "answer": [(at + 0.0065 + late, True) for at in starts] + [(0.0, False)] if answers else [],
+            "begin": [at + 0.001 for at in starts],
+            "graph": [at + 0.004 for at in starts],
+            "end": [at + 0.0045 for at in starts],
+        }
+
+    found = chain.summarise([rank(0.0, True), rank(0.0002, True)])
+    assert (found["steps"], found["step"]) == (5, 4.0)
+    assert found["ranks"][1] == {
+        **{"execute": 1.0, "sample": 2.0, "launch": 0.5, "gpu_graph": 3.0, "gpu_rest": 0.5, "gpu_waits": 0.5},
+        "answered": 2.2,
+    }
+    assert found["engine"] == 1.3  # from the later rank's answer
+    alone = chain.summarise([rank(0.0, True), rank(0.0, False)])
+    assert alone["engine"] == 1.5 and "answered" not in alone["ranks"][1]
