@@ -91,7 +91,10 @@ def make_parser() -> Parser:
     prune.add_argument("--json", action="store_true", help="print a JSON list")
     prune.set_defaults(run=_prune)
 
+    from dmi_connector.cli.diff import add_diff
     from dmi_connector.cli.export import add_export
+
+    add_diff(commands.add_parser("diff", help="where two captures of the same tokens differ; exit 1 if they do"))
 
     add_export(commands.add_parser("export", help="write stores in the formats of other programs"))
 

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where two captures of the same tokens differ: the first hook in the order of the forward, which token, how much."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.analysis.rows import BLOCK, present_rows
+from dmi_connector.hooks import HOOKS
+from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.captures import Captures
+
+TOLERANCES = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
+"""Relative errors of a row up to which two runs agree, by the dtype of the model: other batches and kernels round
+otherwise, and layer after layer adds to that.
+"""
+ROUNDED = 5e-2
+"""The same where one of the two rows was reduced to int8 or fp8, or rounded."""
+_BEFORE = ("mrope_positions", "embed")
+"""Hooks that exist once and come before the layers."""
+_CLOSE = ("int8", "fp8", "round")
+"""Reductions whose values stay close to those of the row."""
+
+
+@dataclass(frozen=True)
+class HookDiff:
+    """How one hook, or one layer of it, differs between two captures.
+
+    rows: compared. unlike: of these, those whose error is above the tolerance. position: of the first such row, None
+    without one. worst: the largest error of a row, inf where only one of the two is finite. worst_position: of it.
+    The error of a row is |a - b| / max(|a|, |b|), for whole numbers the share that differs.
+    """
+
+    hook: str
+    layer: int | None
+    tolerance: float
+    rows: int
+    unlike: int
+    position: int | None
+    worst: float
+    worst_position: int | None
+
+    @property
+    def name(self) -> str:
+        """As hooks are selected: "q@3"."""
+        return self.hook if self.layer is None else f"{self.hook}@{self.layer}"
+
+
+@dataclass(frozen=True)
+class CaptureDiff:
+    """How two captures differ.
+
+    positions: rows that are compared: those that both have, before the first other token. tokens_differ: position of
+    that, None where all tokens of both agree. hooks: in the order of the forward. left_out: hook -> why it is not
+    compared.
+    """
+
+    a: str
+    b: str
+    positions: int
+    tokens_differ: int | None
+    hooks: tuple[HookDiff, ...]
+    left_out: dict[str, str]
+
+    @property
+    def first(self) -> HookDiff | None:
+        """The first hook in the order of the forward that has a row above its tolerance."""
+        return next((hook for hook in self.hooks if hook.unlike), None)
+
+    @property
+    def alike(self) -> bool:
+        """Whether tokens agree and no row is above its tolerance."""
+        return self.first is None and self.tokens_differ is None
+
+
+def diff(a: Capture, b: Capture, hooks: str = "*", tolerance: float | None = None) -> CaptureDiff:
+    """Compare two captures row by row, up to the first position where their tokens differ.
+
+    hooks: names or wildcards, separated by commas. tolerance: relative error of a row up to which the two agree; None:
+    by the dtype of the models (TOLERANCES).
+
+    Raises ValueError for a tolerance below 0, and where there is no hook or no row to compare.
+    """
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance: {tolerance} is not valid; give a number from 0 on, as in 0.01")
+    positions, differ = _common(a, b)
+    if not len(positions):
+        where = "their first tokens differ" if differ is not None else "no position is in both"
+        raise ValueError(f"{a.path} and {b.path} have no rows to compare: {where}; give captures of the same tokens")
+    found: list[HookDiff] = []
+    left_out: dict[str, str] = {}
+    patterns = [pattern.strip() for pattern in hooks.split(",")]
+    for hook, layer in _in_order(a, b, patterns, left_out):
+        why = _unlike_forms(a, b, hook, layer)
+        if why:
+            left_out[hook] = why
+            continue
+        own = _tolerance(a, b, hook, layer) if tolerance is None else tolerance
+        found.append(_compare(a, b, hook, layer, positions, own))
+    if not found:
+        why = "; ".join(f"{hook}: {reason}" for hook, reason in left_out.items()) or f"none of {hooks!r} is in both"
+        raise ValueError(f"{a.path} and {b.path} have no hook to compare ({why}); name others, or capture them alike")
+    return CaptureDiff(str(a.path), str(b.path), len(positions), differ, tuple(found), left_out)
+
+
+def pairs(a: Captures, b: Captures) -> tuple[list[tuple[int, int]], int]:
+    """Captures of two sets that belong together: those of one key, else those of one prompt, in their order.
+
+    Returns (their numbers in `a` and `b`, how many captures have no partner).
+    """
+    found: dict[int, int] = {}
+    left, right = range(len(a.infos)), range(len(b.infos))
+    _match(found, ((a.infos[n].key, n) for n in left), ((b.infos[n].key, n) for n in right))
+    left_over = [n for n in left if n not in found]
+    right_over = [n for n in right if n not in found.values()]
+    _match(found, ((_prompt(a, n), n) for n in left_over), ((_prompt(b, n), n) for n in right_over))
+    return sorted(found.items()), len(left) + len(right) - 2 * len(found)
+
+
+def _match(found: dict[int, int], left: Iterable[tuple[Any, int]], right: Iterable[tuple[Any, int]]) -> None:
+    """Add pairs of equal marks to `found`, in their order. None is no mark."""
+    waiting: defaultdict[Any, deque[int]] = defaultdict(deque)
+    for mark, number in right:
+        waiting[mark].append(number)
+    for mark, number in left:
+        if mark is not None and waiting[mark]:
+            found[number] = waiting[mark].popleft()
+
+
+def _prompt(captures: Captures, number: int) -> tuple[int, ...]:
+    with captures[number] as capture:
+        return tuple(capture.token_ids[: capture.prompt_len].tolist())
+
+
+def _common(a: Capture, b: Capture) -> tuple[np.ndarray, int | None]:
+    """(positions whose rows both have, before the first other token; that token's position, None without one)."""
+    positions, at_a, at_b = np.intersect1d(a.positions, b.positions, assume_unique=True, return_indices=True)
+    other = a.token_ids[at_a] != b.token_ids[at_b]
+    differ = int(positions[other.argmax()]) if other.any() else None
+    there = present_rows(a)[at_a] & present_rows(b)[at_b]
+    return positions[there & (positions < (np.inf if differ is None else differ))], differ
+
+
+def _in_order(
+    a: Capture, b: Capture, patterns: Sequence[str], left_out: dict[str, str]
+) -> Iterable[tuple[str, int | None]]:
+    """(hook, layer) of those that both have, as the forward computes them. Notes the others in `left_out`."""
+    names = [n for n in HOOKS if n in {*a.attrs["hooks"], *b.attrs["hooks"]} and _named(n, patterns)]
+    keys: list[tuple[int, int, int, str, int | None]] = []
+    for number, name in enumerate(names):
+        if name not in a.hooks or name not in b.hooks:
+            left_out[name] = f"it is not in {(b if name in a.hooks else a).path}"
+            continue
+        mine, theirs = a.layers[name], b.layers[name]
+        if lacking := sorted({*mine} ^ {*theirs}):
+            left_out[name] = f"layers {', '.join(map(str, lacking))} are in one of the two"
+        if HOOKS[name].scope == "layer":
+            keys += [(1, layer, number, name, layer) for layer in mine if layer in theirs]
+        else:
+            keys.append((0 if name in _BEFORE else 2, 0, number, name, None))
+    return [(name, layer) for *_, name, layer in sorted(keys, key=lambda key: key[:3])]
+
+
+def _named(hook: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(hook, pattern) for pattern in patterns)
+
+
+def _unlike_forms(a: Capture, b: Capture, hook: str, layer: int | None) -> str:
+    """Why values of the two cannot be compared; "" where they can."""
+    if hook == "pattern":
+        return "it is a summary of the largest weights"
+    one, other = (c.attrs["hooks"][c.sources(hook, layer)[0].array].get("reduce") for c in (a, b))
+    if one != other and not all(form is None or form["kind"] in _CLOSE for form in (one, other)):
+        kinds = [form["kind"] if form else "full rows" for form in (one, other)]
+        return f"it is {kinds[0]} in one and {kinds[1]} in the other, or of other settings"
+    widths = [capture.shape(hook)[-1] for capture in (a, b)]
+    return "" if widths[0] == widths[1] else f"its rows have {widths[0]} and {widths[1]} values"
+
+
+def _tolerance(a: Capture, b: Capture, hook: str, layer: int | None) -> float:
+    if HOOKS[hook].dtype == "int32":
+        return 0.0
+    dtypes = [TOLERANCES.get(capture.attrs["dtype"], max(TOLERANCES.values())) for capture in (a, b)]
+    reduced = any(capture.reduction(hook, layer) is not None for capture in (a, b))
+    return max(*dtypes, ROUNDED if reduced else 0.0)
+
+
+def _compare(a: Capture, b: Capture, hook: str, layer: int | None, positions: np.ndarray, tolerance: float) -> HookDiff:
+    sampled = HOOKS[hook].scope == "sampled"
+    mine, theirs = (c.logits_positions if sampled else c.positions for c in (a, b))
+    shared = np.intersect1d(np.intersect1d(mine, theirs), positions)
+    at_a, at_b = (_rows_of(own, shared) for own in (mine, theirs))
+    unlike, first, worst, worst_at = 0, None, 0.0, None
+    for begin in range(0, len(shared), BLOCK):
+        block = slice(begin, begin + BLOCK)
+        errors = _errors(_read(a, hook, layer, at_a[block]), _read(b, hook, layer, at_b[block]), hook)
+        above = errors > tolerance
+        if above.any() and first is None:
+            first = int(shared[block][above.argmax()])
+        unlike += int(above.sum())
+        if errors.max() > worst:
+            worst, worst_at = float(errors.max()), int(shared[block][errors.argmax()])
+    return HookDiff(hook, layer, tolerance, len(shared), unlike, first, worst, worst_at)
+
+
+def _rows_of(positions: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    order = np.argsort(positions, kind="stable")
+    return np.asarray(order[np.searchsorted(positions, wanted, sorter=order)])
+
+
+def _read(capture: Capture, hook: str, layer: int | None, rows: np.ndarray) -> np.ndarray:
+    values = capture.numpy(hook, layer, rows)
+    return values[0] if values.ndim == 3 else values
+
+
+def _errors(a: np.ndarray, b: np.ndarray, hook: str) -> np.ndarray:
+    """The error of each row, float64 [rows]."""
+    if a.dtype.kind in "iu":
+        if hook == "topk_ids":  # experts of equal weight may change places
+            a, b = np.sort(a, axis=1), np.sort(b, axis=1)
+        return np.asarray((a != b).mean(1))
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        scale = np.maximum(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1))
+        errors = np.linalg.norm(a - b, axis=1) / np.where(scale == 0, 1, scale)
+    finite = np.isfinite(a).all(1) & np.isfinite(b).all(1)
+    same = ((a == b) | (np.isnan(a) & np.isnan(b))).all(1)
+    return np.where(same, 0.0, np.where(finite, errors, np.inf))

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi diff`: where the captures of two runs differ."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from dmi_connector.analysis.diff import CaptureDiff, HookDiff, diff, pairs
+from dmi_connector.cli.tables import format_table
+from dmi_connector.store.format.remote_path import place_of
+from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.captures import Captures, is_store, open_captures
+from dmi_connector.store.read.index import CaptureInfo, info_of
+
+_SHOWN = 20
+"""Hooks and layers that the table of one pair shows."""
+
+
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `dmi diff`."""
+    parser.add_argument("a", metavar="A", help="a store, or a directory of stores")
+    parser.add_argument("b", metavar="B", help="likewise; stores of directories are paired by key, else by prompt")
+    parser.add_argument("--hooks", default="*", help="names or wildcards, separated by commas (default: all)")
+    parser.add_argument(
+        "--tolerance", type=float, metavar="E", help="relative error of a row (default: by dtype, 0.05 for bfloat16)"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON list, one entry a pair")
+    parser.set_defaults(run=run_diff)
+
+
+def run_diff(options: argparse.Namespace) -> int:
+    """Run the command. Returns the exit status: 0 if all agree, 1 if something differs. Raises ValueError."""
+    left, right = _captures(options.a), _captures(options.b)
+    matched, alone = pairs(left, right)
+    if not matched:
+        raise ValueError(
+            f"{options.a} and {options.b} share no key and no prompt; give two captures of the same tokens"
+        )
+    found = []
+    for one, other in matched:
+        with left[one] as a, right[other] as b:
+            found.append(diff(a, b, options.hooks, options.tolerance))
+            text = _text(a, found[-1]) if len(matched) == 1 else ""
+    if options.json:
+        print(json.dumps([_json(each) for each in found], indent=1))
+    else:
+        print(text or _table([left.infos[one] for one, _ in matched], found))
+        if alone:
+            print(f"{alone} captures have no partner")
+    return 0 if all(each.alike for each in found) else 1
+
+
+def _captures(path: str) -> Captures:
+    place = place_of(path)
+    return Captures((info_of(place),)) if is_store(place) else open_captures(place, incomplete=True)
+
+
+def _json(found: CaptureDiff) -> dict[str, Any]:
+    first = found.first
+    return {**asdict(found), "first": None if first is None else asdict(first), "alike": found.alike}
+
+
+def _text(capture: Capture, found: CaptureDiff) -> str:
+    """What differs between two stores."""
+    lines = [f"a: {found.a}", f"b: {found.b}", f"{found.positions} rows and {len(found.hooks)} hooks compared"]
+    if found.tokens_differ is not None:
+        lines.append(f"tokens differ from position {found.tokens_differ} on; rows behind it are not compared")
+    first = found.first
+    if first is None:
+        lines.append("no row differs by more than its tolerance")
+    else:
+        token = int(capture.token_ids[(capture.positions == first.position).argmax()])
+        lines.append(f"first: {first.name} at position {first.position} (token {token})")
+        unlike = [hook for hook in found.hooks if hook.unlike]
+        lines += ["", format_table(("hook", "unlike", "first at", "max error", "at"), map(_cells, unlike[:_SHOWN]))]
+        if len(unlike) > _SHOWN:
+            lines.append(f"... and {len(unlike) - _SHOWN} more, in the order of the forward; --json has all")
+    lines += [f"left out: {hook}: {why}" for hook, why in found.left_out.items()]
+    return "\n".join(lines)
+
+
+def _cells(hook: HookDiff) -> Sequence[object]:
+    return hook.name, f"{hook.unlike} of {hook.rows}", hook.position, f"{hook.worst:.3g}", hook.worst_position
+
+
+def _table(infos: Iterable[CaptureInfo], found: Sequence[CaptureDiff]) -> str:
+    """A line for each pair."""
+    rows = []
+    for info, each in zip(infos, found, strict=True):
+        first, worst = each.first, max(each.hooks, key=lambda hook: hook.worst)
+        differ = "" if each.tokens_differ is None else each.tokens_differ
+        where = ("", "") if first is None else (first.name, first.position)
+        rows.append((info.key or info.store.name, each.positions, differ, *where, f"{worst.worst:.3g}", worst.name))
+    header = ("capture", "rows", "tokens differ at", "first hook", "at", "max error", "of")
+    return f"{format_table(header, rows)}\n{len(rows)} pairs, {sum(not each.alike for each in found)} differ"

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi diff`: two captures of the same tokens, against differences that were put in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dmi_connector import open_capture, open_captures
+from dmi_connector.analysis.diff import diff, pairs
+from dmi_connector.cli.main import main as cli
+from dmi_connector.layout import ArraySpec
+from dmi_connector.store.format.completeness import Cause, Loss
+from tests import storekit as kit
+
+ROWS, WIDTH = 12, 8
+ARRAYS = (
+    ArraySpec("resid_pre", "float32", (0, 1), WIDTH),
+    ArraySpec("mlp_out", "float32", (0, 1), WIDTH),
+    ArraySpec("resid_final", "float32", (), WIDTH),
+    ArraySpec("logits", "float32", (), 16),
+)
+IDS = np.arange(ROWS)
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a store of rows that are the same in each, but for `change(values)`."""
+
+    def made(
+        name: str,
+        change: Callable[[dict[str, np.ndarray]], None] = lambda _values: None,
+        ids: Sequence[int] | np.ndarray = IDS,
+        arrays: Sequence[ArraySpec] = ARRAYS,
+        losses: Sequence[Loss] = (),
+        **names: Any,
+    ) -> Path:
+        rng = np.random.default_rng(0)
+        values = {}
+        for spec in ARRAYS:
+            count = 3 if spec.name == "logits" else ROWS
+            shape = (count, spec.width) if spec.name == "logits" else (max(1, len(spec.layers)), count, spec.width)
+            values[spec.name] = rng.standard_normal(shape).astype(np.float32)
+        change(values)
+        stored = {name: np.ascontiguousarray(rows).view("u4") for name, rows in values.items()}
+        owner = kit.Store(1 << 20)
+        try:
+            samples = 3 if any(spec.name == "logits" for spec in arrays) else 0
+            attrs = {"dtype": "float32", "num_layers": 2}
+            owner.write(
+                tmp_path / f"{name}.zarr",
+                arrays,
+                ROWS,
+                samples,
+                stored,
+                ids=np.asarray(ids),
+                losses=losses,
+                attrs=attrs,
+                **names,
+            )
+        finally:
+            assert owner.shutdown(kit.PATIENCE)
+        return tmp_path / f"{name}.zarr"
+
+    return made
+
+
+def both(a: Path, b: Path, **options: Any) -> Any:
+    with open_capture(a, 0, True) as one, open_capture(b, 0, True) as other:
+        return diff(one, other, **options)
+
+
+def test_captures_of_the_same_rows_agree(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write("a"), write("b")
+    found = both(a, b)
+    assert found.alike and found.first is None and found.tokens_differ is None
+    assert [hook.name for hook in found.hooks] == [
+        *("resid_pre@0", "mlp_out@0", "resid_pre@1", "mlp_out@1", "resid_final", "logits")
+    ]
+    assert [(hook.rows, hook.worst) for hook in found.hooks] == [(ROWS, 0.0)] * 5 + [(3, 0.0)]
+    assert cli(["diff", str(a), str(b)]) == 0
+    assert "no row differs" in capsys.readouterr().out
+
+
+def test_the_first_difference_is_that_of_the_forward(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    def change(values: dict[str, np.ndarray]) -> None:
+        values["resid_pre"][1, 4:] *= 1.1
+        values["mlp_out"][0, 5] *= 1.5
+        values["resid_final"][0, 2] *= -1
+        values["logits"][1, 0] += 100
+
+    a, b = write("a"), write("b", change)
+    found = both(a, b)
+    assert found.first.name == "mlp_out@0" and found.first.position == 5 and found.first.unlike == 1
+    unlike = {hook.name: hook for hook in found.hooks if hook.unlike}
+    assert list(unlike) == ["mlp_out@0", "resid_pre@1", "resid_final", "logits"]
+    assert unlike["resid_pre@1"].unlike == ROWS - 4 and unlike["resid_pre@1"].worst == pytest.approx(
+        0.1 / 1.1, rel=1e-5
+    )
+    assert unlike["resid_final"].worst == pytest.approx(2.0)
+    assert unlike["logits"].position == ROWS // 2 + 1  # the second sample
+    assert both(a, b, tolerance=0.1).hooks[2].unlike == 0
+    assert not both(a, b, hooks="resid_pre,mlp_out", tolerance=2).first
+    assert cli(["diff", str(a), str(b)]) == 1
+    assert "first: mlp_out@0 at position 5 (token 5)" in capsys.readouterr().out
+    assert cli(["diff", str(a), str(b), "--json"]) == 1
+    [printed] = json.loads(capsys.readouterr().out)
+    assert printed["first"]["position"] == 5 and not printed["alike"]
+
+
+def test_rows_behind_another_token_and_missing_rows_are_not_compared(write: Write) -> None:
+    other = IDS.copy()
+    other[8] = 90
+
+    def change(values: dict[str, np.ndarray]) -> None:
+        values["resid_pre"][:, 8:] += 1
+        values["resid_pre"][:, 2] += 1
+
+    lost = [Loss(Cause.FELL_BEHIND, rows=((2, 3),))]
+    found = both(write("a", losses=lost), write("b", change, other))
+    assert found.tokens_differ == 8 and found.positions == 7 and found.first is None and not found.alike
+    with pytest.raises(ValueError, match="their first tokens differ"):
+        both(write("c"), write("d", ids=IDS + 1))
+
+
+def test_a_value_that_is_finite_in_one_alone_differs(write: Write) -> None:
+    def change(values: dict[str, np.ndarray]) -> None:
+        values["resid_pre"][0, 3, 0] = np.nan
+
+    a, b, c = write("a"), write("b", change), write("c", change)
+    found = both(a, b)
+    assert found.first.name == "resid_pre@0" and found.first.position == 3 and found.first.worst == np.inf
+    assert both(b, c).alike
+
+
+def test_hooks_of_one_alone_are_named(write: Write) -> None:
+    few = [ARRAYS[0], ArraySpec("mlp_out", "float32", (1,), WIDTH)]
+
+    def change(values: dict[str, np.ndarray]) -> None:
+        values["mlp_out"] = values["mlp_out"][1:]
+
+    found = both(write("a"), write("b", change, arrays=few))
+    assert [hook.name for hook in found.hooks] == ["resid_pre@0", "resid_pre@1", "mlp_out@1"] and found.alike
+    assert found.left_out["mlp_out"] == "layers 0 are in one of the two"
+    assert "b.zarr" in found.left_out["logits"]
+    with pytest.raises(ValueError, match="have no hook to compare"):
+        both(write("c"), write("d"), hooks="q*")
+    with pytest.raises(ValueError, match="tolerance: -1"):
+        both(write("e"), write("f"), tolerance=-1)
+
+
+def test_stores_of_directories_are_paired_by_key_and_by_prompt(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(values: dict[str, np.ndarray]) -> None:
+        values["mlp_out"][1] *= 2
+
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    write("one/x", key="x")
+    write("one/y", ids=IDS + 20)
+    write("one/alone", ids=IDS + 40)
+    write("two/renamed", key="x")
+    write("two/z", change, IDS + 20, key="z")
+    one, two = open_captures(tmp_path / "one"), open_captures(tmp_path / "two")
+    matched, alone = pairs(one, two)
+    names = {(one.infos[a].store.stem, two.infos[b].store.stem) for a, b in matched}
+    assert names == {("x", "renamed"), ("y", "z")} and alone == 1
+    assert cli(["diff", str(tmp_path / "one"), str(tmp_path / "two")]) == 1
+    out = capsys.readouterr().out
+    assert "2 pairs, 1 differ" in out and "1 captures have no partner" in out and "mlp_out@1" in out
