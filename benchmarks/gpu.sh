@@ -24,6 +24,8 @@
 #               mechanisms switched off; how often ranks report
 # For the next phases the package must be installed: workers find it by its entry point. GPUS: how many there are (2).
 #   sustained-ranks   always busy, tensor parallel on GPUs of 139 GiB (9 minutes)
+#   ranks-wait        the same, null sink and a connector that does nothing, stock last: which process the ranks wait for
+#                     (5 minutes)
 #   sustained-32b, sustained-70b   the same with the shapes of a 32B or 70B model (benchmarks.shapes; 5 minutes)
 #   bursts-ranks      bursts, tensor parallel (5 minutes)
 #   check-ranks       tokens and values, tensor parallel (5 minutes)
@@ -126,6 +128,10 @@ for phase in "$@"; do
         busy sustained-ranks '{"stock": 4, "full null": 36, "int8 null": 20, "attn null": 4, "*": 9}' \
         'stock,hidden-states null,hidden-states zstd,hidden-states zstd draft,full null,int8 null,attn null' short64 \
         --repeat 2 --profile 2 --options "$small_ring" ;;
+    ranks-wait)
+      whole="{\"tensor_parallel_size\": $ranks, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
+        busy ranks-wait '{"stock": 4, "no-op connector": 4, "*": 9}' 'hidden-states null,no-op connector,stock' short64 \
+        --repeat 3 --profile 1 --chain 1.5 --engine-clock --options "$small_ring" ;;
     sustained-32b | sustained-70b | sustained-235b)
       name=qwen3-32b caches='{"stock": 5, "hidden-states zstd": 26}' parallel="\"tensor_parallel_size\": $ranks"
       [ "$phase" != sustained-70b ] || name=llama3-70b caches='{"stock": 4, "hidden-states zstd": 34}'

@@ -109,6 +109,10 @@ class Busy(Bench):
         engine_args["compilation_config"] = {**engine_args.get("compilation_config", {}), **graphs}
         if setup.without:
             engine_args["worker_extension_cls"] = f"benchmarks.without.{setup.without}"
+        self._clock = Path(args.store_dir).absolute().with_name(f"dmi-clock-{os.getpid()}.jsonl")
+        if args.engine_clock:
+            os.environ[common.ENGINE_CLOCK] = str(self._clock)
+            engine_args["scheduler_cls"] = "benchmarks.engine_clock.ClockedScheduler"
         options = {"sink": setup.sink, "codec": setup.codec, **args.options} if setup.hooks else {}
         if setup.writers:
             options["writers"] = setup.writers
@@ -139,7 +143,7 @@ class Busy(Bench):
             speeds.append(self.llm.collective_rpc(worker_python_us)[0])
             counts.append((now, client.tokens))
 
-        writers_s = self._writers_s()
+        writers_s, noted = self._writers_s(), len(self._clocked())
         seconds = client.run(self.args.seconds, look)
         writers_s = self._writers_s() - writers_s
         result: dict[str, Any] = {**load._asdict(), "seconds": round(seconds, 1), "requests": client.requests}
@@ -148,6 +152,8 @@ class Busy(Bench):
             round((tokens - before) / (now - then), 1) for (then, before), (now, tokens) in pairwise(counts)
         ]
         result |= {"first_token_ms": latency_ms(client.first_s), "between_tokens_ms": latency_ms(client.between_s)}
+        if self.args.engine_clock:
+            result["engine"] = self._clocked()[noted:]
         if setup.hooks:
             result |= flow(samples, result["tok_per_s"])
         if setup.stores:
@@ -179,6 +185,14 @@ class Busy(Bench):
         """Sums over ranks. Stock is asked too, so that the question costs all alike."""
         found: list[dict[str, float]] = self.llm.collective_rpc(worker_backlog)
         return {name: sum(one[name] for one in found) for name in found[0]}
+
+    def _clocked(self) -> list[dict[str, float]]:
+        """What the engine's own process noted so far."""
+        return [json.loads(line) for line in self._clock.read_text().splitlines()] if self._clock.exists() else []
+
+    def close(self) -> None:
+        super().close()
+        self._clock.unlink(missing_ok=True)
 
     def _writers_s(self) -> float:
         """Seconds on a core of all writers so far."""
@@ -237,6 +251,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--warm", type=float, default=6.0, help="seconds before it (default: %(default)s)")
     p.add_argument("--profile", type=float, default=0.0, help="seconds after it in which parts of a step are timed")
     p.add_argument("--chain", type=float, default=0.0, help="seconds after it in which steps of all ranks are followed")
+    p.add_argument("--engine-clock", action="store_true", help="note the speed of the engine's own process each second")
     p.add_argument("--repeat", type=int, default=1, help="rounds (default: %(default)s)")
     p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of all loads, for small machines")
     p.add_argument("--dtype", default="bfloat16")
