@@ -19,14 +19,19 @@ from dmi_connector.layout import TOKEN_ARRAYS
 from dmi_connector.ranks import shard_of
 from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store.format.paths import make_directory
-from dmi_connector.store.write.retention import measure, read_usage
+from dmi_connector.store.write.retention import RECENT_S, measure, read_usage
 
 UNLIMITED = 1 << 60
 """Stands for no limit: more positions, or bytes, than there can be."""
 REFRESH_S = 1.0
 """The coordinator's note is read at most this often."""
-FORGET_S = 600.0
-"""Forget reservations of ended requests after this many seconds."""
+FORGET_S = RECENT_S
+"""Forget reservations of ended requests after this many seconds.
+
+The coordinator's note names the stores that were finished since then, also if nobody read the note for long. A store
+that was finished earlier is named no more, and must not count a second time. Rows of one that nobody has begun to write
+by then lie in the host buffer, so they cannot be many.
+"""
 _TOKEN_ARRAY_BYTES = sum(ITEMSIZE[dtype] for dtype in TOKEN_ARRAYS.values())
 
 
