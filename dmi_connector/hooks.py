@@ -257,17 +257,16 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
         SelectionError: an unknown name (with the nearest known one), a hook or layer the model lacks, an empty result.
     """
     chosen: dict[str, set[int]] = {}
+    absent: list[tuple[str, str]] = []  # items without effect that name what the model lacks, and the names
     for item, match, names, lenient in _items(spec):
         for name in names:
             if name in ALWAYS:
+                absent += [] if _has(name, dims) or lenient or match["drop"] else [(item, name)]
                 continue
             for target, layers in _layers_for(name, match["layers"], dims, item):
                 available = set(dims.layers_of(HOOKS[target]))
                 if not available & layers and not lenient:
-                    raise SelectionError(
-                        f"hooks: {item!r} does not exist in {dims.architecture}"
-                        f"{_why_absent(HOOKS[target], dims)}; remove it from the selection"
-                    )
+                    raise _does_not_exist(item, target, dims)
                 layers = layers & available
                 if only is not None and not match["drop"]:
                     served = set(only.hooks.get(target, ()))
@@ -287,13 +286,15 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
                 else:
                     chosen[target] = chosen.get(target, set()) | layers
     hooks = {name: tuple(sorted(chosen[name])) for name in HOOKS if chosen.get(name)}
+    if not hooks and absent:
+        raise _does_not_exist(*absent[0], dims)
     if not hooks:
         shown = spec if isinstance(spec, str) else ",".join(spec)
         raise SelectionError(
             f"hooks: {shown!r} selects nothing; name at least one hook or preset ({', '.join(PRESETS)}), before those "
             "that are taken away, as in 'vllm-full,-logits'"
         )
-    always = {name: (0,) for name in ALWAYS if name in HOOKS and dims.layers_of(HOOKS[name])}
+    always = {name: (0,) for name in ALWAYS if name in HOOKS and _has(name, dims)}
     return Selection({name: (hooks | always)[name] for name in HOOKS if name in hooks or name in always})
 
 
@@ -336,9 +337,23 @@ def _layers_for(name: str, text: str | None, dims: ModelDims, item: str) -> list
     return [(name, layers)]
 
 
+def _has(name: str, dims: ModelDims) -> bool:
+    """Whether a model has one of ALWAYS."""
+    return name not in HOOKS or bool(dims.layers_of(HOOKS[name]))
+
+
+def _does_not_exist(item: str, name: str, dims: ModelDims) -> SelectionError:
+    return SelectionError(
+        f"hooks: {item!r} does not exist in {dims.architecture}{_why_absent(HOOKS[name], dims)}; remove it from the "
+        "selection"
+    )
+
+
 def _why_absent(hook: Hook, dims: ModelDims) -> str:
     if dims.only is not None and hook.name not in dims.only:
         return f", of which these hooks are known: {', '.join(name for name in HOOKS if name in dims.only)}"
+    if hook.only == "mrope":
+        return ", whose tokens have one position each (no M-RoPE)"
     if hook.only == "moe" and not dims.moe_layers:
         return ", which has no experts"
     if hook.only == "dense" and dims.moe_layers:

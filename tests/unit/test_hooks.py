@@ -110,6 +110,12 @@ def test_positions_on_the_axes_of_m_rope_are_always_selected(spec: str) -> None:
     assert field is not None and (field.dtype, field.width) == ("int32", 3)
 
 
+def test_a_request_for_positions_that_the_model_lacks_says_so() -> None:
+    served = parse_selection("q", DENSE)
+    with pytest.raises(SelectionError, match="'mrope_positions' does not exist in Dense"):
+        narrow(served, ["mrope_positions"], None, DENSE)
+
+
 def test_selection_keeps_the_order_of_the_vocabulary() -> None:
     assert list(chosen("logits,mlp_out,embed,q")) == ["embed", "q", "mlp_out", "logits"]
 
@@ -130,6 +136,13 @@ def test_selection_keeps_the_order_of_the_vocabulary() -> None:
         ("embed@0", "exists once"),
         ("topk_ids", "no experts"),
         ("q,-q", "selects nothing"),
+        (
+            "mrope_positions",
+            r"'mrope_positions' does not exist in Dense, whose tokens have one position each .no M-RoPE.;",
+        ),
+        ("token_ids,mrope_positions@0", "'mrope_positions@0' does not exist in Dense"),
+        ("-mrope_positions", "selects nothing"),
+        ("token_ids", "selects nothing"),
         (["q", 3], "strings"),
     ],
 )
