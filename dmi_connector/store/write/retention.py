@@ -217,8 +217,9 @@ def _remove_leftovers(directory: str | os.PathLike[str]) -> list[str]:
 class Keeper:
     """Measures and prunes a directory of stores every `interval_s` seconds, on a thread of the coordinator.
 
-    roots: more directories to measure. measure: keep USAGE_NAME up to date, for `max_total_bytes`. retain_seconds,
-    retain_bytes: see `prune`; 0 keeps all. interval_s: seconds between two rounds, or more if rounds take long.
+    roots: more directories to measure. measure: keep USAGE_NAME up to date, for `max_total_bytes` and `min_free_bytes`.
+    retain_seconds, retain_bytes: see `prune`; 0 keeps all. interval_s: seconds between two rounds, or more if rounds
+    take long.
     """
 
     directory: str

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from dmi_connector.cli.main import main
 from dmi_connector.engine import quota as quota_module
 from dmi_connector.engine.quota import FORGET_S, Quota, RequestBytes
+from dmi_connector.engine.sizing import write_settings
 from dmi_connector.layout import ArraySpec
 from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store.format import completeness
@@ -259,7 +260,7 @@ def test_captures_that_would_leave_less_than_min_free_bytes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = {"blocks": 100}
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free["blocks"], f_frsize=1000))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free["blocks"], f_frsize=1000, f_fsid=7))
     tracker = make_tracker(tmp_path / "stores", min_free_bytes=90_000, hooks="resid_pre@0")
     row = 64 * 4 + 9
     assert "dmi_store" in run(tracker, {}, 10_000 // row, 1)[1]
@@ -269,6 +270,36 @@ def test_captures_that_would_leave_less_than_min_free_bytes_are_refused(
     assert "dmi_error" in run(tracker, {}, 2, 1)[1]
     free["blocks"] = 1000
     assert "dmi_store" in run(tracker, {}, 2, 1)[1], "space is there again"
+
+
+def test_a_burst_leaves_min_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What captures under way are still to write is not free, on their own file system."""
+    monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 0)
+    free = {str(tmp_path): 10_000, str(tmp_path / "other"): 3000}
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_bavail=free[path], f_frsize=1, f_fsid=list(free).index(path) + 7)
+    )
+    options = ServerOptions.parse({"store_dir": str(tmp_path), "min_free_bytes": 1000})
+    assert write_settings(options, 0, False).keep["measure"], "the coordinator says what is written"
+    quota, keeper = Quota(options), Keeper(str(tmp_path), measure=True)
+    burst(tmp_path, quota, 4)
+    with pytest.raises(OptionError) as refused:
+        quota.admit(str(tmp_path / "more.zarr"), 1001)
+    assert str(refused.value).startswith(
+        f"min_free_bytes: 10000 bytes are free in {tmp_path}, 8000 of them are for captures under way, 1001 are needed "
+        "and 1000 have to stay free"
+    )
+    quota.admit(str(tmp_path / "other" / "more.zarr"), 2000)
+    with pytest.raises(OptionError, match=r"3000 bytes are free .*, 2000 of them are for captures under way, 1 are"):
+        quota.admit(str(tmp_path / "other" / "again.zarr"), 1)
+    free[str(tmp_path)] -= 4 * 500
+    time.sleep(0.002)
+    keeper.round()
+    quota.admit(str(tmp_path / "more.zarr"), 7000)
+    with pytest.raises(OptionError, match=r"8000 bytes are free .*, 7000 of them"):
+        quota.admit(str(tmp_path / "last.zarr"), 1)
+    quota.ended(str(tmp_path / "more.zarr"), nothing=True)
+    quota.admit(str(tmp_path / "last.zarr"), 7000)
 
 
 def test_without_limits_neither_free_space_nor_stores_are_measured(
