@@ -161,6 +161,11 @@ class SelectionError(ValueError):
     """A hook selection names what does not exist. The message names the option, the value and the fix."""
 
 
+def _at(name: str, layers: Iterable[int]) -> str:
+    """A hook and its layers, as a selection writes them."""
+    return f"{name}@{'+'.join(map(str, sorted(layers)))}"
+
+
 @dataclass(frozen=True)
 class Selection:
     """Hook name -> captured layers, in the order of `HOOKS`; (0,) for hooks that exist once or per sample."""
@@ -168,7 +173,7 @@ class Selection:
     hooks: Mapping[str, tuple[int, ...]]
 
     def __str__(self) -> str:
-        return ",".join(f"{n}@{'+'.join(map(str, ls))}" for n, ls in self.hooks.items())
+        return ",".join(_at(name, layers) for name, layers in self.hooks.items())
 
     @property
     def row_hooks(self) -> dict[str, tuple[int, ...]]:
@@ -246,29 +251,34 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
 
     Items add hooks from left to right; an item that starts with ``-`` takes hooks (or some of their layers) away.
     only: a selection to stay inside. A name means those of its layers that are in `only`. A hook with none there is an
-    error; presets and wildcards leave it out.
+    error, and so is a layer that is given and not there; presets and wildcards leave these out.
 
     Raises:
         SelectionError: an unknown name (with the nearest known one), a hook or layer the model lacks, an empty result.
     """
     chosen: dict[str, set[int]] = {}
+    absent: list[tuple[str, str]] = []  # items without effect that name what the model lacks, and the names
     for item, match, names, lenient in _items(spec):
         for name in names:
             if name in ALWAYS:
+                absent += [] if _has(name, dims) or lenient or match["drop"] else [(item, name)]
                 continue
             for target, layers in _layers_for(name, match["layers"], dims, item):
                 available = set(dims.layers_of(HOOKS[target]))
                 if not available & layers and not lenient:
-                    raise SelectionError(
-                        f"hooks: {item!r} does not exist in {dims.architecture}"
-                        f"{_why_absent(HOOKS[target], dims)}; remove it from the selection"
-                    )
+                    raise _does_not_exist(item, target, dims)
                 layers = layers & available
                 if only is not None and not match["drop"]:
                     served = set(only.hooks.get(target, ()))
-                    if not layers & served and not lenient:
+                    if not served and not lenient:
                         raise SelectionError(
                             f"hooks: {item!r} is not captured by this server; it captures {', '.join(only.hooks)}"
+                        )
+                    lacking = layers - served if match["layers"] or not layers & served else set()
+                    if lacking and not lenient:
+                        raise SelectionError(
+                            f"hooks: {item!r} needs {_at(target, lacking)}, which this server does not capture; it "
+                            f"captures {_at(target, served)}"
                         )
                     layers = layers & served
                 if match["drop"]:
@@ -276,13 +286,15 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
                 else:
                     chosen[target] = chosen.get(target, set()) | layers
     hooks = {name: tuple(sorted(chosen[name])) for name in HOOKS if chosen.get(name)}
+    if not hooks and absent:
+        raise _does_not_exist(*absent[0], dims)
     if not hooks:
         shown = spec if isinstance(spec, str) else ",".join(spec)
         raise SelectionError(
             f"hooks: {shown!r} selects nothing; name at least one hook or preset ({', '.join(PRESETS)}), before those "
             "that are taken away, as in 'vllm-full,-logits'"
         )
-    always = {name: (0,) for name in ALWAYS if name in HOOKS and dims.layers_of(HOOKS[name])}
+    always = {name: (0,) for name in ALWAYS if name in HOOKS and _has(name, dims)}
     return Selection({name: (hooks | always)[name] for name in HOOKS if name in hooks or name in always})
 
 
@@ -290,7 +302,7 @@ def narrow(served: Selection, hooks: Iterable[str] | None, layers: Sequence[int]
     """What a request keeps of the selection that the server captures.
 
     hooks: items as in `parse_selection`, None for all. layers: layer numbers, negative from the end, None for all;
-    hooks that exist once are kept. Raises SelectionError.
+    hooks that exist once are kept. Raises SelectionError, also for a layer that none of the chosen hooks has.
     """
     chosen = served if hooks is None else parse_selection(hooks, dims, only=served)
     if layers is None:
@@ -300,17 +312,15 @@ def narrow(served: Selection, hooks: Iterable[str] | None, layers: Sequence[int]
             raise SelectionError(
                 f"dmi.layers: {show(layer)} is outside this model; it has layers 0 to {dims.layers - 1}"
             )
+    there = {layer for name, own in chosen.hooks.items() if HOOKS[name].scope == "layer" for layer in own}
+    if lacking := [layer for layer in layers if layer % dims.layers not in there]:
+        raise SelectionError(f"dmi.layers: {show(lacking)} is in none of the chosen hooks; captured: {chosen}")
     keep = {layer % dims.layers for layer in layers}
     kept = {
         name: own if HOOKS[name].scope != "layer" else tuple(layer for layer in own if layer in keep)
         for name, own in chosen.hooks.items()
     }
-    kept = {name: own for name, own in kept.items() if own}
-    if not kept:
-        raise SelectionError(
-            f"dmi.layers: {show(list(layers))} leaves nothing of the captured hooks; captured: {chosen}"
-        )
-    return Selection(kept)
+    return Selection({name: own for name, own in kept.items() if own})
 
 
 def _layers_for(name: str, text: str | None, dims: ModelDims, item: str) -> list[tuple[str, set[int]]]:
@@ -327,9 +337,23 @@ def _layers_for(name: str, text: str | None, dims: ModelDims, item: str) -> list
     return [(name, layers)]
 
 
+def _has(name: str, dims: ModelDims) -> bool:
+    """Whether a model has one of ALWAYS."""
+    return name not in HOOKS or bool(dims.layers_of(HOOKS[name]))
+
+
+def _does_not_exist(item: str, name: str, dims: ModelDims) -> SelectionError:
+    return SelectionError(
+        f"hooks: {item!r} does not exist in {dims.architecture}{_why_absent(HOOKS[name], dims)}; remove it from the "
+        "selection"
+    )
+
+
 def _why_absent(hook: Hook, dims: ModelDims) -> str:
     if dims.only is not None and hook.name not in dims.only:
         return f", of which these hooks are known: {', '.join(name for name in HOOKS if name in dims.only)}"
+    if hook.only == "mrope":
+        return ", whose tokens have one position each (no M-RoPE)"
     if hook.only == "moe" and not dims.moe_layers:
         return ", which has no experts"
     if hook.only == "dense" and dims.moe_layers:

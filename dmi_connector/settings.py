@@ -238,8 +238,35 @@ class ServerOptions:
 _INCLUDE = "include_output_tokens"
 _NEAR, _NEAR_LENGTH = 0.85, 3
 """How alike (0 to 1) a misspelt name is, and by how many characters longer or shorter."""
+_DMI_LIKE = re.compile(r"\s*dmi\s*(?:[._-]\s*(.*))?", re.IGNORECASE | re.DOTALL)
+"""Names that are meant for us. The group is what stands behind a prefix."""
+_ANSWERED = ("dmi_store", "dmi_request_id", "dmi_url", "dmi_key", "dmi_reason", "dmi_missing", "dmi_error")
+"""Names in responses. Proxies hand these on with a request to the next server."""
 _LOOKED_AT = 32
 """Names that are compared with it at most: that takes the engine's time, and a client may send any number."""
+
+
+def _meant(name: str, params: Mapping[Any, Any], known: Sequence[str]) -> str:
+    """How a name beside `dmi` that is meant for us is written; "" for other names, and for those of a response."""
+    like = _DMI_LIKE.fullmatch(name[:_SUGGEST_FROM])
+    answered = name in _ANSWERED and (name != "dmi_key" or "dmi_request_id" in params)
+    if name == "dmi" or answered or not (like or _is_slip(name, "dmi")):
+        return ""
+    option = like[1] if like else None
+    if option == _INCLUDE:
+        return f'{{"{_INCLUDE}": ...}}'
+    return f'{{"dmi": {{"{option}": ...}}}}' if option in known else f'{{"dmi": ...}}, with any of {", ".join(known)}'
+
+
+def _is_slip(name: str, word: str) -> bool:
+    """Whether a name is `word` but for one letter that is missing, wrong or too much, or two that are swapped."""
+    name = name[:_SUGGEST_FROM].lower()
+    if len(name) == len(word):
+        wrong = [i for i, (a, b) in enumerate(zip(name, word, strict=True)) if a != b]
+        swapped = len(wrong) == 2 and wrong[1] == wrong[0] + 1 and sorted(name) == sorted(word)
+        return len(wrong) == 1 or swapped
+    shorter, longer = sorted((name, word), key=len)
+    return len(longer) - len(shorter) == 1 and any(longer[:i] + longer[i + 1 :] == shorter for i in range(len(longer)))
 
 
 @dataclass(frozen=True)
@@ -309,6 +336,8 @@ class CaptureParams:
                 fix = f'write it in dmi, as in {{"dmi": {{"{name}": ...}}}}'
                 raise _refuse(name, params[name], f"is in the wrong place; {fix}")
         for name in islice(params, _LOOKED_AT):
+            if isinstance(name, str) and (fix := _meant(name, params, known)):
+                raise _refuse("kv_transfer_params", name, f"is unknown; write {fix}")
             near = isinstance(name, str) and abs(len(name) - len(_INCLUDE)) <= _NEAR_LENGTH
             if near and name != _INCLUDE and get_close_matches(name, [_INCLUDE], cutoff=_NEAR):
                 raise _refuse("kv_transfer_params", name, f"is unknown; did you mean {_INCLUDE!r}?")

@@ -67,7 +67,8 @@ def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = (
         if option.name == "store_dir" or default is MISSING:
             default = "captures"
         if option.type == "bool":
-            parser.add_argument(flag, action="store_true", default=None, help=f"default {default}")
+            said = f"default {str(default).lower()}; alone it means true"
+            parser.add_argument(flag, nargs="?", type=_boolean, const=True, metavar="true|false", help=said)
             continue
         if option.name == "reduce":
             parser.add_argument(flag, type=_rules, metavar="JSON", help='as in \'{"resid_*": "rp(512)", "*": "int8"}\'')
@@ -80,6 +81,12 @@ def _kind(option: Field[Any]) -> Any:
     if option.type != "int":
         return str
     return {"bytes": units.nbytes, "seconds": units.seconds}.get(option.name.rpartition("_")[2], int)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid; give true or false, or the flag alone for true")
+    return text.lower() == "true"
 
 
 def _rules(text: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from dmi_connector.dtypes import ITEMSIZE
@@ -19,14 +20,19 @@ from dmi_connector.layout import TOKEN_ARRAYS
 from dmi_connector.ranks import shard_of
 from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store.format.paths import make_directory
-from dmi_connector.store.write.retention import measure, read_usage
+from dmi_connector.store.write.retention import RECENT_S, Usage, measure, read_usage
 
 UNLIMITED = 1 << 60
 """Stands for no limit: more positions, or bytes, than there can be."""
 REFRESH_S = 1.0
 """The coordinator's note is read at most this often."""
-FORGET_S = 600.0
-"""Forget reservations of ended requests after this many seconds."""
+FORGET_S = RECENT_S
+"""Forget reservations of ended requests after this many seconds.
+
+The coordinator's note names the stores that were finished since then, also if nobody read the note for long. A store
+that was finished earlier is named no more, and must not count a second time. Rows of one that nobody has begun to write
+by then lie in the host buffer, so they cannot be many.
+"""
 _TOKEN_ARRAY_BYTES = sum(ITEMSIZE[dtype] for dtype in TOKEN_ARRAYS.values())
 
 
@@ -76,11 +82,12 @@ class RequestBytes:
 
 @dataclass
 class _Reservation:
-    """A capture that was admitted. nbytes: raw bytes of its prompt's rows. ended: when its request ended, in seconds
-    since the epoch.
+    """A capture that was admitted. nbytes: raw bytes of its prompt's rows. device: its file system, or 0.
+    ended: when its request ended, in seconds since the epoch.
     """
 
     nbytes: int
+    device: int
     ended: float | None = None
 
 
@@ -88,18 +95,22 @@ class Quota:
     """Decides on new captures for one scheduler. Measures the existing stores when it is made.
 
     What stores take is measured now and then. Captures that were unfinished at that time, or were admitted since, count
-    with more: the bytes of their prompts that were not there yet.
+    with more: the bytes of their prompts that were not there yet. These are not free on their file system either.
     """
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
-        self._usage = measure(options.store_dir, options.save_path_roots) if options.max_total_bytes else None
+        self._usage: Usage | None = None
+        if options.max_total_bytes:
+            self._usage = measure(options.store_dir, options.save_path_roots)
+        elif options.min_free_bytes:
+            self._usage = Usage(0, {}, [], time.time())
         self._read_at = 0.0
         self._reserved: dict[str, _Reservation] = {}  # by path of the store
         self._realpath = functools.lru_cache(256)(
             os.path.realpath
         )  # of directories: it asks the system for each part of a path
-        self._lacking = 0  # reserved bytes that were not there when stores were measured
+        self._lacking: Counter[int] = Counter()  # reserved bytes that were not there when measured, by device
 
     def admit(self, path: str, nbytes: int) -> None:
         """Admit a capture with its store at `path`, whose prompt has `nbytes` raw bytes.
@@ -112,23 +123,28 @@ class Quota:
                 f"max_request_bytes: the prompt's rows take {nbytes} bytes, this server allows "
                 f"{options.max_request_bytes}; ask for fewer hooks, layers or tokens"
             )
+        if self._usage is None:
+            return
+        self._refresh()
+        device = 0
         if options.min_free_bytes:
-            free = self._free(directory)
-            if free - nbytes < options.min_free_bytes:
+            free, device = self._free(directory)
+            lacking = self._lacking[device]
+            if free - lacking - nbytes < options.min_free_bytes:
                 raise OptionError(
-                    f"min_free_bytes: {free} bytes are free in {directory}, {nbytes} are needed and "
-                    f"{options.min_free_bytes} have to stay free; remove stores (dmi prune)"
+                    f"min_free_bytes: {free} bytes are free in {directory}, {lacking} of them are for captures under "
+                    f"way, {nbytes} are needed and {options.min_free_bytes} have to stay free; remove stores (dmi "
+                    "prune)"
                 )
-        if self._usage is not None:
-            self._refresh()
-            used = self._usage.nbytes + self._lacking
+        if options.max_total_bytes:
+            used = self._usage.nbytes + self._lacking.total()
             if used + nbytes > options.max_total_bytes:
                 raise OptionError(
                     f"max_total_bytes: stores take {used} bytes, {nbytes} more are needed, this server allows "
                     f"{options.max_total_bytes}; remove stores (dmi prune)"
                 )
-            self._reserved[self._real(path)] = _Reservation(nbytes)
-            self._lacking += nbytes
+        self._reserved[self._real(path)] = _Reservation(nbytes, device)
+        self._lacking[device] += nbytes
 
     def ended(self, path: str, nothing: bool) -> None:
         """The request of an admitted capture has ended. nothing: nothing was captured."""
@@ -136,7 +152,7 @@ class Quota:
             return
         if nothing:
             del self._reserved[self._real(path)]
-            self._lacking -= reservation.nbytes
+            self._lacking[reservation.device] -= reservation.nbytes
         else:
             reservation.ended = time.time()
 
@@ -144,13 +160,14 @@ class Quota:
         directory, name = os.path.split(path)
         return os.path.join(self._realpath(directory), name)
 
-    def _free(self, directory: str) -> int:
+    def _free(self, directory: str) -> tuple[int, int]:
+        """(bytes that are free on the file system of a directory, its number). Raises OptionError."""
         try:
             make_directory(directory, self.options.file_mode)
             stat = os.statvfs(directory)
         except OSError as error:
             raise OptionError(f"min_free_bytes: the file system of {directory} cannot be asked: {error}") from error
-        return stat.f_bavail * stat.f_frsize
+        return stat.f_bavail * stat.f_frsize, stat.f_fsid
 
     def _refresh(self) -> None:
         if time.monotonic() - self._read_at < REFRESH_S:
@@ -166,4 +183,6 @@ class Quota:
                 for path, capture in self._reserved.items()
                 if path not in over and (path in there or capture.ended is None or capture.ended > old)
             }
-            self._lacking = sum(max(0, c.nbytes - there.get(path, 0)) for path, c in self._reserved.items())
+            self._lacking = Counter()
+            for path, capture in self._reserved.items():
+                self._lacking[capture.device] += max(0, capture.nbytes - there.get(path, 0))

@@ -118,7 +118,7 @@ def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSetting
     keep = {
         "directory": options.store_dir,
         "roots": options.save_path_roots,
-        "measure": options.max_total_bytes > 0,
+        "measure": options.max_total_bytes > 0 or options.min_free_bytes > 0,
         "retain_seconds": options.retain_seconds,
         "retain_bytes": options.retain_bytes,
     }

@@ -48,6 +48,14 @@ class Tracked:
         """First position that is not captured."""
         return min(self.wanted, self.quota_end)
 
+    def why_empty(self) -> str:
+        """Why the ended request has none of the rows that it wants."""
+        start, generated = self.params.start, self.request.num_tokens - 1  # the last token has no row
+        span = [start, self.params.stop]
+        if not self.params.include_output_tokens and self.request.num_prompt_tokens <= start < generated:
+            return f"dmi.tokens: {span} lies behind the prompt; set include_output_tokens for rows of generated tokens"
+        return f"dmi.tokens: {span} lies behind the last row of the request, so there are no rows"
+
     def number_sample(self, position: int) -> int:
         """The number of the row of logits of a position. Each turn of a session goes on where the one before ended."""
         if self._turn != self.request.num_prompt_tokens:

@@ -364,8 +364,7 @@ class Tracker:
         if lost:
             response["dmi_missing"] = sorted(lost)
         if not close.length and not close.losses:
-            span = [tracked.params.start, tracked.params.stop]
-            response["dmi_reason"] = f"dmi.tokens: {span} lies behind the last row of the request, so there are no rows"
+            response["dmi_reason"] = tracked.why_empty()
         return response
 
     def _close(self, tracked: Tracked, blocks: list[int]) -> Close:

@@ -49,7 +49,10 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "layer range": ({"dmi": {"hooks": "q@1-9"}}, ["hooks", "9", "layers 0 to 2"]),
     "layers type": ({"dmi": {"layers": "0"}}, ["dmi.layers", "'0'", "list of layer numbers"]),
     "huge layer": ({"dmi": {"layers": [2**63]}}, ["dmi.layers", str(2**63), "layers 0 to 2"]),
-    "no layer left": ({"dmi": {"hooks": "q@0", "layers": [1]}}, ["dmi.layers", "[1]", "leaves nothing"]),
+    "no layer left": (
+        {"dmi": {"hooks": "q@0", "layers": [1]}},
+        ["dmi.layers", "[1]", "none of the chosen hooks", "q@0"],
+    ),
     "key path": ({"dmi": {"key": "../x"}}, ["dmi.key", "'../x'", "letters, digits"]),
     "key long": ({"dmi": {"key": "k" * 129}}, ["dmi.key", "kkk", "1 to 128"]),
     "key type": ({"dmi": {"key": ["a"]}}, ["dmi.key", "['a']", "letters, digits"]),

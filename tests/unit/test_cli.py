@@ -18,7 +18,8 @@ from dmi_connector.analysis import canvas
 from dmi_connector.analysis.labels import token_labels
 from dmi_connector.analysis.residual import residual_norms
 from dmi_connector.cli import demo, tables
-from dmi_connector.cli.main import main, make_serve_parser
+from dmi_connector.cli.main import main, make_run_parser, make_serve_parser
+from dmi_connector.cli.run import NOT_OURS
 from dmi_connector.cli.serve import SERVER, server_command
 from dmi_connector.cli.tiny_models import make_tokenizer
 from dmi_connector.hooks import SelectionError
@@ -317,6 +318,33 @@ def test_serve_has_a_flag_for_every_server_option() -> None:
     command = serve("m", "--fsync", "--writers", "2", "--policy", "drop")
     extra = json.loads(command[command.index("--kv_transfer_config") + 1])["kv_connector_extra_config"]
     assert (extra["fsync"], extra["writers"], extra["policy"]) == (True, 2, "drop")
+
+
+SWITCHES = [option.name for option in fields(ServerOptions) if option.type == "bool"]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_serve_and_run_take_true_and_false(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The word used to switch the option on, whatever it was, and went on to vLLM."""
+    flag = "--" + name.replace("_", "-")
+    given: list[tuple[list[str], bool | None]] = [([], None), ([flag], True), ([flag, "true"], True)]
+    given += [([flag, "false"], False), ([f"{flag}=False"], False)]
+    run = ["--model", "m", "--prompts", "p.jsonl", "--out", "o"]
+    for argv, value in given:
+        for parser, needed in ((make_serve_parser(), []), (make_run_parser(), run)):
+            if parser.prog == "dmi run" and name in NOT_OURS:
+                continue
+            options, passed = parser.parse_known_args([*needed, *argv, "--port", "1"])
+            assert (getattr(options, name), passed) == (value, ["--port", "1"]), argv
+    with pytest.raises(SystemExit):
+        make_serve_parser().parse_known_args([flag, "off"])
+    assert f"{flag}: 'off' is not valid; give true or false" in capsys.readouterr().err
+
+
+def test_a_switch_that_is_off_reaches_the_engine() -> None:
+    command = serve("m", "--fsync", "false", "--port", "1")
+    extra = json.loads(command[command.index("--kv_transfer_config") + 1])["kv_connector_extra_config"]
+    assert extra["fsync"] is False and "false" not in command and command[-2:] == ["--port", "1"]
 
 
 @pytest.mark.parametrize(

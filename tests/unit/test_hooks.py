@@ -102,11 +102,18 @@ def test_positions_on_the_axes_of_m_rope_are_always_selected(spec: str) -> None:
     served = parse_selection(spec, with_axes)
     assert served.hooks["mrope_positions"] == (0,) and len(served.hooks) == 2
     assert "mrope_positions" not in chosen(spec)
-    assert narrow(served, None, [0], with_axes).hooks["mrope_positions"] == (0,)
+    own = [layer for name, layers in served.hooks.items() if HOOKS[name].scope == "layer" for layer in layers]
+    assert narrow(served, None, own or None, with_axes).hooks["mrope_positions"] == (0,)
     with pytest.raises(SelectionError, match="selects nothing"):
         parse_selection("mrope_positions", with_axes)
     field = row_layouts(served, with_axes, "bfloat16")[0].find("mrope_positions", 0)
     assert field is not None and (field.dtype, field.width) == ("int32", 3)
+
+
+def test_a_request_for_positions_that_the_model_lacks_says_so() -> None:
+    served = parse_selection("q", DENSE)
+    with pytest.raises(SelectionError, match="'mrope_positions' does not exist in Dense"):
+        narrow(served, ["mrope_positions"], None, DENSE)
 
 
 def test_selection_keeps_the_order_of_the_vocabulary() -> None:
@@ -129,6 +136,13 @@ def test_selection_keeps_the_order_of_the_vocabulary() -> None:
         ("embed@0", "exists once"),
         ("topk_ids", "no experts"),
         ("q,-q", "selects nothing"),
+        (
+            "mrope_positions",
+            r"'mrope_positions' does not exist in Dense, whose tokens have one position each .no M-RoPE.;",
+        ),
+        ("token_ids,mrope_positions@0", "'mrope_positions@0' does not exist in Dense"),
+        ("-mrope_positions", "selects nothing"),
+        ("token_ids", "selects nothing"),
         (["q", 3], "strings"),
     ],
 )
@@ -183,8 +197,20 @@ def test_a_request_can_select_only_what_the_server_captures() -> None:
     }
     with pytest.raises(SelectionError, match=r"'z' is not captured by this server; it captures q, ln2"):
         parse_selection("z", DENSE, only=served)
-    with pytest.raises(SelectionError, match="q@7"):
-        parse_selection("q@7", DENSE, only=served)
+    assert chosen("q@1+3,mlp_out@-1", only=served) == {"q": (1, 3), "mlp_out": (7,)}
+    assert chosen("q,-q@2-7", only=served) == {"q": (0, 1)}, "what is taken away need not be there"
+    assert chosen("mlp@7,q*@5,embed*,q", only=served).keys() == {"q", "ln2", "mlp_post", "mlp_out"}
+    for item, needs in (("q@7", "q@7"), ("q@0-5", "q@4+5"), ("q@-1+0", "q@7")):
+        with pytest.raises(SelectionError) as caught:
+            parse_selection(item, DENSE, only=served)
+        assert str(caught.value) == (
+            f"hooks: {item!r} needs {needs}, which this server does not capture; it captures q@0+1+2+3"
+        )
+    served = parse_selection("resid_pre@0+2", DENSE)
+    assert chosen("resid_pre", only=served) == {"resid_pre": (0, 2)}
+    assert chosen("resid_post@1", only=served) == {"resid_pre": (2,)}
+    with pytest.raises(SelectionError, match=r"'resid_post@0-1' needs resid_pre@1, .* it captures resid_pre@0\+2"):
+        parse_selection("resid_post@0-1", DENSE, only=served)
 
 
 @given(
@@ -335,8 +361,12 @@ def test_a_request_narrows_layers_and_keeps_hooks_that_exist_once() -> None:
     for layer in (8, -9):
         with pytest.raises(SelectionError, match=f"dmi.layers: {layer} is outside this model; it has layers 0 to 7"):
             narrow(served, None, [0, layer], DENSE)
-    with pytest.raises(SelectionError, match=r"dmi.layers: \[7\] leaves nothing of the captured hooks; captured: q@1"):
-        narrow(served, ["q"], [7], DENSE)
+    for hooks, layers, lacking in ((["q"], [7], [7]), (["q"], [0, 1, -1], [0, -1]), (["embed"], [0], [0])):
+        with pytest.raises(SelectionError) as caught:
+            narrow(served, hooks, layers, DENSE)
+        captured = "embed@0" if hooks == ["embed"] else "q@1+2+3+4+5+6"
+        says = f"dmi.layers: {lacking} is in none of the chosen hooks; captured: {captured}"
+        assert str(caught.value) == says, "a layer is never left out in silence"
 
 
 def test_only_a_near_name_is_suggested() -> None:

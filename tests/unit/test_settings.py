@@ -253,6 +253,15 @@ def test_the_docs_name_all_of_the_contract() -> None:
         ({"tokens": [0, 4], "dmi": {}}, "tokens: [0, 4] is in the wrong place"),
         ({"include_output_token": True}, "kv_transfer_params: 'include_output_token' is unknown; did you mean"),
         ({"include_output_tokens\n": True}, r"kv_transfer_params: 'include_output_tokens\n' is unknown"),
+        ({"dmi.enabled": False}, 'kv_transfer_params: \'dmi.enabled\' is unknown; write {"dmi": {"enabled": ...}}'),
+        ({"dmi": {}, "DMI-key": "x"}, 'kv_transfer_params: \'DMI-key\' is unknown; write {"dmi": {"key": ...}}'),
+        ({"dmi_key": "x"}, 'kv_transfer_params: \'dmi_key\' is unknown; write {"dmi": {"key": ...}}'),
+        (
+            {"dmi.include_output_tokens": True},
+            "kv_transfer_params: 'dmi.include_output_tokens' is unknown; write {\"incl",
+        ),
+        ({"dmi_x": 1}, "kv_transfer_params: 'dmi_x' is unknown; write {\"dmi\": ...}, with any of key, hooks, layers,"),
+        ({"DMI": {"enabled": False}}, "kv_transfer_params: 'DMI' is unknown; write {\"dmi\": ...}, with any of key"),
         ({"dmi": {"include_output_tokens": True}}, "dmi.include_output_tokens: True is in the wrong place"),
     ],
 )
@@ -260,6 +269,25 @@ def test_a_request_option_in_the_wrong_place_is_refused(params: dict[str, object
     with pytest.raises(OptionError) as caught:
         CaptureParams.parse(params)
     assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize("name", ["Dmi", " dmi", "dim", "mdi", "dm", "DI", "mi", "dmu", "ddmi", "dmis", "dmi_"])
+def test_a_name_like_dmi_is_refused(name: str) -> None:
+    """A request that says that it is not to be captured would be captured."""
+    with pytest.raises(OptionError, match=r'is unknown; write {"dmi": \.\.\.}'):
+        CaptureParams.parse({name: {"enabled": False}})
+
+
+@pytest.mark.parametrize("name", ["", "d", "mid", "imd", "dmixx", "remote_dmi", "tp_size", "dp", "admin", "dmitri_x"])
+def test_names_unlike_dmi_are_left_to_other_connectors(name: str) -> None:
+    assert CaptureParams.parse({name: {"enabled": False}}) == CaptureParams()
+
+
+def test_what_a_response_said_may_come_with_the_next_request() -> None:
+    """Proxies of disaggregated serving hand it on."""
+    answered = {"dmi_store": "s.zarr", "dmi_request_id": "r", "dmi_key": "k", "dmi_missing": [[0, 1]], "dmi_reason": ""}
+    assert CaptureParams.parse(answered) == CaptureParams()
+    assert CaptureParams.parse({"dmi_error": "why"}) == CaptureParams()
 
 
 def test_of_many_names_few_are_compared_and_all_of_ours_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +303,13 @@ def test_of_many_names_few_are_compared_and_all_of_ours_are_found(monkeypatch: p
 def test_options_of_other_connectors_are_left_alone() -> None:
     params = {
         "do_remote_prefill": True,
+        "do_remote_decode": False,
         "remote_block_ids": [1],
+        "remote_engine_id": "e",
+        "remote_host": "h",
+        "remote_port": 1,
+        "transfer_id": "t",
+        "hidden_states_path": "p",
         "output_tokens": 3,
         5: 6,
         "include_output_tokens": True,

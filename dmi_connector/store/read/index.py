@@ -21,6 +21,8 @@ from dmi_connector.store.read.remote_index import read_indexes
 
 FINISHED = ("complete", "incomplete")
 """States of finished stores."""
+_ADDED = re.compile(r"(_[0-9]+)?(-|\Z)")
+"""What vLLM adds behind a request id, up to the end or a dash."""
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
 """Keys and request ids that are the same in JSON and in the name of a store."""
 
@@ -119,8 +121,9 @@ def find_captures(directory: Given, key: str | None = None, request_id: str | No
 
     directory: a path, or a URL such as s3://bucket/prefix.
 
-    vLLM changes request ids: children of one request get a number in front (`0_id`), and every request a random suffix
-    (`id-xxxx`). `request_id` matches these too. Aborted and removed captures are left out.
+    vLLM changes request ids: children of one request get a number in front (`0_id`), requests of the Responses API one
+    behind (`resp_xxxx_0`), and every request a random suffix (`id-xxxx`). `request_id` matches these too. Aborted and
+    removed captures are left out.
 
     The directory's index is read, and no store that it names is opened. Others in a directory of this machine, such as
     copies, are found by their names (*.zarr), and each is opened once. With a key or request id that is done only where
@@ -322,4 +325,4 @@ def same_request(wanted: str, stored: str | None) -> bool:
         return False
     child, _, rest = stored.partition("_")
     names = [stored, rest] if child.isdigit() and rest else [stored]
-    return any(name == wanted or name.startswith(wanted + "-") for name in names)
+    return any(name.startswith(wanted) and _ADDED.match(name, len(wanted)) for name in names)

@@ -22,6 +22,7 @@ from dmi_connector.store.format.locks import claim, is_abandoned
 from dmi_connector.store.format.paths import no_follow
 from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX
 from dmi_connector.store.write.commit import append_index, now
+from dmi_connector.store.write.ended import EndedCaptures
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ class Usage(NamedTuple):
     """What stores take.
 
     nbytes: of all stores, unfinished ones included. unfinished: bytes of each store being written, by its final path.
-    over: final paths of stores that were finished in the last RECENT_S seconds, or given up. began: when measuring
-    began, in seconds since the epoch.
+    over: final paths of stores that were finished in the last RECENT_S seconds, removed ones included, or given up.
+    began: when measuring began, in seconds since the epoch.
     """
 
     nbytes: int
@@ -216,8 +217,9 @@ def _remove_leftovers(directory: str | os.PathLike[str]) -> list[str]:
 class Keeper:
     """Measures and prunes a directory of stores every `interval_s` seconds, on a thread of the coordinator.
 
-    roots: more directories to measure. measure: keep USAGE_NAME up to date, for `max_total_bytes`. retain_seconds,
-    retain_bytes: see `prune`; 0 keeps all. interval_s: seconds between two rounds, or more if rounds take long.
+    roots: more directories to measure. measure: keep USAGE_NAME up to date, for `max_total_bytes` and `min_free_bytes`.
+    retain_seconds, retain_bytes: see `prune`; 0 keeps all. interval_s: seconds between two rounds, or more if rounds
+    take long.
     """
 
     directory: str
@@ -227,6 +229,10 @@ class Keeper:
     retain_bytes: int = 0
     interval_s: float = 5.0
     sizes: StoreSizes = field(default_factory=StoreSizes)
+    _ended: EndedCaptures = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ended = EndedCaptures(self.directory)
 
     def start(self) -> None:
         """Begin, unless there is nothing to do."""
@@ -240,7 +246,9 @@ class Keeper:
                 prune(self.directory, self.retain_seconds or None, self.retain_bytes or None, self.sizes)
         finally:
             if self.measure:
-                write_usage(self.directory, measure(self.directory, self.roots, self.sizes))
+                ended = self._ended.of_last(RECENT_S)  # read first, so that their bytes are measured
+                usage = measure(self.directory, self.roots, self.sizes)
+                write_usage(self.directory, usage._replace(over=list(dict.fromkeys((*usage.over, *ended)))))
 
     def _run(self) -> None:
         while True:

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from dmi_connector.cli.main import main
 from dmi_connector.engine import quota as quota_module
 from dmi_connector.engine.quota import FORGET_S, Quota, RequestBytes
+from dmi_connector.engine.sizing import write_settings
 from dmi_connector.layout import ArraySpec
 from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store.format import completeness
@@ -33,7 +34,9 @@ from dmi_connector.store.format.paths import make_directory
 from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.index import find_captures, read_index
 from dmi_connector.store.write.client import StoreClient
+from dmi_connector.store.write.commit import append_index
 from dmi_connector.store.write.retention import (
+    RECENT_S,
     REMOVING_SUFFIX,
     USAGE_NAME,
     Keeper,
@@ -191,11 +194,73 @@ def test_a_capture_that_is_being_written_counts_once(tmp_path: Path, monkeypatch
     assert read_usage(str(directory)) is None, "of another version"
 
 
+def burst(directory: Path, quota: Quota, count: int) -> None:
+    """Let captures of 2000 bytes in, and write their stores, of 500 bytes each."""
+    directory.mkdir(exist_ok=True)
+    for number in range(count):
+        quota.admit(str(directory / f"{number}.zarr"), 2000)
+    for number in range(count):
+        store = directory / f"{number}.zarr"
+        store.mkdir()
+        (store / "data").write_bytes(b"x" * 498)
+        (store / "zarr.json").write_text("{}")
+        append_index(str(directory), {"event": "start", "store": store.name})
+        append_index(str(directory), {"event": "finish", "store": store.name, "state": "complete"})
+        quota.ended(str(store), nothing=False)
+
+
+def test_finished_captures_count_once_after_any_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator's note is read when a request comes, which may be a minute and more after the last one."""
+    monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 0)
+    now, ahead = time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: now() + ahead)
+    for pause in (0.1, 0.9 * RECENT_S, 1.1 * RECENT_S, 5 * RECENT_S):
+        stores = tmp_path / f"after-{pause}"
+        quota = Quota(ServerOptions.parse({"store_dir": str(stores), "max_total_bytes": 10_000}))
+        stores.mkdir()
+        keeper = Keeper(str(stores), measure=True)
+        burst(stores, quota, 5)
+        keeper.round()
+        ahead += pause
+        keeper.round()
+        quota.admit(str(stores / "more.zarr"), 7500)
+        with pytest.raises(OptionError, match="stores take 10000 bytes, 1 more"):
+            quota.admit(str(stores / "other.zarr"), 1)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_removed_captures_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: bool) -> None:
+    """Also those that came and went between two measurements, as with upload_remove_local."""
+    monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 0)
+    quota = Quota(ServerOptions.parse({"store_dir": str(tmp_path), "max_total_bytes": 10_000}))
+    keeper = Keeper(str(tmp_path), measure=True)
+    burst(tmp_path, quota, 5)
+    if measured:
+        keeper.round()
+    prune(tmp_path, keep_bytes=1000)
+    shutil.rmtree(tmp_path / "4.zarr")
+    keeper.round()
+    quota.admit(str(tmp_path / "more.zarr"), 9500)
+    with pytest.raises(OptionError, match="stores take 10000 bytes, 1 more"):
+        quota.admit(str(tmp_path / "other.zarr"), 1)
+
+
+def test_a_capture_that_begins_anew_counts(tmp_path: Path) -> None:
+    keeper = Keeper(str(tmp_path), measure=True)
+    for event in ("start", "finish", "start"):
+        append_index(str(tmp_path), {"event": event, "store": "a.zarr"})
+    keeper.round()
+    assert read_usage(str(tmp_path)).over == []  # type: ignore[union-attr]
+    append_index(str(tmp_path), {"event": "abort", "store": "a.zarr"})
+    keeper.round()
+    assert read_usage(str(tmp_path)).over == [str(tmp_path / "a.zarr")]  # type: ignore[union-attr]
+
+
 def test_captures_that_would_leave_less_than_min_free_bytes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = {"blocks": 100}
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free["blocks"], f_frsize=1000))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free["blocks"], f_frsize=1000, f_fsid=7))
     tracker = make_tracker(tmp_path / "stores", min_free_bytes=90_000, hooks="resid_pre@0")
     row = 64 * 4 + 9
     assert "dmi_store" in run(tracker, {}, 10_000 // row, 1)[1]
@@ -205,6 +270,36 @@ def test_captures_that_would_leave_less_than_min_free_bytes_are_refused(
     assert "dmi_error" in run(tracker, {}, 2, 1)[1]
     free["blocks"] = 1000
     assert "dmi_store" in run(tracker, {}, 2, 1)[1], "space is there again"
+
+
+def test_a_burst_leaves_min_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What captures under way are still to write is not free, on their own file system."""
+    monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 0)
+    free = {str(tmp_path): 10_000, str(tmp_path / "other"): 3000}
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_bavail=free[path], f_frsize=1, f_fsid=list(free).index(path) + 7)
+    )
+    options = ServerOptions.parse({"store_dir": str(tmp_path), "min_free_bytes": 1000})
+    assert write_settings(options, 0, False).keep["measure"], "the coordinator says what is written"
+    quota, keeper = Quota(options), Keeper(str(tmp_path), measure=True)
+    burst(tmp_path, quota, 4)
+    with pytest.raises(OptionError) as refused:
+        quota.admit(str(tmp_path / "more.zarr"), 1001)
+    assert str(refused.value).startswith(
+        f"min_free_bytes: 10000 bytes are free in {tmp_path}, 8000 of them are for captures under way, 1001 are needed "
+        "and 1000 have to stay free"
+    )
+    quota.admit(str(tmp_path / "other" / "more.zarr"), 2000)
+    with pytest.raises(OptionError, match=r"3000 bytes are free .*, 2000 of them are for captures under way, 1 are"):
+        quota.admit(str(tmp_path / "other" / "again.zarr"), 1)
+    free[str(tmp_path)] -= 4 * 500
+    time.sleep(0.002)
+    keeper.round()
+    quota.admit(str(tmp_path / "more.zarr"), 7000)
+    with pytest.raises(OptionError, match=r"8000 bytes are free .*, 7000 of them"):
+        quota.admit(str(tmp_path / "last.zarr"), 1)
+    quota.ended(str(tmp_path / "more.zarr"), nothing=True)
+    quota.admit(str(tmp_path / "last.zarr"), 7000)
 
 
 def test_without_limits_neither_free_space_nor_stores_are_measured(

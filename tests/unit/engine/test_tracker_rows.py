@@ -418,3 +418,14 @@ def test_tokens_behind_the_end_are_named_in_the_response(tmp_path: Path) -> None
     _, response = generate(tracker, request, 3)
     assert response is not None and "dmi_missing" not in response
     assert response["dmi_reason"].startswith("dmi.tokens: [100, 200] lies behind the last row")
+
+
+@pytest.mark.parametrize(("generated", "says"), [(20, "lies behind the prompt"), (2, "lies behind the last row")])
+def test_tokens_behind_the_prompt_name_the_option_that_they_need(tmp_path: Path, generated: int, says: str) -> None:
+    """Rows of generated tokens are there only with include_output_tokens."""
+    tracker = make_tracker(tmp_path)
+    request = ask({"dmi": {"tokens": [10, 15]}}, 8)
+    tracker.on_new_request(request)
+    _, response = generate(tracker, request, generated)
+    assert response is not None and response["dmi_reason"].startswith(f"dmi.tokens: [10, 15] {says}")
+    assert ("set include_output_tokens" in response["dmi_reason"]) == (generated == 20)

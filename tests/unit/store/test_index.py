@@ -36,6 +36,15 @@ def test_a_request_id_is_found_with_the_parts_that_vllm_adds_to_it(tmp_path: Pat
     assert len(find_captures(tmp_path)) == 8 and find_captures(tmp_path, key="k") == []
 
 
+def test_a_capture_of_the_responses_api_is_found_by_the_id_of_its_response(tmp_path: Path) -> None:
+    """vLLM numbers the requests of one response, from 0 on."""
+    ids = ["resp_a1_0-9f3b", "resp_a1_1-77aa", "resp_a1_12", "0_resp_a1_2-b", "resp_a1", "resp_a1_x", "resp_a1_0x-1"]
+    for i, name in enumerate([*ids, "resp_a12_0-1", "resp_a1__0"]):
+        start(tmp_path, store_name(None, name), f"2025-01-01T00:00:0{i}", request_id=name)
+    assert [c.request_id for c in find_captures(tmp_path, request_id="resp_a1")] == ids[:5]
+    assert [c.request_id for c in find_captures(tmp_path, request_id="resp_a1_0")] == ids[:1]
+
+
 def test_a_path_that_is_no_directory_of_stores_is_refused(tmp_path: Path) -> None:
     stores = kit.Store(1 << 20)
     stores.write(tmp_path / "a.zarr", [SPEC], 10)

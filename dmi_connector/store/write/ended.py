@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures that ended lately, by the index of their directory. It knows them also where the store is gone already."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+
+from dmi_connector.store.format.schema import INDEX_NAME
+from dmi_connector.store.read.index import LineTail
+
+
+class EndedCaptures:
+    """Follows an index from now on."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = os.path.realpath(directory)
+        self._tail = LineTail(self._directory, new_only=True)
+        self._ended: dict[str, float] = {}  # by path of the store: when its end was read, in seconds since the epoch
+
+    def of_last(self, seconds: float) -> list[str]:
+        """Paths of the stores whose end came into the index in the last `seconds`. Raises OSError.
+
+        Ends that came earlier are forgotten.
+        """
+        moment = time.time()
+        for line in self._tail.read() if self._is_file() else ():
+            path = os.path.join(self._directory, line["store"])
+            if line["event"] in ("finish", "abort"):
+                self._ended[path] = moment
+            elif line["event"] == "start":
+                self._ended.pop(path, None)
+        self._ended = {path: when for path, when in self._ended.items() if when > moment - seconds}
+        return list(self._ended)
+
+    def _is_file(self) -> bool:
+        """Whether the index is there, and no link or pipe that somebody put in its place."""
+        try:
+            return stat.S_ISREG(os.lstat(os.path.join(self._directory, INDEX_NAME)).st_mode)
+        except FileNotFoundError:
+            return False
