@@ -358,7 +358,7 @@ def test_a_window_is_never_larger_than_the_limit(stores: Path) -> None:
 def test_verify_finds_damage(stores: Path, tmp_path: Path, model: Path) -> None:
     viewkit.write_stores(tmp_path, model, many=0)
     page = client(tmp_path)
-    assert page.get("api/verify/story.zarr").json() == {"problems": [], "unseen": None}
+    assert page.get("api/verify/story.zarr").json() == {"problems": [], "not_finite": [], "unseen": None}
     shard = tmp_path / "story.zarr" / "q_rot" / "c" / "0" / "0" / "0"
     data = bytearray(shard.read_bytes())
     data[100] ^= 1
@@ -366,6 +366,16 @@ def test_verify_finds_damage(stores: Path, tmp_path: Path, model: Path) -> None:
     shard.write_bytes(data)
     problems = page.get("api/verify/story.zarr").json()["problems"]
     assert problems and "q_rot" in problems[0]
+
+
+def test_verify_tells_values_that_are_not_finite_from_damage(tmp_path: Path) -> None:
+    owner, spec = kit.Store(1 << 20), ArraySpec("q", "float32", (0,), 8)
+    values = kit.random_bits(spec, 20)
+    values.view("f4")[0, 3, 3] = np.nan
+    owner.write(tmp_path / "a.zarr", [spec], 20, values={"q": values}, attrs={"num_layers": 1})
+    assert owner.shutdown()
+    found = client(tmp_path).get("api/verify/a.zarr").json()
+    assert found["problems"] == [] and "1 values are not finite" in found["not_finite"][0]
 
 
 def test_no_store_is_held_between_answers(tmp_path: Path, model: Path) -> None:
