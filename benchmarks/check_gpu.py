@@ -206,10 +206,10 @@ def _attention_error(capture: Any) -> float:
         positions, weights, _ = reduction.split(capture.numpy("pattern", layer))  # [rows, heads, m]
         pattern = capture.attention(layer).transpose(1, 0, 2)
         there = np.where(positions >= 0, np.take_along_axis(pattern, np.maximum(positions, 0), -1), 0)
-        worst = max(worst, float(np.abs(weights - there).max()))
+        worst = float(np.maximum(worst, np.abs(weights - there).max()))
         rest = pattern.copy()
         np.put_along_axis(rest, np.maximum(positions, 0), 0, -1)
-        worst = max(worst, float((rest.max(-1) - weights[..., -1]).max()))
+        worst = float(np.maximum(worst, (rest.max(-1) - weights[..., -1]).max()))
     return worst
 
 
@@ -248,7 +248,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
         if list(capture.token_ids) != ids[:expected]:
             problems.append(f"{name}: token ids differ")
         if "pattern" in capture.hooks:
-            attention = max(attention or 0.0, _attention_error(capture))
+            attention = float(np.maximum(attention or 0.0, _attention_error(capture)))
         reference = expect(tuple(ids))
         for hook in reference:
             if hook not in capture.hooks or hook in ("token_ids", "positions", "topk_ids", "topk_weights"):
@@ -273,7 +273,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             below.setdefault(hook, []).extend((cosines < limit).ravel().tolist())
             worst = float((np.abs(got - want).max(-1) / np.maximum(np.abs(want).max(-1), 1e-30)).max())
             cosine[hook] = min(cosine.get(hook, 1.0), least)
-            error[hook] = max(error.get(hook, 0.0), worst)
+            error[hook] = float(np.maximum(error.get(hook, 0.0), worst))  # NaN is the largest
     return {"requests": len(found["stores"]), "rows": rows, "rows_missing": missing, "problems": problems[:10],
             "least_cosine": cosine, "rows_below": {hook: float(np.mean(low)) for hook, low in below.items()},
             "experts": "router_logits" in cosine, "largest_relative_error": error, "top_k_gap": gap,

@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -324,3 +324,12 @@ def _check_comparable(capture: Capture, rows: np.ndarray) -> None:
         raise ValueError(f"{capture.path} holds no rows to compare; give a store with rows")
     if Cause.TOKEN_IDS_UNKNOWN.value[1] in (capture.reason or ""):
         raise ValueError(f"{capture.path} lacks token ids, so nothing can be computed from them; give another store")
+
+
+def largest(errors: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The largest difference of each hook over several results of `compare`. NaN is the largest of all."""
+    found: dict[str, float] = {}
+    for one in errors:
+        for hook, error in one.items():
+            found[hook] = float(np.maximum(error, found.get(hook, 0.0)))
+    return found

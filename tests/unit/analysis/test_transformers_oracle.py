@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoTokenizer, DeepseekV3Config
 
 from dmi_connector.analysis.oracle_twins import ONCE
-from dmi_connector.analysis.transformers_oracle import Oracle, _Recorder, compare
+from dmi_connector.analysis.transformers_oracle import Oracle, _Recorder, compare, largest
+from dmi_connector.cli import demo
 from dmi_connector.cli.tiny_models import ARCHS, CHAT_TEMPLATE, EOS, VOCAB, make_model
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
@@ -331,3 +332,17 @@ def test_a_hook_that_the_oracle_lacks_is_named(oracles: dict[str, Oracle], tmp_p
     capture = store_of(tmp_path / "a.zarr", {"q": want["q"], "kv_c": want["k"]}, oracle)
     with pytest.raises(ValueError, match=r"the oracle computes no kv_c, only .*; give Oracle without=\['kv_c'\]"):
         compare(capture, oracle)
+
+
+def test_nan_is_the_largest_difference(oracles: dict[str, Oracle], tmp_path: Path) -> None:
+    """Whichever store has it: the demo must not say that all hooks agree."""
+    assert largest([{"q": 1e-7, "k": 2.0}, {"q": 3e-7, "k": 1.0}]) == {"q": 3e-7, "k": 2.0}
+    assert np.isnan(largest([{"q": 1e-7}, {"q": np.nan}, {"q": 2e-7}])["q"])
+    oracle, values = oracles["qwen3"], oracles["qwen3"].run(IDS)["q"]
+    good = store_of(tmp_path / "good.zarr", {"q": values}, oracle)
+    values = values.copy()
+    values[1, 3, 5] = np.nan
+    bad = store_of(tmp_path / "bad.zarr", {"q": values}, oracle)
+    model = Path(oracle.config.name_or_path)
+    for captures in ([good, bad], [bad, good]):
+        assert demo.judge([], demo.compare_all(captures, model)) == 1
