@@ -18,7 +18,8 @@ from starlette.testclient import TestClient
 from dmi_connector.analysis.texts import Texts
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
-from dmi_connector.store.read.capture import open_capture
+from dmi_connector.store.read.capture import Capture, open_capture
+from dmi_connector.view import lens
 from dmi_connector.view.app import MOST_TOKENS, make_app
 from dmi_connector.view.data import Library
 from tests import storekit as kit
@@ -376,6 +377,22 @@ def test_verify_tells_values_that_are_not_finite_from_damage(tmp_path: Path) -> 
     assert owner.shutdown()
     found = client(tmp_path).get("api/verify/a.zarr").json()
     assert found["problems"] == [] and "1 values are not finite" in found["not_finite"][0]
+
+
+def test_the_lens_of_a_row_that_is_not_finite_names_no_token(
+    stores: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = lens.residual_rows
+
+    def spoilt(capture: Capture, row: int) -> tuple[list[str], np.ndarray]:
+        places, rows = read(capture, row)
+        rows[1, 3] = np.nan
+        return places, rows
+
+    monkeypatch.setattr(lens, "residual_rows", spoilt)
+    first, second, *_ = client(stores, model=model).get("api/lens/story.zarr", params={"token": 5}).json()["places"]
+    assert all(token["id"] >= 0 and token["text"] is not None for token in first["tokens"])
+    assert {(token["id"], token["text"], token["p"]) for token in second["tokens"]} == {(-1, None, None)}
 
 
 def test_no_store_is_held_between_answers(tmp_path: Path, model: Path) -> None:
