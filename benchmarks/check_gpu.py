@@ -262,7 +262,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
                 got, want = capture.numpy(hook), want[:, :expected]
                 got = got[None] if got.ndim == 2 else got
                 want, this = _kept(capture.reduction(hook), want, got, _basis(args))
-                gap = max(gap, this)
+                gap = float(np.maximum(gap, this))
             if got.shape != want.shape:
                 problems.append(f"{name}: {hook} has shape {got.shape}, not {want.shape}")
                 continue
@@ -270,9 +270,9 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             cosines = (got * want).sum(-1) / np.maximum(norms, 1e-30)
             least = float(cosines.min())
             limit = LEAST_COSINE if args.arch == "qwen3" else LEAST_COSINE_OF_ARCH
-            below.setdefault(hook, []).extend((cosines < limit).ravel().tolist())
+            below.setdefault(hook, []).extend((~(cosines >= limit)).ravel().tolist())
             worst = float((np.abs(got - want).max(-1) / np.maximum(np.abs(want).max(-1), 1e-30)).max())
-            cosine[hook] = min(cosine.get(hook, 1.0), least)
+            cosine[hook] = float(np.minimum(cosine.get(hook, 1.0), least))
             error[hook] = float(np.maximum(error.get(hook, 0.0), worst))  # NaN is the largest
     return {"requests": len(found["stores"]), "rows": rows, "rows_missing": missing, "problems": problems[:10],
             "least_cosine": cosine, "rows_below": {hook: float(np.mean(low)) for hook, low in below.items()},
@@ -308,9 +308,9 @@ def _failures(found: dict[str, Any]) -> list[str]:
     below = found.get("rows_below", {})
     most = MOST_FLIPPED if found.get("experts") else 0.0
     wrong += [f"{hook}: {part:.2%} of rows have a lower cosine" for hook, part in below.items() if not part <= most]
-    if found.get("top_k_gap", 0.0) > MOST_GAP:
+    if not found.get("top_k_gap", 0.0) <= MOST_GAP:
         wrong.append(f"top k left out values {found['top_k_gap']} of the row's largest above what it kept")
-    if (found.get("attention_error") or 0.0) > MOST_ATTENTION_ERROR:
+    if not (found.get("attention_error") or 0.0) <= MOST_ATTENTION_ERROR:
         wrong.append(f"attention weights are off by {found['attention_error']}")
     if found.get("rows_missing"):
         wrong.append(f"{found['rows_missing']} rows are missing")

@@ -14,7 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bulk, common, kernels, models, niceness, node, node_limits, reading, report, shapes, stores
+from benchmarks import (
+    bulk,
+    check_gpu,
+    common,
+    kernels,
+    models,
+    niceness,
+    node,
+    node_limits,
+    reading,
+    report,
+    shapes,
+    stores,
+)
 from dmi_connector import find_captures, open_capture
 from dmi_connector.cli.main import main as cli
 
@@ -267,3 +280,10 @@ def test_a_benchmark_that_is_ended_by_a_signal_ends_its_engines(tmp_path: Path) 
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
         assert not Path(f"/proc/{engine}").exists()
+
+
+def test_the_check_on_a_gpu_has_no_limit_that_holds_for_nan() -> None:
+    steps = {"scheduled_tokens": 1, "expected_tokens": 1, "largest_decode_step": 1, "draft_tokens": 0}
+    assert check_gpu._failures({"steps": steps}) == []
+    for name in ("attention_error", "top_k_gap"):
+        assert len(check_gpu._failures({"steps": steps, name: float("nan")})) == 1, name
