@@ -206,10 +206,10 @@ def _attention_error(capture: Any) -> float:
         positions, weights, _ = reduction.split(capture.numpy("pattern", layer))  # [rows, heads, m]
         pattern = capture.attention(layer).transpose(1, 0, 2)
         there = np.where(positions >= 0, np.take_along_axis(pattern, np.maximum(positions, 0), -1), 0)
-        worst = max(worst, float(np.abs(weights - there).max()))
+        worst = float(np.maximum(worst, np.abs(weights - there).max()))
         rest = pattern.copy()
         np.put_along_axis(rest, np.maximum(positions, 0), 0, -1)
-        worst = max(worst, float((rest.max(-1) - weights[..., -1]).max()))
+        worst = float(np.maximum(worst, (rest.max(-1) - weights[..., -1]).max()))
     return worst
 
 
@@ -248,7 +248,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
         if list(capture.token_ids) != ids[:expected]:
             problems.append(f"{name}: token ids differ")
         if "pattern" in capture.hooks:
-            attention = max(attention or 0.0, _attention_error(capture))
+            attention = float(np.maximum(attention or 0.0, _attention_error(capture)))
         reference = expect(tuple(ids))
         for hook in reference:
             if hook not in capture.hooks or hook in ("token_ids", "positions", "topk_ids", "topk_weights"):
@@ -262,7 +262,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
                 got, want = capture.numpy(hook), want[:, :expected]
                 got = got[None] if got.ndim == 2 else got
                 want, this = _kept(capture.reduction(hook), want, got, _basis(args))
-                gap = max(gap, this)
+                gap = float(np.maximum(gap, this))
             if got.shape != want.shape:
                 problems.append(f"{name}: {hook} has shape {got.shape}, not {want.shape}")
                 continue
@@ -270,10 +270,10 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             cosines = (got * want).sum(-1) / np.maximum(norms, 1e-30)
             least = float(cosines.min())
             limit = LEAST_COSINE if args.arch == "qwen3" else LEAST_COSINE_OF_ARCH
-            below.setdefault(hook, []).extend((cosines < limit).ravel().tolist())
+            below.setdefault(hook, []).extend((~(cosines >= limit)).ravel().tolist())
             worst = float((np.abs(got - want).max(-1) / np.maximum(np.abs(want).max(-1), 1e-30)).max())
-            cosine[hook] = min(cosine.get(hook, 1.0), least)
-            error[hook] = max(error.get(hook, 0.0), worst)
+            cosine[hook] = float(np.minimum(cosine.get(hook, 1.0), least))
+            error[hook] = float(np.maximum(error.get(hook, 0.0), worst))  # NaN is the largest
     return {"requests": len(found["stores"]), "rows": rows, "rows_missing": missing, "problems": problems[:10],
             "least_cosine": cosine, "rows_below": {hook: float(np.mean(low)) for hook, low in below.items()},
             "experts": "router_logits" in cosine, "largest_relative_error": error, "top_k_gap": gap,
@@ -308,9 +308,9 @@ def _failures(found: dict[str, Any]) -> list[str]:
     below = found.get("rows_below", {})
     most = MOST_FLIPPED if found.get("experts") else 0.0
     wrong += [f"{hook}: {part:.2%} of rows have a lower cosine" for hook, part in below.items() if not part <= most]
-    if found.get("top_k_gap", 0.0) > MOST_GAP:
+    if not found.get("top_k_gap", 0.0) <= MOST_GAP:
         wrong.append(f"top k left out values {found['top_k_gap']} of the row's largest above what it kept")
-    if (found.get("attention_error") or 0.0) > MOST_ATTENTION_ERROR:
+    if not (found.get("attention_error") or 0.0) <= MOST_ATTENTION_ERROR:
         wrong.append(f"attention weights are off by {found['attention_error']}")
     if found.get("rows_missing"):
         wrong.append(f"{found['rows_missing']} rows are missing")

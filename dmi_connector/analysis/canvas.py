@@ -25,6 +25,8 @@ FORMATS = (".png", ".svg")
 """Endings of pictures' files."""
 MONOSPACE = "DejaVu Sans Mono"
 """The font of tokens. matplotlib brings it along."""
+NOT_FINITE, CROSSED = "#d1208f", "values that are not finite are crossed"
+"""The colour of such a place, which is in no scale, and what a picture says of them."""
 _LAYER_LABELS = 14
 """Layers that are labelled, about."""
 
@@ -88,6 +90,18 @@ def heat(panel: Axes, capture: Capture, values: np.ndarray, **look: Any) -> Any:
     """Draw values [layers, tokens] as colours, the first layer below. Returns matplotlib's image."""
     ends = (capture.positions[0] - 0.5, capture.positions[-1] + 0.5, -0.5, len(values) - 0.5)
     return panel.imshow(values, extent=ends, aspect="auto", origin="lower", interpolation="nearest", **look)
+
+
+def cross_out(panel: Axes, cells: Sequence[tuple[float, float, float, float]]) -> None:
+    """Mark places (x, y, width, height) whose value is not finite, apart from those without one."""
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    if not cells:
+        return
+    boxes = [Rectangle((x, y), width, height) for x, y, width, height in cells]
+    look: dict[str, Any] = {"facecolor": "none", "edgecolor": NOT_FINITE, "hatch": "xxxx", "linewidth": 0}
+    panel.add_collection(PatchCollection(boxes, **look), autolim=False)
 
 
 def token_axis(panel: Axes, capture: Capture, tokens: Sequence[str]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from dmi_connector.hooks import HOOKS
 from dmi_connector.reduce.basis import METADATA
 from dmi_connector.reduce.pca import fit
 from dmi_connector.store.read.capture import Capture, open_capture
+
+logger = logging.getLogger(__name__)
 
 _ROWS = 4096
 """Rows read at a time."""
@@ -30,12 +33,13 @@ def fit_pca(
 ) -> dict[str, Any]:
     """Fit a basis of `rank` components for each layer of `hooks`, and write all to `out`, a new safetensors file.
 
-    It reads the stores once for each hook and layer, and needs 8 width² bytes of memory. Missing rows are left out.
+    It reads the stores once for each hook and layer, and needs 8 width² bytes of memory. Missing rows are left out,
+    and so are rows that hold a NaN or an infinity: a warning says how many.
     layers: numbers of the model's layers, negative from its last; None: all that were captured.
 
     Returns {"HOOK.LAYER": share of the variance kept, 0 to 1}. Raises ValueError for hooks that cannot be reduced, are
-    stored reduced or differ between stores, too few rows, or a rank beyond the width; KeyError for a hook or layer that
-    was not captured; FileExistsError; OSError, before the fit, where `out` cannot be written.
+    stored reduced or differ between stores, too few rows, no finite row, or a rank beyond the width; KeyError for a
+    hook or layer that was not captured; FileExistsError; OSError, before the fit, where `out` cannot be written.
     """
     for hook in hooks:
         _check(hook)
@@ -113,7 +117,25 @@ def _fit(
 
 
 def _rows(captures: Sequence[Capture], hook: str, layer: int | None) -> Iterator[np.ndarray]:
-    """The rows that are not missing, in blocks [n, width]."""
+    """The rows that are neither missing nor hold a value that is not finite, in blocks [n, width].
+
+    Logs how many are not finite. Raises ValueError where none is finite.
+    """
+    where = hook if layer is None else f"{hook} layer {layer}"
+    count, bad = 0, 0
     for capture in captures:
         for rows in capture.runs(_ROWS):
-            yield capture.numpy(hook, layer, rows)
+            block = capture.numpy(hook, layer, rows)
+            finite = np.isfinite(block).all(1)
+            count, bad = count + len(block), bad + int((~finite).sum())
+            if finite.any():
+                yield block[finite]
+    if bad and bad == count:
+        raise ValueError(
+            f"fit-pca: each of the {count} rows of {where} holds a value that is not finite; give stores of a model"
+            " that computes finite values there, or leave the layer out"
+        )
+    if bad:
+        logger.warning(
+            "fit-pca: %d of %d rows of %s hold a value that is not finite; they are left out", bad, count, where
+        )

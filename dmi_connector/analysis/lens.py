@@ -22,7 +22,7 @@ class Lens:
     [layers, tokens, top], the likeliest next tokens by falling probability. probabilities: float32 of that shape.
     chance: float32 [layers, tokens], the probability of the token that "final" finds likeliest. entropy: float32
     [layers, tokens], in nats. divergence: float32 [layers, tokens], KL(final || layer) in nats. Values of missing rows
-    are NaN, their ids -1.
+    are NaN, their ids -1. So are those of rows that hold a NaN or an infinity.
     """
 
     layers: list[str]
@@ -67,13 +67,13 @@ def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens
     chance, entropy, divergence = np.full((3, len(layers), tokens), np.nan, np.float32)
     for rows in capture.runs(unembedding.block):
         final = log_softmax(unembedding.logits(capture.numpy("resid_final", tokens=rows)))
-        best = final.argmax(-1)[:, None]
+        best, known = final.argmax(-1)[:, None], ~np.isnan(final).any(-1)
         for i, layer in enumerate(layers):
             own = final
             if layer is not None:
                 own = log_softmax(unembedding.logits(capture.numpy("resid_pre", layer, rows)))
             ids[i, rows], probabilities[i, rows] = likeliest(own, top)
-            chance[i, rows] = np.exp(np.take_along_axis(own, best, -1))[:, 0]
+            chance[i, rows] = np.where(known, np.exp(np.take_along_axis(own, best, -1))[:, 0], np.float32(np.nan))
             entropy[i, rows] = entropy_of(own)
             divergence[i, rows] = (np.exp(final) * (final - own)).sum(-1)
     labels = ["final" if layer is None else str(layer) for layer in layers]
@@ -81,14 +81,18 @@ def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens
 
 
 def likeliest(log_probabilities: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(The `count` likeliest tokens of each row, their probabilities), both [n, count], by falling probability.
+    """(The `count` likeliest tokens of each row, their probabilities), both [n, count], by falling probability. Of a
+    row with NaN: -1 and NaN.
 
     log_probabilities: [n, vocabulary]. count: at most the vocabulary.
     """
     found = np.argpartition(-log_probabilities, count - 1, axis=-1)[:, :count]
     order = np.argsort(-np.take_along_axis(log_probabilities, found, -1), axis=-1, kind="stable")
     ids = np.take_along_axis(found, order, -1)
-    return ids, np.exp(np.take_along_axis(log_probabilities, ids, -1))
+    shares = np.exp(np.take_along_axis(log_probabilities, ids, -1))
+    lost = np.isnan(log_probabilities).any(-1)
+    ids[lost], shares[lost] = -1, np.nan
+    return ids, shares
 
 
 def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Uncertainty:

@@ -21,6 +21,7 @@ from dmi_connector.analysis.labels import labeller, token_labels
 from dmi_connector.analysis.lens import Lens, Uncertainty
 from dmi_connector.analysis.patterns import attention_pattern
 from dmi_connector.analysis.residual import drift, residual_norms
+from dmi_connector.analysis.rows import present_rows
 from dmi_connector.store.read.capture import Capture
 
 if TYPE_CHECKING:
@@ -107,6 +108,10 @@ def draw_lens(capture: Capture, lens: Lens, out: PathLike, tokenizer: PathLike |
     figure = canvas.new_figure(wide + 1.2, canvas.layer_height(len(lens.layers)) + 0.7, out)
     panel = figure.add_subplot()
     image = canvas.heat(panel, capture, lens.chance, vmin=0, vmax=1, cmap="Blues")
+    lost = np.argwhere((lens.ids[:, :, 0] < 0) & present_rows(capture))
+    canvas.cross_out(panel, [(capture.positions[at] - 0.5, line - 0.5, 1, 1) for line, at in lost])
+    if len(lost):
+        panel.set_title(canvas.CROSSED, fontsize=8, loc="right")
     if words:
         _write_words(panel, capture, lens, tokenizer)
     canvas.layer_axis(panel, lens.layers, "layer input")

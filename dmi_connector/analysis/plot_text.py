@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,7 @@ def draw_text(
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Draw the text of a capture's tokens, each with the colour of a statistic of its row. Generated ones are
-    underlined, missing ones hatched.
+    underlined, missing ones hatched, and those whose value is not finite crossed.
 
     statistic: one of `statistics(capture, hook)`; None: the first of them. index: its neuron, head or token id. layer:
     required where several were captured. rows: of the store, with step 1. tokenizer: as in `plot`; without one there
@@ -71,6 +72,12 @@ def draw_text(
     layer = capture.sources(hook, layer)[0].layer
     statistic = statistics(capture, hook)[0] if statistic is None else statistic
     values = of_layer(capture, hook, layer, statistic, index, window)
+    lost = _rows_with_value(capture, hook, window) & ~np.isfinite(values)
+    if lost.any() and not np.isfinite(values).any():
+        raise ValueError(
+            f"plot: in rows {window.start}:{window.stop} of {capture.path} every value of {hook!r} is not finite; name"
+            " others"
+        )
     if not np.isfinite(values).any():
         raise ValueError(
             f"plot: rows {window.start}:{window.stop} of {capture.path} have no value of {hook!r}; name others"
@@ -81,9 +88,12 @@ def draw_text(
     text = _Text.of(capture, window, tokenizer, drawn=None if ending == ".svg" else _characters())
     panel = _panel(figure, text.lines)
     colours = _paint(panel, text, values, statistic.signed)
+    crossed = [piece for piece in text.pieces if lost[piece.token]]
+    canvas.cross_out(panel, [(p.start, p.line + 0.08, p.stop - p.start, 0.84) for p in crossed])
     where = hook if layer is None else f"{hook}, layer {layer}"
     _colour_bar(figure, colours, values, f"{where}: {statistic.words(index)}")
-    _write(panel, text, colours.to_rgba(text.spread(values)), _FONTS[ending])
+    notes = [canvas.CROSSED] if crossed else []
+    _write(panel, text, colours.to_rgba(text.spread(values)), _FONTS[ending], notes)
     canvas.name_panel(panel, capture)
     height = figure.get_figheight()
     canvas.title(figure, capture, f"text of rows {window.start} to {window.stop - 1}", 1 - 0.12 / height)
@@ -102,6 +112,15 @@ def _window(capture: Capture, rows: slice) -> slice:
             f"--rows {first}:{first + MOST_ROWS}"
         )
     return slice(first, stop)
+
+
+def _rows_with_value(capture: Capture, hook: str, window: slice) -> np.ndarray:
+    """bool [tokens]: which rows are there; of logits those whose output was sampled."""
+    there = present_rows(capture)
+    if hook == "logits":
+        sampled = capture.logits_positions - int(capture.attrs["start"])
+        there &= np.isin(np.arange(len(there)), sampled)
+    return there[window]
 
 
 @dataclass(frozen=True)
@@ -173,7 +192,7 @@ def _box(piece: Piece, **look: Any) -> Rectangle:
 
 
 def _paint(panel: Axes, text: _Text, values: np.ndarray, signed: bool) -> PatchCollection:
-    """Draw the colour of each piece. Those of missing rows are hatched, other ones without a value stay blank."""
+    """Draw the colour of each piece. Those of missing rows are hatched, other ones without a colour stay blank."""
     from matplotlib.collections import PatchCollection
 
     known = np.sort(values[np.isfinite(values)])
@@ -202,7 +221,8 @@ def _colour_bar(figure: Figure, colours: PatchCollection, values: np.ndarray, la
     """Put the scale above the panel; it has points at the ends that values exceed."""
     low, high = colours.get_clim()
     ends = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}
-    below, above = bool(np.nanmin(values) < low), bool(np.nanmax(values) > high)
+    finite = values[np.isfinite(values)]
+    below, above = bool(finite.min() < low), bool(finite.max() > high)
     width, height = figure.get_figwidth(), figure.get_figheight()
     place = figure.add_axes((_SIDE / width, 1 - 0.62 / height, 0.5, 0.13 / height))
     bar = figure.colorbar(colours, cax=place, orientation="horizontal", extend=ends[below, above])
@@ -210,8 +230,10 @@ def _colour_bar(figure: Figure, colours: PatchCollection, values: np.ndarray, la
     bar.outline.set_edgecolor("#dedee3")  # the lowest colour is that of the page
 
 
-def _write(panel: Axes, text: _Text, backgrounds: np.ndarray, fonts: list[str]) -> None:
-    """Write the words, and a line below generated tokens. backgrounds: RGBA [pieces, 4]. fonts: names of families."""
+def _write(panel: Axes, text: _Text, backgrounds: np.ndarray, fonts: list[str], more: Sequence[str]) -> None:
+    """Write the words, and a line below generated tokens. backgrounds: RGBA [pieces, 4]. fonts: names of families.
+    more: notes.
+    """
     inks = [_ink_on(background) for background in backgrounds]
     for piece, ink in zip(text.pieces, inks, strict=True):
         size = _SIZE * (0.82 if text.odd[piece.token] else 1)
@@ -225,7 +247,7 @@ def _write(panel: Axes, text: _Text, backgrounds: np.ndarray, fonts: list[str]) 
         notes.append("generated tokens are underlined")
     if text.lost.any():
         notes.append("missing ones are hatched")
-    panel.set_title("; ".join(notes), fontsize=8, loc="right", pad=14)
+    panel.set_title("; ".join([*notes, *more]), fontsize=8, loc="right", pad=14)
 
 
 def _ink_on(background: np.ndarray) -> str:

@@ -8,9 +8,10 @@ right. Tests and demo use it, and so can a user: see `compare`. Needs torch and 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dmi_connector.analysis.oracle_twins import ABSENT, LLAMA, TWINS, Point
+from dmi_connector.store.format.completeness import Cause
 from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.own_values import OTHER_VALUES
+
+logger = logging.getLogger(__name__)
+
+_RUN = 1 << 20
+"""Most rows of a slice without a missing row."""
 
 
 class Oracle:
@@ -41,7 +49,7 @@ class Oracle:
             model_dir, config=config, dtype=dtype, attn_implementation=how, local_files_only=True
         ).eval()
         self.architecture = str(self.model.config.architectures[0])
-        self.config, self._without = self.model.config.get_text_config(), without
+        self.config, self.without = self.model.config.get_text_config(), without
         if self.config.model_type == "bloom":
             for module in self.model.modules():
                 if hasattr(module, "gelu_impl"):
@@ -100,7 +108,7 @@ class Oracle:
         if self.twin.latent:
             self._share_keys(values)
         values["logits"] = logits[0]
-        values = {name: value for name, value in values.items() if name not in self._without}
+        values = {name: value for name, value in values.items() if name not in self.without}
         whole = ("topk_ids", "mrope_positions")
         values = {name: value.int() if name in whole else value.float() for name, value in values.items()}
         values["token_ids"] = ids[0].int()
@@ -260,25 +268,68 @@ def _seen_attention(rows: dict[str, list[torch.Tensor]]) -> Iterator[None]:
 
 
 def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None = None) -> dict[str, float]:
-    """The largest absolute difference of each hook of `capture` from `oracle`, over all layers and tokens.
+    """The largest absolute difference of each hook of `capture` from `oracle`, over all layers and the rows that are
+    not missing. It is NaN where either computed NaN.
 
-    images: see `Oracle.run`.
+    Reduced hooks are decoded first, so their difference holds what the reduction lost. Hooks whose rows are other
+    values (rp, pca, attn), and those without a row, are left out with a warning, and hooks that the oracle was made
+    `without`. images: see `Oracle.run`.
 
-    Raises ValueError if the capture does not begin at position 0 (its earlier tokens are then unknown), or if its
-    layers or shapes are not those of the oracle's model.
+    Raises ValueError if the capture does not begin at position 0 (its earlier tokens are then unknown), holds no rows,
+    lacks token ids, or has a hook, layers or shapes that the oracle's model has not, and where no hook can be compared.
     """
-    if capture.attrs["start"] != 0:
-        raise ValueError(f"{capture.path} begins at position {capture.attrs['start']}: its earlier tokens are unknown")
+    rows = np.concatenate([np.arange(run.start, run.stop) for run in capture.runs(_RUN)] or [np.arange(0)])
+    _check_comparable(capture, rows)
     expected = oracle.run(capture.token_ids.tolist(), images)
     errors = {}
     for hook, entry in capture.attrs["hooks"].items():
+        reduction = capture.reduction(hook)
+        samples = capture.logits_positions if hook == "logits" else rows
+        there = np.flatnonzero(samples >= 0)
+        if hook in oracle.without:
+            continue
+        if isinstance(reduction, OTHER_VALUES):
+            kind = reduction.kind
+            logger.warning("%s: %s holds rows of %s, not its values; it is not compared", capture.path, hook, kind)
+            continue
+        if not len(there):
+            logger.warning("%s: %s holds no rows; it is not compared", capture.path, hook)
+            continue
+        if hook not in expected:
+            raise ValueError(
+                f"{capture.path}: the oracle computes no {hook}, only {', '.join(expected)}; give Oracle"
+                f" without=[{hook!r}] to compare the others"
+            )
         want = expected[hook]
         if entry["layers"] and len(want) == capture.attrs["num_layers"]:
             want = want[entry["layers"]]
+        have = capture.numpy(hook)
         if hook == "logits":
-            want = want[capture.logits_positions]
-        have = np.asarray(capture.array(hook)[...], dtype=np.float32)
+            have, want = have[there], want[samples[there]]
+        else:
+            have, want = have.reshape(-1, *have.shape[-2:])[:, rows], want[:, rows]
         if have.shape != want.shape:
             raise ValueError(f"{capture.path}: {hook} has shape {have.shape}, the oracle's model gives {want.shape}")
-        errors[hook] = float(np.abs(have - want).max(initial=0.0))
+        errors[hook] = float(np.abs(have.astype(np.float32) - want).max())
+    if not errors:
+        raise ValueError(f"{capture.path}: no hook can be compared; capture hooks in full, or as int8")
     return errors
+
+
+def _check_comparable(capture: Capture, rows: np.ndarray) -> None:
+    """Raise ValueError for a capture that says too little of its tokens. rows: those that are not missing."""
+    if capture.attrs["start"] != 0:
+        raise ValueError(f"{capture.path} begins at position {capture.attrs['start']}: its earlier tokens are unknown")
+    if not len(rows):
+        raise ValueError(f"{capture.path} holds no rows to compare; give a store with rows")
+    if Cause.TOKEN_IDS_UNKNOWN.value[1] in (capture.reason or ""):
+        raise ValueError(f"{capture.path} lacks token ids, so nothing can be computed from them; give another store")
+
+
+def largest(errors: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The largest difference of each hook over several results of `compare`. NaN is the largest of all."""
+    found: dict[str, float] = {}
+    for one in errors:
+        for hook, error in one.items():
+            found[hook] = float(np.maximum(error, found.get(hook, 0.0)))
+    return found

@@ -190,14 +190,10 @@ def ask(model: Path, engine: dict[str, dict[str, Any]], progress: Progress) -> l
 
 def compare_all(captures: list[Capture], model: Path) -> dict[str, float]:
     """Largest absolute difference from transformers of every hook, over all captures."""
-    from dmi_connector.analysis.transformers_oracle import Oracle, compare
+    from dmi_connector.analysis.transformers_oracle import Oracle, compare, largest
 
     oracle = Oracle(model)
-    errors: dict[str, float] = {}
-    for capture in captures:
-        for hook, error in compare(capture, oracle).items():
-            errors[hook] = max(error, errors.get(hook, 0.0))
-    return errors
+    return largest(compare(capture, oracle) for capture in captures)
 
 
 def _draw(captures: list[Capture], out: Path) -> Path | None:

@@ -41,6 +41,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         help="a directory; for one STORE as safetensors or zip also a new file (default: named as the store)",
     )
     parser.add_argument("--key", action="append", help="only captures with this key; can be repeated")
+    parser.add_argument("--model", help="only captures of this model: its name, or the last part of its path")
     for name, arguments in FLAGS.items():
         parser.add_argument("--" + name.replace("_", "-"), **arguments)
     parser.set_defaults(run=run_export)
@@ -52,7 +53,7 @@ def _takes(options: tuple[str, ...]) -> str:
 
 def run_export(options: argparse.Namespace) -> int:
     """Run the command. Returns the exit status."""
-    captures = captures_of(options.stores, options.key)
+    captures = captures_of(options.stores, options.key, options.model)
     given = {name: value for name in FLAGS if (value := getattr(options, name)) is not None}
     if "layers" in given:
         given["layers"] = _layers(given["layers"])

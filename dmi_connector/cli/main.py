@@ -69,7 +69,7 @@ def make_parser() -> Parser:
     info.add_argument("--json", action="store_true", help="print a JSON object")
     info.set_defaults(run=_info)
 
-    verify = commands.add_parser("verify", help="check stores byte by byte; exit 1 when one is damaged")
+    verify = commands.add_parser("verify", help="check stores; exit 1: one is damaged, 3: values are not finite")
     verify.add_argument("paths", metavar="STORE|DIR|URL", nargs="+")
     verify.set_defaults(run=_verify)
 
@@ -279,18 +279,20 @@ def _verify(options: argparse.Namespace) -> int:
     places = [_place(path, "a store (*.zarr, *.zip) or a directory of stores") for path in options.paths]
     stores = [store for place in places for store in ([place] if is_store(place) else stores_of(place))]
     begun = {parent: begun_stores(parent) for parent in {store.absolute().parent for store in stores}}
-    damaged = 0
+    damaged, not_finite = 0, 0
     for store in stores:
         problems = verify_store(store, begun[store.absolute().parent])
-        damaged += bool(problems)
+        harmed = any(problem.damage for problem in problems)
+        damaged, not_finite = damaged + harmed, not_finite + (bool(problems) and not harmed)
         for problem in problems:
             print(problem)
-        if not problems:
+        if not harmed:
             attrs = read_attrs(store)
+            verdict = "every byte as written, but values are not finite" if problems else "sound"
             incomplete = None if attrs["complete"] else f"but incomplete: {attrs['reason']}"
-            print(", ".join(filter(None, (f"{store}: sound", incomplete, unseen(attrs)))))
-    print(f"{len(stores)} checked, {damaged} damaged")
-    return 1 if damaged else 0
+            print(", ".join(filter(None, (f"{store}: {verdict}", incomplete, unseen(attrs)))))
+    print(f"{len(stores)} checked, {damaged} damaged" + (f", {not_finite} not finite" if not_finite else ""))
+    return 1 if damaged else 3 if not_finite else 0
 
 
 def _repair(options: argparse.Namespace) -> int:

@@ -49,7 +49,7 @@ class Basis:
 
 
 def load(path: str | os.PathLike[str]) -> Basis:
-    """Open a file of bases. Raises ReduceError if it cannot be read or is no such file."""
+    """Open a file of bases. Raises ReduceError if it cannot be read, is no such file, or holds a NaN or an infinity."""
     path = os.fspath(path)
     try:
         found = os.stat(path)
@@ -68,6 +68,7 @@ def _load(path: str, modified: int, size: int) -> Basis:
         with safe_open(path, "numpy") as f:
             hooks = json.loads((f.metadata() or {})[METADATA])["hooks"]
             names = set(f.keys())
+            lost = [name for name in sorted(names) if not np.isfinite(f.get_tensor(name)).all()]
         with open(path, "rb") as raw:
             digest = hashlib.file_digest(raw, "sha256").hexdigest()
     except (SafetensorError, OSError, KeyError, ValueError) as error:
@@ -75,4 +76,9 @@ def _load(path: str, modified: int, size: int) -> Basis:
     wanted = {f"{hook}.{layer}.components" for hook, info in hooks.items() for layer in info["layers"]}
     if lacking := sorted(wanted - names):
         raise ReduceError(f"reduce: {path} is damaged: {lacking[0]} is missing; make it again with dmi fit-pca")
+    if lost:
+        raise ReduceError(
+            f"reduce: {path}: {lost[0]} holds values that are not finite, so all scores would be lost; make it again"
+            " with dmi fit-pca"
+        )
     return Basis(path, digest, hooks)

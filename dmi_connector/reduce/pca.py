@@ -138,8 +138,8 @@ def _floor(std: np.ndarray) -> np.ndarray:
 def fit(blocks: Iterable[np.ndarray], rank: int) -> tuple[LayerBasis, float]:
     """Principal components of float rows that come in blocks [n, width]. Returns (basis, total variance).
 
-    Memory is 8 width² bytes for any number of rows. Raises ValueError for fewer than `rank` + 1 rows, or rows of fewer
-    than `rank` values.
+    Memory is 8 width² bytes for any number of rows. Raises ValueError for fewer than `rank` + 1 rows, rows of fewer
+    than `rank` values, or values that are not finite.
     """
     count, total, moments = 0, None, None
     for block in blocks:
@@ -149,14 +149,19 @@ def fit(blocks: Iterable[np.ndarray], rank: int) -> tuple[LayerBasis, float]:
                 raise ValueError(f"rank {rank} is more than the {rows.shape[1]} values of a row; give a smaller one")
             total, moments = np.zeros(rows.shape[1]), np.zeros((rows.shape[1],) * 2)
             origin = rows.mean(0)  # moments about a point near the mean keep their digits
-        rows = rows - origin
         count += len(rows)
-        total += rows.sum(0)
-        moments += rows.T @ rows
+        with np.errstate(invalid="ignore"):  # what is not finite is refused below
+            rows = rows - origin
+            total += rows.sum(0)
+            moments += rows.T @ rows
     if total is None or moments is None or count <= rank:
         raise ValueError(f"{count} rows are too few for rank {rank}; capture more tokens or give a smaller rank")
     mean = total / count
     covariance = (moments - count * np.outer(mean, mean)) / (count - 1)
+    with np.errstate(over="ignore"):
+        written = np.asarray([*(origin + mean), np.trace(covariance)], np.float32)
+    if not (np.isfinite(written).all() and np.isfinite(covariance).all()):
+        raise ValueError("the rows hold values that are not finite, or too large for float32; leave those rows out")
     values, vectors = np.linalg.eigh(covariance)
     order = np.argsort(values)[::-1][:rank]
     components = vectors[:, order]

@@ -213,5 +213,7 @@ class _Pages:
         return Texts(self.tokenizer or own, capture.attrs.get("model"))
 
     def _with_texts(self, capture: Capture, items: list[dict[str, Any]], ids: list[int]) -> list[dict[str, Any]]:
-        texts: Sequence[str | None] = self._texts(capture).of(ids) or [None] * len(ids)
+        known = [max(i, 0) for i in ids]  # -1: no token, of a row that is not finite
+        texts: Sequence[str | None] = self._texts(capture).of(known) or [None] * len(ids)
+        texts = [text if i >= 0 else None for text, i in zip(texts, ids, strict=True)]
         return [{**item, "id": i, "text": text} for item, i, text in zip(items, ids, texts, strict=True)]

@@ -67,14 +67,16 @@ class Library:
         return open_capture(self._path(name), timeout=0, allow_incomplete=True)
 
     def verify(self, name: str) -> dict[str, Any]:
-        """What `dmi verify` says of a store, as JSON. Raises NoSuchStore."""
+        """What `dmi verify` says of a store, as JSON. not_finite: what the model computed so. Raises NoSuchStore."""
         path = self._path(name)
-        problems = [f"{problem.where}: {problem.what}" for problem in verify_store(path)]
+        said: dict[bool, list[str]] = {True: [], False: []}
+        for problem in verify_store(path):
+            said[problem.damage].append(f"{problem.where}: {problem.what}")
         try:
             attrs = read_attrs(path)
         except ValueError:  # it is among the problems
             attrs = {}
-        return {"problems": problems, "unseen": unseen(attrs) if attrs else None}
+        return {"problems": said[True], "not_finite": said[False], "unseen": unseen(attrs) if attrs else None}
 
     def _path(self, name: str) -> Path:
         path = self.directory / name

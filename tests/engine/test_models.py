@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dmi_connector import capture_args, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.transformers_oracle import Oracle, largest
 from dmi_connector.args import OWNERS
 from dmi_connector.cli.tiny_models import ARCHS, FAMILIES, make_model
 from dmi_connector.engine.architectures import ARCHITECTURES
@@ -148,16 +148,15 @@ def options(name: str, mode: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def check(run: Run, twin: Oracle, name: str, mode: str, owner: str) -> None:
     """All stores of a run are those of transformers. The largest errors go to RESULT."""
-    worst: dict[str, float] = {}
-    for reply in run.replies:
-        tokens, length = run.tokens(reply), len(run.replies[reply].prompt_token_ids)
-        errors = relative_errors(run.store(reply), twin, tokens, length)
-        worst = {hook: max(error, worst.get(hook, 0.0)) for hook, error in errors.items()}
+    worst = largest(
+        relative_errors(run.store(name), twin, run.tokens(name), len(reply.prompt_token_ids))
+        for name, reply in run.replies.items()
+    )
     if RESULT:
         facts = {"model": name, "mode": mode, "owner": owner, "architecture": twin.config.architectures[0]}
         with open(RESULT, "a") as file:
             file.write(json.dumps({**facts, "errors": worst}) + "\n")
-    assert {hook: error for hook, error in worst.items() if error > MOST} == {}
+    assert {hook: error for hook, error in worst.items() if not error <= MOST} == {}
 
 
 def test_every_hook_is_that_of_transformers(configuration: tuple[str, str, str], run: Run, twin: Oracle) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from dmi_connector import capture_args, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.transformers_oracle import Oracle, largest
 from dmi_connector.args import OWNERS
 from dmi_connector.cli.tiny_models import make_model
 from dmi_connector.cli.tiny_vision import WRAPPERS
@@ -103,16 +103,13 @@ def errors_of(served: Served, name: str) -> dict[str, float]:
 
 def worst(served: Served, names: Sequence[str]) -> dict[str, float]:
     """Hooks of these requests that are further off than MOST, with their largest errors. All errors go to RESULT."""
-    found: dict[str, float] = {}
-    for name in names:
-        for hook, error in errors_of(served, name).items():
-            found[hook] = max(error, found.get(hook, 0.0))
+    found = largest(errors_of(served, name) for name in names)
     if RESULT and served.configuration:
         arch, mode, owner = served.configuration
         facts = {"model": arch + (", images" if names[0] in served.images else ""), "mode": mode, "owner": owner}
         with open(RESULT, "a") as file:
             file.write(json.dumps({**facts, "architecture": served.twin.architecture, "errors": found}) + "\n")
-    return {hook: error for hook, error in found.items() if error > MOST}
+    return {hook: error for hook, error in found.items() if not error <= MOST}
 
 
 def test_every_hook_of_a_text_is_that_of_transformers(served: Served) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from safetensors.numpy import load_file, save_file
 
 from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.cli.main import main
@@ -38,8 +39,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ids = np.random.default_rng(i).integers(5, 512, 16).tolist()
         key = "question" if i < 3 else "statement"
         analysiskit.write_store(tmp_path / f"captures/{i}.zarr", oracle, ids, 8, key=key)
+    write_sae(tmp_path / "sae", oracle.config.hidden_size)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def write_sae(folder: Path, width: int) -> None:
+    """A random autoencoder as SAELens saves one."""
+    rng = np.random.default_rng(0)
+    tensors = {"W_enc": rng.standard_normal((width, 40)), "b_enc": rng.standard_normal(40), "b_dec": np.ones(width)}
+    folder.mkdir()
+    save_file({name: value.astype(np.float32) for name, value in tensors.items()}, folder / "sae_weights.safetensors")
+    (folder / "cfg.json").write_text('{"architecture": "standard"}')
 
 
 def test_the_snippets_run_in_order_and_give_what_their_comments_say(folder: Path) -> None:
@@ -61,6 +72,12 @@ def test_the_snippets_run_in_order_and_give_what_their_comments_say(folder: Path
     np.testing.assert_allclose(given["previous"][0], np.mean([given["weights"][0, i, i - 1] for i in range(1, 16)]))
     np.testing.assert_array_equal(given["seventh"], given["cap"].numpy("mlp_post", 1)[:, 7])
     np.testing.assert_allclose(given["unsure"][7:], given["sampled"].entropy, rtol=1e-5)
+    tensors, found = load_file("sae/sae_weights.safetensors"), given["cap"].numpy("resid_pre", 1)
+    exact = np.maximum((found - 1) @ tensors["W_enc"] + tensors["b_enc"], 0)
+    np.testing.assert_allclose(given["latents"], exact, atol=1e-4)
+    assert given["strongest"][0] == exact[-1].argmax()
+    active = [(given["sae"].encode(capture.numpy("resid_pre", 1)) > 0) for capture in given["captures"]]
+    np.testing.assert_allclose(given["share"], np.concatenate(active).mean(0))
     assert given["doubtful"][0] == given["every"].entropy.argmax()
     assert [len(scores) for scores in given["train"].scores] == [2, 2] and len(given["held_out"]) == 16
 

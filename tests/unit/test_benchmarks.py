@@ -17,6 +17,7 @@ import pytest
 from benchmarks import (
     bulk,
     chain,
+    check_gpu,
     common,
     kernels,
     models,
@@ -304,3 +305,10 @@ def test_the_chain_of_a_step_is_summed_up_over_ranks() -> None:
     assert found["engine"] == 1.3  # from the later rank's answer
     alone = chain.summarise([rank(0.0, True), rank(0.0, False)])
     assert alone["engine"] == 1.5 and "answered" not in alone["ranks"][1]
+
+
+def test_the_check_on_a_gpu_has_no_limit_that_holds_for_nan() -> None:
+    steps = {"scheduled_tokens": 1, "expected_tokens": 1, "largest_decode_step": 1, "draft_tokens": 0}
+    assert check_gpu._failures({"steps": steps}) == []
+    for name in ("attention_error", "top_k_gap"):
+        assert len(check_gpu._failures({"steps": steps, name: float("nan")})) == 1, name

@@ -123,6 +123,28 @@ def test_verify_finds_a_flipped_bit(stores: Path, tmp_path: Path, capsys: pytest
     assert out.startswith(f"{tmp_path / 'two.zarr'}: sound\n{tmp_path / 'one.zarr'}: resid_pre layer 0"), out
 
 
+def test_verify_tells_values_that_are_not_finite_from_damage(
+    stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit status is 3, and 1 where another store is damaged."""
+    owner, spec = kit.Store(1 << 20), ArraySpec("q", "float32", (0,), 8)
+    values = kit.random_bits(spec, 20)
+    values.view("f4")[0, 3, 3] = np.nan
+    owner.write(tmp_path / "nan.zarr", [spec], 20, values={"q": values})
+    assert owner.shutdown()
+    status, out, _ = run(capsys, "verify", tmp_path, stores / "one.zarr")
+    assert status == 3 and out.splitlines() == [
+        f"{tmp_path / 'nan.zarr'}: q layer 0 tokens 0 to 19: 1 values are not finite (the model computed them)",
+        f"{tmp_path / 'nan.zarr'}: every byte as written, but values are not finite",
+        f"{stores / 'one.zarr'}: sound",
+        "2 checked, 0 damaged, 1 not finite",
+    ]
+    subprocess.run(["cp", "-r", tmp_path / "nan.zarr", tmp_path / "cut.zarr"], check=True)
+    (tmp_path / "cut.zarr/q/c/0/0/0").unlink()
+    status, out, _ = run(capsys, "verify", tmp_path)
+    assert status == 1 and out.splitlines()[-1] == "2 checked, 1 damaged, 1 not finite"
+
+
 def test_sizes_of_prune_and_ls_differ_by_the_root_document(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, listed, _ = run(capsys, "ls", stores, "--json")
     _, pruned, _ = run(capsys, "prune", stores, "--keep-bytes", "0", "--dry-run", "--json")

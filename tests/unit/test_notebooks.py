@@ -18,7 +18,7 @@ from nbformat.v4 import new_code_cell
 from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.cli.tiny_models import make_model, make_tokenizer
 from dmi_connector.cli.tiny_training import texts, train
-from tests import notebookkit, oraclestore
+from tests import analysiskit, notebookkit, oraclestore
 
 TOKENS = np.random.default_rng(0).integers(10, 500, 40).tolist()
 
@@ -52,6 +52,20 @@ def test_routing_follows_from_the_logits(tmp_path: Path, monkeypatch: pytest.Mon
     assert re.search(r"\(40, \d+, \d+\) uint8", text), text
     with pytest.raises(CellExecutionError, match="AssertionError"):
         run("routing", store, monkeypatch, "experts = cap.numpy", "chosen = chosen[::-1]")
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_the_first_look_reads_the_ends_of_families(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gains of 1 + weight, scaled and capped logits."""
+    oracle = Oracle(make_model(family, tmp_path / "model"))
+    store = analysiskit.write_store(tmp_path / "a.zarr", oracle, TOKENS, 20)
+    text, pictures = run("first_look", store, monkeypatch)
+    assert float(re.findall(r"from the captured logits: (\S+)", text)[0]) < 1e-3 and pictures == 2, text
+    wrong = "guesses = 1.2 * guesses; cap.attrs['dtype'] = 'bfloat16'"
+    with pytest.raises(CellExecutionError, match="AssertionError"):
+        run("first_look", store, monkeypatch, "end = Unembedding.of", wrong)
 
 
 # ---- of a model that was trained for some seconds -------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from dmi_connector.reduce import ReduceError, from_settings, parse
 from dmi_connector.reduce.base import Reduction
@@ -308,6 +308,24 @@ def test_a_fit_in_blocks_equals_a_fit_of_all_rows() -> None:
         fit([x[:8]], 8)
     with pytest.raises(ValueError, match="rank 33 is more than the 32 values"):
         fit([x], 33)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_no_basis_is_made_of_values_that_are_not_finite(value: float) -> None:
+    x = structured(300, 32)
+    x[7, 3] = value
+    with pytest.raises(ValueError, match="values that are not finite, or too large for float32"):
+        fit([x], 8)
+
+
+@pytest.mark.parametrize("tensor", ["mean", "components", "std"])
+def test_a_basis_that_is_not_finite_is_refused(basis_file: Path, tmp_path: Path, tensor: str) -> None:
+    tensors = load_file(basis_file)
+    tensors[f"mlp_out.2.{tensor}"].flat[2] = np.nan
+    about = {"hooks": {"mlp_out": {"width": 32, "k": 8, "layers": [2]}}}
+    save_file(tensors, tmp_path / "bad.safetensors", metadata={METADATA: json.dumps(about)})
+    with pytest.raises(ReduceError, match=rf"mlp_out.2.{tensor} holds values that are not finite"):
+        parse(f"pca({tmp_path / 'bad.safetensors'})")
 
 
 @pytest.mark.parametrize("shards", [1, 2])

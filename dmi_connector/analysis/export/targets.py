@@ -69,8 +69,8 @@ def export(
     """Write captures in a format. options: those that were given. progress: called with (done, all): `Target.counts`.
     file: whether `out` is a new file for one capture, for formats with a suffix; else it is a directory.
 
-    Raises ValueError without a capture, for an option that the format lacks, and for one that it needs; FileExistsError
-    for a file that is not new.
+    Raises ValueError without a capture, for captures of several models in one set, for an option that the format lacks,
+    and for one that it needs; FileExistsError for a file that is not new.
     """
     target = TARGETS[to]
     foreign = [name for name in options if name not in target.options]
@@ -81,4 +81,6 @@ def export(
         raise ValueError(f"export: {to} {what} {flags}; see dmi export --help")
     if not len(captures):
         raise ValueError("export: no finished capture matches; give a store, or a directory of stores")
+    if not target.suffix:  # its files are read as one set
+        captures.check_one_model()
     return target.load(file)(captures, out, progress, **options)

@@ -23,6 +23,7 @@ from dmi_connector.store.read.index import (
     same_request,
 )
 from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.one_model import OneModel
 from dmi_connector.store.read.remote_index import list_prefix
 from dmi_connector.store.read.row_view import RowView
 from dmi_connector.store.read.thread_pool import in_fetch_threads, in_threads
@@ -85,10 +86,15 @@ def open_captures(
     if model is not None or lengths is not None or where is not None:
         kept = [_whole(info) for info in kept]
     if model is not None:
-        kept = [info for info in kept if info.model is not None and model in (info.model, Path(info.model).name)]
+        kept = [info for info in kept if _is_of(info, model)]
     if lengths is not None:
         kept = [info for info in kept if info.prompt_len in lengths]
-    return Captures(tuple(info for info in kept if where is None or where(info))).filter(hooks=hooks)
+    return Captures(tuple(info for info in kept if where is None or where(info)), model).filter(hooks=hooks)
+
+
+def _is_of(info: CaptureInfo, model: str) -> bool:
+    """Whether a store is of a model, named in full or by the last part of its path."""
+    return info.model is not None and model in (info.model, Path(info.model).name)
 
 
 def is_there(info: CaptureInfo) -> bool:
@@ -96,13 +102,13 @@ def is_there(info: CaptureInfo) -> bool:
     return isinstance(info.store, RemotePath) or info.store.is_dir()
 
 
-def captures_of(paths: Iterable[Given], key: str | Collection[str] | None = None) -> Captures:
+def captures_of(paths: Iterable[Given], key: str | Collection[str] | None = None, model: str | None = None) -> Captures:
     """The captures of stores (`NAME.zarr`, `NAME.zip`), in their order, and of directories, by start time.
 
     paths: paths and URLs.
 
-    key: as in `open_captures`. Raises CaptureIncomplete for a store that lacks rows; such stores of a directory are
-    left out. Raises ValueError for what is neither a store nor a directory.
+    key, model: as in `open_captures`. Raises CaptureIncomplete for a store that lacks rows; such stores of a directory
+    are left out. Raises ValueError for what is neither a store nor a directory.
     """
     keys = {key} if isinstance(key, str) else key
     infos: list[CaptureInfo] = []
@@ -112,7 +118,7 @@ def captures_of(paths: Iterable[Given], key: str | Collection[str] | None = None
             infos += [info for info in [info_of(path)] if keys is None or info.key in keys]
         else:
             infos += open_captures(path, key).infos
-    return Captures(tuple(infos))
+    return Captures(tuple(infos if model is None else (i for i in map(_whole, infos) if _is_of(i, model))), model)
 
 
 def _remote(place: RemotePath) -> list[CaptureInfo]:
@@ -200,9 +206,12 @@ class Captures:
 
     `captures[3]` opens one, `captures[:100]` gives fewer. A loop opens one store at a time, and closes it when it asks
     for the next. So memory does not grow with the stores, but for one `CaptureInfo` each.
+
+    model: the name by which all were chosen. None: they may be of several models.
     """
 
     infos: tuple[CaptureInfo, ...]
+    model: str | None = None
 
     def __len__(self) -> int:
         return len(self.infos)
@@ -213,7 +222,7 @@ class Captures:
     def __getitem__(self, number: slice) -> Captures: ...
     def __getitem__(self, number: int | slice) -> Capture | Captures:
         if isinstance(number, slice):
-            return Captures(self.infos[number])
+            return replace(self, infos=self.infos[number])
         return open_capture(self.infos[number].store, timeout=0, allow_incomplete=True)
 
     def __iter__(self) -> Iterator[Capture]:
@@ -233,7 +242,13 @@ class Captures:
         and for a bad layer.
         """
         kept = [info for info in map(_whole, self.infos) if where(info)] if where is not None else self.infos
-        return Captures(tuple(kept if hooks is None else _holding(kept, hooks)))
+        return replace(self, infos=tuple(kept if hooks is None else _holding(kept, hooks)))
+
+    def check_one_model(self) -> None:
+        """Raise ValueError where the stores are of several models. Those that were chosen by `model` count as one's."""
+        one = OneModel(self.model)
+        for info in map(_whole, self.infos) if self.model is None else ():
+            one.check(info.store, info.model)
 
     def progress(self, description: str | None = None) -> Iterator[Capture]:
         """Go through the stores as a loop does, with a progress bar (tqdm) on standard error.
@@ -287,8 +302,9 @@ class Captures:
         hook, layer: as in `Capture.numpy`. skip: rows that are left out at the start of each store, such as 1 for the
         first token, whose norm is often large. Missing rows are left out.
 
-        Raises ValueError without a store, and for logits; KeyError for a hook or layer that the first store did not
-        capture. Another store that did not is found when it is read, which then raises KeyError: `filter(hooks=...)`
-        leaves such stores out.
+        Raises ValueError without a store, for stores of several models, and for logits; KeyError for a hook or layer
+        that the first store did not capture. Another store that did not is found when it is read, which then raises
+        KeyError: `filter(hooks=...)` leaves such stores out.
         """
+        self.check_one_model()
         return RowView(self.infos, hook, layer, skip)

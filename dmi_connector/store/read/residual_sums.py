@@ -66,7 +66,10 @@ def _text_rows(attrs: Mapping[str, Any]) -> np.ndarray:
 
 
 def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> Iterator[tuple[str, str]]:
-    """Check every sum on every stored token. Yields (where, what) for each chunk of tokens in which one is wrong."""
+    """Check every sum on every stored token. Yields (where, what) for each chunk of tokens in which one is wrong.
+
+    Rows that hold a NaN or an infinity have no sum to check, and are left out.
+    """
     wanted = equations(attrs, arrays)
     if not wanted:
         return
@@ -91,7 +94,9 @@ def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]
                 if len(terms) < len(equation):
                     continue  # missing rows, which an incomplete store lists
                 scale = np.max([np.abs(term).max(axis=1) for term in terms], axis=0)
-                error = np.abs(terms[0] - sum(terms[1:])).max(axis=1)
+                with np.errstate(invalid="ignore", over="ignore"):
+                    error = np.abs(terms[0] - sum(terms[1:])).max(axis=1)
+                error[~np.isfinite(scale)] = 0
                 if for_text(attrs, equation):
                     error *= text[first:stop]
                 most = TOLERANCE[arrays[equation[0][0]].spec.dtype] * (len(equation) - 1) / 2

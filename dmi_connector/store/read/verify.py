@@ -27,15 +27,21 @@ from dmi_connector.store.read.remote_index import finished_below, list_prefix
 from dmi_connector.store.read.residual_sums import check_identities, equations, for_text, stated
 from dmi_connector.store.read.shard_reader import ShardReader, StoredArray, decode_plain
 from dmi_connector.store.read.store_files import LocalFiles, StoreFiles
+from dmi_connector.store.read.stored_reduction import StoredReduction
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. where: a file, or an array with layer and tokens. what: a sentence."""
+    """One thing that is wrong. where: a file, or an array with layer and tokens. what: a sentence.
+
+    damage: whether the store is not as it was written. False: its bytes are right, but the model computed values that
+    are not finite. Such a store is no rubbish: it shows where they come from.
+    """
 
     store: Place
     where: str
     what: str
+    damage: bool = True
 
     def __str__(self) -> str:
         return f"{self.store}: {self.where}: {self.what}"
@@ -63,12 +69,13 @@ def verify_dir(directory: Given) -> list[Problem]:
 
 
 def verify_store(path: Given, begun: Mapping[str, dict[str, Any]] | None = None) -> list[Problem]:
-    """Check one store. Returns what is wrong, [] for a sound store.
+    """Check one store. Returns what is wrong, [] for a sound store. `Problem.damage` tells damage from values that the
+    model computed.
 
     Checked are: the file list, sizes and checksums; shard indexes; every inner chunk; metadata against shapes; token
-    arrays; that values are finite; that no layer of a hook is constant, as memory is that nothing wrote; with the
-    attribute `identities`, the sums of the residual stream; and that the store is the one that the index of its
-    directory names. An incomplete store may lack the rows that it lists as missing.
+    arrays; that values are finite, decoded ones of reduced hooks too; that no layer of a hook is constant, as memory is
+    that nothing wrote; with the attribute `identities`, the sums of the residual stream; and that the store is the one
+    that the index of its directory names. An incomplete store may lack the rows that it lists as missing.
 
     begun: what `begun_stores` returned for the directory, to read it once for many stores.
     """
@@ -90,7 +97,7 @@ def begun_stores(directory: Given) -> dict[str, dict[str, Any]]:
 
 def damaged_files(path: str | os.PathLike[str], attrs: dict[str, Any]) -> list[Problem]:
     """What is wrong with the files that a store lists, whose attributes were checked. [] if they are as written."""
-    return list(_Check(Path(path), LocalFiles(path)).damage(attrs))
+    return [problem for problem in _Check(Path(path), LocalFiles(path)).contents(attrs) if problem.damage]
 
 
 def unseen(attrs: dict[str, Any]) -> str | None:
@@ -114,9 +121,10 @@ class _Check:
         self.store, self.files = store, files
         self.constant: dict[tuple[str, int], bytes | None] = {}  # (hook, layer): its one value, None if it has several
         self.arrays: dict[str, StoredArray] = {}
+        self.reduced: dict[str, StoredReduction | None] = {}
 
-    def problem(self, where: str, what: str) -> Problem:
-        return Problem(self.store, where, what)
+    def problem(self, where: str, what: str, damage: bool = True) -> Problem:
+        return Problem(self.store, where, what, damage)
 
     def run(self, begun: Mapping[str, dict[str, Any]]) -> Iterator[Problem]:
         raw = self.files.load("zarr.json")
@@ -129,16 +137,17 @@ class _Check:
             return
         if raw is None or bytes(raw) != schema.dump(schema.root_document(attrs)):
             yield self.problem("zarr.json", "the document differs from the one that was written")
-        problems = [*self._place(attrs, begun), *self._unlisted(attrs), *self.damage(attrs)]
+        problems = [*self._place(attrs, begun), *self._unlisted(attrs), *self.contents(attrs)]
         yield from problems
         # Sums of damaged data would only repeat what was found.
-        sums = [] if problems or not stated(attrs) else list(check_identities(attrs, self.arrays))
+        summed = stated(attrs) and not any(problem.damage for problem in problems)
+        sums = list(check_identities(attrs, self.arrays)) if summed else []
         yield from (self.problem(where, what) for where, what in sums)
-        right = equations(attrs, self.arrays) if stated(attrs) and not problems and not sums else []
+        right = equations(attrs, self.arrays) if summed and not sums else []
         yield from self._constant({term for e in right if not for_text(attrs, e) for term in e})
 
-    def damage(self, attrs: dict[str, Any]) -> Iterator[Problem]:
-        """What differs from what was written, in the files that are listed."""
+    def contents(self, attrs: dict[str, Any]) -> Iterator[Problem]:
+        """What is wrong in the files that are listed."""
         own = {name for name, hook in attrs["hooks"].items() if hook["array"] == name}
         in_shards = {path for path in attrs["files"] if path.split("/")[1:2] == ["c"] and path.split("/")[0] in own}
         yield from self._media(attrs)
@@ -150,8 +159,8 @@ class _Check:
                     yield self.problem(name, f"its array {hook['array']!r} is no hook")
                 continue
             try:
-                array = self._open(attrs, name, hook)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                array, self.reduced[name] = self._open(attrs, name, hook), StoredReduction.of(hook)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 yield self.problem(name, f"the array cannot be read: {error}")
                 continue
             self.arrays[name] = array
@@ -182,6 +191,8 @@ class _Check:
             spec = self.arrays[hook].spec
             where = f"{hook} layer {layer}" if spec.layers else hook
             shown = np.frombuffer(value, numpy_dtype(spec.dtype))[0]
+            if spec.dtype in FLOATS and not np.isfinite(shown):
+                continue  # said of each chunk
             yield self.problem(where, f"suspect: every value is {shown}, as in memory that no tap wrote")
 
     @staticmethod
@@ -305,9 +316,13 @@ class _Check:
                 yield self.problem(where, f"{error} in {path}")
                 continue
             self._note(spec, slot[0], values[: stop - first])
-            bad = _not_finite(spec, values[: stop - first])
+            try:
+                bad = _not_finite(spec, self.reduced[spec.name], values[: stop - first])
+            except (ValueError, IndexError, TypeError) as error:
+                yield self.problem(where, f"the values cannot be decoded ({error})")
+                continue
             if bad:
-                yield self.problem(where, f"{bad} values are not finite")
+                yield self.problem(where, f"{bad} values are not finite (the model computed them)", damage=False)
         yield from self._surplus(path, reader, {slot for slot, *_ in chunks})
 
     def _surplus(self, path: str, reader: ShardReader, known: set[tuple[int, ...]]) -> Iterator[Problem]:
@@ -344,10 +359,15 @@ class _Check:
         return f"{spec.name}{layer} tokens {first} to {stop - 1}"
 
 
-def _not_finite(spec: ArraySpec, values: np.ndarray) -> int:
-    """Values that are not finite. A logit of minus infinity is a masked token, and legal."""
-    if spec.dtype not in FLOATS:
+def _not_finite(spec: ArraySpec, reduced: StoredReduction | None, values: np.ndarray) -> int:
+    """Values that are not finite, decoded ones of a reduced hook. A logit of minus infinity is a masked token, and
+    legal. Raises ValueError, IndexError or TypeError for what cannot be decoded.
+    """
+    if reduced is not None:
+        with np.errstate(invalid="ignore", over="ignore"):
+            values = reduced.reduction.decode(values, reduced.width, reduced.dtype)
+    elif spec.dtype not in FLOATS:
         return 0
-    wide: np.ndarray = values.astype(np.float64 if spec.dtype == "float64" else np.float32)
+    wide: np.ndarray = values.astype(np.float64 if values.dtype == np.float64 else np.float32)
     bad = np.isnan(wide) | (wide == np.inf) if spec.per_sample else ~np.isfinite(wide)
     return int(bad.sum())

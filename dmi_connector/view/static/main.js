@@ -291,10 +291,11 @@ async function verify() {
   $("verify").disabled = false;
   verdict.textContent = "";
   if (!found) return;
-  const sound = found.problems.length === 0;
+  const all = [...found.problems, ...found.not_finite], sound = all.length === 0;
   verdict.className = sound ? "good" : "bad";
-  const more = found.problems.length > 8 ? [`and ${found.problems.length - 8} more: dmi verify lists them`] : [];
-  const said = sound ? [store.complete ? "Sound: every byte as written." : "Sound, but incomplete."] : found.problems.slice(0, 8);
+  const more = all.length > 8 ? [`and ${all.length - 8} more: dmi verify lists them`] : [];
+  const head = found.problems.length ? [] : ["Every byte as written, but values are not finite."];
+  const said = sound ? [store.complete ? "Sound: every byte as written." : "Sound, but incomplete."] : [...head, ...all.slice(0, 8)];
   verdict.textContent = [...said, ...more, found.unseen].filter(Boolean).join("\n");
 }
 

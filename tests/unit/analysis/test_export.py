@@ -257,6 +257,25 @@ def test_mistakes_are_named(
     assert (status, out) == (2, "") and words in err, err
 
 
+def test_stores_of_two_models_are_no_set(tmp_path: Path, run: Run) -> None:
+    owner = kit.Store(1 << 22)
+    (tmp_path / "stores").mkdir()
+    for name in ("m0", "m1"):
+        owner.write(tmp_path / f"stores/{name}.zarr", SPECS, 20, attrs={"num_layers": 3, "model": f"/models/{name}"})
+    assert owner.shutdown()
+    for format in ("speculators", "specforge"):
+        command = [tmp_path / "stores", "--to", format, "--layers", "1", "-o"]
+        status, _, error = run(*command, tmp_path / format)
+        assert status == 2 and "is of the model /models/m1" in error and "--model of dmi export" in error, error
+        assert not (tmp_path / format).exists()
+        status, _, error = run(*command, tmp_path / format, "--model", "m1")
+        assert status == 0, error
+    stores = [tmp_path / "stores/m0.zarr", tmp_path / "stores/m1.zarr"]
+    assert run(*stores, "--to", "zip", "-o", tmp_path / "zips/")[0] == 0, "each stays a store of its own"
+    status, _, _ = run(*stores, "--model", "m0", "--to", "zip", "-o", tmp_path / "one/")
+    assert status == 0 and [path.name for path in (tmp_path / "one").glob("*.zip")] == ["m0.zip"]
+
+
 def test_keys_that_are_no_numbers_are_named(stores: Path, tmp_path: Path, run: Run) -> None:
     owner = kit.Store(1 << 20)
     for name, key in (("a", "7"), ("b", "7"), ("c", "x")):

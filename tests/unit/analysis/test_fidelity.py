@@ -131,6 +131,38 @@ def test_a_full_disk_under_a_basis_is_named(
     assert not list(tmp_path.iterdir())
 
 
+def spoilt(path: Path, where: slice, value: float) -> Path:
+    """A store of resid_mid whose rows `where` hold `value` in layer 0."""
+    owner, values = kit.Store(4 << 20), rows(0, 2).view("f4").copy()
+    values[0, where, 3] = value
+    owner.write(path, [RESID], TOKENS, values={"resid_mid": kit.bits(values)})
+    assert owner.shutdown(kit.PATIENCE)
+    return path
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_rows_that_are_not_finite_are_left_out_of_a_fit(
+    stores: list[Path], tmp_path: Path, value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, out = spoilt(tmp_path / "nan.zarr", slice(0, 40), value), tmp_path / "basis.safetensors"
+    kept = fit_pca.fit_pca([store, stores[1]], ["resid_mid"], RANK, out)
+    assert 0.99 < kept["resid_mid.0"] <= 1
+    wanted, _ = fit([rows(0, 1)[0, 40:].view("f4"), rows(1, 1)[0].view("f4")], RANK)
+    np.testing.assert_allclose(load(out).of("resid_mid", 0, RANK).mean, wanted.mean, rtol=1e-4)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"fit-pca: 40 of {2 * TOKENS} rows of resid_mid layer 0 hold a value that is not finite; they are left out"
+    ]
+
+
+def test_a_fit_without_a_finite_row_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, out = spoilt(tmp_path / "nan.zarr", slice(None), np.nan), tmp_path / "basis.safetensors"
+    assert main(["fit-pca", str(store), "--hook", "resid_mid", "--rank", "2", "-o", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert f"each of the {TOKENS} rows of resid_mid layer 0 holds a value that is not finite" in error, error
+    assert not out.exists()
+
+
 def test_a_negative_layer_is_fitted_under_its_number(stores: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "basis.safetensors"
     command = ["fit-pca", *map(str, stores[:2]), "--hook", "resid_mid", "--rank", str(RANK), "-o", str(out)]

@@ -89,6 +89,26 @@ def test_the_lens_is_what_transformers_gives_for_each_stream(case: Case) -> None
         np.testing.assert_allclose(found.divergence[i], kl, rtol=1e-3, atol=2e-6)
 
 
+def test_the_lens_of_a_row_that_is_not_finite_has_no_token(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a layer's input, and one of the last stream, from which the choice of the model is unknown."""
+    read = Capture.numpy
+    streams = ("resid_pre", "resid_final")
+
+    def spoilt(self: Capture, hook: str, layer: int | None = None, tokens: Any = None, **more: Any) -> np.ndarray:
+        values = read(self, hook, layer, tokens, **more).copy()
+        if hook in streams and layer in (1, None):
+            values[4 if layer == 1 else 7, 3] = np.nan
+        return values
+
+    monkeypatch.setattr(Capture, "numpy", spoilt)
+    found = logit_lens(case.capture, case.unembedding, top=3)
+    lost = np.zeros(found.ids.shape[:2], bool)
+    lost[1, 4] = lost[-1, 7] = True
+    assert ((found.ids == -1).all(-1) == lost).all() and (np.isnan(found.probabilities).all(-1) == lost).all()
+    lost[:, 7] = True
+    assert (np.isnan(found.chance) == lost).all()
+
+
 def test_uncertainty_is_that_of_transformers_from_logits_and_from_the_stream(case: Case) -> None:
     own = case.logits.log_softmax(-1)
     entropy = -(own.exp() * own).sum(-1).numpy()

@@ -19,16 +19,18 @@ from matplotlib.colors import to_hex
 from tokenizers import Tokenizer, decoders, models
 
 from dmi_connector import open_capture
-from dmi_connector.analysis import plot_text, texts
+from dmi_connector.analysis import canvas, plot_text, texts
 from dmi_connector.analysis.stats import heat, statistics
 from dmi_connector.analysis.text_layout import Piece
 from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.analysis.unembedding import log_softmax
 from dmi_connector.cli.main import main
 from dmi_connector.cli.tiny_models import make_model
+from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.view import app
 from tests import analysiskit, viewkit
+from tests import storekit as kit
 
 TEXT = "The model reads a prompt and answers. Its lines are longer than a line of the picture, so that they wrap:\n" * 2
 LOST = [4, 9]
@@ -212,6 +214,53 @@ def test_generated_tokens_are_underlined_and_missing_ones_hatched(
     assert [p.get_x() for p in hatched] == [box.x0 for token, box in boxes if token in range(*LOST)]
     text = (tmp_path / "x.svg").read_text()
     assert "generated tokens are underlined; missing ones are hatched" in text
+
+
+def spoilt(store: Path, folder: Path, rows: slice, value: float) -> Path:
+    """A store of resid_final of the tokens of another, whose `rows` hold `value`."""
+    with open_capture(store, 0, allow_incomplete=True) as capture:
+        values, attrs = capture.numpy("resid_final")[None].copy(), capture.attrs
+        ids = capture.token_ids.copy()
+    values[0, rows, 3] = value
+    owner, spec = kit.Store(1 << 22), ArraySpec("resid_final", "float32", (), values.shape[-1])
+    facts = {name: attrs[name] for name in ("model", "num_layers", "architecture", "dtype", "versions", "dims")}
+    loss = Loss.of(Cause.FELL_BEHIND, [LOST])
+    stored = {"resid_final": kit.bits(values)}
+    owner.write(folder / "nan.zarr", [spec], len(ids), values=stored, ids=ids, attrs=facts, losses=[loss])
+    assert owner.shutdown()
+    return folder / "nan.zarr"
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_values_that_are_not_finite_are_crossed_and_not_blank_alone(
+    store: Path, tmp_path: Path, drawn: Drawn, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    crossed: list[Sequence[tuple[float, float, float, float]]] = []
+    monkeypatch.setattr(canvas, "cross_out", lambda _panel, cells: crossed.append(cells))
+    plot(spoilt(store, tmp_path, slice(7, 12), value), tmp_path / "x.svg", "resid_final", "--values", "mean")
+    boxes = [(token, path.get_extents()) for token, path in zip(drawn.tokens, drawn.colours.get_paths(), strict=True)]
+    wanted = [(box.x0, box.y0) for token, box in boxes if 9 <= token < 12]
+    np.testing.assert_allclose(
+        [cell[:2] for cell in crossed[0]], wanted, err_msg="rows 7 and 8 are missing: these are hatched"
+    )
+    assert "missing ones are hatched; values that are not finite are crossed" in (tmp_path / "x.svg").read_text()
+    low, high = drawn.colours.get_clim()
+    assert np.isfinite([low, high]).all()
+
+
+def test_crosses_have_a_colour_that_is_in_no_scale(store: Path, tmp_path: Path) -> None:
+    plot(spoilt(store, tmp_path, slice(20, 25), np.nan), tmp_path / "x.svg", "resid_final")
+    assert canvas.NOT_FINITE in (tmp_path / "x.svg").read_text()
+    plot(store, tmp_path / "y.svg", "resid_final")
+    assert canvas.NOT_FINITE not in (tmp_path / "y.svg").read_text()
+
+
+def test_rows_without_a_finite_value_are_said_to_have_none(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = spoilt(store, tmp_path, slice(None), np.nan)
+    assert main(["plot", str(bad), "--kind", "text", "--hook", "resid_final", "-o", str(tmp_path / "x.svg")]) == 2
+    assert "every value of 'resid_final' is not finite; name others" in capsys.readouterr().err
 
 
 def test_a_range_of_rows_is_drawn_alone(store: Path, tmp_path: Path, drawn: Drawn) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,15 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoTokenizer, DeepseekV3Config
 
 from dmi_connector.analysis.oracle_twins import ONCE
-from dmi_connector.analysis.transformers_oracle import Oracle, _Recorder
+from dmi_connector.analysis.transformers_oracle import Oracle, _Recorder, compare, largest
+from dmi_connector.cli import demo
 from dmi_connector.cli.tiny_models import ARCHS, CHAT_TEMPLATE, EOS, VOCAB, make_model
+from dmi_connector.layout import ArraySpec
+from dmi_connector.reduce import parse
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.read.capture import Capture, open_capture
+from tests import oraclestore
+from tests import storekit as kit
 
 IDS = [7, 300, 41, 41, 500, 260, 8, 99, 130, 64, 12, 345]
 
@@ -249,3 +257,92 @@ def test_a_saved_tokenizer_decodes_what_it_encodes(arch: str, tmp_path: Path) ->
     assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.chat_template == CHAT_TEMPLATE
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode(chat))[0] == "<|im_start|>"
+
+
+# ---- comparing captures ---------------------------------------------------------------------------------------------
+
+
+def store_of(path: Path, arrays: dict[str, np.ndarray], oracle: Oracle, *more: ArraySpec, **options: Any) -> Capture:
+    """A store of IDS with these float32 values, [layers, tokens, width], in layers 0, 1, ... more: reduced arrays."""
+    owner = kit.Store(1 << 22)
+    reduced = {spec.name: spec for spec in more}
+    specs = [reduced.get(n) or ArraySpec(n, "float32", tuple(range(len(v))), v.shape[-1]) for n, v in arrays.items()]
+    raw = {name: kit.bits(value) for name, value in arrays.items()}
+    attrs = oraclestore.attributes(oracle, None)
+    owner.write(path, specs, len(IDS), values=raw, ids=np.asarray(IDS), attrs=attrs, **options)
+    assert owner.shutdown()
+    return open_capture(path, timeout=0, allow_incomplete=True)
+
+
+def test_missing_rows_are_not_compared(oracles: dict[str, Oracle], tmp_path: Path) -> None:
+    """They read as zeros. A wrong row that is there is found."""
+    oracle, values = oracles["qwen3"], {name: oracles["qwen3"].run(IDS)[name].copy() for name in ("q", "resid_pre")}
+    for value in values.values():
+        value[:, 4:9] = 0
+    losses = [Loss.of(Cause.FELL_BEHIND, [[4, 9]])]
+    errors = compare(store_of(tmp_path / "a.zarr", values, oracle, losses=losses), oracle)
+    assert errors == {"q": 0, "resid_pre": 0}
+    values["q"][1, 9] = 0
+    errors = compare(store_of(tmp_path / "b.zarr", values, oracle, losses=losses), oracle)
+    assert errors["q"] > 0.01 and errors["resid_pre"] == 0
+
+
+def test_a_store_without_present_rows_or_token_ids_is_refused(oracles: dict[str, Oracle], tmp_path: Path) -> None:
+    oracle, values = oracles["qwen3"], {"q": oracles["qwen3"].run(IDS)["q"]}
+    losses = [Loss.of(Cause.FELL_BEHIND, [[0, len(IDS)]])]
+    with pytest.raises(ValueError, match="holds no rows to compare; give a store with rows"):
+        compare(store_of(tmp_path / "lost.zarr", values, oracle, losses=losses), oracle)
+    losses = [Loss.of(Cause.TOKEN_IDS_UNKNOWN), Loss.of(Cause.FELL_BEHIND, [[3, 4]])]
+    with pytest.raises(ValueError, match="lacks token ids"):
+        compare(store_of(tmp_path / "ids.zarr", values, oracle, losses=losses), oracle)
+
+
+def reduced(name: str, rows: np.ndarray, spec: str) -> tuple[np.ndarray, ArraySpec]:
+    """Rows [layers, tokens, width] as a reduction stores them, and their array."""
+    reduction = parse(spec)
+    assert reduction is not None
+    stored = np.stack([reduction.encode(torch.from_numpy(layer)).numpy() for layer in rows])
+    settings = {**reduction.settings(), "dtype": "float32", "width": rows.shape[-1]}
+    return stored, ArraySpec(name, "uint8", tuple(range(len(rows))), stored.shape[-1], reduce=settings)
+
+
+def test_reduced_hooks_are_decoded_and_other_values_left_out(
+    oracles: dict[str, Oracle], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    oracle, want = oracles["qwen3"], oracles["qwen3"].run(IDS)
+    (int8, q), (rp, k) = reduced("q", want["q"], "int8"), reduced("k", want["k"], "rp(16)")
+    words = ArraySpec("pattern", "uint8", (0, 1, 2), 4 * 4 * 3, reduce={
+        "kind": "attn", "m": 1, "dtype": "float32", "width": 4
+    })  # fmt: skip
+    pattern = np.zeros((3, len(IDS), words.width), "u1")
+    capture = store_of(tmp_path / "a.zarr", {"q": int8, "k": rp, "pattern": pattern}, oracle, q, k, words)
+    errors = compare(capture, oracle)
+    assert set(errors) == {"q"} and 0 < errors["q"] < np.abs(want["q"]).max() / 127
+    assert [record.getMessage().split(": ", 1)[1] for record in caplog.records] == [
+        "k holds rows of rp, not its values; it is not compared",
+        "pattern holds rows of attn, not its values; it is not compared",
+    ]
+    capture = store_of(tmp_path / "b.zarr", {"k": rp}, oracle, k)
+    with pytest.raises(ValueError, match="no hook can be compared; capture hooks in full, or as int8"):
+        compare(capture, oracle)
+
+
+def test_a_hook_that_the_oracle_lacks_is_named(oracles: dict[str, Oracle], tmp_path: Path) -> None:
+    oracle, want = oracles["qwen3"], oracles["qwen3"].run(IDS)
+    capture = store_of(tmp_path / "a.zarr", {"q": want["q"], "kv_c": want["k"]}, oracle)
+    with pytest.raises(ValueError, match=r"the oracle computes no kv_c, only .*; give Oracle without=\['kv_c'\]"):
+        compare(capture, oracle)
+
+
+def test_nan_is_the_largest_difference(oracles: dict[str, Oracle], tmp_path: Path) -> None:
+    """Whichever store has it: the demo must not say that all hooks agree."""
+    assert largest([{"q": 1e-7, "k": 2.0}, {"q": 3e-7, "k": 1.0}]) == {"q": 3e-7, "k": 2.0}
+    assert np.isnan(largest([{"q": 1e-7}, {"q": np.nan}, {"q": 2e-7}])["q"])
+    oracle, values = oracles["qwen3"], oracles["qwen3"].run(IDS)["q"]
+    good = store_of(tmp_path / "good.zarr", {"q": values}, oracle)
+    values = values.copy()
+    values[1, 3, 5] = np.nan
+    bad = store_of(tmp_path / "bad.zarr", {"q": values}, oracle)
+    model = Path(oracle.config.name_or_path)
+    for captures in ([good, bad], [bad, good]):
+        assert demo.judge([], demo.compare_all(captures, model)) == 1

@@ -9,13 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dmi_connector.bulk.manifest import read_manifest
 from dmi_connector.bulk.order import Order
+from dmi_connector.layout import ArraySpec
 from dmi_connector.store.read.verify import verify_store
 from tests import bulkkit
 from tests.bulkkit import RUN, FakeEngines, Killed, Kills, check_whole, go, template, write_prompts
+from tests.storekit import Store, random_bits
 
 COUNT, BAD = 6, (2,)
 GOOD = [i for i in range(COUNT) if i not in BAD]
@@ -121,6 +124,22 @@ def test_a_store_without_a_line_that_is_not_whole_is_done_again(
     go(prompts, tmp_path, engines)
     assert engines.submitted == [GOOD[1]]
     check_whole(tmp_path, GOOD)
+
+
+def test_a_store_whose_values_are_not_finite_stays(prompts: Path, store: Path, tmp_path: Path) -> None:
+    """The model computed them, and would again."""
+    owner, spec = Store(), ArraySpec("q", "float32", (0,), 8)
+    values = random_bits(spec, 17)
+    values.view("f4")[0, 3, 3] = np.nan
+    attrs = {"prompt_len": 10, "include_output_tokens": True, "finish_reason": "length"}
+    owner.write(tmp_path / "nan.zarr", [spec], 17, values={"q": values}, attrs=attrs)
+    owner.shutdown()
+    path = tmp_path / f"{RUN}-000000000--0-aaaaaaaaaaaa.zarr"
+    for _ in bulkkit.write_store(tmp_path / "nan.zarr", path, f"{RUN}-000000000"):
+        pass
+    engines = FakeEngines(store, tmp_path)
+    go(prompts, tmp_path, engines)
+    assert GOOD[0] not in engines.submitted and path.exists()
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,15 @@ import re
 import shutil
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dmi_connector import open_capture, open_captures
+from dmi_connector import TokenDataset, open_capture, open_captures
+from dmi_connector.analysis.neurons import top_tokens
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
 from dmi_connector.store.format.completeness import Cause, Loss
@@ -43,10 +44,19 @@ KEYS = ("a", "b", "a", None)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("many")
+    return write_stores(tmp_path_factory.mktemp("many"), ["/models/m0"] * 4)
+
+
+@pytest.fixture(scope="module")
+def two_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_stores(tmp_path_factory.mktemp("two"), ["/models/m0", "/models/m1"] * 2)
+
+
+def write_stores(folder: Path, models: Sequence[str]) -> Path:
+    """The stores of LENGTHS and KEYS, each of its model."""
     stores = kit.Store(4 << 20)
     for i, (length, key) in enumerate(zip(LENGTHS, KEYS, strict=True)):
-        names = {"key": key, "request_id": f"r{i}", "attrs": {"num_layers": 2, "model": f"/models/m{i % 2}"}}
+        names = {"key": key, "request_id": f"r{i}", "attrs": {"num_layers": 2, "model": models[i]}}
         values = values_of(i)
         losses = [Loss.of(Cause.FELL_BEHIND, [[8, 16]])] if i == 3 else []
         record = stores.open(folder / f"{i}.zarr", *ARRAYS, chunk=8 if i == 3 else 32, segment=64, **names)
@@ -84,9 +94,6 @@ def test_complete_stores_are_found_in_the_order_they_began(directory: Path) -> N
 
 def test_filters_choose_stores(directory: Path) -> None:
     assert names(open_captures(directory, key="a")) == ["0.zarr", "2.zarr"]
-    assert names(open_captures(directory, key=["a", "b"], model="m0")) == ["0.zarr", "2.zarr"]
-    assert names(open_captures(directory, model="/models/m1")) == ["1.zarr"]
-    assert names(open_captures(directory, model="m")) == []
     assert names(open_captures(directory, request_id="r1")) == ["1.zarr"]
     assert names(open_captures(directory, prompt_len=range(10, 151))) == ["0.zarr", "2.zarr"]
     assert names(open_captures(directory, prompt_len=3)) == ["1.zarr"]
@@ -134,8 +141,44 @@ def test_a_damaged_store_of_a_directory_without_an_index_is_named(unindexed: Pat
     assert repair(unindexed) == [], "uploads are in an index alone"
 
 
-def test_an_index_of_an_older_version_is_filled_up_from_the_stores(directory: Path, tmp_path: Path) -> None:
-    shutil.copytree(directory, tmp_path / "old")
+def test_a_model_is_named_in_full_or_by_the_last_part_of_its_path(two_models: Path) -> None:
+    assert names(open_captures(two_models, key=["a", "b"], model="m0")) == ["0.zarr", "2.zarr"]
+    assert names(open_captures(two_models, model="/models/m1")) == ["1.zarr"]
+    assert names(open_captures(two_models, model="m")) == []
+
+
+def test_rows_of_two_models_are_not_joined(two_models: Path, tmp_path: Path) -> None:
+    """They have one shape. An older index does not name the models."""
+    shutil.copytree(two_models, tmp_path / "old")
+    index = tmp_path / "old" / INDEX_NAME
+    lines = [json.loads(line) for line in index.read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if k not in ("prompt_len", "model")} for line in lines]
+    index.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    for folder in (two_models, tmp_path / "old"):
+        captures = open_captures(folder)
+        with pytest.raises(ValueError, match=r"1\.zarr is of the model /models/m1, .*0\.zarr of /models/m0: .*model="):
+            captures.rows("resid_pre", 1)
+        with pytest.raises(ValueError, match=r"name one model with open_captures\(model=\.\.\.\)"):
+            TokenDataset(captures, "resid_pre@1", 4)
+        for joined in (captures, list(captures)):
+            with pytest.raises(ValueError, match="their rows do not belong together"):
+                top_tokens(joined, "resid_pre", 0, 1)
+        one = open_captures(folder, model="m0")
+        assert len(one.rows("resid_pre", 1)) == 428 and len(one[:1].filter(hooks="z").rows("z", 1)) == 300
+        assert top_tokens(one, "resid_pre", 0, 1, count=1)
+        assert len(captures[::2].rows("resid_pre", 1)) == 428
+
+
+def test_copies_of_a_model_are_joined_when_their_name_is_given(tmp_path: Path) -> None:
+    write_stores(tmp_path, ["/here/m0", "/there/m0"] * 2)
+    with pytest.raises(ValueError, match="of the model /there/m0"):
+        open_captures(tmp_path).rows("resid_pre", 1)
+    one = open_captures(tmp_path, model="m0")
+    assert len(one.rows("resid_pre", 1)) == 435 and top_tokens(one, "resid_pre", 0, 1, count=1)
+
+
+def test_an_index_of_an_older_version_is_filled_up_from_the_stores(two_models: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_models, tmp_path / "old")
     index = tmp_path / "old" / INDEX_NAME
     lines = [json.loads(line) for line in index.read_text().splitlines()]
     kept = [{k: v for k, v in line.items() if k not in ("prompt_len", "model")} for line in lines]

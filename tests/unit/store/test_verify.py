@@ -17,12 +17,14 @@ import pytest
 
 from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.layout import ArraySpec
+from dmi_connector.reduce import parse
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c, file_checksum
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.format.shard_index import EMPTY, index_bytes, read_index, shard_content
-from dmi_connector.store.read.verify import verify_dir, verify_store
+from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.verify import damaged_files, verify_dir, verify_store
 from tests import storekit as kit
 
 ARRAYS = (
@@ -124,12 +126,70 @@ def test_verify_finds_values_that_are_not_finite(stores: kit.Store, tmp_path: Pa
     values["logits"].view("f4")[3, 4] = -np.inf  # a masked token: legal
     values["logits"].view("f4")[4, :2] = np.inf
     stores.write(tmp_path / "a.zarr", ARRAYS, 300, 5, values=values)
-    found = [(p.where, p.what) for p in verify_store(tmp_path / "a.zarr")]
-    assert found == [
-        ("q layer 3 tokens 128 to 255", "1 values are not finite"),
-        ("logits sample 2", "1 values are not finite"),
-        ("logits sample 4", "2 values are not finite"),
+    problems = verify_store(tmp_path / "a.zarr")
+    assert [(p.where, p.what) for p in problems] == [
+        ("q layer 3 tokens 128 to 255", "1 values are not finite (the model computed them)"),
+        ("logits sample 2", "1 values are not finite (the model computed them)"),
+        ("logits sample 4", "2 values are not finite (the model computed them)"),
     ]
+    assert (
+        not any(p.damage for p in problems)
+        and damaged_files(tmp_path / "a.zarr", read_attrs(tmp_path / "a.zarr")) == []
+    )
+
+
+@pytest.mark.parametrize(
+    "spec", ["int8", "int8(affine)", "int8(32)", "fp8", "topk(8)", "topk(8,exact)", "rp(8)", "round(7)"]
+)
+def test_verify_finds_values_of_reduced_hooks_that_are_not_finite(stores: kit.Store, tmp_path: Path, spec: str) -> None:
+    """Their bytes are whole numbers, and always finite."""
+    import torch
+
+    rows = np.random.default_rng(0).standard_normal((200, 64)).astype("f4")
+    rows[150] = np.nan
+    reduction = parse(spec)
+    assert reduction is not None
+    stored = reduction.encode(torch.from_numpy(rows)).numpy()
+    settings = {**reduction.settings(), "dtype": "float32", "width": 64}
+    array = ArraySpec("q", reduction.stored_dtype("float32"), (2,), stored.shape[1], reduce=settings)
+    stores.write(tmp_path / "a.zarr", [array], 200, values={"q": kit.bits(stored[None])})
+    [problem] = verify_store(tmp_path / "a.zarr")
+    assert problem.where == "q layer 2 tokens 128 to 199" and "values are not finite" in problem.what
+    assert not problem.damage
+
+
+def test_values_that_are_not_finite_hide_no_damage(stores: kit.Store, tmp_path: Path) -> None:
+    values = {s.name: kit.random_bits(s, 5 if s.per_sample else 300) for s in ARRAYS}
+    values["q"][1, 140, 3] = 0x7F80
+    stores.write(tmp_path / "a.zarr", ARRAYS, 300, 5, values=values, codec="none")
+    shard = tmp_path / "a.zarr/q/c/0/1/0"
+    data = bytearray(shard.read_bytes())
+    data[5] ^= 4
+    shard.write_bytes(data)
+    assert {p.damage for p in verify_store(tmp_path / "a.zarr")} == {True, False}
+    assert all(p.damage for p in damaged_files(tmp_path / "a.zarr", read_attrs(tmp_path / "a.zarr")))
+
+
+def test_sums_are_checked_beside_rows_that_are_not_finite(stores: kit.Store, tmp_path: Path) -> None:
+    values = residual_stream("float32", 200)
+    specs = [ArraySpec(n, "float32", (0, 1, 2), 32) for n in RESIDUAL]
+    values["resid_mid"].view("f4")[1, 140, 3] = np.inf
+    values["attn_out"].view("f4")[1, 150, 3] = np.nan
+    attrs = {"identities": True, "num_layers": 3}
+    stores.write(tmp_path / "a.zarr", specs, 200, values=values, attrs=attrs)
+    assert [p.damage for p in verify_store(tmp_path / "a.zarr")] == [False, False]
+    values["attn_out"][1, 160, 5] ^= 1 << 24
+    stores.write(tmp_path / "b.zarr", specs, 200, values=values, attrs=attrs)
+    damage = [p for p in verify_store(tmp_path / "b.zarr") if p.damage]
+    assert [p.where for p in damage] == ["resid_mid layer 1 token 160"] and "nan" not in damage[0].what
+
+
+def test_a_reduction_that_does_not_fit_its_rows_is_a_problem(stores: kit.Store, tmp_path: Path) -> None:
+    settings = {"kind": "topk", "k": 8, "exact": True, "sample": 0, "dtype": "float32", "width": 4}
+    array = ArraySpec("q", "uint8", (0,), 48, reduce=settings)
+    stores.write(tmp_path / "a.zarr", [array], 20)
+    [problem] = verify_store(tmp_path / "a.zarr")
+    assert "the values cannot be decoded (" in problem.what and problem.damage
 
 
 def rewrite(store: Path, change: dict[str, bytes], **attrs: object) -> None:

@@ -18,7 +18,8 @@ from starlette.testclient import TestClient
 from dmi_connector.analysis.texts import Texts
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
-from dmi_connector.store.read.capture import open_capture
+from dmi_connector.store.read.capture import Capture, open_capture
+from dmi_connector.view import lens
 from dmi_connector.view.app import MOST_TOKENS, make_app
 from dmi_connector.view.data import Library
 from tests import storekit as kit
@@ -358,7 +359,7 @@ def test_a_window_is_never_larger_than_the_limit(stores: Path) -> None:
 def test_verify_finds_damage(stores: Path, tmp_path: Path, model: Path) -> None:
     viewkit.write_stores(tmp_path, model, many=0)
     page = client(tmp_path)
-    assert page.get("api/verify/story.zarr").json() == {"problems": [], "unseen": None}
+    assert page.get("api/verify/story.zarr").json() == {"problems": [], "not_finite": [], "unseen": None}
     shard = tmp_path / "story.zarr" / "q_rot" / "c" / "0" / "0" / "0"
     data = bytearray(shard.read_bytes())
     data[100] ^= 1
@@ -366,6 +367,32 @@ def test_verify_finds_damage(stores: Path, tmp_path: Path, model: Path) -> None:
     shard.write_bytes(data)
     problems = page.get("api/verify/story.zarr").json()["problems"]
     assert problems and "q_rot" in problems[0]
+
+
+def test_verify_tells_values_that_are_not_finite_from_damage(tmp_path: Path) -> None:
+    owner, spec = kit.Store(1 << 20), ArraySpec("q", "float32", (0,), 8)
+    values = kit.random_bits(spec, 20)
+    values.view("f4")[0, 3, 3] = np.nan
+    owner.write(tmp_path / "a.zarr", [spec], 20, values={"q": values}, attrs={"num_layers": 1})
+    assert owner.shutdown()
+    found = client(tmp_path).get("api/verify/a.zarr").json()
+    assert found["problems"] == [] and "1 values are not finite" in found["not_finite"][0]
+
+
+def test_the_lens_of_a_row_that_is_not_finite_names_no_token(
+    stores: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = lens.residual_rows
+
+    def spoilt(capture: Capture, row: int) -> tuple[list[str], np.ndarray]:
+        places, rows = read(capture, row)
+        rows[1, 3] = np.nan
+        return places, rows
+
+    monkeypatch.setattr(lens, "residual_rows", spoilt)
+    first, second, *_ = client(stores, model=model).get("api/lens/story.zarr", params={"token": 5}).json()["places"]
+    assert all(token["id"] >= 0 and token["text"] is not None for token in first["tokens"])
+    assert {(token["id"], token["text"], token["p"]) for token in second["tokens"]} == {(-1, None, None)}
 
 
 def test_no_store_is_held_between_answers(tmp_path: Path, model: Path) -> None:

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds stores of different models, whose rows do not belong together though they may have one shape."""
+
+from __future__ import annotations
+
+from dmi_connector.store.format.remote_path import Place
+
+
+class OneModel:
+    """Compares the models of stores, one after the other. chosen: the name by which a reader chose all of them, with
+    `open_captures(model=...)`: then they count as one model's, in whatever directories its copies lie.
+    """
+
+    def __init__(self, chosen: str | None = None) -> None:
+        self._chosen = chosen is not None
+        self._first: tuple[Place, str] | None = None
+
+    def check(self, store: Place, model: str | None) -> None:
+        """Raise ValueError for a store of another model than the stores before. None: it names no model."""
+        if self._chosen or model is None:
+            return
+        if self._first is None:
+            self._first = store, model
+        elif model != self._first[1]:
+            raise ValueError(
+                f"{store} is of the model {model}, {self._first[0]} of {self._first[1]}: their rows do not belong"
+                " together; name one model with open_captures(model=...), or with --model of dmi export"
+            )
