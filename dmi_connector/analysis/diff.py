@@ -34,7 +34,8 @@ class HookDiff:
     """How one hook, or one layer of it, differs between two captures.
 
     rows: compared. unlike: of these, those whose error is above the tolerance. position: of the first such row, None
-    without one. worst: the largest error of a row, inf where only one of the two is finite. worst_position: of it.
+    without one. worst: the largest error of a row, inf where the two are not finite in the same
+    places. worst_position: of it.
     The error of a row is |a - b| / max(|a|, |b|), for whole numbers the share that differs.
     """
 
@@ -119,7 +120,7 @@ def pairs(a: Captures, b: Captures) -> tuple[list[tuple[int, int]], int]:
     left, right = range(len(a.infos)), range(len(b.infos))
     _match(found, ((a.infos[n].key, n) for n in left), ((b.infos[n].key, n) for n in right))
     left_over = [n for n in left if n not in found]
-    right_over = [n for n in right if n not in found.values()]
+    right_over = sorted({*right} - {*found.values()})
     _match(found, ((_prompt(a, n), n) for n in left_over), ((_prompt(b, n), n) for n in right_over))
     return sorted(found.items()), len(left) + len(right) - 2 * len(found)
 

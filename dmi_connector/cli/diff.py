@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -60,8 +61,10 @@ def _captures(path: str) -> Captures:
 
 
 def _json(found: CaptureDiff) -> dict[str, Any]:
-    first = found.first
-    return {**asdict(found), "first": None if first is None else asdict(first), "alike": found.alike}
+    """Plain JSON, which has no infinity: an error of inf is null."""
+    hooks = [asdict(hook) | {"worst": None if hook.worst == math.inf else hook.worst} for hook in found.hooks]
+    first = next((hook for hook in hooks if hook["unlike"]), None)
+    return {**asdict(found), "hooks": hooks, "first": first, "alike": found.alike}
 
 
 def _text(capture: Capture, found: CaptureDiff) -> str:

@@ -432,6 +432,12 @@ def test_the_readme_has_fewer_than_120_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 120
 
 
+def test_no_page_has_the_marks_of_an_unfinished_merge() -> None:
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+    marks = re.compile(r"^(<<<<<<<|=======$|>>>>>>>)", re.MULTILINE)
+    assert [page.name for page in pages if marks.search(page.read_text())] == []
+
+
 def test_a_release_has_at_most_ten_entries_in_the_changelog() -> None:
     for section in re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]:
         assert 1 <= len(re.findall(r"^- ", section, re.MULTILINE)) <= 10, section.splitlines()[0]

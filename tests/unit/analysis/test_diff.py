@@ -129,7 +129,7 @@ def test_rows_behind_another_token_and_missing_rows_are_not_compared(write: Writ
         both(write("c"), write("d", ids=IDS + 1))
 
 
-def test_a_value_that_is_finite_in_one_alone_differs(write: Write) -> None:
+def test_a_value_that_is_finite_in_one_alone_differs(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     def change(values: dict[str, np.ndarray]) -> None:
         values["resid_pre"][0, 3, 0] = np.nan
 
@@ -137,6 +137,9 @@ def test_a_value_that_is_finite_in_one_alone_differs(write: Write) -> None:
     found = both(a, b)
     assert found.first.name == "resid_pre@0" and found.first.position == 3 and found.first.worst == np.inf
     assert both(b, c).alike
+    assert cli(["diff", str(a), str(b), "--json"]) == 1
+    [printed] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert printed["first"]["hook"] == "resid_pre" and printed["first"]["worst"] is None
 
 
 def test_hooks_of_one_alone_are_named(write: Write) -> None:
