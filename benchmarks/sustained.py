@@ -35,7 +35,7 @@ from benchmarks.engine import Bench
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms
 from benchmarks.setups import FULL, HIDDEN, NO_OP, REDUCE, Setup
 from benchmarks.sustained_report import merged, table
-from benchmarks.without import MECHANISMS
+from benchmarks.without import IN_ENGINE, MECHANISMS
 from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile, worker_python_us, worker_writers_s
 
 MODULE = "benchmarks.sustained"
@@ -107,12 +107,13 @@ class Busy(Bench):
         engine_args = {**args.engine_args}
         graphs = {"cudagraph_mode": setup.graphs} if setup.graphs else {}
         engine_args["compilation_config"] = {**engine_args.get("compilation_config", {}), **graphs}
-        if setup.without:
-            engine_args["worker_extension_cls"] = f"benchmarks.without.{setup.without}"
         self._clock = Path(args.store_dir).absolute().with_name(f"dmi-clock-{os.getpid()}.jsonl")
         if args.engine_clock:
             os.environ[common.ENGINE_CLOCK] = str(self._clock)
             engine_args["scheduler_cls"] = "benchmarks.engine_clock.ClockedScheduler"
+        if setup.without:
+            place = "scheduler_cls" if setup.without in IN_ENGINE else "worker_extension_cls"
+            engine_args[place] = f"benchmarks.without.{setup.without}"
         options = {"sink": setup.sink, "codec": setup.codec, **args.options} if setup.hooks else {}
         if setup.writers:
             options["writers"] = setup.writers

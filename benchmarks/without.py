@@ -3,14 +3,18 @@
 
 vLLM's option `worker_extension_cls` names `benchmarks.without.NAME`. Each worker then looks the name up here before it
 builds the model, on any start method, and that switches the mechanism off. Those of the scheduler need an engine with
-one rank, whose worker shares its process.
+one rank, whose worker shares its process. Those in IN_ENGINE are for several ranks: `scheduler_cls` names them, and the
+engine's process looks the name up before it makes the connector.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+from benchmarks.common import ENGINE_CLOCK
 
 
 def _branch() -> None:
@@ -70,6 +74,14 @@ def _reports() -> None:
     setattr(Tracker, "_plan", each)  # noqa: B010
 
 
+def _answers() -> None:
+    """The executor of several ranks waits for all of them in each step."""
+    from dmi_connector.engine import replaced
+
+    vars(replaced)["ask_one_rank"] = lambda: None
+
+
+IN_ENGINE = ("answers",)
 MECHANISMS: dict[str, Callable[[], None]] = {
     "branch": _branch,
     "joins": _joins,
@@ -78,6 +90,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "pace": _pace,
     "plain": _plain,
     "reports": _reports,
+    "answers": _answers,
 }
 
 
@@ -85,4 +98,8 @@ def __getattr__(name: str) -> Any:
     if name not in MECHANISMS:
         raise AttributeError(name)
     MECHANISMS[name]()
-    return type(name, (), {})
+    if name not in IN_ENGINE:
+        return type(name, (), {})
+    from benchmarks import engine_clock
+
+    return engine_clock.ClockedScheduler if ENGINE_CLOCK in os.environ else engine_clock.AsyncScheduler

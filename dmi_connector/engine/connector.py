@@ -48,8 +48,11 @@ class DMIConnector(KVConnectorBase_V1):
         self._group, self._block_size = self._rows_group(kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             from dmi_connector.engine import sizing
+            from dmi_connector.engine.replaced import ask_one_rank
             from dmi_connector.engine.tracker import Tracker
 
+            if self.context.tp > 1:
+                ask_one_rank()
             keep_rows = sizing.keep_rows(self.context, vllm_config)
             wait = not vllm_config.model_config.enable_sleep_mode
             # While blocks of an ended request are kept, vLLM takes no other request of its id.

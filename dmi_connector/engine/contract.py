@@ -131,6 +131,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.handle_preemptions",
         "called before a forward overwrites freed blocks",
     ),
+    "answers": (
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc",
+        "several ranks: asked for one rank's answer in steps in which the others have nothing to say",
+    ),
     "metadata": (
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1._get_connector_metadata",
         "the scheduler's message for this step",
@@ -344,55 +348,3 @@ def check_names() -> None:
             raise ValueError(
                 f"{package}: {path} is missing in version {version} ({why}); install vllm{SUPPORTED}"
             ) from error
-
-
-def schedule_no_drafts() -> None:
-    """V1 runner: let the extract_hidden_states proposer propose nothing, so each step decodes one token a request.
-
-    Such a step takes the plain sampler: the one for drafts ends in an error without drafts if a request has `top_k`.
-    The V2 runner has a setting for this (num_speculative_tokens_per_batch_size with 0 drafts); V1 asserts on that
-    setting. Our draft calls this when it is built, so a process without it keeps vLLM's own methods.
-    """
-    from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    def propose(self: Any, num_speculative_tokens: int, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """No draft tokens: int tensor [batch, 0]."""
-        if not getattr(self.model, "dmi_active", False):
-            return proposes(self, num_speculative_tokens, sampled_token_ids, *args, **kwargs)
-        return sampled_token_ids[:, :0]
-
-    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
-        """What vLLM samples from logits [requests, vocabulary], as it does without a draft model."""
-        none = spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens)
-        ours = none and getattr(getattr(self.drafter, "model", None), "dmi_active", False)
-        return samples(self, logits, None if ours else spec_decode_metadata)
-
-    proposes = _replace(ExtractHiddenStatesProposer, propose)
-    samples = _replace(GPUModelRunner, _sample)
-
-
-def skip_draft_forward() -> None:
-    """V2 runner: let the extract_hidden_states speculator leave out the draft's forward and what prepares it.
-
-    The forward of our draft does nothing, because taps have written the rows. vLLM leaves it out in warm-up steps
-    without attention: this asks for the same in each step. Our draft calls this when it is built.
-    """
-    from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
-
-    def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """The draft tokens of vLLM's own method, int tensor [batch, 1]. The schedule of 0 drafts drops them."""
-        if getattr(self.model, "dmi_active", False):
-            kwargs["skip_attn_for_dummy_run"] = True
-        return original(self, *args, **kwargs)
-
-    original = _replace(ExtractHiddenStatesSpeculator, propose)
-
-
-def _replace(cls: Any, method: Any) -> Any:
-    """Put `method` in the place of the one of that name, unless that is ours already. Returns vLLM's own."""
-    original = getattr(cls, method.__name__)
-    if not getattr(original, "dmi_silent", False):
-        method.dmi_silent = True
-        setattr(cls, method.__name__, method)
-    return original

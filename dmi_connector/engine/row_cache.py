@@ -13,7 +13,7 @@ from vllm.model_executor.models import extract_hidden_states as stock
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheSpec
 
-from dmi_connector.engine import contract, refusals
+from dmi_connector.engine import contract, refusals, replaced
 from dmi_connector.engine.context import CaptureContext, capture_context, is_active
 
 
@@ -109,9 +109,9 @@ class ExtractHiddenStatesModel(stock.ExtractHiddenStatesModel):
         nn.Module.__init__(self)
         self.dmi_active = True
         if vllm_config.use_v2_model_runner:
-            contract.skip_draft_forward()
+            replaced.skip_draft_forward()
         else:
-            contract.schedule_no_drafts()
+            replaced.schedule_no_drafts()
         context = capture_context(vllm_config)
         self.cache_only_layers = nn.ModuleDict({str(context.dims.layers): CaptureLayer(context)})
 
