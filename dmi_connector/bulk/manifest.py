@@ -106,17 +106,3 @@ class Manifest:
     def close(self) -> None:
         """Close the file. Lines that wait are lost: flush before."""
         os.close(self._fd)
-
-
-def read_manifest(path: Path) -> Iterator[dict[str, Any]]:
-    """The entries of a manifest, in the order of its lines. Lines that are none are passed by: their stores tell."""
-    if not path.exists():
-        return
-    with open(path, "rb") as file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict) and isinstance(entry.get("key"), str):
-                yield entry

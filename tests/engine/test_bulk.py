@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from dmi_connector import open_capture
 from dmi_connector.analysis.transformers_oracle import Oracle
-from dmi_connector.bulk.manifest import read_manifest
 from dmi_connector.bulk.settings import RUN_NAME, settle
+from dmi_connector.store.read.run_manifest import read_manifest
 from tests import bulkprocess
 from tests.bulkprocess import TOKENS, check_whole, told, why
 from tests.engine.faults import check_rows

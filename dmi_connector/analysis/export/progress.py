@@ -7,13 +7,13 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dmi_connector.analysis.export.numbering import number_captures, order_is_no_row
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.index import CaptureInfo
 
 Progress = Callable[[int, int], None]
 PARTIAL = ".partial"
@@ -25,13 +25,14 @@ NOTE = ".dmi-export.json"
 @dataclass(frozen=True)
 class Done:
     """What an export did. written, kept: files, or rows of a data set, that it wrote or found there. out: the result.
-    notes: what the user should know.
+    notes: what it wrote, in words, in place of the counts. warnings: what the user should know of it.
     """
 
     out: Path
     written: int
     kept: int = 0
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def export_each(
@@ -46,23 +47,15 @@ def export_each(
     """Write a file for each store, one store open at a time. Files that are there are kept.
 
     path_of: the file of a number, below `out`. write: writes one store to a path. settings: on which the files depend.
-    number_by: "order" numbers the stores as they began; "key" takes the request's key, which is a whole number then.
+    number_by: see `number_captures`.
 
-    Raises ValueError for an output directory that was written with other settings or from other stores, and for keys
-    that are no numbers or are not unique.
+    Raises ValueError for an output directory that was written with other settings or from other stores, and for numbers
+    that `number_captures` does not find.
     """
-    numbers = number_captures(captures.infos, number_by)
-    make_directory(out)
-    _note(out, {**settings, "number_by": number_by}, dict(zip(_names(captures), numbers, strict=True)))
-    written = 0
-    for done, number in enumerate(numbers):
-        path = out / path_of(number)
-        if not path.exists():
-            with captures[done] as capture, whole(path) as partial:
-                write(capture, partial)
-            written += 1
-        progress(done + 1, len(numbers))
-    return Done(out, written, len(numbers) - written)
+    numbers = number_captures(captures, number_by)
+    done = _export(captures, numbers, out, path_of, write, progress, {**settings, "number_by": number_by})
+    warning = order_is_no_row(captures) if number_by == "order" else None
+    return done if warning is None else replace(done, warnings=(warning,))
 
 
 def export_by_name(
@@ -77,7 +70,31 @@ def export_by_name(
     names = [f"{info.store.stem}{suffix}" for info in captures.infos]
     if len(set(names)) < len(names):
         raise ValueError("export: several stores have the same name; export their directories one by one")
-    return export_each(captures, out, lambda number: Path(names[number]), write, progress, settings)
+    numbers = list(range(len(names)))
+    noted = {**settings, "number_by": "order"}
+    return _export(captures, numbers, out, lambda number: Path(names[number]), write, progress, noted)
+
+
+def _export(
+    captures: Captures,
+    numbers: Sequence[int],
+    out: Path,
+    path_of: Callable[[int], Path],
+    write: Callable[[Capture, Path], None],
+    progress: Progress,
+    settings: Mapping[str, Any],
+) -> Done:
+    make_directory(out)
+    _note(out, settings, dict(zip(_names(captures), numbers, strict=True)))
+    written = 0
+    for done, number in enumerate(numbers):
+        path = out / path_of(number)
+        if not path.exists():
+            with captures[done] as capture, whole(path) as partial:
+                write(capture, partial)
+            written += 1
+        progress(done + 1, len(numbers))
+    return Done(out, written, len(numbers) - written)
 
 
 def make_directory(path: Path) -> None:
@@ -154,20 +171,6 @@ def _note(out: Path, settings: Mapping[str, Any], stores: dict[str, int]) -> Non
 
 def _names(captures: Captures) -> list[str]:
     return [str(info.store.absolute()) for info in captures.infos]
-
-
-def number_captures(infos: Sequence[CaptureInfo], number_by: str) -> list[int]:
-    """The number of each capture: how they began, or their keys. Raises ValueError for keys that are no numbers."""
-    if number_by == "order":
-        return list(range(len(infos)))
-    for info in infos:
-        if info.key is None or not (info.key.isascii() and info.key.isdigit()):
-            raise ValueError(f"export: the key {info.key!r} of {info.store} is no whole number; use --number-by order")
-    numbers = [int(info.key or "") for info in infos]
-    twice = {number for number in numbers if numbers.count(number) > 1} if len(set(numbers)) < len(numbers) else set()
-    if twice:
-        raise ValueError(f"export: several captures have the key {min(twice)}; narrow them, or use --number-by order")
-    return numbers
 
 
 def row_blocks(rows: int, size: int = 256) -> Iterator[slice]:

@@ -283,7 +283,7 @@ def test_keys_that_are_no_numbers_are_named(stores: Path, tmp_path: Path, run: R
     assert owner.shutdown()
     flags = ["--to", "speculators", "--number-by", "key", "-o", tmp_path / "hs"]
     assert "the key 'x' of" in run(tmp_path, *flags)[2]
-    assert "several captures have the key 7" in run(tmp_path, "--key", "7", *flags)[2]
+    assert "have the key 7; export them into two directories" in run(tmp_path, "--key", "7", *flags)[2]
 
 
 def test_stores_that_lack_rows_are_refused_by_name_and_left_out_of_directories(tmp_path: Path, run: Run) -> None:
