@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dmi_connector.analysis.export.numbering import number_captures, order_is_no_row
+from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
 
@@ -20,6 +22,14 @@ PARTIAL = ".partial"
 """Behind the name of a file that is being written."""
 NOTE = ".dmi-export.json"
 """What an output directory was written from, and with which options."""
+
+
+class LeftOut(ValueError):
+    """A store of which no file can be made, while others of its set are fine. what: as in "no token to train on"."""
+
+    def __init__(self, store: Place, what: str, fix: str) -> None:
+        super().__init__(f"{store} holds {what}; {fix}")
+        self.what = what
 
 
 @dataclass(frozen=True)
@@ -46,16 +56,16 @@ def export_each(
 ) -> Done:
     """Write a file for each store, one store open at a time. Files that are there are kept.
 
-    path_of: the file of a number, below `out`. write: writes one store to a path. settings: on which the files depend.
-    number_by: see `number_captures`.
+    path_of: the file of a number, below `out`. write: writes one store to a path, or raises LeftOut: such stores are
+    counted. settings: on which the files depend. number_by: see `number_captures`.
 
-    Raises ValueError for an output directory that was written with other settings or from other stores, and for numbers
-    that `number_captures` does not find.
+    Raises ValueError for an output directory that was written with other settings or from other stores, for numbers
+    that `number_captures` does not find, and where all stores are left out.
     """
     numbers = number_captures(captures, number_by)
     done = _export(captures, numbers, out, path_of, write, progress, {**settings, "number_by": number_by})
     warning = order_is_no_row(captures) if number_by == "order" else None
-    return done if warning is None else replace(done, warnings=(warning,))
+    return done if warning is None else replace(done, warnings=(*done.warnings, warning))
 
 
 def export_by_name(
@@ -86,15 +96,23 @@ def _export(
 ) -> Done:
     make_directory(out)
     _note(out, settings, dict(zip(_names(captures), numbers, strict=True)))
-    written = 0
+    written, left = 0, Counter[str]()
+    last: LeftOut | None = None
     for done, number in enumerate(numbers):
         path = out / path_of(number)
         if not path.exists():
-            with captures[done] as capture, whole(path) as partial:
-                write(capture, partial)
-            written += 1
+            try:
+                with captures[done] as capture, whole(path) as partial:
+                    write(capture, partial)
+                written += 1
+            except LeftOut as one:
+                left[one.what] += 1
+                last = one
         progress(done + 1, len(numbers))
-    return Done(out, written, len(numbers) - written)
+    if last is not None and left.total() == len(numbers):
+        raise ValueError(f"export: no store is left: {last}")
+    warnings = tuple(f"{count} left out: {what}" for what, count in left.items())
+    return Done(out, written, len(numbers) - written - left.total(), warnings=warnings)
 
 
 def make_directory(path: Path) -> None:

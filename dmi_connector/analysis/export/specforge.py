@@ -15,7 +15,7 @@ try:
 except ImportError as error:
     raise ImportError("specforge: torch is not installed; install dmi_connector[torch]") from error
 
-from dmi_connector.analysis.export.progress import Done, Progress, export_each
+from dmi_connector.analysis.export.progress import Done, LeftOut, Progress, export_each
 from dmi_connector.analysis.export.residual_stream import chosen_ids, layer_ids, stream_rows
 from dmi_connector.dtypes import as_torch
 from dmi_connector.store.read.capture import Capture
@@ -32,7 +32,7 @@ def features(capture: Capture, layers: Sequence[int] | None, loss: str) -> dict[
     SpecForge applies the head. aux_hidden_state: [1, tokens, layers x hidden]. Both in the stored dtype.
 
     layers: auxiliary layer ids; None: all of resid_pre. loss: "generated" trains on generated tokens, "all" on all.
-    Raises ValueError for a store without final_ln, an auxiliary layer or generated tokens.
+    Raises ValueError for a store without final_ln or an auxiliary layer; LeftOut for one without generated tokens.
     """
     if "final_ln" not in capture:
         raise ValueError(f"{capture.path} lacks final_ln, which SpecForge takes as target; capture final_ln too")
@@ -42,10 +42,8 @@ def features(capture: Capture, layers: Sequence[int] | None, loss: str) -> dict[
     ids = chosen_ids(capture, known if layers is None else layers)
     mask = np.ones(len(capture.token_ids), np.int64) if loss == "all" else (capture.phase == 1).astype(np.int64)
     if not mask.any():
-        raise ValueError(
-            f"{capture.path} holds no generated token to train on; use --loss all, or capture with"
-            " include_output_tokens"
-        )
+        fix = "use --loss all, or capture with include_output_tokens"
+        raise LeftOut(capture.path, "no generated token to train on", fix)
     stream = stream_rows(capture, ids, slice(None))
     return {
         "input_ids": torch.from_numpy(capture.token_ids.astype(np.int64)),

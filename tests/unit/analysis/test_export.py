@@ -108,6 +108,23 @@ def test_specforge_names_what_a_store_lacks(tmp_path: Path, run: Run) -> None:
     assert torch.load(made)["loss_mask"].tolist() == [1] * 10
 
 
+def test_specforge_leaves_out_answers_without_a_row(tmp_path: Path, run: Run) -> None:
+    """An answer that ends at its first token is in the stores of many runs."""
+    owner = kit.Store(1 << 20)
+    for name, prompt in (("a", 10), ("b", 4), ("c", 10)):
+        owner.write(tmp_path / f"{name}.zarr", SPECS, 10, attrs={"num_layers": 3, "prompt_len": prompt})
+    assert owner.shutdown()
+    left, flags = (
+        "; 2 left out: no generated token to train on\n",
+        ["--to", "specforge", "-o", tmp_path / "f"],
+    )
+    assert run(tmp_path, *flags) == (0, f"{tmp_path / 'f'}: 1 written{left}", "")
+    assert run(tmp_path, *flags) == (0, f"{tmp_path / 'f'}: 0 written, 1 were there{left}", "")
+    assert [path.name for path in (tmp_path / "f").rglob("*.ckpt*")] == ["data_1.ckpt"]
+    status, _, err = run(tmp_path / "a.zarr", tmp_path / "c.zarr", "--to", "specforge", "-o", tmp_path / "none")
+    assert status == 2 and "no store is left" in err and "use --loss all, or capture with include_output" in err
+
+
 @pytest.mark.parametrize("flags", [[], ["--layers", "1"]])
 def test_a_store_without_a_residual_stream_is_named(tmp_path: Path, run: Run, flags: list[str]) -> None:
     owner = kit.Store(1 << 20)
