@@ -21,6 +21,7 @@ except ImportError as error:
     raise ImportError("speculators_backend: hs_connectors is not installed; install speculators") from error
 
 from dmi_connector.analysis.export.numbering import NUMBERINGS, number_captures, order_is_no_row
+from dmi_connector.analysis.export.progress import refuse_later_part
 from dmi_connector.analysis.export.residual_stream import stream_rows
 from dmi_connector.analysis.export.speculators import training_ids
 from dmi_connector.args import capture_args
@@ -40,6 +41,7 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
     def __init__(self, store_dir: str, layers: Sequence[int] | None = None, number_by: str = "order") -> None:
         self.store_dir, self.layers, self.number_by = store_dir, layers, number_by
         self._stores: dict[int, Any] | None = None
+        self._ids: list[int] | None = None  # of the first store that was read
 
     def setup(self) -> None:
         """Read the directory's index."""
@@ -52,7 +54,8 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
         """`hidden_states` [tokens, layers, hidden], the last layer last, and `token_ids` int64 [tokens].
 
-        None where there is no store of this number. Raises ValueError for a store that lacks a layer.
+        None where there is no store of this number. Raises ValueError for a store that lacks a layer, has others than
+        those before, or lacks the first tokens of its request.
         """
         if self._stores is None:
             self.setup()
@@ -75,7 +78,11 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
             return self._tensors(capture)
 
     def _tensors(self, capture: Capture) -> dict[str, torch.Tensor]:
+        refuse_later_part(capture)
         ids = training_ids(capture, self.layers)
+        self._ids = self._ids or ids
+        if ids != self._ids:
+            raise ValueError(f"{capture.path} has the layer ids {ids}, not {self._ids} as others; give --dmi-layers")
         return {
             "hidden_states": as_torch(stream_rows(capture, ids, slice(None))),
             "token_ids": torch.from_numpy(capture.token_ids.astype("i8")),

@@ -57,14 +57,19 @@ def _takes(options: tuple[str, ...]) -> str:
 
 def run_export(options: argparse.Namespace) -> int:
     """Run the command. Returns the exit status."""
-    captures = captures_of(options.stores, options.key, options.model)
+    found = captures_of(options.stores, options.key, options.model, incomplete=True)
+    captures = found.filter(lambda info: info.state == "complete")
+    lacking = len(found) - len(captures)
+    if lacking and not len(captures):
+        raise ValueError(f"export: all {lacking} captures lack rows (dmi ls says which); capture them again")
     given = {name: value for name in FLAGS if (value := getattr(options, name)) is not None}
     if "layers" in given:
         given["layers"] = _layers(given["layers"])
     out, file = _out(options)
     done = export(captures, options.to, out, given, _progress_of(TARGETS[options.to].counts), file)
     counts = f"{done.written} written" + (f", {done.kept} were there" if done.kept else "")
-    print("; ".join((f"{done.out}: {'; '.join(done.notes) or counts}", *done.warnings)))
+    left = [f"{lacking} left out: rows are missing (dmi ls says which)"] if lacking else []
+    print("; ".join((f"{done.out}: {'; '.join(done.notes) or counts}", *left, *done.warnings)))
     return 0
 
 

@@ -32,6 +32,13 @@ class LeftOut(ValueError):
         self.what = what
 
 
+def refuse_later_part(capture: Capture) -> None:
+    """Raise LeftOut for a store that lacks the first tokens of its request: its first row would pass as the first."""
+    if capture.attrs.get("start", 0):
+        fix = "capture all tokens (dmi.tokens from 0 on)"
+        raise LeftOut(capture.path, "no rows of the first tokens of its request", fix)
+
+
 @dataclass(frozen=True)
 class Done:
     """What an export did. written, kept: files, or rows of a data set, that it wrote or found there. out: the result.

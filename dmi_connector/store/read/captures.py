@@ -105,13 +105,18 @@ def is_there(info: CaptureInfo) -> bool:
     return isinstance(info.store, RemotePath) or info.store.is_dir()
 
 
-def captures_of(paths: Iterable[Given], key: str | Collection[str] | None = None, model: str | None = None) -> Captures:
+def captures_of(
+    paths: Iterable[Given],
+    key: str | Collection[str] | None = None,
+    model: str | None = None,
+    incomplete: bool = False,
+) -> Captures:
     """The captures of stores (`NAME.zarr`, `NAME.zip`), in their order, and of directories, by start time.
 
     paths: paths and URLs.
 
     key, model: as in `open_captures`. Raises CaptureIncomplete for a store that lacks rows; such stores of a directory
-    are left out. Raises ValueError for what is neither a store nor a directory.
+    are left out, unless `incomplete` is true. Raises ValueError for what is neither a store nor a directory.
     """
     keys = {key} if isinstance(key, str) else key
     infos: list[CaptureInfo] = []
@@ -121,7 +126,7 @@ def captures_of(paths: Iterable[Given], key: str | Collection[str] | None = None
             open_capture(path, timeout=0).close()
             infos += [info for info in [info_of(path)] if keys is None or info.key in keys]
         else:
-            found = open_captures(path, key)
+            found = open_captures(path, key, incomplete=incomplete)
             infos += found.infos
             directories += found.directories
     kept = infos if model is None else [info for info in map(_whole, infos) if _is_of(info, model)]
