@@ -228,6 +228,15 @@ class _Columnar:
                 number += 1
 
 
+def _check_columns(path: Path, names: Sequence[str], columns: Columns) -> None:
+    """Raise ValueError for a file of whose rows none is a prompt, as it has no column for one."""
+    if not set(names) & set(columns.prompts):
+        raise ValueError(
+            f"--prompts {path} has none of the columns {', '.join(columns.prompts)}; its columns: "
+            f"{', '.join(names)}; name them, as in --column prompt=text"
+        )
+
+
 class Parquet(_Columnar):
     """Parquet files, one after the other."""
 
@@ -235,7 +244,10 @@ class Parquet(_Columnar):
         import pyarrow.parquet as pq
 
         super().__init__(files, columns)
-        self._total = sum(pq.read_metadata(file).num_rows for file in files)
+        for file in files:
+            footer = pq.read_metadata(file)
+            _check_columns(file, footer.schema.to_arrow_schema().names, columns)
+            self._total += footer.num_rows
 
     def __iter__(self) -> Iterator[tuple[int, tuple[Any, int]]]:
         return self._numbered(self._batches())
@@ -246,12 +258,6 @@ class Parquet(_Columnar):
         for path in self.files:
             with pq.ParquetFile(path, memory_map=True, pre_buffer=False) as file:
                 there = [name for name in file.schema_arrow.names if name in self.columns.names]
-                if not there:
-                    names = ", ".join(file.schema_arrow.names)
-                    raise ValueError(
-                        f"--prompts {path} has none of the columns {', '.join(self.columns.names)}; its columns: "
-                        f"{names}; name them, as in --column prompt=text"
-                    )
                 yield from file.iter_batches(batch_size=_BATCH, columns=there)
 
     def count(self) -> int | None:
@@ -287,6 +293,7 @@ class Arrow(_Columnar):
         for path in self.files:
             try:
                 with pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as stream:
+                    _check_columns(path, stream.schema.names, self.columns)
                     yield from stream
             except pa.ArrowInvalid as error:
                 raise ValueError(f"--prompts {path} is no Arrow stream: {error}; save the data set again") from error

@@ -151,7 +151,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     """Run the command.
 
     Returns the exit status: 0 if every prompt has its store, and with `upload` every store its copy, 2 if no engine
-    could start, else 1. Raises ValueError, OSError.
+    could start, else 1, also where every row was refused. Raises ValueError, OSError.
     """
     if options.ray is None and importlib.util.find_spec("vllm") is None:
         raise ValueError("vllm: it is not installed in this environment; install dmi_connector[vllm]")
@@ -285,6 +285,7 @@ def _summarise(
         "manifest": str(out / f"manifest{suffix}.jsonl"),
         "rejects": str(rejects),
     }
+    nothing = outcome.all_done and not counts.done and counts.rejected > 0
     lines = [f"{counts.done} prompts have their stores in {out}, {counts.done - counts.before} of them from this start"]
     lines[0] += f" ({counts.tokens} tokens, {format_bytes(counts.bytes)})"
     lines[0] += f"; {outcome.beyond} more are beyond --limit" if outcome.beyond else ""
@@ -297,6 +298,8 @@ def _summarise(
                 lines.append(f"  {where}: {entry['reason']}")
     if not outcome.began:
         lines.append("no engine could start: correct the error above and start again")
+    elif nothing:
+        lines.append("no row became a store: correct the input, --column or other options by the reasons above")
     elif not outcome.all_done:
         lines.append(f"not all is done ({_WHY.get(outcome.stopped or '', 'see above')}): the same command goes on")
     if not_uploaded:
@@ -304,4 +307,4 @@ def _summarise(
     progress.say(event, "\n".join(lines))
     if not outcome.began:
         return 2
-    return 0 if outcome.all_done and not not_uploaded else 1
+    return 0 if outcome.all_done and not not_uploaded and not nothing else 1

@@ -56,6 +56,19 @@ def test_bad_rows_are_listed_and_the_rest_goes_on(store: Path, out: Path, tmp_pa
     assert (outcome.counts.done, outcome.counts.rejected, outcome.counts.failed) == (4, 5, 0)
 
 
+def test_a_run_of_which_every_row_is_refused_has_failed(store: Path, out: Path, tmp_path: Path) -> None:
+    said = io.StringIO()
+    prompts, progress = write_prompts(tmp_path / "p.jsonl", 3), Progress(False, said)
+    refuses = dict.fromkeys(range(3), "the prompt is too long")
+    outcome = start_run(prompts, out, FakeEngines(store, out, refuses=refuses), progress=progress).go()
+    assert outcome.all_done and _summarise(outcome, [0], 0, out, "", progress) == 1
+    assert said.getvalue().endswith(
+        "no row became a store: correct the input, --column or other options by the reasons above\n"
+    )
+    outcome = start_run(prompts, out, FakeEngines(store, out, refuses={1: "it is too long"}), progress=progress).go()
+    assert _summarise(outcome, [2], 0, out, "", progress) == 0, "one bad row is no failure"
+
+
 @pytest.mark.parametrize(
     "fault",
     [{"complete": False, "reason": "a disk was full"}, {"finish_reason": "abort"}],

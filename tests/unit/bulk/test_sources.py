@@ -144,8 +144,14 @@ def test_small_inputs(count: int, tmp_path: Path) -> None:
 def test_only_columns_that_are_wanted_are_read(tmp_path: Path) -> None:
     path = as_parquet(tmp_path / "p.parquet", 3)
     assert set(loaded(open_source(path, Columns(prompt="id", id="other")), Order(), tmp_path)[0][2]) == {"id", "other"}
-    with pytest.raises(ValueError, match=r"has none of the columns text, .*; its columns: prompt, id, other"):
-        next(iter(open_source(path, Columns(prompt="text", id="name"))))
+
+
+@pytest.mark.parametrize("form", ["parquet", "parquet files", "dataset"])
+def test_an_input_without_a_column_of_prompts_is_refused_at_the_start(form: str, tmp_path: Path) -> None:
+    """An id alone makes no prompt: each row would be refused."""
+    path = FORMATS[form](tmp_path / "p", 45)
+    with pytest.raises(ValueError, match=r"has none of the columns text, messages, prompt_t.*columns: prompt, id, oth"):
+        open_source(path, Columns(prompt="text"))
 
 
 def test_chats_and_token_ids_in_columns(tmp_path: Path) -> None:
