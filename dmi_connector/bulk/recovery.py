@@ -136,16 +136,20 @@ def settle_left(out: Path, run: str, positions: Collection[int]) -> dict[int, Pl
     return kept
 
 
-def not_uploaded(out: Path, run: str, order: Order) -> int:
-    """Finished stores of a share that wait for their upload, or whose upload failed: `dmi repair` uploads them."""
-    left: set[str] = set()
+def not_uploaded(out: Path, run: str, order: Order) -> tuple[int, str | None]:
+    """Finished stores of a share that wait for their upload, or whose upload failed: `dmi repair` uploads them.
+
+    Gives their number, and why the latest of them failed: None where none did.
+    """
+    left: dict[str, str | None] = {}
     for line in read_index(out):
         if line.get("upload") in ("pending", "failed"):
-            left.add(line["store"])
+            left[line["store"]] = line.get("upload_reason")
         elif "upload" in line:
-            left.discard(line["store"])
+            left.pop(line["store"], None)
     positions = ((_position(run, name), name) for name in left)
-    return sum(p is not None and order.holds(p) and (out / name).is_dir() for p, name in positions)
+    held = [left[name] for p, name in positions if p is not None and order.holds(p) and (out / name).is_dir()]
+    return len(held), next((reason for reason in reversed(held) if reason), None)
 
 
 def _uploaded(out: Path, run: str, order: Order) -> Iterator[tuple[int, str]]:

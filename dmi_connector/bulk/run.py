@@ -174,7 +174,9 @@ class Run:
         if not in_flight:
             if self._end_when_full:
                 self.stop("max_bytes")
-            self.outcome.counts.waiting = "the disk budget is used up"
+            failure = self._tail.upload_failure
+            why = "" if failure is None else f", and uploads fail, which keeps stores here: {failure}"
+            self.outcome.counts.waiting = f"the disk budget is used up{why}"
         return False
 
     def _take(self, placed: Placed) -> _Flight | None:
