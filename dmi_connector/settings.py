@@ -199,6 +199,13 @@ class ServerOptions:
         upload = _upload(extra.get("upload", cls.upload))
         if upload and sink != "disk":
             raise _refuse("upload", upload, f"needs stores to upload, and sink {sink!r} writes none; give sink 'disk'")
+        remove_local = _boolean("upload_remove_local", extra.get("upload_remove_local", False))
+        if remove_local and not upload:
+            raise _refuse(
+                "upload_remove_local",
+                True,
+                "needs an upload, and there is none; give upload, as in s3://bucket/captures",
+            )
         numbers = ("max_request_bytes", "max_total_bytes", "min_free_bytes", "retain_seconds", "retain_bytes")
         return cls(
             store_dir=_path("store_dir", extra.get("store_dir")),
@@ -223,7 +230,7 @@ class ServerOptions:
             check=_one_of("check", extra.get("check", cls.check), CHECKS),
             cuda_graphs=_one_of("cuda_graphs", extra.get("cuda_graphs", cls.cuda_graphs), CUDA_GRAPHS),
             upload=upload,
-            upload_remove_local=_boolean("upload_remove_local", extra.get("upload_remove_local", False)),
+            upload_remove_local=remove_local,
             upload_backlog_bytes=_integer(
                 "upload_backlog_bytes", extra.get("upload_backlog_bytes", cls.upload_backlog_bytes), 1, _MOST_TOTAL
             ),

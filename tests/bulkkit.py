@@ -16,7 +16,7 @@ import pytest
 
 from dmi_connector.bulk.budget import Budget
 from dmi_connector.bulk.engines import Answer, Death
-from dmi_connector.bulk.manifest import Manifest, read_manifest
+from dmi_connector.bulk.manifest import Manifest
 from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.progress import Progress
 from dmi_connector.bulk.prompts import Columns
@@ -27,6 +27,7 @@ from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.run_manifest import read_manifest
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.commit import append_finish
 from tests.storekit import Store

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.bulk.manifest import read_manifest
 from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.run_manifest import read_manifest
 from dmi_connector.store.read.verify import verify_store
 
 ROOT = Path(__file__).parents[1]

@@ -10,6 +10,7 @@ training through this module:
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ try:
 except ImportError as error:
     raise ImportError("speculators_backend: hs_connectors is not installed; install speculators") from error
 
-from dmi_connector.analysis.export.progress import number_captures
+from dmi_connector.analysis.export.numbering import NUMBERINGS, number_captures, order_is_no_row
+from dmi_connector.analysis.export.progress import refuse_later_part
 from dmi_connector.analysis.export.residual_stream import stream_rows
 from dmi_connector.analysis.export.speculators import training_ids
 from dmi_connector.args import capture_args
@@ -28,6 +30,7 @@ from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.captures import open_captures
 
 NAME = "dmi"
+logger = logging.getLogger(__name__)
 
 
 class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
@@ -38,16 +41,21 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
     def __init__(self, store_dir: str, layers: Sequence[int] | None = None, number_by: str = "order") -> None:
         self.store_dir, self.layers, self.number_by = store_dir, layers, number_by
         self._stores: dict[int, Any] | None = None
+        self._ids: list[int] | None = None  # of the first store that was read
 
     def setup(self) -> None:
         """Read the directory's index."""
-        infos = open_captures(self.store_dir).infos
-        self._stores = {n: info.store for n, info in zip(number_captures(infos, self.number_by), infos, strict=True)}
+        captures = open_captures(self.store_dir)
+        numbers = number_captures(captures, self.number_by)
+        if self.number_by == "order" and (warning := order_is_no_row(captures)) is not None:
+            logger.warning("dmi: --dmi-number-by order of %s: %s", self.store_dir, warning)
+        self._stores = {n: info.store for n, info in zip(numbers, captures.infos, strict=True)}
 
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
         """`hidden_states` [tokens, layers, hidden], the last layer last, and `token_ids` int64 [tokens].
 
-        None where there is no store of this number. Raises ValueError for a store that lacks a layer.
+        None where there is no store of this number. Raises ValueError for a store that lacks a layer, has others than
+        those before, or lacks the first tokens of its request.
         """
         if self._stores is None:
             self.setup()
@@ -70,7 +78,11 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
             return self._tensors(capture)
 
     def _tensors(self, capture: Capture) -> dict[str, torch.Tensor]:
+        refuse_later_part(capture)
         ids = training_ids(capture, self.layers)
+        self._ids = self._ids or ids
+        if ids != self._ids:
+            raise ValueError(f"{capture.path} has the layer ids {ids}, not {self._ids} as others; give --dmi-layers")
         return {
             "hidden_states": as_torch(stream_rows(capture, ids, slice(None))),
             "token_ids": torch.from_numpy(capture.token_ids.astype("i8")),
@@ -85,7 +97,7 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc, unused-ignore]
         """Add the options of training."""
         parser.add_argument("--dmi-store-dir", type=str, default=None, help="Directory of stores.")
         parser.add_argument("--dmi-layers", type=int, nargs="+", default=None, help="Auxiliary layer ids.")
-        parser.add_argument("--dmi-number-by", choices=("order", "key"), default="order", help="As of dmi export.")
+        parser.add_argument("--dmi-number-by", choices=NUMBERINGS, default="order", help="As of dmi export.")
 
     @staticmethod
     def add_launch_args(parser: argparse.ArgumentParser) -> None:

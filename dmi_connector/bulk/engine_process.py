@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from dmi_connector.engine.lifetime import end_with_parent
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, write_all
+from dmi_connector.store.write.upload import check_upload
 
 _MOST_PER_STEP = 64
 """Prompts that are added between two steps at most: tokenizing more would make the engine wait."""
@@ -49,7 +50,11 @@ class Inbox:
 
 
 def serve(inbox: Inbox, start: Message) -> Iterator[Message]:
-    """Run an engine until the end of input. Gives its answers."""
+    """Run an engine until the end of input. Gives its answers. Raises OptionError before the engine starts where its
+    uploads would all fail.
+    """
+    if url := start["capture"].get("upload"):
+        check_upload(url)
     from dmi_connector.engine.feed import EngineFeed, PromptRefused
 
     capture = {**start["capture"], "store_dir": start["store_dir"]}

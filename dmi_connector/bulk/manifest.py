@@ -64,6 +64,14 @@ class Positions:
         return self._count
 
 
+def cannot_write(path: Path, error: OSError) -> OSError:
+    """The error of a file in the directory of a run, with its name and what to do."""
+    return OSError(
+        f"--out {path.parent}: {path.name} cannot be written ({error.strerror or error}); make room there, or change"
+        " its mode, and start the same command again"
+    )
+
+
 class Manifest:
     """Appends lines, several at a time, each time in one write that is flushed to the device."""
 
@@ -98,25 +106,14 @@ class Manifest:
         if not self._lines or not (now or due):
             return
         data = memoryview(b"".join(self._lines))
-        while data:
-            data = data[os.write(self._fd, data) :]
-        self._lines = []
-        os.fsync(self._fd)
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+            self._lines = []
+            os.fsync(self._fd)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
 
     def close(self) -> None:
         """Close the file. Lines that wait are lost: flush before."""
         os.close(self._fd)
-
-
-def read_manifest(path: Path) -> Iterator[dict[str, Any]]:
-    """The entries of a manifest, in the order of its lines. Lines that are none are passed by: their stores tell."""
-    if not path.exists():
-        return
-    with open(path, "rb") as file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict) and isinstance(entry.get("key"), str):
-                yield entry

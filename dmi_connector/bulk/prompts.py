@@ -43,7 +43,12 @@ class Columns:
     @property
     def names(self) -> tuple[str, ...]:
         """The columns that are read."""
-        return self.prompt, self.messages, self.prompt_token_ids, self.id
+        return *self.prompts, self.id
+
+    @property
+    def prompts(self) -> tuple[str, str, str]:
+        """The columns of which one holds the prompt."""
+        return self.prompt, self.messages, self.prompt_token_ids
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Prompt:
         if (messages := row.get(columns.messages)) is not None:
             return cls(messages=_messages(columns.messages, messages), id=name)
         if (text := row.get(columns.prompt)) is None:
-            wanted = ", ".join(columns.names[:3])
+            wanted = ", ".join(columns.prompts)
             raise BadRow(f"the row has none of the columns {wanted}; its columns: {', '.join(map(str, row)) or 'none'}")
         if not isinstance(text, str):
             raise BadRow(f"{columns.prompt}: {show(text)} is not a text")

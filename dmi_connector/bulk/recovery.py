@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dmi_connector.bulk.manifest import Positions, read_manifest
+from dmi_connector.bulk.manifest import Positions
 from dmi_connector.bulk.order import Order
 from dmi_connector.store.format.completeness import OWN_ENDS
 from dmi_connector.store.format.locks import claim, lock_alone
@@ -18,6 +18,7 @@ from dmi_connector.store.format.remote_path import Place, place_of
 from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX
 from dmi_connector.store.read.index import read_index, uploaded_stores
 from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.run_manifest import MANIFESTS, read_manifest
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.commit import append_index, remove_partial
 from dmi_connector.store.write.retention import REMOVING_SUFFIX, remove_store
@@ -104,7 +105,7 @@ def is_unused(out: Path, run: str, life: str) -> bool:
         with lock_alone(path) as alone:
             if not alone:
                 return False
-    entries = (entry for path in out.glob("manifest*.jsonl") for entry in read_manifest(path))
+    entries = (entry for path in out.glob(MANIFESTS) for entry in read_manifest(path))
     if any(position_of(run, entry["key"]) is not None for entry in entries):
         return False
     return not any(_stores(out, run, Order())) and not any(_uploaded(out, run, Order()))
@@ -135,16 +136,20 @@ def settle_left(out: Path, run: str, positions: Collection[int]) -> dict[int, Pl
     return kept
 
 
-def not_uploaded(out: Path, run: str, order: Order) -> int:
-    """Finished stores of a share that wait for their upload, or whose upload failed: `dmi repair` uploads them."""
-    left: set[str] = set()
+def not_uploaded(out: Path, run: str, order: Order) -> tuple[int, str | None]:
+    """Finished stores of a share that wait for their upload, or whose upload failed: `dmi repair` uploads them.
+
+    Gives their number, and why the latest of them failed: None where none did.
+    """
+    left: dict[str, str | None] = {}
     for line in read_index(out):
         if line.get("upload") in ("pending", "failed"):
-            left.add(line["store"])
+            left[line["store"]] = line.get("upload_reason")
         elif "upload" in line:
-            left.discard(line["store"])
+            left.pop(line["store"], None)
     positions = ((_position(run, name), name) for name in left)
-    return sum(p is not None and order.holds(p) and (out / name).is_dir() for p, name in positions)
+    held = [left[name] for p, name in positions if p is not None and order.holds(p) and (out / name).is_dir()]
+    return len(held), next((reason for reason in reversed(held) if reason), None)
 
 
 def _uploaded(out: Path, run: str, order: Order) -> Iterator[tuple[int, str]]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any, TextIO
 
 from dmi_connector.bulk.budget import Budget
 from dmi_connector.bulk.engines import Answer, Death, Engines
-from dmi_connector.bulk.manifest import Manifest
+from dmi_connector.bulk.manifest import Manifest, cannot_write
 from dmi_connector.bulk.order import Placed, Rows
 from dmi_connector.bulk.progress import Counts, Progress
 from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
@@ -174,7 +175,9 @@ class Run:
         if not in_flight:
             if self._end_when_full:
                 self.stop("max_bytes")
-            self.outcome.counts.waiting = "the disk budget is used up"
+            failure = self._tail.upload_failure
+            why = "" if failure is None else f", and uploads fail, which keeps stores here: {failure}"
+            self.outcome.counts.waiting = f"the disk budget is used up{why}"
         return False
 
     def _take(self, placed: Placed) -> _Flight | None:
@@ -207,7 +210,12 @@ class Run:
         if self._line_offset is not None:
             entry["line"] = placed.number + self._line_offset
         entry |= {"id": name, "kind": "failed" if failed else "rejected", "reason": reason}
-        print(json.dumps(entry), file=self._rejects, flush=True)
+        try:
+            print(json.dumps(entry), file=self._rejects, flush=True)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # it fails again; a later close would hide this error
+                self._rejects.close()
+            raise cannot_write(Path(self._rejects.name), error) from error
         if failed:
             self.outcome.counts.failed += 1
         else:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dmi_connector.bulk.manifest import cannot_write
 from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.prompts import Columns
 from dmi_connector.bulk.recovery import is_unused
@@ -184,25 +185,37 @@ def _write(out: Path, wanted: Mapping[str, Any], put: Callable[[Path, Path], Non
     """Begin a run. put: os.link, which keeps what another share has just begun, or os.replace."""
     own = out / f"{RUN_NAME}.{uuid.uuid4().hex[:8]}"
     run = {"format": _FORMAT, "run": uuid.uuid4().hex[:8], "settings": wanted}
-    with open(own, "w") as file:
-        file.write(json.dumps(run, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(own, "w") as file:
+            file.write(json.dumps(run, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        own.unlink(missing_ok=True)
+        raise cannot_write(out / RUN_NAME, error) from error
     with contextlib.suppress(FileExistsError):  # another share has just begun the run
         put(own, out / RUN_NAME)
     own.unlink(missing_ok=True)
 
 
 def _noted(out: Path) -> dict[str, Any]:
-    """What RUN_NAME holds. Raises ValueError for another format."""
-    noted: dict[str, Any] = json.loads((out / RUN_NAME).read_text())
-    if (found := noted.get("format")) != _FORMAT:
+    """What RUN_NAME holds. Raises ValueError for another format, and where it is damaged."""
+    try:
+        noted: dict[str, Any] = json.loads((out / RUN_NAME).read_text())
+        found = noted.get("format")
+        if found == _FORMAT:
+            settings, _ = noted["settings"], noted["run"]
+            sampling = _resolved_sampling(settings["sampling"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"--out {out}: {RUN_NAME} is damaged ({error!r}); put back a copy of it, or give another --out"
+        ) from error
+    if found != _FORMAT:
         raise ValueError(
             f"--out {out}: {RUN_NAME} is of format {found}, this version writes {_FORMAT}; give another --out"
         )
-    settings = noted["settings"]  # runs that were begun earlier noted no defaults
-    settings |= _resolved(settings)
-    settings["sampling"] = _resolved_sampling(settings["sampling"])
+    settings |= _resolved(settings)  # runs that were begun earlier noted no defaults
+    settings["sampling"] = sampling
     return noted
 
 

@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -102,16 +103,24 @@ def _look(path: Path) -> tuple[str, list[Path]]:
             return "parquet", [path]
         raise ValueError(f"--prompts {path} ends in {path.suffix or 'nothing'}; give {kinds}")
     if (path / "dataset_dict.json").exists():
-        splits = ", ".join(json.loads((path / "dataset_dict.json").read_text())["splits"])
+        splits = ", ".join(_part(path / "dataset_dict.json", lambda held: [str(name) for name in held["splits"]]))
         raise ValueError(f"--prompts {path} holds several data sets; give the directory of one of them: {splits}")
     if (path / "state.json").exists():
-        state = json.loads((path / "state.json").read_text())
-        if state.get("_indices_files"):
+        if _part(path / "state.json", lambda state: state.get("_indices_files")):
             raise ValueError(f"--prompts {path} selects rows of its files; call flatten_indices() before you save it")
-        return "arrow", [path / file["filename"] for file in state["_data_files"]]
+        names = _part(path / "state.json", lambda state: [file["filename"] for file in state["_data_files"]])
+        return "arrow", [path / name for name in names]
     if files := sorted(path.glob("*.parquet")):
         return "parquet", files
     raise ValueError(f"--prompts {path} holds no state.json of a saved data set and no *.parquet; give {kinds}")
+
+
+def _part(path: Path, take: Callable[[Any], Any]) -> Any:
+    """What `take` gives of a JSON file of a saved data set. Raises ValueError that names the file."""
+    try:
+        return take(json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"--prompts {path} is damaged ({error!r}); save the data set again") from error
 
 
 class Lines:
@@ -228,6 +237,27 @@ class _Columnar:
                 number += 1
 
 
+def _check_columns(path: Path, names: Sequence[str], columns: Columns) -> None:
+    """Raise ValueError for a file of whose rows none is a prompt, as it has no column for one."""
+    if not set(names) & set(columns.prompts):
+        raise ValueError(
+            f"--prompts {path} has none of the columns {', '.join(columns.prompts)}; its columns: "
+            f"{', '.join(names)}; name them, as in --column prompt=text"
+        )
+
+
+@contextmanager
+def _whole_parquet(path: Path) -> Iterator[None]:
+    """Within the block what Arrow says of a damaged file becomes a ValueError that names it."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"--prompts {path} cannot be read as Parquet ({why}); write it again") from error
+
+
 class Parquet(_Columnar):
     """Parquet files, one after the other."""
 
@@ -235,7 +265,11 @@ class Parquet(_Columnar):
         import pyarrow.parquet as pq
 
         super().__init__(files, columns)
-        self._total = sum(pq.read_metadata(file).num_rows for file in files)
+        for file in files:
+            with _whole_parquet(file):
+                footer = pq.read_metadata(file)
+            _check_columns(file, footer.schema.to_arrow_schema().names, columns)
+            self._total += footer.num_rows
 
     def __iter__(self) -> Iterator[tuple[int, tuple[Any, int]]]:
         return self._numbered(self._batches())
@@ -244,14 +278,8 @@ class Parquet(_Columnar):
         import pyarrow.parquet as pq
 
         for path in self.files:
-            with pq.ParquetFile(path, memory_map=True, pre_buffer=False) as file:
+            with _whole_parquet(path), pq.ParquetFile(path, memory_map=True, pre_buffer=False) as file:
                 there = [name for name in file.schema_arrow.names if name in self.columns.names]
-                if not there:
-                    names = ", ".join(file.schema_arrow.names)
-                    raise ValueError(
-                        f"--prompts {path} has none of the columns {', '.join(self.columns.names)}; its columns: "
-                        f"{names}; name them, as in --column prompt=text"
-                    )
                 yield from file.iter_batches(batch_size=_BATCH, columns=there)
 
     def count(self) -> int | None:
@@ -287,6 +315,7 @@ class Arrow(_Columnar):
         for path in self.files:
             try:
                 with pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as stream:
+                    _check_columns(path, stream.schema.names, self.columns)
                     yield from stream
             except pa.ArrowInvalid as error:
                 raise ValueError(f"--prompts {path} is no Arrow stream: {error}; save the data set again") from error

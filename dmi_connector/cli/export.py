@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dmi_connector.analysis.export.numbering import NUMBERINGS
 from dmi_connector.analysis.export.progress import Progress
 from dmi_connector.analysis.export.targets import TARGETS, export
 from dmi_connector.store.format.remote_path import place_of
@@ -16,7 +17,10 @@ from dmi_connector.urls import is_url
 
 FLAGS: dict[str, dict[str, Any]] = {
     "layers": {"metavar": "IDS", "help": "layer ids such as 2,18,33; N layers: N is the stream after the last"},
-    "number_by": {"choices": ("order", "key"), "help": "number files in order (default), or by the keys of requests"},
+    "number_by": {
+        "choices": NUMBERINGS,
+        "help": "number files in order (default), by the keys of requests, or by the rows or ids of dmi run's input",
+    },
     "loss": {"choices": ("generated", "all"), "help": "tokens to train on (default: generated)"},
     "prompt_start": {"type": int, "metavar": "N", "help": "tokens of the prompt to leave out (default: 0)"},
     "hook": {"metavar": "HOOK", "help": "such as resid_pre@12 or blocks.12.hook_resid_pre"},
@@ -53,14 +57,19 @@ def _takes(options: tuple[str, ...]) -> str:
 
 def run_export(options: argparse.Namespace) -> int:
     """Run the command. Returns the exit status."""
-    captures = captures_of(options.stores, options.key, options.model)
+    found = captures_of(options.stores, options.key, options.model, incomplete=True)
+    captures = found.filter(lambda info: info.state == "complete")
+    lacking = len(found) - len(captures)
+    if lacking and not len(captures):
+        raise ValueError(f"export: all {lacking} captures lack rows (dmi ls says which); capture them again")
     given = {name: value for name in FLAGS if (value := getattr(options, name)) is not None}
     if "layers" in given:
         given["layers"] = _layers(given["layers"])
     out, file = _out(options)
     done = export(captures, options.to, out, given, _progress_of(TARGETS[options.to].counts), file)
     counts = f"{done.written} written" + (f", {done.kept} were there" if done.kept else "")
-    print(f"{done.out}: {'; '.join(done.notes) or counts}")
+    left = [f"{lacking} left out: rows are missing (dmi ls says which)"] if lacking else []
+    print("; ".join((f"{done.out}: {'; '.join(done.notes) or counts}", *left, *done.warnings)))
     return 0
 
 

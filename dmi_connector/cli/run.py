@@ -151,7 +151,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     """Run the command.
 
     Returns the exit status: 0 if every prompt has its store, and with `upload` every store its copy, 2 if no engine
-    could start, else 1. Raises ValueError, OSError.
+    could start, else 1, also where every row was refused. Raises ValueError, OSError.
     """
     if options.ray is None and importlib.util.find_spec("vllm") is None:
         raise ValueError("vllm: it is not installed in this environment; install dmi_connector[vllm]")
@@ -199,8 +199,8 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
         )
         with stopped_by_signals(job.stop):
             outcome = job.go()
-    waiting = not_uploaded(out, name, settings.order) if settings.capture.get("upload") else 0
-    return _summarise(outcome, engines.answered(), waiting, out, suffix, progress)
+    left = not_uploaded(out, name, settings.order) if settings.capture.get("upload") else (0, None)
+    return _summarise(outcome, engines.answered(), left, out, suffix, progress)
 
 
 def _check_cluster(options: argparse.Namespace) -> None:
@@ -264,10 +264,15 @@ def _say_recovered(recovered: Recovered, progress: Progress) -> None:
 
 
 def _summarise(
-    outcome: Outcome, answered: list[int], not_uploaded: int, out: Path, suffix: str, progress: Progress
+    outcome: Outcome,
+    answered: list[int],
+    left: tuple[int, str | None],
+    out: Path,
+    suffix: str,
+    progress: Progress,
 ) -> int:
-    """Say how a run ended. Returns its exit status. answered: prompts, by engine. not_uploaded: stores."""
-    counts = outcome.counts
+    """Say how a run ended. Returns its exit status. answered: prompts, by engine. left: as `not_uploaded` gives it."""
+    counts, (not_uploaded, why) = outcome.counts, left
     rejects = out / f"rejects{suffix}.jsonl"
     event = {
         "event": "summary",
@@ -278,6 +283,7 @@ def _summarise(
         "failed": counts.failed,
         "lost": outcome.lost,
         "not_uploaded": not_uploaded,
+        "upload_failure": why,
         "stopped": outcome.stopped,
         "engines": answered,
         "tokens": counts.tokens,
@@ -285,6 +291,7 @@ def _summarise(
         "manifest": str(out / f"manifest{suffix}.jsonl"),
         "rejects": str(rejects),
     }
+    nothing = outcome.all_done and not counts.done and counts.rejected > 0
     lines = [f"{counts.done} prompts have their stores in {out}, {counts.done - counts.before} of them from this start"]
     lines[0] += f" ({counts.tokens} tokens, {format_bytes(counts.bytes)})"
     lines[0] += f"; {outcome.beyond} more are beyond --limit" if outcome.beyond else ""
@@ -297,11 +304,14 @@ def _summarise(
                 lines.append(f"  {where}: {entry['reason']}")
     if not outcome.began:
         lines.append("no engine could start: correct the error above and start again")
+    elif nothing:
+        lines.append("no row became a store: correct the input, --column or other options by the reasons above")
     elif not outcome.all_done:
         lines.append(f"not all is done ({_WHY.get(outcome.stopped or '', 'see above')}): the same command goes on")
     if not_uploaded:
-        lines.append(f"{not_uploaded} stores are not uploaded: when all is done, dmi repair {out} uploads them")
+        reason = f" ({why})" if why else ""
+        lines.append(f"{not_uploaded} stores are not uploaded{reason}: when all is done, dmi repair {out} uploads them")
     progress.say(event, "\n".join(lines))
     if not outcome.began:
         return 2
-    return 0 if outcome.all_done and not not_uploaded else 1
+    return 0 if outcome.all_done and not not_uploaded and not nothing else 1

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from dmi_connector.args import capture_args
 from dmi_connector.settings import OptionError
+from dmi_connector.wording import show
 
 
 class PromptRefused(ValueError):
@@ -59,6 +60,27 @@ class EngineFeed:
         args = EngineArgs.from_cli_args(parsed)
         args.disable_log_stats = True  # as in vLLM's LLM
         self._engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
+        try:
+            self._check_sampling(sampling or {})
+        except OptionError:
+            self.shutdown()
+            raise
+
+    def _check_sampling(self, fields: Mapping[str, Any]) -> None:
+        """Raise OptionError for fields that this model, or its engine's process, refuses: no prompt would be taken."""
+        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+        tasks = self._engine.get_supported_tasks()
+
+        def check(some: Mapping[str, Any]) -> None:
+            params = _maker(some, self._max_tokens)("a")
+            request = self._engine.input_processor.process_inputs(
+                "a", {"prompt_token_ids": [0]}, params, supported_tasks=tasks
+            )
+            MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
+
+        _refuse(fields, check)
 
     @property
     def max_num_seqs(self) -> int:
@@ -133,20 +155,50 @@ def _parser() -> Any:
     return EngineArgs.add_cli_args(Parser(add_help=False, allow_abbrev=False))
 
 
-def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Any:
+def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[[str], Any]:
     """key -> SamplingParams. Raises OptionError."""
+
+    def check(some: Mapping[str, Any]) -> None:
+        _maker(some, max_tokens)("a")
+
+    _refuse(fields, check)
+    return _maker(fields, max_tokens)
+
+
+def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[[str], Any]:
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     given = {"temperature": 0.0, **fields, "max_tokens": max_tokens or 1, "output_kind": RequestOutputKind.FINAL_ONLY}
     given["detokenize"] = bool(fields.get("stop"))  # nobody reads the text
+    if isinstance(wanted := fields.get("structured_outputs"), dict):
+        given["structured_outputs"] = StructuredOutputsParams(**wanted)
+    if isinstance(bias := fields.get("logit_bias"), dict):
+        given["logit_bias"] = {int(token): value for token, value in bias.items()}  # keys of JSON are texts
 
     def make(key: str) -> Any:
         wanted = {"include_output_tokens": max_tokens is not None, "dmi": {"key": key}}
         return SamplingParams(**given, extra_args={"kv_transfer_params": wanted})
 
-    try:
-        make("a")
-    except (TypeError, ValueError) as error:
-        raise OptionError(f"--sampling {json.dumps(dict(fields))}: {error}") from error
     return make
+
+
+def _refuse(fields: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]) -> None:
+    """Raise OptionError for fields of SamplingParams that `check` refuses, with the one that it refuses alone."""
+    try:
+        check(fields)
+    except Exception as error:  # whatever vLLM raises for values that it does not expect
+        for name, value in fields.items():
+            try:
+                check({name: value})
+            except Exception as alone:
+                why, fix = _why(alone)
+                raise OptionError(f"--sampling {name}: vLLM refuses {show(value)}: {why}; {fix}") from error
+        why, fix = _why(error)
+        raise OptionError(f"--sampling {show(dict(fields))}: vLLM refuses these together: {why}; {fix}") from error
+
+
+def _why(error: Exception) -> tuple[str, str]:
+    """(What vLLM says, what to do)."""
+    why = " ".join(str(error).split()).rstrip(".")
+    return why, "give --owner target" if "speculative decoding" in why else "mend it or leave it out"

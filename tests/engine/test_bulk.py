@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from dmi_connector import open_capture
 from dmi_connector.analysis.transformers_oracle import Oracle
-from dmi_connector.bulk.manifest import read_manifest
 from dmi_connector.bulk.settings import RUN_NAME, settle
+from dmi_connector.store.read.run_manifest import read_manifest
 from tests import bulkprocess
 from tests.bulkprocess import TOKENS, check_whole, told, why
 from tests.engine.faults import check_rows
@@ -142,3 +142,22 @@ def test_a_start_that_failed_says_why_and_binds_nothing(tiny_model: Callable[...
     begun = json.loads((out / RUN_NAME).read_text())
     with settle(out, begun["settings"] | {"hooks": "resid_pre"}) as name:
         assert name != begun["run"]
+
+
+def test_sampling_that_the_engine_refuses_ends_the_run_before_a_prompt_is_taken(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model, out = tiny_model("qwen3"), tmp_path / "out"
+    bulkprocess.write_ids(tmp_path / "p.jsonl", 3)
+    wrong = bulkprocess.run(model, tmp_path / "p.jsonl", out, "--sampling", '{"allowed_token_ids": [100000]}')
+    assert wrong.returncode == 2, why(out, wrong.stderr)
+    assert "--sampling allowed_token_ids: vLLM refuses [100000]: " in wrong.stderr, wrong.stderr
+    assert not (out / "rejects.jsonl").read_text()
+    chosen = '{"structured_outputs": {"choice": ["what", "no"]}}'
+    result = bulkprocess.run(model, tmp_path / "p.jsonl", out, "--sampling", chosen)
+    assert result.returncode == 0, why(out, result.stderr)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    for entry in read_manifest(out / "manifest.jsonl"):
+        assert entry["generated_tokens"] > 0 and entry["finish_reason"] == "stop", entry
+        answer = bulkprocess.tokens_of(out / entry["store"])[entry["prompt_tokens"] :]
+        assert any(choice.startswith(tokenizer.decode(answer).strip()) for choice in ("what", "no"))

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dmi_connector.bulk.manifest import read_manifest
+from dmi_connector.store.read.run_manifest import read_manifest
 from tests.bulkprocess import ROOT, check_whole, command, told, why, write_ids
 from tests.engine.faults import gone, group_of, until
 

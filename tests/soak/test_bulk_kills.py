@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dmi_connector.bulk.manifest import read_manifest
+from dmi_connector.store.read.run_manifest import read_manifest
 from tests.bulkprocess import check_whole, run, start, told, why, write_ids
 from tests.engine.faults import gone, group_of, until
 

@@ -117,6 +117,11 @@ def test_each_server_option_is_read() -> None:
     assert ServerOptions.parse({"store_dir": "/x", "save_path_roots": " /a , /b/c "}).save_path_roots == ("/a", "/b/c")
 
 
+def test_local_copies_go_only_after_an_upload() -> None:
+    with pytest.raises(OptionError, match=r"^upload_remove_local: True needs an upload, .* give upload, as in s3://"):
+        ServerOptions.parse({"store_dir": "/x", "upload_remove_local": True})
+
+
 @pytest.mark.parametrize(
     "value, fix",
     [

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dmi_connector.analysis.export.numbering import number_captures, order_is_no_row
+from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.index import CaptureInfo
 
 Progress = Callable[[int, int], None]
 PARTIAL = ".partial"
@@ -22,16 +24,32 @@ NOTE = ".dmi-export.json"
 """What an output directory was written from, and with which options."""
 
 
+class LeftOut(ValueError):
+    """A store of which no file can be made, while others of its set are fine. what: as in "no token to train on"."""
+
+    def __init__(self, store: Place, what: str, fix: str) -> None:
+        super().__init__(f"{store} holds {what}; {fix}")
+        self.what = what
+
+
+def refuse_later_part(capture: Capture) -> None:
+    """Raise LeftOut for a store that lacks the first tokens of its request: its first row would pass as the first."""
+    if capture.attrs.get("start", 0):
+        fix = "capture all tokens (dmi.tokens from 0 on)"
+        raise LeftOut(capture.path, "no rows of the first tokens of its request", fix)
+
+
 @dataclass(frozen=True)
 class Done:
     """What an export did. written, kept: files, or rows of a data set, that it wrote or found there. out: the result.
-    notes: what the user should know.
+    notes: what it wrote, in words, in place of the counts. warnings: what the user should know of it.
     """
 
     out: Path
     written: int
     kept: int = 0
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def export_each(
@@ -45,24 +63,16 @@ def export_each(
 ) -> Done:
     """Write a file for each store, one store open at a time. Files that are there are kept.
 
-    path_of: the file of a number, below `out`. write: writes one store to a path. settings: on which the files depend.
-    number_by: "order" numbers the stores as they began; "key" takes the request's key, which is a whole number then.
+    path_of: the file of a number, below `out`. write: writes one store to a path, or raises LeftOut: such stores are
+    counted. settings: on which the files depend. number_by: see `number_captures`.
 
-    Raises ValueError for an output directory that was written with other settings or from other stores, and for keys
-    that are no numbers or are not unique.
+    Raises ValueError for an output directory that was written with other settings or from other stores, for numbers
+    that `number_captures` does not find, and where all stores are left out.
     """
-    numbers = number_captures(captures.infos, number_by)
-    make_directory(out)
-    _note(out, {**settings, "number_by": number_by}, dict(zip(_names(captures), numbers, strict=True)))
-    written = 0
-    for done, number in enumerate(numbers):
-        path = out / path_of(number)
-        if not path.exists():
-            with captures[done] as capture, whole(path) as partial:
-                write(capture, partial)
-            written += 1
-        progress(done + 1, len(numbers))
-    return Done(out, written, len(numbers) - written)
+    numbers = number_captures(captures, number_by)
+    done = _export(captures, numbers, out, path_of, write, progress, {**settings, "number_by": number_by})
+    warning = order_is_no_row(captures) if number_by == "order" else None
+    return done if warning is None else replace(done, warnings=(*done.warnings, warning))
 
 
 def export_by_name(
@@ -77,7 +87,39 @@ def export_by_name(
     names = [f"{info.store.stem}{suffix}" for info in captures.infos]
     if len(set(names)) < len(names):
         raise ValueError("export: several stores have the same name; export their directories one by one")
-    return export_each(captures, out, lambda number: Path(names[number]), write, progress, settings)
+    numbers = list(range(len(names)))
+    noted = {**settings, "number_by": "order"}
+    return _export(captures, numbers, out, lambda number: Path(names[number]), write, progress, noted)
+
+
+def _export(
+    captures: Captures,
+    numbers: Sequence[int],
+    out: Path,
+    path_of: Callable[[int], Path],
+    write: Callable[[Capture, Path], None],
+    progress: Progress,
+    settings: Mapping[str, Any],
+) -> Done:
+    make_directory(out)
+    _note(out, settings, dict(zip(_names(captures), numbers, strict=True)))
+    written, left = 0, Counter[str]()
+    last: LeftOut | None = None
+    for done, number in enumerate(numbers):
+        path = out / path_of(number)
+        if not path.exists():
+            try:
+                with captures[done] as capture, whole(path) as partial:
+                    write(capture, partial)
+                written += 1
+            except LeftOut as one:
+                left[one.what] += 1
+                last = one
+        progress(done + 1, len(numbers))
+    if last is not None and left.total() == len(numbers):
+        raise ValueError(f"export: no store is left: {last}")
+    warnings = tuple(f"{count} left out: {what}" for what, count in left.items())
+    return Done(out, written, len(numbers) - written - left.total(), warnings=warnings)
 
 
 def make_directory(path: Path) -> None:
@@ -154,20 +196,6 @@ def _note(out: Path, settings: Mapping[str, Any], stores: dict[str, int]) -> Non
 
 def _names(captures: Captures) -> list[str]:
     return [str(info.store.absolute()) for info in captures.infos]
-
-
-def number_captures(infos: Sequence[CaptureInfo], number_by: str) -> list[int]:
-    """The number of each capture: how they began, or their keys. Raises ValueError for keys that are no numbers."""
-    if number_by == "order":
-        return list(range(len(infos)))
-    for info in infos:
-        if info.key is None or not (info.key.isascii() and info.key.isdigit()):
-            raise ValueError(f"export: the key {info.key!r} of {info.store} is no whole number; use --number-by order")
-    numbers = [int(info.key or "") for info in infos]
-    twice = {number for number in numbers if numbers.count(number) > 1} if len(set(numbers)) < len(numbers) else set()
-    if twice:
-        raise ValueError(f"export: several captures have the key {min(twice)}; narrow them, or use --number-by order")
-    return numbers
 
 
 def row_blocks(rows: int, size: int = 256) -> Iterator[slice]:

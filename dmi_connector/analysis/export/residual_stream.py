@@ -7,26 +7,59 @@ the last one, before the final norm (resid_final).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from dmi_connector.store.format.remote_path import Place, RemotePath
 from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.own_values import check_own_values
+from dmi_connector.store.read.thread_pool import in_fetch_threads, in_threads
 
 
-def layer_ids(capture: Capture) -> list[int]:
-    """The ids that a store holds, in ascending order.
+def layer_ids(store: Place, attrs: Mapping[str, Any]) -> list[int]:
+    """The ids that a store with these root attributes holds, in ascending order.
 
-    Raises ValueError without a residual stream, and for a store whose number of layers is unknown.
+    Raises ValueError where its number of layers is unknown.
     """
-    hooks = capture.attrs["hooks"]
+    hooks = attrs["hooks"]
     found = list(hooks["resid_pre"]["layers"]) if "resid_pre" in hooks else []
     if "resid_final" in hooks:
-        if "num_layers" not in capture.attrs:
-            raise ValueError(f"{capture.path} has no num_layers attribute: the id of resid_final is unknown")
-        found.append(int(capture.attrs["num_layers"]))
+        if "num_layers" not in attrs:
+            raise ValueError(f"{store} has no num_layers attribute: the id of resid_final is unknown")
+        found.append(int(attrs["num_layers"]))
     return found
+
+
+def ids_of_all(
+    captures: Captures, ids_of: Callable[[Place, Mapping[str, Any]], list[int]], wanted: Sequence[int] | None
+) -> list[int]:
+    """The ids to export of every store, so that all files are alike: those wanted, by default those of the first store.
+
+    ids_of: the ids that a store holds, by its root attributes, of which each is read once. Raises ValueError where
+    stores differ in what is exported.
+    """
+    known: list[tuple[int, ...]] = [()] * len(captures)
+
+    def look(number: int) -> None:
+        store = captures.infos[number].store
+        known[number] = tuple(ids_of(store, read_attrs(store)))
+
+    remote = any(isinstance(info.store, RemotePath) for info in captures.infos)
+    (in_fetch_threads if remote else in_threads)(look, range(len(captures)))
+    same = [ids == known[0] if wanted is None else set(wanted) <= set(ids) for ids in known]
+    if all(same) or not any(same):  # what no store has is named when the first is written
+        return list(known[0] if wanted is None else dict.fromkeys(wanted))
+    number, every = same.index(False), sorted(set(known[0]).intersection(*known))
+    use = ",".join(map(str, every))
+    fix = f"give --layers {use}, which all have, or name fewer stores" if every else "name fewer stores"
+    raise ValueError(
+        f"export: {same.count(False)} of {len(same)} stores have other layers: {captures.infos[number].store} has"
+        f" {list(known[number])}, not {list(known[0] if wanted is None else wanted)}; {fix}"
+    )
 
 
 def chosen_ids(capture: Capture, wanted: Sequence[int] | None) -> list[int]:
@@ -34,7 +67,7 @@ def chosen_ids(capture: Capture, wanted: Sequence[int] | None) -> list[int]:
 
     Raises ValueError for a store without a residual stream, and for ids that it lacks.
     """
-    known = layer_ids(capture)
+    known = layer_ids(capture.path, capture.attrs)
     if not known:
         raise ValueError(
             f"{capture.path} lacks resid_pre and resid_final, the residual stream; capture them (preset hidden-states)"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import gzip as gzip_file
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ try:
 except ImportError as error:
     raise ImportError("specforge: torch is not installed; install dmi_connector[torch]") from error
 
-from dmi_connector.analysis.export.progress import Done, Progress, export_each
-from dmi_connector.analysis.export.residual_stream import chosen_ids, layer_ids, stream_rows
+from dmi_connector.analysis.export.progress import Done, LeftOut, Progress, export_each, refuse_later_part
+from dmi_connector.analysis.export.residual_stream import chosen_ids, ids_of_all, layer_ids, stream_rows
 from dmi_connector.dtypes import as_torch
+from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
 
@@ -32,20 +33,16 @@ def features(capture: Capture, layers: Sequence[int] | None, loss: str) -> dict[
     SpecForge applies the head. aux_hidden_state: [1, tokens, layers x hidden]. Both in the stored dtype.
 
     layers: auxiliary layer ids; None: all of resid_pre. loss: "generated" trains on generated tokens, "all" on all.
-    Raises ValueError for a store without final_ln, an auxiliary layer or generated tokens.
+    Raises ValueError for a store without final_ln or an auxiliary layer; LeftOut for one without generated tokens, or
+    without the first tokens of its request.
     """
-    if "final_ln" not in capture:
-        raise ValueError(f"{capture.path} lacks final_ln, which SpecForge takes as target; capture final_ln too")
-    known = [i for i in layer_ids(capture) if i != capture.attrs.get("num_layers")]
-    if not known:
-        raise ValueError(f"{capture.path} lacks resid_pre, SpecForge's auxiliary layers; capture resid_pre too")
+    known = _aux_ids(capture.path, capture.attrs)
     ids = chosen_ids(capture, known if layers is None else layers)
     mask = np.ones(len(capture.token_ids), np.int64) if loss == "all" else (capture.phase == 1).astype(np.int64)
     if not mask.any():
-        raise ValueError(
-            f"{capture.path} holds no generated token to train on; use --loss all, or capture with"
-            " include_output_tokens"
-        )
+        fix = "use --loss all, or capture with include_output_tokens"
+        raise LeftOut(capture.path, "no generated token to train on", fix)
+    refuse_later_part(capture)
     stream = stream_rows(capture, ids, slice(None))
     return {
         "input_ids": torch.from_numpy(capture.token_ids.astype(np.int64)),
@@ -53,6 +50,21 @@ def features(capture: Capture, layers: Sequence[int] | None, loss: str) -> dict[
         "hidden_state": capture.torch("final_ln")[None],
         "aux_hidden_state": as_torch(stream.reshape(1, len(stream), -1)),
     }
+
+
+def _aux_ids(store: Place, attrs: Mapping[str, Any]) -> list[int]:
+    """The ids of resid_pre of a store. Raises ValueError for one without resid_pre or final_ln."""
+    if "final_ln" not in attrs["hooks"]:
+        raise ValueError(f"{store} lacks final_ln, which SpecForge takes as target; capture final_ln too")
+    known = [i for i in layer_ids(store, attrs) if i != attrs.get("num_layers")]
+    if not known:
+        raise ValueError(f"{store} lacks resid_pre, SpecForge's auxiliary layers; capture resid_pre too")
+    return known
+
+
+def _all_ids(store: Place, attrs: Mapping[str, Any]) -> list[int]:
+    _aux_ids(store, attrs)
+    return layer_ids(store, attrs)
 
 
 def export(
@@ -64,18 +76,23 @@ def export(
     loss: str = "generated",
     gzip: bool = False,
 ) -> Done:
-    """Write `out/rows_A-B/data_N.ckpt`, or `.ckpt.gz`, each with the `features` of a request."""
+    """Write `out/rows_A-B/data_N.ckpt`, or `.ckpt.gz`, each with the `features` of a request.
+
+    layers: None: those of the first store, which all others have too. Stores without a generated token, or without the
+    first tokens of their request, are left out.
+    """
+    ids = ids_of_all(captures, _aux_ids if layers is None else _all_ids, layers)
 
     def path_of(number: int) -> Path:
         first = number // _GROUP * _GROUP
         return Path(f"rows_{first}-{first + _GROUP}/data_{number}.ckpt{'.gz' if gzip else ''}")
 
     def write(capture: Capture, path: Path) -> None:
-        tensors = features(capture, layers, loss)
+        tensors = features(capture, ids, loss)
         with _opened(path, gzip) as file:
             torch.save(tensors, file)
 
-    settings = {"to": "specforge", "layers": layers, "loss": loss, "gzip": gzip}
+    settings = {"to": "specforge", "layers": ids, "loss": loss, "gzip": gzip}
     return export_each(captures, out, path_of, write, progress, settings, number_by)
 
 

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from dmi_connector.analysis.export.progress import Done, Progress, export_each
-from dmi_connector.analysis.export.residual_stream import chosen_ids, layer_ids
+from dmi_connector.analysis.export.progress import Done, Progress, export_each, refuse_later_part
+from dmi_connector.analysis.export.residual_stream import chosen_ids, ids_of_all, layer_ids
 from dmi_connector.analysis.export.safetensors import write_hidden_states
+from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
 
@@ -19,10 +21,16 @@ def training_ids(capture: Capture, layers: Sequence[int] | None) -> list[int]:
     layers: auxiliary layer ids in the order of training; None: all that were captured. Raises ValueError for ids that
     the store lacks.
     """
-    known, last = layer_ids(capture), capture.attrs.get("num_layers")
-    if last not in known:
-        raise ValueError(f"{capture.path} lacks resid_final, the verifier's last hidden state; capture resid_final too")
+    known, last = _ids(capture.path, capture.attrs), capture.attrs["num_layers"]
     return [i for i in (known if layers is None else chosen_ids(capture, layers)) if i != last] + [last]
+
+
+def _ids(store: Place, attrs: Mapping[str, Any]) -> list[int]:
+    """The ids of a store. Raises ValueError where the verifier's is not among them."""
+    known = layer_ids(store, attrs)
+    if attrs.get("num_layers") not in known:
+        raise ValueError(f"{store} lacks resid_final, the verifier's last hidden state; capture resid_final too")
+    return known
 
 
 def export(
@@ -34,11 +42,14 @@ def export(
 ) -> Done:
     """Write `out/hs_N.safetensors`: `hidden_states` [tokens, layers, hidden], the last layer last, and `token_ids`.
 
-    N is the row of the training data set. layers: auxiliary layer ids, see `residual_stream`.
+    N is the row of the training data set. layers: auxiliary layer ids, see `residual_stream`; None: those of the first
+    store, which all others have too. Stores that begin after the first token are left out.
     """
+    ids = ids_of_all(captures, _ids, layers)
 
     def write(capture: Capture, path: Path) -> None:
-        write_hidden_states(capture, path, training_ids(capture, layers))
+        refuse_later_part(capture)
+        write_hidden_states(capture, path, training_ids(capture, ids))
 
-    settings = {"to": "speculators", "layers": layers}
+    settings = {"to": "speculators", "layers": ids}
     return export_each(captures, out, lambda n: Path(f"hs_{n}.safetensors"), write, progress, settings, number_by)

@@ -26,6 +26,8 @@ _RETRIES, _RETRY_S, _TIMEOUT_S = 8, 60, 60
 """Of a request: how often it is tried again, seconds until it is not, seconds that one try may take."""
 _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(milliseconds=100), timedelta(seconds=5)
 _LONGEST_WORDS = 80
+_VARIABLES = {"AccessKeyId": "AWS_ACCESS_KEY_ID", "SecretAccessKey": "AWS_SECRET_ACCESS_KEY"}
+"""obstore's names of credentials -> those of the environment."""
 _READ = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_REGION")
 """Variables that a client reads when it is made, besides the secret ones: another value makes another client."""
 
@@ -134,14 +136,16 @@ def requests_for(place: RemotePath) -> Iterator[ModuleType]:
         raise _denied(place, _words(error)) from None
     except exceptions.BaseError as error:
         words = _words(error)
+        if missing := re.search(r"\bMissing (AccessKeyId|SecretAccessKey)\b", str(error)):
+            raise _denied(place, f"{_VARIABLES[missing[1]]} is not set") from None
+        if "169.254." in str(error) or "credential" in str(error).lower():  # where a machine of AWS would have them
+            raise _denied(place, "no credentials were found") from None
         if re.search(r"status 40[13]\b", words):  # of a listing
             raise _denied(place, words) from None
         if "NoSuchBucket" in words:
             raise FileNotFoundError(
                 f"{place} is not there: the bucket does not exist, or AWS_REGION is another"
             ) from None
-        if "169.254." in str(error) or "credential" in str(error).lower():  # where a machine of AWS would have them
-            raise _denied(place, "no credentials were found") from None
         lasting = re.search(r"status 4(?!08|09|29)\d\d", words) is not None
         raise RemoteError(f"{place}: the object store did not answer as it should ({words})", lasting) from None
 

@@ -89,7 +89,10 @@ def open_captures(
         kept = [info for info in kept if _is_of(info, model)]
     if lengths is not None:
         kept = [info for info in kept if info.prompt_len in lengths]
-    return Captures(tuple(info for info in kept if where is None or where(info)), model).filter(hooks=hooks)
+    directories = (place,) if isinstance(place, Path) else ()
+    return Captures(tuple(info for info in kept if where is None or where(info)), model, directories).filter(
+        hooks=hooks
+    )
 
 
 def _is_of(info: CaptureInfo, model: str) -> bool:
@@ -102,23 +105,32 @@ def is_there(info: CaptureInfo) -> bool:
     return isinstance(info.store, RemotePath) or info.store.is_dir()
 
 
-def captures_of(paths: Iterable[Given], key: str | Collection[str] | None = None, model: str | None = None) -> Captures:
+def captures_of(
+    paths: Iterable[Given],
+    key: str | Collection[str] | None = None,
+    model: str | None = None,
+    incomplete: bool = False,
+) -> Captures:
     """The captures of stores (`NAME.zarr`, `NAME.zip`), in their order, and of directories, by start time.
 
     paths: paths and URLs.
 
     key, model: as in `open_captures`. Raises CaptureIncomplete for a store that lacks rows; such stores of a directory
-    are left out. Raises ValueError for what is neither a store nor a directory.
+    are left out, unless `incomplete` is true. Raises ValueError for what is neither a store nor a directory.
     """
     keys = {key} if isinstance(key, str) else key
     infos: list[CaptureInfo] = []
+    directories: tuple[Path, ...] = ()
     for path in map(place_of, paths):
         if is_store(path):
             open_capture(path, timeout=0).close()
             infos += [info for info in [info_of(path)] if keys is None or info.key in keys]
         else:
-            infos += open_captures(path, key).infos
-    return Captures(tuple(infos if model is None else (i for i in map(_whole, infos) if _is_of(i, model))), model)
+            found = open_captures(path, key, incomplete=incomplete)
+            infos += found.infos
+            directories += found.directories
+    kept = infos if model is None else [info for info in map(_whole, infos) if _is_of(info, model)]
+    return Captures(tuple(kept), model, directories)
 
 
 def _remote(place: RemotePath) -> list[CaptureInfo]:
@@ -207,11 +219,13 @@ class Captures:
     `captures[3]` opens one, `captures[:100]` gives fewer. A loop opens one store at a time, and closes it when it asks
     for the next. So memory does not grow with the stores, but for one `CaptureInfo` each.
 
-    model: the name by which all were chosen. None: they may be of several models.
+    model: the name by which all were chosen. None: they may be of several models. directories: of this machine, in
+    which they were looked for.
     """
 
     infos: tuple[CaptureInfo, ...]
     model: str | None = None
+    directories: tuple[Path, ...] = ()
 
     def __len__(self) -> int:
         return len(self.infos)

@@ -304,19 +304,24 @@ class LineTail:
 
 
 class IndexTail:
-    """Like `LineTail`, of captures that end."""
+    """Like `LineTail`, of captures that end. upload_failure: why the latest upload failed, None where it did not."""
 
     def __init__(self, directory: str | os.PathLike[str], new_only: bool = False) -> None:
         self._directory = Path(directory)
         self._tail = LineTail(directory, new_only)
+        self.upload_failure: str | None = None
 
     def read(self) -> list[CaptureInfo]:
         """Captures that ended since the last call, in the order they ended; the first call gives all.
 
         [] where there is no index. Aborted captures are left out. An index that was replaced or cut is read anew.
         """
-        lines = [line for line in self._tail.read() if line["event"] == "finish" and line.get("state") != "aborted"]
-        return [_info(self._directory, line) for line in lines]
+        lines = self._tail.read()
+        for line in lines:
+            if line["event"] == "upload" and line.get("upload") in ("done", "failed"):
+                self.upload_failure = line.get("upload_reason")
+        ended = [line for line in lines if line["event"] == "finish" and line.get("state") != "aborted"]
+        return [_info(self._directory, line) for line in ended]
 
 
 def same_request(wanted: str, stored: str | None) -> bool:

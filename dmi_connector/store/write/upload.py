@@ -16,17 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dmi_connector.settings import OptionError
 from dmi_connector.store.format.object_store import RemoteError, bucket_store, requests_for
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.format.schema import INDEX_FOLDER
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.commit import append_index, finish_line, now
 from dmi_connector.store.write.retention import remove_store
+from dmi_connector.urls import parse_url
 
 PART_BYTES, _MOST_PARTS = 8 << 20, 9000
 """Bytes of a part of a multipart upload; S3 takes 10,000 parts."""
 _FILES_AT_ONCE, _PARTS_AT_ONCE = 8, 2
 """Files of a store, and parts of each, that are under way at a time. Each part is in memory meanwhile."""
+PROBE = "dmi-run.jsonl"
+"""Name of the empty object in the folder of indexes by which a run looks whether it may write."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 _BLOCK_BYTES = 1 << 20
 
@@ -106,6 +110,17 @@ def upload_store(store: Path, to: RemotePath, retry_seconds: float) -> dict[str,
             pass
     patiently(lambda: upload_file(store / "zarr.json", to / "zarr.json"), deadline)
     return attrs
+
+
+def check_upload(url: str) -> None:
+    """List what is below a prefix, and write an empty object there. Raises OptionError where either is refused."""
+    to = RemotePath(*parse_url("upload", url))
+    try:
+        with requests_for(to) as obstore:
+            next(iter(obstore.list(bucket_store(to), f"{to.key}/" if to.key else None)), None)
+            obstore.put(bucket_store(to), (to / INDEX_FOLDER / PROBE).key, b"")
+    except OSError as error:
+        raise OptionError(f"--upload {url} takes no stores: {error}; mend that, or give another URL") from error
 
 
 def _there(to: RemotePath) -> dict[str, int]:

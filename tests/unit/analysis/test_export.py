@@ -108,6 +108,51 @@ def test_specforge_names_what_a_store_lacks(tmp_path: Path, run: Run) -> None:
     assert torch.load(made)["loss_mask"].tolist() == [1] * 10
 
 
+def test_specforge_leaves_out_answers_without_a_row(tmp_path: Path, run: Run) -> None:
+    """An answer that ends at its first token is in the stores of many runs."""
+    owner = kit.Store(1 << 20)
+    for name, prompt in (("a", 10), ("b", 4), ("c", 10)):
+        owner.write(tmp_path / f"{name}.zarr", SPECS, 10, attrs={"num_layers": 3, "prompt_len": prompt})
+    assert owner.shutdown()
+    left, flags = (
+        "; 2 left out: no generated token to train on\n",
+        ["--to", "specforge", "-o", tmp_path / "f"],
+    )
+    assert run(tmp_path, *flags) == (0, f"{tmp_path / 'f'}: 1 written{left}", "")
+    assert run(tmp_path, *flags) == (0, f"{tmp_path / 'f'}: 0 written, 1 were there{left}", "")
+    assert [path.name for path in (tmp_path / "f").rglob("*.ckpt*")] == ["data_1.ckpt"]
+    status, _, err = run(tmp_path / "a.zarr", tmp_path / "c.zarr", "--to", "specforge", "-o", tmp_path / "none")
+    assert status == 2 and "no store is left" in err and "use --loss all, or capture with include_output" in err
+
+
+@pytest.mark.parametrize("to", ["speculators", "specforge"])
+def test_files_of_one_set_have_the_same_layers(tmp_path: Path, run: Run, to: str) -> None:
+    owner = kit.Store(1 << 20)
+    fewer = (ArraySpec("resid_pre", "bfloat16", (0, 2), WIDTH), *SPECS[1:])
+    for name, specs in (("a", SPECS), ("b", fewer), ("c", SPECS)):
+        owner.write(tmp_path / f"{name}.zarr", specs, 10, attrs={"num_layers": 3})
+    assert owner.shutdown()
+    for flags in ([], ["--layers", "1"]):
+        status, _, err = run(tmp_path, "--to", to, *flags, "-o", tmp_path / "out")
+        assert status == 2 and f"1 of 3 stores have other layers: {tmp_path / 'b.zarr'} has [0, 2" in err, err
+        assert "give --layers 0,2" in err and not (tmp_path / "out").exists(), "nothing is written"
+    assert run(tmp_path, "--to", to, "--layers", "0,2", "-o", tmp_path / "out")[1].endswith(": 3 written\n")
+    assert run(tmp_path / "a.zarr", tmp_path / "c.zarr", "--to", to, "-o", tmp_path / "alike")[0] == 0
+    assert "was written with" in run(tmp_path / "b.zarr", "--to", to, "-o", tmp_path / "alike")[2], "the first counts"
+
+
+@pytest.mark.parametrize("to", ["speculators", "specforge"])
+def test_a_store_of_later_tokens_is_left_out_and_counted(tmp_path: Path, run: Run, to: str) -> None:
+    owner = kit.Store(1 << 20)
+    for name, start in (("a", 0), ("b", 7)):
+        owner.write(tmp_path / f"{name}.zarr", SPECS, 10, attrs={"num_layers": 3, "start": start})
+    assert owner.shutdown()
+    status, text, _ = run(tmp_path, "--to", to, "-o", tmp_path / "out")
+    assert status == 0 and text.endswith(": 1 written; 1 left out: no rows of the first tokens of its request\n")
+    status, _, err = run(tmp_path / "b.zarr", "--to", to, "-o", tmp_path / "none")
+    assert status == 2 and "capture all tokens (dmi.tokens from 0 on)" in err
+
+
 @pytest.mark.parametrize("flags", [[], ["--layers", "1"]])
 def test_a_store_without_a_residual_stream_is_named(tmp_path: Path, run: Run, flags: list[str]) -> None:
     owner = kit.Store(1 << 20)
@@ -283,19 +328,25 @@ def test_keys_that_are_no_numbers_are_named(stores: Path, tmp_path: Path, run: R
     assert owner.shutdown()
     flags = ["--to", "speculators", "--number-by", "key", "-o", tmp_path / "hs"]
     assert "the key 'x' of" in run(tmp_path, *flags)[2]
-    assert "several captures have the key 7" in run(tmp_path, "--key", "7", *flags)[2]
+    assert "have the key 7; export them into two directories" in run(tmp_path, "--key", "7", *flags)[2]
 
 
 def test_stores_that_lack_rows_are_refused_by_name_and_left_out_of_directories(tmp_path: Path, run: Run) -> None:
     owner = kit.Store(1 << 20)
     owner.write(tmp_path / "a.zarr", SPECS, 10, attrs={"num_layers": 3})
-    owner.write(tmp_path / "b.zarr", SPECS, 10, losses=[Loss.of(Cause.FELL_BEHIND, [[2, 3]])])
+    owner.write(tmp_path / "b.zarr", SPECS, 10, key="b", losses=[Loss.of(Cause.FELL_BEHIND, [[2, 3]])])
     assert owner.shutdown()
     status, _, err = run(tmp_path / "b.zarr", "--to", "safetensors", "-o", tmp_path / "x")
     assert status == 2 and err == (
         f"dmi: capture {tmp_path / 'b.zarr'} is incomplete: writing fell behind (policy drop); missing rows: [[2, 3]]."
         " dmi export takes complete stores; leave this one out, or capture it again\n"
     )
+    assert run(tmp_path, "--to", "safetensors", "-o", tmp_path / "y/")[:2] == (
+        0,
+        f"{tmp_path / 'y'}: 1 written; 1 left out: rows are missing (dmi ls says which)\n",
+    )
+    status, _, err = run(tmp_path, "--key", "b", "--to", "safetensors", "-o", tmp_path / "z/")
+    assert status == 2 and "all 1 captures lack rows (dmi ls says which)" in err
     assert main(["fidelity", str(tmp_path / "b.zarr")]) == 2
     assert [info.store.name for info in captures_of([tmp_path]).infos] == ["a.zarr"]
     with pytest.raises(ValueError, match="is no directory"):

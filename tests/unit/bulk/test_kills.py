@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dmi_connector.bulk.manifest import read_manifest
 from dmi_connector.bulk.order import Order
 from dmi_connector.layout import ArraySpec
+from dmi_connector.store.read.run_manifest import read_manifest
 from dmi_connector.store.read.verify import verify_store
 from tests import bulkkit
 from tests.bulkkit import RUN, FakeEngines, Killed, Kills, check_whole, go, template, write_prompts

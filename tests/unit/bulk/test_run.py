@@ -19,6 +19,7 @@ from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.progress import Progress
 from dmi_connector.bulk.signals import stopped_by_signals
 from dmi_connector.cli.run import _summarise
+from dmi_connector.store.write.commit import append_index
 from dmi_connector.store.write.retention import remove_store
 from tests.bulkkit import RUN, FakeEngines, check_whole, go, start_run, template, write_prompts
 
@@ -54,6 +55,19 @@ def test_bad_rows_are_listed_and_the_rest_goes_on(store: Path, out: Path, tmp_pa
     assert found[8]["reason"] == "prompt: 3 is not a text"
     assert "none of the columns" in found[9]["reason"] and "is not an object" in found[10]["reason"]
     assert (outcome.counts.done, outcome.counts.rejected, outcome.counts.failed) == (4, 5, 0)
+
+
+def test_a_run_of_which_every_row_is_refused_has_failed(store: Path, out: Path, tmp_path: Path) -> None:
+    said = io.StringIO()
+    prompts, progress = write_prompts(tmp_path / "p.jsonl", 3), Progress(False, said)
+    refuses = dict.fromkeys(range(3), "the prompt is too long")
+    outcome = start_run(prompts, out, FakeEngines(store, out, refuses=refuses), progress=progress).go()
+    assert outcome.all_done and _summarise(outcome, [0], (0, None), out, "", progress) == 1
+    assert said.getvalue().endswith(
+        "no row became a store: correct the input, --column or other options by the reasons above\n"
+    )
+    outcome = start_run(prompts, out, FakeEngines(store, out, refuses={1: "it is too long"}), progress=progress).go()
+    assert _summarise(outcome, [2], (0, None), out, "", progress) == 0, "one bad row is no failure"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +121,7 @@ def test_a_lower_limit_counts_only_what_is_within_it(store: Path, out: Path, tmp
     outcome = start_run(prompts, out, FakeEngines(store, out), order=Order(limit=3), progress=progress).go()
     assert (outcome.counts.done, outcome.counts.total, outcome.beyond) == (3, 3, 6)
     assert "3/3 stored" in said.getvalue() and "9/" not in said.getvalue()
-    assert _summarise(outcome, [], 0, out, "", progress) == 0
+    assert _summarise(outcome, [], (0, None), out, "", progress) == 0
     assert "; 6 more are beyond --limit" in said.getvalue()
     assert go(prompts, out, FakeEngines(store, out)).beyond == 0
 
@@ -158,11 +172,11 @@ def test_a_run_without_an_engine_says_that_going_on_is_no_use(store: Path, out: 
     progress = Progress(False, said)
     outcome = start_run(prompts, out, Unstartable(store, out), progress=progress).go()
     assert outcome.stopped == "engines" and not outcome.began and "stored" not in said.getvalue()
-    assert _summarise(outcome, [0], 0, out, "", progress) == 2
+    assert _summarise(outcome, [0], (0, None), out, "", progress) == 2
     assert "dmi: engine 0 did not start: OptionError: hooks: 'x' is unknown; its log: l\n" in said.getvalue()
     assert said.getvalue().endswith("no engine could start: correct the error above and start again\n")
     outcome = start_run(prompts, out, FakeEngines(store, out, dies_with=[1]), progress=progress).go()
-    assert outcome.began and _summarise(outcome, [1], 0, out, "", progress) == 1
+    assert outcome.began and _summarise(outcome, [1], (0, None), out, "", progress) == 1
     assert said.getvalue().endswith("not all is done (no engine is left): the same command goes on\n")
 
 
@@ -214,6 +228,41 @@ def test_the_budget_waits_until_somebody_removes_stores(store: Path, out: Path, 
     assert go(prompts, out, engines, budget=budget).all_done
     assert sorted(engines.submitted) == list(range(12)) and 0 < most[0] <= limit
     assert len((out / "manifest.jsonl").read_text().splitlines()) == 12
+
+
+def test_a_run_that_waits_for_uploads_which_fail_says_why(store: Path, out: Path, tmp_path: Path) -> None:
+    """The stores stay here, and the budget is never free again."""
+    waits: list[str] = []
+
+    class Stuck(FakeEngines):
+        """An upload fails once a store is there. In the end the run is stopped."""
+
+        def events(self, timeout: float) -> list[Any]:
+            if (finished := next(out.glob("*.zarr"), None)) is not None and len(waits) < 3:
+                failed = {
+                    "event": "upload",
+                    "store": finished.name,
+                    "upload": "failed",
+                    "upload_reason": "no such bucket",
+                }
+                append_index(str(out), failed)
+                waits.append(run.outcome.counts.waiting)
+            if len(waits) == 3:
+                run.stop("signal")
+            return super().events(timeout)
+
+    sizes = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
+    said, prompts = io.StringIO(), write_prompts(tmp_path / "p.jsonl", 9)
+    progress = Progress(False, said)
+    run = start_run(prompts, out, Stuck(store, out), budget=Budget(out, max_bytes=sizes + 9000), progress=progress)
+    outcome = run.go()
+    want = "the disk budget is used up, and uploads fail, which keeps stores here: no such bucket"
+    assert outcome.counts.waiting == want and f"waiting: {want}" in said.getvalue(), said.getvalue()
+    assert _summarise(outcome, [1], (1, "no such bucket"), out, "", progress) == 1
+    assert "1 stores are not uploaded (no such bucket): when all is done, dmi repair" in said.getvalue()
+    append_index(str(out), {"event": "upload", "store": "x.zarr", "upload": "done", "upload_reason": None})
+    run._read_index()
+    assert run._tail.upload_failure is None, "uploads work again"
 
 
 def test_prompts_in_flight_count_as_the_largest_store(tmp_path: Path) -> None:

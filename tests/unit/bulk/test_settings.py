@@ -22,7 +22,7 @@ import pytest
 from dmi_connector.bulk import engines
 from dmi_connector.bulk.engine_worker import EngineWorker
 from dmi_connector.bulk.engines import device_shares, visible_devices
-from dmi_connector.bulk.manifest import Manifest, Positions, read_manifest
+from dmi_connector.bulk.manifest import Manifest, Positions
 from dmi_connector.bulk.progress import Counts, Progress, Speedometer, duration
 from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
 from dmi_connector.bulk.settings import RunSettings, joined, settle
@@ -30,6 +30,7 @@ from dmi_connector.cli.main import main, make_run_parser, make_serve_parser
 from dmi_connector.cli.run import NOT_OURS, settings_of
 from dmi_connector.settings import OptionError, ServerOptions
 from dmi_connector.store.format.locks import LIFE_LOCK, lock_alone
+from dmi_connector.store.read.run_manifest import read_manifest
 from tests.bulkkit import Killed, Kills
 from tests.storekit import until
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,8 +145,14 @@ def test_small_inputs(count: int, tmp_path: Path) -> None:
 def test_only_columns_that_are_wanted_are_read(tmp_path: Path) -> None:
     path = as_parquet(tmp_path / "p.parquet", 3)
     assert set(loaded(open_source(path, Columns(prompt="id", id="other")), Order(), tmp_path)[0][2]) == {"id", "other"}
-    with pytest.raises(ValueError, match=r"has none of the columns text, .*; its columns: prompt, id, other"):
-        next(iter(open_source(path, Columns(prompt="text", id="name"))))
+
+
+@pytest.mark.parametrize("form", ["parquet", "parquet files", "dataset"])
+def test_an_input_without_a_column_of_prompts_is_refused_at_the_start(form: str, tmp_path: Path) -> None:
+    """An id alone makes no prompt: each row would be refused."""
+    path = FORMATS[form](tmp_path / "p", 45)
+    with pytest.raises(ValueError, match=r"has none of the columns text, messages, prompt_t.*columns: prompt, id, oth"):
+        open_source(path, Columns(prompt="text"))
 
 
 def test_chats_and_token_ids_in_columns(tmp_path: Path) -> None:
@@ -265,3 +272,26 @@ def test_many_prompts_take_no_more_memory_than_a_few(
     assert total == count and ids == count * (count - 1) // 2
     assert most - early < 16 * MIB, f"{early / MIB:.0f} MiB became {most / MIB:.0f}"
     assert os.path.getsize(files["lines"]) > 50 * count
+
+
+@pytest.mark.parametrize("damage", ["cut", "footer", "page"])
+def test_a_damaged_parquet_file_is_named(damage: str, tmp_path: Path) -> None:
+    path = as_parquet(tmp_path / "p.parquet", 900)
+    data = bytearray(path.read_bytes())
+    if damage == "cut":
+        del data[len(data) // 2 :]
+    else:
+        first = len(data) - 40 if damage == "footer" else 4
+        data[first : first + 30] = b"\xff" * 30
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"--prompts {re.escape(str(path))} cannot be read as Parquet .*; write it"):
+        list(open_source(path, Columns()))
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"_data_files": [1], "splits": 3}'])
+def test_a_damaged_file_of_a_data_set_is_named(name: str, text: str, tmp_path: Path) -> None:
+    path = as_dataset(tmp_path / "set", 5)
+    (path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"--prompts \S*{re.escape(name)} is damaged \(.*; save the data set again"):
+        open_source(path, Columns())

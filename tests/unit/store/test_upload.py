@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dmi_connector.bulk.engine_process import Inbox, serve
 from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.recovery import not_uploaded, settle_left
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
-from dmi_connector.settings import ServerOptions
+from dmi_connector.settings import OptionError, ServerOptions
+from dmi_connector.store.format import object_store
 from dmi_connector.store.format.object_store import RemoteDenied
 from dmi_connector.store.format.remote_path import RemotePath, place_of
 from dmi_connector.store.read.capture import open_capture
@@ -240,10 +242,13 @@ def test_a_run_counts_stores_that_are_in_the_bucket_alone(
     noted, stores = (out / "manifest.jsonl").read_text(), sorted(out.glob("*.zarr"))
     for store in stores[:3]:
         append_index(str(out), {"event": "start", "store": store.name, "upload": "pending", "url": "s3://captures/x"})
-    assert not_uploaded(out, bulkkit.RUN, Order()) == 3
+    assert not_uploaded(out, bulkkit.RUN, Order()) == (3, None)
+    failed = {"event": "upload", "store": stores[2].name, "upload": "failed", "upload_reason": "it was denied"}
+    append_index(str(out), failed)
+    assert not_uploaded(out, bulkkit.RUN, Order()) == (3, "it was denied")
     for store in stores[:2]:
         upload.finish_upload(store, RemotePath(s3kit.BUCKET, f"{prefix}/{store.name}"), 0, remove_local=True)
-    assert not_uploaded(out, bulkkit.RUN, Order()) == 1 and not stores[0].exists() and not stores[1].exists()
+    assert not_uploaded(out, bulkkit.RUN, Order())[0] == 1 and not stores[0].exists() and not stores[1].exists()
     kept = settle_left(out, bulkkit.RUN, [0, 3, 9])
     assert {position: str(place) for position, place in kept.items()} == {
         0: f"{BUCKET}/{prefix}/{stores[0].name}",
@@ -257,6 +262,27 @@ def test_a_run_counts_stores_that_are_in_the_bucket_alone(
     assert (outcome.counts.before, engines.submitted) == (4, [])
     assert sorted((out / "manifest.jsonl").read_text().splitlines()) == sorted(noted.splitlines())
     assert {r.path.rpartition("/")[2] for r in s3.log} == {"zarr.json"}, "nothing else is asked for"
+
+
+def test_a_bucket_that_takes_nothing_is_found_before_an_engine_starts(
+    s3: s3kit.Proxy, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload.check_upload(f"{BUCKET}/{prefix}")
+    assert open_captures(f"{BUCKET}/{prefix}").infos == (), "what it writes is no line of an index"
+    start = {"store_dir": "/x", "capture": {"upload": "s3://no-such-bucket/a"}}
+    with pytest.raises(OptionError, match=r"--upload s3://no-such-bucket/a takes no stores: .* does not exist.*; mend"):
+        next(serve(Inbox(0), start))
+    for method in ("GET", "PUT"):
+        s3.fault = lambda asked, _path, _number, method=method: "deny" if asked == method else None
+        with pytest.raises(OptionError, match=rf"--upload {BUCKET}/{prefix} takes no stores: .* access denied"):
+            upload.check_upload(f"{BUCKET}/{prefix}")
+    s3.fault = None
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        with monkeypatch.context() as patch:
+            patch.setattr(object_store, "_client", object_store._client.__wrapped__)  # clients are kept
+            patch.delenv(name)
+            with pytest.raises(OptionError, match=rf"access denied \({name} is not set\); check AWS_ACCESS"):
+                upload.check_upload(f"{BUCKET}/{prefix}")
 
 
 def test_large_files_go_in_parts(s3: s3kit.Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of stores, by which trainers pair files with the rows of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.index import CaptureInfo
+from dmi_connector.store.read.run_manifest import MANIFESTS, read_manifest
+
+NUMBERINGS = ("order", "key", "row", "id")
+"""Values of --number-by."""
+_LARGEST_DIGITS = 18
+
+
+def number_captures(captures: Captures, number_by: str) -> list[int]:
+    """The number of each capture.
+
+    number_by: "order" numbers them as they began. "key" takes the request's key, which is a whole number then. "row"
+    takes the row of the input from the manifest of `dmi run`, "id" the id that the row had there, a whole number too.
+
+    Raises ValueError where one has no such number, and where two have the same.
+    """
+    infos = captures.infos
+    if number_by == "order":
+        return list(range(len(infos)))
+    if number_by == "key":
+        numbers = [_key_number(info, captures) for info in infos]
+    else:
+        entries = run_entries(captures)
+        numbers = [_run_number(info, entries, number_by) for info in infos]
+    _refuse_twice(infos, numbers, number_by)
+    return numbers
+
+
+def run_entries(captures: Captures) -> dict[str, dict[str, Any]]:
+    """Lines of the manifests of `dmi run` beside the stores: {name of a store without its suffix: its latest line}."""
+    beside = {info.store.parent for info in captures.infos if isinstance(info.store, Path)}
+    found: dict[str, dict[str, Any]] = {}
+    for directory in sorted(beside.union(captures.directories)):
+        for path in sorted(directory.glob(MANIFESTS)):
+            for entry in read_manifest(path):
+                if isinstance(entry.get("store"), str):
+                    found[entry["store"].removesuffix(".zarr")] = entry
+    return found
+
+
+def order_is_no_row(captures: Captures) -> str | None:
+    """What to know of the numbers of "order" in a run's directory: None where they are the rows of its input."""
+    entries = run_entries(captures)
+    if not entries or not any(info.store.stem in entries for info in captures.infos):
+        return None
+    for number, info in enumerate(captures.infos):
+        entry = entries.get(info.store.stem)
+        if entry is None or entry.get("row") != number:
+            row = "a row that the manifest lacks" if entry is None else f"row {entry.get('row')}"
+            return f"N is not the row of the input: {number} is {row}; --number-by row takes the rows of dmi run"
+    return None
+
+
+def _key_number(info: CaptureInfo, captures: Captures) -> int:
+    if info.key is not None and _is_whole(info.key):
+        return int(info.key)
+    if info.store.stem in run_entries(captures):
+        raise ValueError(f"export: the key {info.key!r} of {info.store} is that of a run; use --number-by row")
+    raise ValueError(f"export: the key {info.key!r} of {info.store} is no whole number; use --number-by order")
+
+
+def _run_number(info: CaptureInfo, entries: dict[str, dict[str, Any]], number_by: str) -> int:
+    if not entries:
+        raise ValueError(
+            f"export: --number-by {number_by}: no {MANIFESTS} of dmi run is beside {info.store}; export the"
+            " directory of the run, or use --number-by key"
+        )
+    entry = entries.get(info.store.stem)
+    if entry is None:
+        raise ValueError(
+            f"export: --number-by {number_by}: no line of {MANIFESTS} is of {info.store}; start its dmi run"
+            " again, which adds the line"
+        )
+    value = entry.get(number_by)
+    if number_by == "id" and isinstance(value, str) and _is_whole(value):
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        fix = "use --number-by row" if number_by == "id" else "mend the line, or leave the store out"
+        raise ValueError(f"export: the {number_by} {value!r} of {info.store} is no whole number; {fix}")
+    return value
+
+
+def _is_whole(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _LARGEST_DIGITS
+
+
+def _refuse_twice(infos: Sequence[CaptureInfo], numbers: Sequence[int], number_by: str) -> None:
+    owners: dict[int, CaptureInfo] = {}
+    for info, number in zip(infos, numbers, strict=True):
+        other = owners.setdefault(number, info)
+        if other is not info:
+            raise ValueError(
+                f"export: {other.store} and {info.store} have the {number_by} {number}; export them into two"
+                " directories"
+            )

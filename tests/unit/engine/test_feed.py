@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of SamplingParams that `dmi run --sampling` gives, as an engine takes or refuses them before it starts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.feed import _sampling
+from dmi_connector.settings import OptionError
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"top_p": 0.5, "temperature": -1}, r"--sampling temperature: vLLM refuses -1: .*; mend it or leave it out"),
+        ({"top_p": "0.9"}, "--sampling top_p: vLLM refuses '0.9'"),
+        ({"tempreature": 0.5}, "--sampling tempreature: vLLM refuses 0.5"),
+        ({"structured_outputs": {}}, "--sampling structured_outputs: vLLM refuses {}"),
+        ({"structured_outputs": {"chioce": ["a"]}}, "--sampling structured_outputs: .*chioce"),
+        ({"logit_bias": {"a": 1}}, "--sampling logit_bias: "),
+        ({"min_tokens": 5, "stop": [""]}, "--sampling stop: "),
+    ],
+)
+def test_the_field_that_vllm_refuses_is_named(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        _sampling(json.loads(json.dumps(fields)), 8)
+
+
+def test_fields_that_json_cannot_give_are_made_of_it() -> None:
+    fields = json.loads('{"structured_outputs": {"choice": ["yes", "no"]}, "logit_bias": {"17": -5}}')
+    params = _sampling(fields, 8)("k")
+    assert params.structured_outputs.choice == ["yes", "no"] and params.logit_bias == {17: -5}
+    assert params.extra_args["kv_transfer_params"]["dmi"] == {"key": "k"} and params.max_tokens == 8
