@@ -21,6 +21,8 @@ _NEAREST_SUBNORMAL = tl.constexpr(24576.0)
 """1.5 * 2**14. Added and subtracted again, it rounds to a multiple of 2**-9, the step of subnormal e4m3 numbers."""
 _LEAST_NORMAL = tl.constexpr(0.015625)
 """2**-6, the smallest normal e4m3 number."""
+INFINITE = tl.constexpr(0x7F800000)
+"""Bits of the float32 infinity. Larger ones, without the sign, are NaN."""
 _LEAST = tl.constexpr(LEAST_SPAN)
 """Rows and groups with a smaller span become zeros, so that no quotient overflows."""
 
@@ -32,12 +34,24 @@ def load_row(x, columns, width: tl.constexpr):
 
 
 @triton.jit
+def size_of(value):
+    """|value| of a float32 as an integer of the same order. NaN is the largest: a maximum of floats passes it by."""
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def float_of(size):
+    """The float32 of a `size_of`."""
+    return size.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def largest(x, width: tl.constexpr, BLOCK: tl.constexpr):
-    """max|x| of a row."""
-    found = tl.zeros([BLOCK], tl.float32)
+    """max|x| of a row, NaN if it has one."""
+    found = tl.zeros([BLOCK], tl.int32)
     for start in tl.static_range(0, width, BLOCK):
-        found = tl.maximum(found, tl.abs(load_row(x, start + tl.arange(0, BLOCK), width)))
-    return tl.max(found, 0)
+        found = tl.maximum(found, size_of(load_row(x, start + tl.arange(0, BLOCK), width)))
+    return float_of(tl.max(found, 0))
 
 
 @triton.jit
@@ -74,4 +88,4 @@ def nearest_e4m3(value):
 @triton.jit
 def magnitude(raw, inside):
     """|value| as an integer of the same order, -1 outside."""
-    return tl.where(inside, raw.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
+    return tl.where(inside, size_of(raw.to(tl.float32)), -1)

@@ -13,12 +13,15 @@ import triton.language as tl
 
 from dmi_connector.engine.kernels.arithmetic import (
     E4M3_MAX,
+    INFINITE,
     INT8_MAX,
+    float_of,
     largest,
     load_row,
     nearest_e4m3,
     quantise,
     scale_of,
+    size_of,
     steps_over,
 )
 
@@ -102,8 +105,9 @@ def _groups(row, x, width: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexp
     for start in tl.static_range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         groups = tl.reshape(load_row(x, columns, width), (BLOCK // GROUP, GROUP))
-        bits = scale_of(tl.max(tl.abs(groups), 1), INT8_MAX).to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # the nearest bfloat16, ties to even
+        bits = size_of(scale_of(float_of(tl.max(size_of(groups), 1)), INT8_MAX))
+        # The nearest bfloat16, ties to even. Rounding would make another number of NaN.
+        bits = tl.where(bits > INFINITE, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
         scale = (bits << 16).to(tl.float32, bitcast=True)
         stored = quantise(groups, steps_over(1.0, scale)[:, None])
         tl.store(out + columns, tl.reshape(stored, (BLOCK,)), mask=columns < padded)
@@ -118,12 +122,16 @@ def _affine(row, x, width: tl.constexpr, BLOCK: tl.constexpr):
     padded: tl.constexpr = (width + 3) // 4 * 4
     low = tl.full([BLOCK], float("inf"), tl.float32)
     high = tl.full([BLOCK], float("-inf"), tl.float32)
+    sizes = tl.zeros([BLOCK], tl.int32)
     for start in tl.static_range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         value = load_row(x, columns, width)
         low = tl.where(columns < width, tl.minimum(low, value), low)
         high = tl.where(columns < width, tl.maximum(high, value), high)
-    least, most = tl.min(low, 0), tl.max(high, 0)
+        sizes = tl.maximum(sizes, size_of(value))
+    size = tl.max(sizes, 0)
+    least = tl.min(low, 0)
+    most = tl.where(size > INFINITE, float_of(size), tl.max(high, 0))
     inverse = steps_over(2 * INT8_MAX, most - least)
     offset = (most + least) / 2 + 0.0  # never -0.0
     out = row.to(tl.pointer_type(tl.int8))

@@ -8,7 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmi_connector.engine.kernels.arithmetic import INT8_MAX, magnitude, quantise, scale_of, steps_over
+from dmi_connector.engine.kernels.arithmetic import (
+    INT8_MAX,
+    float_of,
+    magnitude,
+    quantise,
+    scale_of,
+    size_of,
+    steps_over,
+)
 from dmi_connector.engine.kernels.encode import EXACT
 from dmi_connector.reduce.topk import HASH_ROW, HASH_STEP
 
@@ -110,7 +118,7 @@ def encode_top(
             tl.store(out.to(tl.pointer_type(tl.uint16)) + K, 0)
     else:
         kept: tl.constexpr = (K + 3) // 4 * 4
-        largest = tl.max(tl.abs(value), 0)
+        largest = float_of(tl.max(sizes, 0))
         tl.store(out.to(tl.pointer_type(tl.int8)) + place, quantise(value, steps_over(INT8_MAX, largest)), mask=chosen)
         rest = K + tl.arange(0, 4)
         tl.store(out + rest, (rest * 0).to(tl.uint8), mask=rest < kept)
@@ -132,22 +140,21 @@ def _sample(out, x, start, least, width: tl.constexpr, MODE: tl.constexpr, S: tl
     """
     BLOCK: tl.constexpr = 64
     stride: tl.constexpr = width // S
-    largest = tl.zeros([BLOCK], tl.float32)
+    largest = tl.zeros([BLOCK], tl.int32)
     for first in range(0, S, BLOCK):
         number = first + tl.arange(0, BLOCK)
         raw = tl.load(x + (start + number * stride) % width, mask=number < S, other=0.0)
         if MODE == EXACT:
             tl.store(out.to(tl.pointer_type(x.dtype.element_ty)) + number, raw, mask=number < S)
         else:
-            size = tl.abs(raw.to(tl.float32))
-            known = size.to(tl.int32, bitcast=True) > least
-            largest = tl.maximum(largest, tl.where(known, 0.0, size))
+            size = size_of(raw.to(tl.float32))
+            largest = tl.maximum(largest, tl.where(size > least, 0, size))
     if MODE == EXACT:
         if (S % 2) and x.dtype.element_ty != tl.float32:
             tl.store(out.to(tl.pointer_type(tl.uint16)) + S, 0)
     else:
         padded: tl.constexpr = (S + 3) // 4 * 4
-        most = tl.max(largest, 0)
+        most = float_of(tl.max(largest, 0))
         inverse = steps_over(INT8_MAX, most)
         for first in range(0, padded, BLOCK):
             number = first + tl.arange(0, BLOCK)

@@ -154,3 +154,32 @@ def test_layers_reduced_at_once_equal_those_of_the_torch_twin(
     else:
         assert torch.equal(rows, twin), (rows != twin).nonzero()[:10].tolist()
     assert len(rows.unique(dim=0)) == tokens, "padding has no row; untouched rows are alike"
+
+
+NOT_FINITE = ("int8", "int8(affine)", "int8(32)", "fp8", "round(4)", "topk(8)", "topk(5,exact)", "topk(8,sample=9)")
+
+
+@pytest.mark.parametrize("value", ["nan", "-nan", "inf", "-inf"])
+@pytest.mark.parametrize("spec", NOT_FINITE)
+def test_a_value_that_is_not_finite_is_none_when_it_is_read(spec: str, value: str) -> None:
+    """At the same places as with the torch twin, in the last values of a row and in the first. Other rows are whole."""
+    torch.manual_seed(0)
+    width, tokens = 100, 4
+    reduction = parse(spec)
+    assert reduction is not None
+    values = torch.randn(tokens, 1, width, device=kit.DEVICE)
+    values[1, 0, 3] = values[2, 0, width - 1] = float(value)
+    if "nan" in value:  # what a GPU computes: all bits are set
+        values.view(torch.int32)[2, 0, width - 1] = 0x7FFFFFFF if value == "nan" else -1
+    offsets = torch.tensor([64], device=kit.DEVICE)
+    size = reduction.stored_width(width, "float32") * ITEMSIZE[reduction.stored_dtype("float32")]
+    read = []
+    for reduce in (reduce_layers_torch, reduce_layers_triton):
+        rows = kit.untouched(kit.ROWS, 64 + -(-size // 16) * 16)
+        reduce(rows, torch.arange(1, tokens + 1, device=kit.DEVICE), values, offsets, reduction, [0])
+        stored = rows[1 : tokens + 1, 64 : 64 + size].cpu().numpy()
+        stored = np.ascontiguousarray(stored).view(reduction.stored_dtype("float32"))
+        read.append(np.isfinite(reduction.decode(stored, width, "float32")))
+    twin, found = read
+    assert np.array_equal(found, twin)
+    assert found.all(axis=1).tolist() == [True, False, False, True]
