@@ -11,6 +11,7 @@ import numpy as np
 from dmi_connector.analysis.rows import BLOCK, check_one_layer, hook_rows, present_rows
 from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.captures import of_one_model
 from dmi_connector.store.read.own_values import check_own_values
 
 
@@ -67,7 +68,8 @@ def mean_difference(
     Missing rows are left out. It reads every store twice, in blocks.
 
     Raises KeyError for a hook or layer that was not captured. Raises ValueError for another `rows`, for logits, for
-    several layers without `layer`, for attention summaries, for sets of different widths, and for a set without a row.
+    several layers without `layer`, for attention summaries, for sets of different widths, for a set of several models
+    (the two sets may be of two), and for a set without a row.
     """
     if rows not in ROWS:
         raise ValueError(f"rows {rows!r} is not valid; use {', '.join(map(repr, ROWS))}")
@@ -94,7 +96,7 @@ def _mean(captures: Iterable[Capture], hook: str, layer: int | None, rows: str) 
 
 def _blocks(captures: Iterable[Capture], hook: str, layer: int | None, rows: str) -> Iterator[np.ndarray]:
     """The rows that count, [n, width] at a time."""
-    for capture in captures:
+    for capture in of_one_model(captures):
         check_one_layer(capture, hook, layer)
         check_own_values(capture, hook, layer, (AttentionSummary,))
         wanted = _wanted(capture, rows)

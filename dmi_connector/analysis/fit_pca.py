@@ -17,6 +17,7 @@ from dmi_connector.hooks import HOOKS
 from dmi_connector.reduce.basis import METADATA
 from dmi_connector.reduce.pca import fit
 from dmi_connector.store.read.capture import Capture, open_capture
+from dmi_connector.store.read.one_model import OneModel, is_named
 
 logger = logging.getLogger(__name__)
 
@@ -30,20 +31,30 @@ def fit_pca(
     rank: int,
     out: str | os.PathLike[str],
     layers: Sequence[int] | None = None,
+    model: str | None = None,
 ) -> dict[str, Any]:
     """Fit a basis of `rank` components for each layer of `hooks`, and write all to `out`, a new safetensors file.
 
     It reads the stores once for each hook and layer, and needs 8 width² bytes of memory. Missing rows are left out,
     and so are rows that hold a NaN or an infinity: a warning says how many.
-    layers: numbers of the model's layers, negative from its last; None: all that were captured.
+    layers: numbers of the model's layers, negative from its last; None: all that were captured. model: only stores of
+    this one, as in `open_captures`; None: all are of one model.
 
     Returns {"HOOK.LAYER": share of the variance kept, 0 to 1}. Raises ValueError for hooks that cannot be reduced, are
-    stored reduced or differ between stores, too few rows, no finite row, or a rank beyond the width; KeyError for a
-    hook or layer that was not captured; FileExistsError; OSError, before the fit, where `out` cannot be written.
+    stored reduced or differ between stores, stores of several models, a model of which no store is, too few rows, no
+    finite row, or a rank beyond the width; KeyError for a hook or layer that was not captured; FileExistsError;
+    OSError, before the fit, where `out` cannot be written.
     """
     for hook in hooks:
         _check(hook)
     captures = [open_capture(store, 0, allow_incomplete=True) for store in stores]
+    if model is not None:
+        captures = [capture for capture in captures if is_named(capture.attrs.get("model"), model)]
+        if not captures:
+            raise ValueError(f"fit-pca: no store is of the model {model}; dmi info names that of a store")
+    one = OneModel(model)
+    for capture in captures:
+        one.check(capture.path, capture.attrs.get("model"))
     with _new_file(Path(out)) as partial:
         return _fit(captures, hooks, rank, partial, layers)
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dmi_connector.store.read.captures import of_one_model
+
 if TYPE_CHECKING:
     from dmi_connector.reduce.tally import Tally
     from dmi_connector.store.read.capture import Capture
@@ -23,10 +25,10 @@ def importance(captures: Capture | Iterable[Capture], hook: str, layer: int | No
     not stored are estimated from the sample (see `Tally.mean`); without a sample they count as 0.
 
     Raises KeyError for a hook or layer that was not captured. Raises ValueError for projections, summaries, logits and
-    integer hooks, for captures of different widths, and when there is no row.
+    integer hooks, for captures of several models or of different widths, and when there is no row.
     """
     total: Tally | None = None
-    for capture in captures if isinstance(captures, Iterable) else [captures]:
+    for capture in of_one_model(captures):
         for rows in capture.runs(BLOCK):
             one = capture.tally(hook, layer, rows)
             if total is not None and len(total.kept) != len(one.kept):

@@ -12,8 +12,7 @@ import numpy as np
 from dmi_connector.analysis.rows import BLOCK, check_one_layer, hook_rows
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture
-from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.one_model import OneModel
+from dmi_connector.store.read.captures import of_one_model
 from dmi_connector.store.read.own_values import check_own_values
 
 
@@ -54,9 +53,8 @@ def top_tokens(
     if count < 1:
         raise ValueError(f"count {count} is not valid; use 1 or more")
     sign, best = (-1.0 if lowest else 1.0), list[tuple[float, int, Activation]]()
-    seen, one = 0, OneModel(captures.model if isinstance(captures, Captures) else None)
-    for capture in captures if isinstance(captures, Iterable) else [captures]:
-        one.check(capture.path, capture.attrs.get("model"))
+    seen = 0
+    for capture in of_one_model(captures):
         check_neuron(capture, hook, neuron, layer)
         ids = capture.token_ids
         for rows in capture.runs(BLOCK):

@@ -103,6 +103,7 @@ def make_parser() -> Parser:
     fit.add_argument("--hook", action="append", required=True, metavar="HOOK", help="can be repeated")
     fit.add_argument("--rank", type=int, required=True, metavar="K", help="components to keep")
     fit.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
+    fit.add_argument("--model", help="only stores of this model: its name, or the last part of its path")
     fit.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")
     fit.set_defaults(run=_fit_pca)
 
@@ -335,7 +336,8 @@ def _fit_pca(options: argparse.Namespace) -> int:
     if options.rank < 1:
         raise ValueError(f"--rank {options.rank} is not valid; keep 1 component or more")
     stores = _stores(options.stores)
-    for name, share in fit_pca(stores, options.hook, options.rank, options.out, options.layer).items():
+    shares = fit_pca(stores, options.hook, options.rank, options.out, options.layer, options.model)
+    for name, share in shares.items():
         print(f"{name}: {100 * share:.2f} % of the variance")
     return 0
 

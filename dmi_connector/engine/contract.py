@@ -163,6 +163,19 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group",
         "says whether this process has a connector: vLLM keeps one",
     ),
+    # ---- bulk capture
+    "request": (
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        "refuses the fields of --sampling before a prompt is taken",
+    ),
+    "encoded": (
+        "vllm.v1.serial_utils:MsgpackEncoder.encode",
+        "writes a request as the engine's process gets it, which refuses fields of the wrong type",
+    ),
+    "decoded": (
+        "vllm.v1.serial_utils:MsgpackDecoder.decode",
+        "reads it",
+    ),
     # ---- models with a vision tower
     "raw_tokens": (
         "vllm.model_executor.models.interfaces:SupportsMultiModal.requires_raw_input_tokens",

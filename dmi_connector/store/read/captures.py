@@ -23,7 +23,7 @@ from dmi_connector.store.read.index import (
     same_request,
 )
 from dmi_connector.store.read.metadata import read_attrs
-from dmi_connector.store.read.one_model import OneModel
+from dmi_connector.store.read.one_model import OneModel, is_named
 from dmi_connector.store.read.remote_index import list_prefix
 from dmi_connector.store.read.row_view import RowView
 from dmi_connector.store.read.thread_pool import in_fetch_threads, in_threads
@@ -86,7 +86,7 @@ def open_captures(
     if model is not None or lengths is not None or where is not None:
         kept = [_whole(info) for info in kept]
     if model is not None:
-        kept = [info for info in kept if _is_of(info, model)]
+        kept = [info for info in kept if is_named(info.model, model)]
     if lengths is not None:
         kept = [info for info in kept if info.prompt_len in lengths]
     directories = (place,) if isinstance(place, Path) else ()
@@ -95,9 +95,12 @@ def open_captures(
     )
 
 
-def _is_of(info: CaptureInfo, model: str) -> bool:
-    """Whether a store is of a model, named in full or by the last part of its path."""
-    return info.model is not None and model in (info.model, Path(info.model).name)
+def of_one_model(captures: Capture | Iterable[Capture]) -> Iterator[Capture]:
+    """Each of the captures. Raises ValueError for one of another model than those before, as `check_one_model` does."""
+    one = OneModel(captures.model if isinstance(captures, Captures) else None)
+    for capture in captures if isinstance(captures, Iterable) else [captures]:
+        one.check(capture.path, capture.attrs.get("model"))
+        yield capture
 
 
 def is_there(info: CaptureInfo) -> bool:
@@ -129,7 +132,7 @@ def captures_of(
             found = open_captures(path, key, incomplete=incomplete)
             infos += found.infos
             directories += found.directories
-    kept = infos if model is None else [info for info in map(_whole, infos) if _is_of(info, model)]
+    kept = infos if model is None else [info for info in map(_whole, infos) if is_named(info.model, model)]
     return Captures(tuple(kept), model, directories)
 
 

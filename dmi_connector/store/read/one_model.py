@@ -3,7 +3,14 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 from dmi_connector.store.format.remote_path import Place
+
+
+def is_named(model: str | None, name: str) -> bool:
+    """Whether a store's model has a name, in full or as the last part of its path. None: the store names no model."""
+    return model is not None and name in (model, PurePath(model).name)
 
 
 class OneModel:
@@ -24,5 +31,5 @@ class OneModel:
         elif model != self._first[1]:
             raise ValueError(
                 f"{store} is of the model {model}, {self._first[0]} of {self._first[1]}: their rows do not belong"
-                " together; name one model with open_captures(model=...), or with --model of dmi export"
+                " together; name one model with open_captures(model=...), or with --model of dmi export and dmi fit-pca"
             )

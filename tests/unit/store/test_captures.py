@@ -18,8 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dmi_connector import TokenDataset, open_capture, open_captures
+from dmi_connector import TokenDataset, importance, open_capture, open_captures
+from dmi_connector.analysis.directions import mean_difference
+from dmi_connector.analysis.fit_pca import fit_pca
 from dmi_connector.analysis.neurons import top_tokens
+from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
 from dmi_connector.store.format.completeness import Cause, Loss
@@ -161,11 +164,17 @@ def test_rows_of_two_models_are_not_joined(two_models: Path, tmp_path: Path) -> 
         with pytest.raises(ValueError, match=r"name one model with open_captures\(model=\.\.\.\)"):
             TokenDataset(captures, "resid_pre@1", 4)
         for joined in (captures, list(captures)):
-            with pytest.raises(ValueError, match="their rows do not belong together"):
-                top_tokens(joined, "resid_pre", 0, 1)
+            for use in (
+                lambda c: top_tokens(c, "resid_pre", 0, 1),
+                lambda c: importance(c, "resid_pre", 1),
+                lambda c: mean_difference(c, c, "resid_pre", 1),
+            ):
+                with pytest.raises(ValueError, match="their rows do not belong together"):
+                    use(joined)
         one = open_captures(folder, model="m0")
         assert len(one.rows("resid_pre", 1)) == 428 and len(one[:1].filter(hooks="z").rows("z", 1)) == 300
-        assert top_tokens(one, "resid_pre", 0, 1, count=1)
+        assert top_tokens(one, "resid_pre", 0, 1, count=1) and importance(one, "resid_pre", 1).all()
+        assert mean_difference(one, open_captures(folder, model="m1"), "resid_pre", 1).vector.all()
         assert len(captures[::2].rows("resid_pre", 1)) == 428
 
 
@@ -175,6 +184,17 @@ def test_copies_of_a_model_are_joined_when_their_name_is_given(tmp_path: Path) -
         open_captures(tmp_path).rows("resid_pre", 1)
     one = open_captures(tmp_path, model="m0")
     assert len(one.rows("resid_pre", 1)) == 435 and top_tokens(one, "resid_pre", 0, 1, count=1)
+
+
+def test_a_basis_is_of_the_rows_of_one_model(two_models: Path, tmp_path: Path) -> None:
+    stores, out = sorted(two_models.glob("*.zarr")), tmp_path / "basis"
+    with pytest.raises(ValueError, match=r"their rows do not belong together; name one model .* dmi fit-pca"):
+        fit_pca(stores, ["resid_pre"], 2, out, [1])
+    with pytest.raises(ValueError, match="fit-pca: no store is of the model m; dmi info names that of a store"):
+        fit_pca(stores, ["resid_pre"], 2, out, [1], model="m")
+    assert not out.exists()
+    command = ["fit-pca", *map(str, stores), "--hook", "resid_pre", "--layer", "1", "--rank", "2", "-o", str(out)]
+    assert main([*command, "--model", "m0"]) == 0 and out.exists()
 
 
 def test_an_index_of_an_older_version_is_filled_up_from_the_stores(two_models: Path, tmp_path: Path) -> None:
