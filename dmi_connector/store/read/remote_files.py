@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
-from dmi_connector.store.format.object_store import bucket_store, requests_for
+from dmi_connector.store.format.object_store import RemoteDenied, bucket_store, requests_for
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.store_files import Buffer, StoredFile, StoreFiles
 
@@ -49,6 +50,15 @@ def look(place: RemotePath) -> tuple[int, str | None]:
     with requests_for(place) as obstore:
         meta = obstore.head(bucket_store(place), place.key)
     return meta["size"], meta["e_tag"]
+
+
+def check_bucket(place: RemotePath) -> None:
+    """Raise FileNotFoundError where the bucket does not exist, which `look` does not tell from an object that does not.
+
+    A key that may not list is believed. Raises RemoteError.
+    """
+    with suppress(RemoteDenied), requests_for(place) as obstore:
+        next(iter(obstore.list(bucket_store(place), f"{place.key}/")), None)
 
 
 class RemoteFiles(StoreFiles):

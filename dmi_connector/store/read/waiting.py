@@ -12,7 +12,7 @@ from dmi_connector.store.format import schema
 from dmi_connector.store.format.locks import is_abandoned
 from dmi_connector.store.format.remote_path import Place, RemotePath
 from dmi_connector.store.read.index import LineTail, merge_line
-from dmi_connector.store.read.remote_files import look
+from dmi_connector.store.read.remote_files import check_bucket, look
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
 """Pauses between looks at the disk; each is 1.5 times the one before."""
@@ -37,10 +37,13 @@ def wait_for(final: Place, seconds: float) -> None:
     """Return when the store is there.
 
     Raises CaptureFailed as soon as it is known that no store comes: its directory's index says that the capture
-    failed, was aborted or removed, or its writers are gone. Raises TimeoutError after `seconds`, with what was seen.
+    failed, was aborted or removed, or its writers are gone. Raises FileNotFoundError for a bucket that does not exist,
+    and TimeoutError after `seconds`, with what was seen.
     """
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_S
     watch = None if isinstance(final, RemotePath) else _Watch(final)
+    if isinstance(final, RemotePath) and not _exists(final):
+        check_bucket(final)
     while not _exists(final):
         end = None if watch is None else watch.end()
         if watch is not None and end is not None and not _exists(final):  # a repair may have made it meanwhile
