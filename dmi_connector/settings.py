@@ -31,6 +31,8 @@ _LONGEST_PATH, _LONGEST_NAME = 1024, 255
 """Characters of a path and bytes of one of its names, as file systems take them."""
 _SUGGEST_FROM = 100
 """Characters of a given name that are compared with known names."""
+MOST_SPANS = 4096
+"""Spans of `dmi.loss_spans`, at most."""
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -283,6 +285,7 @@ class CaptureParams:
     include_output_tokens: rows of generated tokens too (False: prompt rows only, as in vLLM). key: the client's own
     name for the store. hooks, layers: narrow the server's selection. tokens: positions [start, stop) to keep, stop
     None for all. enabled: False skips the capture. save_path: the directory to write to, if the server allows it.
+    loss_spans: [start, stop) positions of the prompt that a trainer learns from; kept for `dmi export`.
     """
 
     include_output_tokens: bool = False
@@ -293,6 +296,7 @@ class CaptureParams:
     stop: int | None = None
     enabled: bool = True
     save_path: str | None = None
+    loss_spans: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def parse(cls, params: object) -> CaptureParams:
@@ -301,7 +305,7 @@ class CaptureParams:
             return cls()
         if not isinstance(params, Mapping):
             raise _refuse("kv_transfer_params", params, "is not valid; give a JSON object")
-        known = ("key", "hooks", "layers", "tokens", "enabled", "save_path")
+        known = ("key", "hooks", "layers", "tokens", "enabled", "save_path", "loss_spans")
         cls._check_places(params, known)
         include = _boolean(_INCLUDE, params.get(_INCLUDE, False))
         options = params.get("dmi")
@@ -333,7 +337,17 @@ class CaptureParams:
             stop=stop,
             enabled=_boolean("dmi.enabled", options.get("enabled", True)),
             save_path=None if save_path is None else os.path.normpath(save_path),
+            loss_spans=cls._loss_spans(options.get("loss_spans")),
         )
+
+    def check_prompt(self, prompt_len: int) -> None:
+        """Raise OptionError for spans that reach beyond a prompt of so many tokens."""
+        if self.loss_spans and self.loss_spans[-1][1] > prompt_len:
+            raise _refuse(
+                "dmi.loss_spans",
+                list(self.loss_spans[-1]),
+                f"reaches beyond the {prompt_len} tokens of the prompt; give the spans of this prompt's own tokens",
+            )
 
     @staticmethod
     def _check_places(params: Mapping[Any, Any], known: Sequence[str]) -> None:
@@ -374,3 +388,25 @@ class CaptureParams:
         if stop <= start:
             raise _refuse("dmi.tokens", list(value), "is empty; stop must be larger than start")
         return start, stop
+
+    @staticmethod
+    def _loss_spans(value: object) -> tuple[tuple[int, int], ...] | None:
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or len(value) > MOST_SPANS:
+            raise _refuse(
+                "dmi.loss_spans",
+                value,
+                f"is not valid; give a list of at most {MOST_SPANS} [start, stop], as in [[12, 80], [95, 130]]",
+            )
+        end = 0
+        for span in value:
+            pair = isinstance(span, list | tuple) and len(span) == 2 and all(type(x) is int for x in span)
+            if not pair or not end <= span[0] < span[1] <= _MOST_TOKENS:
+                raise _refuse(
+                    "dmi.loss_spans",
+                    span,
+                    "is not valid; give [start, stop] with start below stop, each behind the one before",
+                )
+            end = span[1]
+        return tuple((start, stop) for start, stop in value)

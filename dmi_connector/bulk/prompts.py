@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from dmi_connector.settings import MOST_SPANS
 from dmi_connector.wording import show, suggest
 
 _LARGEST_TOKEN = 2**31 - 1
@@ -24,6 +25,7 @@ class Columns:
     messages: str = "messages"
     prompt_token_ids: str = "prompt_token_ids"
     id: str = "id"
+    loss_mask: str = "loss_mask"
 
     @classmethod
     def parse(cls, given: Sequence[str]) -> Columns:
@@ -43,7 +45,7 @@ class Columns:
     @property
     def names(self) -> tuple[str, ...]:
         """The columns that are read."""
-        return *self.prompts, self.id
+        return *self.prompts, self.id, self.loss_mask
 
     @property
     def prompts(self) -> tuple[str, str, str]:
@@ -56,12 +58,14 @@ class Prompt:
     """One prompt. Exactly one of the first three is given.
 
     text; messages: of a chat, each with `role` and `content`; token_ids. id: the user's own name for it, if any.
+    loss_spans: [start, stop) of the token ids that a trainer learns from, if the row says.
     """
 
     text: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
     token_ids: tuple[int, ...] | None = None
     id: str | None = None
+    loss_spans: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def of(cls, row: object, columns: Columns, chat: bool = False) -> Prompt:
@@ -73,7 +77,10 @@ class Prompt:
             raise BadRow("the row is not an object with columns")
         name = _name(row, columns)
         if (ids := row.get(columns.prompt_token_ids)) is not None:
-            return cls(token_ids=_token_ids(columns.prompt_token_ids, ids), id=name)
+            token_ids = _token_ids(columns.prompt_token_ids, ids)
+            return cls(token_ids=token_ids, id=name, loss_spans=_loss_spans(row, columns, len(token_ids)))
+        if row.get(columns.loss_mask) is not None:
+            raise BadRow(f"{columns.loss_mask}: a mask is one of token ids; give {columns.prompt_token_ids} too")
         if (messages := row.get(columns.messages)) is not None:
             return cls(messages=_messages(columns.messages, messages), id=name)
         if (text := row.get(columns.prompt)) is None:
@@ -89,7 +96,12 @@ class Prompt:
 
     def to_json(self) -> dict[str, Any]:
         """What an engine needs of it."""
-        given = {"text": self.text, "messages": self.messages, "token_ids": self.token_ids}
+        given = {
+            "text": self.text,
+            "messages": self.messages,
+            "token_ids": self.token_ids,
+            "loss_spans": self.loss_spans,
+        }
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -111,6 +123,23 @@ def _token_ids(column: str, value: object) -> tuple[int, ...]:
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= _LARGEST_TOKEN:
             raise BadRow(f"{column}: {show(item)} is not a token id")
     return tuple(value)
+
+
+def _loss_spans(row: Mapping[str, Any], columns: Columns, count: int) -> tuple[tuple[int, int], ...] | None:
+    """Where the mask of a row is 1. None without a mask."""
+    mask = row.get(columns.loss_mask)
+    if mask is None:
+        return None
+    if not isinstance(mask, Sequence) or isinstance(mask, str | bytes) or not all(x in (0, 1) for x in mask):
+        raise BadRow(f"{columns.loss_mask}: {show(mask)} is not a list of 0 and 1")
+    if len(mask) != count:
+        raise BadRow(f"{columns.loss_mask}: {len(mask)} values for {count} token ids")
+    edges = [0, *map(int, mask), 0]
+    changes = [i for i in range(count + 1) if edges[i] != edges[i + 1]]
+    spans = tuple(zip(changes[::2], changes[1::2], strict=True))
+    if len(spans) > MOST_SPANS:
+        raise BadRow(f"{columns.loss_mask}: {len(spans)} spans of 1; a store takes {MOST_SPANS} at most")
+    return spans
 
 
 def _messages(column: str, value: object) -> tuple[dict[str, Any], ...]:

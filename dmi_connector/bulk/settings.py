@@ -215,6 +215,7 @@ def _noted(out: Path) -> dict[str, Any]:
             f"--out {out}: {RUN_NAME} is of format {found}, this version writes {_FORMAT}; give another --out"
         )
     settings |= _resolved(settings)  # runs that were begun earlier noted no defaults
+    settings["columns"] = {**asdict(Columns()), **settings["columns"]}
     settings["sampling"] = sampling
     return noted
 

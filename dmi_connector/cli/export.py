@@ -21,7 +21,10 @@ FLAGS: dict[str, dict[str, Any]] = {
         "choices": NUMBERINGS,
         "help": "number files in order (default), by the keys of requests, or by the rows or ids of dmi run's input",
     },
-    "loss": {"choices": ("generated", "all"), "help": "tokens to train on (default: generated)"},
+    "loss": {
+        "choices": ("generated", "all", "spans"),
+        "help": "tokens to train on: generated (default), all, or also those of the prompt that its mask names",
+    },
     "prompt_start": {"type": int, "metavar": "N", "help": "tokens of the prompt to leave out (default: 0)"},
     "hook": {"metavar": "HOOK", "help": "such as resid_pre@12 or blocks.12.hook_resid_pre"},
     "context_size": {"type": int, "metavar": "N", "help": "rows of a context (default: 128, delphi 256)"},

@@ -101,7 +101,7 @@ class EngineFeed:
 
         try:
             given = self._given(prompt)
-            self._engine.add_request(name, given, self._make_sampling(key))
+            self._engine.add_request(name, given, self._make_sampling(key, prompt.get("loss_spans")))
         except EngineDeadError:
             raise
         except Exception as error:  # whatever templates and tokenizers raise, other prompts may be fine
@@ -155,8 +155,8 @@ def _parser() -> Any:
     return EngineArgs.add_cli_args(Parser(add_help=False, allow_abbrev=False))
 
 
-def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[[str], Any]:
-    """key -> SamplingParams. Raises OptionError."""
+def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., Any]:
+    """(key, loss_spans) -> SamplingParams. Raises OptionError."""
 
     def check(some: Mapping[str, Any]) -> None:
         _maker(some, max_tokens)("a")
@@ -165,7 +165,7 @@ def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[[st
     return _maker(fields, max_tokens)
 
 
-def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[[str], Any]:
+def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., Any]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -176,8 +176,9 @@ def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[[str],
     if isinstance(bias := fields.get("logit_bias"), dict):
         given["logit_bias"] = {int(token): value for token, value in bias.items()}  # keys of JSON are texts
 
-    def make(key: str) -> Any:
-        wanted = {"include_output_tokens": max_tokens is not None, "dmi": {"key": key}}
+    def make(key: str, loss_spans: Any = None) -> Any:
+        options = {"key": key} if loss_spans is None else {"key": key, "loss_spans": loss_spans}
+        wanted = {"include_output_tokens": max_tokens is not None, "dmi": options}
         return SamplingParams(**given, extra_args={"kv_transfer_params": wanted})
 
     return make

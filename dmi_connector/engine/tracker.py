@@ -138,6 +138,7 @@ class Tracker:
         context, options = self.context, self.context.options
         selection = narrow(context.selection, params.hooks, params.layers, context.dims)
         prompt = request.num_prompt_tokens
+        params.check_prompt(prompt)
         rows = self._row_bytes if selection is context.selection else row_bytes(context, selection)
         size = RequestBytes.of(rows, params.start, prompt)
         quota_end = size.end_within(options.max_request_bytes) if options.max_request_bytes else UNLIMITED
@@ -283,6 +284,7 @@ class Tracker:
                 "prompt_len": request.num_prompt_tokens,
                 "seed": None if sampling is None else sampling.seed,
                 "include_output_tokens": tracked.params.include_output_tokens,
+                **({} if (spans := tracked.params.loss_spans) is None else {"loss_spans": spans}),
                 "adapter": None if request.lora_request is None else request.lora_request.lora_name,
                 **media_attributes(request, self.context),
             },

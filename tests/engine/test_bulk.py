@@ -22,6 +22,7 @@ from tests.bulkprocess import TOKENS, check_whole, told, why
 from tests.engine.faults import check_rows
 from tests.engine.harness import prompt
 
+MASK = [0, 0, 1, 1, 0, 0, 0, 1, 1]
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "what is it"}]
 
 
@@ -60,6 +61,7 @@ def done(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
         (json.dumps({"text": ["no", "text"]}), None),
     ]
     rows += [(json.dumps({"prompt_token_ids": prompt(20 + i, 1)}), prompt(20 + i, 1)) for i in range(40)]
+    rows += [(json.dumps({"prompt_token_ids": prompt(9), "loss_mask": MASK}), prompt(9))]
     path = folder / "p.jsonl"
     path.write_text("\n".join(line for line, _ in rows) + "\n")
     more = ["--column", "prompt=text", "--json"]
@@ -73,6 +75,14 @@ def test_every_good_row_is_in_one_store_and_one_line(done: Done) -> None:
     check_whole(done.out, done.prompts)
     ids = {entry["row"]: entry["id"] for entry in read_manifest(done.out / "manifest.jsonl")}
     assert ids == {row: "f" if row == 0 else None for row in done.prompts}
+
+
+def test_a_mask_is_kept_as_spans(done: Done) -> None:
+    spans = {}
+    for entry in read_manifest(done.out / "manifest.jsonl"):
+        with open_capture(done.out / entry["store"], 0) as capture:
+            spans[entry["row"]] = capture.attrs.get("loss_spans")
+    assert {row: found for row, found in spans.items() if found is not None} == {max(done.prompts): [[2, 4], [7, 9]]}
 
 
 def test_bad_rows_are_listed_with_line_and_reason(done: Done) -> None:
@@ -91,7 +101,7 @@ def test_the_summary_and_progress_tell_what_was_done(done: Done) -> None:
     assert summary["tokens"] == sum(entry["prompt_tokens"] + entry["generated_tokens"] for entry in entries)
     assert summary["bytes"] == sum(entry["bytes"] for entry in entries) > 0
     last = [event for event in done.events if event["event"] == "progress"][-1]
-    assert (last["done"], last["total"], last["backlog"]) == (len(done.prompts), 49, 0)
+    assert (last["done"], last["total"], last["backlog"]) == (len(done.prompts), 50, 0)
 
 
 def test_stores_hold_the_values_of_the_model(done: Done, oracle: Callable[..., Oracle]) -> None:

@@ -34,6 +34,7 @@ GOOD = {
     "prompt part": asked(include=False, tokens=[35, 500]),
     "generated": asked(tokens=[44, 48]),
     "beyond": asked(tokens=[300, 400]),
+    "spans": asked(loss_spans=[[0, 3], [30, 40]]),
 }
 # Request options -> what the reason must name: option, value, fix.
 BAD: dict[str, tuple[Any, list[str]]] = {
@@ -60,6 +61,10 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "tokens huge": ({"dmi": {"tokens": [0, 2**63]}}, ["dmi.tokens stop", str(2**63), "whole number"]),
     "tokens negative": ({"dmi": {"tokens": [-1, 5]}}, ["dmi.tokens start", "-1", "whole number"]),
     "tokens type": ({"dmi": {"tokens": "0:5"}}, ["dmi.tokens", "'0:5'", "[start, stop]"]),
+    "spans beyond": (
+        {"dmi": {"loss_spans": [[0, 3], [30, 41]]}},
+        ["dmi.loss_spans", "[30, 41]", "beyond the 40 tokens of the prompt"],
+    ),
     "enabled type": ({"dmi": {"enabled": "no"}}, ["dmi.enabled", "'no'", "true or false"]),
     "include type": ({"include_output_tokens": 1}, ["include_output_tokens", "1", "true or false"]),
     "unknown option": ({"dmi": {"hook": "q"}}, ["dmi", "'hook'", "did you mean 'hooks'"]),
@@ -97,6 +102,11 @@ def test_refused_and_disabled_captures_leave_nothing_on_disk(run: Run) -> None:
     stores = {path.name for path in run.store_dir.glob("*.zarr*")}
     assert stores == {run.store(name).name for name in ("together", *GOOD)}
     assert {c.store.name for c in find_captures(run.store_dir)} == stores
+
+
+def test_spans_to_train_on_are_kept_as_given(run: Run) -> None:
+    spans = {name: open_capture(run.store(name), 0).attrs.get("loss_spans") for name in ("spans", "plain")}
+    assert spans == {"spans": [[0, 3], [30, 40]], "plain": None}
 
 
 def test_a_bad_request_does_not_harm_its_neighbour(run: Run, oracle: Callable[..., Oracle]) -> None:

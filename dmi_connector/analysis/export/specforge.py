@@ -32,17 +32,15 @@ def features(capture: Capture, layers: Sequence[int] | None, loss: str) -> dict[
     input_ids, loss_mask: int64 [tokens]. hidden_state: [1, tokens, hidden], the output of the final norm, to which
     SpecForge applies the head. aux_hidden_state: [1, tokens, layers x hidden]. Both in the stored dtype.
 
-    layers: auxiliary layer ids; None: all of resid_pre. loss: "generated" trains on generated tokens, "all" on all.
-    Raises ValueError for a store without final_ln or an auxiliary layer; LeftOut for one without generated tokens, or
+    layers: auxiliary layer ids; None: all of resid_pre. loss: "generated" trains on generated tokens, "all" on all,
+    "spans" on those of the request's `dmi.loss_spans` and on generated ones. Raises ValueError for a store without
+    final_ln or an auxiliary layer, and for "spans" without `loss_spans`; LeftOut for one without tokens to train on, or
     without the first tokens of its request.
     """
     known = _aux_ids(capture.path, capture.attrs)
     ids = chosen_ids(capture, known if layers is None else layers)
-    mask = np.ones(len(capture.token_ids), np.int64) if loss == "all" else (capture.phase == 1).astype(np.int64)
-    if not mask.any():
-        fix = "use --loss all, or capture with include_output_tokens"
-        raise LeftOut(capture.path, "no generated token to train on", fix)
     refuse_later_part(capture)
+    mask = _mask(capture, loss)
     stream = stream_rows(capture, ids, slice(None))
     return {
         "input_ids": torch.from_numpy(capture.token_ids.astype(np.int64)),
@@ -50,6 +48,24 @@ def features(capture: Capture, layers: Sequence[int] | None, loss: str) -> dict[
         "hidden_state": capture.torch("final_ln")[None],
         "aux_hidden_state": as_torch(stream.reshape(1, len(stream), -1)),
     }
+
+
+def _mask(capture: Capture, loss: str) -> np.ndarray:
+    """int64 [tokens]: 1 for tokens to train on."""
+    mask = np.ones(len(capture.token_ids), np.int64) if loss == "all" else (capture.phase == 1).astype(np.int64)
+    if loss == "spans":
+        if "loss_spans" not in capture.attrs:
+            raise ValueError(
+                f"{capture.path} has no loss_spans; capture with dmi.loss_spans, or a column loss_mask of dmi run"
+            )
+        for start, stop in capture.attrs["loss_spans"]:
+            mask[start:stop] = 1
+        if not mask.any():
+            raise LeftOut(capture.path, "no token to train on", "give it loss_spans, or use --loss all")
+    if not mask.any():
+        fix = "use --loss all, or capture with include_output_tokens"
+        raise LeftOut(capture.path, "no generated token to train on", fix)
+    return mask
 
 
 def _aux_ids(store: Place, attrs: Mapping[str, Any]) -> list[int]:
@@ -78,8 +94,8 @@ def export(
 ) -> Done:
     """Write `out/rows_A-B/data_N.ckpt`, or `.ckpt.gz`, each with the `features` of a request.
 
-    layers: None: those of the first store, which all others have too. Stores without a generated token, or without the
-    first tokens of their request, are left out.
+    layers: None: those of the first store, which all others have too. Stores without a token to train on, or without
+    the first tokens of their request, are left out.
     """
     ids = ids_of_all(captures, _aux_ids if layers is None else _all_ids, layers)
 

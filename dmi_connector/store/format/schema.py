@@ -11,7 +11,7 @@ from typing import Any
 from dmi_connector.dtypes import FLOATS, ITEMSIZE
 from dmi_connector.layout import ArraySpec
 
-FORMAT_VERSION = "1.3"
+FORMAT_VERSION = "1.4"
 PARTIAL_SUFFIX = ".partial"
 INDEX_NAME = "index.jsonl"
 INDEX_FOLDER = "index"

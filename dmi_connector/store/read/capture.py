@@ -67,10 +67,9 @@ def open_capture(path: Given, timeout: float | None = None, allow_incomplete: bo
 
     Raises TimeoutError that says what was seen instead. Raises CaptureFailed (a FileNotFoundError) without more waiting
     where no store comes: the index of the directory says that the capture failed, was aborted or was removed, or no
-    process writes it any more. Raises FileNotFoundError for a bucket that does not exist. Raises CaptureIncomplete for a
-    store that lacks rows. Raises ValueError for a directory that is no store of this format, or has dtypes or codecs
-    that the format lacks. Raises RemoteError (an OSError) where an object store refuses or does not answer, ImportError
-    for a URL without obstore.
+    process writes it any more, and FileNotFoundError for a bucket that does not exist. Raises CaptureIncomplete for a
+    store that lacks rows, ValueError for a directory that is no store of this format or has dtypes or codecs that it
+    lacks, RemoteError (an OSError) where an object store refuses or does not answer, ImportError without obstore.
     """
     final = place_of(path)
     wait_for(final, WAIT_S if timeout is None else timeout)

@@ -108,6 +108,23 @@ def test_specforge_names_what_a_store_lacks(tmp_path: Path, run: Run) -> None:
     assert torch.load(made)["loss_mask"].tolist() == [1] * 10
 
 
+def test_specforge_trains_on_the_answers_of_a_conversation(tmp_path: Path, run: Run) -> None:
+    """Earlier answers lie in the prompt, where the request's spans are."""
+    owner = kit.Store(1 << 20)
+    for name, spans, prompt in (("a", [[1, 3], [5, 6]], 8), ("b", [], 10), ("c", [], 9)):
+        attrs = {"num_layers": 3, "prompt_len": prompt, "loss_spans": spans}
+        owner.write(tmp_path / f"{name}.zarr", SPECS, 10, attrs=attrs)
+    owner.write(tmp_path / "other/d.zarr", SPECS, 10, attrs={"num_layers": 3})
+    assert owner.shutdown()
+    flags = ["--to", "specforge", "--loss", "spans", "-o", tmp_path / "f"]
+    found = run(tmp_path / "a.zarr", tmp_path / "b.zarr", tmp_path / "c.zarr", *flags)
+    assert found == (0, f"{tmp_path / 'f'}: 2 written; 1 left out: no token to train on\n", "")
+    masks = {p.name: torch.load(p)["loss_mask"].tolist() for p in (tmp_path / "f").rglob("*.ckpt")}
+    assert masks == {"data_0.ckpt": [0, 1, 1, 0, 0, 1, 0, 0, 1, 1], "data_2.ckpt": [0] * 9 + [1]}
+    status, _, err = run(tmp_path / "other", "--to", "specforge", "--loss", "spans", "-o", tmp_path / "g")
+    assert status == 2 and "d.zarr has no loss_spans; capture with dmi.loss_spans, or a column loss_mask" in err
+
+
 def test_specforge_leaves_out_answers_without_a_row(tmp_path: Path, run: Run) -> None:
     """An answer that ends at its first token is in the stores of many runs."""
     owner = kit.Store(1 << 20)

@@ -487,6 +487,11 @@ def test_lines_are_flushed_together_or_after_a_while(tmp_path: Path, monkeypatch
         ({"messages": [{"role": "user", "content": None}]}, "the content of .* is not a text"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}, "the content of .* is not a"),
         ({"messages": [{"content": "x"}]}, "is not a message with a role"),
+        ({"prompt_token_ids": [1, 2], "loss_mask": [1]}, "loss_mask: 1 values for 2 token ids"),
+        ({"prompt_token_ids": [1, 2], "loss_mask": [1, 2]}, r"loss_mask: \[1, 2\] is not a list of 0 and 1"),
+        ({"prompt_token_ids": [1, 2], "loss_mask": "01"}, "loss_mask: '01' is not a list"),
+        ({"prompt_token_ids": [1] * 8194, "loss_mask": [0, 1] * 4097}, "4097 spans of 1; a store takes 4096"),
+        ({"prompt": "a", "loss_mask": [1]}, "a mask is one of token ids; give prompt_token_ids too"),
     ],
 )
 def test_rows_that_are_no_prompts(row: Any, message: str) -> None:
@@ -502,6 +507,23 @@ def test_of_several_columns_the_first_counts() -> None:
     del row["messages"]
     assert Prompt.of(row, Columns()).to_json() == {"text": "a"}
     assert Prompt.of(row, Columns(), chat=True).to_json() == {"messages": ({"role": "user", "content": "a"},)}
+
+
+@pytest.mark.parametrize(
+    ("mask", "spans"),
+    [
+        ([0, 1, 1, 0, 1], ((1, 3), (4, 5))),
+        ([True, True, False, False, True], ((0, 2), (4, 5))),
+        ([1] * 5, ((0, 5),)),
+        ([0] * 5, ()),
+        (None, None),
+    ],
+)
+def test_a_mask_becomes_spans(mask: Any, spans: Any) -> None:
+    row = {"prompt_token_ids": [1, 2, 3, 4, 5], "loss_mask": mask}
+    found = Prompt.of(row, Columns())
+    assert found == Prompt(token_ids=(1, 2, 3, 4, 5), loss_spans=spans)
+    assert found.to_json().get("loss_spans") == spans
 
 
 def test_speeds_are_means_of_the_last_seconds() -> None:
