@@ -27,6 +27,8 @@
 #   ranks-wait        the same, null sink and a connector that does nothing, stock last: which process the ranks wait for
 #                     (5 minutes)
 #   ranks-answers     the same, both owners, with and without waiting for all ranks in each step, stock last (8 minutes)
+#   ranks-stores      the same, what stores cost: null sink, files as they are, compressed, compressed without kept blocks
+#                     (8 minutes)
 #   sustained-32b, sustained-70b   the same with the shapes of a 32B or 70B model (benchmarks.shapes; 5 minutes)
 #   bursts-ranks      bursts, tensor parallel (5 minutes)
 #   check-ranks       tokens and values, tensor parallel (5 minutes)
@@ -138,6 +140,11 @@ for phase in "$@"; do
         busy ranks-answers '{"stock": 4, "no-op connector": 4, "*": 7}' \
         'hidden-states null,hidden-states null without answers,no-op connector,hidden-states zstd,hidden-states zstd draft,stock' \
         short64 --warm 3 --repeat 3 --engine-clock --options "$small_ring" ;;
+    ranks-stores)
+      whole="{\"tensor_parallel_size\": $ranks, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
+        busy ranks-stores '{"stock": 4, "*": 7}' \
+        'hidden-states null,hidden-states none,hidden-states zstd,hidden-states zstd without held,stock' \
+        short64 --warm 3 --repeat 4 --chain 1.5 --engine-clock --options "$small_ring" ;;
     sustained-32b | sustained-70b | sustained-235b)
       name=qwen3-32b caches='{"stock": 5, "hidden-states zstd": 26}' parallel="\"tensor_parallel_size\": $ranks"
       [ "$phase" != sustained-70b ] || name=llama3-70b caches='{"stock": 4, "hidden-states zstd": 34}'

@@ -81,7 +81,14 @@ def _answers() -> None:
     vars(replaced)["ask_one_rank"] = lambda: None
 
 
-IN_ENGINE = ("answers",)
+def _held() -> None:
+    """Blocks of ended requests are not kept: their last rows leave before the next forward."""
+    from dmi_connector.engine import tracker
+
+    vars(tracker)["_HELD"] = 0.0
+
+
+IN_ENGINE = ("answers", "held")
 MECHANISMS: dict[str, Callable[[], None]] = {
     "branch": _branch,
     "joins": _joins,
@@ -91,6 +98,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "plain": _plain,
     "reports": _reports,
     "answers": _answers,
+    "held": _held,
 }
 
 

@@ -101,7 +101,7 @@ def test_each_mechanism_that_can_be_switched_off_exists() -> None:
         "from dmi_connector.engine import replaced, sizing, tracker\n"
         "from dmi_connector.engine.transfer import gpu_copies\n"
         "def now(): return (op.captured_branch, install.joined_before_attention, gpu_copies.compiled,"
-        " sizing.write_settings, sizing.LEAST_SHARE, tracker.Tracker._plan, replaced.ask_one_rank)\n"
+        " sizing.write_settings, sizing.LEAST_SHARE, tracker.Tracker._plan, replaced.ask_one_rank, tracker._HELD)\n"
         "before = now()\n"
         f"for name in '{names}'.split(','): assert isinstance(getattr(w, name), type)\n"
         "assert all(a is not b for a, b in zip(before, now()))\n"
