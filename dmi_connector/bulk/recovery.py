@@ -144,6 +144,7 @@ def not_uploaded(out: Path, run: str, order: Order) -> tuple[int, str | None]:
     left: dict[str, str | None] = {}
     for line in read_index(out):
         if line.get("upload") in ("pending", "failed"):
+            left.pop(line["store"], None)  # the latest comes last
             left[line["store"]] = line.get("upload_reason")
         elif "upload" in line:
             left.pop(line["store"], None)

@@ -176,7 +176,7 @@ class Run:
             if self._end_when_full:
                 self.stop("max_bytes")
             failure = self._tail.upload_failure
-            why = "" if failure is None else f", and uploads fail, which keeps stores here: {failure}"
+            why = "" if failure is None else f", and uploads fail: {failure}"
             self.outcome.counts.waiting = f"the disk budget is used up{why}"
         return False
 

@@ -205,7 +205,9 @@ def _noted(out: Path) -> dict[str, Any]:
         found = noted.get("format")
         if found == _FORMAT:
             settings, _ = noted["settings"], noted["run"]
-            sampling = _resolved_sampling(settings["sampling"])
+            settings |= _resolved(settings)  # runs that were begun earlier noted no defaults
+            settings["columns"] = {**asdict(Columns()), **settings["columns"]}
+            settings["sampling"] = _resolved_sampling(settings["sampling"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"--out {out}: {RUN_NAME} is damaged ({error!r}); put back a copy of it, or give another --out"
@@ -214,9 +216,6 @@ def _noted(out: Path) -> dict[str, Any]:
         raise ValueError(
             f"--out {out}: {RUN_NAME} is of format {found}, this version writes {_FORMAT}; give another --out"
         )
-    settings |= _resolved(settings)  # runs that were begun earlier noted no defaults
-    settings["columns"] = {**asdict(Columns()), **settings["columns"]}
-    settings["sampling"] = sampling
     return noted
 
 

@@ -253,6 +253,8 @@ def _whole_parquet(path: Path) -> Iterator[None]:
 
     try:
         yield
+    except (FileNotFoundError, PermissionError) as error:
+        raise ValueError(f"--prompts {path} cannot be read: {error.strerror}; mend that and start again") from error
     except (pa.ArrowException, OSError) as error:
         why = " ".join(str(error).split())
         raise ValueError(f"--prompts {path} cannot be read as Parquet ({why}); write it again") from error
@@ -317,8 +319,11 @@ class Arrow(_Columnar):
                 with pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as stream:
                     _check_columns(path, stream.schema.names, self.columns)
                     yield from stream
-            except pa.ArrowInvalid as error:
-                raise ValueError(f"--prompts {path} is no Arrow stream: {error}; save the data set again") from error
+            except FileNotFoundError as error:
+                raise ValueError(f"--prompts {path} is not there; save the data set again") from error
+            except (pa.ArrowException, OSError) as error:
+                why = " ".join(str(error).split())
+                raise ValueError(f"--prompts {path} is no Arrow stream: {why}; save the data set again") from error
 
     def count(self) -> int | None:
         """Rows of all files."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "loss": {
         "choices": ("generated", "all", "spans"),
-        "help": "tokens to train on: generated (default), all, or also those of the prompt that its mask names",
+        "help": "tokens to train on: generated (default), all, or spans: generated and those in loss_spans",
     },
     "prompt_start": {"type": int, "metavar": "N", "help": "tokens of the prompt to leave out (default: 0)"},
     "hook": {"metavar": "HOOK", "help": "such as resid_pre@12 or blocks.12.hook_resid_pre"},
@@ -61,7 +62,7 @@ def _takes(options: tuple[str, ...]) -> str:
 def run_export(options: argparse.Namespace) -> int:
     """Run the command. Returns the exit status."""
     found = captures_of(options.stores, options.key, options.model, incomplete=True)
-    captures = found.filter(lambda info: info.state == "complete")
+    captures = replace(found, infos=tuple(info for info in found.infos if info.state == "complete"))
     lacking = len(found) - len(captures)
     if lacking and not len(captures):
         raise ValueError(f"export: all {lacking} captures lack rows (dmi ls says which); capture them again")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,7 +148,22 @@ class DMIConnector(KVConnectorBase_V1):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the forward, which may overwrite blocks that were freed since the last step."""
         if self.exporter is not None and isinstance(kv_connector_metadata, StepMetadata):
-            self.exporter.before_forward(kv_connector_metadata)
+            with self._heard(self.exporter.rank, kv_connector_metadata):
+                self.exporter.before_forward(kv_connector_metadata)
+
+    @staticmethod
+    @contextmanager
+    def _heard(rank: int, metadata: StepMetadata) -> Iterator[None]:
+        """End this process where nobody hears of an error: vLLM asks ranks above 0 for an answer only in steps in which
+        they report (replaced.py). The engine then ends, as it does where an answer is an error.
+        """
+        try:
+            yield
+        except Exception as error:
+            if rank == 0 or metadata.report:
+                raise
+            logger.exception("dmi_connector: rank %d failed", rank)
+            raise SystemExit(1) from error
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         return None
@@ -162,7 +179,8 @@ class DMIConnector(KVConnectorBase_V1):
         if self.exporter is not None and self.has_connector_metadata():
             metadata = self._get_connector_metadata()
             assert isinstance(metadata, StepMetadata)
-            self.exporter.after_forward(metadata)
+            with self._heard(self.exporter.rank, metadata):
+                self.exporter.after_forward(metadata)
 
     def _reporting(self) -> Exporter | None:
         """The exporter, in a step in which ranks report. What one rank alone has lost it reports at once."""

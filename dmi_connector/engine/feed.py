@@ -12,6 +12,9 @@ from dmi_connector.args import capture_args
 from dmi_connector.settings import OptionError
 from dmi_connector.wording import show
 
+_LONG_PROMPT = 4096
+"""Tokens of the prompt with which sampling fields are tried: some count from its start."""
+
 
 class PromptRefused(ValueError):
     """The engine cannot take a prompt. The message says why."""
@@ -62,7 +65,7 @@ class EngineFeed:
         self._engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
         try:
             self._check_sampling(sampling or {})
-        except OptionError:
+        except BaseException:
             self.shutdown()
             raise
 
@@ -72,12 +75,12 @@ class EngineFeed:
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
         tasks = self._engine.get_supported_tasks()
+        length = self._engine.vllm_config.model_config.max_model_len - (self._max_tokens or 1)
+        prompt = {"prompt_token_ids": [0] * max(1, min(length, _LONG_PROMPT))}
 
         def check(some: Mapping[str, Any]) -> None:
             params = _maker(some, self._max_tokens)("a")
-            request = self._engine.input_processor.process_inputs(
-                "a", {"prompt_token_ids": [0]}, params, supported_tasks=tasks
-            )
+            request = self._engine.input_processor.process_inputs("a", prompt, params, supported_tasks=tasks)
             MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
 
         _refuse(fields, check)
@@ -185,18 +188,31 @@ def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., A
 
 
 def _refuse(fields: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]) -> None:
-    """Raise OptionError for fields of SamplingParams that `check` refuses, with the one that it refuses alone."""
+    """Raise OptionError for fields of SamplingParams that `check` refuses, with the one to blame: without it the others
+    pass, or it is refused alone too.
+    """
     try:
         check(fields)
     except Exception as error:  # whatever vLLM raises for values that it does not expect
-        for name, value in fields.items():
-            try:
-                check({name: value})
-            except Exception as alone:
-                why, fix = _why(alone)
-                raise OptionError(f"--sampling {name}: vLLM refuses {show(value)}: {why}; {fix}") from error
+        if not fields:
+            raise
+        without = {name: {other: fields[other] for other in fields if other != name} for name in fields}
+        alone = {name: {name: fields[name]} for name in fields}
+        blamed = next((name for name in fields if _refusal(check, without[name]) is None), None)
+        blamed = blamed or next((name for name in fields if _refusal(check, alone[name]) is not None), None)
+        if blamed is not None:
+            why, fix = _why(_refusal(check, alone[blamed]) or error)
+            raise OptionError(f"--sampling {blamed}: vLLM refuses {show(fields[blamed])}: {why}; {fix}") from error
         why, fix = _why(error)
         raise OptionError(f"--sampling {show(dict(fields))}: vLLM refuses these together: {why}; {fix}") from error
+
+
+def _refusal(check: Callable[[Mapping[str, Any]], None], fields: Mapping[str, Any]) -> Exception | None:
+    try:
+        check(fields)
+    except Exception as error:
+        return error
+    return None
 
 
 def _why(error: Exception) -> tuple[str, str]:

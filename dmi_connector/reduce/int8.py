@@ -36,7 +36,8 @@ class Int8(Reduction):
     """value = int8 * scale (+ offset with `affine`).
 
     Symmetric: scale = max|x| / 127, of the row or of each group. Affine: the row's range is mapped to -127 to 127.
-    Zeros have scale 0. NaN and infinities are not kept. Rows that span less than 2**-100 become zeros.
+    Zeros have scale 0. With a NaN or an infinity all of the row or group reads as NaN. Rows that span less than 2**-100
+    become zeros.
 
     With groups of 32 the cosine of a row with its decoded row is above 0.9999, also where the row has outliers.
     """

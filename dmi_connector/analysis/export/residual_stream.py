@@ -39,17 +39,20 @@ def ids_of_all(
 ) -> list[int]:
     """The ids to export of every store, so that all files are alike: those wanted, by default those of the first store.
 
-    ids_of: the ids that a store holds, by its root attributes, of which each is read once. Raises ValueError where
-    stores differ in what is exported.
+    ids_of: the ids that a store holds, by its root attributes, of which each is read once. Stores of later tokens alone
+    do not count: no file is made of them. Raises ValueError where stores differ in what is exported.
     """
-    known: list[tuple[int, ...]] = [()] * len(captures)
+    all_ids: list[tuple[int, ...] | None] = [None] * len(captures)
 
     def look(number: int) -> None:
         store = captures.infos[number].store
-        known[number] = tuple(ids_of(store, read_attrs(store)))
+        if not (attrs := read_attrs(store)).get("start", 0):
+            all_ids[number] = tuple(ids_of(store, attrs))
 
     remote = any(isinstance(info.store, RemotePath) for info in captures.infos)
     (in_fetch_threads if remote else in_threads)(look, range(len(captures)))
+    stores = [info.store for info, ids in zip(captures.infos, all_ids, strict=True) if ids is not None]
+    known = [ids for ids in all_ids if ids is not None] or [()]
     same = [ids == known[0] if wanted is None else set(wanted) <= set(ids) for ids in known]
     if all(same) or not any(same):  # what no store has is named when the first is written
         return list(known[0] if wanted is None else dict.fromkeys(wanted))
@@ -57,7 +60,7 @@ def ids_of_all(
     use = ",".join(map(str, every))
     fix = f"give --layers {use}, which all have, or name fewer stores" if every else "name fewer stores"
     raise ValueError(
-        f"export: {same.count(False)} of {len(same)} stores have other layers: {captures.infos[number].store} has"
+        f"export: {same.count(False)} of {len(same)} stores have other layers: {stores[number]} has"
         f" {list(known[number])}, not {list(known[0] if wanted is None else wanted)}; {fix}"
     )
 

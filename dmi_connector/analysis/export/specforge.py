@@ -34,12 +34,12 @@ def features(capture: Capture, layers: Sequence[int] | None, loss: str) -> dict[
 
     layers: auxiliary layer ids; None: all of resid_pre. loss: "generated" trains on generated tokens, "all" on all,
     "spans" on those of the request's `dmi.loss_spans` and on generated ones. Raises ValueError for a store without
-    final_ln or an auxiliary layer, and for "spans" without `loss_spans`; LeftOut for one without tokens to train on, or
+    final_ln or an auxiliary layer; LeftOut for one without tokens to train on, without `loss_spans` for "spans", or
     without the first tokens of its request.
     """
+    refuse_later_part(capture)
     known = _aux_ids(capture.path, capture.attrs)
     ids = chosen_ids(capture, known if layers is None else layers)
-    refuse_later_part(capture)
     mask = _mask(capture, loss)
     stream = stream_rows(capture, ids, slice(None))
     return {
@@ -55,13 +55,14 @@ def _mask(capture: Capture, loss: str) -> np.ndarray:
     mask = np.ones(len(capture.token_ids), np.int64) if loss == "all" else (capture.phase == 1).astype(np.int64)
     if loss == "spans":
         if "loss_spans" not in capture.attrs:
-            raise ValueError(
-                f"{capture.path} has no loss_spans; capture with dmi.loss_spans, or a column loss_mask of dmi run"
-            )
+            fix = "capture with dmi.loss_spans, or a column loss_mask of dmi run"
+            raise LeftOut(capture.path, "no loss_spans", fix)
         for start, stop in capture.attrs["loss_spans"]:
             mask[start:stop] = 1
         if not mask.any():
-            raise LeftOut(capture.path, "no token to train on", "give it loss_spans, or use --loss all")
+            raise LeftOut(
+                capture.path, "no token to train on", "its loss_spans are empty: use --loss all, or leave it out"
+            )
     if not mask.any():
         fix = "use --loss all, or capture with include_output_tokens"
         raise LeftOut(capture.path, "no generated token to train on", fix)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic that the reducing kernels share. Each result equals that of the torch encoders in `reduce/` to the bit."""
+"""Arithmetic that the reducing kernels share. Each result equals that of the torch encoders in `reduce/` to the bit;
+rows with NaN or an infinity are read alike.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -21,8 +23,8 @@ _NEAREST_SUBNORMAL = tl.constexpr(24576.0)
 """1.5 * 2**14. Added and subtracted again, it rounds to a multiple of 2**-9, the step of subnormal e4m3 numbers."""
 _LEAST_NORMAL = tl.constexpr(0.015625)
 """2**-6, the smallest normal e4m3 number."""
-INFINITE = tl.constexpr(0x7F800000)
-"""Bits of the float32 infinity. Larger ones, without the sign, are NaN."""
+INFINITE, NAN = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
+"""Bits of the float32 infinity; larger ones, without the sign, are NaN, as these are."""
 _LEAST = tl.constexpr(LEAST_SPAN)
 """Rows and groups with a smaller span become zeros, so that no quotient overflows."""
 
@@ -41,13 +43,13 @@ def size_of(value):
 
 @triton.jit
 def float_of(size):
-    """The float32 of a `size_of`."""
-    return size.to(tl.float32, bitcast=True)
+    """The float32 of a `size_of`. NaN for infinity too: as a scale it makes NaN of every stored number."""
+    return tl.where(size < INFINITE, size, NAN).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def largest(x, width: tl.constexpr, BLOCK: tl.constexpr):
-    """max|x| of a row, NaN if it has one."""
+    """max|x| of a row, NaN if it has one or an infinity."""
     found = tl.zeros([BLOCK], tl.int32)
     for start in tl.static_range(0, width, BLOCK):
         found = tl.maximum(found, size_of(load_row(x, start + tl.arange(0, BLOCK), width)))

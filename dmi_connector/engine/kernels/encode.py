@@ -131,7 +131,7 @@ def _affine(row, x, width: tl.constexpr, BLOCK: tl.constexpr):
         sizes = tl.maximum(sizes, size_of(value))
     size = tl.max(sizes, 0)
     least = tl.min(low, 0)
-    most = tl.where(size > INFINITE, float_of(size), tl.max(high, 0))
+    most = tl.where(size < INFINITE, tl.max(high, 0), float_of(size))
     inverse = steps_over(2 * INT8_MAX, most - least)
     offset = (most + least) / 2 + 0.0  # never -0.0
     out = row.to(tl.pointer_type(tl.int8))

@@ -138,14 +138,15 @@ def requests_for(place: RemotePath) -> Iterator[ModuleType]:
         words = _words(error)
         if missing := re.search(r"\bMissing (AccessKeyId|SecretAccessKey)\b", str(error)):
             raise _denied(place, f"{_VARIABLES[missing[1]]} is not set") from None
-        if "169.254." in str(error) or "credential" in str(error).lower():  # where a machine of AWS would have them
-            raise _denied(place, "no credentials were found") from None
         if re.search(r"status 40[13]\b", words):  # of a listing
             raise _denied(place, words) from None
         if "NoSuchBucket" in words:
             raise FileNotFoundError(
                 f"{place} is not there: the bucket does not exist, or AWS_REGION is another"
             ) from None
+        told = re.sub(r"https?://\S+", "", str(error)).lower()  # a bucket may have any name
+        if "169.254." in str(error) or ("credential" in told and "status" not in words):
+            raise _denied(place, "no credentials were found") from None  # not where a machine of AWS would have them
         lasting = re.search(r"status 4(?!08|09|29)\d\d", words) is not None
         raise RemoteError(f"{place}: the object store did not answer as it should ({words})", lasting) from None
 

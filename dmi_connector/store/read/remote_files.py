@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from dmi_connector.store.format.object_store import RemoteDenied, bucket_store, requests_for
+from dmi_connector.store.format.object_store import RemoteError, bucket_store, requests_for
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.store_files import Buffer, StoredFile, StoreFiles
 
@@ -55,9 +55,9 @@ def look(place: RemotePath) -> tuple[int, str | None]:
 def check_bucket(place: RemotePath) -> None:
     """Raise FileNotFoundError where the bucket does not exist, which `look` does not tell from an object that does not.
 
-    A key that may not list is believed. Raises RemoteError.
+    Other errors count for nothing here: a key may not be allowed to list.
     """
-    with suppress(RemoteDenied), requests_for(place) as obstore:
+    with suppress(RemoteError), requests_for(place) as obstore:
         next(iter(obstore.list(bucket_store(place), f"{place.key}/")), None)
 
 

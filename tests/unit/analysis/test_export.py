@@ -122,7 +122,9 @@ def test_specforge_trains_on_the_answers_of_a_conversation(tmp_path: Path, run: 
     masks = {p.name: torch.load(p)["loss_mask"].tolist() for p in (tmp_path / "f").rglob("*.ckpt")}
     assert masks == {"data_0.ckpt": [0, 1, 1, 0, 0, 1, 0, 0, 1, 1], "data_2.ckpt": [0] * 9 + [1]}
     status, _, err = run(tmp_path / "other", "--to", "specforge", "--loss", "spans", "-o", tmp_path / "g")
-    assert status == 2 and "d.zarr has no loss_spans; capture with dmi.loss_spans, or a column loss_mask" in err
+    assert status == 2 and "no loss_spans; capture with dmi.loss_spans, or a column loss_mask" in err
+    both = run(tmp_path / "a.zarr", tmp_path / "other", "--to", "specforge", "--loss", "spans", "-o", tmp_path / "h")
+    assert both == (0, f"{tmp_path / 'h'}: 1 written; 1 left out: no loss_spans\n", "")
 
 
 def test_specforge_leaves_out_answers_without_a_row(tmp_path: Path, run: Run) -> None:
@@ -161,8 +163,9 @@ def test_files_of_one_set_have_the_same_layers(tmp_path: Path, run: Run, to: str
 @pytest.mark.parametrize("to", ["speculators", "specforge"])
 def test_a_store_of_later_tokens_is_left_out_and_counted(tmp_path: Path, run: Run, to: str) -> None:
     owner = kit.Store(1 << 20)
-    for name, start in (("a", 0), ("b", 7)):
-        owner.write(tmp_path / f"{name}.zarr", SPECS, 10, attrs={"num_layers": 3, "start": start})
+    fewer = (ArraySpec("resid_pre", "bfloat16", (0, 2), WIDTH), *SPECS[1:])
+    for name, start, specs in (("a", 0, SPECS), ("b", 7, fewer)):
+        owner.write(tmp_path / f"{name}.zarr", specs, 10, attrs={"num_layers": 3, "start": start})
     assert owner.shutdown()
     status, text, _ = run(tmp_path, "--to", to, "-o", tmp_path / "out")
     assert status == 0 and text.endswith(": 1 written; 1 left out: no rows of the first tokens of its request\n")

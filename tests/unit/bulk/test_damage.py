@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +49,14 @@ def test_a_full_disk_names_the_settings(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(tmp_path.glob("run.json*")), "no part is left"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "run": "a", "settings": {}}'])
+WHOLE: dict[str, Any] = {"hooks": "q", "sampling": {}, "columns": {}}
+DAMAGED = [{}, {"hooks": "q", "sampling": {}}, {**WHOLE, "columns": None}, {**WHOLE, "hooks": 3}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"format": 1}', *(json.dumps({"format": 1, "run": "a", "settings": one}) for one in DAMAGED)],
+)
 def test_a_damaged_file_of_settings_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ValueError, match=r"--out .*: run.json is damaged \(.*; put back a copy"), settle(tmp_path, {}):

@@ -256,7 +256,7 @@ def test_a_run_that_waits_for_uploads_which_fail_says_why(store: Path, out: Path
     progress = Progress(False, said)
     run = start_run(prompts, out, Stuck(store, out), budget=Budget(out, max_bytes=sizes + 9000), progress=progress)
     outcome = run.go()
-    want = "the disk budget is used up, and uploads fail, which keeps stores here: no such bucket"
+    want = "the disk budget is used up, and uploads fail: no such bucket"
     assert outcome.counts.waiting == want and f"waiting: {want}" in said.getvalue(), said.getvalue()
     assert _summarise(outcome, [1], (1, "no such bucket"), out, "", progress) == 1
     assert "1 stores are not uploaded (no such bucket): when all is done, dmi repair" in said.getvalue()

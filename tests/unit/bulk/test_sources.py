@@ -288,6 +288,16 @@ def test_a_damaged_parquet_file_is_named(damage: str, tmp_path: Path) -> None:
         list(open_source(path, Columns()))
 
 
+@pytest.mark.parametrize(("damage", "says"), [("cut", "is no Arrow stream: "), ("gone", "is not there; ")])
+def test_a_damaged_arrow_file_is_named(damage: str, says: str, tmp_path: Path) -> None:
+    file = as_dataset(tmp_path / "set", 3000) / "data-00000-of-00002.arrow"
+    os.truncate(file, file.stat().st_size // 2)
+    if damage == "gone":
+        file.unlink()
+    with pytest.raises(ValueError, match=rf"--prompts {re.escape(str(file))} {says}.*save the data set again"):
+        list(open_source(tmp_path / "set", Columns()))
+
+
 @pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
 @pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"_data_files": [1], "splits": 3}'])
 def test_a_damaged_file_of_a_data_set_is_named(name: str, text: str, tmp_path: Path) -> None:

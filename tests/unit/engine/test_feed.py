@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.feed import _sampling
+from dmi_connector.engine.feed import _refuse, _sampling
 from dmi_connector.settings import OptionError
 
 
@@ -28,6 +29,29 @@ from dmi_connector.settings import OptionError
 def test_the_field_that_vllm_refuses_is_named(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         _sampling(json.loads(json.dumps(fields)), 8)
+
+
+def test_the_field_without_which_the_others_pass_is_named() -> None:
+    """`seed` is refused alone, but it is not to blame."""
+
+    def check(fields: Mapping[str, Any]) -> None:
+        if "seed" in fields and "temperature" not in fields:
+            raise ValueError("a seed needs a temperature")
+        if "stop" in fields:
+            raise ValueError("stop needs text")
+
+    with pytest.raises(OptionError, match="--sampling stop: vLLM refuses 'a': stop needs text"):
+        _refuse({"seed": 1, "temperature": 1.0, "stop": "a"}, check)
+    with pytest.raises(OptionError, match="--sampling seed: vLLM refuses 1: a seed needs a temperature"):
+        _refuse({"seed": 1, "top_p": 0.5}, check)
+
+
+def test_an_error_that_no_field_makes_is_raised_as_it_is() -> None:
+    def check(_fields: Mapping[str, Any]) -> None:
+        raise RuntimeError("the engine is gone")
+
+    with pytest.raises(RuntimeError, match="the engine is gone"):
+        _refuse({}, check)
 
 
 def test_fields_that_json_cannot_give_are_made_of_it() -> None:

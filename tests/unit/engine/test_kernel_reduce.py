@@ -179,7 +179,8 @@ def test_a_value_that_is_not_finite_is_none_when_it_is_read(spec: str, value: st
         reduce(rows, torch.arange(1, tokens + 1, device=kit.DEVICE), values, offsets, reduction, [0])
         stored = rows[1 : tokens + 1, 64 : 64 + size].cpu().numpy()
         stored = np.ascontiguousarray(stored).view(reduction.stored_dtype("float32"))
-        read.append(np.isfinite(reduction.decode(stored, width, "float32")))
-    twin, found = read
-    assert np.array_equal(found, twin)
-    assert found.all(axis=1).tolist() == [True, False, False, True]
+        read.append(reduction.decode(stored, width, "float32"))
+    finite = [np.isfinite(rows) for rows in read]
+    assert np.array_equal(*finite)
+    assert np.array_equal(*(rows[~whole] for rows, whole in zip(read, finite, strict=True)), equal_nan=True)
+    assert finite[0].all(axis=1).tolist() == [True, False, False, True]

@@ -15,6 +15,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
 
 from dmi_connector.engine import replaced
+from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.messages import StepMetadata
 
 SAMPLED = torch.tensor([[3], [5], [7]])
@@ -115,4 +116,20 @@ def test_a_step_without_reports_does_not_silence_the_next(monkeypatch: pytest.Mo
 def test_other_calls_reach_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     made, _ = executor(monkeypatch)
     made.execute_model(SimpleNamespace(kv_connector_metadata=StepMetadata()))
-    assert made.collective_rpc("check_health") == ["rank 0", "rank 1"]
+    named: Any = {"unique_reply_rank": 0, "kv_output_aggregator": Both()}
+    assert made.collective_rpc("take_draft_token_ids", **named) == ["rank 0", "rank 1"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("report", [False, True])
+def test_an_error_that_nobody_would_hear_of_ends_the_process(rank: int, report: bool) -> None:
+    def fail(_metadata: StepMetadata) -> None:
+        raise RuntimeError("no memory")
+
+    connector = DMIConnector.__new__(DMIConnector)
+    connector.exporter = SimpleNamespace(rank=rank, before_forward=fail, after_forward=fail)  # type: ignore[assignment]
+    metadata = StepMetadata(report=report)
+    connector.bind_connector_metadata(metadata)
+    for step in (lambda: connector.handle_preemptions(metadata), connector.wait_for_save):
+        with pytest.raises(RuntimeError if report or rank == 0 else SystemExit):
+            step()

@@ -189,9 +189,10 @@ def test_a_store_of_an_object_store_waits_for_its_root_document(s3: s3kit.Proxy)
         open_capture(f"{URL}/bare/unfinished.zarr", 0)
 
 
-def test_a_bucket_that_does_not_exist_is_not_waited_for(s3: s3kit.Proxy) -> None:
-    with pytest.raises(FileNotFoundError, match=r"s3://nowhere/a\.zarr is not there: the bucket does not exist"):
-        open_capture("s3://nowhere/a.zarr", timeout=600)
+@pytest.mark.parametrize("bucket", ["nowhere", "my-credentials"])
+def test_a_bucket_that_does_not_exist_is_not_waited_for(s3: s3kit.Proxy, bucket: str) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"s3://{bucket}/a\.zarr is not there: the bucket does not exist"):
+        open_capture(f"s3://{bucket}/a.zarr", timeout=600)
     assert len(s3.log) == 2
 
 

@@ -246,6 +246,8 @@ def test_a_run_counts_stores_that_are_in_the_bucket_alone(
     failed = {"event": "upload", "store": stores[2].name, "upload": "failed", "upload_reason": "it was denied"}
     append_index(str(out), failed)
     assert not_uploaded(out, bulkkit.RUN, Order()) == (3, "it was denied")
+    append_index(str(out), {**failed, "store": stores[0].name, "upload_reason": "it timed out"})
+    assert not_uploaded(out, bulkkit.RUN, Order()) == (3, "it timed out"), "the latest"
     for store in stores[:2]:
         upload.finish_upload(store, RemotePath(s3kit.BUCKET, f"{prefix}/{store.name}"), 0, remove_local=True)
     assert not_uploaded(out, bulkkit.RUN, Order())[0] == 1 and not stores[0].exists() and not stores[1].exists()
