@@ -174,7 +174,7 @@ NAMES: dict[str, tuple[str, str]] = {
     ),
     "decoded": (
         "vllm.v1.serial_utils:MsgpackDecoder.decode",
-        "reads it",
+        "reads that message as the engine's process does",
     ),
     # ---- models with a vision tower
     "raw_tokens": (

@@ -48,6 +48,7 @@ def facts(store: Path) -> dict[str, Any]:
         named = {key: getattr(capture, key) for key in ("complete", "reason", "missing", "prompt_len")}
         values = {hook: capture.numpy(hook) for hook in capture.hooks if hook != "resid_post"}
         digests = {hook: [list(v.shape), hashlib.sha256(v.tobytes()).hexdigest()] for hook, v in values.items()}
+        named["loss_spans"] = capture.attrs["loss_spans"]
         return {"store": store.name, **named, "token_ids": capture.token_ids.tolist(), "values": digests}
 
 
@@ -59,7 +60,7 @@ def main() -> None:
         model = make_model("qwen3", root / "model")
         for name, (dtype, hooks, options) in CASES.items():
             run = Run(root / name)
-            kv = {"include_output_tokens": True, "dmi": {"key": name}}
+            kv = {"include_output_tokens": True, "dmi": {"key": name, "loss_spans": [[2, 9], [15, 21]]}}
             args = capture_args(hooks, run.store_dir, "target", **SMALL, **options)
             with engine(model, enforce_eager=True, dtype=dtype, **args, **RANKS.get(name, {})) as llm:
                 generate(llm, run, {name: Ask(prompt(21), kv, {"max_tokens": 6})})

@@ -50,6 +50,7 @@ def test_an_old_store_reads_as_it_was_written(version: str, name: str, unpacked:
     with open_capture(store, timeout=0, allow_incomplete=True) as capture:
         facts = {key: getattr(capture, key) for key in ("complete", "reason", "missing", "prompt_len")}
         assert facts == {key: wanted[key] for key in facts}
+        assert capture.attrs.get("loss_spans") == wanted.get("loss_spans")  # since 1.4
         np.testing.assert_array_equal(capture.token_ids, wanted["token_ids"])
         assert set(wanted["values"]) == set(capture.hooks) - {"resid_post"}
         for hook, (shape, digest) in wanted["values"].items():
