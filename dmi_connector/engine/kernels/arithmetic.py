@@ -37,7 +37,7 @@ def load_row(x, columns, width: tl.constexpr):
 
 @triton.jit
 def size_of(value):
-    """|value| of a float32 as an integer of the same order. NaN is the largest: a maximum of floats passes it by."""
+    """|value| of a float32 as an integer of the same order. NaN is the largest. A maximum of floats ignores it."""
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 

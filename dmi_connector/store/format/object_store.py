@@ -145,8 +145,9 @@ def requests_for(place: RemotePath) -> Iterator[ModuleType]:
                 f"{place} is not there: the bucket does not exist, or AWS_REGION is another"
             ) from None
         told = re.sub(r"https?://\S+", "", str(error)).lower()  # a bucket may have any name
+        # At 169.254.* a machine of AWS gives the credentials of its role.
         if "169.254." in str(error) or ("credential" in told and "status" not in words):
-            raise _denied(place, "no credentials were found") from None  # not where a machine of AWS would have them
+            raise _denied(place, "no credentials were found") from None
         lasting = re.search(r"status 4(?!08|09|29)\d\d", words) is not None
         raise RemoteError(f"{place}: the object store did not answer as it should ({words})", lasting) from None
 
