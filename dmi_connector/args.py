@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from dmi_connector.hooks import check_names
-from dmi_connector.settings import OptionError, ServerOptions
+from dmi_connector.option_values import OptionError
+from dmi_connector.settings import ServerOptions
 
 OWNERS = ("draft", "target")
 """Which model owns the rows in its paged cache."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from dmi_connector.settings import MOST_SPANS
+from dmi_connector.request_options import MOST_SPANS
 from dmi_connector.wording import show, suggest
 
 _LARGEST_TOKEN = 2**31 - 1

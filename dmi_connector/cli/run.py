@@ -29,7 +29,8 @@ from dmi_connector.bulk.signals import stopped_by_signals
 from dmi_connector.bulk.sources import identity, open_source
 from dmi_connector.cli import units
 from dmi_connector.cli.serve import add_options, leave_graphs, refuse_conflicts
-from dmi_connector.settings import OptionError, ServerOptions
+from dmi_connector.option_values import OptionError
+from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.locks import lock_alone
 from dmi_connector.store.format.paths import UMASKS, make_directory
 from dmi_connector.urls import is_url

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 from dmi_connector.args import OWNERS, capture_args
 from dmi_connector.cli import units
-from dmi_connector.settings import CHECKS, CODECS, CUDA_GRAPHS, FILE_MODES, POLICIES, SINKS, OptionError, ServerOptions
+from dmi_connector.option_values import OptionError
+from dmi_connector.settings import CHECKS, CODECS, CUDA_GRAPHS, FILE_MODES, POLICIES, SINKS, ServerOptions
 from dmi_connector.store.write.directories import check_directories
 
 SERVER = "vllm.entrypoints.openai.api_server"

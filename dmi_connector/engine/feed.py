@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from dmi_connector.args import capture_args
-from dmi_connector.settings import OptionError
+from dmi_connector.option_values import OptionError
 from dmi_connector.wording import show
 
 _LONG_PROMPT = 4096

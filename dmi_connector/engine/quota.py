@@ -17,8 +17,9 @@ from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.hooks import HOOKS, Selection, hook_dtype
 from dmi_connector.layout import TOKEN_ARRAYS
+from dmi_connector.option_values import OptionError
 from dmi_connector.ranks import shard_of
-from dmi_connector.settings import OptionError, ServerOptions
+from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.paths import make_directory
 from dmi_connector.store.write.retention import RECENT_S, Usage, measure, read_usage
 

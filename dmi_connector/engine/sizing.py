@@ -14,7 +14,8 @@ from vllm.logger import init_logger
 
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.quota import UNLIMITED
-from dmi_connector.settings import OptionError, ServerOptions
+from dmi_connector.option_values import OptionError
+from dmi_connector.settings import ServerOptions
 from dmi_connector.store.write.settings import WriteSettings
 
 if TYPE_CHECKING:

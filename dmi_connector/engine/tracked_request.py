@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dmi_connector.engine.quota import UNLIMITED
 from dmi_connector.hooks import Selection
-from dmi_connector.settings import CaptureParams
+from dmi_connector.request_options import CaptureParams
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -27,7 +27,8 @@ from dmi_connector.engine.quota import UNLIMITED, Quota, RequestBytes, row_bytes
 from dmi_connector.engine.refused_requests import RefusedRequests
 from dmi_connector.engine.tracked_request import Tracked
 from dmi_connector.hooks import SelectionError, narrow
-from dmi_connector.settings import CaptureParams, OptionError
+from dmi_connector.option_values import OptionError
+from dmi_connector.request_options import CaptureParams
 from dmi_connector.store.format import completeness
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.paths import custom_directory, store_name

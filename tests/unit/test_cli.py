@@ -24,7 +24,8 @@ from dmi_connector.cli.serve import SERVER, server_command
 from dmi_connector.cli.tiny_models import make_tokenizer
 from dmi_connector.hooks import SelectionError
 from dmi_connector.layout import ArraySpec
-from dmi_connector.settings import OptionError, ServerOptions
+from dmi_connector.option_values import OptionError
+from dmi_connector.settings import ServerOptions
 from dmi_connector.store.read.capture import open_capture
 from tests import storekit as kit
 

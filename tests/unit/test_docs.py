@@ -21,7 +21,8 @@ import pytest
 import dmi_connector
 from dmi_connector.engine.architectures import ARCHITECTURES, Architecture
 from dmi_connector.hooks import HOOKS, PRESETS
-from dmi_connector.settings import CaptureParams, ServerOptions
+from dmi_connector.request_options import CaptureParams
+from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.completeness import LABELS, Cause
 
 ROOT = Path(__file__).parents[2]

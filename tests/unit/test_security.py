@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from dmi_connector.layout import ArraySpec, PayloadLayout
-from dmi_connector.settings import CaptureParams, OptionError, ServerOptions
+from dmi_connector.option_values import OptionError
+from dmi_connector.request_options import CaptureParams
+from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.paths import UMASKS, custom_directory, store_name

@@ -13,7 +13,9 @@ import pytest
 
 from dmi_connector import capture_args
 from dmi_connector.engine.contract import NAMES, SUPPORTED
-from dmi_connector.settings import CaptureParams, OptionError, ServerOptions
+from dmi_connector.option_values import OptionError
+from dmi_connector.request_options import CaptureParams
+from dmi_connector.settings import ServerOptions
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -304,7 +306,7 @@ def test_what_a_response_said_may_come_with_the_next_request() -> None:
 
 def test_of_many_names_few_are_compared_and_all_of_ours_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
-    monkeypatch.setattr("dmi_connector.settings.get_close_matches", lambda name, *_, **__: compared.append(name))
+    monkeypatch.setattr("dmi_connector.request_options.get_close_matches", lambda name, *_, **__: compared.append(name))
     many = {f"include_other_{number:07d}": 0 for number in range(100_000)}
     CaptureParams.parse(many)
     assert 0 < len(compared) < 100

@@ -14,7 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dmi_connector.hooks import HOOKS, PRESETS, SelectionError, parse_selection
-from dmi_connector.settings import CaptureParams, OptionError, ServerOptions
+from dmi_connector.option_values import OptionError
+from dmi_connector.request_options import CaptureParams
+from dmi_connector.settings import ServerOptions
 from tests.trackerkit import DIMS, ask, generate, make_tracker
 
 SERVER = [f.name for f in fields(ServerOptions)]

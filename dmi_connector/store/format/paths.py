@@ -8,7 +8,8 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
-from dmi_connector.settings import FILE_MODES, OptionError
+from dmi_connector.option_values import OptionError
+from dmi_connector.settings import FILE_MODES
 
 UMASKS = dict(zip(FILE_MODES, (0o077, 0o027, 0o022), strict=True))
 """umask for each `file_mode`. Processes that write stores set it."""

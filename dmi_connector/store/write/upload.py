@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dmi_connector.settings import OptionError
+from dmi_connector.option_values import OptionError
 from dmi_connector.store.format.object_store import RemoteError, bucket_store, requests_for
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.format.schema import INDEX_FOLDER

@@ -28,14 +28,17 @@ OURS = "dmi_connector.hooks.SelectionError: hooks: 'resid_pree' is unknown"
     [
         ([PLACE + OURS, *NOISE], "SelectionError: hooks: 'resid_pree' is unknown"),
         ([OURS, "ValueError: later, and not ours", *NOISE], "SelectionError: hooks: 'resid_pree' is unknown"),
-        (["dmi_connector.settings.OptionError: first", OURS, *NOISE], "SelectionError: hooks: 'resid_pree' is unknown"),
+        (
+            ["dmi_connector.option_values.OptionError: first", OURS, *NOISE],
+            "SelectionError: hooks: 'resid_pree' is unknown",
+        ),
         (["KeyError: 'a'", PLACE + "torch.OutOfMemoryError: no memory", *NOISE], "OutOfMemoryError: no memory"),
         (NOISE, VLLM),
     ],
 )
 def test_the_cause_is_the_last_error_that_points_to_no_other(lines: list[str], want: str, tmp_path: Path) -> None:
     log = tmp_path / "engine-0.log"
-    earlier = "dmi_connector.settings.OptionError: of an earlier start\n"
+    earlier = "dmi_connector.option_values.OptionError: of an earlier start\n"
     log.write_text(earlier + "\n".join(lines))
     assert cause(VLLM, log, len(earlier)) == want
     assert cause("OptionError: flags of vLLM: x", log, len(earlier)) == "OptionError: flags of vLLM: x"
@@ -79,7 +82,7 @@ class Pool(EnginePool):
 def test_a_pool_tells_which_engines_start_and_why_one_did_not(tmp_path: Path) -> None:
     logs = [tmp_path / "engine-0.log", tmp_path / "engine-1.log"]
     for log in logs:
-        log.write_text("dmi_connector.settings.OptionError: of an earlier start\n")
+        log.write_text("dmi_connector.option_values.OptionError: of an earlier start\n")
     pool = Pool(logs)
     assert pool.starting() == []
     pool.start()

@@ -28,7 +28,8 @@ from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
 from dmi_connector.bulk.settings import RunSettings, joined, settle
 from dmi_connector.cli.main import main, make_run_parser, make_serve_parser
 from dmi_connector.cli.run import NOT_OURS, settings_of
-from dmi_connector.settings import OptionError, ServerOptions
+from dmi_connector.option_values import OptionError
+from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.locks import LIFE_LOCK, lock_alone
 from dmi_connector.store.read.run_manifest import read_manifest
 from tests.bulkkit import Killed, Kills

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.feed import _refuse, _sampling
-from dmi_connector.settings import OptionError
+from dmi_connector.option_values import OptionError
 
 
 @pytest.mark.parametrize(

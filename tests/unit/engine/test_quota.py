@@ -26,7 +26,8 @@ from dmi_connector.engine import quota as quota_module
 from dmi_connector.engine.quota import FORGET_S, Quota, RequestBytes
 from dmi_connector.engine.sizing import write_settings
 from dmi_connector.layout import ArraySpec
-from dmi_connector.settings import OptionError, ServerOptions
+from dmi_connector.option_values import OptionError
+from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format import completeness
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.locks import PartialLock

@@ -20,7 +20,8 @@ from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.recovery import not_uploaded, settle_left
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
-from dmi_connector.settings import OptionError, ServerOptions
+from dmi_connector.option_values import OptionError
+from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format import object_store
 from dmi_connector.store.format.object_store import RemoteDenied
 from dmi_connector.store.format.remote_path import RemotePath, place_of

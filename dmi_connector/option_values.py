@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of option values. A refusal is an OptionError whose message names the option, the value and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dmi_connector.wording import show, suggest
+
+SUGGEST_FROM = 100
+"""Characters of a given name that are compared with known names."""
+_LONGEST_PATH, _LONGEST_NAME = 1024, 255
+"""Characters of a path and bytes of one of its names, as file systems take them."""
+
+
+class OptionError(ValueError):
+    """A bad option. The message names the option, the value and the fix."""
+
+
+def refuse(option: str, value: object, fix: str) -> OptionError:
+    return OptionError(f"{option}: {show(value)} {fix}")
+
+
+def check_names(where: str, given: Mapping[Any, Any], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            near = suggest(name[:SUGGEST_FROM], known) if isinstance(name, str) else ""
+            raise OptionError(f"{where}: option {show(name)} is unknown{near or ';'} known options: {', '.join(known)}")
+
+
+def integer(option: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise refuse(option, value, f"is not valid; give a whole number from {low} to {high}")
+    return value
+
+
+def boolean(option: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise refuse(option, value, "is not valid; give true or false")
+    return value
+
+
+def one_of(option: str, value: object, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        near = suggest(value[:SUGGEST_FROM], choices) if isinstance(value, str) else ""
+        raise refuse(option, value, f"is unknown{near or ';'} choose one of {', '.join(choices)}")
+    return str(value)
+
+
+def hook_items(option: str, value: object) -> tuple[str, ...]:
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not items or not all(isinstance(i, str) for i in items):
+        raise refuse(option, value, "is not valid; give hook names as a comma-separated string or a list of strings")
+    return tuple(i.strip() for i in items)
+
+
+def is_directory_name(value: object) -> bool:
+    """Whether it is an absolute path without "." and ".." that a file system can hold."""
+    if not isinstance(value, str) or not value.startswith("/") or len(value) > _LONGEST_PATH or not value.isprintable():
+        return False
+    parts = value.split("/")
+    return not {".", ".."} & set(parts) and all(len(part.encode()) <= _LONGEST_NAME for part in parts)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request options (`kv_transfer_params`), parsed and validated."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import islice
+from typing import Any
+
+from dmi_connector.option_values import (
+    SUGGEST_FROM,
+    boolean,
+    check_names,
+    hook_items,
+    integer,
+    is_directory_name,
+    refuse,
+)
+
+MOST_SPANS = 4096
+"""Spans of `dmi.loss_spans`, at most."""
+_MOST_TOKENS = 1 << 40
+"""The largest token position."""
+_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_INCLUDE = "include_output_tokens"
+_NEAR, _NEAR_LENGTH = 0.85, 3
+"""How alike (0 to 1) a misspelt name is, and by how many characters longer or shorter."""
+_DMI_LIKE = re.compile(r"\s*dmi\s*(?:[._-]\s*(.*))?", re.IGNORECASE | re.DOTALL)
+"""Names that are meant for us. The group is what stands behind a prefix."""
+_ANSWERED = ("dmi_store", "dmi_request_id", "dmi_url", "dmi_key", "dmi_reason", "dmi_missing", "dmi_error")
+"""Names in responses. Proxies hand these on with a request to the next server."""
+_LOOKED_AT = 32
+"""Names that are compared with it at most: that takes the engine's time, and a client may send any number."""
+
+
+def _meant(name: str, params: Mapping[Any, Any], known: Sequence[str]) -> str:
+    """How a name beside `dmi` that is meant for us is written; "" for other names, and for those of a response."""
+    like = _DMI_LIKE.fullmatch(name[:SUGGEST_FROM])
+    answered = name in _ANSWERED and (name != "dmi_key" or "dmi_request_id" in params)
+    if name == "dmi" or answered or not (like or _is_slip(name, "dmi")):
+        return ""
+    option = like[1] if like else None
+    if option == _INCLUDE:
+        return f'{{"{_INCLUDE}": ...}}'
+    return f'{{"dmi": {{"{option}": ...}}}}' if option in known else f'{{"dmi": ...}}, with any of {", ".join(known)}'
+
+
+def _is_slip(name: str, word: str) -> bool:
+    """Whether a name is `word` but for one letter that is missing, wrong or too much, or two that are swapped."""
+    name = name[:SUGGEST_FROM].lower()
+    if len(name) == len(word):
+        wrong = [i for i, (a, b) in enumerate(zip(name, word, strict=True)) if a != b]
+        swapped = len(wrong) == 2 and wrong[1] == wrong[0] + 1 and sorted(name) == sorted(word)
+        return len(wrong) == 1 or swapped
+    shorter, longer = sorted((name, word), key=len)
+    return len(longer) - len(shorter) == 1 and any(longer[:i] + longer[i + 1 :] == shorter for i in range(len(longer)))
+
+
+@dataclass(frozen=True)
+class CaptureParams:
+    """What one request asks for, under `kv_transfer_params`.
+
+    include_output_tokens: rows of generated tokens too (False: prompt rows only, as in vLLM). key: the client's own
+    name for the store. hooks, layers: narrow the server's selection. tokens: positions [start, stop) to keep, stop
+    None for all. enabled: False skips the capture. save_path: the directory to write to, if the server allows it.
+    loss_spans: [start, stop) positions of the prompt that a trainer learns from; kept for `dmi export`.
+    """
+
+    include_output_tokens: bool = False
+    key: str | None = None
+    hooks: tuple[str, ...] | None = None
+    layers: tuple[int, ...] | None = None
+    start: int = 0
+    stop: int | None = None
+    enabled: bool = True
+    save_path: str | None = None
+    loss_spans: tuple[tuple[int, int], ...] | None = None
+
+    @classmethod
+    def parse(cls, params: object) -> CaptureParams:
+        """Build from a request's `kv_transfer_params` (None: defaults). Raises OptionError."""
+        if params is None:
+            return cls()
+        if not isinstance(params, Mapping):
+            raise refuse("kv_transfer_params", params, "is not valid; give a JSON object")
+        known = ("key", "hooks", "layers", "tokens", "enabled", "save_path", "loss_spans")
+        cls._check_places(params, known)
+        include = boolean(_INCLUDE, params.get(_INCLUDE, False))
+        options = params.get("dmi")
+        if options is None:
+            return cls(include_output_tokens=include)
+        if not isinstance(options, Mapping):
+            raise refuse("dmi", options, f"is not valid; give a JSON object with any of {', '.join(known)}")
+        if _INCLUDE in options:
+            raise refuse(f"dmi.{_INCLUDE}", options[_INCLUDE], "is in the wrong place; write it beside dmi, not in it")
+        check_names("dmi", options, known)
+        key = options.get("key")
+        if key is not None and (not isinstance(key, str) or _KEY.fullmatch(key) is None):
+            raise refuse(
+                "dmi.key",
+                key,
+                "is not valid; use 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit",
+            )
+        save_path = options.get("save_path")
+        if save_path is not None and not is_directory_name(save_path):
+            raise refuse("dmi.save_path", save_path, "is not valid; give an absolute directory, without '.' and '..'")
+        hooks = options.get("hooks")
+        start, stop = cls._tokens(options.get("tokens"))
+        return cls(
+            include_output_tokens=include,
+            key=key,
+            hooks=None if hooks is None else hook_items("dmi.hooks", hooks),
+            layers=cls._layers(options.get("layers")),
+            start=start,
+            stop=stop,
+            enabled=boolean("dmi.enabled", options.get("enabled", True)),
+            save_path=None if save_path is None else os.path.normpath(save_path),
+            loss_spans=cls._loss_spans(options.get("loss_spans")),
+        )
+
+    def check_prompt(self, prompt_len: int) -> None:
+        """Raise OptionError for spans that reach beyond a prompt of so many tokens."""
+        if self.loss_spans and self.loss_spans[-1][1] > prompt_len:
+            raise refuse(
+                "dmi.loss_spans",
+                list(self.loss_spans[-1]),
+                f"reaches beyond the {prompt_len} tokens of the prompt; give the spans of this prompt's own tokens",
+            )
+
+    @staticmethod
+    def _check_places(params: Mapping[Any, Any], known: Sequence[str]) -> None:
+        """Raise OptionError for our options beside `dmi`, and near misses. Other names are for other connectors."""
+        for name in known:
+            if name in params:
+                fix = f'write it in dmi, as in {{"dmi": {{"{name}": ...}}}}'
+                raise refuse(name, params[name], f"is in the wrong place; {fix}")
+        for name in islice(params, _LOOKED_AT):
+            if isinstance(name, str) and (fix := _meant(name, params, known)):
+                raise refuse("kv_transfer_params", name, f"is unknown; write {fix}")
+            near = isinstance(name, str) and abs(len(name) - len(_INCLUDE)) <= _NEAR_LENGTH
+            if near and name != _INCLUDE and get_close_matches(name, [_INCLUDE], cutoff=_NEAR):
+                raise refuse("kv_transfer_params", name, f"is unknown; did you mean {_INCLUDE!r}?")
+
+    @staticmethod
+    def _layers(value: object) -> tuple[int, ...] | None:
+        if value is None:
+            return None
+        if (
+            not isinstance(value, list | tuple)
+            or not value
+            or not all(isinstance(x, int) and not isinstance(x, bool) for x in value)
+        ):
+            raise refuse("dmi.layers", value, "is not valid; give a list of layer numbers, as in [0, 5, -1]")
+        return tuple(value)
+
+    @staticmethod
+    def _tokens(value: object) -> tuple[int, int | None]:
+        if value is None:
+            return 0, None
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise refuse("dmi.tokens", value, "is not valid; give [start, stop], as in [0, 128] or [64, null]")
+        start = integer("dmi.tokens start", value[0], 0, _MOST_TOKENS)
+        if value[1] is None:
+            return start, None
+        stop = integer("dmi.tokens stop", value[1], 0, _MOST_TOKENS)
+        if stop <= start:
+            raise refuse("dmi.tokens", list(value), "is empty; stop must be larger than start")
+        return start, stop
+
+    @staticmethod
+    def _loss_spans(value: object) -> tuple[tuple[int, int], ...] | None:
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or len(value) > MOST_SPANS:
+            raise refuse(
+                "dmi.loss_spans",
+                value,
+                f"is not valid; give a list of at most {MOST_SPANS} [start, stop], as in [[12, 80], [95, 130]]",
+            )
+        end = 0
+        for span in value:
+            pair = isinstance(span, list | tuple) and len(span) == 2 and all(type(x) is int for x in span)
+            if not pair or not end <= span[0] < span[1] <= _MOST_TOKENS:
+                raise refuse(
+                    "dmi.loss_spans",
+                    span,
+                    "is not valid; give [start, stop] with start below stop, each behind the one before",
+                )
+            end = span[1]
+        return tuple((start, stop) for start, stop in value)
