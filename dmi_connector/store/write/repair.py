@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +90,8 @@ def repair(path: str | os.PathLike[str], remove_empty: bool = False) -> list[Out
 def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_seconds) -> list[Outcome]:
     """Upload the stores of a directory whose upload was cut short, or failed.
 
-    A server that runs holds the directory: what it has not tried is left to it.
+    A server that runs holds the directory: what it has not tried is left to it. retry_seconds: how long the first store
+    whose upload fails is tried again. The bucket is down then, and each of the others is tried once.
     """
     unfinished = [i for i in indexed_captures(directory) if i.upload in ("pending", "failed") and i.finished]
     waiting = [info for info in unfinished if info.url and isinstance(info.store, Path) and info.store.is_dir()]
@@ -97,7 +99,12 @@ def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_
         return []
     parts: dict[RemotePath, RemoteIndexPart] = {}
     with claim(directory) as alone, umask_of(directory):
-        outcomes = [_finish_upload(info, alone, retry_seconds, parts) for info in waiting]
+        outcomes = []
+        for info in waiting:
+            began = time.monotonic()
+            outcomes.append(_finish_upload(info, alone, retry_seconds, parts))
+            if outcomes[-1].state == "not uploaded" and time.monotonic() - began > retry_seconds / 4:
+                retry_seconds = 0
         for part in parts.values():
             with contextlib.suppress(OSError):  # stores are found without it, each opened once
                 part.write()

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from dmi_connector.store.write.commit import append_index
 from dmi_connector.store.write.directories import check_directories
 from dmi_connector.store.write.repair import finish_uploads, repair
 from dmi_connector.store.write.settings import UploadSettings, WriteSettings
-from dmi_connector.store.write.upload import expected_etag, part_bytes, upload_store
+from dmi_connector.store.write.upload import UploadResult, expected_etag, part_bytes, upload_store
 from dmi_connector.store.write.uploads import Uploads
 from tests import bulkkit, s3kit
 from tests import storekit as kit
@@ -455,6 +456,29 @@ def test_killed_during_an_upload_repair_finishes_it(
     assert (outcome.state, outcome.url) == ("uploaded", f"{BUCKET}/{prefix}/a.zarr")
     assert there(prefix, "a.zarr") == held and not store.exists()
     assert index(tmp_path / "s")["a.zarr"].upload == "done" and repair(tmp_path / "s") == []
+
+
+def test_repair_retries_one_store_while_the_bucket_is_down(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = make_client(retry_seconds=0)
+    s3.fault = lambda _method, _path, _number: "500"
+    for name in "abc":
+        capture(client, tmp_path / f"s/{name}.zarr")
+    uploaded(client, 3)
+    assert client.shutdown()
+    given: list[float] = []
+
+    def finish_upload(store: Path, to: RemotePath, retry_seconds: float, remove_local: bool) -> UploadResult:
+        given.append(retry_seconds)
+        time.sleep(retry_seconds)
+        return upload.finish_upload(store, to, 0, remove_local)
+
+    monkeypatch.setattr("dmi_connector.store.write.repair.finish_upload", finish_upload)
+    outcomes = finish_uploads(tmp_path / "s", retry_seconds=0.1)
+    assert [outcome.state for outcome in outcomes] == ["not uploaded"] * 3 and given == [0.1, 0, 0]
+    s3.clear()
+    assert [outcome.state for outcome in finish_uploads(tmp_path / "s")] == ["uploaded"] * 3
 
 
 def test_repair_leaves_to_a_server_what_it_will_upload(
