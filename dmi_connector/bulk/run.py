@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from dmi_connector.bulk.budget import Budget
 from dmi_connector.bulk.engines import Answer, Death, Engines
+from dmi_connector.bulk.flight import Flight, failed
 from dmi_connector.bulk.manifest import Manifest, cannot_write
 from dmi_connector.bulk.order import Placed, Rows
 from dmi_connector.bulk.progress import Counts, Progress
@@ -20,9 +21,9 @@ from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
 from dmi_connector.bulk.recovery import Recovered, position_of, settle_left, store_key
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.completeness import OWN_ENDS
-from dmi_connector.store.format.locks import lock_alone
+from dmi_connector.store.format.locks import is_abandoned, lock_alone
 from dmi_connector.store.format.remote_path import Place
-from dmi_connector.store.read.index import CaptureInfo, IndexTail, info_of
+from dmi_connector.store.read.index import IndexTail, info_of
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.retention import remove_store
 
@@ -30,25 +31,11 @@ _TRIES = 2
 """How often a prompt is captured whose store is incomplete."""
 _QUIET_S = 5.0
 """After this time without a line in the index a store is looked for by its path."""
+_MOST_FAILURES = 100
+"""Captures that fail one after another, until the run stops."""
 _ROWS_PER_TURN = 10_000
 """Rows that are passed by before the engines are looked at again."""
 _WAIT_S = 0.1
-
-
-@dataclass
-class _Flight:
-    """A prompt on its way. captured: how its capture ended. answered_at: of time.monotonic()."""
-
-    placed: Placed
-    prompt: Prompt
-    answer: Answer | None = None
-    answered_at: float = 0.0
-    captured: CaptureInfo | None = None
-    tries: int = 1
-
-    def anew(self, tries: int | None = None) -> _Flight:
-        """The prompt for another engine. tries: None if the engine was at fault."""
-        return _Flight(self.placed, self.prompt, tries=tries or self.tries)
 
 
 @dataclass
@@ -108,10 +95,11 @@ class Run:
         self._columns, self._chat, self._line_offset = columns or Columns(), chat, line_offset
         self._end_when_full, self._generates = end_when_full, generates
         self._tail = IndexTail(out, new_only=True)
-        self._flights: dict[int, _Flight] = {}
-        self._again: list[_Flight] = []  # prompts that are read and not in flight: those to try again, and the next one
-        self._orphans: list[tuple[Death, list[_Flight]]] = []  # of engines that died, until nothing writes them
+        self._flights: dict[int, Flight] = {}
+        self._again: list[Flight] = []  # prompts that are read and not in flight: those to try again, and the next one
+        self._orphans: list[tuple[Death, list[Flight]]] = []  # of engines that died, until nothing writes them
         self._condemned: list[Path] = []
+        self._failures = 0  # captures that failed since one did not
         before = recovered.done.below(rows.limit)
         before += sum(rows.limit is None or position < rows.limit for position in recovered.found)
         beyond = len(recovered.done) + len(recovered.found) - before
@@ -180,7 +168,7 @@ class Run:
             self.outcome.counts.waiting = f"the disk budget is used up{why}"
         return False
 
-    def _take(self, placed: Placed) -> _Flight | None:
+    def _take(self, placed: Placed) -> Flight | None:
         """Make a prompt of a row, unless it is done."""
         if placed.position in self._recovered.done:
             return None
@@ -197,9 +185,9 @@ class Run:
         if found is not None:
             self._manifest.add(self._found_entry(placed, prompt, found))
             return None
-        return _Flight(placed, prompt)
+        return Flight(placed, prompt)
 
-    def _submit(self, flight: _Flight) -> None:
+    def _submit(self, flight: Flight) -> None:
         position = flight.placed.position
         self._flights[position] = flight
         self._engines.submit(position, store_key(self._run, position), flight.prompt.to_json())
@@ -308,14 +296,21 @@ class Run:
             elif gone:
                 del self._flights[flight.placed.position]
                 self.outcome.lost += 1
+            elif path is not None and is_abandoned(f"{path}.partial"):
+                if flight.abandoned:  # its last writer did not rename it just between the two questions
+                    flight.captured = failed(path, "its writers ended before it was finished")
+                    self._settle(flight)
+                flight.abandoned = True
 
     def _path(self, answer: Answer) -> Path | None:
         """Where the store of an answer is, or may come."""
         if answer.store is not None:
             return Path(answer.store)
-        return next(self._out.glob(f"{store_key(self._run, answer.position)}--*.zarr"), None)
+        key = store_key(self._run, answer.position)
+        found = next(self._out.glob(f"{key}--*.zarr"), None) or next(self._out.glob(f"{key}--*.zarr.partial"), None)
+        return found and found.with_name(found.name.removesuffix(".partial"))
 
-    def _settle(self, flight: _Flight) -> None:
+    def _settle(self, flight: Flight) -> None:
         """Note a prompt whose answer and store are both there, or try it again."""
         info, answer = flight.captured, flight.answer
         if info is None or answer is None:
@@ -325,6 +320,13 @@ class Run:
             return
         position = flight.placed.position
         del self._flights[position]
+        self._failures = self._failures + 1 if info.state == "failed" else 0
+        if self._failures == _MOST_FAILURES:
+            self._progress.say(
+                {"event": "captures_fail", "count": self._failures, "why": info.reason},
+                f"dmi: {self._failures} captures in a row failed, the last one because: {info.reason}",
+            )
+            self.stop("captures")
         if info.state == "complete" and answer.finish_reason in OWN_ENDS:
             nbytes = info.bytes or 0
             tokens = answer.prompt_tokens, answer.generated_tokens

@@ -58,7 +58,12 @@ NOT_OURS = (
 _WAIT_S = 0.2
 _SHOWN = 5
 """Bad rows that the summary shows."""
-_WHY = {"max_bytes": "the disk budget is used up", "signal": "it was told to stop", "engines": "no engine is left"}
+_WHY = {
+    "max_bytes": "the disk budget is used up",
+    "signal": "it was told to stop",
+    "engines": "no engine is left",
+    "captures": "captures fail",
+}
 """Why a run stopped, in words."""
 
 
@@ -200,6 +205,8 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
         )
         with stopped_by_signals(job.stop):
             outcome = job.go()
+            if settings.capture.get("upload"):
+                _wait_for_uploads(life, settings.capture.get("shutdown_seconds", ServerOptions.shutdown_seconds))
     left = not_uploaded(out, name, settings.order) if settings.capture.get("upload") else (0, None)
     return _summarise(outcome, engines.answered(), left, out, suffix, progress)
 
@@ -236,6 +243,13 @@ def _engines(
 def _free(life: Path) -> bool:
     with lock_alone(life) as alone:
         return alone
+
+
+def _wait_for_uploads(life: Path, seconds: float) -> None:
+    """Wait until the processes of all engines have ended, which upload what is left, or so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not _free(life) and time.monotonic() < deadline:
+        time.sleep(_WAIT_S)
 
 
 def _recover(

@@ -7,12 +7,15 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dmi_connector.bulk import run as run_module
 from dmi_connector.bulk.budget import Budget
 from dmi_connector.bulk.engines import Answer, Death
 from dmi_connector.bulk.order import Order
@@ -21,7 +24,7 @@ from dmi_connector.bulk.signals import stopped_by_signals
 from dmi_connector.cli.run import _summarise
 from dmi_connector.store.write.commit import append_index
 from dmi_connector.store.write.retention import remove_store
-from tests.bulkkit import RUN, FakeEngines, check_whole, go, start_run, template, write_prompts
+from tests.bulkkit import PROMPT, ROWS, RUN, FakeEngines, check_whole, go, start_run, template, write_prompts
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +114,57 @@ def test_an_engine_that_dies_is_reported_and_its_prompts_are_left(store: Path, o
     assert [death.how for death in outcome.deaths] == ["it died (signal 9)"]
     assert go(prompts, out, FakeEngines(store, out)).all_done
     check_whole(out, range(9))
+
+
+class Mute(FakeEngines):
+    """Answers prompts of `mute` once, but nothing finishes their stores: no line in the index."""
+
+    def __init__(self, *args: Any, mute: Collection[int], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.mute = set(mute)
+
+    def submit(self, position: int, key: str, prompt: Any) -> None:
+        if position not in self.mute:
+            super().submit(position, key, prompt)
+            return
+        self.mute.remove(position)
+        self.submitted.append(position)
+        final = self.out / f"{key}--{position}-mute.zarr"
+        (self.out / f"{final.name}.partial" / "c").mkdir(parents=True)
+        self.work[position] = iter(()), Answer(position, PROMPT, ROWS - PROMPT + 1, "length", str(final))
+
+
+def test_a_store_whose_writers_died_is_done_again(
+    store: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine lives on. So the run may not wait until all processes are gone."""
+    monkeypatch.setattr(run_module, "_QUIET_S", 0.05)
+    engines = Mute(store, out, mute={2})
+    outcome = go(write_prompts(tmp_path / "p.jsonl", 5), out, engines)
+    assert outcome.all_done and engines.submitted.count(2) == 2
+    shutil.rmtree(next(out.glob("*-mute.zarr.partial")))
+    check_whole(out, range(5))
+
+
+def test_a_run_whose_captures_all_fail_stops(store: Path, out: Path, tmp_path: Path) -> None:
+    said = io.StringIO()
+
+    class Failing(FakeEngines):
+        """Its writers are gone for good, and each capture is recorded as failed."""
+
+        def submit(self, position: int, key: str, prompt: Any) -> None:
+            self.submitted.append(position)
+            final = self.out / f"{key}--{position}-{len(self.submitted)}.zarr"
+            line = {"event": "finish", "store": final.name, "key": key, "request_id": key, "finished": ""}
+            append_index(str(self.out), {**line, "state": "failed", "reason": "the coordinator died"})
+            self.work[position] = iter(()), Answer(position, PROMPT, ROWS - PROMPT + 1, "length", str(final))
+
+    engines, progress = Failing(store, out), Progress(False, said)
+    outcome = start_run(write_prompts(tmp_path / "p.jsonl", 3000), out, engines, progress=progress).go()
+    assert outcome.stopped == "captures" and not outcome.all_done and len(engines.submitted) < 200
+    assert "100 captures in a row failed, the last one because: the coordinator died" in said.getvalue()
+    assert _summarise(outcome, [0], (0, None), out, "", progress) == 1
+    assert said.getvalue().endswith("not all is done (captures fail): the same command goes on\n")
 
 
 def test_a_lower_limit_counts_only_what_is_within_it(store: Path, out: Path, tmp_path: Path) -> None:
