@@ -45,6 +45,11 @@ def _check_parallel(parallel: ParallelConfig) -> None:
             f"ubatch_size: {parallel.ubatch_size} splits a batch into so many, which capture does not support; "
             "remove --ubatch-size"
         )
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.tensor_parallel_size > 1:
+        raise ValueError(
+            "distributed_executor_backend: 'external_launcher' gives each rank a scheduler of its own, which names "
+            "different stores; use 'mp', 'ray' or tensor_parallel_size 1"
+        )
     if parallel.use_sequence_parallel_moe:
         raise ValueError(
             f"enable_expert_parallel: with tensor_parallel_size {parallel.tensor_parallel_size} and data_parallel_size "

@@ -273,6 +273,18 @@ def test_an_option_that_splits_a_batch_is_refused(
         capture_context(config)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_with_schedulers_of_their_own_are_refused(model: Path, tmp_path: Path, tp: int) -> None:
+    config = vllm_config(model, tmp_path)
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    config.parallel_config.tensor_parallel_size = tp
+    if tp == 1:
+        refusals.check(config)
+        return
+    with pytest.raises(ValueError, match=r"distributed_executor_backend: 'external_launcher' .*use 'mp', 'ray'"):
+        refusals.check(config)
+
+
 @pytest.mark.parametrize("owner", OWNERS)
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2), (2, 2)])
 def test_experts_over_both_kinds_of_ranks_are_refused(

@@ -143,6 +143,9 @@ class Source:
         self.tree = ast.parse(path.read_text())
         nodes = list(ast.walk(self.tree))
         self.functions = {n.name: n for n in nodes if isinstance(n, ast.FunctionDef)}
+        if any(isinstance(n, ast.ImportFrom) and n.module == "dmi_connector.option_values" for n in nodes):
+            shared = ast.parse((PACKAGE / "option_values.py").read_text())
+            self.functions = {n.name: n for n in shared.body if isinstance(n, ast.FunctionDef)} | self.functions
         self.owner: dict[ast.AST, ast.AST] = {}  # the innermost function around a node
         for node in nodes:
             if isinstance(node, ast.FunctionDef):
