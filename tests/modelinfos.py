@@ -14,12 +14,21 @@ from vllm.plugins import load_general_plugins
 from dmi_connector.engine.architectures import ARCHITECTURES
 
 ALSO = ("ExtractHiddenStatesModel", "DeepseekV2ForCausalLM", "TransformersForCausalLM", "TransformersMoEForCausalLM")
+REFUSED = (
+    "FalconH1ForCausalLM",
+    "Gemma3nForCausalLM",
+    "Gemma4ForCausalLM",
+    "NemotronHForCausalLM",
+    "Qwen3NextForCausalLM",
+    "StableLmForCausalLM",
+)
+"""Of test_refusals.py."""
 
 
 def main() -> None:
     load_general_plugins()
     registry._run_in_subprocess = lambda look: look()
-    for name in (*ARCHITECTURES, *ALSO):
+    for name in (*ARCHITECTURES, *ALSO, *REFUSED):
         registry.ModelRegistry.models[name].inspect_model_cls()
 
 

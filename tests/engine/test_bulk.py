@@ -23,6 +23,7 @@ from tests.engine.faults import check_rows
 from tests.engine.harness import prompt
 
 MASK = [0, 0, 1, 1, 0, 0, 0, 1, 1]
+CHOICES = ["what", "no"]
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "what is it"}]
 
 
@@ -64,7 +65,7 @@ def done(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     rows += [(json.dumps({"prompt_token_ids": prompt(9), "loss_mask": MASK}), prompt(9))]
     path = folder / "p.jsonl"
     path.write_text("\n".join(line for line, _ in rows) + "\n")
-    more = ["--column", "prompt=text", "--json"]
+    more = ["--column", "prompt=text", "--json", "--sampling", json.dumps({"structured_outputs": {"choice": CHOICES}})]
     result = bulkprocess.run(model, path, folder / "out", *more)
     assert result.returncode == 0, why(folder / "out", result.stdout, result.stderr)
     prompts = {i: ids for i, (_, ids) in enumerate(rows) if ids is not None}
@@ -111,6 +112,14 @@ def test_stores_hold_the_values_of_the_model(done: Done, oracle: Callable[..., O
             assert set(capture.attrs["hooks"]) == {"resid_pre", "q", "logits"}
             assert check_rows(capture, oracle("qwen3")) == len(done.prompts[row]) + entries[row]["generated_tokens"] - 1
             assert entries[row]["generated_tokens"] <= TOKENS
+
+
+def test_answers_follow_the_sampling_of_the_run(done: Done, tiny_model: Callable[..., Path]) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model("qwen3"))
+    for entry in read_manifest(done.out / "manifest.jsonl"):
+        assert entry["generated_tokens"] > 0 and entry["finish_reason"] == "stop", entry
+        answer = bulkprocess.tokens_of(done.out / entry["store"])[entry["prompt_tokens"] :]
+        assert any(choice.startswith(tokenizer.decode(answer).strip()) for choice in CHOICES)
 
 
 def test_other_settings_are_refused_before_an_engine_starts(
@@ -163,11 +172,3 @@ def test_sampling_that_the_engine_refuses_ends_the_run_before_a_prompt_is_taken(
     assert wrong.returncode == 2, why(out, wrong.stderr)
     assert "--sampling allowed_token_ids: vLLM refuses [100000]: " in wrong.stderr, wrong.stderr
     assert not (out / "rejects.jsonl").read_text()
-    chosen = '{"structured_outputs": {"choice": ["what", "no"]}}'
-    result = bulkprocess.run(model, tmp_path / "p.jsonl", out, "--sampling", chosen)
-    assert result.returncode == 0, why(out, result.stderr)
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    for entry in read_manifest(out / "manifest.jsonl"):
-        assert entry["generated_tokens"] > 0 and entry["finish_reason"] == "stop", entry
-        answer = bulkprocess.tokens_of(out / entry["store"])[entry["prompt_tokens"] :]
-        assert any(choice.startswith(tokenizer.decode(answer).strip()) for choice in ("what", "no"))
