@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from dmi_connector.bulk.engines import Answer, Death
 from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.progress import Progress
 from dmi_connector.bulk.signals import stopped_by_signals
-from dmi_connector.cli.run import _summarise
+from dmi_connector.cli.run import _summarise, _wait_for_uploads
+from dmi_connector.store.format.locks import lock_alone
 from dmi_connector.store.write.commit import append_index
 from dmi_connector.store.write.retention import remove_store
 from tests.bulkkit import PROMPT, ROWS, RUN, FakeEngines, check_whole, go, start_run, template, write_prompts
@@ -165,6 +167,20 @@ def test_a_run_whose_captures_all_fail_stops(store: Path, out: Path, tmp_path: P
     assert "100 captures in a row failed, the last one because: the coordinator died" in said.getvalue()
     assert _summarise(outcome, [0], (0, None), out, "", progress) == 1
     assert said.getvalue().endswith("not all is done (captures fail): the same command goes on\n")
+
+
+def test_the_end_of_a_run_waits_for_uploads(tmp_path: Path) -> None:
+    """The processes of the engines hold the lock as long as they upload."""
+    life = tmp_path / ".life.lock"
+    with lock_alone(life) as alone:
+        assert alone
+        _wait_for_uploads(life, 0.2)  # not longer than it is told to
+        waits = threading.Thread(target=_wait_for_uploads, args=(life, 600))
+        waits.start()
+        waits.join(0.5)
+        assert waits.is_alive()
+    waits.join(600)
+    assert not waits.is_alive()
 
 
 def test_a_lower_limit_counts_only_what_is_within_it(store: Path, out: Path, tmp_path: Path) -> None:
