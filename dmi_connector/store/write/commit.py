@@ -92,6 +92,15 @@ def written_attrs(partial: str) -> dict[str, Any] | None:
     return attrs if attrs.get("checksum") == crc32c(schema.canonical(attrs)) else None
 
 
+def finished_attrs(final: str, request_id: str | None, key: str | None) -> dict[str, Any] | None:
+    """The root attributes of the store of a request, None where it is not there, or another store has its name."""
+    try:
+        attrs = read_attrs(final)
+    except ValueError:
+        return None
+    return attrs if (attrs.get("request_id"), attrs.get("key")) == (request_id, key) else None
+
+
 def publish(partial: str, final: str, attrs: dict[str, Any], bytes_raw: int, fsync: bool = False) -> None:
     """Do what is left when the root document is written: the final name and the line in the index.
 
