@@ -130,7 +130,7 @@ class CaptureEnds:
             return
         message |= {"final": record.final, "attrs": end.attrs, "arrays": end.arrays, "samples": end.samples}
         message |= {"ranks": record.ranks, "rank_timeout": self._settings.rank_timeout, "fsync": self._settings.fsync}
-        process.post({**message, "type": "commit"})
+        process.post({**message, "type": "commit", "again": record.recommitted})
 
     def _forget_unfinished(self, record: CaptureRecord) -> None:
         """Drop what other writers finished of arrays whose writer died: the commit makes these from all journals."""

@@ -81,7 +81,8 @@ class StoreClient:
     """Owns the ring and the coordinator process. All methods may be called from any thread.
 
     `ring.memory` is the whole ring as one uint8 array, to be registered as pinned memory. If the coordinator dies, the
-    captures under way are lost: that is logged and written to the index, and a new coordinator serves later captures.
+    captures under way are lost, but those whose store is there: that is logged and written to the index, and a new
+    coordinator serves later captures.
     """
 
     def __init__(self, ring_bytes: int, writers: int = 1, settings: WriteSettings | None = None) -> None:
@@ -145,7 +146,7 @@ class StoreClient:
         with self._lock:
             self._count += 1
             self._stats["started"] += 1
-            names: Message = {"final": final, "request_id": request_id, "key": key}
+            names: Message = {"final": final, "request_id": request_id, "key": key, "rank": rank}
             capture = OpenCapture(self, self._count, final, names)
             if self._broken:
                 capture.reason, capture.state = self._broken, "failed"
@@ -153,7 +154,7 @@ class StoreClient:
                 return capture
             self._captures[self._count] = capture
             message = {"type": "open", "id": self._count, "layout": layout, "attrs": dict(attrs or {}), **names}
-            self._child.post({**message, "rank": rank, "ranks": ranks, "most_rows": most_rows})
+            self._child.post({**message, "ranks": ranks, "most_rows": most_rows})
             return capture
 
     def rows(self, extent: Extent, rows: Sequence[tuple[OpenCapture, str, int, int, int]]) -> None:
@@ -293,18 +294,22 @@ class StoreClient:
                 self.ring.release(extent)
             self._out.clear()
             lost = list(self._captures.values())
+            short = time.monotonic() - self._born < SHORT_LIFE_S
+            closing = [] if self._stopping or short else [c for c in lost if c.state == "closing"]
             for capture in lost:
-                self._end(capture, "failed", reason)
+                if capture not in closing:
+                    self._end(capture, "failed", reason)
             if self._stopping:
                 return
             self._note(reason)
-            if time.monotonic() - self._born < SHORT_LIFE_S:
+            if short:
                 self._broken = f"{reason}, soon after its start: nothing is captured until the engine is started again"
                 self._note(self._broken)
                 return
             self._child = self._spawn()
-            for capture in lost:
-                self._child.post({"type": "lost", "reason": reason, **capture.names})
+            for capture in lost:  # the store of one that was closed may be there: then its end is known soon
+                number = capture.number if capture in closing else None
+                self._child.post({"type": "lost", "id": number, "reason": reason, **capture.names})
 
 
 def _end_group(pid: int) -> None:

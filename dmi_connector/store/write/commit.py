@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import shutil
 import stat
@@ -15,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.layout import TOKEN_ARRAYS
 from dmi_connector.store.format import completeness, schema
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json
 from dmi_connector.store.format.paths import no_follow
+from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.array_writer import FileList, plain_array
-from dmi_connector.store.write.journal import holds_rows, is_journal, remove_journals
+from dmi_connector.store.write.journal import holds_rows, is_journal
 from dmi_connector.store.write.messages import Message, unpack_array
 
 Rebuild = Callable[[Message, set[str]], tuple[FileList, list[Loss], int]]
@@ -53,6 +56,8 @@ def append_index(directory: str, record: dict[str, Any]) -> None:
         os.close(fd)
 
 
+_RANK_PREFIX = ".rank-"
+"""Of the files in which ranks leave their results for rank 0."""
 FOUND_BY = ("prompt_len", "model")
 """Attributes that the index repeats, so that a reader finds stores by them without opening each."""
 
@@ -71,9 +76,68 @@ def append_finish(final: str, attrs: dict[str, Any], bytes_raw: int) -> None:
     append_index(os.path.dirname(final), {**line, "bytes_raw": bytes_raw})
 
 
+def raw_bytes(store: str, attrs: dict[str, Any]) -> int:
+    """Bytes of the rows of a store before compression. attrs: its root attributes. Raises OSError."""
+    arrays = {hook["array"] for hook in attrs["hooks"].values()}
+    documents = [json.loads(Path(store, name, "zarr.json").read_bytes()) for name in arrays]
+    return sum(math.prod(d["shape"]) * ITEMSIZE[d["data_type"]] for d in documents)
+
+
+def written_attrs(partial: str) -> dict[str, Any] | None:
+    """The root attributes of a partial store whose root document is whole, else None."""
+    try:
+        attrs = read_attrs(partial)
+    except ValueError:
+        return None
+    return attrs if attrs.get("checksum") == crc32c(schema.canonical(attrs)) else None
+
+
+def finished_attrs(final: str, request_id: str | None, key: str | None) -> dict[str, Any] | None:
+    """The root attributes of the store of a request, None where it is not there, or another store has its name."""
+    try:
+        attrs = read_attrs(final)
+    except ValueError:
+        return None
+    return attrs if (attrs.get("request_id"), attrs.get("key")) == (request_id, key) else None
+
+
+def publish(partial: str, final: str, attrs: dict[str, Any], bytes_raw: int, fsync: bool = False) -> None:
+    """Do what is left when the root document is written: the final name and the line in the index.
+
+    attrs: of the root document. bytes_raw: of the rows before compression. Raises OSError.
+    """
+    expect_free(final)
+    if fsync:
+        paths = [os.path.join(partial, path) for path in ("zarr.json", *attrs["files"])]
+        for path in paths + sorted({os.path.dirname(path) for path in paths}):
+            fsync_path(path)
+    remove_notes(partial)  # a store with its root document needs them no more
+    os.rename(partial, final)
+    if fsync:
+        fsync_path(os.path.dirname(final))
+    append_finish(final, attrs, bytes_raw)
+
+
+def expect_free(final: str) -> None:
+    """Raise FileExistsError where something has the name of a store already."""
+    if os.path.lexists(final):
+        raise FileExistsError(f"store {final} exists already: use another name")
+
+
 def rank_file(partial: str, rank: int) -> str:
     """Where rank `rank` leaves its results for rank 0."""
-    return os.path.join(partial, f".rank-{rank}.json")
+    return os.path.join(partial, f"{_RANK_PREFIX}{rank}.json")
+
+
+def is_note(name: str) -> bool:
+    """Whether a file of a partial directory is a journal, or the result of a rank."""
+    return is_journal(name) or name.startswith(_RANK_PREFIX)
+
+
+def remove_notes(partial: str) -> None:
+    """Remove journals and results of ranks from a directory that is about to become a store. Raises OSError."""
+    for name in filter(is_note, os.listdir(partial)):
+        Path(partial, name).unlink(missing_ok=True)  # a rank that is late may just rename its own
 
 
 def write_rank_done(message: Message) -> None:
@@ -99,7 +163,7 @@ def give_up(message: Message, reason: str) -> None:
     try:
         if partial.is_dir() and not holds_rows(partial):
             sweep(str(partial), {})
-            remove_journals(str(partial))
+            remove_notes(str(partial))
             partial.rmdir()
     finally:
         append_index(os.path.dirname(final), {**line, "finished": now()})
@@ -109,21 +173,25 @@ def give_up(message: Message, reason: str) -> None:
 class Commit:
     """One commit on its way, waiting for the other tensor-parallel ranks if there are any.
 
-    message: from capture_ends.py. deadline: of time.monotonic(). losses: all that is known to be missing.
+    message: from capture_ends.py. deadline: of time.monotonic(). losses: all that is known to be missing. written: the
+    root attributes, where a process that died had written all but the final name.
     """
 
     message: Message
     deadline: float
     losses: list[Loss]
+    written: dict[str, Any] | None
 
     @classmethod
     def start(cls, message: Message) -> Commit:
         """The other ranks have `message["rank_timeout"]` seconds from now."""
-        return cls(message, time.monotonic() + message["rank_timeout"], losses_from_json(message["losses"]))
+        written = written_attrs(message["partial"]) if message.get("again") else None
+        deadline = time.monotonic() + message["rank_timeout"]
+        return cls(message, deadline, losses_from_json(message["losses"]), written)
 
     def ready(self) -> bool:
         """Whether every rank is there, or has been waited for long enough."""
-        return not self._waiting() or time.monotonic() >= self.deadline
+        return self.written is not None or not self._waiting() or time.monotonic() >= self.deadline
 
     def _waiting(self) -> list[int]:
         partial, ranks = self.message["partial"], self.message["ranks"]
@@ -136,6 +204,9 @@ class Commit:
         """
         m = self.message
         partial, final = m["partial"], m["final"]
+        if self.written is not None:
+            publish(partial, final, self.written, raw_bytes(partial, self.written), m["fsync"])
+            return self._answer(self.written)
         files: FileList = dict(m["files"])
         attrs: dict[str, Any] = dict(m["attrs"])
         late = self._waiting()
@@ -153,10 +224,15 @@ class Commit:
         attrs |= {"complete": complete, "reason": completeness.reason(self.losses)}
         attrs |= {"missing": completeness.missing(self.losses), "finished": now(), "files": files}
         attrs["checksum"] = crc32c(schema.canonical(attrs))
-        self._publish(schema.dump(schema.root_document(attrs)), files)
-        append_finish(final, attrs, bytes_raw)
-        label = None if complete else completeness.label(self.losses)
-        return {"complete": complete, "reason": attrs["reason"], "label": label}
+        expect_free(final)
+        with open(os.path.join(partial, "zarr.json"), "wb", opener=no_follow) as f:
+            f.write(schema.dump(schema.root_document(attrs)))
+        publish(partial, final, attrs, bytes_raw, m["fsync"])
+        return self._answer(attrs)
+
+    def _answer(self, attrs: dict[str, Any]) -> Message:
+        label = None if attrs["complete"] or not self.losses else completeness.label(self.losses)
+        return {"complete": attrs["complete"], "reason": attrs["reason"], "label": label}
 
     def _all_rows(self) -> list[list[int]]:
         return [[0, self.message["attrs"]["num_tokens"]]]
@@ -170,8 +246,7 @@ class Commit:
         for rank in set(range(1, self.message["ranks"])) - set(late):
             path = rank_file(self.message["partial"], rank)
             with open(path) as f:
-                done = json.load(f)
-            os.unlink(path)
+                done = json.load(f)  # the file stays: another process may have to commit again
             files.update(done["files"])
             bytes_raw += done["bytes_raw"]
             self.losses += losses_from_json(done["losses"])
@@ -216,22 +291,6 @@ class Commit:
             del files[path]
         attrs["hooks"] = {name: hook for name, hook in hooks.items() if name not in gone}
 
-    def _publish(self, root: bytes, files: FileList) -> None:
-        """Write the root document, then give the directory its final name."""
-        partial, final = self.message["partial"], self.message["final"]
-        if os.path.lexists(final):
-            raise FileExistsError(f"store {final} exists already: use another name")
-        with open(os.path.join(partial, "zarr.json"), "wb", opener=no_follow) as f:
-            f.write(root)
-        if self.message["fsync"]:
-            paths = [os.path.join(partial, path) for path in ("zarr.json", *files)]
-            for path in paths + sorted({os.path.dirname(path) for path in paths}):
-                fsync_path(path)
-        remove_journals(partial)  # a store with its root document needs them no more
-        os.rename(partial, final)
-        if self.message["fsync"]:
-            fsync_path(os.path.dirname(final))
-
 
 def fsync_path(path: str) -> None:
     """Flush a file or directory to its device. Raises OSError."""
@@ -243,11 +302,14 @@ def fsync_path(path: str) -> None:
 
 
 def sweep(partial: str, files: FileList) -> None:
-    """Remove what an incomplete store does not list: shards without an index, arrays without metadata. Not journals."""
+    """Remove what an incomplete store does not list: shards without an index, arrays without metadata.
+
+    Not journals and results of ranks: whoever may have to commit again needs them.
+    """
     for folder, names, leaves in os.walk(partial, topdown=False):
         for leaf in leaves:
             path = os.path.join(folder, leaf)
-            if os.path.relpath(path, partial) not in files and not is_journal(leaf):
+            if os.path.relpath(path, partial) not in files and not is_note(leaf):
                 os.unlink(path)
         for name in names:
             path = os.path.join(folder, name)

@@ -32,9 +32,10 @@ from dmi_connector.layout import PayloadLayout
 from dmi_connector.store.format.completeness import OWN_ENDS, Cause, Loss, losses_from_json
 from dmi_connector.store.format.locks import hold_life_lock
 from dmi_connector.store.format.paths import UMASKS
+from dmi_connector.store.format.schema import listed_bytes
 from dmi_connector.store.write.capture_record import CaptureRecord, State
 from dmi_connector.store.write.captures import Captures
-from dmi_connector.store.write.commit import append_index, now
+from dmi_connector.store.write.commit import append_finish, append_index, finished_attrs, now, raw_bytes
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, unpack_array, write_all
 from dmi_connector.store.write.retention import Keeper
 from dmi_connector.store.write.ring import Extent, RingBase
@@ -213,10 +214,30 @@ class Coordinator:
                 self.captures.abort(record)
             raise
 
-    def _lost(self, final: str, request_id: str | None, key: str | None, reason: str) -> None:
-        """A capture was lost with an earlier coordinator: say so in the index."""
-        line = {"event": "finish", "store": os.path.basename(final), "state": "failed", "reason": reason}
-        append_index(os.path.dirname(final), {**line, "key": key, "request_id": request_id, "finished": now()})
+    def _lost(
+        self, id: int | None, final: str, request_id: str | None, key: str | None, rank: int, reason: str
+    ) -> None:
+        """A capture was lost with an earlier coordinator: say in the index what became of it.
+
+        Its store may be there: the end of a capture is told to the engine a moment later. id: None where the engine
+        waits for no answer.
+        """
+        state, raw, stored = State.FAILED, 0, 0
+        try:
+            attrs = finished_attrs(final, request_id, key)
+            if attrs is None:
+                line = {"event": "finish", "store": os.path.basename(final), "state": state, "reason": reason}
+                append_index(os.path.dirname(final), {**line, "key": key, "request_id": request_id, "finished": now()})
+                return
+            state, reason = State.COMPLETE if attrs["complete"] else State.INCOMPLETE, attrs["reason"]
+            if not rank:
+                raw, stored = raw_bytes(final, attrs), listed_bytes(attrs)
+                append_finish(final, attrs, raw)
+                if self.uploads is not None:
+                    self.uploads.add(final, stored, attrs["complete"] and attrs.get("finish_reason") in OWN_ENDS)
+        finally:
+            if id is not None:
+                self._done(id, state, reason, None, raw, stored)
 
     def _on_done(self, record: CaptureRecord) -> None:
         # It is aborted only where it could not even be closed.

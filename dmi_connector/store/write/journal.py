@@ -40,12 +40,6 @@ def is_journal(name: str) -> bool:
     return name.startswith(JOURNAL_PREFIX)
 
 
-def remove_journals(partial: str) -> None:
-    """Remove the journals of a directory that is about to become a store. Raises OSError."""
-    for name in filter(is_journal, os.listdir(partial)):
-        os.unlink(os.path.join(partial, name))
-
-
 class Journal:
     """Writes the journal of the arrays that one writer has of a capture.
 

@@ -4,25 +4,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.store.format import schema
-from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.locks import claim
 from dmi_connector.store.format.paths import umask_of
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.index import CaptureInfo, indexed_captures
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import damaged_files
-from dmi_connector.store.write.commit import append_finish, append_index, remove_partial
-from dmi_connector.store.write.journal import JOURNAL_PREFIX, remove_journals
+from dmi_connector.store.write.commit import append_index, publish, raw_bytes, remove_partial, written_attrs
+from dmi_connector.store.write.journal import JOURNAL_PREFIX
 from dmi_connector.store.write.salvage import Salvage
 from dmi_connector.store.write.settings import UploadSettings
 from dmi_connector.store.write.upload import RemoteIndexPart, finish_upload
@@ -138,7 +134,8 @@ def _repair(partial: Path, remove_empty: bool) -> Outcome:
         outcome.notes.append(f"{final.name} exists already; remove or rename one of the two")
         return outcome
     if _is_whole(partial):
-        _publish(partial, final)
+        attrs = read_attrs(partial)
+        publish(str(partial), str(final), attrs, raw_bytes(str(partial), attrs))
         outcome.state = "published"
     else:
         salvage = Salvage(partial, final)
@@ -162,27 +159,14 @@ def _is_whole(partial: Path) -> bool:
 
     Raises ValueError when the root document is sound, but a file is not, and no journal is left to go by.
     """
-    try:
-        attrs = read_attrs(partial)
-    except ValueError:
-        return False
-    if attrs.get("checksum") != crc32c(schema.canonical(attrs)):
+    attrs = written_attrs(str(partial))
+    if attrs is None:
         return False
     damaged = damaged_files(partial, attrs)
     if damaged and not any(partial.glob(JOURNAL_PREFIX + "*")):
         where = damaged[0].where
         raise ValueError(f"{where} is not what the root document says: mend or remove the partial store by hand")
     return not damaged
-
-
-def _publish(partial: Path, final: Path) -> None:
-    """Do what is left of a commit that was killed after it had written the root document."""
-    attrs = read_attrs(partial)
-    arrays = {hook["array"] for hook in attrs["hooks"].values()}
-    documents = [json.loads((partial / name / "zarr.json").read_bytes()) for name in arrays]
-    remove_journals(str(partial))
-    os.rename(partial, final)
-    append_finish(str(final), attrs, sum(math.prod(d["shape"]) * ITEMSIZE[d["data_type"]] for d in documents))
 
 
 def _remove(partial: Path, final: Path) -> None:

@@ -241,6 +241,35 @@ def test_a_killed_coordinator_fails_open_captures_and_is_replaced(
     assert line == {"event": "finish", "store": "lost.zarr", **told}
 
 
+@pytest.mark.parametrize("kind", ["complete", "incomplete", "foreign"])
+def test_a_store_that_was_there_when_its_coordinator_died_is_known(
+    client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The engine hears of the end of a capture a moment later. A store of another request is not taken for it."""
+    monkeypatch.setattr("dmi_connector.store.write.client.SHORT_LIFE_S", 0.0)
+    losses = [Loss.of(Cause.FELL_BEHIND, [[0, 5]])] if kind == "incomplete" else []
+    store = kit.Store()
+    key = "other" if kind == "foreign" else "k"
+    store.write(tmp_path / "from/a.zarr", [Q], 300, values={"q": VALUES}, request_id="r", key=key, losses=losses)
+    assert store.shutdown()
+    capture = begin(client, tmp_path / "a.zarr")
+    send(client, capture, 0)
+    until(lambda: not client.ring.used)
+    os.kill(coordinator(client), signal.SIGSTOP)
+    capture.close(300, {}, IDS)
+    (tmp_path / "from/a.zarr").rename(tmp_path / "a.zarr")
+    os.kill(coordinator(client), signal.SIGKILL)
+    assert client.flush(PATIENCE) and capture.state == (kind if kind != "foreign" else "failed")
+    assert client.stats()["failed"] == (kind == "foreign") and client.shutdown(PATIENCE)
+    finish = [line for line in read_index(tmp_path) if line["event"] == "finish"]
+    assert [line["state"] for line in finish] == [capture.state]
+    if kind == "foreign":
+        assert capture.reason == "the coordinator died (killed)"
+    else:
+        [written] = [line for line in read_index(tmp_path / "from") if line["event"] == "finish"]
+        assert finish == [written] and capture.reason == written["reason"]
+
+
 def test_captures_fail_after_a_coordinator_died_soon_after_its_start(
     client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

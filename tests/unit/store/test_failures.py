@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 
 from dmi_connector.layout import ArraySpec, PayloadLayout
+from dmi_connector.store.format import completeness, schema
+from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read import index
 from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
@@ -421,6 +423,32 @@ def test_a_capture_whose_writer_dies_in_the_commit_is_still_complete(
     other.close(other.open(tmp_path / "a.zarr", rank=1, ranks=2), 40)
     assert other.shutdown(PATIENCE) and stores.flush(PATIENCE)
     assert done == [("complete", None)] and verify_store(tmp_path / "a.zarr") == []
+
+
+def plant_document(record: CaptureRecord) -> None:
+    """Write the root document of a capture that is about to be committed, without any array."""
+    assert record.end is not None
+    losses = record.end.losses
+    attrs = {**record.end.attrs, "hooks": {}, "files": {}, "finished": record.created, "complete": not losses}
+    attrs |= {"reason": completeness.reason(losses), "missing": completeness.missing(losses)}
+    attrs["checksum"] = crc32c(schema.canonical(attrs))
+    Path(record.partial, "zarr.json").write_bytes(schema.dump(schema.root_document(attrs)))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_store_that_lacks_only_its_name_gets_it_when_its_writer_dies(
+    stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]], lost: bool
+) -> None:
+    """What the other ranks left is gone by then: to wait for them would be in vain."""
+    record = stores.open(tmp_path / "a.zarr", SPEC, ranks=2)
+    stores.close(record, 40 if lost else 0, losses=[Loss.of(Cause.FELL_BEHIND, [[0, 40]])] if lost else [])
+    until(lambda: record.state is State.COMMITTING)
+    plant_document(record)
+    os.kill(writer_pid(record), signal.SIGKILL)
+    until(lambda: done)
+    state = "incomplete" if lost else "complete"
+    assert done == [(state, "writing fell behind (policy drop)" if lost else None)]
+    assert [info.state for info in find_captures(tmp_path)] == [state] and (tmp_path / "a.zarr").exists()
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -404,7 +404,7 @@ def test_a_store_that_lacks_only_its_name_is_published(
     message |= {"arrays": {k: pack_array(a) for k, a in arrays.items()}, "losses": []}
     message |= {"bytes_raw": 1, "rank_timeout": 0}
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "remove_journals", killed)
+        patch.setattr(commit, "remove_notes", killed)
         with pytest.raises(Killed):
             commit.Commit.start({**message, "fsync": False}).run()
     assert only(repair.repair(tmp_path)).state == "published"
@@ -577,7 +577,7 @@ def killed(*args: Any, **options: Any) -> None:
 
 
 STEPS = [(salvage, "_seal"), (salvage, "write_file"), (commit, "plain_array"), (commit, "sweep"),
-         (commit.Commit, "_publish"), (commit, "remove_journals"), (commit.os, "rename")]  # fmt: skip
+         (commit, "publish"), (commit, "remove_notes"), (commit.os, "rename")]  # fmt: skip
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -596,7 +596,7 @@ def test_a_repair_that_is_killed_can_be_run_again(
         patch.setattr(module, name, run_and_die if after else killed)
         with pytest.raises(Killed):
             repair.repair(tmp_path)
-    renamed = after and name in ("_publish", "rename")
+    renamed = after and name in ("publish", "rename")
     outcomes = repair.repair(tmp_path)
     assert [o.state for o in outcomes] in ([["salvaged"], ["published"]] if not renamed else [[]])
     if renamed:  # all but the line of the index

@@ -437,6 +437,26 @@ def test_an_uploader_that_dies_is_replaced(
     assert any("the uploader process died (signal 9)" in text for text in client.stats()["errors"])
 
 
+def test_a_store_that_was_there_when_its_coordinator_died_is_uploaded(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmi_connector.store.write.client.SHORT_LIFE_S", 0.0)
+    store = kit.Store()
+    store.write(tmp_path / "from/a.zarr", [kit.Q], 300, request_id="r", key="k")
+    assert store.shutdown()
+    client = make_client()
+    (tmp_path / "s").mkdir()
+    one = kit.begin(client, tmp_path / "s/a.zarr")
+    assert client._child.ready.wait(kit.PATIENCE)
+    os.kill(client._child.pid, signal.SIGSTOP)
+    one.close(300, token_ids=kit.IDS, attrs={"finish_reason": "length"})
+    (tmp_path / "from/a.zarr").rename(tmp_path / "s/a.zarr")
+    os.kill(client._child.pid, signal.SIGKILL)
+    uploaded(client, 1)
+    assert one.state == "complete" and there(prefix, "a.zarr") == files(tmp_path / "s/a.zarr")
+    assert client.counts()["bytes_queued"] == client.counts()["bytes_uploaded"]
+
+
 @pytest.mark.parametrize("after", [1, 4, 8])
 def test_killed_during_an_upload_repair_finishes_it(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str, after: int

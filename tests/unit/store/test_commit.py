@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A commit that is killed at any of its steps is done again, or finished by a repair, and loses nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dmi_connector.layout import ArraySpec
+from dmi_connector.store.format.completeness import Cause, Loss, losses_to_json
+from dmi_connector.store.read.capture import open_capture
+from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.write.commit import Commit, rank_file
+from dmi_connector.store.write.messages import Message
+from dmi_connector.store.write.repair import repair
+from tests import storekit as kit
+from tests.bulkkit import Killed, Kills
+
+Q = ArraySpec("q", "float32", (0, 1), 8)
+ROWS = 40
+Post = Callable[[Message], None]
+VALUES = {"q": kit.random_bits(Q, ROWS)}
+
+
+@pytest.fixture
+def commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Message]:
+    """The message for a commit of two ranks, each with one layer. All that they write is there."""
+    stores, messages = [kit.Store(), kit.Store()], []
+    final = tmp_path / "from/a.zarr"
+    for rank, store in enumerate(stores):
+        spec = replace(Q, shards=2, rank=rank, part_layers=1)
+        record = store.open(final, spec, rank=rank, ranks=2, request_id="r", key="k")
+        process = record.assignments[0].process
+        if not rank:
+            monkeypatch.setattr(process, "post", diverted(process.post, messages))
+        store.feed(record, VALUES, ROWS)
+        store.close(record, ROWS)
+    kit.until(lambda: messages and Path(rank_file(f"{final}.partial", 1)).exists())
+    yield messages[0]
+    stores[0].shutdown(0)
+    stores[1].shutdown()
+
+
+def diverted(post: Post, messages: list[Message]) -> Post:
+    """Put commits into `messages`, and post the rest."""
+    return lambda message: (messages.append if message["type"] == "commit" else post)(message)
+
+
+def killed(commit: Message, to: Path, at: int, torn: bool = False) -> Message | None:
+    """Commit a copy of the store in `to` and die at one step. Returns its message, None where there is no such step.
+
+    torn: the root document is cut short then, if it is there.
+    """
+    final = to / "a.zarr"
+    message = {**commit, "final": str(final), "partial": f"{final}.partial"}
+    shutil.copytree(commit["partial"], message["partial"])
+    with Kills(at).watching():
+        try:
+            Commit.start(message).run()
+        except Killed:
+            document = Path(message["partial"], "zarr.json")
+            if torn and document.exists():
+                document.write_bytes(document.read_bytes()[:-9])
+            return message
+    return None
+
+
+def check(store: Path, complete: bool) -> None:
+    assert verify_store(store) == [] and not list(store.glob(".*"))
+    with open_capture(store, timeout=0, allow_incomplete=not complete) as capture:
+        np.testing.assert_array_equal(kit.bits(capture.numpy("q")), VALUES["q"])
+        assert capture.complete == complete
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["complete", "incomplete"])
+def test_a_killed_commit_of_two_ranks_is_done_again(commit: Message, tmp_path: Path, lost: bool) -> None:
+    """Nothing of the other rank is waited for again, and none of its files is taken for rubbish."""
+    losses = losses_to_json([Loss.of(Cause.FELL_BEHIND, [[0, 1]])] if lost else [])
+    commit |= {"losses": losses, "fsync": True}
+    steps = 0
+    while message := killed(commit, to := tmp_path / str(steps), steps + 1):
+        steps += 1
+        if (to / "a.zarr").exists():
+            continue  # it died at the line of the index
+        again = Commit.start({**message, "again": True})
+        assert again.ready() and again.run()["complete"] is not lost, f"step {steps}"
+        check(to / "a.zarr", not lost)
+        [info] = find_captures(to)
+        assert info.state == ("incomplete" if lost else "complete") and info.num_tokens == ROWS
+    assert steps > 20, "files are flushed, and files of the ranks removed"
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["whole", "torn"])
+def test_a_killed_commit_of_two_ranks_is_repaired(commit: Message, tmp_path: Path, torn: bool) -> None:
+    commit["fsync"] = True
+    outcomes: list[str] = []
+    while killed(commit, to := tmp_path / str(len(outcomes)), len(outcomes) + 1, torn):
+        if (to / "a.zarr").exists():
+            break
+        notes = list((to / "a.zarr.partial").glob(".*"))
+        if torn and len(notes) < 3:
+            break  # the document was flushed before journals were removed
+        outcomes += [outcome.state for outcome in repair(to)]
+        check(to / "a.zarr", outcomes[-1] == "published")
+    assert {*outcomes} == ({"salvaged"} if torn else {"salvaged", "published"})
