@@ -324,9 +324,7 @@ class Capture:
         if reduced is None:
             return Tally.of(rows.astype(np.float32))
         if isinstance(reduced.reduction, TopK):
-            return Tally.beside(
-                [reduced.reduction.tally(part, reduced.width, reduced.dtype) for part in reduced.slices(rows)]
-            )
+            return reduced.reduction.tally_slices(reduced.slices(rows), reduced.width, reduced.dtype)
         return Tally.of(reduced.decode(rows))
 
     def runs(self, most: int) -> Iterator[slice]:
