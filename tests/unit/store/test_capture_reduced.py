@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
 from dmi_connector.reduce.basis import METADATA, load
@@ -115,6 +116,25 @@ def test_attention_that_cannot_be_rebuilt_is_refused(stores: kit.Store, tmp_path
         stores.write(tmp_path / f"{hook}.zarr", [specs()[1 - hook]], TOKENS, attrs={"dims": DIMS})
         with pytest.raises(KeyError, match=lacking):
             open_capture(tmp_path / f"{hook}.zarr", timeout=0).attention(0)
+
+
+@pytest.mark.parametrize("said", ["windows", "chunks"])
+def test_attention_names_a_layer_that_was_not_captured(
+    stores: kit.Store, tmp_path: Path, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attrs = {"dims": DIMS, "num_layers": 3, "rotary": True, "attention": {said: [4, None, 4]}}
+    stores.write(tmp_path / "a.zarr", specs(), TOKENS, attrs=attrs)
+    cap = open_capture(tmp_path / "a.zarr", timeout=0)
+    assert cap.attention(-1).shape == (HEADS, TOKENS, TOKENS)
+    for layer in (1, 3, 99, -4):
+        with pytest.raises(KeyError, match=f"hook 'q_rot' has no layer {layer} in this store; it has"):
+            cap.attention(layer)
+    stores.write(tmp_path / "b.zarr", specs()[:1], TOKENS, attrs=attrs)
+    with pytest.raises(KeyError, match="capture q_rot and k_rot"):
+        open_capture(tmp_path / "b.zarr", timeout=0).attention(99)
+    command = ["plot", str(tmp_path / "a.zarr"), "--kind", "attention", "--layer", "99", "-o", str(tmp_path / "p.png")]
+    assert main(command) == 2
+    assert "has no layer 99 in this store" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shards", [1, 2])
