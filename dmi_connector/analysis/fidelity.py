@@ -19,9 +19,11 @@ from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.read.capture import Capture, open_capture
+from dmi_connector.store.read.one_model import OneModel
 
 logger = logging.getLogger(__name__)
 
+Store = str | os.PathLike[str]
 DEFAULT = (
     "int8",
     "int8(affine)",
@@ -67,7 +69,7 @@ MEASURES = {
 
 
 def fidelity(
-    stores: Sequence[str | os.PathLike[str]],
+    stores: Sequence[Store],
     specs: Sequence[str] = DEFAULT,
     hooks: str = "*",
     layers: Sequence[int] | None = None,
@@ -78,47 +80,80 @@ def fidelity(
     names or wildcards, separated by commas. layers: numbers of the model's layers, negative from its last; None: all.
     Hooks that exist once are measured with any. Stores without rows are left out.
 
-    Raises ValueError for stores that hold none of the hooks in full, or no rows, for a layer that none of the hooks
-    has, and where every reduction is left out.
+    Raises ValueError for stores that hold none of the hooks in full, or no rows, for stores of several models, for a
+    hook that only the first holds in full, for a layer that none of the hooks has, and where every reduction is left
+    out; KeyError for a hook or layer that another store than the first lacks.
     """
-    captures = _with_rows([open_capture(store, 0) for store in stores])
-    first = captures[0]
-    names = [h for h in first.attrs["hooks"] if any(fnmatch.fnmatch(h, p.strip()) for p in hooks.split(","))]
-    names = [h for h in names if HOOKS[h].scope != "sampled" and HOOKS[h].dtype != "int32"]
-    names = [h for h in names if first.reduction(h) is None]
-    if not names:
-        raise ValueError(
-            f"{first.path} holds no hook in full that matches {hooks!r}; it holds {', '.join(first.hooks)}"
-        )
-    wanted, reductions = _numbers(first, names, layers), {spec: parse(spec) for spec in specs}
+    kept, names = _chosen(stores, hooks)
+    with open_capture(kept[0], 0) as first:
+        wanted, reductions = _numbers(first, names, layers), {spec: parse(spec) for spec in specs}
+        layers_of: dict[str, list[int | None]] = {hook: [*first.layers[hook]] or [None] for hook in names}
+        dtypes = {hook: _dtype(first, hook) for hook in names}
     found, reasons = [], []
     for hook in names:
-        own: list[int | None] = [*first.layers[hook]]
-        for layer in own or [None]:
+        for layer in layers_of[hook]:
             if wanted is None or layer is None or layer in wanted:
-                rows = np.concatenate([c.numpy(hook, layer) for c in captures])
-                tokens = np.concatenate([c.token_ids for c in captures])
-                dtype = _dtype(first, hook)
+                rows, tokens = _rows(kept, hook, layer)
                 for spec, reduction in reductions.items():
                     if reduction is None or (why := _unfit(reduction, rows.shape[1])):
                         reasons.append("none keeps rows as they are" if reduction is None else why)
                     else:
-                        found.append(_measure(spec, reduction, hook, layer, rows, tokens, dtype))
+                        found.append(_measure(spec, reduction, hook, layer, rows, tokens, dtypes[hook]))
     if not found:
         why = "; ".join(dict.fromkeys(reasons)) or "none was given"
         raise ValueError(f"fidelity: no reduction can be measured ({why}); give another --reduce")
     return found
 
 
-def _with_rows(captures: Sequence[Capture]) -> list[Capture]:
-    """Those that hold rows. Raises ValueError where none does."""
-    kept = [capture for capture in captures if capture.attrs["num_tokens"]]
+def _chosen(stores: Sequence[Store], hooks: str) -> tuple[list[Store], list[str]]:
+    """(Stores that hold rows, hooks to measure). Raises ValueError where no store holds rows, the first with rows holds
+    none of the hooks in full, or another holds one reduced or is of another model; KeyError where it lacks one.
+    """
+    one, empty, names = OneModel(), [], list[str]()
+    kept: list[Store] = []
+    for store in stores:
+        with open_capture(store, 0) as capture:
+            if not capture.attrs["num_tokens"]:
+                empty.append(str(capture.path))
+                continue
+            one.check(capture.path, capture.attrs.get("model"))
+            names = names or _in_full(capture, hooks)
+            for hook in names:
+                if capture.reduction(hook) is not None:
+                    raise ValueError(
+                        f"fidelity: {hook} of {capture.path} is reduced itself; give stores that hold it in full, or"
+                        " name other hooks with --hooks"
+                    )
+            kept.append(store)
     if not kept:
-        raise ValueError(f"fidelity: {', '.join(str(c.path) for c in captures)} hold no rows; give a store with rows")
-    for capture in captures:
-        if capture not in kept:
-            logger.warning("fidelity: %s holds no rows; it is left out", capture.path)
-    return kept
+        raise ValueError(f"fidelity: {', '.join(empty)} hold no rows; give a store with rows")
+    for path in empty:
+        logger.warning("fidelity: %s holds no rows; it is left out", path)
+    return kept, names
+
+
+def _in_full(capture: Capture, hooks: str) -> list[str]:
+    """The hooks that a store holds in full, of those that match. Raises ValueError without one."""
+    names = [h for h in capture.attrs["hooks"] if any(fnmatch.fnmatch(h, p.strip()) for p in hooks.split(","))]
+    names = [h for h in names if HOOKS[h].scope != "sampled" and HOOKS[h].dtype != "int32"]
+    names = [h for h in names if capture.reduction(h) is None]
+    if not names:
+        raise ValueError(
+            f"{capture.path} holds no hook in full that matches {hooks!r}; it holds {', '.join(capture.hooks)}"
+        )
+    return names
+
+
+def _rows(stores: Sequence[Store], hook: str, layer: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(Rows [tokens, width] of one layer of a hook, their token ids) of all stores, each opened for itself: thousands
+    at once would be too many open files.
+    """
+    rows, tokens = [], []
+    for store in stores:
+        with open_capture(store, 0) as capture:
+            rows.append(capture.numpy(hook, layer))
+            tokens.append(capture.token_ids)
+    return np.concatenate(rows), np.concatenate(tokens)
 
 
 def _numbers(capture: Capture, hooks: Sequence[str], layers: Sequence[int] | None) -> set[int] | None:

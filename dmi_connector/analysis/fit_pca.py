@@ -21,12 +21,13 @@ from dmi_connector.store.read.one_model import OneModel, is_named
 
 logger = logging.getLogger(__name__)
 
+Store = str | os.PathLike[str]
 _ROWS = 4096
 """Rows read at a time."""
 
 
 def fit_pca(
-    stores: Sequence[str | os.PathLike[str]],
+    stores: Sequence[Store],
     hooks: Sequence[str],
     rank: int,
     out: str | os.PathLike[str],
@@ -47,16 +48,24 @@ def fit_pca(
     """
     for hook in hooks:
         _check(hook)
-    captures = [open_capture(store, 0, allow_incomplete=True) for store in stores]
-    if model is not None:
-        captures = [capture for capture in captures if is_named(capture.attrs.get("model"), model)]
-        if not captures:
-            raise ValueError(f"fit-pca: no store is of the model {model}; dmi info names that of a store")
-    one = OneModel(model)
-    for capture in captures:
-        one.check(capture.path, capture.attrs.get("model"))
+    one, kept = OneModel(model), []
+    for store in stores:
+        with _opened(store) as capture:
+            own = capture.attrs.get("model")
+            if model is None or is_named(own, model):
+                one.check(capture.path, own)
+                for hook in hooks:
+                    _check_whole(capture, hook)
+                kept.append(store)
+    if model is not None and not kept:
+        raise ValueError(f"fit-pca: no store is of the model {model}; dmi info names that of a store")
     with _new_file(Path(out)) as partial:
-        return _fit(captures, hooks, rank, partial, layers)
+        return _fit(kept, hooks, rank, partial, layers)
+
+
+def _opened(store: Store) -> Capture:
+    """One store, which may lack rows. Thousands are not open at once: each keeps a file open."""
+    return open_capture(store, 0, allow_incomplete=True)
 
 
 def _check(hook: str) -> None:
@@ -68,6 +77,16 @@ def _check(hook: str) -> None:
             f" {'holds whole numbers' if known.dtype == 'int32' else 'has a row for each sampled token alone'};"
             " leave it out"
         )
+
+
+def _check_whole(capture: Capture, hook: str) -> None:
+    """Raise KeyError for a hook that a store lacks, ValueError for an alias, and for one that was stored reduced."""
+    if hook not in capture:
+        raise KeyError(f"{capture.path} holds no {hook}; it holds {', '.join(capture.hooks)}")
+    if hook not in capture.attrs["hooks"]:
+        raise ValueError(f"{hook} is another name; give that of the array it lies in")
+    if capture.reduction(hook) is not None:
+        raise ValueError(f"{hook} of {capture.path} is reduced itself; fit on stores that hold it in full")
 
 
 @contextmanager
@@ -91,7 +110,7 @@ def _new_file(out: Path) -> Iterator[Path]:
 
 
 def _fit(
-    captures: Sequence[Capture], hooks: Sequence[str], rank: int, out: Path, layers: Sequence[int] | None
+    stores: Sequence[Store], hooks: Sequence[str], rank: int, out: Path, layers: Sequence[int] | None
 ) -> dict[str, float]:
     """Fit the bases and write them to `out`. Returns the shares of `fit_pca`."""
     from safetensors import SafetensorError
@@ -101,46 +120,41 @@ def _fit(
     about: dict[str, Any] = {}
     kept: dict[str, float] = {}
     for hook in hooks:
-        for capture in captures:
-            if hook not in capture:
-                raise KeyError(f"{capture.path} holds no {hook}; it holds {', '.join(capture.hooks)}")
-            if capture.reduction(hook) is not None:
-                raise ValueError(f"{hook} of {capture.path} is reduced itself; fit on stores that hold it in full")
-        if len({capture.array(hook).name for capture in captures}) != 1 or hook not in captures[0].attrs["hooks"]:
-            raise ValueError(f"{hook} is another name; give that of the array it lies in")
-        own = captures[0].layers[hook]
-        wanted = own or [0]
-        if own and layers is not None:
-            found = (source for layer in layers for source in captures[0].sources(hook, layer))
-            wanted = list(dict.fromkeys(source.layer or 0 for source in found))
+        with _opened(stores[0]) as first:
+            own = first.layers[hook]
+            wanted = own or [0]
+            if own and layers is not None:
+                found = (source for layer in layers for source in first.sources(hook, layer))
+                wanted = list(dict.fromkeys(source.layer or 0 for source in found))
         for layer in wanted:
-            basis, variance = fit(_rows(captures, hook, layer if own else None), rank)
+            basis, variance = fit(_rows(stores, hook, layer if own else None), rank)
             name = f"{hook}.{layer}"
             tensors |= {f"{name}.mean": basis.mean, f"{name}.components": basis.components, f"{name}.std": basis.std}
             tensors[f"{name}.variance"] = np.array([variance], np.float32)
             kept[name] = float((basis.std.astype(np.float64) ** 2).sum() / variance) if variance else 1.0
             about[hook] = {"width": len(basis.mean), "k": rank, "layers": wanted}
     try:
-        save_file(tensors, out, metadata={METADATA: json.dumps({"hooks": about, "stores": len(captures)})})
+        save_file(tensors, out, metadata={METADATA: json.dumps({"hooks": about, "stores": len(stores)})})
     except SafetensorError as error:  # such as for want of space
         raise OSError(f"fit-pca: the basis cannot be written ({error}); give another -o") from error
     return kept
 
 
-def _rows(captures: Sequence[Capture], hook: str, layer: int | None) -> Iterator[np.ndarray]:
+def _rows(stores: Sequence[Store], hook: str, layer: int | None) -> Iterator[np.ndarray]:
     """The rows that are neither missing nor hold a value that is not finite, in blocks [n, width].
 
     Logs how many are not finite. Raises ValueError where none is finite.
     """
     where = hook if layer is None else f"{hook} layer {layer}"
     count, bad = 0, 0
-    for capture in captures:
-        for rows in capture.runs(_ROWS):
-            block = capture.numpy(hook, layer, rows)
-            finite = np.isfinite(block).all(1)
-            count, bad = count + len(block), bad + int((~finite).sum())
-            if finite.any():
-                yield block[finite]
+    for store in stores:
+        with _opened(store) as capture:
+            for rows in capture.runs(_ROWS):
+                block = capture.numpy(hook, layer, rows)
+                finite = np.isfinite(block).all(1)
+                count, bad = count + len(block), bad + int((~finite).sum())
+                if finite.any():
+                    yield block[finite]
     if bad and bad == count:
         raise ValueError(
             f"fit-pca: each of the {count} rows of {where} holds a value that is not finite; give stores of a model"

@@ -39,15 +39,16 @@ class SparseEncoder:
     def load(cls, path: str | os.PathLike[str]) -> SparseEncoder:
         """Read a safetensors file, or the only one of a directory, and the `cfg.json` beside it.
 
-        SAELens: architectures standard, jumprelu and topk. sparsify: topk. Raises ValueError for others, for
-        activations that are normalised before, and where a file or a tensor is missing.
+        SAELens: architectures standard, jumprelu and topk. sparsify: topk, which its older files do not name. Raises
+        ValueError for others, for activations that are normalised before, and where a file or a tensor is missing.
         """
         file = _file(Path(path))
         config = file.parent / "cfg.json"
         if not config.exists():
             raise ValueError(f"sae: {config} is not there; it says how the encoder works")
         facts, tensors = _facts(config), _tensors(file)
-        kind = facts.get("architecture", facts.get("activation", "standard"))
+        unnamed = "topk" if "encoder.weight" in tensors or facts.get("k") is not None else "standard"
+        kind = facts.get("architecture", facts.get("activation", unnamed))
         k = facts.get("k", (facts.get("activation_fn_kwargs") or {}).get("k"))
         function = facts.get("activation_fn_str", facts.get("activation_fn", "relu"))  # older SAELens
         if kind == "standard" and function == "topk":

@@ -15,6 +15,7 @@ with the same probability.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -150,6 +151,18 @@ class TopK(Reduction):
         np.put_along_axis(rows, self.indexes(stored, width), values, axis=-1)
         return rows
 
+    def tally_slices(self, slices: Sequence[np.ndarray], width: int, dtype: str) -> Tally:
+        """`tally` of rows of which each rank stored a slice of `width` values. slices: [rows, stored width] of each.
+
+        A row that is not finite in one slice is left out of all.
+        """
+        finite = np.all([self._finite(part, width, dtype) for part in slices], axis=0)
+        return Tally.beside([self.tally(part[finite], width, dtype) for part in slices])
+
+    def _finite(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
+        """Whether all kept values of each row are finite, bool [rows]."""
+        return np.asarray(np.isfinite(self._values(stored, self._value_at(width), self.k, dtype)).all(axis=1))
+
     def tally(self, stored: np.ndarray, width: int, dtype: str) -> Tally:
         """Sums of |x| of each of the `width` values over rows [rows, stored width]. Rows with infinities or NaN are
         left out.
@@ -157,9 +170,8 @@ class TopK(Reduction):
         A massive value makes the other kept values 0 in 8 bits. They are known to be at least as large as any sampled
         value that was not kept, so they count as that.
         """
+        stored = stored[self._finite(stored, width, dtype)]
         kept, values = self.indexes(stored, width), np.abs(self._values(stored, self._value_at(width), self.k, dtype))
-        finite = np.isfinite(values).all(axis=1)
-        stored, kept, values = stored[finite], kept[finite], values[finite]
         known = np.zeros((len(stored), width), bool)
         np.put_along_axis(known, kept, True, axis=1)
         drawn: list[np.ndarray] = [np.zeros(width)] * 3
@@ -175,7 +187,8 @@ class TopK(Reduction):
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
         rows = np.concatenate(parts, axis=-1)
         if len(parts) > 1:
-            drop = np.argsort(-np.abs(rows), axis=-1, kind="stable")[..., self.k :]
+            magnitude = np.abs(rows).view(np.int32)  # integers order NaN above all, as in `encode`
+            drop = np.argsort(-magnitude, axis=-1, kind="stable")[..., self.k :]
             np.put_along_axis(rows, drop, 0, axis=-1)
         return rows
 

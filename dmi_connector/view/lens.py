@@ -11,6 +11,7 @@ import numpy as np
 from dmi_connector.analysis.lens import likeliest
 from dmi_connector.analysis.unembedding import Unembedding, log_softmax
 from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.own_values import check_own_values
 
 
 @functools.lru_cache(maxsize=2)
@@ -21,8 +22,14 @@ def end_of(model: Path) -> Unembedding:
 
 def lacking(capture: Capture, model: Path | None) -> str | None:
     """What the lens of a store needs and has not, None where it has all."""
-    if not any(name in capture for name in ("resid_pre", "resid_final")):
+    held = [hook for hook in ("resid_pre", "resid_final") if hook in capture]
+    if not held:
         return "The store has no residual stream. Capture the hooks resid_pre and resid_final (preset hidden-states)."
+    try:
+        for hook in held:
+            check_own_values(capture, hook)
+    except ValueError as error:
+        return str(error)
     if model is None:
         return (
             "The final norm and the unembedding are not known. Start dmi view with --model DIR, the model's directory."

@@ -172,6 +172,25 @@ def test_topk_of_slices_is_topk_of_the_whole() -> None:
     np.testing.assert_array_equal(reduction.merge(parts), roundtrip(reduction, x))
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_nan_in_one_slice_is_read_as_of_the_whole_row(exact: bool) -> None:
+    x = rows(6, 64, torch.float32, seed=3)
+    x[1, 40], x[2, 3], x[3, 50] = float("nan"), float("-inf"), float("inf")
+    x[4, [3, 50]] = torch.tensor([float("inf"), float("nan")])
+    reduction = TopK(8, exact, sample=2)
+    stored = [reduction.encode(p).numpy() for p in x.split(32, 1)]
+    got = reduction.merge([reduction.decode(p, 32, "float32") for p in stored])
+    want = roundtrip(reduction, x)
+    if exact:
+        np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(np.isnan(got).any(1), np.isnan(want).any(1))
+    tally, finite = reduction.tally_slices(stored, 32, "float32"), [0, 5]
+    good = reduction.tally_slices([p[finite] for p in stored], 32, "float32")
+    for name, value in vars(good).items():
+        np.testing.assert_array_equal(getattr(tally, name), value, err_msg=name)
+    assert tally.rows == 2
+
+
 def test_orthogonal_projections_have_orthogonal_columns_spread_over_a_row() -> None:
     basis = matrix(256, 64, 5, "orthogonal").astype(np.float64)
     np.testing.assert_allclose(basis.T @ basis, np.eye(64) * 4, atol=0.02)  # bfloat16 numbers

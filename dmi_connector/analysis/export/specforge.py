@@ -21,6 +21,7 @@ from dmi_connector.dtypes import as_torch
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.own_values import check_own_values
 
 _GROUP = 2000
 """Files of one directory, as in SpecForge's own preparation."""
@@ -34,13 +35,14 @@ def features(capture: Capture, layers: Sequence[int] | None, loss: str) -> dict[
 
     layers: auxiliary layer ids; None: all of resid_pre. loss: "generated" trains on generated tokens, "all" on all,
     "spans" on those of the request's `dmi.loss_spans` and on generated ones. Raises ValueError for a store without
-    final_ln or an auxiliary layer; LeftOut for one without tokens to train on, without `loss_spans` for "spans", or
-    without the first tokens of its request.
+    final_ln or an auxiliary layer, and for projections; LeftOut for one without tokens to train on, without
+    `loss_spans` for "spans", or without the first tokens of its request.
     """
     refuse_later_part(capture)
     known = _aux_ids(capture.path, capture.attrs)
     ids = chosen_ids(capture, known if layers is None else layers)
     mask = _mask(capture, loss)
+    check_own_values(capture, "final_ln")
     stream = stream_rows(capture, ids, slice(None))
     return {
         "input_ids": torch.from_numpy(capture.token_ids.astype(np.int64)),

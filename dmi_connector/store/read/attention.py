@@ -27,17 +27,8 @@ class _How:
 
     @classmethod
     def of(cls, capture: Capture, layer: int) -> _How:
-        """What a store says. Raises ValueError for attention that cannot be worked out."""
+        """What a store says of a layer of its model."""
         facts = capture.attrs.get("attention", {})
-        if facts.get("sinks"):
-            raise ValueError(
-                f"{capture.path}: attention cannot be worked out: the model has attention sinks, which are not stored"
-            )
-        if facts.get("latent"):
-            raise ValueError(
-                f"{capture.path}: attention cannot be worked out: the model has latent attention, whose keys of heads "
-                "are made of kv_c with weights that are not stored"
-            )
         window, chunk = (facts[name][layer] if name in facts else None for name in ("windows", "chunks"))
         scale = facts.get("scale", float(capture.attrs["dims"]["head_dim"]) ** -0.5)
         return cls(scale, facts.get("soft_cap"), window, chunk, facts.get("alibi_slopes"))
@@ -57,6 +48,20 @@ class _How:
             hidden |= keys < queries // self.chunk * self.chunk
         scores[hidden] = -np.inf
         return scores
+
+
+def _check_model(capture: Capture) -> None:
+    """Raise ValueError for a model whose attention cannot be worked out."""
+    facts = capture.attrs.get("attention", {})
+    if facts.get("sinks"):
+        raise ValueError(
+            f"{capture.path}: attention cannot be worked out: the model has attention sinks, which are not stored"
+        )
+    if facts.get("latent"):
+        raise ValueError(
+            f"{capture.path}: attention cannot be worked out: the model has latent attention, whose keys of heads "
+            "are made of kv_c with weights that are not stored"
+        )
 
 
 def seen_by_attention(capture: Capture) -> tuple[str, str]:
@@ -98,16 +103,19 @@ def attention(capture: Capture, layer: int, head: int | None = None, queries: sl
 
     queries: rows of the store, all by default. Keys are all rows up to the last query.
 
-    Raises KeyError when queries or keys were not captured. Raises ValueError when earlier rows were not captured, for a
-    head that does not exist, for models with attention sinks, which are no keys of a row, or latent attention, whose
-    keys are not stored, for queries or keys that were stored as projections, and for image tokens that see later ones.
+    Raises KeyError when queries or keys of the layer were not captured. Raises ValueError when earlier rows were not
+    captured, for a head that does not exist, for models with attention sinks, which are no keys of a row, or latent
+    attention, whose keys are not stored, for queries or keys that were stored as projections, and for image tokens that
+    see later ones.
     """
-    how = _How.of(capture, layer)
+    _check_model(capture)
     names = seen_by_attention(capture)
     if not all(name in capture for name in names):
         preset = " (preset attention)" if names[0] == "q_rot" else ""
         raise KeyError(f"{capture.path} lacks queries or keys of attention; capture {names[0]} and {names[1]}{preset}")
-    dims = capture.attrs["dims"]
+    for name in names:
+        check_own_values(capture, name, layer)
+    how, dims = _How.of(capture, layer), capture.attrs["dims"]
     heads, kv_heads, size = (int(dims[name]) for name in ("heads", "kv_heads", "head_dim"))
     check_head(head, heads)
     rows = query_rows(capture, queries)
@@ -119,8 +127,6 @@ def attention(capture: Capture, layer: int, head: int | None = None, queries: sl
     lacking = [r for r in capture.missing if r[0] < rows.stop]
     if int(capture.attrs["start"]) or lacking:
         raise ValueError(f"{capture.path} lacks rows before the queries, and attention needs all of them as keys")
-    for name in names:
-        check_own_values(capture, name, layer)
     q = capture.numpy(names[0], layer, slice(rows.start, rows.stop)).reshape(len(rows), heads, size)
     k = capture.numpy(names[1], layer, slice(0, rows.stop)).reshape(rows.stop, kv_heads, size)
     wanted = range(heads) if head is None else [range(heads)[head]]

@@ -300,16 +300,17 @@ class Capture:
         return reduction.restore(scores[0] if scores.ndim == 3 else scores, own)
 
     def _basis(self, hook: str, reduction: Pca, layer: int | None, basis: str | os.PathLike[str] | None) -> LayerBasis:
-        """The basis of one layer of a hook."""
+        """The basis of one layer of a hook: that of the array it lies in, with the layer's number there."""
         source = self._only(hook, layer, "a basis")
-        found = find_basis(reduction.sha256, self.path, basis)
-        return found.of(reduction.hook, source.layer or 0, reduction.k)
+        layers = self.attrs["hooks"][source.array]["layers"] or [0]
+        return find_basis(reduction.sha256, self.path, basis).of(reduction.hook, layers[source.index], reduction.k)
 
     def _only(self, hook: str, layer: int | None, what: str) -> Source:
         """Where one layer of a hook lies. Raises ValueError where there are several and none is named."""
-        if layer is None and len(self.layers[hook]) > 1:
+        sources = self.sources(hook, layer)
+        if len(sources) > 1:
             raise ValueError(f"each layer of {hook!r} has {what} of its own; name one layer")
-        return self._table.sources(hook)[0] if layer is None else self._table.source(hook, layer)
+        return sources[0]
 
     def tally(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> Tally:
         """Sums of |x| of each neuron over rows of a hook; see `dmi_connector.importance`."""
@@ -324,9 +325,7 @@ class Capture:
         if reduced is None:
             return Tally.of(rows.astype(np.float32))
         if isinstance(reduced.reduction, TopK):
-            return Tally.beside(
-                [reduced.reduction.tally(part, reduced.width, reduced.dtype) for part in reduced.slices(rows)]
-            )
+            return reduced.reduction.tally_slices(reduced.slices(rows), reduced.width, reduced.dtype)
         return Tally.of(reduced.decode(rows))
 
     def runs(self, most: int) -> Iterator[slice]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pandas
     import polars
 
-Time = str | datetime.datetime
+Time = str | datetime.date
 Where = Callable[[CaptureInfo], bool]
 
 
@@ -57,10 +57,10 @@ def open_captures(
     A filter that is None lets everything pass.
 
     key: one key, or several. request_id: as in `find_captures`. model: the model's name, or the last part of its path.
-    after, before: when the request began, as ISO 8601 or a datetime; without a zone it is UTC. `after` itself counts,
-    `before` does not. prompt_len: tokens of the prompt, a number or a range. incomplete: also stores that lack rows.
-    where: called with each `CaptureInfo` that these filters let pass. hooks: what a store must have captured, as in
-    `Captures.filter`; it is looked for last, since the index does not have it.
+    after, before: when the request began, as ISO 8601, a datetime or a date; without a zone it is UTC. `after` itself
+    counts, `before` does not. prompt_len: tokens of the prompt, a number or a range. incomplete: also stores that lack
+    rows. where: called with each `CaptureInfo` that these filters let pass. hooks: what a store must have captured, as
+    in `Captures.filter`; it is looked for last, since the index does not have it.
 
     Stores of a directory without an index are found by their names (*.zarr), and each is opened once. Raises ValueError
     for a time or a prompt_len that is none, for a directory that is not there, for a store in its place, and where one
@@ -199,7 +199,7 @@ def _lengths(prompt_len: range | SupportsIndex) -> range:
 
 def _time(name: str, value: Time | None) -> datetime.datetime | None:
     try:
-        at = datetime.datetime.fromisoformat(value) if isinstance(value, str) else value
+        at = None if value is None else datetime.datetime.fromisoformat(str(value))
     except ValueError as error:
         raise ValueError(f"{name} {value!r} is no time; write it as in 2026-01-31 or 2026-01-31T12:00") from error
     return at.replace(tzinfo=datetime.UTC) if at is not None and at.tzinfo is None else at

@@ -25,9 +25,10 @@ def check_own_values(
     """Raise ValueError for a hook that was stored with one of the `refused` reductions, KeyError for one that was not
     captured. layer: as in `Capture.reduction`.
     """
-    reduction = capture.reduction(hook, layer)
-    if isinstance(reduction, refused):
-        raise ValueError(
-            f"{hook!r} was stored as {reduction.kind}, which this cannot be worked out from; capture it in full, or as "
-            "int8"
-        )
+    for array in dict.fromkeys(source.array for source in capture.sources(hook, layer)):
+        reduction = capture.reduction(array)
+        if isinstance(reduction, refused):
+            raise ValueError(
+                f"{hook!r} was stored as {reduction.kind}, which this cannot be worked out from; capture it in full, or"
+                " as int8"
+            )

@@ -207,6 +207,24 @@ def test_older_configs_of_saelens_are_read(save: Save) -> None:
     assert SparseEncoder.load(save({"activation_fn_str": "relu", "activation_fn_kwargs": {}})).k is None
 
 
+@pytest.mark.parametrize("named", [{}, {"activation": "topk"}])
+def test_an_encoder_of_sparsify_keeps_its_k_largest_latents(save: Save, tmp_path: Path, named: dict[str, Any]) -> None:
+    """Those that were published name no activation."""
+    folder, rows = save({"k": 3}), np.random.default_rng(1).standard_normal((50, WIDTH), dtype=np.float32)
+    t, own = load_file(folder / "sae_weights.safetensors"), tmp_path / "sparsify"
+    own.mkdir()
+    weights = {"encoder.weight": np.ascontiguousarray(t["W_enc"].T), "encoder.bias": t["b_enc"], "b_dec": t["b_dec"]}
+    save_file(weights, own / "sae.safetensors")
+    facts = {"expansion_factor": 32, "normalize_decoder": True, "num_latents": LATENTS, "k": 3, "d_in": WIDTH}
+    (own / "cfg.json").write_text(json.dumps({**facts, **named}))
+    want = SparseEncoder.load(save({"architecture": "topk", "k": 3})).encode(rows)
+    np.testing.assert_array_equal(SparseEncoder.load(own).encode(rows), want)
+    del facts["k"]
+    (own / "cfg.json").write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match="k None; a topk encoder needs"):
+        SparseEncoder.load(own)
+
+
 @pytest.mark.parametrize(
     "config, said",
     [

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -225,6 +228,36 @@ def test_stores_without_rows_are_left_out_or_named(
     assert f"dmi: fidelity: {empty} hold no rows; give a store with rows" in capsys.readouterr().err
     assert fidelity([empty, stores[0]], ["int8(32)"], "resid_mid") == fidelity(stores[:1], ["int8(32)"], "resid_mid")
     assert caplog.messages == [f"fidelity: {empty} holds no rows; it is left out"]
+
+
+def test_fidelity_asks_every_store_for_its_model_and_for_whole_rows(
+    stores: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    owner, other, reduced = kit.Store(4 << 20), tmp_path / "other.zarr", tmp_path / "reduced.zarr"
+    owner.write(other, [RESID], TOKENS, attrs={"model": "another"})
+    settings = {"kind": "rp", "k": WIDTH, "distribution": "orthogonal", "seed": 0, "dtype": "float32", "width": WIDTH}
+    owner.write(reduced, [ArraySpec("resid_mid", "uint8", (0, 1), WIDTH + 4, reduce=settings)], TOKENS)
+    assert owner.shutdown(kit.PATIENCE)
+    for store, said in (
+        (other, f"{other} is of the model another, {stores[0]} of tiny: their rows do not belong together; name one"),
+        (reduced, f"fidelity: resid_mid of {reduced} is reduced itself; give stores that hold it in full, or name"),
+    ):
+        assert main(["fidelity", str(stores[0]), str(store), "--hooks", "resid_mid", "--reduce", "int8"]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_more_stores_than_files_may_be_open(stores: list[Path], tmp_path: Path) -> None:
+    many, (soft, hard) = [], resource.getrlimit(resource.RLIMIT_NOFILE)
+    for number in range(120):
+        many.append(tmp_path / f"{number}.zarr")
+        shutil.copytree(stores[number % 3], many[-1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, hard))
+    try:
+        found = fidelity(many, ["int8(32)"], "resid_mid", [0])
+        fit_pca.fit_pca(many, ["resid_mid"], 2, tmp_path / "basis", [0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [one.tokens for one in found] == [120 * TOKENS]
 
 
 def test_fidelity_counts_negative_layers_from_the_last(stores: list[Path], tmp_path: Path) -> None:

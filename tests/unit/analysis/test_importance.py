@@ -181,6 +181,8 @@ def test_importance_refuses_hooks_without_neurons_and_absent_layers(stores: list
         importance(capture, "q")
     with pytest.raises(ValueError, match="'topk_ids' holds whole numbers"):
         importance(capture, "topk_ids", 0)
+    with pytest.raises(KeyError, match=r"0\.zarr: hook 'mlp_pst' is not in this store: did you mean 'mlp_post'\?"):
+        importance(capture, "mlp_pst")
     with pytest.raises(KeyError):
         importance(capture, "resid_pre", 0)
     with pytest.raises(KeyError):

@@ -12,6 +12,7 @@ import pytest
 
 from dmi_connector.analysis.attribution import logit_attribution
 from dmi_connector.analysis.directions import mean_difference
+from dmi_connector.analysis.export import specforge
 from dmi_connector.analysis.export.packed import PackedRows
 from dmi_connector.analysis.export.safetensors import export_safetensors
 from dmi_connector.analysis.heat import hook_heat
@@ -23,6 +24,7 @@ from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.captures import captures_of
+from dmi_connector.store.read.own_values import check_own_values
 from tests import storekit as kit
 
 TOKENS, WIDTH, HEADS, LAYERS = 20, 16, 2, 2
@@ -78,6 +80,8 @@ def test_a_projection_as_wide_as_the_stream_gives_no_lens_no_attribution_and_no_
     for ids, hook in (([0], "resid_pre"), ([LAYERS], "resid_final")):
         refuses(lambda ids=ids: export_safetensors(one.path, tmp_path / "x.safetensors", ids), hook, "rp")
     refuses(lambda: PackedRows(captures_of([one.path]), "resid_pre@0", 4), "resid_pre", "rp")
+    draft = make(spec("resid_pre", None), spec("final_ln", f"rp({WIDTH})", ()))
+    refuses(lambda: specforge.features(draft, None, "all"), "final_ln", "rp")
     assert residual_norms(one)[0].shape == (LAYERS + 1, TOKENS), "projections keep lengths, about"
     topk = make(spec("resid_pre", None), spec("resid_final", None, ()), rest[0], spec("mlp_out", "topk(4)"))
     refuses(lambda: logit_attribution(topk, unembedding), "mlp_out", "topk")
@@ -112,7 +116,9 @@ def test_a_hook_in_arrays_of_different_kinds_asks_for_one_layer(make: Callable[.
             read()
     assert one.numpy("resid_post", -1).shape == (TOKENS, WIDTH) and one.reduction("resid_post", -1) is None
     assert str(getattr(one.reduction("resid_post", 0), "kind", None)) == "rp"
+    refuses(lambda: check_own_values(one, "resid_post"), "resid_post", "rp")
     same = make(spec("resid_pre", "int8"), spec("resid_final", None, ()))
+    check_own_values(same, "resid_post")
     assert same.numpy("resid_post").shape == same.shape("resid_post") == (LAYERS, TOKENS, WIDTH)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
 from dmi_connector.reduce.basis import METADATA, load
@@ -117,6 +118,25 @@ def test_attention_that_cannot_be_rebuilt_is_refused(stores: kit.Store, tmp_path
             open_capture(tmp_path / f"{hook}.zarr", timeout=0).attention(0)
 
 
+@pytest.mark.parametrize("said", ["windows", "chunks"])
+def test_attention_names_a_layer_that_was_not_captured(
+    stores: kit.Store, tmp_path: Path, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attrs = {"dims": DIMS, "num_layers": 3, "rotary": True, "attention": {said: [4, None, 4]}}
+    stores.write(tmp_path / "a.zarr", specs(), TOKENS, attrs=attrs)
+    cap = open_capture(tmp_path / "a.zarr", timeout=0)
+    assert cap.attention(-1).shape == (HEADS, TOKENS, TOKENS)
+    for layer in (1, 3, 99, -4):
+        with pytest.raises(KeyError, match=f"hook 'q_rot' has no layer {layer} in this store; it has"):
+            cap.attention(layer)
+    stores.write(tmp_path / "b.zarr", specs()[:1], TOKENS, attrs=attrs)
+    with pytest.raises(KeyError, match="capture q_rot and k_rot"):
+        open_capture(tmp_path / "b.zarr", timeout=0).attention(99)
+    command = ["plot", str(tmp_path / "a.zarr"), "--kind", "attention", "--layer", "99", "-o", str(tmp_path / "p.png")]
+    assert main(command) == 2
+    assert "has no layer 99 in this store" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_summary_of_attention_gives_positions_weights_and_entropy(
     stores: kit.Store, tmp_path: Path, shards: int
@@ -153,33 +173,47 @@ def test_a_summary_of_attention_gives_positions_weights_and_entropy(
 WIDTH, RANK = 16, 5
 
 
-@pytest.fixture
-def scores(stores: kit.Store, tmp_path: Path) -> tuple[Capture, np.ndarray, Path]:
-    """(a capture of mlp_out of two layers as principal components, its rows [layers, tokens, width], their basis)."""
+def of_layers(layers: tuple[int, ...]) -> np.ndarray:
+    """Float32 [layers, 200, WIDTH]: rows of falling spread about a mean, both of their layer."""
+    rng = np.random.default_rng(3)
+    return np.stack(
+        [rng.normal(size=(200, WIDTH)) * rng.permutation(0.5 ** np.arange(WIDTH)) + layer for layer in layers]
+    ).astype(np.float32)
+
+
+def as_components(stores: kit.Store, folder: Path, layers: dict[str, tuple[int, ...]]) -> tuple[Capture, Path]:
+    """(a capture of hooks as principal components, their basis). layers: of each hook, () for one that exists once."""
     import torch
 
-    rng = np.random.default_rng(3)
-    rows = np.stack([rng.normal(size=(200, WIDTH)) * 0.5 ** np.arange(WIDTH) + layer for layer in (1, 2)])
-    rows = rows.astype(np.float32)
-    tensors, layers = {}, (1, 4)
-    for index, layer in enumerate(layers):
-        basis, _ = fit([rows[index]], RANK)
-        for name in ("mean", "components", "std"):
-            tensors[f"mlp_out.{layer}.{name}"] = getattr(basis, name)
-    about = {"hooks": {"mlp_out": {"width": WIDTH, "k": RANK, "layers": list(layers)}}}
-    path = tmp_path / "basis.safetensors"
-    save_file(tensors, path, metadata={METADATA: json.dumps(about)})
-    reduction: Any = parse(f"pca({path})")
-    reduction = reduction.bind("mlp_out", layers, WIDTH, 1)
-    stored = []
-    for index, layer in enumerate(layers):
-        reduction.prepare(WIDTH, torch.device("cpu"), layer, 0)
-        stored.append(reduction.encode(torch.from_numpy(rows[index]), layer).numpy())
-    settings = {**reduction.settings(), "dtype": "float32", "width": WIDTH}
-    spec = ArraySpec("mlp_out", "uint8", layers, stored[0].shape[1], reduce=settings)
-    (tmp_path / "stores").mkdir()
-    stores.write(tmp_path / "stores/a.zarr", [spec], 200, values={"mlp_out": np.stack(stored)}, attrs={"num_layers": 6})
-    return open_capture(tmp_path / "stores/a.zarr", timeout=0), rows, path
+    tensors, about, specs, values = {}, {}, [], {}
+    for hook, own in layers.items():
+        for layer, rows in zip(own or (0,), of_layers(own or (0,)), strict=True):
+            basis, _ = fit([rows], RANK)
+            for name in ("mean", "components", "std"):
+                tensors[f"{hook}.{layer}.{name}"] = getattr(basis, name)
+        about[hook] = {"width": WIDTH, "k": RANK, "layers": list(own or (0,))}
+    path = folder / "basis.safetensors"
+    save_file(tensors, path, metadata={METADATA: json.dumps({"hooks": about})})
+    for hook, own in layers.items():
+        reduction: Any = parse(f"pca({path})")
+        reduction = reduction.bind(hook, own or (0,), WIDTH, 1)
+        stored = []
+        for layer, rows in zip(own or (0,), of_layers(own or (0,)), strict=True):
+            reduction.prepare(WIDTH, torch.device("cpu"), layer, 0)
+            stored.append(reduction.encode(torch.from_numpy(rows), layer).numpy())
+        settings = {**reduction.settings(), "dtype": "float32", "width": WIDTH}
+        specs.append(ArraySpec(hook, "uint8", own, stored[0].shape[1], reduce=settings))
+        values[hook] = np.stack(stored)
+    (folder / "stores").mkdir()
+    stores.write(folder / "stores/a.zarr", specs, 200, values=values, attrs={"num_layers": 6})
+    return open_capture(folder / "stores/a.zarr", timeout=0), path
+
+
+@pytest.fixture
+def scores(stores: kit.Store, tmp_path: Path) -> tuple[Capture, np.ndarray, Path]:
+    """(a capture of mlp_out of two layers as principal components, its rows [layers, tokens, width], their basis)"""
+    cap, path = as_components(stores, tmp_path, {"mlp_out": (1, 4)})
+    return cap, of_layers((1, 4)), path
 
 
 def test_rows_are_restored_from_principal_components(scores: tuple[Capture, np.ndarray, Path]) -> None:
@@ -196,10 +230,29 @@ def test_rows_are_restored_from_principal_components(scores: tuple[Capture, np.n
     assert np.abs(cap.restore("mlp_out", 1) - rows[0]).max() < 0.15
     with pytest.raises(ValueError, match="has a basis of its own; name one layer"):
         cap.restore("mlp_out")
-    del cap.layers["mlp_out"][1]  # as of a capture of one layer
-    one = cap.restore("mlp_out", tokens=slice(0, 9))
+
+
+def test_one_layer_of_components_need_not_be_named(stores: kit.Store, tmp_path: Path) -> None:
+    cap, path = as_components(stores, tmp_path, {"mlp_out": (4,)})
+    one = cap.restore("mlp_out", tokens=slice(0, 9), basis=path)
     assert one.shape == (9, WIDTH)
-    np.testing.assert_array_equal(one, cap.restore("mlp_out", 1)[:9])
+    np.testing.assert_array_equal(one, cap.restore("mlp_out", 4, basis=path)[:9])
+
+
+def test_the_stream_behind_a_layer_has_the_basis_of_the_array_it_lies_in(stores: kit.Store, tmp_path: Path) -> None:
+    """resid_post of a layer is resid_pre of the next, and resid_final behind the last."""
+    cap, path = as_components(stores, tmp_path, {"resid_pre": (0, 1, 5), "resid_final": ()})
+    direction = np.random.default_rng(1).normal(size=WIDTH).astype(np.float32)
+    same: tuple[tuple[int, str, int | None], ...]
+    same = ((0, "resid_pre", 1), (4, "resid_pre", 5), (5, "resid_final", None), (-1, "resid_final", None))
+    for layer, hook, own in same:
+        np.testing.assert_array_equal(
+            cap.restore("resid_post", layer, basis=path), cap.restore(hook, own, basis=path), err_msg=hook
+        )
+        np.testing.assert_array_equal(
+            cap.project("resid_post", direction, layer, path), cap.project(hook, direction, own, path), err_msg=hook
+        )
+    assert np.abs(cap.restore("resid_post", 0, basis=path) - of_layers((0, 1, 5))[1]).max() < 0.15
 
 
 def test_directions_are_taken_to_the_space_of_the_scores(scores: tuple[Capture, np.ndarray, Path]) -> None:

@@ -117,6 +117,12 @@ def test_times_choose_stores(directory: Path) -> None:
     assert names(open_captures(directory, after=at, before=at + datetime.timedelta(microseconds=1))) == ["1.zarr"]
     naive = at.replace(tzinfo=None).isoformat()
     assert names(open_captures(directory, before=naive)) == ["0.zarr"], "a time without a zone is UTC"
+    tomorrow = at.date() + datetime.timedelta(days=1)
+    assert len(open_captures(directory, after=at.date() - datetime.timedelta(days=1), before=tomorrow)) == 3
+    assert not open_captures(directory, after=tomorrow + datetime.timedelta(days=1)).infos
+    for number in (5, datetime.time(12)):
+        with pytest.raises(ValueError, match=r"after .* is no time"):
+            open_captures(directory, after=number)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="after 'yesterday' is no time"):
         open_captures(directory, after="yesterday")
 

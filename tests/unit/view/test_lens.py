@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from dmi_connector.cli.tiny_models import make_model
+from dmi_connector.layout import ArraySpec
+from dmi_connector.reduce import parse
 from dmi_connector.store.read.capture import open_capture
-from dmi_connector.view.lens import end_of, predictions
+from dmi_connector.view.lens import end_of, lacking, predictions
+from tests import storekit as kit
 from tests import viewkit
 
 
@@ -39,3 +42,18 @@ def test_a_model_of_another_width_is_refused(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="rows have 64 values, the model's final norm 32"),
     ):
         predictions(capture, end, 0, 5)
+
+
+@pytest.mark.parametrize("k", [16, 4])
+def test_projections_of_the_stream_are_named_in_place_of_a_lens(tmp_path: Path, k: int) -> None:
+    """Also those that are as wide as the stream."""
+    reduction = parse(f"rp({k})")
+    assert reduction is not None
+    settings = {**reduction.settings(), "dtype": "float32", "width": 16}
+    pre = ArraySpec("resid_pre", "uint8", (0, 1), reduction.stored_width(16, "float32"), reduce=settings)
+    owner = kit.Store(1 << 20)
+    owner.write(tmp_path / "a.zarr", [pre, ArraySpec("resid_final", "float32", (), 16)], 10, attrs={"num_layers": 2})
+    assert owner.shutdown(kit.PATIENCE)
+    with open_capture(tmp_path / "a.zarr", 0) as capture:
+        for model in (None, tmp_path):
+            assert (lacking(capture, model) or "").startswith("'resid_pre' was stored as rp, which this cannot be")
