@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dmi_connector.analysis.rows import BLOCK, present_rows
+from dmi_connector.analysis.rows import BLOCK, known_tokens, present_rows
 from dmi_connector.hooks import HOOKS
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
@@ -27,6 +27,10 @@ _BEFORE = ("mrope_positions", "embed")
 """Hooks that exist once and come before the layers."""
 _CLOSE = ("int8", "fp8", "round")
 """Reductions whose values stay close to those of the row."""
+
+
+class NothingToCompare(ValueError):
+    """Two captures have no row, or no hook, that can be compared."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +91,16 @@ def diff(a: Capture, b: Capture, hooks: str = "*", tolerance: float | None = Non
     hooks: names or wildcards, separated by commas. tolerance: relative error of a row up to which the two agree; None:
     by the dtype of the models (TOLERANCES).
 
-    Raises ValueError for a tolerance below 0, and where there is no hook or no row to compare.
+    Raises ValueError for a tolerance below 0, and NothingToCompare where there is no hook or no row to compare.
     """
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise ValueError(f"tolerance: {tolerance} is not valid; give a number from 0 on, as in 0.01")
     positions, differ = _common(a, b)
     if not len(positions):
         where = "their first tokens differ" if differ is not None else "no position is in both"
-        raise ValueError(f"{a.path} and {b.path} have no rows to compare: {where}; give captures of the same tokens")
+        raise NothingToCompare(
+            f"{a.path} and {b.path} have no rows to compare: {where}; give captures of the same tokens"
+        )
     found: list[HookDiff] = []
     left_out: dict[str, str] = {}
     patterns = [pattern.strip() for pattern in hooks.split(",")]
@@ -107,18 +113,30 @@ def diff(a: Capture, b: Capture, hooks: str = "*", tolerance: float | None = Non
         found.append(_compare(a, b, hook, layer, positions, own))
     if not found:
         why = "; ".join(f"{hook}: {reason}" for hook, reason in left_out.items()) or f"none of {hooks!r} is in both"
-        raise ValueError(f"{a.path} and {b.path} have no hook to compare ({why}); name others, or capture them alike")
+        raise NothingToCompare(
+            f"{a.path} and {b.path} have no hook to compare ({why}); name others, or capture them alike"
+        )
     return CaptureDiff(str(a.path), str(b.path), len(positions), differ, tuple(found), left_out)
 
 
 def pairs(a: Captures, b: Captures) -> tuple[list[tuple[int, int]], int]:
     """Captures of two sets that belong together: those of one key, else those of one prompt, in their order.
 
+    Of several that share a key those of one prompt come together first: requests side by side may start in any order.
+
     Returns (their numbers in `a` and `b`, how many captures have no partner).
     """
     found: dict[int, int] = {}
     left, right = range(len(a.infos)), range(len(b.infos))
-    _match(found, ((a.infos[n].key, n) for n in left), ((b.infos[n].key, n) for n in right))
+    shared = {key for c in (a, b) for key, count in Counter(info.key for info in c.infos).items() if count > 1} - {None}
+    _match(
+        found,
+        (((a.infos[n].key, _prompt(a, n)), n) for n in left if a.infos[n].key in shared),
+        (((b.infos[n].key, _prompt(b, n)), n) for n in right if b.infos[n].key in shared),
+    )
+    left_over = [n for n in left if n not in found]
+    right_over = sorted({*right} - {*found.values()})
+    _match(found, ((a.infos[n].key, n) for n in left_over), ((b.infos[n].key, n) for n in right_over))
     left_over = [n for n in left if n not in found]
     right_over = sorted({*right} - {*found.values()})
     _match(found, ((_prompt(a, n), n) for n in left_over), ((_prompt(b, n), n) for n in right_over))
@@ -144,6 +162,7 @@ def _common(a: Capture, b: Capture) -> tuple[np.ndarray, int | None]:
     """(positions whose rows both have, before the first other token; that token's position, None without one)."""
     positions, at_a, at_b = np.intersect1d(a.positions, b.positions, assume_unique=True, return_indices=True)
     other = a.token_ids[at_a] != b.token_ids[at_b]
+    other &= known_tokens(a)[at_a] & known_tokens(b)[at_b]
     differ = int(positions[other.argmax()]) if other.any() else None
     there = present_rows(a)[at_a] & present_rows(b)[at_b]
     return positions[there & (positions < (np.inf if differ is None else differ))], differ

@@ -6,11 +6,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dmi_connector.analysis.diff import CaptureDiff, HookDiff, diff, pairs
+from dmi_connector.analysis.diff import CaptureDiff, HookDiff, NothingToCompare, diff, pairs
 from dmi_connector.cli.tables import format_table
 from dmi_connector.store.format.remote_path import place_of
 from dmi_connector.store.read.capture import Capture
@@ -18,7 +18,7 @@ from dmi_connector.store.read.captures import Captures, is_store, open_captures
 from dmi_connector.store.read.index import CaptureInfo, info_of
 
 _SHOWN = 20
-"""Hooks and layers that the table of one pair shows."""
+"""Hooks and layers that the table of one pair shows, and pairs that are named as not compared."""
 
 
 def add_diff(parser: argparse.ArgumentParser) -> None:
@@ -34,25 +34,41 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
 
 
 def run_diff(options: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status: 0 if all agree, 1 if something differs. Raises ValueError."""
+    """Run the command. Returns the exit status: 0 if all agree, 1 if something differs or a pair cannot be compared.
+
+    Raises ValueError where there is no pair, or none that can be compared.
+    """
     left, right = _captures(options.a), _captures(options.b)
     matched, alone = pairs(left, right)
     if not matched:
         raise ValueError(
             f"{options.a} and {options.b} share no key and no prompt; give two captures of the same tokens"
         )
-    found = []
+    found: list[tuple[CaptureInfo, CaptureDiff]] = []
+    not_compared: list[tuple[tuple[int, int], NothingToCompare]] = []
+    text = ""
     for one, other in matched:
         with left[one] as a, right[other] as b:
-            found.append(diff(a, b, options.hooks, options.tolerance))
-            text = _text(a, found[-1]) if len(matched) == 1 else ""
+            try:
+                found.append((left.infos[one], diff(a, b, options.hooks, options.tolerance)))
+            except NothingToCompare as error:
+                not_compared.append(((one, other), error))
+                continue
+            text = _text(a, found[-1][1]) if len(matched) == 1 else ""
+    if not found:
+        raise not_compared[0][1]
     if options.json:
-        print(json.dumps([_json(each) for each in found], indent=1))
+        lacking = [_json_of_none(left.infos[one], right.infos[other], why) for (one, other), why in not_compared]
+        print(json.dumps([*(_json(each) for _, each in found), *lacking], indent=1))
     else:
-        print(text or _table([left.infos[one] for one, _ in matched], found))
+        print(text or _table(found))
+        for _, why in not_compared[:_SHOWN]:
+            print(f"not compared: {why}")
+        if len(not_compared) > _SHOWN:
+            print(f"... and {len(not_compared) - _SHOWN} more are not compared; --json has all")
         if alone:
             print(f"{alone} captures have no partner")
-    return 0 if all(each.alike for each in found) else 1
+    return 0 if not not_compared and all(each.alike for _, each in found) else 1
 
 
 def _captures(path: str) -> Captures:
@@ -64,7 +80,12 @@ def _json(found: CaptureDiff) -> dict[str, Any]:
     """Plain JSON, which has no infinity: an error of inf is null."""
     hooks = [asdict(hook) | {"worst": None if hook.worst == math.inf else hook.worst} for hook in found.hooks]
     first = next((hook for hook in hooks if hook["unlike"]), None)
-    return {**asdict(found), "hooks": hooks, "first": first, "alike": found.alike}
+    return {**asdict(found), "hooks": hooks, "first": first, "alike": found.alike, "not_compared": None}
+
+
+def _json_of_none(a: CaptureInfo, b: CaptureInfo, why: NothingToCompare) -> dict[str, Any]:
+    """A pair that cannot be compared."""
+    return {"a": str(a.store), "b": str(b.store), "alike": False, "not_compared": str(why)}
 
 
 def _text(capture: Capture, found: CaptureDiff) -> str:
@@ -90,13 +111,13 @@ def _cells(hook: HookDiff) -> Sequence[object]:
     return hook.name, f"{hook.unlike} of {hook.rows}", hook.position, f"{hook.worst:.3g}", hook.worst_position
 
 
-def _table(infos: Iterable[CaptureInfo], found: Sequence[CaptureDiff]) -> str:
+def _table(found: Sequence[tuple[CaptureInfo, CaptureDiff]]) -> str:
     """A line for each pair."""
     rows = []
-    for info, each in zip(infos, found, strict=True):
+    for info, each in found:
         first, worst = each.first, max(each.hooks, key=lambda hook: hook.worst)
         differ = "" if each.tokens_differ is None else each.tokens_differ
         where = ("", "") if first is None else (first.name, first.position)
         rows.append((info.key or info.store.name, each.positions, differ, *where, f"{worst.worst:.3g}", worst.name))
     header = ("capture", "rows", "tokens differ at", "first hook", "at", "max error", "of")
-    return f"{format_table(header, rows)}\n{len(rows)} pairs, {sum(not each.alike for each in found)} differ"
+    return f"{format_table(header, rows)}\n{len(rows)} pairs, {sum(not each.alike for _, each in found)} differ"

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dmi_connector.store.format.remote_path import place_of
 from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.index import is_store
+from dmi_connector.store.read.verify import stores_of
 
 if TYPE_CHECKING:
     from dmi_connector.analysis.stats import Statistic
@@ -30,7 +33,9 @@ class Kind:
 
 
 class Stores:
-    """Captures that a loop opens one at a time, as often as it is asked. paths: of stores, or of directories of stores.
+    """Captures that a loop opens one at a time, as often as it is asked.
+
+    paths: paths and URLs of stores, or of directories of stores.
 
     Raises ValueError for a directory without a store.
     """
@@ -46,12 +51,10 @@ class Stores:
 
 
 def _stores_in(path: str) -> list[str]:
-    if not Path(path).is_dir() or Path(path).suffix == ".zarr" or (Path(path) / "zarr.json").exists():
+    place = place_of(path)
+    if is_store(place) or (isinstance(place, Path) and not place.is_dir()):  # opening says that nothing is there
         return [path]
-    found = sorted(map(str, Path(path).glob("*.zarr")))
-    if not found:
-        raise ValueError(f"{path} holds no finished store (*.zarr); give a store or a directory of stores")
-    return found
+    return [str(store) for store in stores_of(place)]
 
 
 def add_plot_options(parser: argparse.ArgumentParser) -> None:

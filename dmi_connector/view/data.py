@@ -13,7 +13,7 @@ from dmi_connector.analysis.stats import statistics
 from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.captures import open_captures
-from dmi_connector.store.read.index import CaptureInfo
+from dmi_connector.store.read.index import CaptureInfo, info_of
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import unseen, verify_store
 
@@ -96,8 +96,11 @@ class Library:
             return self._listed
 
     def _found(self) -> list[CaptureInfo]:
+        if self.only is not None:  # what else lies in its directory may be no capture
+            store = self.directory / self.only
+            return [info_of(store)] if store.is_dir() else []
         infos = open_captures(self.directory, incomplete=True).infos
-        mine = [info for info in infos if info.store.parent == self.directory and self.only in (None, info.store.name)]
+        mine = [info for info in infos if info.store.parent == self.directory]
         # `_path` refuses links that lead elsewhere.
         return [info for info in mine[::-1] if isinstance(info.store, Path) and not info.store.is_symlink()]
 

@@ -102,7 +102,7 @@ def _export(
     settings: Mapping[str, Any],
 ) -> Done:
     make_directory(out)
-    _note(out, settings, dict(zip(_names(captures), numbers, strict=True)))
+    stores = _with_noted(out, settings, dict(zip(_names(captures), numbers, strict=True)))
     written, left = 0, Counter[str]()
     last: LeftOut | None = None
     for done, number in enumerate(numbers):
@@ -111,6 +111,8 @@ def _export(
             try:
                 with captures[done] as capture, whole(path) as partial:
                     write(capture, partial)
+                    if not written:  # without a file no note, and no file has its name before the note is there
+                        write_note(out, settings, stores)
                 written += 1
             except LeftOut as one:
                 left[one.what] += 1
@@ -182,8 +184,8 @@ def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures) -> No
     write_note(out, settings, names)
 
 
-def _note(out: Path, settings: Mapping[str, Any], stores: dict[str, int]) -> None:
-    """Note the numbers of stores, beside those of earlier runs. Raises ValueError where one would change."""
+def _with_noted(out: Path, settings: Mapping[str, Any], stores: dict[str, int]) -> dict[str, int]:
+    """The numbers of stores, and those that earlier runs noted. Raises ValueError where one would change."""
     noted: dict[str, int] = (check_note(out, settings) or {"stores": {}})["stores"]
     owners = {number: name for name, number in stores.items()}
     for name, number in noted.items():
@@ -191,7 +193,7 @@ def _note(out: Path, settings: Mapping[str, Any], stores: dict[str, int]) -> Non
             raise ValueError(
                 f"export: {out} holds {name} as number {number}, which would change; give another directory"
             )
-    write_note(out, settings, noted | stores)
+    return noted | stores
 
 
 def _names(captures: Captures) -> list[str]:

@@ -9,10 +9,13 @@ const SHARES = { from: 0, root: true };
 
 export class Panel {
   /** go(row): shows another token. */
-  constructor(go, fault) { Object.assign(this, { go, fault }); }
+  constructor(go, fault) { Object.assign(this, { go, fault, store: null, row: null }); }
 
   /** token: {row, id, text, position, made}, or null. */
   show(store, token, facts) {
+    const row = token?.row ?? null;
+    if (!this.isShown(store, row)) this.working(false);
+    Object.assign(this, { store, row });
     $("token-name").textContent = token ? `“${inLine(token.text, token.id)}”` : "";
     $("token-facts").textContent = token ? facts : "Click a token, or move with the arrow keys.";
     $("attended-box").hidden = true;
@@ -22,9 +25,17 @@ export class Panel {
     $("lens-button").hidden = !token || store.lens !== null;
   }
 
+  /** Whether the panel still shows this token: an answer for another one must not fill it. */
+  isShown(store, row) { return this.store === store && this.row === row; }
+
+  working(yes) {
+    $("lens-button").disabled = yes;
+    $("lens-button").textContent = yes ? "Working …" : "Show top tokens";
+  }
+
   async attended(store, row, layer, head) {
     const found = await ask("attended", "attended", store.name, { token: row, layer, head }).catch(this.fault);
-    if (!found) return;
+    if (!found || !this.isShown(store, row)) return;
     $("attended-box").hidden = false;
     $("attended").replaceChildren(...found.keys.map((key) => {
       const [line, button, share] = ["li", "button", "small"].map((name) => document.createElement(name));
@@ -39,14 +50,12 @@ export class Panel {
   }
 
   async lens(store, row) {
-    const button = $("lens-button");
-    button.disabled = true;
-    button.textContent = "Working …";
+    this.working(this.isShown(store, row));
     const found = await ask("lens", "lens", store.name, { token: row }).catch(this.fault);
-    button.disabled = false;
-    button.textContent = "Show top tokens";
+    if (!this.isShown(store, row)) return;
+    this.working(false);
     if (!found) return;
-    button.hidden = true;
+    $("lens-button").hidden = true;
     $("lens").hidden = false;
     const scale = scaleOf([0, 1], SHARES);
     $("lens").tBodies[0].replaceChildren(...found.places.toReversed().map((place) => this.line(place, scale)));

@@ -178,3 +178,48 @@ def test_stores_of_directories_are_paired_by_key_and_by_prompt(
     assert cli(["diff", str(tmp_path / "one"), str(tmp_path / "two")]) == 1
     out = capsys.readouterr().out
     assert "2 pairs, 1 differ" in out and "1 captures have no partner" in out and "mlp_out@1" in out
+
+
+def test_pairs_that_cannot_be_compared_do_not_stop_the_others(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write(f"{name}/whole", key="whole")
+        write(f"{name}/empty", key="empty", losses=[Loss(Cause.FELL_BEHIND, rows=((0, ROWS),))])
+    write("one/parted", key="parted")
+    write("two/parted", ids=IDS + 1, key="parted")
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    assert cli(["diff", one, two]) == 1
+    out = capsys.readouterr().out
+    assert "1 pairs, 0 differ" in out and out.count("not compared: ") == 2
+    assert "empty.zarr have no rows to compare: no position is in both" in out and "their first tokens differ" in out
+    assert cli(["diff", one, two, "--json"]) == 1
+    whole, *others = json.loads(capsys.readouterr().out)
+    assert whole["alike"] and whole["not_compared"] is None
+    assert {Path(each["b"]).stem for each in others} == {"empty", "parted"} and not any(e["alike"] for e in others)
+    assert cli(["diff", f"{one}/empty.zarr", f"{two}/empty.zarr"]) == 2, "nothing was compared"
+    assert cli(["diff", one, two, "--tolerance", "-1"]) == 2
+
+
+def test_stores_that_share_a_key_are_paired_by_prompt(write: Write, tmp_path: Path) -> None:
+    for name, order in (("one", (0, 20, 40, 60)), ("two", (20, 0, 60, 80))):
+        (tmp_path / name).mkdir()
+        for prompt in order:
+            write(f"{name}/{prompt}", ids=IDS + prompt, key="run")
+    one, two = open_captures(tmp_path / "one"), open_captures(tmp_path / "two")
+    matched, alone = pairs(one, two)
+    names = {(one.infos[a].store.stem, two.infos[b].store.stem) for a, b in matched}
+    assert names == {("0", "0"), ("20", "20"), ("60", "60"), ("40", "80")} and alone == 0
+
+
+def test_unknown_tokens_of_a_salvaged_store_are_no_other_tokens(write: Write) -> None:
+    ids = IDS + 1
+    lost = [Loss.of(Cause.TOKEN_IDS_UNKNOWN), Loss(Cause.FELL_BEHIND, rows=((4, 6),))]
+    whole, salvaged = (
+        write("whole", ids=ids),
+        write("salvaged", ids=np.where((IDS >= 4) & (IDS < 6), 0, ids), losses=lost),
+    )
+    for a, b in ((whole, salvaged), (salvaged, whole)):
+        found = both(a, b)
+        assert found.tokens_differ is None and found.alike and found.positions == ROWS - 2

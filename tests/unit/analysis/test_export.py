@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dmi_connector.analysis.export import safetensors, specforge
+from dmi_connector.analysis.export import progress, safetensors, specforge
 from dmi_connector.analysis.export.progress import NOTE
 from dmi_connector.analysis.export.targets import TARGETS
 from dmi_connector.cli.export import FLAGS
@@ -275,7 +276,28 @@ def test_a_run_that_fails_leaves_no_part_of_a_file(
     with monkeypatch.context() as patched:
         patched.setattr(safetensors, "stream_rows", full)
         assert run(stores, "--to", "speculators", "-o", tmp_path / "hs") == (2, "", "dmi: no space left\n")
-    assert [p.name for p in (tmp_path / "hs").iterdir()] == [NOTE]
+    assert [*(tmp_path / "hs").iterdir()] == []
+
+
+def test_a_run_that_wrote_no_file_does_not_fix_the_options(stores: Path, tmp_path: Path, run: Run) -> None:
+    flags = [stores, "--to", "speculators", "-o", tmp_path / "hs"]
+    assert run(*flags, "--layers", "9")[0] == 2
+    assert run(*flags, "--layers", "1")[1].endswith("3 written\n")
+    assert "was written with" in run(*flags, "--layers", "2")[2]
+
+
+def test_the_note_is_there_before_the_first_file(
+    stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, replace, named = tmp_path / "hs", os.replace, []
+
+    def noting(old: Path, new: Path) -> None:
+        named.append(Path(new).name)
+        replace(old, new)
+
+    monkeypatch.setattr(progress.os, "replace", noting)
+    assert run(stores, "--to", "speculators", "-o", out)[0] == 0
+    assert named == [NOTE, *(f"hs_{i}.safetensors" for i in range(3))]
 
 
 def test_another_run_into_the_same_directory_is_refused(stores: Path, tmp_path: Path, run: Run) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dmi_connector.cli.main import main
+from dmi_connector.cli.plots import Stores
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format import object_store
 from dmi_connector.store.format.completeness import Cause, Loss
@@ -182,6 +183,19 @@ def test_stores_without_an_index_are_opened_and_unfinished_ones_left_out(s3: s3k
     assert sorted(info.store.name for info in infos) == [f"{name}.zarr" for name in NAMES]
     assert {r.path.rpartition("/")[2] for r in s3.gets()} == {"zarr.json"}
     assert len(open_captures(f"{URL}/zips")) == 1
+
+
+def test_plot_takes_the_stores_below_a_prefix(s3: s3kit.Proxy, stores: Path) -> None:
+    def read(places: list[str]) -> list[np.ndarray]:
+        return [c.numpy("z", 0) for c in Stores(places, lambda path: open_capture(path, 0, allow_incomplete=True))]
+
+    local = read([str(stores)])
+    assert len(local) == 4
+    for places in ([f"{URL}/bare"], [f"{URL}/all"], [f"{URL}/all/{name}.zarr" for name in NAMES]):
+        assert all(map(np.array_equal, read(places), local))
+    assert len(read([f"{URL}/zips"])) == 1
+    with pytest.raises(ValueError, match="s3://captures/none holds no finished store"):
+        Stores([f"{URL}/none"], open_capture)
 
 
 def test_a_store_of_an_object_store_waits_for_its_root_document(s3: s3kit.Proxy) -> None:
@@ -389,6 +403,7 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "obstore" else find(name, *rest)
 from dmi_connector import open_capture
 from dmi_connector.cli.main import main
+from dmi_connector.cli.plots import Stores
 try:
     open_capture("s3://captures/a.zarr", 0)
 except ImportError as error:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -168,6 +169,18 @@ def test_one_store_is_shown_alone(stores: Path) -> None:
     assert [found["name"] for found in page.get("api/captures").json()["captures"]] == ["story.zarr"]
     assert page.get("api/capture/story.zarr").status_code == 200
     assert page.get("api/capture/long.zarr").status_code == 404
+
+
+def test_one_store_is_shown_beside_what_is_no_capture(real: Path, tmp_path: Path) -> None:
+    shutil.copytree(real / "full.zarr", tmp_path / "mine.zarr")
+    (tmp_path / "other.zarr").mkdir()
+    (tmp_path / "other.zarr/zarr.json").write_text('{"zarr_format": 3, "node_type": "group", "attributes": {}}')
+    page = client(tmp_path / "mine.zarr")
+    assert [found["name"] for found in page.get("api/captures").json()["captures"]] == ["mine.zarr"]
+    assert page.get("api/capture/mine.zarr").status_code == 200
+    assert page.get("api/capture/other.zarr").status_code == 404
+    shutil.rmtree(tmp_path / "mine.zarr")
+    assert page.get("api/captures").json()["total"] == 0
 
 
 def test_a_link_that_the_user_names_is_followed(stores: Path, tmp_path: Path) -> None:

@@ -179,6 +179,51 @@ def test_a_click_on_a_token_shows_it_and_the_lens(page: Page) -> None:
     page.until(lambda: page.chosen() != 20, "a click on a token attended to goes there")
 
 
+HOLD = """
+const [real, later] = [window.fetch, window.setTimeout];
+window.held = 0;
+window.letGo = new Promise((go) => { window.release = go; });
+window.fetch = async (url, options) => {
+  if (!String(url).includes(arguments[0])) return real(url, options);
+  window.held += 1;
+  await window.letGo;
+  const answer = await real(url), body = await answer.text();
+  later(() => { window.held -= 1; }, 100);
+  return new Response(body, answer);
+};
+"""
+"""Holds back the answers to questions of one kind until `release()`. held: those that the page does not have yet."""
+
+
+@pytest.mark.parametrize("other", ["token", "capture"])
+@pytest.mark.parametrize(("kind", "box"), [("lens", "#lens"), ("attended", "#attended-box")])
+def test_an_answer_that_comes_late_is_not_shown_under_another_token(
+    kind: str, box: str, other: str, page: Page
+) -> None:
+    from selenium.webdriver import Keys
+
+    page.run(HOLD, f"api/{kind}/")
+    page.all(".token")[20].click()
+    page.shows("#token-facts", "row 20")
+    page.until(lambda: page.run("return window.held") == 1, f"{kind} is asked for")
+    if other == "token":
+        page.run("window.setTimeout = () => 0")  # the next token is not asked for before the answer comes
+        page.press(Keys.ARROW_RIGHT)
+        page.shows("#token-facts", "row 21")
+    else:
+        name = page.text("#name")
+        page.press("k")
+        page.until(lambda: page.text("#name") != name, "another capture")
+    page.run("window.release()")
+    page.until(lambda: page.run("return window.held") == 0, "the answer has come")
+    assert not page.one(box).is_displayed(), "the answer is another token's"
+    if other == "token":
+        button = page.one("#lens-button")
+        assert button.is_enabled() and button.text == "Show top tokens"
+        button.click()
+        page.until(lambda: len(page.all("#lens tr")) == viewkit.LAYERS + 1, "the lens of this token")
+
+
 def test_a_click_on_the_heat_map_chooses_layer_and_token(page: Page) -> None:
     from selenium.webdriver import ActionChains
 
