@@ -29,6 +29,7 @@ import numpy as np
 from dmi_connector.layout import PayloadLayout
 from dmi_connector.store.format.completeness import LABELS, Loss, losses_to_json
 from dmi_connector.store.write.child_process import Child
+from dmi_connector.store.write.commit import append_failed, finished_attrs
 from dmi_connector.store.write.messages import ERRORS_KEPT, Message, pack_array
 from dmi_connector.store.write.ring import Extent, Ring
 from dmi_connector.store.write.settings import WriteSettings
@@ -151,6 +152,7 @@ class StoreClient:
             if self._broken:
                 capture.reason, capture.state = self._broken, "failed"
                 self._stats["failed"] += 1
+                self._write_failed(capture)
                 return capture
             self._captures[self._count] = capture
             message = {"type": "open", "id": self._count, "layout": layout, "attrs": dict(attrs or {}), **names}
@@ -256,6 +258,17 @@ class StoreClient:
             self._note(f"{capture.path} is {state}: {reason}")
         self._lock.notify_all()
 
+    def _write_failed(self, capture: OpenCapture) -> None:
+        """Say in the index that a capture failed: no coordinator is left that would. Rank 0 does it for all ranks."""
+        names = capture.names
+        if names["rank"]:
+            return
+        try:
+            if finished_attrs(capture.path, names["request_id"], names["key"]) is None:
+                append_failed(capture.path, names["request_id"], names["key"], str(capture.reason))
+        except OSError as error:
+            self._note(f"{capture.path} failed, and the index cannot say so: {error}")
+
     def _note(self, text: str) -> None:
         self._errors.append(text)
         logger.error("dmi: %s", text)
@@ -305,6 +318,8 @@ class StoreClient:
             if short:
                 self._broken = f"{reason}, soon after its start: nothing is captured until the engine is started again"
                 self._note(self._broken)
+                for capture in lost:
+                    self._write_failed(capture)
                 return
             self._child = self._spawn()
             for capture in lost:  # the store of one that was closed may be there: then its end is known soon

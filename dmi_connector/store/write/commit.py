@@ -76,6 +76,12 @@ def append_finish(final: str, attrs: dict[str, Any], bytes_raw: int) -> None:
     append_index(os.path.dirname(final), {**line, "bytes_raw": bytes_raw})
 
 
+def append_failed(final: str, request_id: str | None, key: str | None, reason: str) -> None:
+    """Append the line of a capture that failed. Raises OSError."""
+    line = {"event": "finish", "store": os.path.basename(final), "state": "failed", "reason": reason}
+    append_index(os.path.dirname(final), {**line, "key": key, "request_id": request_id, "finished": now()})
+
+
 def raw_bytes(store: str, attrs: dict[str, Any]) -> int:
     """Bytes of the rows of a store before compression. attrs: its root attributes. Raises OSError."""
     arrays = {hook["array"] for hook in attrs["hooks"].values()}

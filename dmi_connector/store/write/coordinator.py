@@ -35,7 +35,7 @@ from dmi_connector.store.format.paths import UMASKS
 from dmi_connector.store.format.schema import listed_bytes
 from dmi_connector.store.write.capture_record import CaptureRecord, State
 from dmi_connector.store.write.captures import Captures
-from dmi_connector.store.write.commit import append_finish, append_index, finished_attrs, now, raw_bytes
+from dmi_connector.store.write.commit import append_failed, append_finish, finished_attrs, raw_bytes
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, unpack_array, write_all
 from dmi_connector.store.write.retention import Keeper
 from dmi_connector.store.write.ring import Extent, RingBase
@@ -226,8 +226,7 @@ class Coordinator:
         try:
             attrs = finished_attrs(final, request_id, key)
             if attrs is None:
-                line = {"event": "finish", "store": os.path.basename(final), "state": state, "reason": reason}
-                append_index(os.path.dirname(final), {**line, "key": key, "request_id": request_id, "finished": now()})
+                append_failed(final, request_id, key, reason)
                 return
             state, reason = State.COMPLETE if attrs["complete"] else State.INCOMPLETE, attrs["reason"]
             if not rank:

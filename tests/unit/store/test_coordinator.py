@@ -273,15 +273,22 @@ def test_a_store_that_was_there_when_its_coordinator_died_is_known(
 def test_captures_fail_after_a_coordinator_died_soon_after_its_start(
     client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The index names these captures too, or a bulk run would wait for their stores."""
     monkeypatch.setattr("dmi_connector.store.write.client.SHORT_LIFE_S", 1e9)
+    os.kill(coordinator(client), signal.SIGSTOP)
+    lost = begin(client, tmp_path / "lost.zarr")
     os.kill(coordinator(client), signal.SIGKILL)
     until(lambda: client._broken is not None)
     capture = begin(client, tmp_path / "a.zarr")
     assert capture.state == "failed" and "nothing is captured until the engine is started again" in str(capture.reason)
     stats = client.stats()
-    assert (stats["started"], stats["failed"], stats["open"]) == (1, 1, 0) and len(stats["errors"]) == 2
+    assert (stats["started"], stats["failed"], stats["open"]) == (2, 2, 0) and len(stats["errors"]) == 3
     send(client, capture, 0)
     assert client.ring.used == 0
+    until(lambda: len(find_captures(tmp_path)) == 2)
+    found = {info.store.name: info for info in find_captures(tmp_path)}
+    assert {info.state for info in found.values()} == {"failed"}
+    assert found["lost.zarr"].reason == lost.reason and found["a.zarr"].reason == capture.reason
 
 
 def test_the_coordinator_ignores_signals_and_has_its_own_process_group(client: StoreClient, tmp_path: Path) -> None:
