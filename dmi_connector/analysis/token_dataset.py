@@ -22,10 +22,9 @@ except ImportError as error:
 
 from dmi_connector.dtypes import as_torch
 from dmi_connector.store.format.remote_path import RemotePath
-from dmi_connector.store.read.captures import Captures, open_captures
+from dmi_connector.store.read.captures import Captures, named_rows, open_captures
 from dmi_connector.store.read.chunk_reader import read_blocks
 from dmi_connector.store.read.hook_array import ShardPieces
-from dmi_connector.store.read.hook_names import check_equal, hook_and_layer
 from dmi_connector.store.read.row_view import RowView
 from dmi_connector.store.read.thread_pool import read_threads, set_read_threads
 
@@ -64,9 +63,10 @@ class TokenDataset(IterableDataset[Batch]):
 
     Memory: two buffers of `buffer_tokens` rows of all hooks. A batch is a part of such a buffer: clone what you keep.
 
-    Raises ValueError for hooks that cannot be batched, and when the stores hold too few tokens; KeyError for a hook or
-    layer that the first store did not capture. Other stores are opened when they are read. One that did not capture it
-    raises KeyError then: `open_captures(..., hooks=hooks)` leaves such stores out.
+    Raises ValueError for hooks that cannot be batched, for names of TransformerLens whose hook was stored as other
+    values, and when the stores hold too few tokens; KeyError for a hook or layer that the first store did not capture.
+    Other stores are opened when they are read. One that did not capture it raises KeyError then:
+    `open_captures(..., hooks=hooks)` leaves such stores out.
     """
 
     def __init__(
@@ -92,10 +92,7 @@ class TokenDataset(IterableDataset[Batch]):
                 f"hooks {names}, batch_size {batch_size} and buffer_tokens {buffer_tokens} do not fit; name a hook, and"
                 " let the buffer hold a batch"
             )
-        self.views = {name: found.rows(*hook_and_layer(name), skip=skip) for name in names}
-        with found[0] as first:
-            for name in names:
-                check_equal(name.partition("@")[0], first.attrs)
+        self.views = {name: named_rows(found, name, skip) for name in names}
         for name, view in self.views.items():
             if len(view.shape) == 3:
                 raise ValueError(f"{name!r} has layers {view.layers}; name one, as in '{name}@{view.layers[0]}'")

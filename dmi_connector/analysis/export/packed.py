@@ -8,8 +8,7 @@ import functools
 import numpy as np
 
 from dmi_connector.store.format.remote_path import Place
-from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.hook_names import check_equal, hook_and_layer
+from dmi_connector.store.read.captures import Captures, named_rows
 from dmi_connector.store.read.lens_names import lens_name, split_name, why_not_equal
 from dmi_connector.store.read.open_files import files_of
 from dmi_connector.store.read.own_values import check_own_values
@@ -30,14 +29,13 @@ class PackedRows:
     """
 
     def __init__(self, captures: Captures, hook: str, context_size: int, skip: int = 0) -> None:
-        found, layer = hook_and_layer(hook)
-        self._view = captures.rows(found, layer, skip)
+        self._view = named_rows(captures, hook, skip)
+        found, layer = self._view.hook, self._view.layer
         if len(self._view.shape) == 3:
             raise ValueError(
                 f"{hook!r} has layers {self._view.layers}; name one, as in '{hook}@{self._view.layers[0]}'"
             )
         with captures[0] as first:
-            check_equal(hook.partition("@")[0], first.attrs)
             named = lens_name(found, layer)
             if named is not None and why_not_equal(split_name(named)[0], first.attrs) is not None:
                 named = None

@@ -25,9 +25,8 @@ from dmi_connector.store.format.locks import share
 from dmi_connector.store.format.pca_files import find_basis
 from dmi_connector.store.format.remote_path import Given, Place, place_of
 from dmi_connector.store.read.attention import attention, check_head
-from dmi_connector.store.read.hook_names import HookTable, Source, check_equal, parse_name
+from dmi_connector.store.read.hook_names import HookTable, Source, parse_name
 from dmi_connector.store.read.hook_values import HookValues, Tokens
-from dmi_connector.store.read.lens_names import equal_hooks, split_name
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.open_files import files_of
 from dmi_connector.store.read.own_values import check_own_values
@@ -383,10 +382,10 @@ class Capture:
         return as_torch(self.numpy(hook, layer, tokens, convert=False))
 
     def __getitem__(self, name: str) -> np.ndarray:
-        check_equal(name, self.attrs)
-        short, layer = split_name(name)
-        hook = dict(equal_hooks(self.attrs)).get(short) if layer is not None else None
-        return self.numpy(hook, layer) if hook else self.numpy(*parse_name(name))
+        hook, layer = parse_name(name, self.attrs)
+        if hook != name:  # TransformerLens' name is that of the hook's own values
+            check_own_values(self, hook, layer)
+        return self.numpy(hook, layer)
 
     def __contains__(self, name: object) -> bool:
         return name in self.hooks

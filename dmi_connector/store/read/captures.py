@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from dmi_connector.store.format.remote_path import Given, RemotePath, place_of
 from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.hook_names import HookTable, hook_and_layer
+from dmi_connector.store.read.hook_names import holds, hook_and_layer
 from dmi_connector.store.read.index import (
     FINISHED,
     CaptureInfo,
@@ -24,8 +24,9 @@ from dmi_connector.store.read.index import (
 )
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.one_model import OneModel, is_named
+from dmi_connector.store.read.own_values import check_own_values
 from dmi_connector.store.read.remote_index import list_prefix
-from dmi_connector.store.read.row_view import RowView
+from dmi_connector.store.read.row_view import RowView, check_some
 from dmi_connector.store.read.thread_pool import in_fetch_threads, in_threads
 
 if TYPE_CHECKING:
@@ -103,6 +104,21 @@ def of_one_model(captures: Capture | Iterable[Capture]) -> Iterator[Capture]:
         yield capture
 
 
+def named_rows(captures: Captures, name: str, skip: int = 0) -> RowView:
+    """The rows of a hook by a name as in `Captures.filter`, as `Captures.rows` gives them.
+
+    Raises as that does. Raises KeyError for a name of TransformerLens that means another tensor in the first store's
+    model, ValueError for one whose hook was stored as other values.
+    """
+    check_some(captures.infos, name)
+    with captures[0] as first:
+        hook, layer = hook_and_layer(name, first.attrs)
+        view = captures.rows(hook, layer, skip)
+        if hook != name.partition("@")[0]:
+            check_own_values(first, hook, layer)  # the view refuses stores that were reduced in another way
+    return view
+
+
 def is_there(info: CaptureInfo) -> bool:
     """Whether a finished store can be read: on this machine, or where it was uploaded to."""
     return isinstance(info.store, RemotePath) or info.store.is_dir()
@@ -174,12 +190,12 @@ def _whole(info: CaptureInfo) -> CaptureInfo:
 
 def _holding(infos: Sequence[CaptureInfo], hooks: str | Collection[str]) -> list[CaptureInfo]:
     """Those that captured all of these hooks."""
-    wanted = [hook_and_layer(name) for name in ([hooks] if isinstance(hooks, str) else hooks)]
+    wanted = [hooks] if isinstance(hooks, str) else hooks
     holding: set[int] = set()
 
     def look(number: int) -> None:
-        table = HookTable.of(read_attrs(infos[number].store))
-        if all(table.holds(hook, layer) for hook, layer in wanted):
+        attrs = read_attrs(infos[number].store)
+        if all(holds(name, attrs) for name in wanted):
             holding.add(number)
 
     remote = any(isinstance(info.store, RemotePath) for info in infos)
@@ -255,8 +271,9 @@ class Captures:
         """Those whose `CaptureInfo` `where` accepts, and that captured all of `hooks`. None lets everything pass.
 
         hooks: one name or several, such as "resid_pre@3" (hook@layer), "q" (any layer of it) or "blocks.3.attn.hook_z".
-        The root document of each store that `where` accepts is read once. Raises ValueError where one cannot be read,
-        and for a bad layer.
+        A name of TransformerLens that means another tensor in a store's model leaves that store out. The root document
+        of each store that `where` accepts is read once. Raises ValueError where one cannot be read, and for a bad
+        layer, KeyError for a name of TransformerLens that no hook equals.
         """
         kept = [info for info in map(_whole, self.infos) if where(info)] if where is not None else self.infos
         return replace(self, infos=tuple(kept if hooks is None else _holding(kept, hooks)))

@@ -65,6 +65,9 @@ POST_NORM_NAMES = {
 }
 """The same in models that norm the output of a block, of which stores hold `attn_proj` or `mlp_proj`."""
 
+ALL_NAMES = {**TL_NAMES, **QK_NAMES[False], **QK_NAMES[True], **POST_NORM_NAMES}
+"""All of these. Which of them are the same tensors in a model, `equal_hooks` says."""
+
 PATTERN = "attn.hook_pattern"
 NORMS = {"ln1": "resid_pre", "ln2": "resid_mid", "ln_final": "resid_final"}
 """Norm -> its input. `hook_scale` and `hook_normalized` are worked out from that."""

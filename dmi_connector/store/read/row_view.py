@@ -31,6 +31,12 @@ _MOST_OPEN = 4096
 """Arrays whose metadata and shard indexes are kept, some kilobytes each."""
 
 
+def check_some(infos: Sequence[CaptureInfo], hook: str) -> None:
+    """Raise ValueError without a store to read a hook from."""
+    if not infos:
+        raise ValueError(f"no store to read {hook!r} from; mend the filter of open_captures")
+
+
 class RowView:
     """Rows of one hook in many stores, [rows, width]; [layers, rows, width] for all layers. Made by `Captures.rows`.
 
@@ -42,8 +48,7 @@ class RowView:
     """
 
     def __init__(self, infos: Sequence[CaptureInfo], hook: str, layer: int | None = None, skip: int = 0) -> None:
-        if not infos:
-            raise ValueError(f"no store to read {hook!r} from; mend the filter of open_captures")
+        check_some(infos, hook)
         if skip < 0:
             raise ValueError(f"skip {skip} is not valid; use 0 or more rows")
         self.stores = tuple(info.store for info in infos)

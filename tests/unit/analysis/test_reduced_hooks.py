@@ -19,6 +19,7 @@ from dmi_connector.analysis.heat import hook_heat
 from dmi_connector.analysis.lens import logit_lens, uncertainty
 from dmi_connector.analysis.patterns import attention_pattern, pattern_hooks
 from dmi_connector.analysis.residual import drift, residual_norms
+from dmi_connector.analysis.token_dataset import TokenDataset
 from dmi_connector.analysis.unembedding import Unembedding
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
@@ -80,6 +81,11 @@ def test_a_projection_as_wide_as_the_stream_gives_no_lens_no_attribution_and_no_
     for ids, hook in (([0], "resid_pre"), ([LAYERS], "resid_final")):
         refuses(lambda ids=ids: export_safetensors(one.path, tmp_path / "x.safetensors", ids), hook, "rp")
     refuses(lambda: PackedRows(captures_of([one.path]), "resid_pre@0", 4), "resid_pre", "rp")
+    for name, hook in (("blocks.0.hook_resid_pre", "resid_pre"), ("blocks.1.hook_resid_post", "resid_post")):
+        refuses(lambda name=name: one[name], hook, "rp")
+        refuses(lambda name=name: TokenDataset(captures_of([one.path]), name, 4), hook, "rp")
+    np.testing.assert_array_equal(one["resid_pre"], one.numpy("resid_pre"))
+    assert next(iter(TokenDataset(captures_of([one.path]), "resid_pre@0", 4))).shape == (4, WIDTH)
     draft = make(spec("resid_pre", None), spec("final_ln", f"rp({WIDTH})", ()))
     refuses(lambda: specforge.features(draft, None, "all"), "final_ln", "rp")
     assert residual_norms(one)[0].shape == (LAYERS + 1, TOKENS), "projections keep lengths, about"

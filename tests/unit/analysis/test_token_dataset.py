@@ -321,3 +321,37 @@ def test_a_name_that_means_another_tensor_there_is_refused(tmp_path: Path) -> No
     with pytest.raises(KeyError, match="'hook_embed' has no equal here"):
         PackedRows(captures, "hook_embed", 4)
     assert PackedRows(captures, "embed", 4).name == "embed"
+
+
+def test_names_that_depend_on_the_model_are_those_of_its_store(tmp_path: Path) -> None:
+    """Of queries behind a norm or not, and of projections before a post-norm."""
+    owner = kit.Store(1 << 20)
+    specs = [ArraySpec(name, "float32", (0, 1), 8) for name in ("q", "attn_proj", "attn_out")]
+    for name, attrs, held in (
+        ("plain", {"qk_norm": False}, specs[:1]),
+        ("normed", {"qk_norm": True}, specs[:1]),
+        ("post", {"qk_norm": True}, specs),
+    ):
+        owner.write(tmp_path / f"{name}.zarr", held, 20, attrs={"num_layers": 2, **attrs})
+    assert owner.shutdown(kit.PATIENCE)
+    every = open_captures(tmp_path)
+    for name, hook, stores in (
+        ("blocks.1.attn.hook_q", "q", ["plain"]),
+        ("blocks.1.attn.q_norm.hook_out", "q", ["normed", "post"]),
+        ("blocks.1.attn.hook_out", "attn_proj", ["post"]),
+        ("blocks.1.ln1_post.hook_out", "attn_out", ["post"]),
+    ):
+        found = every.filter(hooks=name)
+        assert [info.store.stem for info in found.infos] == stores, name
+        [batch] = TokenDataset(found[:1], name, 20, shuffle=False)
+        np.testing.assert_array_equal(batch, found[0].numpy(hook, 1))
+        np.testing.assert_array_equal(batch, found[0][name])
+        packed = PackedRows(found[:1], name, 4)
+        assert packed.name == name
+        np.testing.assert_array_equal(packed.read(0, 5).reshape(20, 8), batch)
+    with pytest.raises(KeyError, match="no equal here: not captured: q and k are behind the norm"):
+        TokenDataset(every.filter(hooks="attn_proj"), "blocks.1.attn.hook_q", 4)
+    with pytest.raises(KeyError, match=r"'blocks\.1\.hook_nothing' has no equal here; suffixes that have"):
+        every.filter(hooks="blocks.1.hook_nothing")
+    with pytest.raises(ValueError, match=r"no store to read 'blocks\.1\.attn\.hook_q' from"):
+        TokenDataset(every[:0], "blocks.1.attn.hook_q", 4)
