@@ -21,7 +21,7 @@ from dmi_connector.option_values import OptionError
 from dmi_connector.ranks import shard_of
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.paths import make_directory
-from dmi_connector.store.write.retention import RECENT_S, Usage, measure, read_usage
+from dmi_connector.store.write.retention import RECENT_S, Usage, measure, read_usage, usage_stamp
 
 UNLIMITED = 1 << 60
 """Stands for no limit: more positions, or bytes, than there can be."""
@@ -102,6 +102,7 @@ class Quota:
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
         self._usage: Usage | None = None
+        self._seen = usage_stamp(options.store_dir)  # a note that is there already is older than what is measured here
         if options.max_total_bytes:
             self._usage = measure(options.store_dir, options.save_path_roots)
         elif options.min_free_bytes:
@@ -174,11 +175,15 @@ class Quota:
         if time.monotonic() - self._read_at < REFRESH_S:
             return
         self._read_at = time.monotonic()
-        usage, before = read_usage(self.options.store_dir), self._usage
-        assert before is not None
-        if usage is not None and usage.began > before.began:
+        stamp, moment = usage_stamp(self.options.store_dir), time.time()
+        if stamp in (None, self._seen):
+            return
+        self._seen, usage = stamp, read_usage(self.options.store_dir)
+        if usage is not None:
             self._usage, over, there = usage, set(usage.over), usage.unfinished
             old = usage.began - FORGET_S
+            for capture in self._reserved.values():  # the clock may have been put back since it ended
+                capture.ended = None if capture.ended is None else min(capture.ended, moment)
             self._reserved = {
                 path: capture
                 for path, capture in self._reserved.items()

@@ -269,6 +269,15 @@ def write_usage(directory: str, usage: Usage) -> None:
     os.rename(own, path)
 
 
+def usage_stamp(directory: str) -> tuple[int, int] | None:
+    """What tells the keeper's last measurement from earlier ones, whatever the clock does. None without one."""
+    try:
+        found = os.lstat(os.path.join(directory, USAGE_NAME))
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def read_usage(directory: str) -> Usage | None:
     """The keeper's last measurement, or None. Raises OSError."""
     try:

@@ -229,6 +229,37 @@ def test_finished_captures_count_once_after_any_pause(tmp_path: Path, monkeypatc
             quota.admit(str(stores / "other.zarr"), 1)
 
 
+def test_the_newest_note_counts_after_the_clock_was_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 0)
+    now, ahead = time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: now() + ahead)
+    keeper = Keeper(str(tmp_path), measure=True)
+    keeper.round()
+    quota = Quota(ServerOptions.parse({"store_dir": str(tmp_path), "max_total_bytes": 10_000}))
+    keeper.round()
+    quota.admit(str(tmp_path / "before.zarr"), 4000)
+    quota.ended(str(tmp_path / "before.zarr"), nothing=False)
+    ahead = -3600.0
+    burst(tmp_path, quota, 3)
+    prune(tmp_path, keep_bytes=0)
+    keeper.round()
+    quota.admit(str(tmp_path / "more.zarr"), 5900)
+    ahead += 1.1 * FORGET_S
+    keeper.round()
+    quota.admit(str(tmp_path / "again.zarr"), 4000)
+
+
+def test_the_note_of_an_earlier_server_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quota has measured itself when it is made."""
+    monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 0)
+    write_usage(str(tmp_path), Usage(9000, {}, [], time.time() - 3600))
+    quota = Quota(ServerOptions.parse({"store_dir": str(tmp_path), "max_total_bytes": 10_000}))
+    quota.admit(str(tmp_path / "a.zarr"), 6000)
+    write_usage(str(tmp_path), Usage(3000, {}, [], time.time() - 7200))
+    with pytest.raises(OptionError, match="stores take 9000 bytes, 1001 more"):
+        quota.admit(str(tmp_path / "b.zarr"), 1001)
+
+
 @pytest.mark.parametrize("measured", [True, False])
 def test_removed_captures_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: bool) -> None:
     """Also those that came and went between two measurements, as with upload_remove_local."""
