@@ -45,8 +45,8 @@ class Budget:
         """Whether one more prompt fits beside `in_flight` others. Raises OSError."""
         if not self.max_bytes and not self.min_free_bytes:
             return True
-        if not self._largest:
-            return in_flight == 0 and self._fits(0)
+        if not self._largest and in_flight:
+            return False
         needed = (in_flight + 1) * self._largest
         if self._fits(needed):
             return True

@@ -350,6 +350,18 @@ def test_prompts_in_flight_count_as_the_largest_store(tmp_path: Path) -> None:
     assert Budget(tmp_path, max_bytes=90_001, clock=lambda: now[0]).allows(0)
 
 
+def test_a_budget_that_is_used_up_at_the_start_sees_that_stores_are_removed(tmp_path: Path) -> None:
+    now = [0.0]
+    (tmp_path / "a.zarr").mkdir()
+    (tmp_path / "a.zarr" / "data").write_bytes(bytes(90_000))
+    budget = Budget(tmp_path, max_bytes=90_000, clock=lambda: now[0])
+    shutil.rmtree(tmp_path / "a.zarr")
+    assert not budget.allows(0), "it was measured just now"
+    now[0] = 5.0
+    assert not budget.allows(1), "until a store was seen, one at a time"
+    assert budget.allows(0)
+
+
 def test_at_the_budget_a_run_can_end_and_go_on_later(store: Path, out: Path, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", 12)
     sizes = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
