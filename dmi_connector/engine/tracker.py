@@ -365,11 +365,11 @@ class Tracker:
         return response
 
     def _close(self, tracked: Tracked, blocks: list[int]) -> Close:
-        """The end of a capture. Its last sampled token was no input and has no row. Pooling samples none."""
+        """The end of a capture. Its last sampled token was no input and has no row. Before the first there is none."""
         request, params = tracked.request, tracked.params
-        exist = min(request.num_computed_tokens, request.num_tokens - (request.pooling_params is None))
-        end = max(min(exist, tracked.limit), tracked.exported)
-        expected = min(max(request.num_prompt_tokens, request.num_tokens - 1), tracked.wanted)
+        inputs = max(request.num_prompt_tokens, request.num_tokens - 1)
+        end = max(min(request.num_computed_tokens, inputs, tracked.limit), tracked.exported)
+        expected = min(inputs, tracked.wanted)
         chunk = self.context.options.chunk_tokens
         rows = [self._rows(tracked, at, min(at + chunk, end), blocks) for at in range(tracked.exported, end, chunk)]
         finish = request.get_finished_reason()

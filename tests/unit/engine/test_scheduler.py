@@ -145,6 +145,17 @@ def test_the_ends_of_requests_come_before_an_engine_of_the_clients_process_sleep
     assert engine.faults() == [] and len(engine.stored) == 5
 
 
+def test_a_request_that_is_aborted_with_its_prompt_on_the_way_has_all_of_its_rows(make: Make) -> None:
+    """The step that computes them is on the way; the token that it samples is never seen."""
+    engine = make(tokens=lambda: 9)
+    name = engine.add(PROMPT, 6)
+    engine.step()
+    engine.abort(name)
+    engine.drain()
+    [(length, *_, losses)] = engine.stored[name].ends
+    assert (length, losses) == (40, []) and engine.faults() == []
+
+
 def test_rows_of_later_turns_of_a_session_come_from_their_own_blocks(make: Make) -> None:
     """The scheduler shows the request again as a new one, with all its blocks."""
     engine = make(ahead=False, tokens=lambda: 9)

@@ -152,24 +152,29 @@ def test_the_blocks_of_a_resumed_request_take_the_place_of_its_old_ones(tmp_path
 
 def test_rows_of_tokens_without_a_known_id_wait(tmp_path: Path) -> None:
     """With asynchronous scheduling a step may compute a token that lies behind a stop."""
-    run = Run(make_tracker(tmp_path, "resid_pre"), ask({"include_output_tokens": True}, 31))
-    assert [one.first for one in run.step(31, ahead=1).chunks] == [0]
+    run = Run(make_tracker(tmp_path, "resid_pre"), ask({"include_output_tokens": True}, 30))
+    assert [one.first for one in run.step(30).chunks] == [0] and run.step(1, ahead=1).chunks == []
     run.request.tokens = run.request.tokens[:31]
     run.request.num_computed_tokens = 31
     close, _ = run.finish()
     assert close.length == 30 and [len(one.slots) for one in close.rows] == [14]
 
 
-def test_a_pooling_request_has_a_row_for_each_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pooling", [False, True])
+def test_a_request_that_ends_before_its_first_token_has_a_row_for_each_of_its_prompt(
+    tmp_path: Path, pooling: bool
+) -> None:
+    """One of pooling, which samples none, and one that is aborted while its prompt is computed."""
     request = ask({}, 20)
-    request.pooling_params, request.sampling_params = object(), None
-    run = Run(make_tracker(tmp_path, "resid_pre"), request)
+    if pooling:
+        request.sampling_params = None
+    run = Run(make_tracker(tmp_path, "resid_pre" if pooling else "resid_pre,logits"), request)
     run.step(20)
     request.tokens = request.tokens[:20]
     [opened] = run.told[0].opens
     assert opened.attrs["seed"] is None
     close, _ = run.finish()
-    assert close.length == 20 and close.losses == []
+    assert close.length == 20 and close.losses == [] and close.samples == (not pooling)
 
 
 @pytest.mark.parametrize(
