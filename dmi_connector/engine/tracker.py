@@ -165,6 +165,7 @@ class Tracker:
             tracked = self.tracked.get(new.req_id)
             if tracked is not None:
                 tracked.blocks = list(new.block_ids[group])
+                tracked.begin_turn(new.num_computed_tokens)
                 if not tracked.opened:
                     tracked.opened = True
                     self._with_logits += tracked.has_logits

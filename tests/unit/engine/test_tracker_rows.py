@@ -231,6 +231,25 @@ def test_turns_of_a_session_go_on_numbering_their_rows_of_logits(tmp_path: Path)
     assert close.samples == 5 and close.length == 33
 
 
+def test_a_sample_behind_the_stop_of_a_turn_gives_its_number_to_the_next(tmp_path: Path) -> None:
+    """With asynchronous scheduling it was asked for before the stop was known."""
+    run = Run(make_tracker(tmp_path, "resid_pre,logits"), ask({"include_output_tokens": True}, 20))
+    for tokens in (20, 1, 1, 1):
+        run.step(tokens)
+    run.request.num_computed_tokens = 22
+    run.request.tokens[22:] = range(10)
+    run.request.num_prompt_tokens = 32
+    run.known = False
+    run.step(4)
+    run.request.num_computed_tokens = run.blocks = 0
+    run.known = False  # the V2 runner is shown a resumed request as a new one
+    run.step(32)
+    run.step(1)
+    found = [(one.index, one.position) for told in run.told for one in told.samples]
+    assert found == [(0, 19), (1, 20), (2, 21), (3, 22), (3, 31), (4, 32)]
+    assert run.finish()[0].samples == 5
+
+
 def test_a_window_behind_the_first_turn_has_the_samples_in_it(tmp_path: Path) -> None:
     wanted = {"include_output_tokens": True, "dmi": {"tokens": [20, 32]}}
     run = Run(make_tracker(tmp_path, "resid_pre,logits"), ask(wanted, 20))
