@@ -10,6 +10,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -75,8 +76,8 @@ class Stored:
 class Engine:
     """An engine of one rank. Use it as vLLM's: `add`, `step`, `abort`.
 
-    on_gpu: rows leave by the lane, over CPU memory (lanekit.py). wait: see `Tracker`. tokens: each next token, random
-    without it.
+    on_gpu: rows leave by the lane, over CPU memory (lanekit.py). sleeps: whether it may sleep. tokens: each next token,
+    random without it.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Engine:
         on_gpu: bool = False,
         chunk: int = 8,
         hooks: str = "q",
-        wait: bool = True,
+        sleeps: bool = False,
         tokens: Callable[[], int] | None = None,
     ) -> None:
         self.random = random.Random(seed)
@@ -103,11 +104,12 @@ class Engine:
         self.exporter = make_exporter(store_dir, blocks * BLOCK, SMALL, **options)
         self.exporter.ring.close()
         self.exporter.ring = Ring(1 << 20)
+        self.exporter.context = replace(self.exporter.context, may_sleep=sleeps)
         keep_rows = 1 << 60
         if on_gpu:
             self.exporter.lane = DeviceLane(self.exporter.ring, 1 << 14, self.exporter.rows)
             keep_rows = (1 << 13) // self.exporter.context.layout.row_bytes
-        self.tracker = Tracker(self.exporter.context, BLOCK, keep_rows, blocks, wait)
+        self.tracker = Tracker(self.exporter.context, BLOCK, keep_rows, blocks)
         SchedulerHalf.tracker_given = self.tracker
         config = VllmConfig(
             model_config=ModelConfig(model=str(model), dtype="float32", max_model_len=256),

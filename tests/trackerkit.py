@@ -38,7 +38,6 @@ class FakeRequest:
     num_prompt_tokens: int
     num_computed_tokens: int = 0
     max_tokens: int = 64
-    pooling_params: object = None
     lora_request: Any = None
     mm_features: list[Any] = field(default_factory=list)
     sampling_params: Any = field(default_factory=lambda: SimpleNamespace(seed=None, max_tokens=64, detokenize=True))

@@ -56,10 +56,9 @@ class DMIConnector(KVConnectorBase_V1):
             if self.context.tp > 1:
                 ask_one_rank()
             keep_rows = sizing.keep_rows(self.context, vllm_config)
-            wait = not vllm_config.model_config.enable_sleep_mode
             # While blocks of an ended request are kept, vLLM takes no other request of its id.
             keep = not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
-            self.tracker = Tracker(self.context, self._block_size, keep_rows, kv_cache_config.num_blocks, wait, keep)
+            self.tracker = Tracker(self.context, self._block_size, keep_rows, kv_cache_config.num_blocks, keep)
             self._refused = 0  # requests answered with dmi_error since the last step
         else:
             self.exporter: Exporter | None = None
@@ -115,6 +114,28 @@ class DMIConnector(KVConnectorBase_V1):
         if isinstance(report, Report):
             self.tracker.on_report(report)
         self.tracker.freed(connector_output.finished_sending or ())
+
+    @staticmethod
+    def _worker_here() -> Exporter | None:
+        """The exporter, where vLLM runs its worker in the scheduler's process."""
+        worker = get_kv_transfer_group() if has_kv_transfer_group() else None
+        return worker.exporter if isinstance(worker, DMIConnector) else None
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine goes on with empty steps, and a pause does not begin yet: vLLM may sleep in it, and rows
+        still leave the GPU of another process.
+        """
+        return self.context.may_sleep and self.tracker.leaving and self._worker_here() is None
+
+    def reset_cache(self) -> bool | None:
+        """Called before vLLM sleeps. In the client's process it takes no step after the last reply, so the ends of
+        requests are handed to the worker here.
+        """
+        worker = self._worker_here()
+        if self.context.may_sleep and worker is not None:
+            closes, self.tracker.pending_closes = self.tracker.pending_closes, []
+            worker.before_sleep(closes)
+        return None
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

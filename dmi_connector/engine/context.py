@@ -29,9 +29,10 @@ class CaptureContext:
     """What one engine captures.
 
     layouts: of the rows of each tensor-parallel rank. dtype: the model's. tp: tensor-parallel size. rank: of this
-    process, 0 where it has none. owner: of the rows, "draft" or "target". block_scale: by what the output of a block is
-    multiplied before it is added to the residual stream. visual_layers: first layers behind which visual features are
-    added to the residual stream. coverage: what the taps of this process have written.
+    process, 0 where it has none. may_sleep: whether vLLM may discard its caches (sleep mode). owner: of the rows,
+    "draft" or "target". block_scale: by what the output of a block is multiplied before it is added to the residual
+    stream. visual_layers: first layers behind which visual features are added to the residual stream. coverage: what
+    the taps of this process have written.
     """
 
     options: ServerOptions
@@ -43,6 +44,7 @@ class CaptureContext:
     tp: int
     owner: str
     rank: int = 0
+    may_sleep: bool = False
     block_scale: float = 1.0
     embed_scale: float = 1.0
     visual_layers: int = 0
@@ -125,7 +127,7 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     layouts, rank = row_layouts(selection, dims, dtype, tp, reductions), _rank(tp)
     coverage = Coverage(layouts[rank].fields, options.check == "poison", header_first=bool(arch.language))
     scales = arch.block_scale(model.hf_text_config), _embed_scale(arch, dims, model.dtype)
-    rest = (*scales, arch.visual_layers(model.hf_config), coverage)
+    rest = (refusals.may_sleep(model), *scales, arch.visual_layers(model.hf_config), coverage)
     return CaptureContext(options, arch, dims, selection, layouts, dtype, tp, _owner(vllm_config), rank, *rest)
 
 

@@ -155,6 +155,26 @@ NAMES: dict[str, tuple[str, str]] = {
         "vllm.envs:environment_variables.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
         "says that a client may send the id of a request again, for which no block is kept then",
     ),
+    "pauses": (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.has_pending_push_work",
+        "a pause, and sleep after it, waits for rows that still leave the GPU of another process",
+    ),
+    "before_sleep": (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.reset_cache",
+        "called before vLLM gives up its caches, so that rows leave before",
+    ),
+    "sleep_mode": (
+        "vllm.config:ModelConfig.__dataclass_fields__.enable_sleep_mode",
+        "an engine may sleep, so its rows do not wait",
+    ),
+    "sleep_memory": (
+        "vllm.config:ModelConfig.__dataclass_fields__.enable_cumem_allocator",
+        "caches lie in memory that sleep() gives up",
+    ),
+    "in_client": (
+        "vllm.envs:environment_variables.VLLM_ENABLE_V1_MULTIPROCESSING",
+        "says whether the engine runs in the client's process, where no step comes between the last reply and sleep",
+    ),
     "cache_manager": (
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.bind_kv_cache_manager",
         "gives the scheduler half vLLM's cache manager",

@@ -100,14 +100,16 @@ class StepMetadata(KVConnectorMetadata):
 class Report(KVConnectorWorkerMetadata):
     """A worker's message to the scheduler, in a step that asks for it.
 
-    gathered: rows gathered since the start. lost: row ranges given up since its last report, by capture.
+    gathered: rows gathered since the start. lost: row ranges given up since its last report, by capture. staged:
+    whether some of what is gathered lies in staging memory. Only said in an engine that may sleep.
     """
 
     gathered: int = 0
     lost: dict[int, list[list[int]]] = field(default_factory=dict)
+    staged: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join the reports of two ranks: the slower one counts."""
         assert isinstance(other, Report)
         lost = {k: self.lost.get(k, []) + other.lost.get(k, []) for k in {**self.lost, **other.lost}}
-        return Report(min(self.gathered, other.gathered), lost)
+        return Report(min(self.gathered, other.gathered), lost, self.staged or other.staged)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from vllm import envs
 
 from dmi_connector.args import CONNECTOR, EXTRACT_HIDDEN_STATES
 from dmi_connector.engine import contract
@@ -25,6 +26,7 @@ def check(vllm_config: VllmConfig) -> None:
     _check_compilation(vllm_config)
     _check_speculative(vllm_config)
     _check_whole_prompts(vllm_config)
+    _check_sleep(vllm_config)
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
@@ -186,12 +188,34 @@ def check_ranks(arch: Architecture, hooks: Iterable[str], tp: int) -> None:
         )
 
 
+def _check_sleep(vllm_config: VllmConfig) -> None:
+    """Rows leave before vLLM sleeps. In the client's process it then takes no step that would tell other processes."""
+    backend = vllm_config.parallel_config.distributed_executor_backend
+    here = envs.VLLM_ENABLE_V1_MULTIPROCESSING or backend in ("uni", "external_launcher")
+    if may_sleep(vllm_config.model_config) and not here:
+        raise ValueError(
+            f"VLLM_ENABLE_V1_MULTIPROCESSING: 0 with distributed_executor_backend {backend!r} lets an engine that may "
+            "sleep do so before its workers know which requests have ended, so their last rows would be lost; set it "
+            "to 1, or remove --enable-sleep-mode and --enable-cumem-allocator"
+        )
+
+
+def may_sleep(model: ModelConfig) -> bool:
+    """Whether sleep() discards the caches: also without sleep mode, where they are in the memory of its allocator."""
+    return model.enable_sleep_mode or model.enable_cumem_allocator
+
+
 def check_reductions(vllm_config: VllmConfig) -> None:
     """Raises ValueError for configurations in which rows could not be reduced."""
     if vllm_config.model_config.enable_sleep_mode:
         raise ValueError(
             "enable_sleep_mode: True gives up GPU memory in which reductions keep their matrices and places; remove "
             "--enable-sleep-mode, or the option reduce"
+        )
+    if may_sleep(vllm_config.model_config):
+        raise ValueError(
+            "enable_cumem_allocator: True lets sleep() give up GPU memory in which reductions keep their matrices and "
+            "places; remove --enable-cumem-allocator, or the option reduce"
         )
 
 

@@ -34,7 +34,8 @@ class Tracked:
     opened: bool = False
     blocks: list[int] = field(default_factory=list)
     _samples: int = 0  # rows of logits that were asked for
-    _turn: int = -1  # tokens of the prompt of the last sample: a session's grows with each turn
+    _begun: int = -1  # tokens of the prompt of the turn that runs: a session's grows with each
+    _turn: int = -1  # the same of the last sample
     _shift: int = 0  # of that turn: the position of a sample less its number
 
     @property
@@ -55,6 +56,14 @@ class Tracked:
         if not self.params.include_output_tokens and self.request.num_prompt_tokens <= start < generated:
             return f"dmi.tokens: {span} lies behind the prompt; set include_output_tokens for rows of generated tokens"
         return f"dmi.tokens: {span} lies behind the last row of the request, so there are no rows"
+
+    def begin_turn(self, computed: int) -> None:
+        """The request comes into a batch. A new turn of a session keeps `computed` tokens of those before.
+
+        With asynchronous scheduling a sample behind a stop was asked for. Its number goes to the next one.
+        """
+        if self._begun != self.request.num_prompt_tokens:
+            self._begun, self._samples = self.request.num_prompt_tokens, self.samples_until(computed)
 
     def number_sample(self, position: int) -> int:
         """The number of the row of logits of a position. Each turn of a session goes on where the one before ended."""

@@ -14,15 +14,7 @@ import numpy as np
 
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.media import media_attributes
-from dmi_connector.engine.messages import (
-    STEPS_TOGETHER,
-    Close,
-    Open,
-    Report,
-    Rows,
-    Sample,
-    StepMetadata,
-)
+from dmi_connector.engine.messages import STEPS_TOGETHER, Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.engine.quota import UNLIMITED, Quota, RequestBytes, row_bytes
 from dmi_connector.engine.refused_requests import RefusedRequests
 from dmi_connector.engine.tracked_request import Tracked
@@ -65,22 +57,17 @@ class Tracker:
     every STEPS_TOGETHER steps: a report takes the engine's time. Under policy drop they report in each step, so that
     responses name what is lost.
 
+    An engine that may sleep loses rows that wait, so in one they leave, and workers report, in each step.
+
     keep_rows: staging memory is short while more rows than this wait to be gathered. blocks: of the whole cache.
-    wait: whether rows wait for others. An engine that may sleep loses the rows that do. keep: whether blocks of ended
-    requests may be kept.
+    keep: whether blocks of ended requests may be kept.
     """
 
     def __init__(
-        self,
-        context: CaptureContext,
-        block_size: int,
-        keep_rows: int,
-        blocks: int,
-        wait: bool = True,
-        keep: bool = True,
+        self, context: CaptureContext, block_size: int, keep_rows: int, blocks: int, keep: bool = True
     ) -> None:
         self.context = context
-        self._steps = STEPS_TOGETHER if wait else 1
+        self._steps = 1 if context.may_sleep else STEPS_TOGETHER
         self.keep_rows = keep_rows
         self.block_size = block_size
         self._in_block = np.arange(block_size)
@@ -101,6 +88,7 @@ class Tracker:
         self._waited = 0  # steps since the first of the others
         self._unreported = 0  # steps since the workers reported
         self.gathered = 0  # rows that the slowest worker has gathered
+        self._staged = False  # whether rows lie in a worker's staging memory
         self.lost: dict[int, list[list[int]]] = {}
         self._captures = 0
         self._beams_told = False  # whether the log says that beam search is not captured
@@ -167,7 +155,8 @@ class Tracker:
                 self._take_blocks(group)
                 leaving = self.tracked[request_id]
                 metadata.preempted.append(leaving.capture)
-                self._export_chunks(leaving, self._computed_before(request_id), metadata.leaving)
+                if not self.context.may_sleep:  # a sleep may lie between; the request computes these rows once more
+                    self._export_chunks(leaving, self._computed_before(request_id), metadata.leaving)
         if output.scheduled_new_reqs:
             self._take_blocks(group)  # of steps before: a new request may have the id of an old one
         self._since.append(output)
@@ -176,6 +165,7 @@ class Tracker:
             tracked = self.tracked.get(new.req_id)
             if tracked is not None:
                 tracked.blocks = list(new.block_ids[group])
+                tracked.begin_turn(new.num_computed_tokens)
                 if not tracked.opened:
                     tracked.opened = True
                     self._with_logits += tracked.has_logits
@@ -293,11 +283,16 @@ class Tracker:
 
     def on_report(self, report: Report) -> None:
         """Take in what the workers report."""
-        self.gathered = report.gathered
+        self.gathered, self._staged = report.gathered, report.staged
         running = {t.capture for t in self.tracked.values()} if report.lost else set()
         for capture, ranges in report.lost.items():
             if capture in running:  # of an ended request the response has left; its store lists the ranges
                 self.lost.setdefault(capture, []).extend(ranges)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether rows still leave the GPU, as far as workers have reported."""
+        return self._staged or self.handed > self.gathered
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -371,11 +366,11 @@ class Tracker:
         return response
 
     def _close(self, tracked: Tracked, blocks: list[int]) -> Close:
-        """The end of a capture. Its last sampled token was no input and has no row. Pooling samples none."""
+        """The end of a capture. Its last sampled token was no input and has no row. Before the first there is none."""
         request, params = tracked.request, tracked.params
-        exist = min(request.num_computed_tokens, request.num_tokens - (request.pooling_params is None))
-        end = max(min(exist, tracked.limit), tracked.exported)
-        expected = min(max(request.num_prompt_tokens, request.num_tokens - 1), tracked.wanted)
+        inputs = max(request.num_prompt_tokens, request.num_tokens - 1)
+        end = max(min(request.num_computed_tokens, inputs, tracked.limit), tracked.exported)
+        expected = min(inputs, tracked.wanted)
         chunk = self.context.options.chunk_tokens
         rows = [self._rows(tracked, at, min(at + chunk, end), blocks) for at in range(tracked.exported, end, chunk)]
         finish = request.get_finished_reason()

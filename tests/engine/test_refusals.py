@@ -327,7 +327,33 @@ def test_sleep_mode_is_refused_with_reductions(model: Path, tmp_path: Path, owne
         config.model_config.enable_sleep_mode = True
     with pytest.raises(ValueError, match=r"enable_sleep_mode: True .*remove --enable-sleep-mode, or the option reduce"):
         capture_context(configs[0])
-    assert capture_context(configs[1]).owner == owner
+    assert capture_context(configs[1]).owner == owner and capture_context(configs[1]).may_sleep
+
+
+def test_the_allocator_of_sleep_mode_is_refused_with_reductions(model: Path, tmp_path: Path) -> None:
+    """vLLM sleeps with it too, without sleep mode."""
+    configs = [vllm_config(model, tmp_path, extra) for extra in ({"reduce": {"*": "int8"}}, {}, {})]
+    for config in configs[:2]:
+        config.model_config.enable_cumem_allocator = True
+    with pytest.raises(ValueError, match=r"enable_cumem_allocator: True .*remove --enable-cumem-allocator, or the opt"):
+        capture_context(configs[0])
+    assert [capture_context(config).may_sleep for config in configs[1:]] == [True, False]
+
+
+@pytest.mark.parametrize("backend", ["uni", "external_launcher", "mp"])
+def test_sleep_is_refused_where_no_step_reaches_the_workers_before(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    config = vllm_config(model, tmp_path)
+    config.parallel_config.distributed_executor_backend = backend
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    refusals.check(config)
+    config.model_config.enable_sleep_mode = True
+    if backend == "mp":
+        with pytest.raises(ValueError, match=r"VLLM_ENABLE_V1_MULTIPROCESSING: 0 with .* 'mp' .*; set it to 1, or rem"):
+            refusals.check(config)
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    refusals.check(config)
 
 
 def test_a_second_engine_in_one_process_is_refused(

@@ -142,9 +142,22 @@ class Exporter:
                 self._add(capture, close.rows)
                 self.ending.append((capture, close))
 
+    def before_sleep(self, closes: Sequence[Close]) -> None:
+        """End captures, and let all rows leave the GPU: vLLM gives up its cache, and the memory of this object."""
+        for close in closes:
+            capture = self.captures.pop(close.capture)
+            self._add(capture, close.rows)
+            self.ending.append((capture, close))
+        self._export_due()
+        if self.lane is not None:
+            self.lane.drain()
+        self._end_gathered()
+
     def take_report(self) -> Report:
         """What is new for the scheduler."""
-        return self.progress.report()
+        report = self.progress.report()
+        report.staged = self.context.may_sleep and self.lane is not None and self.lane.staged
+        return report
 
     def take_finished(self) -> set[str]:
         """Requests whose blocks were kept for us and can be freed now."""
@@ -231,7 +244,7 @@ class Exporter:
         capture.waiting.clear()
 
     def _end_gathered(self) -> None:
-        """End captures whose kept blocks are not needed any more."""
+        """End captures whose blocks are not needed any more."""
         still = []
         for capture, message in self.ending:
             if capture.due or any(transfer.waits for transfer in capture.waiting):
@@ -239,8 +252,8 @@ class Exporter:
                 continue
             self._flush(capture)
             self._end(capture, message)
-            assert message.keeps_blocks is not None
-            self.finished.add(message.keeps_blocks)
+            if message.keeps_blocks:
+                self.finished.add(message.keeps_blocks)
         self.ending = still
 
     def _end(self, capture: CaptureExport, message: Close) -> None:

@@ -13,8 +13,7 @@ CUDA graphs 5 % slower. On one stream no events are needed either: what was laun
 The copy engine works through a stream's queue in order, and each step's sampled tokens need it too. So copies are cut
 into slices that go to two streams in turn (gpu_copies.py).
 
-One thread gathers, issues copies and delivers, in rounds. Each wake-up of a thread of this process may make the
-engine's thread wait for the interpreter's lock.
+One thread gathers, issues copies and delivers, in rounds: each time it wakes up, the engine's thread may wait for it.
 """
 
 from __future__ import annotations
@@ -219,6 +218,17 @@ class DeviceLane:
     def then(self, work: Callable[[], None]) -> None:
         """Run `work` on the lane's thread after everything issued before it."""
         self._work.put(_Copy(None, 0, None, work))
+
+    @property
+    def staged(self) -> bool:
+        """Whether rows lie in staging memory."""
+        with self._changed:
+            return any(staged.copied is None or not staged.copied.query() for staged in self.staging.used)
+
+    def drain(self) -> None:
+        """Wait until everything that was sent has left the GPU."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self.waiting or self.staged))
 
     # ---- issuing gathers, with the lock held ------------------------------------------------------------------------
 

@@ -77,9 +77,8 @@ def test_losses_of_ended_requests_are_not_kept(tmp_path: Path) -> None:
 
 
 def test_reports_of_ranks_are_joined(tmp_path: Path) -> None:
-    both = Report(5, {1: [[0, 4]], 2: [[8, 9]]}).aggregate(Report(9, {1: [[4, 8]], 3: [[1, 2]]}))
-    assert isinstance(both, Report)
-    assert (both.gathered, both.lost) == (5, {1: [[0, 4], [4, 8]], 2: [[8, 9]], 3: [[1, 2]]})
+    both = Report(5, {1: [[0, 4]], 2: [[8, 9]]}).aggregate(Report(9, {1: [[4, 8]], 3: [[1, 2]]}, staged=True))
+    assert both == Report(5, {1: [[0, 4], [4, 8]], 2: [[8, 9]], 3: [[1, 2]]}, staged=True)
 
 
 def test_a_lost_parcel_gives_its_ring_memory_back(ring: Ring) -> None:

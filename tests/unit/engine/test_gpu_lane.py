@@ -41,6 +41,20 @@ def make(launches: list[int]) -> Iterator[Callable[[int, int], Lane]]:
         each.ring.close()
 
 
+def test_a_drained_lane_needs_no_memory_of_the_gpu(make: Callable[[int, int], Lane]) -> None:
+    """Some rows wait for room, others in staging memory for their copy."""
+    lane = make(2, 8)
+    Event.link.clear()
+    lane.lane.send([lane.chunk(n) for n in range(4)])
+    assert lane.lane.staged and lane.lane.waiting
+    threading.Timer(0.1, Event.link.set).start()
+    lane.lane.drain()
+    lane.rows.zero_()
+    assert not lane.lane.staged and not lane.lane.waiting
+    kit.until(lambda: len(lane.delivered) == 4)
+    assert all(any(payload) for _, payload in lane.delivered)
+
+
 def test_rows_arrive_in_order(make: Callable[[int, int], Lane], launches: list[int]) -> None:
     """In one gather where there is room, behind them what was to run then."""
     lane = make(8, 8)

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
+from tests.lanekit import Event
 from tests.schedulerkit import Engine
 
 PROMPT = range(5, 45)
@@ -67,21 +70,90 @@ def test_a_reset_of_the_prefix_cache_frees_the_blocks_that_are_kept(make: Make, 
     assert engine.faults() == [] and len(engine.stored) == 6
 
 
-@pytest.mark.parametrize("steps", [6, 20, 30])
-def test_no_row_waits_in_an_engine_that_may_sleep(make: Make, steps: int) -> None:
-    """A pause that keeps the requests, then sleep: the cache is gone before another step comes."""
-    engine = make(on_gpu=True, wait=False, tokens=lambda: 9)
+def sleep(engine: Engine) -> None:
+    """What vLLM does between the pause of an engine and its next step."""
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.exporter.rows.zero_()
+    if engine.exporter.lane is not None:
+        engine.exporter.lane.staging.buffer.zero_()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+@pytest.mark.parametrize("steps", [6, 9, 17, 20, 25, 30])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_no_row_waits_in_an_engine_that_may_sleep(make: Make, steps: int, on_gpu: bool) -> None:
+    """A pause that keeps the requests, then sleep: the cache is gone before another step comes.
+
+    In steps 9, 17 and 25 the last token that is known after them completes a chunk.
+    """
+    engine = make(on_gpu=on_gpu, sleeps=True, tokens=lambda: 9)
     for _ in range(2):
         engine.add(PROMPT, 50)
     for _ in range(steps):
         engine.step()
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     engine.drain()
-    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    engine.exporter.rows.zero_()
-    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    sleep(engine)
     engine.drain()
     assert engine.faults() == [] and len(engine.stored) == 2
+
+
+@pytest.mark.parametrize("requests", [1, 6])
+@pytest.mark.parametrize("here", [False, True])
+def test_sleep_waits_for_rows_behind_a_link_that_stands_still(
+    make: Make, monkeypatch: pytest.MonkeyPatch, here: bool, requests: int
+) -> None:
+    """The rows of one request fit staging memory; those of six do not. here: the worker is in this process."""
+    engine = make(on_gpu=True, sleeps=True, tokens=lambda: 9)
+    if here:
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", engine.worker)
+    Event.link.clear()
+    for _ in range(requests):
+        engine.add(PROMPT, 100)
+    for _ in range(60):
+        engine.step()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    for _ in range(20):
+        engine.step()
+    assert engine.exporter.lane is not None and bool(engine.exporter.lane.waiting) == (requests == 6)
+    assert engine.busy is not here
+    Timer(0.1, Event.link.set).start()
+    engine.drain()
+    sleep(engine)
+    engine.drain()
+    assert engine.faults() == [] and len(engine.stored) == requests
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_ends_of_requests_come_before_an_engine_of_the_clients_process_sleeps(
+    make: Make, monkeypatch: pytest.MonkeyPatch, ahead: bool, on_gpu: bool
+) -> None:
+    """It takes no step between the last reply and sleep."""
+    engine = make(ahead=ahead, on_gpu=on_gpu, sleeps=True, tokens=lambda: 9)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", engine.worker)
+    for number in range(3):
+        engine.add(PROMPT, 6 + 4 * number)
+    running = engine.add(PROMPT, 60)
+    while len(engine.replies) < 3:
+        engine.step()
+    engine.abort(running)
+    assert engine.tracker.pending_closes
+    sleep(engine)
+    engine.add(PROMPT, 3)
+    engine.drain()
+    assert engine.faults() == [] and len(engine.stored) == 5
+
+
+def test_a_request_that_is_aborted_with_its_prompt_on_the_way_has_all_of_its_rows(make: Make) -> None:
+    """The step that computes them is on the way; the token that it samples is never seen."""
+    engine = make(tokens=lambda: 9)
+    name = engine.add(PROMPT, 6)
+    engine.step()
+    engine.abort(name)
+    engine.drain()
+    [(length, *_, losses)] = engine.stored[name].ends
+    assert (length, losses) == (40, []) and engine.faults() == []
 
 
 def test_rows_of_later_turns_of_a_session_come_from_their_own_blocks(make: Make) -> None:

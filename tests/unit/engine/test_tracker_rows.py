@@ -152,24 +152,29 @@ def test_the_blocks_of_a_resumed_request_take_the_place_of_its_old_ones(tmp_path
 
 def test_rows_of_tokens_without_a_known_id_wait(tmp_path: Path) -> None:
     """With asynchronous scheduling a step may compute a token that lies behind a stop."""
-    run = Run(make_tracker(tmp_path, "resid_pre"), ask({"include_output_tokens": True}, 31))
-    assert [one.first for one in run.step(31, ahead=1).chunks] == [0]
+    run = Run(make_tracker(tmp_path, "resid_pre"), ask({"include_output_tokens": True}, 30))
+    assert [one.first for one in run.step(30).chunks] == [0] and run.step(1, ahead=1).chunks == []
     run.request.tokens = run.request.tokens[:31]
     run.request.num_computed_tokens = 31
     close, _ = run.finish()
     assert close.length == 30 and [len(one.slots) for one in close.rows] == [14]
 
 
-def test_a_pooling_request_has_a_row_for_each_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pooling", [False, True])
+def test_a_request_that_ends_before_its_first_token_has_a_row_for_each_of_its_prompt(
+    tmp_path: Path, pooling: bool
+) -> None:
+    """One of pooling, which samples none, and one that is aborted while its prompt is computed."""
     request = ask({}, 20)
-    request.pooling_params, request.sampling_params = object(), None
-    run = Run(make_tracker(tmp_path, "resid_pre"), request)
+    if pooling:
+        request.sampling_params = None
+    run = Run(make_tracker(tmp_path, "resid_pre" if pooling else "resid_pre,logits"), request)
     run.step(20)
     request.tokens = request.tokens[:20]
     [opened] = run.told[0].opens
     assert opened.attrs["seed"] is None
     close, _ = run.finish()
-    assert close.length == 20 and close.losses == []
+    assert close.length == 20 and close.losses == [] and close.samples == (not pooling)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +229,25 @@ def test_turns_of_a_session_go_on_numbering_their_rows_of_logits(tmp_path: Path)
     assert found == [(0, 19), (1, 20), (2, 21), (3, 31), (4, 32)]
     close, _ = run.finish()
     assert close.samples == 5 and close.length == 33
+
+
+def test_a_sample_behind_the_stop_of_a_turn_gives_its_number_to_the_next(tmp_path: Path) -> None:
+    """With asynchronous scheduling it was asked for before the stop was known."""
+    run = Run(make_tracker(tmp_path, "resid_pre,logits"), ask({"include_output_tokens": True}, 20))
+    for tokens in (20, 1, 1, 1):
+        run.step(tokens)
+    run.request.num_computed_tokens = 22
+    run.request.tokens[22:] = range(10)
+    run.request.num_prompt_tokens = 32
+    run.known = False
+    run.step(4)
+    run.request.num_computed_tokens = run.blocks = 0
+    run.known = False  # the V2 runner is shown a resumed request as a new one
+    run.step(32)
+    run.step(1)
+    found = [(one.index, one.position) for told in run.told for one in told.samples]
+    assert found == [(0, 19), (1, 20), (2, 21), (3, 22), (3, 31), (4, 32)]
+    assert run.finish()[0].samples == 5
 
 
 def test_a_window_behind_the_first_turn_has_the_samples_in_it(tmp_path: Path) -> None:
