@@ -21,6 +21,7 @@ from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.run_manifest import MANIFESTS, read_manifest
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.commit import append_index, remove_partial
+from dmi_connector.store.write.repair import record_ends
 from dmi_connector.store.write.retention import REMOVING_SUFFIX, remove_store
 
 _STORE = ".zarr"
@@ -54,7 +55,7 @@ class Recovered:
 
 
 def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: bool = False) -> Recovered:
-    """Put the directory of a run in order. No process of the run may write any more.
+    """Put the directory of a run in order, its index too. No process of the run may write any more.
 
     manifest: of the share. redo_missing: prompts whose stores are gone are not done; what was uploaded is not gone.
     Raises OSError, and ValueError for a store that must go but is being read.
@@ -81,6 +82,7 @@ def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: boo
                 result.removed += 1
     if twice:
         result.removed += _keep_one(out, run, order, manifest, twice, result)
+    record_ends(out)
     for position, url in _uploaded(out, run, order):
         if position in there:
             continue

@@ -23,6 +23,8 @@ FINISHED = ("complete", "incomplete")
 """States of finished stores."""
 _ADDED = re.compile(r"(_[0-9]+)?(-|\Z)")
 """What vLLM adds behind a request id, up to the end or a dash."""
+_OF_END = ("state", "reason", "finished", "bytes", "num_tokens", "prompt_len", "model")
+"""What the line of a store's end tells of it."""
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
 """Keys and request ids that are the same in JSON and in the name of a store."""
 
@@ -116,6 +118,20 @@ def uploaded_stores(directory: Path) -> Iterator[tuple[str, str]]:
                 yield line["store"], line["url"]
 
 
+def unrecorded_stores(directory: Path) -> list[Path]:
+    """Finished stores that the index still calls started: their writer was killed before it appended the line of their
+    end, or the disk was full. Such a store that cannot be read is left out.
+    """
+    begun: dict[str, None] = {}
+    for line in read_index(directory):
+        if line.get("state") == "started":
+            begun[line["store"]] = None
+        elif "state" in line:
+            begun.pop(line["store"], None)
+    stores = [directory / name for name in begun]
+    return [s for s in stores if s.is_dir() and (info := _scanned_or_failed(s)) and info.state in FINISHED]
+
+
 def find_captures(directory: Given, key: str | None = None, request_id: str | None = None) -> list[CaptureInfo]:
     """Captures of a store directory, in the order they began. key, request_id: only those, if given.
 
@@ -125,9 +141,9 @@ def find_captures(directory: Given, key: str | None = None, request_id: str | No
     behind (`resp_xxxx_0`), and every request a random suffix (`id-xxxx`). `request_id` matches these too. Aborted and
     removed captures are left out.
 
-    The directory's index is read, and no store that it names is opened. Others in a directory of this machine, such as
-    copies, are found by their names (*.zarr), and each is opened once. With a key or request id that is done only where
-    the index has none. Such a store that cannot be read has the state "failed".
+    The directory's index is read, and no store whose end it tells is opened. Others in a directory of this machine,
+    such as copies, are found by their names (*.zarr), and each is opened once. With a key or request id that is done
+    only where the index has none. Such a store that cannot be read has the state "failed".
 
     Raises ValueError for a directory that is not there (a server makes its own when it starts), for a store, and in a
     directory without an index for a store that cannot be read.
@@ -181,9 +197,14 @@ def _lines(place: Place, word: str | None) -> dict[str, dict[str, Any]]:
 def _infos(place: Place, lines: Mapping[str, dict[str, Any]]) -> list[CaptureInfo]:
     """The captures that lines of the index name, but aborted and removed ones."""
     for line in lines.values():
-        partial = place / (line["store"] + PARTIAL_SUFFIX)
-        started = line.get("state", "started") == "started" and isinstance(partial, Path)
-        if started and is_abandoned(partial):
+        store = place / line["store"]
+        if line.get("state", "started") != "started" or not isinstance(store, Path):
+            continue
+        partial = store.with_name(store.name + PARTIAL_SUFFIX)
+        found = _scanned_or_failed(store) if store.is_dir() else None
+        if found is not None:  # the line of its end is yet to come, or was lost
+            line |= {name: getattr(found, name) for name in _OF_END}
+        elif is_abandoned(partial):
             line |= {"state": "unfinished", "reason": f"its writers ended and left {partial.name}: run dmi repair"}
     return [_info(place, line) for line in lines.values() if line.get("state") not in ("aborted", "removed")]
 

@@ -143,9 +143,9 @@ class CaptureEnds:
                 assignment.bytes_raw = 0
 
     def _recommit(self, record: CaptureRecord, loss: Loss) -> None:
-        """The committing writer died: commit once more elsewhere, unless the store has its name already."""
+        """The committing writer died: commit once more elsewhere. What it had done already stays done."""
         losses = (record.end.losses if record.end else []) + record.losses
-        if os.path.exists(record.final):
+        if os.path.exists(record.final) and (record.rank or record.recommitted):
             record.reason = reason(losses)
             record.state = State.INCOMPLETE if losses else State.COMPLETE
         elif record.recommitted:  # this capture may be what kills it

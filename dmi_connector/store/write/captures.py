@@ -335,6 +335,10 @@ class Captures:
                 self._ends.on_closed(record, process, m)
             elif "ended" in m and (record := self._records.get(m["ended"])):
                 self._ends.on_ended(record, process, m)
+                if "index_error" in m:
+                    self._note(
+                        f"the end of {record.final} is not in the index ({m['index_error']}): dmi repair adds it"
+                    )
                 self._end(record)
             if "note" in m:
                 self._note(f"{process.name}: {m['note']}")

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,11 +107,8 @@ def finished_attrs(final: str, request_id: str | None, key: str | None) -> dict[
     return attrs if (attrs.get("request_id"), attrs.get("key")) == (request_id, key) else None
 
 
-def publish(partial: str, final: str, attrs: dict[str, Any], bytes_raw: int, fsync: bool = False) -> None:
-    """Do what is left when the root document is written: the final name and the line in the index.
-
-    attrs: of the root document. bytes_raw: of the rows before compression. Raises OSError.
-    """
+def publish(partial: str, final: str, attrs: dict[str, Any], fsync: bool = False) -> None:
+    """Give a directory its final name when its root document is written. attrs: of that document. Raises OSError."""
     expect_free(final)
     if fsync:
         paths = [os.path.join(partial, path) for path in ("zarr.json", *attrs["files"])]
@@ -121,7 +118,20 @@ def publish(partial: str, final: str, attrs: dict[str, Any], bytes_raw: int, fsy
     os.rename(partial, final)
     if fsync:
         fsync_path(os.path.dirname(final))
-    append_finish(final, attrs, bytes_raw)
+
+
+def record_end(final: str, attrs: dict[str, Any], bytes_raw: int, losses: Sequence[Loss]) -> Message:
+    """Append the line of a store that has just got its final name. Returns facts for the answer.
+
+    attrs: its root attributes. The store is whole without the line: where that cannot be written, the answer says why.
+    """
+    label = None if attrs["complete"] or not losses else completeness.label(losses)
+    answer = {"complete": attrs["complete"], "reason": attrs["reason"], "label": label}
+    try:
+        append_finish(final, attrs, bytes_raw)
+    except OSError as error:
+        answer["index_error"] = str(error)
+    return answer
 
 
 def expect_free(final: str) -> None:
@@ -211,8 +221,8 @@ class Commit:
         m = self.message
         partial, final = m["partial"], m["final"]
         if self.written is not None:
-            publish(partial, final, self.written, raw_bytes(partial, self.written), m["fsync"])
-            return self._answer(self.written)
+            publish(partial, final, self.written, m["fsync"])
+            return record_end(final, self.written, raw_bytes(final, self.written), self.losses)
         files: FileList = dict(m["files"])
         attrs: dict[str, Any] = dict(m["attrs"])
         late = self._waiting()
@@ -233,12 +243,8 @@ class Commit:
         expect_free(final)
         with open(os.path.join(partial, "zarr.json"), "wb", opener=no_follow) as f:
             f.write(schema.dump(schema.root_document(attrs)))
-        publish(partial, final, attrs, bytes_raw, m["fsync"])
-        return self._answer(attrs)
-
-    def _answer(self, attrs: dict[str, Any]) -> Message:
-        label = None if attrs["complete"] or not self.losses else completeness.label(self.losses)
-        return {"complete": attrs["complete"], "reason": attrs["reason"], "label": label}
+        publish(partial, final, attrs, m["fsync"])
+        return record_end(final, attrs, bytes_raw, self.losses)
 
     def _all_rows(self) -> list[list[int]]:
         return [[0, self.message["attrs"]["num_tokens"]]]

@@ -7,17 +7,26 @@ import contextlib
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.locks import claim
 from dmi_connector.store.format.paths import umask_of
 from dmi_connector.store.format.remote_path import RemotePath
-from dmi_connector.store.read.index import CaptureInfo, indexed_captures
+from dmi_connector.store.read.index import CaptureInfo, indexed_captures, unrecorded_stores
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import damaged_files
-from dmi_connector.store.write.commit import append_index, publish, raw_bytes, remove_partial, written_attrs
+from dmi_connector.store.write.commit import (
+    append_finish,
+    append_index,
+    publish,
+    raw_bytes,
+    remove_partial,
+    written_attrs,
+)
 from dmi_connector.store.write.journal import JOURNAL_PREFIX
 from dmi_connector.store.write.salvage import Salvage
 from dmi_connector.store.write.settings import UploadSettings
@@ -33,8 +42,9 @@ class Outcome:
 
     state: "salvaged" (it is an incomplete store now), "published" (it was whole and lacked only its final name),
     "written" (a writer has it: left alone), "empty" (nothing can be salvaged), "removed" (it was empty), "refused" (a
-    store has its name already) or "failed". Of a finished store whose upload was not finished: "uploaded", "not
-    uploaded", or "waits" (a server that runs uploads it). store: the finished store. notes: what is lost or wrong. url:
+    store has its name already) or "failed". Of a finished store: "recorded" (only the index lacked its end). Of one
+    whose upload was not finished: "uploaded", "not uploaded", or "waits" (a server that runs uploads it). store: the
+    finished store. notes: what is lost or wrong. url:
     where it was uploaded to, or should be.
     """
 
@@ -60,7 +70,8 @@ class Outcome:
 def repair(path: str | os.PathLike[str], remove_empty: bool = False) -> list[Outcome]:
     """Repair a partial store, or every one in a directory. Finished stores are never touched.
 
-    Of a directory, uploads are finished too: those of stores that its index names as not uploaded.
+    Of a directory, the index gets the ends of stores that it lacks, and uploads are finished: those of stores that it
+    names as not uploaded.
 
     remove_empty: remove partial stores of which nothing can be salvaged. An error with one partial store becomes its
     outcome; the others are repaired all the same.
@@ -76,10 +87,31 @@ def repair(path: str | os.PathLike[str], remove_empty: bool = False) -> list[Out
                 continue  # it was finished or aborted meanwhile
             outcomes.append(Outcome(str(partial), "failed", notes=[f"{type(error).__name__}: {error}"]))
     if not root.name.endswith(PARTIAL):
+        for what, step in (("index", record_ends), ("uploads", finish_uploads)):
+            try:
+                outcomes += step(root)
+            except (OSError, ValueError, KeyError) as error:
+                outcomes.append(Outcome(str(root), "failed", notes=[f"{what}: {error}"]))
+    return outcomes
+
+
+def record_ends(directory: Path) -> list[Outcome]:
+    """Append the ends of finished stores that the index lacks.
+
+    Raises OSError, and ValueError or KeyError for a store that is damaged. A store that a process has open is left
+    alone: it may be the writer, about to append the line. Readers find such a store without it.
+    """
+    outcomes = []
+    for store in unrecorded_stores(directory):
         try:
-            outcomes += finish_uploads(root)
-        except OSError as error:
-            outcomes.append(Outcome(str(root), "failed", notes=[f"uploads: {error}"]))
+            with claim(store) as alone, umask_of(directory):
+                if alone:
+                    attrs = read_attrs(store)
+                    append_finish(str(store), attrs, raw_bytes(str(store), attrs))
+                    outcomes.append(_outcome(store, "recorded", attrs))
+        except FileNotFoundError:
+            if store.exists():
+                raise  # else it was removed just now
     return outcomes
 
 
@@ -135,7 +167,8 @@ def _repair(partial: Path, remove_empty: bool) -> Outcome:
         return outcome
     if _is_whole(partial):
         attrs = read_attrs(partial)
-        publish(str(partial), str(final), attrs, raw_bytes(str(partial), attrs))
+        publish(str(partial), str(final), attrs)
+        append_finish(str(final), attrs, raw_bytes(str(final), attrs))
         outcome.state = "published"
     else:
         salvage = Salvage(partial, final)
@@ -148,10 +181,13 @@ def _repair(partial: Path, remove_empty: bool) -> Outcome:
                 _remove(partial, final)
             return outcome
         outcome.state = "salvaged"
-    attrs = read_attrs(final)
-    outcome.store, outcome.num_tokens, outcome.missing = str(final), attrs["num_tokens"], attrs["missing"]
-    outcome.hooks = list(attrs["hooks"])
-    return outcome
+    return _outcome(final, outcome.state, read_attrs(final), outcome.notes)
+
+
+def _outcome(store: Path, state: str, attrs: dict[str, Any], notes: Sequence[str] = ()) -> Outcome:
+    rows, missing, hooks = attrs["num_tokens"], attrs["missing"], list(attrs["hooks"])
+    partial = f"{store}{schema.PARTIAL_SUFFIX}"
+    return Outcome(partial, state, str(store), rows, missing, hooks, list(notes))
 
 
 def _is_whole(partial: Path) -> bool:

@@ -178,8 +178,10 @@ def finish_upload(store: Path, to: RemotePath, retry_seconds: float, remove_loca
         return UploadResult(store, str(to), reason)
     line = {"event": "upload", "store": store.name, "upload": "done", "upload_reason": None, "url": str(to)}
     append_index(str(store.parent), {**line, "uploaded": now()})
-    kept = not remove_local or not remove_store(store, {"event": "upload", "store": store.name, "local": False})
-    return UploadResult(store, str(to), None, kept, finish_line(store.name, attrs))
+    end = finish_line(store.name, attrs)
+    # With the local copy the last chance goes to tell its end, where that line was lost.
+    kept = not remove_local or not remove_store(store, {**end, "event": "upload", "local": False})
+    return UploadResult(store, str(to), None, kept, end)
 
 
 def note_failure(store: Path, to: RemotePath, reason: str) -> None:

@@ -35,7 +35,16 @@ from dmi_connector.store.format.completeness import Cause, Loss, losses_from_jso
 from dmi_connector.store.format.locks import PartialLock, hold_life_lock
 from dmi_connector.store.format.paths import UMASKS
 from dmi_connector.store.write.array_writer import ArrayWriter, metadata_elsewhere, write_loss
-from dmi_connector.store.write.commit import Commit, append_index, give_up, remove_partial, write_rank_done
+from dmi_connector.store.write.commit import (
+    Commit,
+    append_index,
+    finished_attrs,
+    give_up,
+    raw_bytes,
+    record_end,
+    remove_partial,
+    write_rank_done,
+)
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, unpack_array, write_all
 from dmi_connector.store.write.pace import Pace
 from dmi_connector.store.write.plain import Costs
@@ -162,6 +171,10 @@ class Writer:
 
     def _commit(self, m: Message) -> None:
         try:
+            if m.get("again") and (attrs := finished_attrs(m["final"], m["attrs"]["request_id"], m["attrs"]["key"])):
+                losses = losses_from_json(m["losses"])  # the writer that died had given the store its name
+                self._reply({"ended": m["id"], **record_end(m["final"], attrs, raw_bytes(m["final"], attrs), losses)})
+                return
             self._closed_locks.append((m["id"], PartialLock(m["partial"])))
         except OSError as error:
             self._reply({"ended": m["id"], "error": self._fail(m, error)})

@@ -14,8 +14,11 @@ import pytest
 
 from dmi_connector.bulk.order import Order
 from dmi_connector.layout import ArraySpec
+from dmi_connector.store.read.index import read_index
 from dmi_connector.store.read.run_manifest import read_manifest
 from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.write import commit
+from dmi_connector.store.write.commit import append_index
 from tests import bulkkit
 from tests.bulkkit import RUN, FakeEngines, Killed, Kills, check_whole, go, template, write_prompts
 from tests.storekit import Store, random_bits
@@ -99,6 +102,30 @@ def cut(path: Path) -> None:
     """Remove the last byte of a shard."""
     shard = next(file for file in path.rglob("*") if file.is_file() and "/c/" in str(file))
     shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def test_a_store_whose_end_the_index_lacks_gets_its_line(
+    prompts: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run was killed between the renaming and the line."""
+    ends = iter(range(9))
+
+    def append_finish(*args: Any) -> None:
+        if next(ends) == 1:
+            raise Killed
+        commit.append_finish(*args)
+
+    monkeypatch.setattr(bulkkit, "append_finish", append_finish)
+    with pytest.raises(Killed):
+        go(prompts, tmp_path, FakeEngines(store, tmp_path))
+    lacking = {path.name for path in tmp_path.glob("*.zarr")} - {line["store"] for line in read_index(tmp_path)}
+    assert lacking
+    for name in lacking:
+        append_index(str(tmp_path), {"event": "start", "store": name, "state": "started", "created": "0"})
+    assert go(prompts, tmp_path, FakeEngines(store, tmp_path)).all_done
+    check_whole(tmp_path, GOOD)
+    finished = [line["store"] for line in read_index(tmp_path) if line["event"] == "finish"]
+    assert sorted(finished) == sorted(path.name for path in tmp_path.glob("*.zarr")), "each store has one line"
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import pytest
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss, losses_to_json
 from dmi_connector.store.read.capture import open_capture
-from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.index import find_captures, read_index
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.commit import Commit, rank_file
+from dmi_connector.store.write.commit import Commit, append_index, rank_file
 from dmi_connector.store.write.messages import Message
 from dmi_connector.store.write.repair import repair
 from tests import storekit as kit
@@ -94,6 +94,27 @@ def test_a_killed_commit_of_two_ranks_is_done_again(commit: Message, tmp_path: P
         [info] = find_captures(to)
         assert info.state == ("incomplete" if lost else "complete") and info.num_tokens == ROWS
     assert steps > 20, "files are flushed, and files of the ranks removed"
+
+
+def test_a_store_is_whole_without_its_line_in_the_index(commit: Message, tmp_path: Path) -> None:
+    """The disk was full, say. A repair adds the line, and leaves the store alone while a process has it open."""
+    final = tmp_path / "to/a.zarr"
+    message = {**commit, "final": str(final), "partial": f"{final}.partial"}
+    shutil.copytree(commit["partial"], message["partial"])
+    (final.parent / "index.jsonl").mkdir()
+    answer = Commit.start(message).run()
+    assert answer["complete"] and answer["index_error"].startswith("[Errno 21] Is a directory")
+    (final.parent / "index.jsonl").rmdir()
+    check(final, complete=True)
+    append_index(str(final.parent), {"event": "start", "store": "a.zarr", "state": "started"})
+    with open_capture(final, timeout=0):
+        assert repair(final.parent) == []
+    [outcome] = repair(final.parent)
+    assert (outcome.state, outcome.num_tokens, outcome.hooks) == ("recorded", ROWS, ["q"])
+    assert repair(final.parent) == []
+    line = list(read_index(final.parent))[-1]
+    raw = VALUES["q"].nbytes
+    assert (line["event"], line["state"], line["key"], line["bytes_raw"]) == ("finish", "complete", "k", raw)
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["whole", "torn"])

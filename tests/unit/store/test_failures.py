@@ -455,15 +455,18 @@ def test_a_store_that_lacks_only_its_name_gets_it_when_its_writer_dies(
 def test_a_store_that_has_its_name_is_not_committed_again(
     stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]], lost: bool
 ) -> None:
-    """The writer died between the renaming and its answer."""
+    """The writer died between the renaming and its line in the index."""
     record = stores.open(tmp_path / "a.zarr", SPEC, ranks=2)
     losses = [Loss.of(Cause.FELL_BEHIND, [[0, 40]])] if lost else []
     stores.close(record, 40, losses=losses) if lost else stores.close(record, 0)
     until(lambda: record.state is State.COMMITTING)
-    (tmp_path / "a.zarr").mkdir()
+    plant_document(record)
+    Path(record.partial).rename(tmp_path / "a.zarr")
     os.kill(writer_pid(record), signal.SIGKILL)
     assert stores.flush(PATIENCE)
     assert done == [("incomplete", "writing fell behind (policy drop)") if lost else ("complete", None)]
+    assert [line["state"] for line in read_index(tmp_path)] == ["started", done[0][0]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.zarr", "index.jsonl"]
 
 
 def test_a_capture_whose_commit_kills_two_writers_fails(

@@ -178,7 +178,33 @@ def test_stores_that_the_index_does_not_name_are_found(tmp_path: Path, monkeypat
     opened: list[Path] = []
     monkeypatch.setattr(index, "info_of", opened.append)
     start(named.parent, copied.name, "3", key="a/b", request_id="r2")
+    append_index(named.parent, {"event": "finish", "store": copied.name, "state": "complete"})
     assert len(find_captures(named.parent, key="a/b")) == 1 and not opened, "stores that it names stay closed"
+
+
+def test_a_store_whose_end_the_index_lacks_is_found_as_it_is(tmp_path: Path) -> None:
+    """Its writer was killed between the renaming and the line, or the disk was full."""
+    stores = kit.Store(1 << 20)
+    loss = Loss.of(Cause.FELL_BEHIND, [[0, 2]])
+    for name, losses in (("a", []), ("b", [loss]), ("damaged", [])):
+        stores.write(tmp_path / f"{name}.zarr", [SPEC], 10, key=name, request_id="r", losses=losses)
+    assert stores.shutdown(kit.PATIENCE)
+    known = {info.store.name: info for info in find_captures(tmp_path)}
+    path = tmp_path / INDEX_NAME
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if '"start"' in line))
+    start(tmp_path, "c.zarr", "9", key="c")
+    (tmp_path / "damaged.zarr/zarr.json").write_text("{")
+    assert index.unrecorded_stores(tmp_path) == [tmp_path / "a.zarr", tmp_path / "b.zarr"]
+    found = {info.store.name: info for info in find_captures(tmp_path)}
+    assert {name: info.state for name, info in found.items()} == {
+        "a.zarr": "complete",
+        "b.zarr": "incomplete",
+        "c.zarr": "started",
+        "damaged.zarr": "failed",
+    }
+    assert [found[name] for name in ("a.zarr", "b.zarr")] == [known[name] for name in ("a.zarr", "b.zarr")]
+    assert find_captures(tmp_path, key="b") == find_captures(tmp_path, request_id="r")[1:2] == [known["b.zarr"]]
+    assert [info.store.name for info in open_captures(tmp_path).infos] == ["a.zarr"]
 
 
 def test_a_damaged_store_that_the_index_does_not_name_is_a_failed_capture(tmp_path: Path) -> None:

@@ -457,6 +457,30 @@ def test_a_store_that_was_there_when_its_coordinator_died_is_uploaded(
     assert client.counts()["bytes_queued"] == client.counts()["bytes_uploaded"]
 
 
+def test_a_store_whose_end_the_index_lacks_is_uploaded_by_a_repair(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
+) -> None:
+    """And is found in the bucket by its directory's index, when the local copy is gone."""
+    client = make_client(remove_local=True)
+    s3.fault = lambda _method, _path, _number: "hold"
+    store = capture(client, tmp_path / "s/a.zarr")
+    held = files(store)
+    client._stopping = True
+    os.killpg(client.group, signal.SIGKILL)
+    kit.until(lambda: not group(client.group))
+    s3.clear()
+    lines = (tmp_path / "s/index.jsonl").read_text().splitlines(True)
+    (tmp_path / "s/index.jsonl").write_text(lines[0])
+    with open_capture(store, timeout=0):
+        assert [outcome.state for outcome in repair(tmp_path / "s")] == ["uploaded"]
+    assert [outcome.state for outcome in repair(tmp_path / "s")] == ["recorded"]
+    assert there(prefix, "a.zarr") == held and index(tmp_path / "s")["a.zarr"].state == "complete"
+    (tmp_path / "s/index.jsonl").write_text(lines[0])
+    assert [outcome.state for outcome in finish_uploads(tmp_path / "s")] == ["uploaded"] and not store.exists()
+    (info,) = open_captures(tmp_path / "s").infos
+    assert str(info.store) == f"{BUCKET}/{prefix}/a.zarr" and info.num_tokens == 300
+
+
 @pytest.mark.parametrize("after", [1, 4, 8])
 def test_killed_during_an_upload_repair_finishes_it(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str, after: int
