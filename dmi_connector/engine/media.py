@@ -29,6 +29,13 @@ def media_attributes(request: Request, context: CaptureContext) -> dict[str, Any
     return {"media": media, **({"identities": False, "visual_layers": layers} if layers else {})}
 
 
+def later_media(request: Request, known: int, context: CaptureContext) -> dict[str, Any]:
+    """The same with the media that later turns of a session brought; {} without any. known: media of the first."""
+    if len(request.mm_features) == known:
+        return {}
+    return {**media_attributes(request, context), "last_prompt_len": request.num_prompt_tokens}
+
+
 def _positions(place: Any) -> list[list[int]]:
     """The [start, stop) ranges of positions whose embeddings come from one item. place: vLLM's `PlaceholderRange`."""
     mask = np.ones(place.length, bool) if place.is_embed is None else np.asarray(place.is_embed, bool)

@@ -20,7 +20,7 @@ class Tracked:
 
     quota_end: first position that `max_request_bytes` has no room for. exported: position up to which rows were handed
     to the workers. due: number of computed tokens at which the next chunk is ready. opened: whether it was ever
-    scheduled. blocks: its blocks in the cache group of the rows.
+    scheduled. media: images and the like of its first turn. blocks: its blocks in the cache group of the rows.
     """
 
     request: Request
@@ -32,6 +32,7 @@ class Tracked:
     exported: int
     due: int
     opened: bool = False
+    media: int = 0
     blocks: list[int] = field(default_factory=list)
     _samples: int = 0  # rows of logits that were asked for
     _begun: int = -1  # tokens of the prompt of the turn that runs: a session's grows with each

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.media import media_attributes
+from dmi_connector.engine.media import later_media, media_attributes
 from dmi_connector.engine.messages import STEPS_TOGETHER, Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.engine.quota import UNLIMITED, Quota, RequestBytes, row_bytes
 from dmi_connector.engine.refused_requests import RefusedRequests
@@ -263,6 +263,7 @@ class Tracker:
         request = tracked.request
         sampling = request.sampling_params
         end = min(request.num_prompt_tokens + request.max_tokens, tracked.limit)
+        tracked.media = len(request.mm_features)
         return Open(
             capture=tracked.capture,
             path=tracked.path,
@@ -374,6 +375,7 @@ class Tracker:
         chunk = self.context.options.chunk_tokens
         rows = [self._rows(tracked, at, min(at + chunk, end), blocks) for at in range(tracked.exported, end, chunk)]
         finish = request.get_finished_reason()
+        attrs = {"finish_reason": None if finish is None else str(finish)}
         start = min(params.start, end)
         losses = []
         if end < expected:
@@ -391,6 +393,6 @@ class Tracker:
             length=end - start,
             samples=tracked.samples_until(end),
             token_ids=list(request.all_token_ids[start:end]),
-            attrs={"finish_reason": None if finish is None else str(finish)},
+            attrs={**attrs, **later_media(request, tracked.media, self.context)},
             losses=losses,
         )

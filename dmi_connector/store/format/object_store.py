@@ -65,7 +65,7 @@ def check_installed(option: str, value: object) -> None:
 
 
 def bucket_store(place: RemotePath) -> S3Store:
-    """The client of a place's bucket. Raises ImportError for a profile without boto3."""
+    """The client of a place's bucket. Raises ImportError for a profile without boto3, RemoteDenied for a bad one."""
     return _client(place.bucket, None, tuple(os.environ.get(name) for name in _READ))
 
 
@@ -102,14 +102,22 @@ def zarr_store(place: RemotePath) -> Any:
 
 
 def _profile() -> Any:
-    """Credentials of AWS_PROFILE, by boto3."""
+    """Credentials of AWS_PROFILE, by boto3. Raises ImportError without boto3, and RemoteDenied for a bad profile."""
     try:
+        from botocore.exceptions import BotoCoreError  # type: ignore[import-not-found]
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
         raise ImportError(
             "AWS_PROFILE: a profile needs boto3; install boto3, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         ) from error
-    return Boto3CredentialProvider()
+    try:
+        return Boto3CredentialProvider()
+    except (BotoCoreError, ValueError) as error:
+        raise RemoteDenied(
+            f"AWS_PROFILE: the profile {os.environ['AWS_PROFILE']!r} gives no credentials ({type(error).__name__});"
+            " name one of ~/.aws, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            lasting=True,
+        ) from None
 
 
 @contextlib.contextmanager

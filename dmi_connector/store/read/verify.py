@@ -127,7 +127,11 @@ class _Check:
         return Problem(self.store, where, what, damage)
 
     def run(self, begun: Mapping[str, dict[str, Any]]) -> Iterator[Problem]:
-        raw = self.files.load("zarr.json")
+        try:
+            raw = self.files.load("zarr.json")
+        except OSError as error:
+            yield self.problem("zarr.json", f"the file cannot be read: {error}")
+            return
         attrs = self._attributes(raw)
         if attrs is None:
             yield self.problem("zarr.json", f"it has no readable {schema.ATTR_KEY!r} attribute")
@@ -222,7 +226,11 @@ class _Check:
             if path.split("/")[0] not in own | plain:
                 yield self.problem(path, "the file belongs to no array")
                 continue
-            data = self.files.load(path)
+            try:
+                data = self.files.load(path)
+            except OSError as error:
+                yield self.problem(path, f"the file cannot be read: {error}")
+                continue
             if data is None:
                 yield self.problem(path, "the file is missing")
             elif len(data) != size:
@@ -234,10 +242,10 @@ class _Check:
                 yield self.problem(path, "the file does not match its checksum")
 
     def _media(self, attrs: dict[str, Any]) -> Iterator[Problem]:
-        """Media lie in the prompt, one behind the other."""
-        before = 0
+        """Media lie in the prompt, or in those of a session's turns, one behind the other."""
+        before, end = 0, attrs.get("last_prompt_len", attrs["prompt_len"])
         for start, stop in (span for item in attrs.get("media", ()) for span in item["positions"]):
-            if not before <= start < stop <= attrs["prompt_len"]:
+            if not before <= start < stop <= end:
                 yield self.problem("zarr.json", f"media: positions {start} to {stop} are not in order in the prompt")
             before = stop
 

@@ -130,7 +130,7 @@ class Captures:
                 now(),
                 to_come,
                 assignments,
-                RowCheck(start, schema.media_positions(attrs)),
+                RowCheck(start),
             )
             self._records[record.number] = record
             self._open += 1
@@ -210,10 +210,11 @@ class Captures:
             ids = np.asarray(token_ids)
             if len(ids) != length and (len(ids) or not record.rank):
                 raise ValueError(f"{len(ids)} token_ids were given for length {length}")
-            wrong = [loss.before(int(length)) for loss in record.check.losses(ids)]
+            root = {**record.attrs, **(attrs or {})}
+            wrong = [loss.before(int(length)) for loss in record.check.losses(ids, schema.media_positions(root))]
             end = End(int(length), dict(samples or {}), {}, {}, [*losses, *wrong])
             if record.rank == 0:
-                end = rank_0_end(record, end, ids, {**record.attrs, **(attrs or {})})
+                end = rank_0_end(record, end, ids, root)
             record.end = end
             self._finish(record, {"type": "close", "length": end.length, "samples": end.samples})
 

@@ -126,7 +126,7 @@ def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_
     if not waiting:
         return []
     parts: dict[RemotePath, RemoteIndexPart] = {}
-    with claim(directory) as alone, umask_of(directory):
+    with claim(os.path.realpath(directory)) as alone, umask_of(directory):  # the user may name a link to it
         outcomes = []
         for info in waiting:
             began = time.monotonic()

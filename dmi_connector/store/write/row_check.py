@@ -17,12 +17,12 @@ _NEVER = 1 << 62
 class RowCheck:
     """The row headers of one capture.
 
-    start: position of its first row. media: [start, stop) positions of images and the like, ascending.
+    start: position of its first row.
     """
 
-    def __init__(self, start: int, media: Sequence[Sequence[int]] = ()) -> None:
-        self._start, self._media = start, media
-        self._shift: int | None = None  # of positions on the axes behind the last of media
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self._axes: list[tuple[int, np.ndarray]] = []  # (first row, positions on the axes of M-RoPE)
         self._chunks: list[tuple[int, np.ndarray]] = []  # (first row, token ids that the rows carry)
         self._losses: list[Loss] = []
 
@@ -36,36 +36,48 @@ class RowCheck:
         self._chunks.append((first, ids))
         begin = self._start + first
         if not np.array_equal(pairs[:, 1], np.arange(begin, begin + count, dtype=np.int32)):
-            self._wrong_positions(first, count)
+            self._losses.append(self._wrong_positions(first, count))
         return ids
 
-    def _wrong_positions(self, first: int, count: int) -> None:
+    def _wrong_positions(self, first: int, count: int) -> Loss:
         begin, rows = self._start + first, [[first, first + count]]
-        self._losses.append(Loss.of(Cause.WRONG_POSITIONS, rows, first=begin, last=begin + count - 1))
+        return Loss.of(Cause.WRONG_POSITIONS, rows, first=begin, last=begin + count - 1)
 
     def axes(self, values: np.ndarray, first: int) -> None:
-        """Check positions on the axes of M-RoPE. values: int [rows, axes] of rows from `first` on.
+        """Note positions on the axes of M-RoPE, int [rows, axes], of rows from `first` on.
 
-        A text token has the same position on all axes. Before the first image that is its position in the request,
+        They are checked at the end: a later turn of a session may bring media.
+        """
+        self._axes.append((first, values.copy()))
+
+    def _wrong_axes(self, media: Sequence[Sequence[int]]) -> list[Loss]:
+        """A text token has the same position on all axes. Before the first image that is its position in the request,
         behind the last one it is less by a number that does not change.
         """
-        begin = self._start + first
-        at = np.arange(begin, begin + len(values))
-        text = np.ones(len(at), bool)
-        for start, stop in self._media:
-            text[max(0, start - begin) : max(0, stop - begin)] = False
-        shift = values[:, 0] - at
-        right = (values == values[:, :1]).all(axis=1)
-        right &= (shift == 0) | (at >= (self._media[0][0] if self._media else _NEVER))
-        behind = text & (at >= (self._media[-1][1] if self._media else 0))
-        if behind.any():
-            self._shift = int(shift[behind][0]) if self._shift is None else self._shift
-            right &= (shift == self._shift) | ~behind
-        if not right[text].all():
-            self._wrong_positions(first, len(values))
+        found, fixed = [], None  # by how much less, as the first row says
+        for first, values in self._axes:
+            begin = self._start + first
+            at = np.arange(begin, begin + len(values))
+            text = np.ones(len(at), bool)
+            for start, stop in media:
+                text[max(0, start - begin) : max(0, stop - begin)] = False
+            shift = values[:, 0] - at
+            right = (values == values[:, :1]).all(axis=1)
+            right &= (shift == 0) | (at >= (media[0][0] if media else _NEVER))
+            behind = text & (at >= (media[-1][1] if media else 0))
+            if behind.any():
+                fixed = int(shift[behind][0]) if fixed is None else fixed
+                right &= (shift == fixed) | ~behind
+            if not right[text].all():
+                found.append(self._wrong_positions(first, len(values)))
+        return found
 
-    def losses(self, token_ids: np.ndarray) -> list[Loss]:
-        """What is wrong with the rows that came. token_ids: those of the request, int [rows]."""
+    def losses(self, token_ids: np.ndarray, media: Sequence[Sequence[int]] = ()) -> list[Loss]:
+        """What is wrong with the rows that came.
+
+        token_ids: those of the request, int [rows]. media: [start, stop) positions of images and the like, ascending.
+        """
+        losses = self._losses + self._wrong_axes(media)
         wrong: list[int] = []
         found = 0  # in the first of them
         for first, ids in self._chunks:
@@ -75,9 +87,9 @@ class RowCheck:
                 found = int(ids[rows[0]])
             wrong += (first + rows).tolist()
         if not wrong:
-            return list(self._losses)
+            return losses
         facts = {"position": self._start + wrong[0], "found": found, "expected": int(token_ids[wrong[0]])}
-        return [*self._losses, Loss.of(Cause.WRONG_TOKEN, [[row, row + 1] for row in wrong], **facts)]
+        return [*losses, Loss.of(Cause.WRONG_TOKEN, [[row, row + 1] for row in wrong], **facts)]
 
     def absent(self, length: int, losses: Sequence[Loss]) -> list[list[int]]:
         """Ranges of rows [0, length) that neither came nor are listed in `losses`."""

@@ -48,6 +48,28 @@ def test_a_store_lists_images_in_order_with_the_positions_of_their_embeddings(tm
     assert "identities" not in attrs and "visual_layers" not in attrs
 
 
+@pytest.mark.parametrize("first", [[], [ITEM]], ids=["text", "image"])
+@pytest.mark.parametrize("later", [[], [BROKEN]], ids=["text", "image"])
+def test_images_of_a_later_turn_are_told_at_the_end(tmp_path: object, first: list[Any], later: list[Any]) -> None:
+    """Its rows could not be checked without them."""
+    tracker, request = make_tracker(tmp_path), ask({"include_output_tokens": True})
+    request.mm_features = list(first)
+    tracker.on_new_request(request)  # type: ignore[arg-type]
+    finish = tracker.finish
+
+    def turn(request: Any, blocks: list[int]) -> Any:
+        request.mm_features += later
+        request.num_prompt_tokens = 41
+        return finish(request, blocks)
+
+    tracker.finish = turn  # type: ignore[method-assign]
+    steps, _ = generate(tracker, request, 1)
+    opened, closed = steps[0].opens[0].attrs, tracker.pending_closes[-1].attrs
+    assert len(opened.get("media", [])) == len(first)
+    assert len(closed.get("media", [])) == (len(first) + 1 if later else 0)
+    assert closed.get("last_prompt_len") == (41 if later else None)
+
+
 def test_sums_are_not_promised_where_visual_features_are_added(tmp_path: object) -> None:
     context = replace(make_tracker(tmp_path).context, visual_layers=2)
     attrs = media_attributes(with_images(), context)  # type: ignore[arg-type]

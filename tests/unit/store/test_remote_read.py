@@ -24,6 +24,7 @@ from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
 from dmi_connector.store.read.captures import captures_of, open_captures
 from dmi_connector.store.read.index import find_captures
 from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.write.commit import append_index
 from tests import s3kit
 from tests import storekit as kit
 
@@ -358,6 +359,33 @@ def test_a_profile_needs_boto3(s3: s3kit.Proxy, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "obstore.auth.boto3", raising=False)
     with pytest.raises(ImportError, match=r"^AWS_PROFILE: a profile needs boto3; install boto3"):
         open_captures(f"{URL}/all")
+
+
+@pytest.mark.parametrize("profile, error", [("misspelt", "ProfileNotFound"), ("empty", "ValueError")])
+def test_a_profile_without_credentials_is_named(stores: Path, tmp_path: Path, profile: str, error: str) -> None:
+    """Also by repair, after what became of the partial stores."""
+    (tmp_path / "credentials").write_text("[empty]\nregion = x\n")
+    shutil.copytree(stores / "a.zarr", tmp_path / "stores/a.zarr")
+    (tmp_path / "stores/b.zarr.partial").mkdir()
+    upload = {"upload": "failed", "url": f"{URL}/all/a.zarr"}
+    for line in ({"event": "finish", "state": "complete", "finished": "2026"}, {"event": "upload", **upload}):
+        append_index(str(tmp_path / "stores"), {**line, "store": "a.zarr"})
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
+    environment |= {"AWS_PROFILE": profile, "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials")}
+    environment |= {"AWS_CONFIG_FILE": str(tmp_path / "none"), "AWS_EC2_METADATA_DISABLED": "true"}
+    environment |= {"PYTHONPATH": str(s3kit.ROOT)}
+
+    def dmi(*arguments: str) -> tuple[int, str, str]:
+        code = f"from dmi_connector.cli.main import main; raise SystemExit(main({list(arguments)}))"
+        command = [str(s3kit.PYTHON), "-c", code]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=kit.PATIENCE)
+        return run.returncode, run.stdout, run.stderr
+
+    said = f"AWS_PROFILE: the profile '{profile}' gives no credentials ({error}); name one of ~/.aws, or set"
+    status, _, err = dmi("verify", f"{URL}/all/a.zarr")
+    assert status == 2 and err.startswith(f"dmi: {said}") and "Traceback" not in err
+    status, out, err = dmi("repair", str(tmp_path / "stores"))
+    assert status == 1 and "b.zarr.partial: " in out and "a.zarr: not uploaded" in out and said in out, err
 
 
 def test_a_profile_of_the_aws_files(s3: s3kit.Proxy, tmp_path: Path) -> None:

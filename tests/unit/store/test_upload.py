@@ -538,6 +538,21 @@ def test_repair_leaves_to_a_server_what_it_will_upload(
     assert client.shutdown() and finish_uploads(tmp_path / "s") == []
 
 
+def test_repair_finishes_uploads_of_a_directory_that_is_a_link(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path
+) -> None:
+    client = make_client(retry_seconds=0)
+    s3.fault = lambda _method, _path, _number: "500"
+    capture(client, tmp_path / "s/a.zarr")
+    uploaded(client, 1)
+    assert client.shutdown()
+    s3.clear()
+    (tmp_path / "link").symlink_to(tmp_path / "s")
+    (outcome,) = repair(tmp_path / "link")
+    assert outcome.state == "uploaded", outcome.notes
+    assert repair(tmp_path / "s") == []
+
+
 def test_a_shutdown_without_time_leaves_the_rest_to_repair(s3: s3kit.Proxy, tmp_path: Path, prefix: str) -> None:
     settings = UploadSettings(f"{BUCKET}/{prefix}")
     client = StoreClient(4 << 20, 1, WriteSettings(upload=vars(settings), shutdown_seconds=2))

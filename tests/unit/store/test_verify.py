@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -15,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from dmi_connector.cli.main import main
 from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
@@ -23,6 +25,7 @@ from dmi_connector.store.format.checksum import crc32c, file_checksum
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.format.shard_index import EMPTY, index_bytes, read_index, shard_content
+from dmi_connector.store.read import store_files
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import damaged_files, verify_dir, verify_store
 from tests import storekit as kit
@@ -51,6 +54,27 @@ def sound(request: pytest.FixtureRequest, stores: kit.Store, tmp_path_factory: p
 
 def copy(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "a.zarr"))
+
+
+@pytest.mark.parametrize("lost", ["zarr.json", "q/c/0/0/0", "token_ids/c/0", "logits/zarr.json"])
+def test_a_file_that_the_disk_does_not_give_is_a_problem_of_its_store(
+    lost: str, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "abc":
+        shutil.copytree(sound, tmp_path / f"{name}.zarr")
+    load = store_files.load_file
+
+    def fails(path: Path) -> bytes | np.ndarray | None:
+        if path == tmp_path / "b.zarr" / lost:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))  # as read(2) of a bad sector
+        return load(path)
+
+    monkeypatch.setattr(store_files, "load_file", fails)
+    assert main(["verify", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert f"b.zarr: {lost}: the file cannot be read: [Errno 5] Input/output error" in out
+    assert out.count(".zarr: sound") == 2 and "3 checked, 1 damaged" in out
+    assert all(problem.damage for problem in verify_store(tmp_path / "b.zarr"))
 
 
 def test_verify_finds_every_flipped_bit(sound: Path, tmp_path: Path) -> None:
