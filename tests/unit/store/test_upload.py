@@ -523,7 +523,7 @@ def test_repair_retries_one_store_while_the_bucket_is_down(
     outcomes = finish_uploads(tmp_path / "s", retry_seconds=0.1)
     assert [outcome.state for outcome in outcomes] == ["not uploaded"] * 3 and given == [0.1, 0, 0]
     s3.clear()
-    assert [outcome.state for outcome in finish_uploads(tmp_path / "s")] == ["uploaded"] * 3
+    assert [outcome.state for outcome in finish_uploads(tmp_path / "s", 0)] == ["uploaded"] * 3
 
 
 def test_repair_leaves_to_a_server_what_it_will_upload(
