@@ -321,7 +321,7 @@ class Captures:
             except ImportError as error:
                 raise ImportError("table: polars is not installed; install dmi_connector[polars]") from error
             whole: dict[str, Any] = {"bytes": polars.Int64, "num_tokens": polars.Int64, "prompt_len": polars.Int64}
-            whole["remove_local"] = polars.Boolean
+            whole |= dict.fromkeys(("remove_local", "only_complete"), polars.Boolean)
             made = polars.DataFrame(columns, schema={name: whole.get(name, polars.String) for name in columns})
             return made.with_columns(polars.col(*times).str.to_datetime(time_zone="UTC", time_unit="us"))
         raise ValueError(f"table: {to!r} is not valid; use 'pandas' or 'polars'")

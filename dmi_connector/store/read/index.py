@@ -40,8 +40,9 @@ class CaptureInfo:
     fills these in.
 
     upload: of a server with the option `upload`: "pending", "done" or "failed"; None without it. url: where the store
-    is uploaded to. upload_reason: why that failed. remove_local: whether the local copy goes after it. A store whose
-    local copy went has its URL as `store`.
+    is uploaded to. upload_reason: why that failed. remove_local: whether the local copy goes after it. only_complete:
+    whether it stays here if it lacks rows, or its request was aborted. A store whose local copy went has its URL as
+    `store`.
     """
 
     store: Place
@@ -59,6 +60,7 @@ class CaptureInfo:
     url: str | None = None
     upload_reason: str | None = None
     remove_local: bool = False
+    only_complete: bool = False
 
 
 def read_index(directory: Given, word: str | None = None) -> Iterable[dict[str, Any]]:
@@ -286,6 +288,7 @@ def _info(directory: Place, line: Mapping[str, Any]) -> CaptureInfo:
         url=line.get("url"),
         upload_reason=line.get("upload_reason"),
         remove_local=line.get("remove_local") is True,
+        only_complete=line.get("only_complete") is True,
     )
 
 

@@ -373,6 +373,7 @@ class Captures:
         if self.settings.upload:
             url = f"{self.settings.upload['url'].rstrip('/')}/{message['line']['store']}"
             message["line"] |= {"upload": "pending", "url": url, "remove_local": self.settings.upload["remove_local"]}
+            message["line"] |= {"only_complete": True} if self.settings.upload["only_complete"] else {}
         record.assignments[0].process.post(message)
 
     def _note(self, text: str) -> None:

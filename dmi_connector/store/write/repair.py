@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dmi_connector.store.format import schema
+from dmi_connector.store.format.completeness import OWN_ENDS
 from dmi_connector.store.format.locks import claim
 from dmi_connector.store.format.paths import umask_of
 from dmi_connector.store.format.remote_path import RemotePath
@@ -30,7 +31,7 @@ from dmi_connector.store.write.commit import (
 from dmi_connector.store.write.journal import JOURNAL_PREFIX
 from dmi_connector.store.write.salvage import Salvage
 from dmi_connector.store.write.settings import UploadSettings
-from dmi_connector.store.write.upload import RemoteIndexPart, finish_upload
+from dmi_connector.store.write.upload import RemoteIndexPart, finish_upload, leave_upload
 from dmi_connector.urls import parse_url
 
 PARTIAL = ".zarr" + schema.PARTIAL_SUFFIX
@@ -130,6 +131,9 @@ def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_
         outcomes = []
         for info in waiting:
             began = time.monotonic()
+            if info.only_complete and isinstance(info.store, Path) and _lacks_something(info.store):
+                leave_upload(info.store)
+                continue
             outcomes.append(_finish_upload(info, alone, retry_seconds, parts))
             if outcomes[-1].state == "not uploaded" and time.monotonic() - began > retry_seconds / 4:
                 retry_seconds = 0
@@ -137,6 +141,15 @@ def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_
             with contextlib.suppress(OSError):  # stores are found without it, each opened once
                 part.write()
     return outcomes
+
+
+def _lacks_something(store: Path) -> bool:
+    """Whether a store lacks rows, or its request did not come to its own end. False for one that is damaged."""
+    try:
+        attrs = read_attrs(store)
+    except ValueError:
+        return False  # the upload fails and says why
+    return not attrs["complete"] or attrs.get("finish_reason") not in OWN_ENDS
 
 
 def _finish_upload(

@@ -190,6 +190,11 @@ def note_failure(store: Path, to: RemotePath, reason: str) -> None:
     append_index(str(store.parent), line)
 
 
+def leave_upload(store: Path) -> None:
+    """Say in the index that a store is not meant to be uploaded. Raises OSError."""
+    append_index(str(store.parent), {"event": "upload", "store": store.name, "upload": None, "url": None})
+
+
 class RemoteIndexPart:
     """The index of what one process uploads below a prefix: an object that is written anew with each line.
 

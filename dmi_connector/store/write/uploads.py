@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dmi_connector.store.write.child_process import Child
-from dmi_connector.store.write.commit import append_index
 from dmi_connector.store.write.messages import Message
 from dmi_connector.store.write.settings import UploadSettings
+from dmi_connector.store.write.upload import leave_upload
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Uploads:
     def _leave(self, store: Path) -> None:
         """Say in the index that a store is not meant to be uploaded."""
         try:
-            append_index(str(store.parent), {"event": "upload", "store": store.name, "upload": None, "url": None})
+            leave_upload(store)
         except OSError as error:  # dmi repair would upload it
             self._note(f"{store}: {error}")
 

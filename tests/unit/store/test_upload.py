@@ -24,6 +24,7 @@ from dmi_connector.layout import ArraySpec
 from dmi_connector.option_values import OptionError
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format import object_store
+from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.object_store import RemoteDenied
 from dmi_connector.store.format.remote_path import RemotePath, place_of
 from dmi_connector.store.read.capture import open_capture
@@ -522,7 +523,7 @@ def test_repair_retries_one_store_while_the_bucket_is_down(
     outcomes = finish_uploads(tmp_path / "s", retry_seconds=0.1)
     assert [outcome.state for outcome in outcomes] == ["not uploaded"] * 3 and given == [0.1, 0, 0]
     s3.clear()
-    assert [outcome.state for outcome in finish_uploads(tmp_path / "s")] == ["uploaded"] * 3
+    assert [outcome.state for outcome in finish_uploads(tmp_path / "s", 0)] == ["uploaded"] * 3
 
 
 def test_repair_leaves_to_a_server_what_it_will_upload(
@@ -580,6 +581,40 @@ def test_a_salvaged_store_is_uploaded_too(
     assert [outcome.state for outcome in repair(tmp_path / "s")] == ["salvaged", "uploaded"]
     with open_capture(f"{BUCKET}/{prefix}/a.zarr", 0, allow_incomplete=True) as capture_there:
         assert not capture_there.complete and there(prefix, "a.zarr") == files(tmp_path / "s/a.zarr")
+
+
+def test_a_repair_leaves_here_what_a_server_would_not_upload(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
+) -> None:
+    """Of a run: a prompt whose store is not whole is done again, and must not be in the bucket twice."""
+    client = make_client(only_complete=True)
+    s3.fault = lambda _method, _path, _number: "hold"
+    capture(client, tmp_path / "s/whole.zarr")
+    kit.until(lambda: s3.held)
+    one = kit.begin(client, tmp_path / "s/torn.zarr")
+    kit.send(client, one, 0)
+    kit.until(lambda: not client.ring.used)
+    client._stopping = True
+    os.killpg(client.group, signal.SIGKILL)
+    kit.until(lambda: not group(client.group))
+    s3.clear()
+    for name, rows, finish in (("aborted", 300, "abort"), ("short", 200, "length")):
+        line = {"event": "start", "store": f"{name}.zarr", "state": "started", "only_complete": True}
+        url = f"{BUCKET}/{prefix}/{name}.zarr"
+        append_index(str(tmp_path / "s"), {**line, "created": name, "upload": "pending", "url": url})
+        owner = kit.Store(1 << 20)
+        losses = [Loss.of(Cause.FELL_BEHIND, [[rows, 300]])] if rows < 300 else []
+        attrs = {"finish_reason": finish}
+        owner.write(tmp_path / f"other/{name}.zarr", [kit.Q], 300, attrs=attrs, losses=losses)
+        assert owner.shutdown()
+        (tmp_path / f"other/{name}.zarr").rename(tmp_path / f"s/{name}.zarr")
+    outcomes = {(Path(outcome.store or "").stem, outcome.state) for outcome in repair(tmp_path / "s")}
+    recorded = {("aborted", "recorded"), ("short", "recorded")}
+    assert outcomes == {("torn", "salvaged"), ("whole", "uploaded")} | recorded
+    assert {key.split("/")[1] for key in s3kit.objects(prefix)} == {"whole.zarr", "index"}
+    left = {name: info.upload for name, info in index(tmp_path / "s").items()}
+    assert left == {"whole.zarr": "done", "torn.zarr": None, "aborted.zarr": None, "short.zarr": None}
+    assert repair(tmp_path / "s") == []
 
 
 def test_without_obstore_an_engine_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
