@@ -165,6 +165,34 @@ def share(store: str | os.PathLike[str]) -> int:
     return fd
 
 
+def hold_upload(store: str | os.PathLike[str]) -> int:
+    """Descriptor with the lock of a process that is to upload a finished store. Raises OSError."""
+    fd = _open_document(store)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_to_be_uploaded(store: str | os.PathLike[str]) -> bool:
+    """Whether a process that lives is to upload a finished store. Raises OSError, also where files have no locks."""
+    fd = _open_document(store)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _open_document(store: str | os.PathLike[str]) -> int:
+    """The root document of a store. Readers lock the directory, and so do removals."""
+    return os.open(os.path.join(store, "zarr.json"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
 def _has_name(fd: int, path: str | os.PathLike[str]) -> bool:
     """Whether `path` is the directory that is open as `fd`."""
     try:

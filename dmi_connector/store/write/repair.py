@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import time
 import uuid
@@ -14,7 +15,7 @@ from typing import Any
 
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.completeness import OWN_ENDS
-from dmi_connector.store.format.locks import claim
+from dmi_connector.store.format.locks import claim, is_to_be_uploaded
 from dmi_connector.store.format.paths import umask_of
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.index import CaptureInfo, indexed_captures, unrecorded_stores
@@ -35,6 +36,8 @@ from dmi_connector.store.write.upload import RemoteIndexPart, finish_upload, lea
 from dmi_connector.urls import parse_url
 
 PARTIAL = ".zarr" + schema.PARTIAL_SUFFIX
+LOCKED_WITHIN_S = 60.0
+"""A running server's uploader, which may have to start, locks a store within this time of its end."""
 
 
 @dataclass
@@ -119,8 +122,8 @@ def record_ends(directory: Path) -> list[Outcome]:
 def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_seconds) -> list[Outcome]:
     """Upload the stores of a directory whose upload was cut short, or failed.
 
-    A server that runs holds the directory: what it has not tried is left to it. retry_seconds: how long the first store
-    whose upload fails is tried again. The bucket is down then, and each of the others is tried once.
+    What a server that runs is to upload is left to it. retry_seconds: how long the first store whose upload fails is
+    tried again. The bucket is down then, and each of the others is tried once.
     """
     unfinished = [i for i in indexed_captures(directory) if i.upload in ("pending", "failed") and i.finished]
     waiting = [info for info in unfinished if info.url and isinstance(info.store, Path) and info.store.is_dir()]
@@ -143,6 +146,12 @@ def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_
     return outcomes
 
 
+def _is_new(info: CaptureInfo) -> bool:
+    """Whether a store was finished just now: its uploader may have yet to lock it."""
+    ended = datetime.datetime.fromisoformat(info.finished or info.started).astimezone(datetime.UTC)
+    return (datetime.datetime.now(datetime.UTC) - ended).total_seconds() < LOCKED_WITHIN_S
+
+
 def _lacks_something(store: Path) -> bool:
     """Whether a store lacks rows, or its request did not come to its own end. False for one that is damaged."""
     try:
@@ -157,9 +166,9 @@ def _finish_upload(
 ) -> Outcome:
     assert isinstance(info.store, Path) and info.url is not None
     outcome = Outcome(str(info.store), "waits", str(info.store), info.num_tokens or 0, url=info.url)
-    if info.upload == "pending" and not alone:
-        return outcome
     try:
+        if info.upload == "pending" and not alone and (_is_new(info) or is_to_be_uploaded(info.store)):
+            return outcome
         to = RemotePath(*parse_url("url in the index", info.url))
         result = finish_upload(info.store, to, retry_seconds, info.remove_local)
     except (OSError, ValueError, ImportError) as error:

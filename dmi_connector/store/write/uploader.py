@@ -2,8 +2,8 @@
 """The uploader process: `python -m dmi_connector.store.write.uploader ...`, started by the coordinator.
 
 It reads messages on standard input and answers on standard output (see messages.py). At the end of input it finishes
-what it was given. While it lives it holds a shared lock on each directory of these stores, so that no repair uploads
-them too.
+what it was given. While it lives it holds a shared lock on each directory of these stores, and one on each store that
+is not uploaded yet, so that no repair uploads it too.
 
 messages    upload, skip (say in the index that a store is not uploaded)
 answers     ready, uploaded (store, line for the index there), failed (store, reason), note
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import select
 import sys
 import threading
@@ -21,7 +22,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from dmi_connector.store.format.locks import hold_life_lock, share
+from dmi_connector.store.format.locks import hold_life_lock, hold_upload, share
 from dmi_connector.store.format.paths import UMASKS
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, write_all
@@ -52,7 +53,7 @@ class Uploader:
         if store.parent not in self._locks:
             self._locks[store.parent] = share(store.parent)
         if message["type"] == "upload":
-            self._pool.submit(self._upload, store)
+            self._pool.submit(self._upload, store, self._hold(store))
         else:
             self._pool.submit(self._skip, store, message["reason"])
 
@@ -73,7 +74,21 @@ class Uploader:
         except BrokenPipeError:
             return
 
-    def _upload(self, store: Path) -> None:
+    def _hold(self, store: Path) -> int | None:
+        try:
+            return hold_upload(store)
+        except OSError as error:  # a repair may upload it too then, which costs time alone
+            self._answer({"note": f"{store}: {error}"})
+            return None
+
+    def _upload(self, store: Path, held: int | None) -> None:
+        try:
+            self._try(store)
+        finally:
+            if held is not None:
+                os.close(held)
+
+    def _try(self, store: Path) -> None:
         try:
             result = finish_upload(store, self._prefix / store.name, self._retry_s, self._remove)
         except BaseException as error:  # obstore's panics too: the engine must learn that this store is not there
@@ -121,6 +136,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--file-mode", choices=tuple(UMASKS), required=True, help="who may read the index")
     args = parser.parse_args(argv)
     os.nice(_NICE)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each store that waits has a lock
     os.umask(UMASKS[args.file_mode])
     hold_life_lock()  # it may outlive a coordinator that is killed, and removes local copies
     with open("/proc/self/comm", "w") as comm:

@@ -25,6 +25,7 @@ from dmi_connector.option_values import OptionError
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format import object_store
 from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.format.locks import is_to_be_uploaded
 from dmi_connector.store.format.object_store import RemoteDenied
 from dmi_connector.store.format.remote_path import RemotePath, place_of
 from dmi_connector.store.read.capture import open_capture
@@ -552,6 +553,35 @@ def test_repair_finishes_uploads_of_a_directory_that_is_a_link(
     (outcome,) = repair(tmp_path / "link")
     assert outcome.state == "uploaded", outcome.notes
     assert repair(tmp_path / "s") == []
+
+
+def test_repair_uploads_what_an_earlier_server_left_while_another_one_runs(
+    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make_client(), make_client()
+    s3.fault = lambda _method, _path, _number: "hold"
+    left = capture(first, tmp_path / "s/left.zarr")
+    kit.until(lambda: s3.held)
+    first._stopping = True
+    os.killpg(first.group, signal.SIGKILL)
+    kit.until(lambda: not group(first.group))
+    for name in "abc":  # one of them waits for the two before it
+        capture(second, tmp_path / f"s/{name}.zarr")
+    kit.until(lambda: s3.held >= 3 and is_to_be_uploaded(tmp_path / "s/c.zarr"))
+    assert {outcome.state for outcome in finish_uploads(tmp_path / "s")} == {"waits"}, "they are new"
+    monkeypatch.setattr("dmi_connector.store.write.repair.LOCKED_WITHIN_S", 0.0)
+    sent: list[Path] = []
+
+    def finish_upload(store: Path, to: RemotePath, *_args: object) -> UploadResult:
+        sent.append(store)
+        return UploadResult(store, str(to))
+
+    monkeypatch.setattr("dmi_connector.store.write.repair.finish_upload", finish_upload)
+    states = {Path(outcome.store or "").stem: outcome.state for outcome in finish_uploads(tmp_path / "s")}
+    assert states == {"left": "uploaded", "a": "waits", "b": "waits", "c": "waits"} and sent == [left]
+    s3.clear()
+    uploaded(second, 3)
+    assert there(prefix, "c.zarr") == files(tmp_path / "s/c.zarr")
 
 
 def test_a_shutdown_without_time_leaves_the_rest_to_repair(s3: s3kit.Proxy, tmp_path: Path, prefix: str) -> None:
