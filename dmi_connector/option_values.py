@@ -19,10 +19,12 @@ class OptionError(ValueError):
 
 
 def refuse(option: str, value: object, fix: str) -> OptionError:
+    """The error to raise. fix: what is wrong with the value, and what to give."""
     return OptionError(f"{option}: {show(value)} {fix}")
 
 
 def check_names(where: str, given: Mapping[Any, Any], known: Sequence[str]) -> None:
+    """Raise OptionError for a name that is not known. where: the option that holds them."""
     for name in given:
         if name not in known:
             near = suggest(name[:SUGGEST_FROM], known) if isinstance(name, str) else ""
@@ -30,18 +32,21 @@ def check_names(where: str, given: Mapping[Any, Any], known: Sequence[str]) -> N
 
 
 def integer(option: str, value: object, low: int, high: int) -> int:
+    """The value, a whole number from `low` to `high`. Raises OptionError."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise refuse(option, value, f"is not valid; give a whole number from {low} to {high}")
     return value
 
 
 def boolean(option: str, value: object) -> bool:
+    """The value, true or false. Raises OptionError."""
     if not isinstance(value, bool):
         raise refuse(option, value, "is not valid; give true or false")
     return value
 
 
 def one_of(option: str, value: object, choices: tuple[str, ...]) -> str:
+    """The value, one of `choices`. Raises OptionError."""
     if value not in choices:
         near = suggest(value[:SUGGEST_FROM], choices) if isinstance(value, str) else ""
         raise refuse(option, value, f"is unknown{near or ';'} choose one of {', '.join(choices)}")
@@ -49,6 +54,7 @@ def one_of(option: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 def hook_items(option: str, value: object) -> tuple[str, ...]:
+    """The items of a selection of hooks, from a list or separated by commas. Raises OptionError."""
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not items or not all(isinstance(i, str) for i in items):
         raise refuse(option, value, "is not valid; give hook names as a comma-separated string or a list of strings")

@@ -122,14 +122,16 @@ class DMIConnector(KVConnectorBase_V1):
         return worker.exporter if isinstance(worker, DMIConnector) else None
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine goes on with empty steps, and a pause does not begin yet: vLLM may sleep in it, and rows
-        still leave the GPU of another process.
+        """Whether rows still leave the GPU of another process, in an engine that may sleep.
+
+        vLLM then goes on with empty steps, and begins no pause, in which it may sleep.
         """
         return self.context.may_sleep and self.tracker.leaving and self._worker_here() is None
 
     def reset_cache(self) -> bool | None:
-        """Called before vLLM sleeps. In the client's process it takes no step after the last reply, so the ends of
-        requests are handed to the worker here.
+        """Called before vLLM sleeps. Hands the ends of requests to the worker, if that is in this process.
+
+        In the client's process no step comes between the last reply and sleep.
         """
         worker = self._worker_here()
         if self.context.may_sleep and worker is not None:

@@ -265,7 +265,7 @@ class StoreClient:
             return
         try:
             if finished_attrs(capture.path, names["request_id"], names["key"]) is None:
-                append_failed(capture.path, names["request_id"], names["key"], str(capture.reason))
+                append_failed(capture.path, str(capture.reason), names)
         except OSError as error:
             self._note(f"{capture.path} failed, and the index cannot say so: {error}")
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,11 @@ def append_finish(final: str, attrs: dict[str, Any], bytes_raw: int) -> None:
     append_index(os.path.dirname(final), {**line, "bytes_raw": bytes_raw})
 
 
-def append_failed(final: str, request_id: str | None, key: str | None, reason: str) -> None:
-    """Append the line of a capture that failed. Raises OSError."""
+def append_failed(final: str, reason: str, request: Mapping[str, Any]) -> None:
+    """Append the line of a capture that failed. request: its `key` and `request_id`, and more. Raises OSError."""
     line = {"event": "finish", "store": os.path.basename(final), "state": "failed", "reason": reason}
-    append_index(os.path.dirname(final), {**line, "key": key, "request_id": request_id, "finished": now()})
+    line |= {name: request[name] for name in ("key", "request_id", "created") if name in request}
+    append_index(os.path.dirname(final), {**line, "finished": now()})
 
 
 def raw_bytes(store: str, attrs: dict[str, Any]) -> int:
@@ -173,16 +174,14 @@ def give_up(message: Message, reason: str) -> None:
 
     Raises OSError.
     """
-    partial, final = Path(message["partial"]), message["final"]
-    line = {"event": "finish", "store": os.path.basename(final), "state": "failed", "reason": reason}
-    line |= {k: message["attrs"].get(k) for k in ("key", "request_id", "created")}
+    partial = Path(message["partial"])
     try:
         if partial.is_dir() and not holds_rows(partial):
             sweep(str(partial), {})
             remove_notes(str(partial))
             partial.rmdir()
     finally:
-        append_index(os.path.dirname(final), {**line, "finished": now()})
+        append_failed(message["final"], reason, message["attrs"])
 
 
 @dataclass

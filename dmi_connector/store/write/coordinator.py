@@ -226,7 +226,7 @@ class Coordinator:
         try:
             attrs = finished_attrs(final, request_id, key)
             if attrs is None:
-                append_failed(final, request_id, key, reason)
+                append_failed(final, reason, {"key": key, "request_id": request_id})
                 return
             state, reason = State.COMPLETE if attrs["complete"] else State.INCOMPLETE, attrs["reason"]
             if not rank:

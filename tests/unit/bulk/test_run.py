@@ -148,6 +148,33 @@ def test_a_store_whose_writers_died_is_done_again(
     check_whole(out, range(5))
 
 
+def test_prompts_of_a_dead_engine_are_lost_while_another_goes_on(store: Path, out: Path, tmp_path: Path) -> None:
+    """A signal then ends the run, and the summary says what is left."""
+    said = io.StringIO()
+
+    class Two(FakeEngines):
+        """Engine 0 dies with position 2 alone."""
+
+        def events(self, timeout: float) -> list[Answer | Death]:
+            if 2 in self.work:
+                del self.work[2]
+                return [Death("engine 0", "it died (signal 9)", (2,))]
+            if len(self.submitted) > 8:
+                run.stop("signal")
+            return super().events(timeout)
+
+    progress = Progress(True, said)
+    run = start_run(write_prompts(tmp_path / "p.jsonl", 300), out, Two(store, out), progress=progress)
+    outcome = run.go()
+    assert outcome.lost == 1 and outcome.stopped == "signal"
+    assert _summarise(outcome, [0, 9], (0, None), out, "", progress) == 1
+    events = [json.loads(line) for line in said.getvalue().splitlines()]
+    (ended,) = [event for event in events if event["event"] == "engine_ended"]
+    assert ended["engine"] == "engine 0" and "signal 9" in ended["why"]
+    assert events[-1]["lost"] == ended["left"] == 1 and events[-1]["stopped"] == "signal"
+    assert events[-1]["engines"] == [0, 9]
+
+
 def test_a_run_whose_captures_all_fail_stops(store: Path, out: Path, tmp_path: Path) -> None:
     said = io.StringIO()
 
