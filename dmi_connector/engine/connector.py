@@ -156,6 +156,11 @@ class DMIConnector(KVConnectorBase_V1):
         rank = get_tensor_model_parallel_rank()
         self.exporter = Exporter(self.context, layer, rank, self._vllm_config)
 
+    def unregister_kv_caches(self) -> None:
+        """Called by vLLM from 0.33 on before the caches are given up, in sleep too: rows that still lie there leave."""
+        if self.exporter is not None:
+            self.exporter.before_sleep([])
+
     def _check_coverage(self) -> None:
         """Raises ValueError for hooks that the model's first forward did not write (coverage.py)."""
         coverage = self.context.coverage

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dmi_connector.args import CONNECTOR, EXTRACT_HIDDEN_STATES
+from dmi_connector.engine import contract
 from dmi_connector.engine.architectures import Architecture, Latent
 from dmi_connector.engine.coverage import Coverage
+from dmi_connector.engine.features import features_of_hooks, may_sleep
 from dmi_connector.engine.transformers_backend import row_of
 from dmi_connector.hooks import ModelDims, Selection, parse_selection
 from dmi_connector.layout import Reductions, RowField, RowLayout, hook_reductions, row_layouts
@@ -113,6 +115,7 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     refusals.check_attention(arch, model)
     dims = replace(arch.dims(model.hf_text_config), rope_axes=model.mrope_num_dims if model.uses_mrope else 0)
     selection = parse_selection(options.hooks, dims)
+    contract.check_names(features_of_hooks(vllm_config, arch, selection.hooks))
     if "logits" in selection.hooks:
         refusals.check_logits(vllm_config)
     dtype = str(model.dtype).removeprefix("torch.")
@@ -127,7 +130,7 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     layouts, rank = row_layouts(selection, dims, dtype, tp, reductions), _rank(tp)
     coverage = Coverage(layouts[rank].fields, options.check == "poison", header_first=bool(arch.language))
     scales = arch.block_scale(model.hf_text_config), _embed_scale(arch, dims, model.dtype)
-    rest = (refusals.may_sleep(model), *scales, arch.visual_layers(model.hf_config), coverage)
+    rest = (may_sleep(model), *scales, arch.visual_layers(model.hf_config), coverage)
     return CaptureContext(options, arch, dims, selection, layouts, dtype, tp, _owner(vllm_config), rank, *rest)
 
 

@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from dmi_connector.layout import RowField
 
 TOKEN_IDS = RowField("token_ids", 0, "int32", 1, 0)
@@ -22,6 +24,14 @@ UNWRITTEN = 0x7FC1
 """What `check="poison"` fills rows with, as 16-bit words: not a number in bfloat16, float16 and float32, and an
 integer that no hook stores.
 """
+
+
+def poison(rows: torch.Tensor, slots: torch.Tensor) -> None:
+    """Fill rows with UNWRITTEN before a forward writes them, so that what no tap writes is found.
+
+    rows: uint8 [slots, row_bytes]. slots: int [tokens]; padding is negative and goes to row 0, which is nobody's.
+    """
+    rows.view(torch.int16).index_fill_(0, slots.clamp(min=0), UNWRITTEN)
 
 
 class Coverage:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from dmi_connector.args import capture_args
+from dmi_connector.engine import contract
 from dmi_connector.option_values import OptionError
 from dmi_connector.wording import show
 
@@ -74,6 +75,7 @@ class EngineFeed:
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+        contract.check_names(["bulk capture"])
         tasks = self._engine.get_supported_tasks()
         length = self._engine.vllm_config.model_config.max_model_len - (self._max_tokens or 1)
         prompt = {"prompt_token_ids": [0] * max(1, min(length, _LONG_PROMPT))}

@@ -26,7 +26,7 @@ def first_forward(model: Any, vllm_config: VllmConfig) -> None:
     if vllm_config.lora_config is not None:
         _use_no_adapter(model, vllm_config)
     embeddings = None
-    if config.supports_multimodal_inputs:
+    if model.dmi_context.arch.language and config.supports_multimodal_inputs:
         with torch.inference_mode():
             embeddings = model.embed_input_ids(ids)
     with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=_FEW_TOKENS):

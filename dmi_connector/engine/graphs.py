@@ -4,9 +4,10 @@
 vLLM's default, FULL_AND_PIECEWISE, runs a step in pieces where prompts join decoding requests, and capture costs more
 in these. FULL makes one graph of such a step too, if the attention backend can be in it.
 
-FlashAttention 3 can. But for heads of up to 64 values, or of more than 128, it plans a step in which every request has
-one token for another kernel than a graph of FULL holds, and attention is wrong (vLLM 0.32, H200: 9 of 30 sequences
-right with heads of 64 values, 30 of 30 with 128). So FULL is chosen only where it was seen to be right.
+FlashAttention 3 can. FlashAttention 4 says so too in vLLM 0.33, but was not compared. For heads of up to 64 values, or
+of more than 128, version 3 plans a step in which every request has one token for another kernel than a graph of FULL
+holds, and attention is wrong (vLLM 0.32, H200: 9 of 30 sequences right with heads of 64 values, 30 of 30 with 128). So
+FULL is chosen only where it was seen to be right.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 
+from dmi_connector.engine import contract
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.dmi_connector")
 
-_BACKEND = "FLASH_ATTN"
+_BACKEND, _VERSION = "FLASH_ATTN", 3
+"""The attention backend, and the version of its kernels, whose values in graphs of whole steps were compared."""
 _WRONG_UP_TO, _RIGHT_UP_TO = 64, 128
 """Head sizes: FULL is right for those above the first, up to the second."""
 _LARGEST = 512
@@ -64,20 +68,25 @@ _WRONG_HEADS = f"{_BACKEND} has heads of up to {_WRONG_UP_TO} values, or of more
 
 def _why_not_full(vllm_config: VllmConfig) -> str:
     """Why FULL is not known to be right, or ""."""
-    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.attention.backend import AttentionCGSupport
 
+    if version := contract.untested():
+        return f"vLLM {version} was not tested"
     if not vllm_config.use_v2_model_runner:
         return "vLLM's V1 model runner"
     layers: list[Any] = [
         layer
         for layer in vllm_config.compilation_config.static_forward_context.values()
-        if isinstance(layer, Attention | MLAAttention)
+        if isinstance(layer, AttentionLayerBase)
     ]
     for layer in layers:
         backend = layer.get_attn_backend()
         if backend.get_name() != _BACKEND:
             return f"attention backend {backend.get_name()}"
+        kernels = getattr(layer.impl, "vllm_flash_attn_version", None)
+        if kernels != _VERSION:
+            return f"{_BACKEND} runs FlashAttention {kernels}"
         spec = layer.get_kv_cache_spec(vllm_config)
         support = backend.get_builder_cls().get_cudagraph_support(vllm_config, spec)
         if support != AttentionCGSupport.ALWAYS:

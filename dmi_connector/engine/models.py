@@ -10,6 +10,7 @@ import functools
 import importlib
 import logging
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 
 from dmi_connector.engine.architectures import ARCHITECTURES, FORWARD, TRANSFORMERS, TRANSFORMERS_CLASSES
 from dmi_connector.engine.context import CaptureContext, capture_context, is_active
+from dmi_connector.engine.features import ROUTING
 from dmi_connector.engine.transformers_backend import Generic
 
 logger = logging.getLogger("vllm.dmi_connector")
@@ -46,6 +48,7 @@ class Tapped:
 
     def _init_tapped(self, vllm_config: Any, prefix: str) -> None:
         from dmi_connector.engine.graphs import choose_graphs
+        from dmi_connector.engine.replaced import decomposed_experts
         from dmi_connector.engine.row_cache import CaptureLayer
         from dmi_connector.engine.taps.compilation import compilation_of, write_once
         from dmi_connector.engine.taps.install import install
@@ -53,7 +56,9 @@ class Tapped:
         context, compilation = capture_context(vllm_config), compilation_of(vllm_config)
         vllm_config.additional_config["dmi_connector"] = f"{context.fingerprint};{compilation}"
         write_once(vllm_config)
-        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        routed = not ROUTING.isdisjoint(context.selection.hooks)
+        with decomposed_experts() if routed else nullcontext():
+            super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         choose_graphs(vllm_config, context.options.cuda_graphs)
         self.dmi_context = context
         assert isinstance(self, nn.Module)

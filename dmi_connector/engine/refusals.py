@@ -11,6 +11,7 @@ from vllm import envs
 
 from dmi_connector.args import CONNECTOR, EXTRACT_HIDDEN_STATES
 from dmi_connector.engine import contract
+from dmi_connector.engine.features import features_of, may_sleep
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 def check(vllm_config: VllmConfig) -> None:
     """Raises ValueError for configurations in which rows could not be captured, each with its fix."""
-    contract.check_names()
+    contract.check_version()
+    contract.check_names(["always"])  # by which the others are told
+    contract.check_names(features_of(vllm_config))
     _check_parallel(vllm_config.parallel_config)
     _check_model(vllm_config)
     _check_compilation(vllm_config)
@@ -40,6 +43,11 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         raise ValueError(
             "context parallelism spreads a request's tokens over ranks, which capture does not support; set it to 1"
         )
+    if getattr(parallel, "enable_fault_tolerance", False):  # vLLM 0.33
+        raise ValueError(
+            "enable_fault_tolerance: True goes on after a rank has failed, which was not tried with capture; remove "
+            "--enable-fault-tolerance"
+        )
     if parallel.enable_dbo:
         raise ValueError("enable_dbo: True splits a batch in two, which capture does not support; remove --enable-dbo")
     if parallel.ubatch_size > 1:
@@ -52,7 +60,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
             "distributed_executor_backend: 'external_launcher' gives each rank a scheduler of its own, which names "
             "different stores; use 'mp', 'ray' or tensor_parallel_size 1"
         )
-    if parallel.use_sequence_parallel_moe:
+    if parallel.enable_expert_parallel and parallel.use_sequence_parallel_moe:
         raise ValueError(
             f"enable_expert_parallel: with tensor_parallel_size {parallel.tensor_parallel_size} and data_parallel_size "
             f"{parallel.data_parallel_size} ranks share out a step's tokens in expert layers, which capture does not "
@@ -85,8 +93,8 @@ def _check_model(vllm_config: VllmConfig) -> None:
         )
     if model.is_hybrid:
         raise ValueError(
-            f"model: {model.model!r} has Mamba or linear-attention layers, beside which vLLM's cache cannot hold rows; "
-            "use a model with attention in every layer"
+            f"model: {model.model!r} has Mamba or linear-attention layers, which need vLLM's hybrid cache manager; "
+            "DMIConnector does not support that; use a model with attention in every layer"
         )
     if (streams := getattr(model.hf_text_config, "altup_num_inputs", 1)) > 1:  # Gemma 3n
         raise ValueError(
@@ -198,11 +206,6 @@ def _check_sleep(vllm_config: VllmConfig) -> None:
             "sleep do so before its workers know which requests have ended, so their last rows would be lost; set it "
             "to 1, or remove --enable-sleep-mode and --enable-cumem-allocator"
         )
-
-
-def may_sleep(model: ModelConfig) -> bool:
-    """Whether sleep() discards the caches: also without sleep mode, where they are in the memory of its allocator."""
-    return model.enable_sleep_mode or model.enable_cumem_allocator
 
 
 def check_reductions(vllm_config: VllmConfig) -> None:

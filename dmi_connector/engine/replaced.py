@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from dmi_connector.engine.messages import StepMetadata
@@ -70,6 +72,25 @@ def ask_one_rank() -> None:
         return calls(self, method, *args, **kwargs)
 
     calls = _replace(MultiprocExecutor, collective_rpc)
+
+
+@contextmanager
+def decomposed_experts() -> Iterator[None]:
+    """Let vLLM build expert layers whose kernels do not route inside themselves, where it can be asked (from 0.33 on).
+
+    Each router is asked whether such a kernel may serve it. Nothing else of a layer depends on that.
+    """
+    from vllm.model_executor.layers.fused_moe.router.fused_moe_router import FusedMoERouter
+
+    asked = vars(FusedMoERouter).get("supports_monolithic_kernels")
+    if asked is None:
+        yield
+        return
+    FusedMoERouter.supports_monolithic_kernels = property(lambda _router: False)
+    try:
+        yield
+    finally:
+        FusedMoERouter.supports_monolithic_kernels = asked
 
 
 def _replace(cls: Any, method: Any) -> Any:

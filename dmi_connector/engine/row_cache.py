@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheSpec
 
 from dmi_connector.engine import contract, refusals, replaced
 from dmi_connector.engine.context import CaptureContext, capture_context, is_active
+from dmi_connector.engine.coverage import poison
 
 
 class CaptureMetadataBuilder(stock.CacheOnlyAttentionMetadataBuilder):
@@ -28,6 +29,8 @@ class CaptureMetadataBuilder(stock.CacheOnlyAttentionMetadataBuilder):
         layers = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             layers[name].step = common_attn_metadata
+            if layers[name].poisons and (rows := layers[name].rows) is not None:
+                poison(rows, common_attn_metadata.slot_mapping)
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
 
@@ -47,7 +50,8 @@ class CaptureLayer(nn.Module, AttentionLayerBase):
     """A paged cache layer with one "head" whose vector is a whole row.
 
     rows: uint8 [slots, row_bytes], a view of the cache; None until vLLM binds it. step: metadata of the running batch
-    (query starts and slots).
+    (query starts and slots). poisons: whether the rows of a step are filled with UNWRITTEN before its forward, as for
+    the first captures of an untested vLLM.
     """
 
     def __init__(self, context: CaptureContext) -> None:
@@ -61,6 +65,7 @@ class CaptureLayer(nn.Module, AttentionLayerBase):
         self.num_heads = 1
         self.kv_cache = torch.tensor([])
         self.step: CommonAttentionMetadata | None = None
+        self.poisons = bool(contract.untested())
         self.impl = CaptureBackend.get_impl_cls()(1, self.head_size, "auto", self.row_dtype)
         layers = vllm_config.compilation_config.static_forward_context
         if self.layer_name in layers:

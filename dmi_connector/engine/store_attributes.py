@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dmi_connector.engine import contract
 from dmi_connector.engine.context import CaptureContext
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
             "vllm": vllm.__version__,
             "torch": torch.__version__,
         },
+        **({"untested_vllm": True} if contract.untested() else {}),
         "dims": {
             "hidden": dims.hidden,
             "heads": dims.heads,

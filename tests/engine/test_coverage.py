@@ -127,4 +127,4 @@ def test_a_value_that_no_tap_writes_later_is_found_by_the_check(
         generate(llm, run, {"one": Ask(prompt(50))})
     capture = open_capture(run.store("one"), timeout=300, allow_incomplete=True)
     assert capture.missing == [[0, 61]] and not capture.complete
-    assert capture.reason == "no tap wrote z of layer 1 in some row (check poison)"
+    assert capture.reason == "no tap wrote z of layer 1 in some row"

@@ -4,18 +4,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dmi_connector import capture_args
+from dmi_connector import capture_args, open_capture
 from dmi_connector.args import OWNERS
-from dmi_connector.engine import contract, refusals
+from dmi_connector.engine import context, contract, refusals
 from dmi_connector.engine.architectures import ARCHITECTURES, Architecture
 from dmi_connector.engine.context import capture_context
-from tests.engine.harness import engine
+from dmi_connector.engine.contract_names import NAMES, Name
+from dmi_connector.engine.features import features_of_hooks
+from dmi_connector.engine.replaced import decomposed_experts
+from dmi_connector.engine.taps.batches import TapBatch
+from tests.engine.harness import Ask, Run, engine, generate, prompt
+from tests.engine.latent_cpu import KERNEL
 
 
 def vllm_config(model: Path, store_dir: Path, extra: dict[str, Any] | None = None, **args: Any) -> Any:
@@ -217,7 +224,7 @@ def test_latent_attention_is_accepted(tmp_path: Path, model_type: str, owner: st
         (
             "deepseek_v2",
             {},
-            {"owner": "draft", "max_num_batched_tokens": 256},
+            {"owner": "draft", "max_num_batched_tokens": 256, **KERNEL},
             r"a step takes 256 tokens, .*set it to 512 \(max_model_len\) or more",
         ),
     ],
@@ -270,6 +277,13 @@ def test_an_option_that_splits_a_batch_is_refused(
     assert getattr(config.parallel_config, option) != value
     setattr(config.parallel_config, option, value)
     with pytest.raises(ValueError, match=reason):
+        capture_context(config)
+
+
+def test_an_engine_that_goes_on_without_a_failed_rank_is_refused(model: Path, tmp_path: Path) -> None:
+    config = vllm_config(model, tmp_path)
+    config.parallel_config.enable_fault_tolerance = True  # of vLLM 0.33
+    with pytest.raises(ValueError, match=r"enable_fault_tolerance: True .*remove --enable-fault-tolerance"):
         capture_context(config)
 
 
@@ -428,31 +442,177 @@ def test_an_option_of_inductor_that_changes_values_is_refused(model: Path, tmp_p
         refusals.check(config)
 
 
-def test_a_missing_name_in_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    contract.check_names()
-    gone = ("vllm.v1.kv_cache_interface:HiddenStateCacheSpec.no_such_name", "a made-up reason")
-    monkeypatch.setitem(contract.NAMES, "bogus", gone)
-    with pytest.raises(ValueError, match=r"no_such_name is missing in version .*a made-up reason.*>=0\.31"):
-        contract.check_names()
+def hide(monkeypatch: pytest.MonkeyPatch, item: str) -> None:
+    """Let a name of the contract be missing, as in a vLLM that removed it."""
+    names = next(names for names in NAMES.values() if item in names)
+    monkeypatch.setitem(names, item, names[item]._replace(places="vllm.config:ModelConfig.no_such_name"))
+
+
+ITEMS = [(feature, item) for feature, names in NAMES.items() for item in names]
+USED = ("always", "routing of experts")
+"""Features of an eager engine on a CPU, with rows of the target and chosen experts among the hooks."""
+
+
+@pytest.fixture(scope="module")
+def routed_config(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The configuration of an engine with these features."""
+    return vllm_config(tiny_model("qwen3_moe"), tmp_path_factory.mktemp("routed"), {"hooks": "resid_pre,topk_ids"})
+
+
+@pytest.mark.parametrize(("feature", "item"), ITEMS, ids=[item for _, item in ITEMS])
+def test_a_missing_name_is_refused_where_it_is_used_alone(
+    routed_config: Any, monkeypatch: pytest.MonkeyPatch, feature: str, item: str
+) -> None:
+    """An engine that does not use a feature of vLLM starts without its names."""
+    name = NAMES[feature][item]
+    hide(monkeypatch, item)
+    monkeypatch.setattr(context, "_built", None)
+    if feature in USED and not name.without:
+        with pytest.raises(ValueError, match=r"no_such_name is missing in version .*; install vllm>=0\.31") as caught:
+            capture_context(routed_config)
+        assert name.why in str(caught.value)
+    else:
+        assert dict(capture_context(routed_config).selection.hooks)["topk_ids"]
 
 
 @pytest.mark.parametrize(
-    ("version", "accepted"), [("0.30.0", False), ("0.31.0", True), ("0.32.1+cpu", True), ("0.33.0", False)]
+    ("args", "features"),
+    [
+        ({"owner": "draft"}, {"draft", "draft on the V1 runner"}),
+        ({"owner": "target", "enforce_eager": False}, {"compilation"}),
+        ({"owner": "target", "tensor_parallel_size": 2}, {"several ranks"}),
+        ({"owner": "target", "model_impl": "transformers"}, {"Transformers backend"}),
+    ],
+    ids=lambda value: "" if isinstance(value, set) else "-".join(map(str, value.values())),
 )
-def test_only_supported_versions_of_vllm_are_accepted(
-    monkeypatch: pytest.MonkeyPatch, version: str, accepted: bool
+def test_names_of_the_features_in_use_are_looked_up(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], features: set[str]
 ) -> None:
+    config, looked_up = vllm_config(model, tmp_path, **args), set()
+    monkeypatch.setattr(contract, "check_names", looked_up.update)
+    refusals.check(config)
+    assert looked_up == {"always", *features}
+
+
+def test_names_of_the_hooks_in_use_are_looked_up(model: Path, tmp_path: Path) -> None:
+    from dmi_connector.engine.architectures import ARCHITECTURES
+
+    config = vllm_config(model, tmp_path)
+    text, vision = ARCHITECTURES["Qwen3ForCausalLM"], ARCHITECTURES["Gemma3ForConditionalGeneration"]
+    assert features_of_hooks(config, text, ["q"]) == []
+    assert features_of_hooks(config, vision, ["q"]) == ["vision tower"]
+    found = features_of_hooks(config, text, ["pattern", "topk_weights"])
+    assert found == ["attention summaries", "attention summaries on a CPU", "routing of experts"]
+    config.device_config.device_type = "cuda"
+    assert features_of_hooks(config, text, ["pattern"]) == ["attention summaries"]
+
+
+def test_routers_are_asked_for_kernels_that_do_not_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 asks each router while it builds an expert layer; 0.32 does not."""
+    from vllm.model_executor.layers.fused_moe.router.fused_moe_router import FusedMoERouter
+
+    class Router(FusedMoERouter):
+        """One that never routes."""
+
+    Router.__abstractmethods__ = frozenset()
+    if "supports_monolithic_kernels" not in vars(FusedMoERouter):
+        with decomposed_experts():
+            assert not hasattr(FusedMoERouter, "supports_monolithic_kernels")
+        yes = property(lambda _router: True)
+        monkeypatch.setattr(FusedMoERouter, "supports_monolithic_kernels", yes, raising=False)
+    router = Router.__new__(Router)
+    with decomposed_experts():
+        assert router.supports_monolithic_kernels is False
+    assert router.supports_monolithic_kernels is True
+
+
+def test_a_name_is_found_in_its_second_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = Name("vllm.gone.module:Thing vllm.config:ModelConfig.use_mla", "a name that has moved to another module")
+    monkeypatch.setitem(NAMES["always"], "moved", moved)
+    contract.check_names(["always"])
+    from vllm.config import ModelConfig
+
+    assert contract.find(moved) is ModelConfig.use_mla
+
+
+@pytest.fixture
+def of_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """of_version(version): vLLM calls itself so."""
     import vllm
 
-    monkeypatch.setattr(vllm, "__version__", version)
-    if accepted:
-        contract.check_names()
-    else:
-        with pytest.raises(ValueError, match=rf"version {version} is not supported; install vllm>=0\.31"):
-            contract.check_names()
+    def set_version(version: str) -> None:
+        monkeypatch.setattr(vllm, "__version__", version)
+        contract.untested.cache_clear()
+
+    yield set_version
+    monkeypatch.undo()
+    contract.untested.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "answer"),
+    [
+        ("0.30.0", "refused"),
+        ("0.31.0", "tested"),
+        ("0.32.1+cpu", "tested"),
+        ("0.33.0", "tested"),
+        ("0.33.1rc1.dev2+g1234", "tested"),
+        ("0.34.0", "newer"),
+        ("0.34.0rc1", "newer"),
+        ("1.0", "newer"),
+    ],
+)
+def test_a_newer_vllm_is_accepted_with_a_warning_unless_it_is_to_be_refused(
+    of_version: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, version: str, answer: str
+) -> None:
+    of_version(version)
+    lines: list[str] = []
+    monkeypatch.setattr(contract.logger, "warning", lambda text, *values: lines.append(text % values))
+    refused = pytest.raises(ValueError, match=rf"version {re.escape(version)} is not supported; install vllm>=0\.31")
+    with refused if answer == "refused" else nullcontext():
+        contract.check_version()
+    assert contract.untested() == (version if answer == "newer" else "")
+    assert ["is newer than the tested versions" in line for line in lines] == [True] * (answer == "newer")
+    monkeypatch.setenv(contract.UNTESTED, "refuse")
+    with nullcontext() if answer == "tested" else refused:
+        contract.check_version()
+    monkeypatch.setenv(contract.UNTESTED, "strict")
+    with pytest.raises(ValueError, match="DMI_UNTESTED_VLLM: 'strict' is unknown; choose one of check, refuse"):
+        contract.check_version()
+
+
+def test_the_first_captures_of_a_newer_vllm_are_checked(
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    of_version: Callable[[str], None],
+) -> None:
+    """A hook that does not fire after the start ends the engine, and no such row is stored, also where the memory has
+    values of an earlier request.
+    """
+    of_version("0.34.0")
+    writes, broken = TapBatch.add, False
+
+    def add(self: Any, row_field: Any, value: Any) -> None:
+        if not (broken and row_field is not None and (row_field.hook, row_field.layer) == ("z", 1)):
+            writes(self, row_field, value)
+
+    monkeypatch.setattr(TapBatch, "add", add)
+    run = Run(tmp_path)
+    args = capture_args("hidden-states,z,mlp_out", run.store_dir, "target", chunk_tokens=32, segment_tokens=64)
+    ends = pytest.raises(RuntimeError, match=r"no tap wrote z of layer 1 in version 0\.34\.0.*install vllm>=0\.31")
+    with ends, engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
+        generate(llm, run, {"first": Ask(prompt(50))})
+        broken = True
+        generate(llm, run, {"second": Ask(prompt(300))})
+    assert open_capture(run.store("first"), timeout=60).attrs["untested_vllm"] is True
+    lost = next(path for path in run.store_dir.glob("*.zarr") if path != Path(run.store("first")))
+    capture = open_capture(lost, timeout=60, allow_incomplete=True)
+    assert not capture.complete and not len(capture.token_ids)
 
 
 def test_every_name_of_the_contract_exists_and_has_a_reason() -> None:
-    for item, (path, why) in contract.NAMES.items():
-        assert contract._resolve(path) is not None, item
-        assert len(why) > 20, f"{item}: say why"
+    for feature, names in NAMES.items():
+        for item, name in names.items():
+            assert contract.find(name) is not None, (feature, item)
+            assert len(name.why) > 20, f"{item}: say why"

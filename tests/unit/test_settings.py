@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from dmi_connector import capture_args
-from dmi_connector.engine.contract import NAMES, SUPPORTED
+from dmi_connector.engine.contract import SUPPORTED
+from dmi_connector.engine.contract_names import NAMES
 from dmi_connector.option_values import OptionError
 from dmi_connector.request_options import CaptureParams
 from dmi_connector.settings import ServerOptions
@@ -254,10 +255,11 @@ def test_capture_args_refuses_unknown_owners_and_options() -> None:
 def test_the_docs_name_all_of_the_contract() -> None:
     text = (DOCS / "CONTRACT.md").read_text()
     assert SUPPORTED in text
-    missing = [path for path, _ in NAMES.values() if path.split(":")[1] not in text]
-    assert not missing, f"docs/CONTRACT.md does not explain {missing}"
+    names = [(item, name) for group in NAMES.values() for item, name in group.items()]
+    places = [place.split(":")[1] for _, name in names for place in name.places.split()]
+    assert not [place for place in places if place not in text], "docs/CONTRACT.md does not explain them"
     described = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
-    assert sorted(described) == sorted(NAMES), "one row for each item of contract.NAMES, and no other"
+    assert described == [item for item, _ in names], "one row for each item of NAMES, in their order, and no other"
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm import envs
-from vllm.config import CompilationMode
 
-from dmi_connector.engine.contract import REUSE
+from dmi_connector.engine import contract
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,12 +22,14 @@ class Compilation(NamedTuple):
     in_place: the model may overwrite a tap's input before the next tap, whoever references it. vLLM's own kernel for an
     add-and-norm does (`UnsafeCloneEliminationPass`), and compilers other than Inductor may. stream_lasts: the residual
     stream before a layer is written to memory in the model's dtype, and not overwritten in this forward. products_last:
-    the output of a linear layer is that of its matrix product; LoRA adds to it.
+    the output of a linear layer is that of its matrix product; LoRA adds to it. copies: nothing of this is known, so
+    each tap reads a copy.
     """
 
     in_place: bool
     stream_lasts: bool
     products_last: bool = True
+    copies: bool = False
 
 
 def compilation_of(vllm_config: VllmConfig) -> Compilation:
@@ -38,15 +39,26 @@ def compilation_of(vllm_config: VllmConfig) -> Compilation:
     an add-and-norm with the all-reduce before it, or with the quantisation after it, into an op that overwrites the
     stream.
     """
-    norm = vllm_config.kernel_config.ir_op_priority.fused_add_rms_norm[:1]
-    config = vllm_config.compilation_config
-    in_place = norm != ["native"] or envs.VLLM_BATCH_INVARIANT or config.backend not in _BACKENDS
+    if contract.untested():
+        return Compilation(True, False, False, copies=True)
+    config, plain = vllm_config.compilation_config, vllm_config.lora_config is None
+    in_place = not _norms_compiled(vllm_config) or envs.VLLM_BATCH_INVARIANT or config.backend not in _BACKENDS
+    if vllm_config.model_config.enforce_eager:
+        return Compilation(in_place, False, plain)
+    from vllm.config import CompilationMode
+
     split = config.mode == CompilationMode.VLLM_COMPILE and config.splitting_ops_contain_attention()
     piecewise = split and not config.use_inductor_graph_partition
     passes, ranks = config.pass_config, vllm_config.parallel_config.tensor_parallel_size
     quantised = vllm_config.quant_config is not None
     fused = (passes.fuse_allreduce_rms and ranks > 1) or (passes.fuse_norm_quant and quantised)
-    return Compilation(in_place, piecewise and not in_place and not fused, vllm_config.lora_config is None)
+    return Compilation(in_place, piecewise and not in_place and not fused, plain)
+
+
+def _norms_compiled(vllm_config: VllmConfig) -> bool:
+    """Whether Inductor compiles an add-and-norm. False where vLLM does not tell, as from 0.34 on."""
+    priority = getattr(vllm_config.kernel_config, "ir_op_priority", None)
+    return getattr(priority, "fused_add_rms_norm", ["unknown"])[:1] == ["native"]
 
 
 def write_once(vllm_config: VllmConfig) -> None:
@@ -55,4 +67,5 @@ def write_once(vllm_config: VllmConfig) -> None:
     The memory of what a tap reads then stays as it is while anything references it. Freed memory still goes back to
     torch's allocator.
     """
-    vllm_config.compilation_config.inductor_compile_config |= dict.fromkeys(REUSE, False)
+    if not vllm_config.model_config.enforce_eager:
+        vllm_config.compilation_config.inductor_compile_config |= dict.fromkeys(contract.REUSE, False)

@@ -326,6 +326,8 @@ def _register(
 def _reader(point: TapPoint, layer: LayerFacts) -> Read:
     """How a value is read so that it is there when it is written (see `Keep`)."""
     read, keep, compilation = point.read, point.keep, layer.compilation
+    if compilation.copies and keep is not Keep.HALVES:
+        keep = Keep.COPY
     if read is _added and layer.scale != 1.0:
         keep = Keep.COPY
     if keep is Keep.AS_IS or (keep is Keep.OUTPUT and not layer.experts and not _has_bias(layer)):

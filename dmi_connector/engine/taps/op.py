@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from vllm import forward_context
 
-from dmi_connector.engine.coverage import UNWRITTEN, Coverage
+from dmi_connector.engine.coverage import Coverage, poison
 from dmi_connector.engine.kernels.launch import DECODE_TOKENS
 from dmi_connector.engine.kernels.row_writer import RowWriter
 from dmi_connector.engine.taps.deferred import SCRATCH, DeferredReductions
@@ -139,7 +139,7 @@ def _tap(
         return
     rows, slots = found
     if where.start + offsets[0] == where.coverage.poisoned_at:
-        _poison(rows, slots[: values[0].shape[0]])
+        poison(rows, slots[: values[0].shape[0]])
     known = len(where.taps)
     tap = where.tap(values, offsets)
     branch = captured_branch(rows.device) if beside else None
@@ -170,11 +170,6 @@ def _tap_header(
             at = planned[: len(ids)]
     values = [value.to(torch.int32) for value in (ids[:, None], at[:, None], positions.T)]
     _tap(values, token, place, offsets, False, layer)
-
-
-def _poison(rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Fill the rows of this forward, so that what no tap writes is found (`check="poison"`). Padding goes to row 0."""
-    rows.view(torch.int16).index_fill_(0, slots.clamp(min=0), UNWRITTEN)
 
 
 def compile_others(place: Place, rows: torch.Tensor, values: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:

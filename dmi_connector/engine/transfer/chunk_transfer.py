@@ -29,6 +29,7 @@ class Progress:
             "lost_rows": 0,
             "blocked_seconds": 0.0,
         }
+        self.unwritten: list[str] = []  # hooks that no tap wrote, of the first chunk in which some were found
         self.gathered = 0  # rows whose gather is issued, as last reported
         self._new: deque[int] = deque()  # not yet in `gathered`; the lane's thread appends too
         self._lost: dict[int, list[list[int]]] = {}
@@ -154,6 +155,7 @@ class Parcel:
             capture = transfer.capture
             capture.progress.counts["bytes_exported"] += transfer.nbytes
             if capture.checked and (hooks := self._unwritten(transfer, offset)):
+                capture.progress.unwritten = capture.progress.unwritten or hooks
                 capture.lose(transfer.first, len(transfer.slots), Cause.UNWRITTEN, hooks=", ".join(hooks))
             elif capture.out is not None:
                 parts.append((capture.out, transfer.first, len(transfer.slots), offset))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from dmi_connector.engine import sizing
+from dmi_connector.engine import contract, sizing
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
 from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
@@ -33,6 +33,8 @@ logger = init_logger("vllm.dmi_connector")
 
 _SLOT_BYTES = 8
 """Bytes of a slot number behind rows of logits."""
+FIRST_CAPTURES = 16
+"""Captures of an untested vLLM whose ends end the check for values that no tap wrote."""
 LAYOUTS_KEPT = 64
 """Layouts that are kept for captures to come: requests choose their hooks and layers, in more ways than fit memory."""
 
@@ -63,6 +65,7 @@ class Exporter:
         full = self._layout(dict(context.selection.hooks))
         assert layer.rows is not None
         self.rows = layer.rows
+        self.trials = FIRST_CAPTURES if layer.poisons else 0  # captures that are still to be checked
         gpu = self.rows.is_cuda
         seqs = vllm_config.scheduler_config.max_num_seqs
         logits = 0 if full.logits is None else seqs * (full.logits.token_bytes + 2 * _SLOT_BYTES)
@@ -124,7 +127,15 @@ class Exporter:
             self._end_gathered()
 
     def after_forward(self, metadata: StepMetadata) -> None:
-        """Export whole chunks, and last rows whose blocks are kept, as far as there is room."""
+        """Export whole chunks, and last rows whose blocks are kept, as far as there is room.
+
+        Raises RuntimeError if the first captures of an untested vLLM lack values. Their stores say so.
+        """
+        if self.progress.unwritten and (version := contract.untested()):
+            raise RuntimeError(
+                f"vllm: no tap wrote {', '.join(self.progress.unwritten)} in version {version}, which was not tested "
+                f"with capture; install vllm{contract.SUPPORTED}, or take these hooks out"
+            )
         for rows in metadata.chunks:
             self._add(self.captures[rows.capture], [rows])
         if not metadata.release:
@@ -181,7 +192,7 @@ class Exporter:
                 self.context.tp,
                 message.most_rows,
             )
-        checked = self.context.options.check == "poison"
+        checked = self.context.options.check == "poison" or self.layer.poisons
         self.captures[message.capture] = CaptureExport(
             message.capture, layout, out, message.start, self.ring, self.progress, checked=checked
         )
@@ -258,6 +269,9 @@ class Exporter:
 
     def _end(self, capture: CaptureExport, message: Close) -> None:
         """Close a capture once its rows are delivered."""
+        if self.layer.poisons:
+            self.trials -= 1
+            self.layer.poisons = self.trials > 0
         if self.lane is None:
             self._close(capture, message)
         else:

@@ -33,7 +33,7 @@ class Cause(enum.Enum):
     PREEMPTED = "other", "the request ended ({finish}) while it was preempted, with {end} of {expected} rows copied"
     FELL_BEHIND = "dropped", "writing fell behind (policy drop)"
     NOT_GATHERED = "other", "rows could not be gathered ({error})"
-    UNWRITTEN = "other", "no tap wrote {hooks} in some row (check poison)"
+    UNWRITTEN = "other", "no tap wrote {hooks} in some row"
     # In the coordinator.
     NEVER_CAME = "other", "rows never came from the engine"
     WRONG_POSITIONS = "other", "the rows of positions {first} to {last} carry other positions"

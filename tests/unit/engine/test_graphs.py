@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
-import vllm.model_executor.layers.attention as attention
+import vllm.model_executor.layers.attention_layer_base as attention
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 
@@ -22,10 +22,16 @@ class Layer:
     """An attention layer of vLLM."""
 
     def __init__(
-        self, head_size: int = 128, name: str = "FLASH_ATTN", support: str = "ALWAYS", window: int | None = None
+        self,
+        head_size: int = 128,
+        name: str = "FLASH_ATTN",
+        support: str = "ALWAYS",
+        window: int | None = None,
+        kernels: int = 3,
     ) -> None:
         builder = SimpleNamespace(get_cudagraph_support=lambda _config, _spec: AttentionCGSupport[support])
         self.head_size = head_size
+        self.impl = SimpleNamespace(vllm_flash_attn_version=kernels)
         self._backend = SimpleNamespace(get_name=lambda: name, get_builder_cls=lambda: builder)
         self._spec = SimpleNamespace(sliding_window=window)
 
@@ -52,21 +58,10 @@ def config(mode: CUDAGraphMode, *layers: object, largest: int = 512, device: str
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(attention, "Attention", Layer)
+    monkeypatch.setattr(attention, "AttentionLayerBase", Layer)
     for level in ("info", "warning"):
         monkeypatch.setattr(graphs.logger, level, lambda text, *values: found.append(text % values))
     return found
-
-
-def test_latent_attention_keeps_vllms_default(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Latent(Layer):
-        """Not an `Attention`."""
-
-    monkeypatch.setattr(attention, "Attention", type("Attention", (), {}))
-    monkeypatch.setattr(attention, "MLAAttention", Latent)
-    given = config(PIECES, Latent(576, name="FLASHMLA"))
-    graphs.choose_graphs(given, "auto")
-    assert given.compilation_config.cudagraph_mode == PIECES and "attention backend FLASHMLA" in lines[0]
 
 
 @pytest.mark.parametrize("head_size", [65, 80, 96, 128])
@@ -82,16 +77,25 @@ def test_full_graphs_are_chosen_where_they_are_right(lines: list[str], head_size
         (Layer(64), "FLASH_ATTN has heads of up to 64 values, or of more than 128"),
         (Layer(256), "FLASH_ATTN has heads of up to 64 values, or of more than 128"),
         (Layer(name="TRITON_ATTN"), "attention backend TRITON_ATTN"),
+        (Layer(576, name="FLASHMLA"), "attention backend FLASHMLA"),
+        (Layer(kernels=4), "FLASH_ATTN runs FlashAttention 4"),
         (Layer(support="UNIFORM_BATCH"), "FLASH_ATTN supports graphs of UNIFORM_BATCH only on this GPU"),
         (Layer(window=512), "sliding windows"),
     ],
-    ids=["heads-of-64", "heads-of-256", "backend", "flash-attention-2", "windows"],
+    ids=["heads-of-64", "heads-of-256", "backend", "latent", "flash-attention-4", "flash-attention-2", "windows"],
 )
 def test_elsewhere_vllms_default_stays_and_the_log_says_why(lines: list[str], layer: Layer, said: str) -> None:
     given = config(PIECES, Layer(), layer)
     graphs.choose_graphs(given, "auto")
     assert given.compilation_config.cudagraph_mode == PIECES
     assert len(lines) == 1 and said in lines[0]
+
+
+def test_an_untested_vllm_keeps_its_default(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs.contract, "untested", lambda: "0.34.0")
+    given = config(PIECES, Layer())
+    graphs.choose_graphs(given, "auto")
+    assert given.compilation_config.cudagraph_mode == PIECES and "vLLM 0.34.0 was not tested" in lines[0]
 
 
 def test_the_v1_runner_keeps_its_default(lines: list[str]) -> None:

@@ -39,6 +39,7 @@ ONLY_NATIVE: dict[str, Any] = {"priority": ["native"], "splitting_ops": ATTENTIO
         ({**ONLY_NATIVE, "fuse_norm_quant": True, "quantised": True}, False, False),
         ({**ONLY_NATIVE, "quantised": True}, False, True),
         ({**ONLY_NATIVE, "lora": True}, False, True),
+        ({**ONLY_NATIVE, "eager": True}, False, False),
     ],
 )
 def test_what_lasts_depends_on_how_vllm_compiles(
@@ -61,13 +62,28 @@ def test_what_lasts_depends_on_how_vllm_compiles(
         parallel_config=SimpleNamespace(tensor_parallel_size=get("tp", 1)),
         quant_config=object() if get("quantised") else None,
         lora_config=object() if get("lora") else None,
+        model_config=SimpleNamespace(enforce_eager=get("eager", False)),
     )
-    assert compilation.compilation_of(vllm_config) == (in_place, stream_lasts, not get("lora"))
+    assert compilation.compilation_of(vllm_config) == (in_place, stream_lasts, not get("lora"), False)
+    monkeypatch.setattr(compilation.contract, "untested", lambda: "0.34.0")
+    assert compilation.compilation_of(vllm_config) == (True, False, False, True), "nothing is known to last"
+
+
+def test_without_vllms_order_of_norms_they_count_as_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.34 removes it."""
+    config = {"model_config": SimpleNamespace(enforce_eager=True), "lora_config": None}
+    config["compilation_config"] = CompilationConfig()
+    for kernels in (SimpleNamespace(), SimpleNamespace(ir_op_priority=SimpleNamespace())):
+        vllm_config: Any = SimpleNamespace(kernel_config=kernels, **config)
+        assert compilation.compilation_of(vllm_config).in_place
 
 
 def test_inductor_writes_no_buffer_twice() -> None:
     """What an op was given stays as it was while it is held; with any of the options on, it does not."""
-    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(inductor_compile_config={}))
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(inductor_compile_config={}),
+        model_config=SimpleNamespace(enforce_eager=False),
+    )
     compilation.write_once(config)
     compilation.write_once(config)  # for a second model of one engine
     once = config.compilation_config.inductor_compile_config

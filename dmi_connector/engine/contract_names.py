@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names in vLLM, torch and Triton that this package relies on beyond their public interfaces, by the feature that
+uses them. contract.py checks those of the features that an engine uses. docs/CONTRACT.md lists the same for readers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Name(NamedTuple):
+    """A name outside this package.
+
+    places: `module:attribute path`, separated by spaces if it has moved: the first that is there is taken. why: what it
+    is used for. without: what happens where it is missing; "": the engine is refused.
+    """
+
+    places: str
+    why: str
+    without: str = ""
+
+
+NAMES: dict[str, dict[str, Name]] = {
+    "always": {
+        "backend": Name(
+            "vllm.model_executor.models.extract_hidden_states:CacheOnlyAttentionBackend.get_impl_cls",
+            "the cache-only attention backend that ours extends",
+        ),
+        "builder": Name(
+            "vllm.model_executor.models.extract_hidden_states:CacheOnlyAttentionMetadataBuilder.build",
+            "sees the metadata of every batch; ours also allows full CUDA graphs",
+        ),
+        "spec": Name(
+            "vllm.v1.kv_cache_interface:HiddenStateCacheSpec",
+            "the cache spec that gives rows a page size of their own and keeps them for prefix-cache hits",
+        ),
+        "layer": Name(
+            "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
+            "the cache layer is one, so that vLLM gives it pages",
+        ),
+        "layer_number": Name(
+            "vllm.model_executor.models.utils:extract_layer_index",
+            "vLLM sorts cache layers by it; it reads one integer out of the name of ours",
+        ),
+        "full_graphs": Name(
+            "vllm.v1.attention.backend:AttentionCGSupport.ALWAYS",
+            "our metadata builder claims it, so that full CUDA graphs stay on",
+        ),
+        "static_layers": Name(
+            "vllm.config:CompilationConfig.__dataclass_fields__.static_forward_context",
+            "the cache layer is entered there under its name",
+        ),
+        "query_starts": Name(
+            "vllm.v1.attention.backend:CommonAttentionMetadata.__dataclass_fields__.query_start_loc",
+            "query starts of a batch, which place rows of logits",
+        ),
+        "batch_slots": Name(
+            "vllm.v1.attention.backend:CommonAttentionMetadata.__dataclass_fields__.slot_mapping",
+            "slots of a batch, which place rows of logits",
+        ),
+        "request_positions": Name(
+            "vllm.v1.attention.backend:CommonAttentionMetadata.__dataclass_fields__.positions",
+            "position in the request of each token, which those of M-RoPE do not tell",
+        ),
+        "slots": Name(
+            "vllm.forward_context:ForwardContext.__dataclass_fields__.slot_mapping",
+            "the slots of a step's tokens, by cache layer",
+        ),
+        "layers": Name(
+            "vllm.forward_context:ForwardContext.__dataclass_fields__.no_compile_layers",
+            "the cache layers by name",
+        ),
+        "forward": Name(
+            "vllm.forward_context:get_forward_context",
+            "the running forward, in which an op finds rows and slots",
+        ),
+        "in_forward": Name(
+            "vllm.forward_context:is_forward_context_available",
+            "says whether a forward is running",
+        ),
+        "connector": Name(
+            "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.handle_preemptions",
+            "called before a forward overwrites freed blocks",
+        ),
+        "metadata": Name(
+            "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1._get_connector_metadata",
+            "the scheduler's message for this step",
+        ),
+        "group": Name(
+            "vllm.distributed.kv_transfer.kv_transfer_state:get_kv_transfer_group",
+            "the connector of this process, which takes the logits of a step",
+        ),
+        "has_group": Name(
+            "vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group",
+            "says whether this process has a connector: vLLM keeps one",
+        ),
+        "cache_manager": Name(
+            "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.bind_kv_cache_manager",
+            "gives the scheduler half vLLM's cache manager",
+        ),
+        "resets": Name(
+            "vllm.v1.core.kv_cache_manager:KVCacheManager.reset_prefix_cache",
+            "wrapped in the scheduler, so that a reset first frees the blocks of ended requests that are kept",
+        ),
+        "kept": Name(
+            "vllm.v1.core.kv_cache_manager:KVCacheManager.free",
+            "frees these blocks; a second call does nothing",
+        ),
+        "own_ids": Name(
+            "vllm.envs:environment_variables.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
+            "says that a client may send the id of a request again, for which no block is kept then",
+        ),
+        "sleep_mode": Name(
+            "vllm.config:ModelConfig.__dataclass_fields__.enable_sleep_mode",
+            "an engine may sleep, so its rows do not wait",
+        ),
+        "sleep_memory": Name(
+            "vllm.config:ModelConfig.__dataclass_fields__.enable_cumem_allocator",
+            "caches lie in memory that sleep() gives up",
+        ),
+        "scheduled": Name(
+            "vllm.config:SchedulerConfig.__dataclass_fields__.max_num_scheduled_tokens",
+            "tells prompts that would wait for ever, where a draft limits a step and prompts are not split over steps",
+        ),
+        "latent_used": Name(
+            "vllm.config:ModelConfig.use_mla",
+            "says whether attention gets the latent, or keys and values of heads",
+        ),
+        "has_axes": Name(
+            "vllm.config:ModelConfig.uses_mrope",
+            "says whether positions have several axes",
+        ),
+        "in_transformers": Name(
+            "vllm.config:ModelConfig.using_transformers_backend",
+            "says whether the Transformers backend serves a model, with the modules of transformers",
+        ),
+        "norms": Name(
+            "vllm.config.kernel:IrOpPriorityConfig.__dataclass_fields__.fused_add_rms_norm",
+            "says whether Inductor compiles an add-and-norm, which then overwrites no input",
+            "taps read copies, as where a kernel overwrites its inputs",
+        ),
+        "invariant": Name(
+            "vllm.envs:environment_variables.VLLM_BATCH_INVARIANT",
+            "switches Inductor's add-and-norm off; vLLM's own overwrites its inputs",
+        ),
+        "compiler": Name(
+            "vllm.config:CompilationConfig.__dataclass_fields__.backend",
+            "says whether Inductor compiles the model",
+        ),
+        "unquantised": Name(
+            "vllm.model_executor.layers.linear:UnquantizedLinearMethod",
+            "says that a matrix product writes a linear layer's output",
+        ),
+        "layout": Name(
+            "torch:Tag.flexible_layout",
+            "lets Inductor hand values to taps in any layout, without a copy",
+        ),
+        "hash": Name(
+            "vllm.config:VllmConfig.compute_hash",
+            "covers additional_config, where the selection is written: a graph with other taps is never reused",
+        ),
+    },
+    "draft": {
+        "draft": Name(
+            "vllm.model_executor.models.extract_hidden_states:ExtractHiddenStatesModel",
+            "vLLM's cache-only draft model; ours is registered under its name",
+        ),
+    },
+    "draft on the V1 runner": {
+        "proposer": Name(
+            "vllm.v1.spec_decode.extract_hidden_states:ExtractHiddenStatesProposer.propose",
+            "V1 runner: replaced by one that proposes no draft token, where our draft is loaded",
+        ),
+        "sampler": Name(
+            "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+            "V1 runner: told that a step has no draft tokens, where our draft is loaded",
+        ),
+    },
+    "draft on the V2 runner": {
+        "speculator": Name(
+            "vllm.v1.worker.gpu.spec_decode.extract_hidden_states:ExtractHiddenStatesSpeculator.propose",
+            "V2 runner: told to leave out the draft's forward, where our draft is loaded",
+        ),
+        "no_drafts": Name(
+            "vllm.config:SpeculativeConfig.__dataclass_fields__.num_speculative_tokens_per_batch_size",
+            "V2 runner: the schedule of 0 drafts, with which each request decodes one token a step",
+        ),
+    },
+    "several ranks": {
+        "answers": Name(
+            "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc",
+            "several ranks: asked for one rank's answer in steps in which the others have nothing to say",
+        ),
+    },
+    "expert parallelism": {
+        "shared_tokens": Name(
+            "vllm.config:ParallelConfig.use_sequence_parallel_moe",
+            "says whether ranks share out a step's tokens in expert layers, which is refused",
+        ),
+    },
+    "compilation": {
+        "mode": Name(
+            "vllm.config:CompilationMode.VLLM_COMPILE",
+            "the only mode with piecewise compilation",
+        ),
+        "graphs_split": Name(
+            "vllm.config:CompilationConfig.splitting_ops_contain_attention",
+            "says whether each graph of a layer writes the residual stream to memory",
+        ),
+        "partition": Name(
+            "vllm.config:CompilationConfig.__dataclass_fields__.use_inductor_graph_partition",
+            "says whether Inductor splits the graph after fusion",
+        ),
+        "passes": Name(
+            "vllm.config:CompilationConfig.__dataclass_fields__.pass_config",
+            "has the two passes above",
+        ),
+        "norm_quant": Name(
+            "vllm.config.compilation:PassConfig.__dataclass_fields__.fuse_norm_quant",
+            "a pass that fuses an add-and-norm with quantisation, into an op that overwrites the residual stream",
+        ),
+        "quantised": Name(
+            "vllm.config:VllmConfig.__dataclass_fields__.quant_config",
+            "says whether weights are quantised, which that pass needs",
+        ),
+        "norm_reduce": Name(
+            "vllm.config.compilation:PassConfig.__dataclass_fields__.fuse_allreduce_rms",
+            "a pass that fuses an add-and-norm with the all-reduce, into an op that overwrites the residual stream",
+        ),
+        "once": Name(
+            "vllm.config:CompilationConfig.__dataclass_fields__.inductor_compile_config",
+            "passes the three options of Inductor below",
+        ),
+        "reuse": Name(
+            "torch._inductor.config:allow_buffer_reuse",
+            "Inductor's option to reuse a buffer for another value",
+        ),
+        "planned": Name(
+            "torch._inductor.config:memory_planning",
+            "Inductor's option to place several values in one pool",
+        ),
+        "in_place": Name(
+            "torch._inductor.config:inplace_buffers",
+            "Inductor's option to write a result over its input",
+        ),
+    },
+    "CUDA graphs": {
+        "graph_support": Name(
+            "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
+            "says whether a graph of a whole step can hold an attention layer",
+        ),
+        "graph_mode": Name(
+            "vllm.config:CompilationConfig.__dataclass_fields__.cudagraph_mode",
+            "set to FULL after the model is built, where graphs of whole steps are right",
+        ),
+        "graphs": Name(
+            "vllm.forward_context:ForwardContext.__dataclass_fields__.cudagraph_runtime_mode",
+            "tells full CUDA graphs from piecewise ones",
+        ),
+        "piecewise": Name(
+            "vllm.config:CUDAGraphMode.PIECEWISE",
+            "the mode in which a graph ends before the next tap",
+        ),
+    },
+    "GPU": {
+        "jit": Name(
+            "triton.runtime.jit:JITFunction.run",
+            "returns the compiled kernel of a launch, which later launches call directly",
+        ),
+        "launch": Name(
+            "triton.compiler.compiler:CompiledKernel.__getitem__",
+            "launches a compiled kernel with addresses, without a look at each argument",
+        ),
+        "pinning": Name(
+            "torch.cuda:cudart",
+            "its cudaHostRegister pins the ring's memory, which other processes share",
+        ),
+    },
+    "latent attention": {
+        "latent": Name(
+            "vllm.model_executor.layers.attention:MLAAttention.forward",
+            "gets queries, latent and rotary key, in this order, in models with latent attention",
+        ),
+        "latent_modules": Name(
+            "vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper.forward",
+            "calls the projections, the norm and the attention that are tapped in models with latent attention",
+        ),
+    },
+    "M-RoPE": {
+        "axes": Name(
+            "vllm.config:ModelConfig.mrope_num_dims",
+            "axes of the positions of M-RoPE",
+        ),
+    },
+    "vision tower": {
+        "raw_tokens": Name(
+            "vllm.model_executor.models.interfaces:SupportsMultiModal.requires_raw_input_tokens",
+            "set on these models, so that token ids enter the forward beside embeddings",
+        ),
+        "takes_embeddings": Name(
+            "vllm.config:ModelConfig.supports_multimodal_inputs",
+            "says whether the forward gets embeddings",
+        ),
+        "makes_embeddings": Name(
+            "vllm.model_executor.models.interfaces:SupportsMultiModal.embed_input_ids",
+            "makes the embeddings of our first forward",
+        ),
+        "pruned": Name(
+            "vllm.config:MultiModalConfig.__dataclass_fields__.video_pruning_rate",
+            "drops tokens of videos, which is refused",
+        ),
+        "media": Name(
+            "vllm.multimodal.inputs:MultiModalFeatureSpec.__dataclass_fields__.mm_position",
+            "where an image lies in a prompt",
+        ),
+        "media_hash": Name(
+            "vllm.multimodal.inputs:MultiModalFeatureSpec.__dataclass_fields__.identifier",
+            "tells one image from another",
+        ),
+        "media_rows": Name(
+            "vllm.multimodal.inputs:PlaceholderRange.__dataclass_fields__.is_embed",
+            "which tokens of an image get its embeddings",
+        ),
+        "image_blocks": Name(
+            "vllm.v1.attention.backend:AttentionBackend.supports_mm_prefix",
+            "says whether tokens of an image see each other",
+        ),
+    },
+    "attention summaries": {
+        "attention": Name(
+            "vllm.v1.attention.backend:AttentionImpl.forward",
+            "wrapped in layers whose attention is summarised",
+        ),
+    },
+    "attention summaries on a CPU": {
+        "cpu_keys": Name(
+            "vllm._custom_ops:cpu_attn_reshape_and_cache",
+            "tells how the CPU backend orders the keys of a block",
+        ),
+    },
+    "routing of experts": {
+        "router": Name(
+            "vllm.model_executor.layers.fused_moe.router.fused_moe_router:FusedMoERouter.select_experts",
+            "wrapped in layers whose routing is captured",
+        ),
+        "experts": Name(
+            "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter._apply_eplb_mapping",
+            "takes the chosen experts by the model's numbers, before they become places of redundant experts",
+        ),
+    },
+    "Transformers backend": {
+        "transformers_class": Name(
+            "vllm.config:ModelConfig._get_transformers_backend_cls",
+            "says whether that model is one of text alone",
+        ),
+        "registered": Name(
+            "vllm.model_executor.models.registry:_LazyRegisteredModel.__dataclass_fields__.class_name",
+            "names the class that serves an architecture, so that ours is registered for those of that backend",
+        ),
+    },
+    "sleep": {
+        "pauses": Name(
+            "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.has_pending_push_work",
+            "a pause, and sleep after it, waits for rows that still leave the GPU of another process",
+        ),
+        "before_sleep": Name(
+            "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.reset_cache",
+            "called before vLLM gives up its caches, so that rows leave before",
+        ),
+        "in_client": Name(
+            "vllm.envs:environment_variables.VLLM_ENABLE_V1_MULTIPROCESSING",
+            "says whether the engine runs in the client's process, where no step lies between the last reply and sleep",
+        ),
+    },
+    "bulk capture": {
+        "request": Name(
+            "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+            "refuses the fields of --sampling before a prompt is taken",
+        ),
+        "encoded": Name(
+            "vllm.v1.serial_utils:MsgpackEncoder.encode",
+            "writes a request as the engine's process gets it, which refuses fields of the wrong type",
+        ),
+        "decoded": Name(
+            "vllm.v1.serial_utils:MsgpackDecoder.decode",
+            "reads that message as the engine's process does",
+        ),
+    },
+}
+"""feature -> item -> its name. The names of "always" are used in every engine that captures."""

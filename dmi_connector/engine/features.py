@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which features of vLLM an engine uses, as contract_names.py groups its names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from dmi_connector.args import EXTRACT_HIDDEN_STATES
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+    from dmi_connector.engine.architectures import Architecture
+
+ROUTING = frozenset({"topk_ids", "topk_weights"})
+"""Hooks that are tapped inside the router of an expert layer."""
+
+
+def may_sleep(model: ModelConfig) -> bool:
+    """Whether sleep() discards the caches: also without sleep mode, where they are in the memory of its allocator."""
+    return model.enable_sleep_mode or model.enable_cumem_allocator
+
+
+def features_of(vllm_config: VllmConfig) -> list[str]:
+    """The features of an engine that its configuration tells, keys of NAMES."""
+    model, parallel, speculative = vllm_config.model_config, vllm_config.parallel_config, vllm_config.speculative_config
+    gpu = vllm_config.device_config.device_type != "cpu"
+    draft = speculative is not None and speculative.method == EXTRACT_HIDDEN_STATES
+    used = {
+        "draft": draft,
+        "draft on the V1 runner": draft and not vllm_config.use_v2_model_runner,
+        "draft on the V2 runner": draft and vllm_config.use_v2_model_runner,
+        "several ranks": parallel.tensor_parallel_size > 1,
+        "expert parallelism": parallel.enable_expert_parallel,
+        "compilation": not model.enforce_eager,
+        "CUDA graphs": gpu and not model.enforce_eager,
+        "GPU": gpu,
+        "latent attention": model.use_mla,
+        "M-RoPE": model.uses_mrope,
+        "Transformers backend": model.using_transformers_backend(),
+        "sleep": may_sleep(model),
+    }
+    return [feature for feature, uses in used.items() if uses]
+
+
+def features_of_hooks(vllm_config: VllmConfig, arch: Architecture, hooks: Iterable[str]) -> list[str]:
+    """The features that these hooks of a model use."""
+    chosen, cpu = set(hooks), vllm_config.device_config.device_type == "cpu"
+    used = {
+        "vision tower": bool(arch.language),
+        "attention summaries": "pattern" in chosen,
+        "attention summaries on a CPU": "pattern" in chosen and cpu,
+        "routing of experts": not ROUTING.isdisjoint(chosen),
+    }
+    return [feature for feature, uses in used.items() if uses]
