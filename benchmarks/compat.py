@@ -4,6 +4,10 @@
 An environment is built below `.compat` from a lock file: requirements/cpu.txt and test.txt, changed by what
 requirements/compat has for its vLLM. Results go to benchmarks/results/cpu-compat.json, and from there into the table of
 docs/COMPATIBILITY.md. tests/unit/test_compat.py holds README, pyproject.toml and the contract to them.
+
+A vLLM without a CPU build (runner GPU) is left out here. On a machine with a GPU, in an environment that has it:
+
+    python -m benchmarks.compat --gpu --out benchmarks/results/gpu-compat.json
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from benchmarks import common
 
 BUILT = common.ROOT / ".compat"
 RESULTS = common.ROOT / "benchmarks" / "results" / "cpu-compat.json"
+GPU_RESULTS = RESULTS.with_name("gpu-compat.json")
 PAGE = common.ROOT / "docs" / "COMPATIBILITY.md"
 BEGIN, END = "<!-- written by make compat -->", "<!-- until here -->"
 """Around the table in PAGE."""
@@ -40,10 +45,14 @@ CORE = {
         "tests/unit",
     ),
     "V2": (HOOKS, LIVES),
+    "GPU": tuple(
+        f"tests/engine/test_{name}.py"
+        for name in ("lives", "preemption", "limits", "coverage", "compatibility", "lora")
+    ),
 }
 """model runner -> what is run: hooks and routing of all architectures, eager and compiled, both owners, the lives of a
 request; on V1 also tokens, what the check at start sees, a server, and the unit tests. V2 runs in Triton's interpreter,
-without graphs.
+without graphs. GPU: what needs a real device; hooks and graphs are compared by `benchmarks.check_gpu`.
 """
 NOT_HERE = tuple(
     f"tests/unit/{name}"
@@ -75,7 +84,9 @@ ENVIRONMENTS = (
     Environment("0.32", "3.12"),
     Environment("0.32", "3.13"),
     Environment("0.31", "3.11", ("V1", "V2")),
+    Environment("0.33", "3.12", ("GPU",)),
 )
+CPU_ENVIRONMENTS = tuple(environment for environment in ENVIRONMENTS if environment.runners != ("GPU",))
 
 
 def pins(text: str) -> dict[str, str]:
@@ -118,13 +129,14 @@ def build(environment: Environment) -> Path:
 def run(environment: Environment, runner: str, python: Path, jobs: int) -> dict[str, Any]:
     """Run the core of the tests on one model runner. Returns what is recorded of it, without the commit."""
     folder = BUILT / environment.name
+    folder.mkdir(parents=True, exist_ok=True)
     report = folder / f"{runner}.xml"
     report.unlink(missing_ok=True)
     command = [str(python), "-m", "pytest", *CORE[runner], *(f"--ignore={path}" for path in NOT_HERE)]
     command += [f"--junitxml={report}", "-o", f"cache_dir={folder / 'cache'}"]
     command += ["-n", str(jobs), "--dist", "loadscope", "--no-loadscope-reorder"]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TEST_"))}
-    env |= {"TEST_RUNNER": "V2-async" if runner == "V2" else runner}
+    env["TEST_RUNNER"] = "V2-async" if runner == "V2" else runner
     if runner == "V2":
         env["PYTHONPATH"] = str(name_vllm(environment))
     begin = time.monotonic()
@@ -188,26 +200,54 @@ def write_table(results: dict[str, Any], page: Path = PAGE) -> None:
     page.write_text(f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}")
 
 
+def results() -> dict[str, Any]:
+    """All runs, on CPUs and GPUs, newest vLLM first."""
+    runs = [one for path in (GPU_RESULTS, RESULTS) for one in json.loads(path.read_text())["runs"]]
+    return {"runs": runs}
+
+
 def save(found: dict[str, Any]) -> dict[str, Any]:
-    """Add one run to the results, in the place of an older one of its kind. Returns all of them."""
+    """Add one run to the results of CPUs, in the place of an older one of its kind. Returns all of them."""
     kept = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
     kept = [old for old in kept if (old["environment"], old["runner"]) != (found["environment"], found["runner"])]
-    order = [(environment.name, runner) for environment in ENVIRONMENTS for runner in environment.runners]
+    order = [(environment.name, runner) for environment in CPU_ENVIRONMENTS for runner in environment.runners]
     runs = [one for key in order for one in [*kept, found] if (one["environment"], one["runner"]) == key]
-    results = {"runs": runs}
-    common.save(RESULTS, results)
-    return results
+    common.save(RESULTS, {"runs": runs})
+    return results()
+
+
+def run_here(out: str, jobs: int) -> int:
+    """The core on the GPU of this machine, in this environment. Results go to `out`. Returns the exit status."""
+    import torch
+    import vllm
+
+    minor = ".".join(vllm.__version__.split(".")[:2])
+    environment = Environment(minor, f"{sys.version_info[0]}.{sys.version_info[1]}", ("GPU",))
+    found = run(environment, "GPU", Path(sys.executable), jobs)
+    found |= {"commit": common.commit(), "gpu": torch.cuda.get_device_name()}
+    common.save(out, {"runs": [found]})
+    print(f"{environment.name}: {found['passed']} passed, {found['skipped']} skipped, failed: {found['failures']}")
+    return int(found["failed"] > 0)
 
 
 def main(argv: list[str] | None = None) -> int:
     p = common.parser("benchmarks.compat", __doc__)
-    names = [environment.name for environment in ENVIRONMENTS]
+    names = [environment.name for environment in CPU_ENVIRONMENTS]
     p.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     p.add_argument("--runner", choices=["V1", "V2"], help="of vLLM's model runners; without it both")
     p.add_argument("--jobs", type=int, default=3, help="tests at a time")
+    p.add_argument("--gpu", action="store_true", help="run on the GPU of this machine, with the vLLM that is installed")
+    p.add_argument("--out", default=str(GPU_RESULTS), help="results of --gpu (default: %(default)s)")
     args = p.parse_args(argv)
-    failed, commit = False, common.commit()  # before the first run, which changes the table
+    if args.gpu:
+        return run_here(args.out, args.jobs)
     for environment in ENVIRONMENTS:
+        if environment not in CPU_ENVIRONMENTS:
+            print(
+                f"{environment.name}: vLLM has no CPU build of this version; {GPU_RESULTS.name} has the runs on a GPU"
+            )
+    failed, commit = False, common.commit()  # before the first run, which changes the table
+    for environment in CPU_ENVIRONMENTS:
         if environment.name not in args.only:
             continue
         python = build(environment)
