@@ -244,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     for environment in ENVIRONMENTS:
         if environment not in CPU_ENVIRONMENTS:
             print(
-                f"{environment.name}: vLLM has no CPU build of this version; {GPU_RESULTS.name} has the runs on a GPU"
+                f"{environment.name}: no CPU build of vLLM: {GPU_RESULTS.name} has its run on a GPU"
             )
     failed, commit = False, common.commit()  # before the first run, which changes the table
     for environment in CPU_ENVIRONMENTS:
