@@ -119,6 +119,21 @@ def test_round_gives_the_nearest_value_with_that_many_mantissa_bits(dtype: torch
     np.testing.assert_array_equal(got.double().numpy(), want)  # numpy's rint is ties to even too
 
 
+@pytest.mark.parametrize(("width", "index_bytes"), [(65_535, 2), (65_536, 2), (65_537, 4)])
+def test_indexes_of_topk_take_two_bytes_up_to_a_width_of_65536(width: int, index_bytes: int) -> None:
+    x = torch.zeros(2, width)
+    x[0, [0, 9, -1]] = torch.tensor([1.0, -2.0, 4.0])
+    x[1, [7, -2, -1]] = torch.tensor([3.0, 0.5, -0.25])
+    reduction = TopK(3, exact=True)
+    stored = reduction.encode(x).numpy()
+    assert stored.shape[1] == reduction.stored_width(width, "float32") == -(-3 * index_bytes // 4) * 4 + 12
+    kind = np.dtype(f"<u{index_bytes}")
+    np.testing.assert_array_equal(
+        stored[:, : 3 * index_bytes].copy().view(kind), [[0, 9, width - 1], [7, width - 2, width - 1]]
+    )
+    np.testing.assert_array_equal(reduction.decode(stored, width, "float32"), x.numpy())
+
+
 @pytest.mark.parametrize("width", [40, 70_000])
 @pytest.mark.parametrize("exact", [True, False])
 def test_topk_keeps_the_largest_values_and_a_sample_of_the_row(width: int, exact: bool) -> None:

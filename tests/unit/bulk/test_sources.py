@@ -218,6 +218,25 @@ def test_a_permutation_has_every_number_once(total: int) -> None:
         assert sorted(permuted(i, total, seed) for i in range(total)) == list(range(total))
 
 
+ORDERS = [
+    # total, seed, its numbers at some positions
+    (4, 0, {0: 1, 1: 3, 2: 0, 3: 2}),
+    (16, 1, {0: 3, 1: 14, 2: 10, 3: 0, 8: 8, 14: 13, 15: 12}),
+    (64, 0, {0: 42, 1: 32, 2: 51, 3: 10, 32: 24, 62: 8, 63: 11}),
+    (65, 7, {0: 45, 1: 0, 2: 26, 3: 4, 32: 44, 63: 7, 64: 60}),
+    (1000, 1180591620717411303424, {0: 768, 1: 68, 2: 620, 3: 26, 500: 259, 998: 596, 999: 303}),
+    (1048576, 3, {0: 1009391, 1: 44462, 2: 535596, 3: 922136, 524288: 912511, 1048574: 751530, 1048575: 738452}),
+    (1048577, 3, {0: 781922, 1: 240683, 2: 814140, 3: 320433, 524288: 70571, 1048575: 313463, 1048576: 621844}),
+]
+"""What was shuffled once must come in the same order from a later version: a run that goes on takes up its position."""
+
+
+@pytest.mark.parametrize(("total", "seed", "numbers"), ORDERS)
+def test_a_seed_gives_one_order_for_ever(total: int, seed: int, numbers: dict[int, int]) -> None:
+    """Also where the rows fill a power of 4, the numbers that are permuted at first."""
+    assert {position: permuted(position, total, seed) for position in numbers} == numbers
+
+
 def test_a_permutation_moves_rows_everywhere() -> None:
     """Of 1000 rows a shuffle brings about half of the first half into the second one."""
     total = 1000
