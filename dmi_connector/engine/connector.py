@@ -59,7 +59,6 @@ class DMIConnector(KVConnectorBase_V1):
             # While blocks of an ended request are kept, vLLM takes no other request of its id.
             keep = not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
             self.tracker = Tracker(self.context, self._block_size, keep_rows, kv_cache_config.num_blocks, keep)
-            self._refused = 0  # requests answered with dmi_error since the last step
         else:
             self.exporter: Exporter | None = None
 
@@ -105,9 +104,7 @@ class DMIConnector(KVConnectorBase_V1):
         return self.tracker.step(scheduler_output, self._group)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        keep, response = self.tracker.finish(request, block_ids)
-        self._refused += response is not None and "dmi_error" in response
-        return keep, response
+        return self.tracker.finish(request, block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
@@ -235,10 +232,8 @@ class DMIConnector(KVConnectorBase_V1):
         if self.role == KVConnectorRole.WORKER:
             exporter = self._reporting()
             return None if exporter is None else exporter.meter.take()
-        if not self._refused:
-            return None
-        refused, self._refused = self._refused, 0
-        return CaptureStats({"refused": refused})
+        counts = self.tracker.take_counts()
+        return CaptureStats(counts) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CaptureStats | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from itertools import compress
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,7 @@ class Tracker:
         self._staged = False  # whether rows lie in a worker's staging memory
         self.lost: dict[int, list[list[int]]] = {}
         self._captures = 0
+        self._counts: Counter[str] = Counter()  # requests that ended without a capture, since they were last taken
         self._beams_told = False  # whether the log says that beam search is not captured
         self._row_bytes = row_bytes(context, context.selection)  # takes 0.2 ms for 400 tensors: too long for a request
         self.quota = Quota(context.options)
@@ -305,12 +307,14 @@ class Tracker:
         request_id = request.request_id
         refused = self.refused.pop(request_id, None)
         if refused is not None:
+            self._counts["refused"] += 1
             return False, {"dmi_error": refused}
         tracked = self.tracked.pop(request_id, None)
         if tracked is None:
             return False, None
         self.quota.ended(tracked.path, nothing=not tracked.opened)
         if not tracked.opened:
+            self._counts["cancelled"] += 1
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
         self._with_logits -= tracked.has_logits
         close = self._close(tracked, blocks)
@@ -320,6 +324,11 @@ class Tracker:
             close.keeps_blocks = request_id
             self.held[request_id] = request, len(blocks)
         return keep, self._response(tracked, close)
+
+    def take_counts(self) -> dict[str, int]:
+        """Requests that ended without a capture since the last call, by key of `metrics.COUNTERS`."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
 
     def _keeps(self, blocks: list[int]) -> bool:
         """Whether the blocks of an ended request are kept.
