@@ -91,6 +91,8 @@ def test_a_prompt_beyond_max_request_bytes_is_refused(tmp_path: Path) -> None:
     for narrowed in ({"tokens": [1, None]}, {"layers": [0]}, {"hooks": "resid_pre"}, {"tokens": [0, 39]}):
         assert "dmi_store" in run(tracker, {"dmi": narrowed}, 40, 3)[1], narrowed
     assert "dmi_store" in run(tracker, {}, 39, 3)[1]
+    just = make_tracker(tmp_path, max_request_bytes=40 * ROW + LOGITS)
+    assert "dmi_store" in run(just, {}, 40, 1)[1], "as many bytes as the limit allows"
 
 
 def test_generated_tokens_beyond_max_request_bytes_are_missing_rows(tmp_path: Path) -> None:
