@@ -61,7 +61,7 @@ class DMIConnector(KVConnectorBase_V1):
             self.tracker = Tracker(self.context, self._block_size, keep_rows, kv_cache_config.num_blocks, keep)
             self.tracker.warning = ignored_layers(vllm_config, self.context)
             if self.tracker.warning:
-                logger.warning("dmi_connector: %s", self.tracker.warning)
+                logger.warning("dmi: ignored: %s", self.tracker.warning)
         else:
             self.exporter: Exporter | None = None
 

@@ -129,7 +129,7 @@ class Tracker:
         self._captures += 1
         ignored = ignored_path(request.kv_transfer_params)
         if ignored and not self._path_told:
-            logger.warning("dmi: request %s: %s", show(request.request_id), ignored)
+            logger.warning("dmi: ignored in request %s: %s", show(request.request_id), ignored)
             self._path_told = True
         due = params.start + options.chunk_tokens
         return Tracked(request, params, self._captures, path, selection, quota_end, params.start, due, ignored)

@@ -68,7 +68,9 @@ def test_a_path_of_a_request_is_named_in_its_response_and_once_in_the_log(
     assert said[0] == ignored_path({"hidden_states_path": "/tmp/a.safetensors"}) and "dmi.save_path" in said[0]
     assert said[0].startswith("hidden_states_path: '/tmp/a.safetensors' is ignored") and "/tmp/b" in said[1]
     assert not said[2] and all(response["dmi_store"] for response in responses)
-    assert [message for message in caplog.messages if "ignored" in message] == [f"dmi: request 'a': {said[0]}"]
+    assert [message for message in caplog.messages if "ignored" in message] == [
+        f"dmi: ignored in request 'a': {said[0]}"
+    ]
     tracker.warning = "of the engine"
     for kv, want in (({}, "of the engine"), ({"hidden_states_path": "/x"}, "of the engine; hidden_states_path: '/x'")):
         tracker.on_new_request(request := ask(kv, 20, "d"))  # type: ignore[arg-type]

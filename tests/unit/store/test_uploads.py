@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -27,10 +28,17 @@ class Dying:
     """Stands for the uploader process: notes what it is given."""
 
     def __init__(self, name: str, *_: object) -> None:
-        self.name, self.posted = name, list[str]()
+        self.name, self.posted, self.skipped = name, list[str](), list[str]()
 
     def post(self, message: dict[str, str]) -> None:
         self.posted.append(message["store"])
+        self.skipped += [message["store"]] if message["type"] == "skip" else []
+
+    def finish(self) -> None:
+        """It is told to end."""
+
+    def join(self, timeout: float) -> None:
+        """Nothing to wait for."""
 
 
 @pytest.fixture
@@ -78,3 +86,65 @@ def test_a_death_of_an_earlier_process_is_none_of_the_new_one(dying: tuple[Uploa
     second = die(uploads)
     uploads._on_death(first, "signal 9")  # type: ignore[arg-type]
     assert uploads._child is second and len(told.notes) == 1
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], tuple[Uploads, Told]]:
+    """small(drop): uploads of which 100 bytes may wait."""
+    monkeypatch.setattr(uploads_module, "Child", Dying)
+
+    def make(drop: bool) -> tuple[Uploads, Told]:
+        told, settings = Told(), UploadSettings("s3://bucket/x", backlog_bytes=100, drop=drop)
+        return Uploads(settings, "private", told.notes.append, told.count), told
+
+    return make
+
+
+def test_under_policy_drop_the_backlog_may_be_as_large_as_its_limit(
+    small: Callable[[bool], tuple[Uploads, Told]],
+) -> None:
+    uploads, told = small(True)
+    uploads.add("s/large.zarr", 101)  # nothing waits: one store always may
+    uploads.add("s/late.zarr", 1)
+    uploads._on_message(uploads._child, {"uploaded": "s/large.zarr", "bytes": 101})  # type: ignore[arg-type]
+    for name, nbytes in (("a", 60), ("b", 40), ("c", 1)):
+        uploads.add(f"s/{name}.zarr", nbytes)
+    assert uploads.backlog == 100 and told.counts["bytes_queued"] == 201 and told.counts["upload_failed"] == 2
+    assert uploads._child is not None and uploads._child.skipped == ["s/late.zarr", "s/c.zarr"]  # type: ignore[attr-defined]
+
+
+def test_under_policy_block_the_engine_waits_only_while_more_than_the_limit_waits(
+    small: Callable[[bool], tuple[Uploads, Told]],
+) -> None:
+    uploads, _ = small(False)
+    uploads.add("s/a.zarr", 100)
+    uploads.wait_for_room(lambda: pytest.fail("waited for room that is there"))
+    uploads.add("s/b.zarr", 1)
+    asked = iter([True, False])
+    uploads.wait_for_room(lambda: next(asked))
+    assert next(asked, None) is None, "it waits while it is needed"
+
+
+def test_a_store_that_failed_waits_no_more_and_is_counted_once(
+    small: Callable[[bool], tuple[Uploads, Told]],
+) -> None:
+    uploads, told = small(False)
+    uploads.add("s/a.zarr", 70)
+    for _ in range(2):
+        uploads._on_message(uploads._child, {"failed": "s/a.zarr", "reason": "denied"})  # type: ignore[arg-type]
+    assert uploads.backlog == 0 and told.counts["upload_failed"] == 1
+    assert told.notes == ["s/a.zarr is not uploaded, its local copy stays: denied"]
+
+
+@pytest.mark.parametrize("left", [0, 2])
+def test_a_shutdown_says_how_many_stores_are_left_and_waits_for_none_afterwards(
+    small: Callable[[bool], tuple[Uploads, Told]], left: int
+) -> None:
+    uploads, told = small(False)
+    for number in range(left):
+        uploads.add(f"s/{number}.zarr", 70)
+    assert uploads.shutdown(0.0) == (not left)
+    assert told.notes == ([f"{left} stores are not uploaded yet: dmi repair finishes that"] if left else [])
+    uploads.wait_for_room(lambda: pytest.fail("waited for room while it ends"))
+    uploads._on_death(uploads._child, "signal 15")  # type: ignore[arg-type]
+    assert len(told.notes) == bool(left), "the end of a process that was told to end is no fault"
