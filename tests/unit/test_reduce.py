@@ -18,7 +18,7 @@ from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.pca import Pca, fit
 from dmi_connector.reduce.projection import DISTRIBUTIONS, RandomProjection, matrix
-from dmi_connector.reduce.topk import TopK
+from dmi_connector.reduce.topk import MOST, TopK
 
 SPECS = [
     "int8",
@@ -132,6 +132,28 @@ def test_indexes_of_topk_take_two_bytes_up_to_a_width_of_65536(width: int, index
         stored[:, : 3 * index_bytes].copy().view(kind), [[0, 9, width - 1], [7, width - 2, width - 1]]
     )
     np.testing.assert_array_equal(reduction.decode(stored, width, "float32"), x.numpy())
+
+
+def test_topk_keeps_a_whole_row_and_one_value() -> None:
+    """The most and the least that it takes."""
+    x = rows(6, 40)
+    x[1] = 0
+    whole, one = TopK(40, exact=True, sample=40), TopK(1, exact=True)
+    for reduction in (whole, one):
+        reduction.check(40)
+    np.testing.assert_array_equal(whole.decode(whole.encode(x).numpy(), 40, "bfloat16"), x.float().numpy())
+    places, values = whole.sampled(whole.encode(x).numpy(), 40, "bfloat16")
+    np.testing.assert_array_equal(np.sort(places, axis=1), np.tile(np.arange(40), (6, 1)))
+    np.testing.assert_array_equal(np.take_along_axis(x.float().numpy(), places, 1), values)
+    kept = one.decode(one.encode(x).numpy(), 40, "bfloat16")
+    assert np.count_nonzero(kept, axis=1).tolist() == [1, 0, 1, 1, 1, 1]
+    np.testing.assert_array_equal(np.abs(kept).max(1), x.abs().amax(1).float().numpy())
+    for most in (TopK(MOST), TopK(1, sample=MOST)):
+        most.check(MOST)
+    with pytest.raises(ReduceError, match="keeps more than the 39 values"):
+        TopK(40).check(39)
+    with pytest.raises(ReduceError, match="samples more than the 39 values"):
+        TopK(1, sample=40).check(39)
 
 
 @pytest.mark.parametrize("width", [40, 70_000])

@@ -105,10 +105,24 @@ def test_every_format_gives_the_same_rows_in_any_order(form: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("order", [Order(), Order(shuffle=1), Order(limit=20, share=1, shares=3)])
+@pytest.mark.parametrize("order", [Order(), Order(shuffle=1), Order(limit=20, share=2, shares=3)])
 def test_the_number_of_rows_is_known_at_the_end(form: str, order: Order, tmp_path: Path) -> None:
     rows = order.rows(open_source(FORMATS[form](tmp_path / "p", 45), Columns()), tmp_path)
     assert len(list(rows)) == rows.total()
+
+
+@pytest.mark.parametrize("limit", [None, 300])
+def test_the_number_of_rows_is_estimated_from_a_hundred(tmp_path: Path, limit: int | None) -> None:
+    """Lines of one length, of which each third is taken. Their number is not known before the last."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n' * 100_000)
+    rows = Order(limit=limit, share=2, shares=3).rows(open_source(path, Columns()), tmp_path)
+    found: list[int | None] = []
+    each = iter(rows)
+    for _ in range(100):
+        found.append(rows.total() if next(each) else None)
+    assert found[:99] == [None] * 99 and rows.estimates()
+    assert found[99] == len(range(2, 300, 3)) if limit else 25_000 < (found[99] or 0) < 40_000
 
 
 def test_lines_that_are_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
