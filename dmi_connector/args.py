@@ -17,6 +17,8 @@ MAX_BATCH = 65536
 """More requests than any vLLM engine runs in one step."""
 EXTRACT_HIDDEN_STATES = "extract_hidden_states"
 """The method of vLLM's speculative config under which the draft owns the rows."""
+PLACEHOLDER_LAYERS = [1]
+"""Layer ids of that config. vLLM wants some, and they choose nothing: hooks do."""
 CONNECTOR, CONNECTOR_MODULE = "DMIConnector", "dmi_connector.engine.connector"
 """The connector's name and home, as vLLM's options have them."""
 
@@ -54,6 +56,6 @@ def capture_args(
         "method": EXTRACT_HIDDEN_STATES,
         "num_speculative_tokens": 1,
         "num_speculative_tokens_per_batch_size": [[1, MAX_BATCH, 0]],  # no drafts at any batch size
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}},
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": PLACEHOLDER_LAYERS}},
     }
     return {"speculative_config": speculative, "kv_transfer_config": transfer}

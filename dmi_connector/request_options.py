@@ -31,7 +31,16 @@ _NEAR, _NEAR_LENGTH = 0.85, 3
 """How alike (0 to 1) a misspelt name is, and by how many characters longer or shorter."""
 _DMI_LIKE = re.compile(r"\s*dmi\s*(?:[._-]\s*(.*))?", re.IGNORECASE | re.DOTALL)
 """Names that are meant for us. The group is what stands behind a prefix."""
-_ANSWERED = ("dmi_store", "dmi_request_id", "dmi_url", "dmi_key", "dmi_reason", "dmi_missing", "dmi_error")
+_ANSWERED = (
+    "dmi_store",
+    "dmi_request_id",
+    "dmi_url",
+    "dmi_key",
+    "dmi_reason",
+    "dmi_missing",
+    "dmi_warning",
+    "dmi_error",
+)
 """Names in responses. Proxies hand these on with a request to the next server."""
 _LOOKED_AT = 32
 """Names that are compared with it at most: that takes the engine's time, and a client may send any number."""

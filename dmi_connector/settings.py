@@ -28,6 +28,12 @@ SINKS = ("disk", "host", "null")
 CHECKS = ("none", "poison")
 CUDA_GRAPHS = ("auto", "vllm")
 FILE_MODES = ("private", "group", "world")
+_OF_VLLM = {
+    "shared_storage_path": "did you mean 'store_dir'?",
+    "num_writer_threads": "did you mean 'writers'?",
+    "use_synchronization_lock": "leave it out: a store gets its name when it is whole.",
+}
+"""Options of vLLM's ExampleHiddenStatesConnector, and what stands in their place. allow_custom_save_path is in both."""
 _MOST_BYTES, _MOST_TOTAL = 1 << 44, 1 << 60
 """Upper bounds of options: bytes of a buffer; bytes and seconds of limits."""
 
@@ -135,6 +141,11 @@ class ServerOptions:
         """Build from `kv_connector_extra_config`. Raises OptionError."""
         if not isinstance(extra, Mapping):
             raise refuse("kv_connector_extra_config", extra, "is not valid; give a JSON object")
+        for name in sorted(_OF_VLLM.keys() & extra.keys()):
+            raise OptionError(
+                f"kv_connector_extra_config: option {name!r} is one of vLLM's ExampleHiddenStatesConnector: "
+                f"{_OF_VLLM[name]} docs/FROM_VLLM.md has both side by side"
+            )
         check_names("kv_connector_extra_config", extra, [f.name for f in fields(cls)])
         chunk = integer("chunk_tokens", extra.get("chunk_tokens", cls.chunk_tokens), 1, 1 << 16)
         segment = integer("segment_tokens", extra.get("segment_tokens", max(cls.segment_tokens, chunk)), 1, 1 << 20)

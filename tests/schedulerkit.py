@@ -49,7 +49,7 @@ class SchedulerHalf(DMIConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self.tracker, self._group, self._block_size, self._refused = self.tracker_given, 0, BLOCK, 0
+        self.tracker, self._group, self._block_size = self.tracker_given, 0, BLOCK
         self.context = self.tracker.context
 
 

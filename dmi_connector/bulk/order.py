@@ -75,7 +75,6 @@ class Rows:
         end = total if order.limit is None else min(total, order.limit)
         for position in range(order.share, end, order.shares):
             number = permuted(position, total, order.shuffle)
-            self._passed += 1
             yield Placed(position, number, self._shuffled[number])
 
     def estimates(self) -> bool:

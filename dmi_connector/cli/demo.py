@@ -26,8 +26,8 @@ from dmi_connector.store.read.waiting import CaptureFailed
 TOLERANCE = 1e-5
 """Largest difference from transformers that float32 rounding explains for these models."""
 
-HOOKS = "vllm-full"
-"""Default selection."""
+HOOKS = "vllm-full,q_rot,k_rot"
+"""Default selection: what attention patterns are rebuilt from, too."""
 MARKER = ".dmi-demo"
 """File that marks a directory as the demo's own."""
 PROMPTS = {

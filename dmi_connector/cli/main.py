@@ -38,7 +38,7 @@ def make_parser() -> Parser:
 
     demo = commands.add_parser("demo", help="capture every hook of a tiny model and compare it with transformers")
     demo.add_argument("--dir", default="demo", help="where model, stores and picture go (default: demo)")
-    demo.add_argument("--hooks", default=None, help="what to capture (default: vllm-full)")
+    demo.add_argument("--hooks", default=None, help="what to capture (default: vllm-full,q_rot,k_rot)")
     demo.add_argument("--keep", action="store_true", help="keep the stores of earlier demos in DIR")
     demo.set_defaults(run=_demo)
 

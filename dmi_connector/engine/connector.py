@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 
-from dmi_connector.args import CONNECTOR
 from dmi_connector.engine.context import capture_context
 from dmi_connector.engine.messages import Report, StepMetadata
 from dmi_connector.engine.metrics import CaptureProm, CaptureStats, described
@@ -50,6 +49,7 @@ class DMIConnector(KVConnectorBase_V1):
         self._group, self._block_size = self._rows_group(kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             from dmi_connector.engine import sizing
+            from dmi_connector.engine.ignored import ignored_layers
             from dmi_connector.engine.replaced import ask_one_rank
             from dmi_connector.engine.tracker import Tracker
 
@@ -59,7 +59,9 @@ class DMIConnector(KVConnectorBase_V1):
             # While blocks of an ended request are kept, vLLM takes no other request of its id.
             keep = not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
             self.tracker = Tracker(self.context, self._block_size, keep_rows, kv_cache_config.num_blocks, keep)
-            self._refused = 0  # requests answered with dmi_error since the last step
+            self.tracker.warning = ignored_layers(vllm_config, self.context)
+            if self.tracker.warning:
+                logger.warning("dmi: ignored: %s", self.tracker.warning)
         else:
             self.exporter: Exporter | None = None
 
@@ -105,9 +107,7 @@ class DMIConnector(KVConnectorBase_V1):
         return self.tracker.step(scheduler_output, self._group)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        keep, response = self.tracker.finish(request, block_ids)
-        self._refused += response is not None and "dmi_error" in response
-        return keep, response
+        return self.tracker.finish(request, block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
@@ -240,10 +240,8 @@ class DMIConnector(KVConnectorBase_V1):
         if self.role == KVConnectorRole.WORKER:
             exporter = self._reporting()
             return None if exporter is None else exporter.meter.take()
-        if not self._refused:
-            return None
-        refused, self._refused = self._refused, 0
-        return CaptureStats({"refused": refused})
+        counts = self.tracker.take_counts()
+        return CaptureStats(counts) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CaptureStats | None:
@@ -263,13 +261,13 @@ class DMIConnector(KVConnectorBase_V1):
 def __getattr__(name: str) -> Any:
     """vLLM looks for the class that `kv_connector` names in the module that `kv_connector_module_path` names.
 
-    With kv_offloading_size it puts a connector of its own in the place of ours, but leaves our module.
+    With kv_offloading_size it puts a connector of its own in the place of ours, but leaves our module. Where there is
+    none, `refusals.check_alone` finds that.
     """
     if name.endswith("Connector"):
-        raise ValueError(
-            f"kv_offloading_size: it puts {name} in the place of {CONNECTOR}, so nothing would be captured; "
-            "remove --kv-offloading-size"
-        )
+        from dmi_connector.engine.refusals import replaced_by
+
+        raise replaced_by(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

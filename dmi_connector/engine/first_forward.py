@@ -10,6 +10,8 @@ from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
 _FEW_TOKENS = 2
+_SAMPLED = 1
+"""Rows of logits, one for each prompt of a batch."""
 
 
 def first_forward(model: Any, vllm_config: VllmConfig) -> None:
@@ -33,14 +35,17 @@ def first_forward(model: Any, vllm_config: VllmConfig) -> None:
         output = model(input_ids=ids, positions=positions, inputs_embeds=embeddings)
         hidden = output[0] if isinstance(output, tuple) else output
         if config.runner_type != "pooling":
-            model.compute_logits(hidden[:1])
+            model.compute_logits(hidden[:_SAMPLED])
 
 
 def _use_no_adapter(model: Any, vllm_config: VllmConfig) -> None:
-    """Let LoRA's layers, which share one mapping of tokens to adapters, use none for the first forward."""
+    """Let LoRA's layers use no adapter in the first forward. They share one mapping.
+
+    It maps each token to an adapter, and each row of logits: vLLM wraps the unembedding of most models too.
+    """
     from vllm.lora.layers import LoRAMapping
 
     wrapper = next(m.punica_wrapper for m in model.modules() if hasattr(m, "punica_wrapper"))
     slots = vllm_config.lora_config.max_loras
-    mapping = LoRAMapping((0,) * _FEW_TOKENS, (0,) * _FEW_TOKENS, is_prefill=True)
+    mapping = LoRAMapping((0,) * _FEW_TOKENS, (0,) * _SAMPLED, is_prefill=True)
     wrapper.update_metadata(mapping, [None] * slots, slots, vllm_config.model_config.get_vocab_size())

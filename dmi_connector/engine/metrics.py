@@ -26,7 +26,11 @@ COUNTERS = {
     "complete": ("captures_complete", "Captures whose store is written and whole"),
     **{f"incomplete.{r}": ("captures_incomplete", "Captures whose store lacks rows, by reason") for r in LABELS},
     "failed": ("captures_failed", "Captures that left no store"),
-    "refused": ("captures_refused", "Requests answered with dmi_error instead of a store"),
+    "refused": ("captures_refused", "Requests that were served without a capture: a bad option, or a limit"),
+    "cancelled": (
+        "captures_cancelled",
+        "Requests that ended before their first step, such as those aborted in the queue",
+    ),
     "bytes_exported": ("exported_bytes", "Bytes brought from the cache to the host buffer"),
     "bytes_raw": ("raw_bytes", "Bytes of finished captures before compression"),
     "bytes_stored": ("stored_bytes", "Bytes of finished captures as written"),

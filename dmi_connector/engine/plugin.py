@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 
+from dmi_connector.args import CONNECTOR, CONNECTOR_MODULE
 from dmi_connector.store.format.locks import LIFE_LOCK, hold_life_lock
 
 
 def register() -> None:
-    """Register the tapped model classes and the draft by name. vLLM imports one when it loads it."""
+    """Register the tapped model classes, the draft and the connector by name. vLLM imports one when it loads it."""
     parent = multiprocessing.parent_process()
     if LIFE_LOCK in os.environ and parent is not None and parent.pid is not None:
         from dmi_connector.engine.lifetime import end_with_parent
@@ -31,3 +33,12 @@ def register() -> None:
         if getattr(model, "module_name", "") == TRANSFORMERS and model.class_name in TRANSFORMERS_CLASSES:
             ModelRegistry.register_model(name, f"dmi_connector.engine.models:{model.class_name}")
     ModelRegistry.register_model("ExtractHiddenStatesModel", "dmi_connector.engine.row_cache:ExtractHiddenStatesModel")
+    _register_connector()
+
+
+@functools.cache  # once in a process: vLLM raises for a name that it knows
+def _register_connector() -> None:
+    """Let `kv_connector` alone name the connector. vLLM imports its module where it is chosen."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)

@@ -141,7 +141,8 @@ def _check_speculative(vllm_config: VllmConfig) -> None:
     if vllm_config.use_v2_model_runner and not (schedule and all(entry[-1] == 0 for entry in schedule)):
         raise ValueError(
             f"speculative_config: num_speculative_tokens_per_batch_size is {schedule!r}; set it to [[1, 65536, 0]] so "
-            "that each request decodes one token a step (data parallelism turns it off: use owner='target' there)"
+            "that each request decodes one token a step (docs/FROM_VLLM.md; data parallelism turns it off: use "
+            "owner='target' there)"
         )
 
 
@@ -222,13 +223,24 @@ def check_reductions(vllm_config: VllmConfig) -> None:
         )
 
 
+def replaced_by(name: str) -> ValueError:
+    """The error where vLLM puts another connector in the place of ours, which it does with kv_offloading_size."""
+    return ValueError(
+        f"kv_offloading_size: it puts {name} in the place of {CONNECTOR}, so nothing would be captured; "
+        "remove --kv-offloading-size"
+    )
+
+
 def check_alone(vllm_config: VllmConfig) -> None:
-    """Raises ValueError where our connector is one of several.
+    """Raises ValueError where our connector is one of several, and where vLLM has put another in its place.
 
     Rows of tokens whose keys and values another connector loads were never computed here.
     """
     transfer = vllm_config.kv_transfer_config
-    beside = [] if transfer is None else (transfer.kv_connector_extra_config or {}).get("connectors") or []
+    extra = {} if transfer is None else transfer.kv_connector_extra_config or {}
+    if vllm_config.cache_config.kv_offloading_size is not None and "store_dir" in extra:
+        raise replaced_by(transfer.kv_connector)
+    beside = extra.get("connectors") or []
     names = [one.get("kv_connector") for one in beside if isinstance(one, dict)]
     if CONNECTOR in names:
         others = ", ".join(str(name) for name in names if name != CONNECTOR)

@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
+from typing import TYPE_CHECKING
 
 from dmi_connector.wording import show
 
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
 logger = logging.getLogger("vllm.dmi_connector")
 
+_OF_BEAM_SEARCH = re.compile(r"-[0-9a-f]{16,32}-beam-\d+(-[0-9a-f]{8})?$")
+"""End of the ids of requests in which vLLM's server takes one step of a beam search each."""
 _LONGEST = 2000
 """Characters of a reason, the `dmi_error` of a response."""
 _EACH_S = 10.0
@@ -22,6 +29,22 @@ class RefusedRequests(dict[str, str]):
     def __init__(self) -> None:
         super().__init__()
         self._unlogged, self._log_from = 0, 0.0  # refusals since the last that was logged, when the next one may be
+        self._beams_logged = False
+
+    def beam_search(self, request: Request) -> bool:
+        """Whether a request is one step of a beam of vLLM's server: these lack the client's options, also `enabled`."""
+        sampling = request.sampling_params
+        found = (
+            request.kv_transfer_params is None
+            and sampling is not None
+            and sampling.max_tokens == 1  # the server asks for each step alone
+            and not sampling.detokenize
+            and _OF_BEAM_SEARCH.search(request.request_id) is not None
+        )
+        if found and not self._beams_logged:
+            logger.warning("dmi: requests of beam search are not captured: vLLM does not hand on their options")
+            self._beams_logged = True
+        return found
 
     def add(self, request_id: str, reason: str) -> None:
         """Keep a reason, in characters and of a length that any response can carry."""

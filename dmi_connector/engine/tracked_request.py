@@ -19,7 +19,8 @@ class Tracked:
     """One request under capture.
 
     quota_end: first position that `max_request_bytes` has no room for. exported: position up to which rows were handed
-    to the workers. due: number of computed tokens at which the next chunk is ready. opened: whether it was ever
+    to the workers. due: number of computed tokens at which the next chunk is ready. ignored: what of its options is,
+    in words. opened: whether it was ever
     scheduled. media: images and the like of its first turn. blocks: its blocks in the cache group of the rows.
     """
 
@@ -31,6 +32,7 @@ class Tracked:
     quota_end: int
     exported: int
     due: int
+    ignored: str = ""
     opened: bool = False
     media: int = 0
     blocks: list[int] = field(default_factory=list)

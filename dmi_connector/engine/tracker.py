@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-import re
+from collections import Counter
 from collections.abc import Iterable
 from itertools import compress
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.ignored import ignored_path
 from dmi_connector.engine.media import later_media, media_attributes
 from dmi_connector.engine.messages import STEPS_TOGETHER, Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.engine.quota import UNLIMITED, Quota, RequestBytes, row_bytes
@@ -24,6 +25,7 @@ from dmi_connector.request_options import CaptureParams
 from dmi_connector.store.format import completeness
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.paths import custom_directory, store_name
+from dmi_connector.wording import show
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -31,21 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.dmi_connector")
 
-_OF_BEAM_SEARCH = re.compile(r"-[0-9a-f]{16,32}-beam-\d+(-[0-9a-f]{8})?$")
-"""End of the ids of requests in which vLLM's server takes one step of a beam search each."""
 _HELD = 1 / 16
 """Share of the cache that blocks of ended requests may hold while their rows wait for others."""
-
-
-def _of_beam_search(request: Request) -> bool:
-    """Whether a request is one step of a beam of vLLM's server: these lack the client's options, also `enabled`."""
-    sampling = request.sampling_params
-    return (
-        sampling is not None
-        and sampling.max_tokens == 1  # the server asks for each step alone
-        and not sampling.detokenize
-        and _OF_BEAM_SEARCH.search(request.request_id) is not None
-    )
 
 
 class Tracker:
@@ -91,7 +80,9 @@ class Tracker:
         self._staged = False  # whether rows lie in a worker's staging memory
         self.lost: dict[int, list[list[int]]] = {}
         self._captures = 0
-        self._beams_told = False  # whether the log says that beam search is not captured
+        self._counts: Counter[str] = Counter()  # requests that ended without a capture, since they were last taken
+        self.warning = ""  # of all responses: what of the engine's configuration is ignored
+        self._path_told = False  # whether the log says that paths of requests are ignored
         self._row_bytes = row_bytes(context, context.selection)  # takes 0.2 ms for 400 tensors: too long for a request
         self.quota = Quota(context.options)
 
@@ -100,10 +91,7 @@ class Tracker:
     def on_new_request(self, request: Request) -> None:
         """Read the request's options. An error is kept for the response; the request is served."""
         request_id = request.request_id
-        if request.kv_transfer_params is None and _of_beam_search(request):
-            if not self._beams_told:
-                logger.warning("dmi: requests of beam search are not captured: vLLM does not hand on their options")
-            self._beams_told = True
+        if self.refused.beam_search(request):
             return
         try:
             params = CaptureParams.parse(request.kv_transfer_params)
@@ -139,8 +127,12 @@ class Tracker:
         if options.sink == "disk":
             self.quota.admit(path, size.until(prompt if params.stop is None else min(prompt, params.stop)))
         self._captures += 1
+        ignored = ignored_path(request.kv_transfer_params)
+        if ignored and not self._path_told:
+            logger.warning("dmi: ignored in request %s: %s", show(request.request_id), ignored)
+            self._path_told = True
         due = params.start + options.chunk_tokens
-        return Tracked(request, params, self._captures, path, selection, quota_end, params.start, due)
+        return Tracked(request, params, self._captures, path, selection, quota_end, params.start, due, ignored)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
@@ -305,12 +297,14 @@ class Tracker:
         request_id = request.request_id
         refused = self.refused.pop(request_id, None)
         if refused is not None:
+            self._counts["refused"] += 1
             return False, {"dmi_error": refused}
         tracked = self.tracked.pop(request_id, None)
         if tracked is None:
             return False, None
         self.quota.ended(tracked.path, nothing=not tracked.opened)
         if not tracked.opened:
+            self._counts["cancelled"] += 1
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
         self._with_logits -= tracked.has_logits
         close = self._close(tracked, blocks)
@@ -320,6 +314,11 @@ class Tracker:
             close.keeps_blocks = request_id
             self.held[request_id] = request, len(blocks)
         return keep, self._response(tracked, close)
+
+    def take_counts(self) -> dict[str, int]:
+        """Requests that ended without a capture since the last call, by key of `metrics.COUNTERS`."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
 
     def _keeps(self, blocks: list[int]) -> bool:
         """Whether the blocks of an ended request are kept.
@@ -364,6 +363,8 @@ class Tracker:
             response["dmi_missing"] = sorted(lost)
         if not close.length and not close.losses:
             response["dmi_reason"] = tracked.why_empty()
+        if warnings := [text for text in (self.warning, tracked.ignored) if text]:
+            response["dmi_warning"] = "; ".join(warnings)
         return response
 
     def _close(self, tracked: Tracked, blocks: list[int]) -> Close:

@@ -28,7 +28,7 @@ EAGER = {"enforce_eager": True}
 
 
 def core_requests(run: Run, llm: object) -> None:
-    """The requests that every architecture answers: edges, prefix hits, n = 3, prompt only, an early stop."""
+    """The requests that every architecture answers: edges, prefix hits, prompt logprobs, n = 3, prompt only, a stop."""
     generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
     stop = run.replies["len33"].outputs[0].token_ids[4]
     generate(
@@ -36,6 +36,12 @@ def core_requests(run: Run, llm: object) -> None:
         run,
         {
             "again": Ask(prompt(300)),
+            "scored": Ask(prompt(300), sampling={"prompt_logprobs": 1}),
+            # Read from the cache, vLLM has no logprobs of these tokens, and cannot write their text.
+            "scored-hit": Ask(
+                prompt(300),
+                sampling={"prompt_logprobs": 1, "skip_reading_prefix_cache": False, "detokenize": False},
+            ),
             "shared": Ask(prompt(300)[:256] + prompt(20, seed=1)),
             "three": Ask(
                 prompt(129, seed=2),

@@ -44,7 +44,7 @@ def test_the_demo_captures_every_hook_of_its_prompts(result: Result) -> None:
     captures = result.captures()
     assert sorted(c.attrs["key"] for c in captures) == sorted(demo.PROMPTS)
     for capture in captures:
-        assert set(capture.attrs["hooks"]) == set(PRESETS["vllm-full"]) & USUAL_HOOKS, capture
+        assert set(capture.attrs["hooks"]) == (set(PRESETS["vllm-full"]) | {"q_rot", "k_rot"}) & USUAL_HOOKS, capture
         assert len(capture.token_ids) == capture.prompt_len + demo.NEW_TOKENS - 1, capture
         assert all(capture.layers[hook] in ([0, 1, 2], []) for hook in capture.hooks), capture.layers
         assert capture.numpy("logits").shape == (demo.NEW_TOKENS, 512), capture

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dmi_connector import find_captures
+from dmi_connector import find_captures, open_capture
 from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.unembedding import Unembedding, log_softmax
 from dmi_connector.cli.tiny_models import ARCHS
 from tests.engine.check import check_store, hooks_of
 from tests.engine.conftest import LENGTHS
 from tests.engine.harness import BLOCK, Run, prompt
+from tests.runner import ATOL
 
 # Every architecture compiled (two that are built like others, and experts, in the long part); eager where its code
 # path differs: a fused add-and-norm (qwen3), experts behind an opaque op (qwen3_moe), plain norms (gpt2). Rows owned by
@@ -94,6 +97,27 @@ def test_a_long_prompt_is_prefilled_in_several_steps(run: Run) -> None:
 def test_prefix_cache_hits_export_the_shared_rows(run: Run, twin: Oracle, arch: str, name: str) -> None:
     assert run.replies[name].num_cached_tokens == 2 * BLOCK, "no prefix-cache hit: this test shows nothing"
     check(run, name, twin, arch)
+
+
+@pytest.mark.parametrize(("name", "hit"), [("scored", 0), ("scored-hit", 2 * BLOCK)])
+def test_prompt_logprobs_take_no_row_of_logits(run: Run, twin: Oracle, arch: str, name: str, hit: int) -> None:
+    """vLLM computes logits of prompt tokens in the same steps."""
+    assert run.replies[name].num_cached_tokens == hit, "not the hit this test is about"
+    check(run, name, twin, arch)
+
+
+def test_logits_of_prompt_tokens_come_from_the_residual_stream(
+    run: Run, arch: str, tiny_model: Callable[..., Path]
+) -> None:
+    """They are vLLM's own, as docs/CAPTURING.md says."""
+    end, theirs = Unembedding.load(tiny_model(arch)), run.replies["scored"].prompt_logprobs
+    rows = open_capture(run.store("scored"), timeout=300).numpy("resid_final", tokens=slice(0, 300))
+    mine = log_softmax(end.logits(rows))
+    assert theirs is not None and len(theirs) == len(mine) == 300
+    for position, of_tokens in enumerate(theirs[1:], 1):
+        assert of_tokens
+        for token, logprob in of_tokens.items():
+            assert abs(mine[position - 1, token] - logprob.logprob) <= ATOL, f"{position}: {token}"
 
 
 def test_every_child_of_n_3_has_its_own_store(run: Run, twin: Oracle, arch: str) -> None:

@@ -168,6 +168,7 @@ def refusals(llm: LLM, run: Run) -> None:
     run.facts["refused"] = {
         "min_p": refused(min_p=0.5, temperature=1.0),
         "logit_bias": refused(logit_bias={7: 1.0}),
+        "trace_decode_token_ids": refused(trace_decode_token_ids=[7, 8]),
     }
     if V2:
         generate(llm, run, asked("custom", prompt(70, 8), sampling={"extra_args": {"force": 99}}))

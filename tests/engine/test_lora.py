@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from tests.adapters import RANK, make_adapter
 from tests.engine.check import check_store, cosines, hooks_of
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 
-ARCH = "qwen2"
 ADAPTERS = ("first", "second")
 REQUESTS = {"none": None, "first": "first", "second": "second", "first-long": "first", "none-long": None}
 """One batch: the adapter of each request."""
@@ -25,33 +25,64 @@ LEAST_COSINE = 0.999
 """Of a row in bfloat16 with transformers' in float32."""
 SLOTS = 3
 """One is empty: on a CPU vLLM takes the last slot for tokens that have no adapter."""
+ENGINES = [
+    ("qwen2", "compiled", "draft"),  # the one of these whose unembedding vLLM does not wrap
+    ("qwen3", "eager", "draft"),
+    ("qwen3", "compiled", "target"),
+    ("llama", "eager", "target"),
+]
+"""Each architecture, mode and owner, and each pair of mode and owner."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """A tiny model, adapters of it, and transformers' model with each adapter merged. None: without one."""
+
+    model: Path
+    folders: dict[str, Path]
+    oracles: dict[str | None, Oracle]
 
 
 @pytest.fixture(scope="session")
-def adapters(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Path]:
-    """The adapters' folders by name, and their models' by name and "-merged"."""
-    root, model = tmp_path_factory.mktemp("adapters"), tiny_model(ARCH)
-    for seed, name in enumerate(ADAPTERS):
-        make_adapter(model, root / name, root / f"{name}-merged", seed)
-    return {None: model, **{name: root / name for name in ADAPTERS}}
+def adapters(
+    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Adapters]:
+    """adapters(arch): of ADAPTERS and "reloaded", made once a session."""
+    made: dict[str, Adapters] = {}
+
+    def get(arch: str) -> Adapters:
+        if arch not in made:
+            root, model = tmp_path_factory.mktemp(f"adapters-{arch}"), tiny_model(arch)
+            folders = {name: root / name for name in (*ADAPTERS, "reloaded")}
+            for seed, folder in enumerate(folders.values()):
+                make_adapter(model, folder, Path(f"{folder}-merged"), seed)
+            merged = {name: Oracle(Path(f"{folder}-merged")) for name, folder in folders.items()}
+            made[arch] = Adapters(model, folders, {None: oracle(arch), **merged})
+        return made[arch]
+
+    return get
 
 
-@pytest.fixture(scope="session")
-def oracles(adapters: dict[str | None, Path]) -> dict[str | None, Oracle]:
-    merged = {name: folder if name is None else Path(f"{folder}-merged") for name, folder in adapters.items()}
-    return {name: Oracle(model) for name, model in merged.items()}
+def check(run: Run, name: str, oracle: Oracle, arch: str) -> None:
+    """A store has the values of `oracle`."""
+    reply = run.replies[name]
+    store = run.store(name), oracle, run.tokens(name), len(reply.prompt_token_ids), hooks_of(arch)
+    if runner.GPU:
+        found = cosines(*store)
+        assert min(found.values()) >= LEAST_COSINE, f"{name}: {found}"
+    else:
+        check_store(*store)
 
 
-@pytest.mark.parametrize("owner", ["draft", "target"])
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize(("arch", "mode", "owner"), ENGINES)
 def test_each_request_of_a_batch_has_the_values_of_its_adapter(
-    mode: str, owner: str, adapters: dict[str | None, Path], oracles: dict[str | None, Oracle], tmp_path: Path
+    arch: str, mode: str, owner: str, adapters: Callable[[str], Adapters], tmp_path: Path
 ) -> None:
     from vllm.lora.request import LoRARequest
 
-    run = Run(tmp_path)
+    run, tiny = Run(tmp_path), adapters(arch)
     args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, **SMALL)
-    wanted = {name: LoRARequest(name, 1 + i, str(adapters[name])) for i, name in enumerate(ADAPTERS)}
+    wanted = {name: LoRARequest(name, 1 + i, str(tiny.folders[name])) for i, name in enumerate(ADAPTERS)}
     lora = {"enable_lora": True, "max_loras": SLOTS, "max_lora_rank": RANK, "enforce_eager": mode == "eager"}
     asks = {
         name: Ask(prompt(200 if name.endswith("long") else 40), lora=adapter and wanted[adapter])
@@ -59,15 +90,16 @@ def test_each_request_of_a_batch_has_the_values_of_its_adapter(
     }
     if runner.GPU:
         lora["dtype"] = "bfloat16"  # vLLM's kernels for adapters take no float32
-    with engine(adapters[None], **args, **lora) as llm:
+    again = LoRARequest("first", 1, str(tiny.folders["reloaded"]), load_inplace=True)
+    with engine(tiny.model, **args, **lora) as llm:
         generate(llm, run, asks)
+        generate(llm, run, {"reloaded": Ask(prompt(40), lora=again), "second-still": asks["second"]})
     for name, adapter in REQUESTS.items():
-        store = run.store(name), oracles[adapter], run.tokens(name), len(asks[name].prompt), hooks_of(ARCH)
-        if runner.GPU:
-            found = cosines(*store)
-            assert min(found.values()) >= LEAST_COSINE, f"{name}: {found}"
-        else:
-            check_store(*store)
+        check(run, name, tiny.oracles[adapter], arch)
         assert open_capture(run.store(name)).attrs["adapter"] == adapter
-    streams = [open_capture(run.store(name)).numpy("q", layer=0)[:40] for name in ("none", "first", "second")]
+    check(run, "reloaded", tiny.oracles["reloaded"], arch)
+    check(run, "second-still", tiny.oracles["second"], arch)
+    assert open_capture(run.store("reloaded")).attrs["adapter"] == "first", "the new weights have the old name"
+    names = ("none", "first", "second", "reloaded")
+    streams = [open_capture(run.store(name)).numpy("q", layer=0)[:40] for name in names]
     assert all(abs(a - b).max() > 0.1 for a, b in combinations(streams, 2)), "adapters that change little show less"

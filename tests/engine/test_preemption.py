@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that lose their blocks and begin again still give whole stores."""
+"""Requests that lose their blocks and begin again still give whole stores, and so do those that many aborts spare."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,6 +14,9 @@ from dmi_connector import capture_args, find_captures
 from dmi_connector.analysis.transformers_oracle import Oracle
 from tests.engine.check import check_store, hooks_of
 from tests.engine.harness import ALL_HOOKS, CHUNK, SMALL, Ask, Run, engine, finish, generate, prompt, step, submit
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 # Each ends in its second or third block of 128, and there are six for all of them (one more is never used).
 LENGTHS = (90, 100, 110, 200)
@@ -28,6 +32,34 @@ CONFIGURATIONS = {
     "draft, no prefix caching": ("draft", False),
     "target, prefix caching": ("target", True),
 }
+
+
+STORM = {
+    f"storm{n}": Ask(prompt(60 + n, 2), {"include_output_tokens": True, "dmi": {"key": f"storm{n}"}}) for n in range(30)
+}
+SPARED = [*STORM][::6]
+
+
+def storm(llm: LLM, run: Run) -> None:
+    """Nearly all of many requests are aborted, most of them in the queue, and one id comes three times at once."""
+    tracker, counts = llm.llm_engine.engine_core.engine_core.scheduler.connector.tracker, Counter[str]()
+    take = tracker.take_counts
+
+    def noted() -> dict[str, int]:
+        taken = take()
+        counts.update(taken)
+        return taken
+
+    tracker.take_counts = noted
+    submit(llm, STORM)
+    for _ in range(3):
+        step(llm, run)
+    llm.llm_engine.abort_request([name for name in STORM if name not in SPARED])
+    for _ in range(3):
+        submit(llm, {"same": Ask(prompt(40, 3), {"include_output_tokens": True, "dmi": {"key": "same"}})})
+    finish((llm, run))
+    noted()
+    run.facts["counts"] = counts
 
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS)
@@ -58,6 +90,7 @@ def run(
         llm.llm_engine.abort_request([victim])
         run.facts["victim"] = victim
         finish((llm, run))
+        storm(llm, run)
     return run
 
 
@@ -77,3 +110,18 @@ def test_a_request_aborted_while_preempted_keeps_its_whole_chunks(run: Run, orac
             assert not run.replies[name].finished and len(ask.prompt) < known and rows < known, "it shows less"
             options = {"rows": (0, rows), "missing": [[rows, known]]}
         check_store(capture.store, oracle("qwen3"), tokens, len(ask.prompt), hooks_of("qwen3"), **options)
+
+
+def test_a_storm_of_aborts_leaves_the_others_whole(run: Run, oracle: Callable[..., Oracle]) -> None:
+    for name in SPARED:
+        check_store(run.store(name), oracle("qwen3"), run.tokens(name), len(STORM[name].prompt), hooks_of("qwen3"))
+    stored = sum(len(find_captures(run.store_dir, key=name)) for name in STORM)
+    assert len(SPARED) < stored < len(STORM) // 2, "some ran, most did not"
+    assert run.facts["counts"] == {"cancelled": len(STORM) - stored}
+
+
+def test_requests_of_one_id_at_once_have_a_store_each(run: Run, oracle: Callable[..., Oracle]) -> None:
+    captures = find_captures(run.store_dir, key="same")
+    assert len({capture.request_id for capture in captures}) == 3
+    for capture in captures:
+        check_store(capture.store, oracle("qwen3"), run.tokens("same"), 40, hooks_of("qwen3"))

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with quantised weights: values of the weights that the quantised ones stand for, tokens as without capture."""
+"""Quantised weights and caches: the values that the model computed with them, tokens as without capture."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dmi_connector import capture_args
+from dmi_connector import Capture, capture_args, open_capture
 from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.cli.tiny_models import make_model
 from tests.engine.check import cosines, hooks_of
@@ -52,3 +53,53 @@ def test_quantised_weights_give_their_values_and_the_same_tokens(
         assert tokens == runs["stock"].tokens(name)
         found = cosines(run.store(name), oracle, tokens, len(ask.prompt), hooks_of("qwen3"))
         assert min(found.values()) >= LEAST_COSINE[scheme], f"{name}: {found}"
+
+
+def nearest(values: torch.Tensor) -> torch.Tensor:
+    """Values as an fp8 cache has them."""
+    return values.to(torch.float8_e4m3fn).float()
+
+
+def towards_zero(values: torch.Tensor) -> torch.Tensor:
+    """The same where bits are cut off, as vLLM's kernel for a CPU does."""
+    rounded = values.to(torch.float8_e4m3fn)
+    larger = rounded.float().abs() > values.abs()
+    return (rounded.view(torch.uint8) - larger.to(torch.uint8)).view(torch.float8_e4m3fn).float()
+
+
+def attended(capture: Capture, layer: int, cached: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What attention gives in a layer, float32 [tokens, heads * head_dim], from stored queries, keys and values.
+
+    cached: makes keys and values what the cache has of them.
+    """
+    dims = capture.attrs["dims"]
+    size, groups = dims["head_dim"], dims["heads"] // dims["kv_heads"]
+    q, k, v = (torch.from_numpy(capture.numpy(name, layer=layer)) for name in ("q_rot", "k_rot", "v"))
+    k, v = cached(k), cached(v)
+    q, k, v = (x.view(len(x), -1, size).transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(groups, 0) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out.transpose(0, 1).flatten(1)
+
+
+def test_a_quantised_cache_gives_what_attention_made_of_it(known_models: None, tmp_path: Path) -> None:
+    """`k_rot` and `v` are those before the cache, `z` is what comes of the ones in it, in prefill and decode."""
+    model = make_model("qwen3", tmp_path / "model")
+    runs = {name: Run(tmp_path / name) for name in ("captured", "stock")}
+    capture: dict[str, Any] = capture_args(ALL_HOOKS, runs["captured"].store_dir, **SMALL)
+    for name, run in runs.items():
+        args = capture if name == "captured" else {}
+        with engine(model, kv_cache_dtype="fp8", enforce_eager=True, **args) as llm:
+            generate(llm, run, ASKS)
+    oracle = Oracle(model)
+    for name, ask in ASKS.items():
+        run = runs["captured"]
+        assert run.tokens(name) == runs["stock"].tokens(name)
+        found = cosines(run.store(name), oracle, run.tokens(name), len(ask.prompt), hooks_of("qwen3"))
+        assert min(found.values()) >= 0.98, f"{name}: {found}"
+        store = open_capture(run.store(name))
+        for layer in range(3):
+            z = torch.from_numpy(store.numpy("z", layer=layer))
+            off = {how: (z - attended(store, layer, how)).abs().max() for how in (nearest, towards_zero, torch.clone)}
+            assert min(off[nearest], off[towards_zero]) <= 1e-5, f"{name}: layer {layer}: {off}"
+            assert off[torch.clone] > 1e-3, "the cache was not quantised"

@@ -16,7 +16,7 @@ from dmi_connector import capture_args, open_capture
 from dmi_connector.args import OWNERS
 from dmi_connector.engine import context, contract, refusals
 from dmi_connector.engine.architectures import ARCHITECTURES, Architecture
-from dmi_connector.engine.context import capture_context
+from dmi_connector.engine.context import capture_context, is_active
 from dmi_connector.engine.contract_names import NAMES, Name
 from dmi_connector.engine.features import features_of_hooks
 from dmi_connector.engine.replaced import decomposed_experts
@@ -58,6 +58,9 @@ def test_a_good_configuration_is_accepted(model: Path, tmp_path: Path) -> None:
         ({"chunk_tokens": 0}, ["chunk_tokens", "0", "whole number from 1"]),
         ({"segment_tokens": 100}, ["segment_tokens", "100", "multiple of chunk_tokens (128)"]),
         ({"polcy": "drop"}, ["'polcy'", "did you mean 'policy'"]),
+        ({"shared_storage_path": "/x"}, ["'shared_storage_path'", "did you mean 'store_dir'?", "docs/FROM_VLLM.md"]),
+        ({"num_writer_threads": 8}, ["'num_writer_threads'", "did you mean 'writers'?", "docs/FROM_VLLM.md"]),
+        ({"use_synchronization_lock": True}, ["'use_synchronization_lock'", "leave it out", "docs/FROM_VLLM.md"]),
         ({"store_dir": ""}, ["store_dir", "''", "directory where stores are written"]),
         ({"store_dir": "/dev/null/x"}, ["store_dir", "'/dev/null/x'", "choose another"]),
     ],
@@ -313,6 +316,20 @@ def test_experts_over_both_kinds_of_ranks_are_refused(
             capture_context(config)
     else:
         assert capture_context(config).tp == tp
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_a_connector_in_the_place_of_ours_is_refused_without_our_module_too(
+    model: Path, tmp_path: Path, owner: str
+) -> None:
+    """Each model asks whether capture is on. test_compatibility.py has the case with `kv_connector_module_path`."""
+    capture = capture_args("hidden-states", tmp_path, owner)
+    del capture["kv_transfer_config"]["kv_connector_module_path"]
+    assert is_active(vllm_config(model, tmp_path, **capture))
+    with pytest.raises(ValueError, match=r"kv_offloading_size: it puts OffloadingConnector .*; remove --kv-offloading"):
+        is_active(vllm_config(model, tmp_path, **capture, kv_offloading_size=0.1))
+    offloading = {"kv_transfer_config": None, "speculative_config": None, "kv_offloading_size": 0.1}
+    assert not is_active(vllm_config(model, tmp_path, **offloading)), "without our options it is left alone"
 
 
 def test_a_list_as_additional_config_is_refused(model: Path, tmp_path: Path) -> None:

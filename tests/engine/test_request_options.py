@@ -35,6 +35,7 @@ GOOD = {
     "generated": asked(tokens=[44, 48]),
     "beyond": asked(tokens=[300, 400]),
     "spans": asked(loss_spans=[[0, 3], [30, 40]]),
+    "path": Ask(prompt(LENGTH), kv={"include_output_tokens": True, "hidden_states_path": "/nowhere/a.safetensors"}),
 }
 # Request options -> what the reason must name: option, value, fix.
 BAD: dict[str, tuple[Any, list[str]]] = {
@@ -76,6 +77,8 @@ BAD: dict[str, tuple[Any, list[str]]] = {
 def run(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = Run(tmp_path_factory.mktemp("options"))
     args = capture_args(f"{ALL_HOOKS},-ln1", run.store_dir, chunk_tokens=CHUNK, segment_tokens=SEGMENT)
+    del args["kv_transfer_config"]["kv_connector_module_path"]  # the plugin has registered the name
+    args["speculative_config"]["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2]
     with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
         generate(llm, run, {name: Ask(prompt(LENGTH), kv=kv) for name, (kv, _) in BAD.items()})
         generate(llm, run, {"off": asked(enabled=False, key="off")})
@@ -104,6 +107,14 @@ def test_refused_and_disabled_captures_leave_nothing_on_disk(run: Run) -> None:
     assert {c.store.name for c in find_captures(run.store_dir)} == stores
 
 
+def test_responses_name_what_is_ignored(run: Run) -> None:
+    """Layer ids of the engine's configuration, and the path of a request."""
+    said = {name: run.replies[name].kv_transfer_params["dmi_warning"] for name in ("plain", "path")}
+    assert said["plain"].startswith("eagle_aux_hidden_state_layer_ids: [1, 2] choose nothing here")
+    assert said["path"].startswith(f"{said['plain']}; hidden_states_path: '/nowhere/a.safetensors' is ignored")
+    assert not Path("/nowhere").exists()
+
+
 def test_spans_to_train_on_are_kept_as_given(run: Run) -> None:
     spans = {name: open_capture(run.store(name), 0).attrs.get("loss_spans") for name in ("spans", "plain")}
     assert spans == {"spans": [[0, 3], [30, 40]], "plain": None}
@@ -118,6 +129,7 @@ def test_a_bad_request_does_not_harm_its_neighbour(run: Run, oracle: Callable[..
     ("name", "hooks", "rows", "layers"),
     [
         ("plain", SERVED, (0, 51), {}),
+        ("path", SERVED, (0, 51), {}),
         ("key", SERVED, (0, 51), {}),
         ("hooks", ["q", "mlp_out"], (0, 51), {"mlp_out": [0, 1]}),
         ("hook list", ["q_rot", "k_rot", "v"], (0, 51), {}),

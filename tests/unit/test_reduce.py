@@ -18,7 +18,7 @@ from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.pca import Pca, fit
 from dmi_connector.reduce.projection import DISTRIBUTIONS, RandomProjection, matrix
-from dmi_connector.reduce.topk import TopK
+from dmi_connector.reduce.topk import MOST, TopK
 
 SPECS = [
     "int8",
@@ -117,6 +117,43 @@ def test_round_gives_the_nearest_value_with_that_many_mantissa_bits(dtype: torch
             finite, np.ldexp(np.rint(mantissa * 2.0 ** (bits + 1)) / 2.0 ** (bits + 1), exponent), x.double()
         )
     np.testing.assert_array_equal(got.double().numpy(), want)  # numpy's rint is ties to even too
+
+
+@pytest.mark.parametrize(("width", "index_bytes"), [(65_535, 2), (65_536, 2), (65_537, 4)])
+def test_indexes_of_topk_take_two_bytes_up_to_a_width_of_65536(width: int, index_bytes: int) -> None:
+    x = torch.zeros(2, width)
+    x[0, [0, 9, -1]] = torch.tensor([1.0, -2.0, 4.0])
+    x[1, [7, -2, -1]] = torch.tensor([3.0, 0.5, -0.25])
+    reduction = TopK(3, exact=True)
+    stored = reduction.encode(x).numpy()
+    assert stored.shape[1] == reduction.stored_width(width, "float32") == -(-3 * index_bytes // 4) * 4 + 12
+    kind = np.dtype(f"<u{index_bytes}")
+    np.testing.assert_array_equal(
+        stored[:, : 3 * index_bytes].copy().view(kind), [[0, 9, width - 1], [7, width - 2, width - 1]]
+    )
+    np.testing.assert_array_equal(reduction.decode(stored, width, "float32"), x.numpy())
+
+
+def test_topk_keeps_a_whole_row_and_one_value() -> None:
+    """The most and the least that it takes."""
+    x = rows(6, 40)
+    x[1] = 0
+    whole, one = TopK(40, exact=True, sample=40), TopK(1, exact=True)
+    for reduction in (whole, one):
+        reduction.check(40)
+    np.testing.assert_array_equal(whole.decode(whole.encode(x).numpy(), 40, "bfloat16"), x.float().numpy())
+    places, values = whole.sampled(whole.encode(x).numpy(), 40, "bfloat16")
+    np.testing.assert_array_equal(np.sort(places, axis=1), np.tile(np.arange(40), (6, 1)))
+    np.testing.assert_array_equal(np.take_along_axis(x.float().numpy(), places, 1), values)
+    kept = one.decode(one.encode(x).numpy(), 40, "bfloat16")
+    assert np.count_nonzero(kept, axis=1).tolist() == [1, 0, 1, 1, 1, 1]
+    np.testing.assert_array_equal(np.abs(kept).max(1), x.abs().amax(1).float().numpy())
+    for most in (TopK(MOST), TopK(1, sample=MOST)):
+        most.check(MOST)
+    with pytest.raises(ReduceError, match="keeps more than the 39 values"):
+        TopK(40).check(39)
+    with pytest.raises(ReduceError, match="samples more than the 39 values"):
+        TopK(1, sample=40).check(39)
 
 
 @pytest.mark.parametrize("width", [40, 70_000])

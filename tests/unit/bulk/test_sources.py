@@ -99,16 +99,30 @@ def test_every_format_gives_the_same_rows_in_any_order(form: str, tmp_path: Path
     assert sorted(number for _, number, _ in shuffled) == list(range(45))
     assert all(row == want[number] for _, number, row in shuffled)
     assert [n for _, n, _ in shuffled] != [n for _, n, _ in loaded(source, Order(shuffle=4), tmp_path)]
-    assert loaded(source, Order(shuffle=3, limit=20, share=1, shares=4), tmp_path) == shuffled[1:20:4]
-    assert loaded(source, Order(limit=20, share=1, shares=4), tmp_path) == [(i, i, want[i]) for i in range(1, 20, 4)]
+    assert loaded(source, Order(shuffle=3, limit=21, share=1, shares=4), tmp_path) == shuffled[1:21:4]
+    assert loaded(source, Order(limit=21, share=1, shares=4), tmp_path) == [(i, i, want[i]) for i in range(1, 21, 4)]
     assert list(tmp_path.iterdir()) == [next(tmp_path.iterdir())], "files of the shuffle have no name"
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("order", [Order(), Order(shuffle=1), Order(limit=20, share=1, shares=3)])
+@pytest.mark.parametrize("order", [Order(), Order(shuffle=1), Order(limit=20, share=2, shares=3)])
 def test_the_number_of_rows_is_known_at_the_end(form: str, order: Order, tmp_path: Path) -> None:
     rows = order.rows(open_source(FORMATS[form](tmp_path / "p", 45), Columns()), tmp_path)
     assert len(list(rows)) == rows.total()
+
+
+@pytest.mark.parametrize("limit", [None, 300])
+def test_the_number_of_rows_is_estimated_from_a_hundred(tmp_path: Path, limit: int | None) -> None:
+    """Lines of one length, of which each third is taken. Their number is not known before the last."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n' * 100_000)
+    rows = Order(limit=limit, share=2, shares=3).rows(open_source(path, Columns()), tmp_path)
+    found: list[int | None] = []
+    each = iter(rows)
+    for _ in range(100):
+        found.append(rows.total() if next(each) else None)
+    assert found[:99] == [None] * 99 and rows.estimates()
+    assert found[99] == len(range(2, 300, 3)) if limit else 25_000 < (found[99] or 0) < 40_000
 
 
 def test_lines_that_are_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +230,25 @@ def test_the_identity_of_an_input_is_its_content(tmp_path: Path) -> None:
 def test_a_permutation_has_every_number_once(total: int) -> None:
     for seed in (0, 1, 2**70):
         assert sorted(permuted(i, total, seed) for i in range(total)) == list(range(total))
+
+
+ORDERS = [
+    # total, seed, its numbers at some positions
+    (4, 0, {0: 1, 1: 3, 2: 0, 3: 2}),
+    (16, 1, {0: 3, 1: 14, 2: 10, 3: 0, 8: 8, 14: 13, 15: 12}),
+    (64, 0, {0: 42, 1: 32, 2: 51, 3: 10, 32: 24, 62: 8, 63: 11}),
+    (65, 7, {0: 45, 1: 0, 2: 26, 3: 4, 32: 44, 63: 7, 64: 60}),
+    (1000, 1180591620717411303424, {0: 768, 1: 68, 2: 620, 3: 26, 500: 259, 998: 596, 999: 303}),
+    (1048576, 3, {0: 1009391, 1: 44462, 2: 535596, 3: 922136, 524288: 912511, 1048574: 751530, 1048575: 738452}),
+    (1048577, 3, {0: 781922, 1: 240683, 2: 814140, 3: 320433, 524288: 70571, 1048575: 313463, 1048576: 621844}),
+]
+"""What was shuffled once must come in the same order from a later version: a run that goes on takes up its position."""
+
+
+@pytest.mark.parametrize(("total", "seed", "numbers"), ORDERS)
+def test_a_seed_gives_one_order_for_ever(total: int, seed: int, numbers: dict[int, int]) -> None:
+    """Also where the rows fill a power of 4, the numbers that are permuted at first."""
+    assert {position: permuted(position, total, seed) for position in numbers} == numbers
 
 
 def test_a_permutation_moves_rows_everywhere() -> None:

@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
+from dmi_connector.engine.coverage import UNWRITTEN
 from dmi_connector.engine.messages import Report
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Parcel, Progress
+from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format.completeness import Cause
 from dmi_connector.store.write.ring import Ring
+from tests.exporterkit import Noted
 from tests.trackerkit import ask, generate, make_tracker
 
 
@@ -99,3 +102,54 @@ def test_a_parcel_does_not_wait_for_room_in_the_ring(ring: Ring) -> None:
     assert full is not None and not parcel.reserve() and parcel.extent is None
     parcel.lose(Cause.FELL_BEHIND)  # it has no memory to give back
     assert ring.used == 8192
+
+
+EMBED = PayloadLayout((ArraySpec("embed", "float32", (), 8),))
+STARTS = 16, 0, 32
+"""First row of the chunk of each payload of a parcel, of as many captures."""
+COUNT = 30
+
+
+def parcel_of(ring: Ring, checked: bool) -> tuple[Parcel, list[Noted], Progress]:
+    """A parcel of three captures' chunks in the ring, each with values of its own."""
+    layout: Any = SimpleNamespace(payload=EMBED, table=None)
+    notes, progress = [Noted(ring, EMBED.token_bytes) for _ in STARTS], Progress()
+    captures = [CaptureExport(i, layout, note, 0, ring, progress, checked=checked) for i, note in enumerate(notes)]  # type: ignore[arg-type]
+    chunks = [ChunkTransfer(capture, first, np.arange(COUNT)) for capture, first in zip(captures, STARTS, strict=True)]
+    parcel = Parcel(chunks)
+    assert parcel.reserve() and parcel.extent is not None
+    for number, (chunk, offset) in enumerate(zip(chunks, parcel.offsets, strict=True)):
+        ring.view(parcel.extent)[offset : offset + chunk.nbytes] = number + 1
+    return parcel, notes, progress
+
+
+@pytest.mark.parametrize("poisoned", [(), (0,), (1,), (2,), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("row", [0, COUNT - 1])
+def test_each_payload_of_a_parcel_is_looked_at(ring: Ring, poisoned: tuple[int, ...], row: int) -> None:
+    """Rows that no tap wrote are lost, in whichever payload they lie. The others go on."""
+    parcel, notes, progress = parcel_of(ring, checked=True)
+    assert parcel.extent is not None
+    for number in poisoned:
+        at = parcel.offsets[number] + row * EMBED.arrays[0].token_bytes
+        ring.view(parcel.extent)[at : at + 4] = np.array([UNWRITTEN] * 2, np.uint16).view(np.uint8)
+    parcel.deliver()
+    for number, (note, chunk) in enumerate(zip(notes, parcel.transfers, strict=True)):
+        losses = [(loss.cause, loss.rows) for loss in chunk.capture.losses]
+        lost = (STARTS[number], STARTS[number] + COUNT)
+        assert losses == ([(Cause.UNWRITTEN, (lost,))] if number in poisoned else []), number
+        whole = (STARTS[number], COUNT, bytes([number + 1]) * chunk.nbytes)
+        assert note.chunks == ([] if number in poisoned else [whole]), number
+    assert progress.counts["bytes_exported"] == sum(chunk.nbytes for chunk in parcel.transfers)
+    assert progress.counts["lost_rows"] == COUNT * len(poisoned)
+    assert progress.report().lost == {n: [[STARTS[n], STARTS[n] + COUNT]] for n in poisoned}
+    assert (ring.used == 0) == (len(poisoned) == 3), "what holds no rows is given back"
+
+
+def test_values_of_captures_that_are_not_checked_may_be_the_pattern(ring: Ring) -> None:
+    parcel, notes, _ = parcel_of(ring, checked=False)
+    assert parcel.extent is not None
+    ring.view(parcel.extent)[: parcel.nbytes] = np.resize(
+        np.array([UNWRITTEN], np.uint16).view(np.uint8), parcel.nbytes
+    )
+    parcel.deliver()
+    assert [len(note.chunks) for note in notes] == [1, 1, 1]

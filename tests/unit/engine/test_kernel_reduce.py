@@ -38,6 +38,7 @@ CASES = [
     ),
     ("float32", ["int8(32)", "int8(16)", "int8(1024)", "int8(64)", "int8(128)"], [2050, 17, 1030, 64, 500], 5),
     ("float32", ["topk(8)", "topk(5,exact)"], [40_001, 65_537], 3),  # wider counters, wider indexes
+    ("float32", ["topk(5)"], [65_536], 3),  # the widest with narrow indexes
     (kit.NARROW, ["int8"] * 13, [32 + i for i in range(13)], 2),
 ]
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from prometheus_client import REGISTRY
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from dmi_connector.args import CONNECTOR, CONNECTOR_MODULE
 from dmi_connector.engine.connector import DMIConnector
@@ -27,6 +28,7 @@ from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.client import StoreClient
 from tests.exporterkit import make_exporter as build_exporter
 from tests.storekit import IDS, PATIENCE, begin, send, until
+from tests.trackerkit import ask, make_tracker
 
 CHUNK, CHUNKS = 64, 8
 TOKENS = CHUNK * CHUNKS
@@ -220,7 +222,7 @@ def test_vllm_shows_our_counts_on_its_endpoint_and_in_its_log() -> None:
     config: Any = SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(tensor_parallel_size=2))
     ranks = CaptureStats({"started": 2, "bytes_raw": 100, "backlog_bytes.0": 7})
     first = ranks.aggregate(CaptureStats({"bytes_raw": 50, "backlog_bytes.1": 9})).aggregate(
-        CaptureStats({"refused": 1})
+        CaptureStats({"refused": 1, "cancelled": 168})
     )
     second = CaptureStats({"complete": 1, "incomplete.dropped": 1, "backlog_bytes.1": 3, "blocked_seconds": 0.25})
     prom, log, lines = KVConnectorProm(config, ["engine"], {0: ["0"]}), KVConnectorLogging(transfer), []
@@ -235,7 +237,8 @@ def test_vllm_shows_our_counts_on_its_endpoint_and_in_its_log() -> None:
             return REGISTRY.get_sample_value(f"vllm:dmi_{name}", {"engine": "0", **labels})
 
         assert value("captures_started_total") == 2 and value("captures_complete_total") == 1
-        assert value("captures_refused_total") == 1 and value("raw_bytes_total") == 150
+        assert value("captures_refused_total") == 1 and value("captures_cancelled_total") == 168
+        assert value("raw_bytes_total") == 150
         assert value("captures_incomplete_total", reason="dropped") == 1
         assert value("captures_incomplete_total", reason="aborted") == 0
         assert value("backlog_bytes", rank="0") == 7 and value("backlog_bytes", rank="1") == 3
@@ -244,8 +247,21 @@ def test_vllm_shows_our_counts_on_its_endpoint_and_in_its_log() -> None:
         unregister_vllm_metrics()
     assert lines == [
         "KV Transfer metrics: captures_started=2, captures_complete=1, captures_incomplete.dropped=1, "
-        "captures_refused=1, raw_bytes=150, blocked_seconds=0.25, backlog_bytes=7"
+        "captures_refused=1, captures_cancelled=168, raw_bytes=150, blocked_seconds=0.25, backlog_bytes=7"
     ]
+
+
+def test_requests_that_are_cancelled_in_the_queue_are_counted_apart_from_refused_ones(tmp_path: Path) -> None:
+    connector = DMIConnector.__new__(DMIConnector)
+    connector._role, connector.tracker = KVConnectorRole.SCHEDULER, make_tracker(tmp_path)
+    for number in range(7):
+        kv = {"dmi": {"hooks": "resid_per"}} if number < 2 else {}
+        connector.on_new_request(ask(kv, 20, f"r{number}"))  # type: ignore[arg-type]
+    for number in range(7):
+        connector.request_finished(ask({}, 20, f"r{number}"), [])  # type: ignore[arg-type]
+    stats = connector.get_kv_connector_stats()
+    assert stats is not None and stats.data == {"refused": 2, "cancelled": 5}
+    assert connector.get_kv_connector_stats() is None
 
 
 def test_the_log_says_at_the_start_what_the_selection_costs(

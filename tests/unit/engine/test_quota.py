@@ -30,7 +30,7 @@ from dmi_connector.option_values import OptionError
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format import completeness
 from dmi_connector.store.format.completeness import Cause, Loss
-from dmi_connector.store.format.locks import PartialLock
+from dmi_connector.store.format.locks import PartialLock, share
 from dmi_connector.store.format.paths import make_directory
 from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.index import find_captures, read_index
@@ -91,6 +91,8 @@ def test_a_prompt_beyond_max_request_bytes_is_refused(tmp_path: Path) -> None:
     for narrowed in ({"tokens": [1, None]}, {"layers": [0]}, {"hooks": "resid_pre"}, {"tokens": [0, 39]}):
         assert "dmi_store" in run(tracker, {"dmi": narrowed}, 40, 3)[1], narrowed
     assert "dmi_store" in run(tracker, {}, 39, 3)[1]
+    just = make_tracker(tmp_path, max_request_bytes=40 * ROW + LOGITS)
+    assert "dmi_store" in run(just, {}, 40, 1)[1], "as many bytes as the limit allows"
 
 
 def test_generated_tokens_beyond_max_request_bytes_are_missing_rows(tmp_path: Path) -> None:
@@ -422,6 +424,26 @@ capture.close()
 print("closed", flush=True)
 sys.stdin.readline()
 """
+
+
+@pytest.mark.parametrize("held", [(0,), (1,), (0, 1), (4,)])
+def test_stores_in_use_count_with_those_that_are_kept(held: tuple[int, ...], tmp_path: Path) -> None:
+    """Others go in their place: what is left is within the limit, as long as not all of it is in use."""
+    size = 1000
+    for i in range(5):
+        store = tmp_path / f"s{i}.zarr"
+        store.mkdir()
+        (store / "zarr.json").write_text("{}".ljust(size))
+        os.utime(store / "zarr.json", (1000 + i, 1000 + i))
+    locks = [share(tmp_path / f"s{i}.zarr") for i in held]
+    try:
+        removed = prune(tmp_path, keep_bytes=3 * size)
+    finally:
+        for lock in locks:
+            os.close(lock)
+    free = [f"s{i}.zarr" for i in range(5) if i not in held]
+    assert [store.path.name for store in removed] == free[:2]
+    assert sum(store.nbytes for store in finished_stores(tmp_path)) == 3 * size
 
 
 def test_a_store_that_another_process_reads_is_not_removed(stores: Path) -> None:

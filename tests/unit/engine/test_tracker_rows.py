@@ -361,11 +361,12 @@ def test_requests_without_a_capture_leave_no_trace(tmp_path: Path) -> None:
     assert not keep and list(response) == ["dmi_error"] and response["dmi_error"].startswith("dmi: 3 ")
     keep, response = finish(ask({}, 20, "soon"), [])
     assert not keep and "before its first token" in response["dmi_error"] and tracker.pending_closes == []
+    assert tracker.take_counts() == {"refused": 1, "cancelled": 1} and tracker.take_counts() == {}
     assert tracker.refused == {} and list(tracker.tracked) == ["well"] and ended == [("soon", True)]
     run = Run(tracker, ask({}, 20, "next"))
     run.step(20)
     run.finish()
-    assert ended[1:] == [("next", False)]
+    assert ended[1:] == [("next", False)] and tracker.take_counts() == {}
 
 
 def test_prompt_embeddings_and_options_that_break_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank writes which layers of a request, for every choice of layers and several ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.architectures import ARCHITECTURES
+from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.quota import row_bytes
+from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
+from dmi_connector.hooks import ModelDims, parse_selection
+from dmi_connector.layout import row_layouts
+from dmi_connector.settings import ServerOptions
+
+KV_HEADS = 2
+"""Fewer than 4 or 8 ranks, which then share them."""
+
+
+def make_context(directory: Path, hooks: str, layers: int, tp: int) -> CaptureContext:
+    dims = ModelDims("Qwen3ForCausalLM", layers, 256, 8, KV_HEADS, 32, 512, 512)
+    options = ServerOptions.parse({"store_dir": str(directory), "hooks": hooks})
+    selection = parse_selection(options.hooks, dims)
+    layouts = row_layouts(selection, dims, "float32", tp)
+    arch = ARCHITECTURES["Qwen3ForCausalLM"]
+    return CaptureContext(options, arch, dims, selection, layouts, "float32", tp, "target")
+
+
+def written(layout: ChunkLayout, hook: str) -> list[int]:
+    """The layers of a hook that a rank writes."""
+    parts = [spec for spec in layout.payload.arrays if spec.name == hook]
+    return [layer for spec in parts for layer in spec.layers[spec.first_layer :][: spec.local_layers]]
+
+
+@pytest.mark.parametrize(("tp", "layers"), [(4, 6), (8, 10)])
+def test_each_choice_of_layers_is_written_once_by_its_owner(tp: int, layers: int, tmp_path: Path) -> None:
+    """Ranks have runs of two layers, of which a request takes any."""
+    context = make_context(tmp_path, "resid_pre", layers, tp)
+    owner = context.layout.writer
+    assert len(set(owner.values())) == layers // 2, owner
+    for count in range(1, layers + 1):
+        for chosen in combinations(range(layers), count):
+            found: Counter[int] = Counter()
+            for rank in range(tp):
+                layout = chunk_layout(context, {"resid_pre": chosen}, rank)
+                mine = written(layout, "resid_pre")
+                assert all(owner["resid_pre", layer] == rank for layer in mine), (chosen, rank, mine)
+                fields = [context.layouts[rank].find("resid_pre", layer) for layer in mine]
+                copied = [(int(at), int(size)) for at, size, _ in layout.table[:-1]]
+                assert copied == [(f.offset, f.nbytes) for f in fields if f is not None], (chosen, rank)
+                found.update(mine)
+            assert found == Counter(chosen), f"layers {chosen}: written {dict(found)}"
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_each_slice_of_a_hook_is_written_once(tp: int, tmp_path: Path) -> None:
+    context = make_context(tmp_path, "resid_pre,q,k,mlp_post,logits", 3, tp)
+    layouts = [chunk_layout(context, context.selection.hooks, rank).payload for rank in range(tp)]
+    for hook, slices in {"q": tp, "mlp_post": tp, "k": min(tp, KV_HEADS), "logits": 1}.items():
+        specs = [spec for layout in layouts for spec in layout.arrays if spec.name == hook]
+        assert sorted(spec.rank for spec in specs) == list(range(slices)), hook
+        assert all(spec.shards == slices for spec in specs), hook
+    known = {spec.name for spec in (*layouts[0].arrays, *layouts[0].elsewhere)}
+    assert known == set(context.selection.hooks), "rank 0 writes the documents of all arrays"
+
+
+HOOKS = "embed,resid_pre,q,k,mlp_post,logits"
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_limits_count_the_bytes_of_all_ranks(tp: int, tmp_path: Path) -> None:
+    """embed once, and of each of 3 layers: resid_pre 256, q 8 heads of 32, k 2 heads, mlp_post 512; token arrays 9."""
+    context = make_context(tmp_path, HOOKS, 3, tp)
+    assert row_bytes(context, context.selection) == (4 * (256 + 3 * (256 + 8 * 32 + 2 * 32 + 512)) + 9, 4 * 512)

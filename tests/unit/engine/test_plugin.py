@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin registers with vLLM, in a process where nothing has imported the connector yet."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+
+SCRIPT = """
+import sys
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.plugins import load_general_plugins
+from dmi_connector.engine.plugin import register
+
+MODULE = "dmi_connector.engine.connector"
+load_general_plugins()
+register()
+register()
+others = ("ExampleConnector", "ExampleHiddenStatesConnector", "MultiConnector")
+assert all(KVConnectorFactory.get_connector_class_by_name(name).__module__.startswith("vllm.") for name in others)
+assert MODULE not in sys.modules, "imported although another connector was chosen"
+for path in (None, MODULE):
+    chosen = KVTransferConfig(kv_connector="DMIConnector", kv_connector_module_path=path, kv_role="kv_producer")
+    found = KVConnectorFactory.get_connector_class(chosen)
+    assert (found.__module__, found.__name__) == (MODULE, "DMIConnector"), found
+    assert not KVConnectorFactory.supports_hma_config(chosen)
+print("all well")
+"""
+
+
+def test_the_name_of_the_connector_is_registered_and_its_module_imported_where_it_is_chosen() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=600)
+    assert done.stdout.endswith("all well\n"), done.stderr

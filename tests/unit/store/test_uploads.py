@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of the backlog when the uploader process dies, without a process and without S3."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from dmi_connector.store.write import uploads as uploads_module
+from dmi_connector.store.write.settings import UploadSettings
+from dmi_connector.store.write.uploads import Uploads
+
+
+class Told:
+    """What an `Uploads` says."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.counts: Counter[str] = Counter()
+
+    def count(self, increase: dict[str, int]) -> None:
+        self.counts.update(increase)
+
+
+class Dying:
+    """Stands for the uploader process: notes what it is given."""
+
+    def __init__(self, name: str, *_: object) -> None:
+        self.name, self.posted, self.skipped = name, list[str](), list[str]()
+
+    def post(self, message: dict[str, str]) -> None:
+        self.posted.append(message["store"])
+        self.skipped += [message["store"]] if message["type"] == "skip" else []
+
+    def finish(self) -> None:
+        """It is told to end."""
+
+    def join(self, timeout: float) -> None:
+        """Nothing to wait for."""
+
+
+@pytest.fixture
+def dying(monkeypatch: pytest.MonkeyPatch) -> tuple[Uploads, Told]:
+    """Uploads whose process dies when a test says so, with three stores that wait."""
+    monkeypatch.setattr(uploads_module, "Child", Dying)
+    told = Told()
+    uploads = Uploads(UploadSettings("s3://bucket/x"), "private", told.notes.append, told.count)
+    for number in range(3):
+        uploads.add(f"s/{number}.zarr", 100)
+    return uploads, told
+
+
+def die(uploads: Uploads) -> Dying:
+    """The process dies. Returns the next one."""
+    uploads._on_death(uploads._child, "signal 9")  # type: ignore[arg-type]
+    return uploads._child  # type: ignore[return-value]
+
+
+def test_an_upload_between_deaths_of_the_process_keeps_the_backlog(dying: tuple[Uploads, Told]) -> None:
+    """Only deaths without an upload between them give it up, also after one that gave up."""
+    uploads, told = dying
+    for number in range(4):
+        die(uploads)
+        assert die(uploads).posted == ["s/0.zarr", "s/1.zarr", "s/2.zarr"], f"after {2 * number + 2} deaths"
+        uploads._on_message(uploads._child, {"uploaded": "s/earlier.zarr", "bytes": 5})  # type: ignore[arg-type]
+    assert uploads.backlog == 300 and told.counts == {"bytes_queued": 300}, (
+        "one that did not wait is no upload of these"
+    )
+    uploads._on_message(uploads._child, {"uploaded": "s/1.zarr", "bytes": 60})  # type: ignore[arg-type]
+    assert told.counts == {"bytes_queued": 300, "uploaded": 1, "bytes_uploaded": 60} and uploads.backlog == 200
+    for _ in range(3):
+        assert "upload_failed" not in told.counts
+        die(uploads)
+    assert told.counts["upload_failed"] == 2 and uploads.backlog == 0 and uploads._child is None
+    uploads.add("s/later.zarr", 7)
+    for _ in range(2):
+        assert die(uploads).posted == ["s/later.zarr"] and uploads.backlog == 7
+    assert die(uploads) is None and told.counts["upload_failed"] == 3
+
+
+def test_a_death_of_an_earlier_process_is_none_of_the_new_one(dying: tuple[Uploads, Told]) -> None:
+    uploads, told = dying
+    first = uploads._child
+    second = die(uploads)
+    uploads._on_death(first, "signal 9")  # type: ignore[arg-type]
+    assert uploads._child is second and len(told.notes) == 1
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], tuple[Uploads, Told]]:
+    """small(drop): uploads of which 100 bytes may wait."""
+    monkeypatch.setattr(uploads_module, "Child", Dying)
+
+    def make(drop: bool) -> tuple[Uploads, Told]:
+        told, settings = Told(), UploadSettings("s3://bucket/x", backlog_bytes=100, drop=drop)
+        return Uploads(settings, "private", told.notes.append, told.count), told
+
+    return make
+
+
+def test_under_policy_drop_the_backlog_may_be_as_large_as_its_limit(
+    small: Callable[[bool], tuple[Uploads, Told]],
+) -> None:
+    uploads, told = small(True)
+    uploads.add("s/large.zarr", 101)  # nothing waits: one store always may
+    uploads.add("s/late.zarr", 1)
+    uploads._on_message(uploads._child, {"uploaded": "s/large.zarr", "bytes": 101})  # type: ignore[arg-type]
+    for name, nbytes in (("a", 60), ("b", 40), ("c", 1)):
+        uploads.add(f"s/{name}.zarr", nbytes)
+    assert uploads.backlog == 100 and told.counts["bytes_queued"] == 201 and told.counts["upload_failed"] == 2
+    assert uploads._child is not None and uploads._child.skipped == ["s/late.zarr", "s/c.zarr"]  # type: ignore[attr-defined]
+
+
+def test_under_policy_block_the_engine_waits_only_while_more_than_the_limit_waits(
+    small: Callable[[bool], tuple[Uploads, Told]],
+) -> None:
+    uploads, _ = small(False)
+    uploads.add("s/a.zarr", 100)
+    uploads.wait_for_room(lambda: pytest.fail("waited for room that is there"))
+    uploads.add("s/b.zarr", 1)
+    asked = iter([True, False])
+    uploads.wait_for_room(lambda: next(asked))
+    assert next(asked, None) is None, "it waits while it is needed"
+
+
+def test_a_store_that_failed_waits_no_more_and_is_counted_once(
+    small: Callable[[bool], tuple[Uploads, Told]],
+) -> None:
+    uploads, told = small(False)
+    uploads.add("s/a.zarr", 70)
+    for _ in range(2):
+        uploads._on_message(uploads._child, {"failed": "s/a.zarr", "reason": "denied"})  # type: ignore[arg-type]
+    assert uploads.backlog == 0 and told.counts["upload_failed"] == 1
+    assert told.notes == ["s/a.zarr is not uploaded, its local copy stays: denied"]
+
+
+@pytest.mark.parametrize("left", [0, 2])
+def test_a_shutdown_says_how_many_stores_are_left_and_waits_for_none_afterwards(
+    small: Callable[[bool], tuple[Uploads, Told]], left: int
+) -> None:
+    uploads, told = small(False)
+    for number in range(left):
+        uploads.add(f"s/{number}.zarr", 70)
+    assert uploads.shutdown(0.0) == (not left)
+    assert told.notes == ([f"{left} stores are not uploaded yet: dmi repair finishes that"] if left else [])
+    uploads.wait_for_room(lambda: pytest.fail("waited for room while it ends"))
+    uploads._on_death(uploads._child, "signal 15")  # type: ignore[arg-type]
+    assert len(told.notes) == bool(left), "the end of a process that was told to end is no fault"
