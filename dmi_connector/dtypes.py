@@ -24,6 +24,15 @@ ITEMSIZE = {name: numpy_dtype(name).itemsize for name in (*FLOATS, *_INTEGERS)}
 """Bytes of one element, for every dtype that a store can hold."""
 
 
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A numpy array of the same memory and dtype as a tensor of a CPU."""
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
+    return tensor.numpy()
+
+
 def as_torch(values: np.ndarray) -> torch.Tensor:
     """A torch tensor of the same memory and dtype. Raises ImportError without torch."""
     import torch  # optional, and slow to import

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return SHARE_ENGINES.get(Path(path).name, path)
 
     return ByEngine(config, log)
+
+
+NOT_LOOKED_AT = {
+    "no S3 server": "uploads and stores in S3",
+    "no Chromium": "the page of dmi view in a browser",
+    "Ray is not installed": "dmi run --ray",
+}
+"""How the reason of a skipped test begins -> what no test looked at then."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Generator[None]:
+    """Say at the end which programs were missing: without them faults pass that the suite knows to find."""
+    yield  # the list of skipped tests comes first
+    reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])]
+    for missing, what in NOT_LOOKED_AT.items():
+        same = [reason for reason in reasons if reason.startswith(missing)]
+        if same:
+            text = f"NOT TESTED: {what}, {len(same)} tests skipped ({same[0]})"
+            terminalreporter.write_line(text, yellow=True, bold=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,7 +31,7 @@ def run(title: str, names: dict[str, Any]) -> dict[str, Any]:
 def commands(title: str) -> list[list[str]]:
     """The commands of a section, each as its words, without comments."""
     lines = code(title, "sh").replace("\\\n", " ").strip().splitlines()
-    return [shlex.split(line, comments=True) for line in lines]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def blocks() -> list[tuple[str, str]]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("fidelity: torch is not installed; install dmi_connector[torch]") from error
 
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import ITEMSIZE
@@ -18,12 +22,12 @@ from dmi_connector.reduce import ReduceError, Reduction, parse
 from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.topk import TopK
+from dmi_connector.store.format.remote_path import Given
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.one_model import OneModel
 
 logger = logging.getLogger(__name__)
 
-Store = str | os.PathLike[str]
 DEFAULT = (
     "int8",
     "int8(affine)",
@@ -69,7 +73,7 @@ MEASURES = {
 
 
 def fidelity(
-    stores: Sequence[Store],
+    stores: Sequence[Given],
     specs: Sequence[str] = DEFAULT,
     hooks: str = "*",
     layers: Sequence[int] | None = None,
@@ -105,12 +109,12 @@ def fidelity(
     return found
 
 
-def _chosen(stores: Sequence[Store], hooks: str) -> tuple[list[Store], list[str]]:
+def _chosen(stores: Sequence[Given], hooks: str) -> tuple[list[Given], list[str]]:
     """(Stores that hold rows, hooks to measure). Raises ValueError where no store holds rows, the first with rows holds
     none of the hooks in full, or another holds one reduced or is of another model; KeyError where it lacks one.
     """
     one, empty, names = OneModel(), [], list[str]()
-    kept: list[Store] = []
+    kept: list[Given] = []
     for store in stores:
         with open_capture(store, 0) as capture:
             if not capture.attrs["num_tokens"]:
@@ -144,7 +148,7 @@ def _in_full(capture: Capture, hooks: str) -> list[str]:
     return names
 
 
-def _rows(stores: Sequence[Store], hook: str, layer: int | None) -> tuple[np.ndarray, np.ndarray]:
+def _rows(stores: Sequence[Given], hook: str, layer: int | None) -> tuple[np.ndarray, np.ndarray]:
     """(Rows [tokens, width] of one layer of a hook, their token ids) of all stores, each opened for itself: thousands
     at once would be too many open files.
     """
@@ -193,8 +197,6 @@ def _measure(
     tokens: np.ndarray,
     dtype: str,
 ) -> Fidelity:
-    import torch
-
     width = rows.shape[1]
     reduction = reduction.bind(hook, [layer or 0], width, 1)
     reduction.prepare(width, torch.device("cpu"), layer or 0, 0)

@@ -16,18 +16,18 @@ import numpy as np
 from dmi_connector.hooks import HOOKS
 from dmi_connector.reduce.basis import METADATA
 from dmi_connector.reduce.pca import fit
+from dmi_connector.store.format.remote_path import Given
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.one_model import OneModel, is_named
 
 logger = logging.getLogger(__name__)
 
-Store = str | os.PathLike[str]
 _ROWS = 4096
 """Rows read at a time."""
 
 
 def fit_pca(
-    stores: Sequence[Store],
+    stores: Sequence[Given],
     hooks: Sequence[str],
     rank: int,
     out: str | os.PathLike[str],
@@ -63,7 +63,7 @@ def fit_pca(
         return _fit(kept, hooks, rank, partial, layers)
 
 
-def _opened(store: Store) -> Capture:
+def _opened(store: Given) -> Capture:
     """One store, which may lack rows. Thousands are not open at once: each keeps a file open."""
     return open_capture(store, 0, allow_incomplete=True)
 
@@ -110,7 +110,7 @@ def _new_file(out: Path) -> Iterator[Path]:
 
 
 def _fit(
-    stores: Sequence[Store], hooks: Sequence[str], rank: int, out: Path, layers: Sequence[int] | None
+    stores: Sequence[Given], hooks: Sequence[str], rank: int, out: Path, layers: Sequence[int] | None
 ) -> dict[str, float]:
     """Fit the bases and write them to `out`. Returns the shares of `fit_pca`."""
     from safetensors import SafetensorError
@@ -140,7 +140,7 @@ def _fit(
     return kept
 
 
-def _rows(stores: Sequence[Store], hook: str, layer: int | None) -> Iterator[np.ndarray]:
+def _rows(stores: Sequence[Given], hook: str, layer: int | None) -> Iterator[np.ndarray]:
     """The rows that are neither missing nor hold a value that is not finite, in blocks [n, width].
 
     Logs how many are not finite. Raises ValueError where none is finite.

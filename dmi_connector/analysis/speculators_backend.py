@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 try:
     import torch
@@ -28,6 +28,10 @@ from dmi_connector.args import capture_args
 from dmi_connector.dtypes import as_torch
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.captures import open_captures
+from dmi_connector.store.read.finite import POLICIES, FiniteCheck, NotFinite
+
+if TYPE_CHECKING:
+    from speculators.train.recovery import SampleUnavailable
 
 NAME = "dmi"
 logger = logging.getLogger(__name__)
@@ -35,10 +39,18 @@ logger = logging.getLogger(__name__)
 
 class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
     """Hidden states of stores. store_dir: a directory of stores. layers: auxiliary layer ids, None for all captured.
-    number_by: how stores are numbered, see `dmi export`.
+    number_by: how stores are numbered, see `dmi export`. finite: what happens to stores with values that are not
+    finite: "skip" leaves their samples out, "keep" gives them, "fail" raises NotFinite. The first two are logged.
     """
 
-    def __init__(self, store_dir: str, layers: Sequence[int] | None = None, number_by: str = "order") -> None:
+    def __init__(
+        self,
+        store_dir: str,
+        layers: Sequence[int] | None = None,
+        number_by: str = "order",
+        finite: str = "skip",
+    ) -> None:
+        self.finite = FiniteCheck(finite, "--dmi-finite")
         self.store_dir, self.layers, self.number_by = store_dir, layers, number_by
         self._stores: dict[int, Any] | None = None
         self._ids: list[int] | None = None  # of the first store that was read
@@ -51,11 +63,11 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
             logger.warning("dmi: --dmi-number-by order of %s: %s", self.store_dir, warning)
         self._stores = {n: info.store for n, info in zip(numbers, captures.infos, strict=True)}
 
-    def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
+    def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | SampleUnavailable | None:
         """`hidden_states` [tokens, layers, hidden], the last layer last, and `token_ids` int64 [tokens].
 
-        None where there is no store of this number. Raises ValueError for a store that lacks a layer, has others than
-        those before, or lacks the first tokens of its request.
+        None where there is no store of this number, SampleUnavailable where it is left out. Raises ValueError for a
+        store that lacks a layer, has others than those before, or lacks the first tokens of its request.
         """
         if self._stores is None:
             self.setup()
@@ -66,7 +78,7 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
         with open_capture(store, timeout=0) as capture:
             return self._tensors(capture)
 
-    def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+    def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor] | SampleUnavailable:
         """The same of a request that was just answered. hs_transfer_params: its `kv_transfer_params`.
 
         Raises ValueError where these name no store.
@@ -77,14 +89,26 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
         with open_capture(store) as capture:
             return self._tensors(capture)
 
-    def _tensors(self, capture: Capture) -> dict[str, torch.Tensor]:
+    def _tensors(self, capture: Capture) -> dict[str, torch.Tensor] | SampleUnavailable:
         refuse_later_part(capture)
         ids = training_ids(capture, self.layers)
         self._ids = self._ids or ids
         if ids != self._ids:
             raise ValueError(f"{capture.path} has the layer ids {ids}, not {self._ids} as others; give --dmi-layers")
+        seen = len(self.finite.first)
+        try:
+            stream = self.finite.check(capture.path, stream_rows(capture, ids, slice(None)))
+        except NotFinite as error:
+            if self.finite.policy == "fail":
+                raise
+            from speculators.train.recovery import SampleUnavailable  # training has imported it
+
+            logger.warning("dmi: %s; sample left out, %d so far", error, len(self.finite.first))
+            return SampleUnavailable(reason=str(error))
+        if len(self.finite.first) > seen:
+            logger.warning("dmi: %s, with values that are not finite, is kept; %d so far", capture.path, seen + 1)
         return {
-            "hidden_states": as_torch(stream_rows(capture, ids, slice(None))),
+            "hidden_states": as_torch(stream),
             "token_ids": torch.from_numpy(capture.token_ids.astype("i8")),
         }
 
@@ -98,6 +122,7 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc, unused-ignore]
         parser.add_argument("--dmi-store-dir", type=str, default=None, help="Directory of stores.")
         parser.add_argument("--dmi-layers", type=int, nargs="+", default=None, help="Auxiliary layer ids.")
         parser.add_argument("--dmi-number-by", choices=NUMBERINGS, default="order", help="As of dmi export.")
+        parser.add_argument("--dmi-finite", choices=POLICIES, default="skip", help="Samples with a NaN or an infinity.")
 
     @staticmethod
     def add_launch_args(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +135,7 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc, unused-ignore]
         """The transfer of parsed options. Raises ValueError without a directory of stores."""
         if args.dmi_store_dir is None:
             raise ValueError("--dmi-store-dir is missing; give the directory of stores")
-        return StoreTransfer(args.dmi_store_dir, args.dmi_layers, args.dmi_number_by)
+        return StoreTransfer(args.dmi_store_dir, args.dmi_layers, args.dmi_number_by, args.dmi_finite)
 
     @staticmethod
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:

@@ -3,32 +3,30 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 try:
     import torch
-    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+    from torch.utils.data import IterableDataset, get_worker_info
 except ImportError as error:
     raise ImportError("TokenDataset: torch is not installed; install dmi_connector[torch]") from error
 
-from dmi_connector.dtypes import as_torch
+from dmi_connector.analysis.row_buffers import RowBuffers, length_of, part_of
+from dmi_connector.analysis.token_loader import Batch, Position, TokenLoader, WorkerLoops
+from dmi_connector.dtypes import as_numpy, as_torch
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.captures import Captures, named_rows, open_captures
 from dmi_connector.store.read.chunk_reader import read_blocks
+from dmi_connector.store.read.finite import WHAT, FiniteCheck, NotFinite, not_finite
 from dmi_connector.store.read.hook_array import ShardPieces
-from dmi_connector.store.read.row_view import RowView
 from dmi_connector.store.read.thread_pool import read_threads, set_read_threads
-
-Batch = torch.Tensor | dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,14 @@ class _Stream:
     """What one worker of one rank reads in one epoch, in the order of its reading.
 
     blocks: numbers of blocks. ends: tokens up to the end of each. batches: that it gives. seed: of its shuffling.
+    groups: (number, first token, one past the last token) of each part that is read at once.
     """
 
     blocks: np.ndarray
     ends: np.ndarray
     batches: int
     seed: tuple[int, ...]
+    groups: list[tuple[int, int, int]]
 
 
 class TokenDataset(IterableDataset[Batch]):
@@ -55,18 +55,23 @@ class TokenDataset(IterableDataset[Batch]):
 
     Order: chunks of tokens are drawn from all stores at random; those of `buffer_tokens` are read together, and their
     tokens mixed. The same seed gives the same batches; it depends on the numbers of ranks and workers. Each epoch has
-    another order. Tokens that do not fill a batch are left out of that epoch. shuffle=False: the order of the stores.
+    another order, and so has each loop: it begins with the epoch after those of the loop before, see `set_epoch`.
+    Tokens that do not fill a batch are left out of that epoch. shuffle=False: the order of the stores.
 
-    epochs: how often all tokens are given; None: without end. skip: rows that are left out at the start of each store.
+    epochs: how often one loop gives all tokens; None: without end. skip: rows that are left out at the start of each
+    store. finite: what happens to rows with a NaN or an infinity, also one that only `dtype` makes: "skip" leaves them
+    out, so that a batch has fewer rows, and a batch of such rows alone does not come; "keep" gives them; "fail" raises
+    NotFinite. The first two warn (RuntimeWarning), and `not_finite` counts them.
     rank, world_size: of this process; by default those of torch.distributed, if that is initialised. Ranks and workers
     read different tokens, and give equally many batches.
 
     Memory: two buffers of `buffer_tokens` rows of all hooks. A batch is a part of such a buffer: clone what you keep.
 
     Raises ValueError for hooks that cannot be batched, for names of TransformerLens whose hook was stored as other
-    values, and when the stores hold too few tokens; KeyError for a hook or layer that the first store did not capture.
-    Other stores are opened when they are read. One that did not capture it raises KeyError then:
-    `open_captures(..., hooks=hooks)` leaves such stores out.
+    values, and when the stores hold too few tokens; NotFinite, a ValueError, also where "skip" leaves nothing of a
+    batch while other ranks wait for it; KeyError for a hook or layer that the first store did not capture. Other stores
+    are opened when they are read. One that did not capture it raises KeyError then: `open_captures(..., hooks=hooks)`
+    leaves such stores out.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class TokenDataset(IterableDataset[Batch]):
         epochs: int | None = 1,
         skip: int = 0,
         dtype: torch.dtype | None = None,
+        finite: str = "skip",
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -106,8 +112,9 @@ class TokenDataset(IterableDataset[Batch]):
             raise ValueError(f"rank {self.rank} is outside the world of {self.world_size}")
         self._blocks = next(iter(self.views.values())).blocks()
         most = self.buffer_tokens + int(max(self._blocks[2], default=0))
-        self._memory = _Memory(self.views, min(self.num_tokens, most))
-        self._start = self._at = (0, 0)
+        self._memory = RowBuffers(self.views, min(self.num_tokens, most))
+        self._finite = FiniteCheck(finite)
+        self.set_epoch(0)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -129,6 +136,13 @@ class TokenDataset(IterableDataset[Batch]):
         """Batches that this rank gives in an epoch. Raises ValueError when there are too few tokens for one each."""
         return self._stream(epoch, 0, workers).batches * workers
 
+    @property
+    def not_finite(self) -> dict[str, int]:
+        """Rows with values that are not finite that were read so far: path of the store -> their number, again in each
+        epoch. Where a DataLoader has workers, these count: use `loader`.
+        """
+        return dict(self._finite.rows)
+
     # ---- resume -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,17 +152,40 @@ class TokenDataset(IterableDataset[Batch]):
         """
         return self._state(self._at, 1)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next loop begin with this epoch, which has an order of its own. Without it the first loop begins with
+        epoch 0, and each other one with the epoch after those of the loop before. Raises ValueError below 0.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch {epoch} is not valid; use 0 or more")
+        self._go_on_at(self._begin(epoch))
+
+    def _go_on_at(self, position: Position) -> None:
+        self._next = self._at = position
+        self._loops = WorkerLoops()
+
+    def _begin(self, epoch: int) -> Position:
+        return Position(epoch, 0, None if self.epochs is None else epoch + self.epochs)
+
+    def _after(self, start: Position) -> Position:
+        """Where the loop after the one that began there begins."""
+        return self._begin(start.epoch + 1 if start.end is None else start.end)
+
+    def _start_loop(self) -> Position:
+        start, self._next = self._next, self._after(self._next)
+        return start
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the batches of `state`: the next iteration gives those that would have followed.
 
         Raises ValueError for a state of other tokens, settings or ranks.
         """
-        self._start = self._at = self._checked(state, 1)
+        self._go_on_at(self._checked(state, 1))
 
-    def _state(self, at: tuple[int, int], workers: int) -> dict[str, Any]:
-        return {"epoch": at[0], "batch": at[1], "workers": workers, "world_size": self.world_size, "of": self._print()}
+    def _state(self, at: Position, workers: int) -> dict[str, Any]:
+        return {**asdict(at), "workers": workers, "world_size": self.world_size, "of": self._print()}
 
-    def _checked(self, state: dict[str, Any], workers: int) -> tuple[int, int]:
+    def _checked(self, state: dict[str, Any], workers: int) -> Position:
         for name, own in (("workers", workers), ("world_size", self.world_size), ("of", self._print())):
             if state[name] != own:
                 if name == "of":
@@ -158,7 +195,7 @@ class TokenDataset(IterableDataset[Batch]):
                 raise ValueError(
                     f"the state is of {name} {state[name]}, not {own}; go on with those that it was saved with"
                 )
-        return int(state["epoch"]), int(state["batch"])
+        return Position(int(state["epoch"]), int(state["batch"]), state["end"])
 
     def _print(self) -> str:
         """A digest of everything that the order depends on, but for ranks and workers."""
@@ -177,28 +214,39 @@ class TokenDataset(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
+        start = self._start_loop() if info is None else self._loops.start(info, self._next, self._after)
+        return self._finite_batches(self.worker_batches(start))
+
+    def _finite_batches(self, batches: Iterator[Batch | None]) -> Iterator[Batch]:
+        for batch in batches:
+            self._finite.warn()
+            if batch is not None:
+                yield batch
+        self._finite.warn_all()
+
+    def worker_batches(self, start: Position) -> Iterator[Batch | None]:
+        """The batches of this process, which may be a worker of a DataLoader. None: a batch without a finite row."""
+        info = get_worker_info()
         if info is None:
-            start, self._start = self._start, (0, 0)
-            return self.stream(0, 1, *start)
+            return self._batches_from(0, 1, start)
         set_read_threads(max(1, read_threads() // info.num_workers))
         # A DataLoader asks its workers in turn, from the first on: after a resume that one has another's part.
-        epoch, batch = self._start
-        given = batch + info.id
-        return self.stream(given % info.num_workers, info.num_workers, epoch, given // info.num_workers)
+        given = start.batch + info.id
+        first = replace(start, batch=given // info.num_workers)
+        return self._batches_from(given % info.num_workers, info.num_workers, first)
 
-    def stream(self, worker: int, workers: int, epoch: int, batch: int) -> Iterator[Batch]:
-        """The batches of one worker from `batch` of `epoch` on."""
+    def _batches_from(self, worker: int, workers: int, at: Position) -> Iterator[Batch | None]:
+        """The batches of one worker from a position on."""
         memory = self._memory
         with ThreadPoolExecutor(1, "dmi-prefetch") as ahead:
-            while self.epochs is None or epoch < self.epochs:
-                self._at = (epoch, batch)
-                stream = self._stream(epoch, worker, workers)
-                for given in self._batches(stream, batch, memory, ahead):
-                    batch += 1
-                    self._at = (epoch, batch)
+            while at.end is None or at.epoch < at.end:
+                self._at = at
+                stream = self._stream(at.epoch, worker, workers)
+                for given in self._batches(stream, at.batch, memory, ahead):
+                    self._at = at = replace(at, batch=at.batch + 1)
                     yield given
-                epoch, batch = epoch + 1, 0
-        self._at = (epoch, 0)
+                at = replace(at, epoch=at.epoch + 1, batch=0)
+        self._at = self._begin(at.epoch)
 
     def _stream(self, epoch: int, worker: int, workers: int) -> _Stream:
         counts = self._blocks[2]
@@ -214,24 +262,26 @@ class TokenDataset(IterableDataset[Batch]):
                 f"{self.num_tokens} tokens are too few for batches of {self.batch_size} in {streams} workers; use a"
                 " smaller batch_size, or fewer workers"
             )
-        return _Stream(parts[number], np.cumsum(counts[parts[number]]), least, (self.seed, epoch, number))
+        ends = np.cumsum(counts[parts[number]])
+        return _Stream(parts[number], ends, least, (self.seed, epoch, number), self._groups(ends))
 
-    def _batches(self, stream: _Stream, first: int, memory: _Memory, ahead: ThreadPoolExecutor) -> Iterator[Batch]:
+    def _batches(
+        self, stream: _Stream, first: int, memory: RowBuffers, ahead: ThreadPoolExecutor
+    ) -> Iterator[Batch | None]:
         """The batches of an epoch from number `first` on. While one buffer is given out, the next is read."""
         size = self.batch_size
-        groups = self._groups(stream)
-        wanted = [group for group in groups if first * size < group[2] and group[1] < stream.batches * size]
-        read = ahead.submit(self._read, stream, wanted[0][0], groups, memory) if wanted else None
+        wanted = [group for group in stream.groups if first * size < group[2] and group[1] < stream.batches * size]
+        read = ahead.submit(self._read, stream, wanted[0], memory) if wanted else None
         rest: list[dict[str, np.ndarray]] = []  # rows that did not fill a batch
         for i, (_, begin, end) in enumerate(wanted):
             assert read is not None
             rows, read = read.result(), None
             at = max(first * size - begin, 0)
             while first < stream.batches:
-                lacking = size - _length(rest)
-                part = _part(rows, at, min(lacking, end - begin - at))
-                at += _length([part])
-                if _length([part]) < lacking:
+                lacking = size - length_of(rest)
+                part = part_of(rows, at, min(lacking, end - begin - at))
+                at += length_of([part])
+                if length_of([part]) < lacking:
                     rest.append({name: values.copy() for name, values in part.items()})
                     break
                 whole = (
@@ -239,31 +289,35 @@ class TokenDataset(IterableDataset[Batch]):
                 )
                 first, rest = first + 1, []
                 del part
-                yield self._given(whole)
+                yield self._given(whole, stream, first - 1)
                 del whole
                 if read is None and i + 1 < len(wanted):
                     # Not before: only now has the caller let go of the last batch of the buffer before this one.
-                    read = ahead.submit(self._read, stream, wanted[i + 1][0], groups, memory)
+                    read = ahead.submit(self._read, stream, wanted[i + 1], memory)
             del rows
             if read is None and i + 1 < len(wanted):
-                read = ahead.submit(self._read, stream, wanted[i + 1][0], groups, memory)
+                read = ahead.submit(self._read, stream, wanted[i + 1], memory)
 
-    def _groups(self, stream: _Stream) -> list[tuple[int, int, int]]:
-        """(number, first token, one past the last token) of each part of a stream that is read at once."""
+    def _groups(self, block_ends: np.ndarray) -> list[tuple[int, int, int]]:
+        """Those of a `_Stream`. block_ends: tokens up to the end of each block."""
         most = self.buffer_tokens
-        of_block = (stream.ends - 1) // most
+        of_block = (block_ends - 1) // most
         last = np.flatnonzero(np.diff(of_block, append=of_block[-1] + 1))
-        ends = stream.ends[last].tolist()
+        ends = block_ends[last].tolist()
         return [(i, begin, end) for i, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))]
 
-    def _read(
-        self, stream: _Stream, number: int, groups: list[tuple[int, int, int]], memory: _Memory
-    ) -> dict[str, np.ndarray]:
-        """The rows of one group, mixed: name -> [1, rows, stored width]."""
-        _, begin, end = groups[number]
+    def _places(self, stream: _Stream, group: tuple[int, int, int]) -> np.ndarray:
+        """Where each token of a group goes in its buffer."""
+        number, begin, end = group
         places = np.arange(end - begin)
         if self.shuffle:
             np.random.default_rng((*stream.seed, number)).shuffle(places)
+        return places
+
+    def _read(self, stream: _Stream, group: tuple[int, int, int], memory: RowBuffers) -> dict[str, np.ndarray]:
+        """The rows of one group, mixed: name -> [1, rows, stored width]."""
+        _, begin, end = group
+        places = self._places(stream, group)
         found = memory.take(end - begin)
         first, last = np.searchsorted(stream.ends, [begin, end - 1], "right").tolist()
 
@@ -280,81 +334,40 @@ class TokenDataset(IterableDataset[Batch]):
         read_blocks(plan, range(len(blocks)), row_bytes * max(counts))
         return found
 
-    def _given(self, rows: dict[str, np.ndarray]) -> Batch:
+    def _given(self, rows: dict[str, np.ndarray], stream: _Stream, number: int) -> Batch | None:
+        """The batch of some rows, number `number` of a stream; None where no row of it is left."""
         tensors = {name: as_torch(self.views[name].decoded(part)) for name, part in rows.items()}
         if self.dtype is not None:
             tensors = {name: tensor.to(self.dtype) for name, tensor in tensors.items()}
+        bad = np.unique(np.concatenate([not_finite(as_numpy(tensor)) for tensor in tensors.values()]))
+        if len(bad):
+            self._see(stream, number * self.batch_size + bad)
+            if self._finite.policy == "skip":
+                left = torch.from_numpy(np.delete(np.arange(self.batch_size), bad))
+                if not len(left):
+                    self._refuse_fewer_batches()
+                    return None
+                tensors = {name: tensor[left] for name, tensor in tensors.items()}
         return next(iter(tensors.values())) if self.single else tensors
 
+    def _see(self, stream: _Stream, places: np.ndarray) -> None:
+        """Count rows that are not finite. places: of them in the order of the stream, int64 [n], rising."""
+        for group in stream.groups:
+            _, begin, end = group
+            inside = places[(places >= begin) & (places < end)] - begin
+            if len(inside):
+                tokens = begin + np.argsort(self._places(stream, group))[inside]
+                block = np.searchsorted(stream.ends, tokens, "right")
+                stores, rows, counts = (part[stream.blocks[block]] for part in self._blocks)
+                view = next(iter(self.views.values()))
+                self._finite.see_all(view.stores, stores, rows + counts - (stream.ends[block] - tokens))
 
-class TokenLoader:
-    """Batches of a `TokenDataset` from worker processes. `state_dict` counts the batches that were given out.
-
-    Each loop goes on where `load_state_dict` or the last loop left off; after the last epoch it begins anew.
-    """
-
-    def __init__(self, dataset: TokenDataset, workers: int, options: dict[str, Any]) -> None:
-        self.dataset, self.workers, self._options = dataset, workers, options
-        self._at = (0, 0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the loop stands: after the batches that it gave."""
-        return self.dataset._state(self._at, max(1, self.workers))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the batches of `state`. Raises ValueError for a state of other tokens, settings or workers."""
-        self._at = self.dataset._checked(state, max(1, self.workers))
-
-    def __iter__(self) -> Iterator[Batch]:
-        self.dataset._start = self._at
-        epoch, batch = self._at
-        most = functools.cache(functools.partial(self.dataset.batches, workers=max(1, self.workers)))
-        options = self._options
-        if self.workers and self.dataset.remote:
-            options = {"multiprocessing_context": "spawn", **options}  # the client of an object store bears no fork
-        loader: DataLoader[Batch] = DataLoader(self.dataset, batch_size=None, num_workers=self.workers, **options)
-        for given in loader:
-            batch += 1
-            if batch > most(epoch):
-                epoch, batch = epoch + 1, 1
-            self._at = (epoch, batch)
-            yield given
-        self._at = (0, 0)
-
-
-class _Memory:
-    """Buffers of `most` rows of each hook, which are used again when nobody has a part of them any more.
-
-    Fresh memory for each would cost as many page faults. A copy in another process begins without a buffer.
-    """
-
-    def __init__(self, views: dict[str, RowView], most: int) -> None:
-        self._views, self._most = views, most
-        self._made: dict[str, list[np.ndarray]] = {name: [] for name in views}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Memory, (self._views, self._most)
-
-    def take(self, rows: int) -> dict[str, np.ndarray]:
-        """name -> [1, rows, stored width]."""
-        return {name: self._free(name)[:, :rows] for name in self._views}
-
-    def _free(self, name: str) -> np.ndarray:
-        made = self._made[name]
-        for i in range(len(made)):
-            # The list and the call hold a reference each. Each part of the buffer, numpy's or torch's, holds another.
-            if sys.getrefcount(made[i]) == 2:
-                return made[i]
-        made.append(self._views[name].buffer(self._most))
-        return made[-1]
-
-
-def _part(rows: dict[str, np.ndarray], start: int, count: int) -> dict[str, np.ndarray]:
-    return {name: part[:, start : start + count] for name, part in rows.items()}
-
-
-def _length(parts: list[dict[str, np.ndarray]]) -> int:
-    return sum(next(iter(part.values())).shape[1] for part in parts)
+    def _refuse_fewer_batches(self) -> None:
+        if self.world_size > 1:
+            raise NotFinite(
+                f"rank {self.rank} has a batch whose rows all hold {WHAT}, and ranks need equally many batches; leave"
+                f" out {next(reversed(self._finite.first))}, or use a larger batch_size"
+            )
 
 
 def _distributed() -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from dmi_connector.analysis.export.progress import Progress
 from dmi_connector.analysis.export.targets import TARGETS, export
 from dmi_connector.store.format.remote_path import place_of
 from dmi_connector.store.read.captures import captures_of, is_store
+from dmi_connector.store.read.finite import POLICIES, WHAT, NotFinite
 from dmi_connector.urls import is_url
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -35,6 +37,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     "gzip": {"action": "store_const", "const": True, "help": "compress the files"},
 }
 """Options of single formats: name -> arguments of add_argument."""
+_LOG_EVERY_S = 10
+"""Seconds between lines where no terminal shows the count."""
+NOT_FINITE = 3
+"""Exit status where values are not finite, as of `dmi verify`."""
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +56,12 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--key", action="append", help="only captures with this key; can be repeated")
     parser.add_argument("--model", help="only captures of this model: its name, or the last part of its path")
+    parser.add_argument(
+        "--finite",
+        choices=POLICIES,
+        help="stores with a NaN or an infinity: skip leaves them out (default; saelens and delphi: their contexts),"
+        " keep writes them (default of zip), fail ends the export; exit status 3 with each",
+    )
     for name, arguments in FLAGS.items():
         parser.add_argument("--" + name.replace("_", "-"), **arguments)
     parser.set_defaults(run=run_export)
@@ -60,7 +72,7 @@ def _takes(options: tuple[str, ...]) -> str:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
+    """Run the command. Returns the exit status: 3 where values are not finite."""
     found = captures_of(options.stores, options.key, options.model, incomplete=True)
     captures = replace(found, infos=tuple(info for info in found.infos if info.state == "complete"))
     lacking = len(found) - len(captures)
@@ -70,11 +82,19 @@ def run_export(options: argparse.Namespace) -> int:
     if "layers" in given:
         given["layers"] = _layers(given["layers"])
     out, file = _out(options)
-    done = export(captures, options.to, out, given, _progress_of(TARGETS[options.to].counts), file)
+    target = TARGETS[options.to]
+    show = _progress_of(target.file_counts if file else target.counts)
+    try:
+        done = export(captures, options.to, out, given, show, file, options.finite)
+    except NotFinite as error:
+        print(f"dmi: {error}", file=sys.stderr)
+        return NOT_FINITE
+    for store, row in done.not_finite.items():
+        print(f"dmi: {store}: row {row} holds {WHAT}", file=sys.stderr)
     counts = f"{done.written} written" + (f", {done.kept} were there" if done.kept else "")
     left = [f"{lacking} left out: rows are missing (dmi ls says which)"] if lacking else []
     print("; ".join((f"{done.out}: {'; '.join(done.notes) or counts}", *left, *done.warnings)))
-    return 0
+    return NOT_FINITE if done.not_finite else 0
 
 
 def _out(options: argparse.Namespace) -> tuple[Path, bool]:
@@ -98,10 +118,16 @@ def _layers(text: str) -> list[int]:
 
 
 def _progress_of(counts: str) -> Progress:
-    """A line on a terminal that counts."""
+    """A line on a terminal that counts; elsewhere, as in the log of a job, a new line now and then."""
+    shown = time.monotonic()
 
     def show(done: int, total: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
         if sys.stderr.isatty():
             print(f"\r{done}/{total} {counts} exported", end="\n" if done == total else "", file=sys.stderr, flush=True)
+        elif now - shown >= _LOG_EVERY_S:
+            print(f"{done}/{total} {counts} exported", file=sys.stderr, flush=True)
+            shown = now
 
     return show

@@ -99,7 +99,7 @@ def make_parser() -> Parser:
     add_export(commands.add_parser("export", help="write stores in the formats of other programs"))
 
     fit = commands.add_parser("fit-pca", help="fit principal components on stores, for reduce pca(FILE)")
-    fit.add_argument("stores", metavar="STORE", nargs="+", help="stores that hold the hooks in full")
+    fit.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="of stores that hold the hooks in full")
     fit.add_argument("--hook", action="append", required=True, metavar="HOOK", help="can be repeated")
     fit.add_argument("--rank", type=int, required=True, metavar="K", help="components to keep")
     fit.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
@@ -108,7 +108,7 @@ def make_parser() -> Parser:
     fit.set_defaults(run=_fit_pca)
 
     fidelity = commands.add_parser("fidelity", help="what reductions would keep of the rows of stores")
-    fidelity.add_argument("stores", metavar="STORE", nargs="+", help="stores that hold hooks in full")
+    fidelity.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="of stores that hold hooks in full")
     fidelity.add_argument("--reduce", action="append", metavar="SPEC", help="as in server options; can be repeated")
     fidelity.add_argument("--hooks", default="*", help="names or wildcards, separated by commas (default: all)")
     fidelity.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
@@ -218,12 +218,24 @@ def _refuse_many(place: Place) -> None:
         raise ValueError(f"{place} is a directory of stores; give one of them, as {inside[0]}")
 
 
-def _stores(paths: Sequence[str]) -> list[Path]:
-    """Directories that are one store each."""
-    stores = [_directory(path, "a store (*.zarr)") for path in paths]
-    for store in stores:
-        _refuse_many(store)
-    return stores
+def _stores(paths: Sequence[str], complete: bool = False) -> list[Place]:
+    """Stores, and those of directories. complete: leave those of directories out that lack rows, and say how many."""
+    from dmi_connector.store.read.index import is_store
+    from dmi_connector.store.read.metadata import read_attrs
+    from dmi_connector.store.read.verify import stores_of
+
+    found: list[Place] = []
+    for path in paths:
+        place = _place(path, "a store (*.zarr, *.zip) or a directory of stores")
+        if is_store(place):
+            found.append(place)
+            continue
+        inside = stores_of(place)
+        kept = [store for store in inside if not complete or read_attrs(store)["complete"]]
+        if len(kept) < len(inside):
+            print(f"{place}: {len(inside) - len(kept)} left out: rows are missing (dmi ls says which)", file=sys.stderr)
+        found += kept
+    return found
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -273,12 +285,10 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from dmi_connector.store.read.index import is_store
     from dmi_connector.store.read.metadata import read_attrs
-    from dmi_connector.store.read.verify import begun_stores, stores_of, unseen, verify_store
+    from dmi_connector.store.read.verify import begun_stores, unseen, verify_store
 
-    places = [_place(path, "a store (*.zarr, *.zip) or a directory of stores") for path in options.paths]
-    stores = [store for place in places for store in ([place] if is_store(place) else stores_of(place))]
+    stores = _stores(options.paths)
     begun = {parent: begun_stores(parent) for parent in {store.absolute().parent for store in stores}}
     damaged, not_finite = 0, 0
     for store in stores:
@@ -345,7 +355,9 @@ def _fit_pca(options: argparse.Namespace) -> int:
 def _fidelity(options: argparse.Namespace) -> int:
     from dmi_connector.analysis.fidelity import DEFAULT, fidelity, markdown
 
-    stores = _stores(options.stores)
+    stores = _stores(options.stores, complete=True)
+    if not stores:
+        raise ValueError("fidelity: every store lacks rows (dmi ls says which); capture them again")
     found = fidelity(stores, options.reduce or DEFAULT, options.hooks, options.layer)
     print(json.dumps([asdict(one) for one in found], indent=1) if options.json else markdown(found))
     return 0

@@ -95,6 +95,38 @@ def test_saelens_reads_the_rows_and_tokens(
     assert next(found).shape == (64, WIDTH), "its mixing buffer takes them too"
 
 
+@pytest.mark.parametrize("batches", [1, 32])
+def test_contexts_with_values_that_are_not_finite_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, batches: int
+) -> None:
+    owner = kit.Store(1 << 22)
+    values = {spec.name: kit.random_bits(spec, 80) for spec in SPECS}
+    owner.write(tmp_path / "in/a.zarr", SPECS, 80, attrs={"num_layers": 2}, values=values)
+    broken = {**values, "resid_pre": values["resid_pre"].copy()}
+    broken["resid_pre"][1, 40:, 3] = 0x7F80  # infinity
+    owner.write(tmp_path / "in/b.zarr", SPECS, 80, attrs={"num_layers": 2}, values=broken)
+    assert owner.shutdown()
+    monkeypatch.setattr(packed.PackedRows, "step", 1)
+    monkeypatch.setattr(saelens, "_BATCHES", batches)
+    run = ["export", str(tmp_path / "in"), "--to", "saelens", "--hook", HOOK, "--context-size", "32", "-o"]
+    for _ in range(2):
+        assert main([*run, str(tmp_path / "out")]) == 3
+        text, err = capsys.readouterr()
+        assert text.startswith(f"{tmp_path / 'out'}: 3 contexts of 32 tokens")
+        assert text.endswith("2 contexts left out: values that are not finite\n")
+        assert err == f"dmi: {tmp_path / 'in/b.zarr'}: row 40 holds values that are not finite\n"
+    dataset: Any = reader(tmp_path / "out").cached_activation_dataset
+    rows, ids = rows_of(tmp_path / "in")
+    found = torch.cat([dataset[i][HOOK] for i in range(len(dataset))])
+    assert torch.equal(found, torch.from_numpy(rows[:96])) and torch.isfinite(found).all()
+    assert dataset["token_ids"][:].tolist() == ids[:96].reshape(3, 32).tolist()
+    assert main([*run, str(tmp_path / "kept"), "--finite", "keep"]) == 3
+    assert capsys.readouterr().out.endswith("1 stores kept: values that are not finite\n")
+    assert len(reader(tmp_path / "kept").cached_activation_dataset) == 5
+    assert main([*run, str(tmp_path / "failed"), "--finite", "fail"]) == 3
+    assert not (tmp_path / "failed/state.json").exists()
+
+
 def test_saelens_refuses_another_hook(stores: Path, tmp_path: Path) -> None:
     flags = ["--to", "saelens", "--hook", "blocks.1.attn.hook_z", "--context-size", str(CONTEXT)]
     assert main(["export", str(stores), *flags, "-o", str(tmp_path)]) == 0

@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dmi_connector.cli.main import main
+from dmi_connector.cli.main import main, make_run_parser
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.read.capture import open_capture
+from dmi_connector.store.read.finite import NotFinite
 from tests import snippets
 from tests import storekit as kit
 
@@ -28,6 +31,7 @@ from speculators.data_generation.offline import (
     get_existing_hidden_state_indices,
 )
 from speculators.train.data import ArrowDataset
+from speculators.train.recovery import SampleUnavailable
 
 from dmi_connector.analysis.speculators_backend import StoreBackend, StoreTransfer
 
@@ -42,11 +46,20 @@ SPECS = (
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("captures")
-    owner = kit.Store(1 << 22)
-    for number, length in enumerate(LENGTHS):
-        owner.write(root / f"{number}.zarr", SPECS, length, attrs={"num_layers": 4}, key=str(number))
-    assert owner.shutdown()
+    write_run(root, SPECS, 4)
     return root
+
+
+def write_run(root: Path, specs: Sequence[ArraySpec], num_layers: int) -> None:
+    """Write a directory of `dmi run`: stores, and the manifest that has their rows."""
+    owner = kit.Store(1 << 22)
+    lines = []
+    for row, length in enumerate(LENGTHS):
+        attrs = {"num_layers": num_layers, "loss_spans": [[0, 2]]}
+        owner.write(root / f"{row}.zarr", specs, length, attrs=attrs, key=str(row))
+        lines.append(json.dumps({"row": row, "key": str(row), "store": f"{row}.zarr"}))
+    assert owner.shutdown()
+    (root / "manifest.jsonl").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +108,42 @@ def test_training_reads_stores_as_it_reads_exported_files(stores: Path, data: Pa
     assert transfer.get_cached(3) is None
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_training_leaves_out_samples_that_are_not_finite(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float
+) -> None:
+    owner = kit.Store(1 << 22)
+    for number in range(3):
+        values = {spec.name: kit.random_bits(spec, 40, number) for spec in SPECS}
+        if number == 1:
+            values["resid_pre"] = torch.full((4, 40, WIDTH), value, dtype=torch.bfloat16).view(torch.uint16).numpy()
+        owner.write(
+            tmp_path / f"in/{number}.zarr", SPECS, 40, values=values, attrs={"num_layers": 4}, ids=[number] * 40
+        )
+    assert owner.shutdown()
+    ids = [[number] * 40 for number in range(3)]
+    columns = {"input_ids": ids, "loss_mask": [[1] * 40] * 3, "seq_len": [40] * 3}
+    datasets.Dataset.from_dict(columns).with_format("torch").save_to_disk(tmp_path / "data")
+
+    def samples(*flags: str) -> list[Any]:
+        parser = argparse.ArgumentParser()
+        StoreBackend.add_train_args(parser)
+        options = parser.parse_args(["--dmi-store-dir", str(tmp_path / "in"), *flags])
+        transfer = StoreBackend.from_train_args(options, str(tmp_path / "data"))
+        data = ArrowDataset(512, tmp_path / "data", transfer, on_missing="raise")
+        return [data[number] for number in range(3)]
+
+    with caplog.at_level(logging.WARNING):
+        found = samples()
+        assert [isinstance(sample, SampleUnavailable) for sample in found] == [False, True, False]
+        assert str(tmp_path / "in/1.zarr") in caplog.text and "sample left out, 1 so far" in caplog.text
+        caplog.clear()
+        assert not torch.isfinite(samples("--dmi-finite", "keep")[1]["hidden_states"].float()).all()
+        assert "is kept; 1 so far" in caplog.text
+    with pytest.raises(NotFinite, match=r"1\.zarr: row 0 holds .* give --dmi-finite keep"):
+        samples("--dmi-finite", "fail")
+
+
 def test_answers_of_a_server_lead_to_their_stores(stores: Path) -> None:
     transfer = StoreTransfer(str(stores), [1])
     found = transfer.get_generated({"dmi_store": str(stores / "1.zarr")})
@@ -141,13 +190,18 @@ def test_specforge_reads_its_features(stores: Path, tmp_path: Path, flags: list[
 
 
 def test_the_pages_exports_work(stores: Path, tmp_path: Path) -> None:
-    exports = [*snippets.commands("speculators"), *snippets.commands("SpecForge")]
     names = {"captures": str(stores), "2,18,33": "1,2,3"}
-    names |= {f"data/{name}": str(tmp_path / name) for name in ("hidden_states", "features")}
-    for words in exports:
-        if words[0] == "dmi":
-            assert main([names.get(word, word) for word in words[1:]]) == 0, words
-    assert len(list(tmp_path.rglob("hs_*.safetensors"))) == len(list(tmp_path.rglob("*.ckpt"))) == 3
+    made = {"hs_*.safetensors": 0, "*.ckpt": 0}
+    for number, words in enumerate([*snippets.commands("speculators"), *snippets.commands("SpecForge")]):
+        if words[:2] == ["dmi", "run"]:
+            _, rest = make_run_parser().parse_known_args(words[2:])
+            assert not rest, "each flag is one of dmi run"
+        elif words[0] == "dmi":
+            out = {f"data/{name}": str(tmp_path / f"{number}") for name in ("hidden_states", "features")}
+            assert main([{**names, **out}.get(word, word) for word in words[1:]]) == 0, words
+            for pattern in made:
+                made[pattern] += len(list((tmp_path / f"{number}").rglob(pattern)))
+    assert made == {"hs_*.safetensors": 3, "*.ckpt": 6}
     left = snippets.run("speculators", {"captures": str(stores), "layers": [1, 2, 3]})
     assert left["sample"]["hidden_states"].shape == (300, 4, WIDTH)
 
@@ -181,11 +235,9 @@ def test_the_pages_training_command_learns_from_stores(
 
     from dmi_connector.analysis import speculators_backend
 
-    owner, width = kit.Store(1 << 22), 64
+    width = 64
     specs = [ArraySpec("resid_pre", "bfloat16", (0, 1, 2), width), ArraySpec("resid_final", "bfloat16", (), width)]
-    for number, length in enumerate(LENGTHS):
-        owner.write(tmp_path / f"captures/{number}.zarr", specs, length, attrs={"num_layers": 3}, key=str(number))
-    assert owner.shutdown()
+    write_run(tmp_path / "captures", specs, 3)
     preprocess(tmp_path / "captures", tmp_path / "data")
     more = {
         **{"verifier-name-or-path": tiny_model("qwen3"), "data-path": tmp_path / "data", "num-workers": 0},

@@ -212,7 +212,6 @@ def test_plots_have_true_norms_and_token_labels(stores: Path, tmp_path: Path) ->
         (["plot", "{stores}/one.zarr", "-o", "x.png", "--tokenizer", "nowhere"], ["tokenizer", "nowhere"]),
         (["info", "{stores}"], ["is a directory of stores; give one of them, as", "/one.zarr"]),
         (["plot", "{stores}", "-o", "x.png"], ["is a directory of stores; give one of them, as", "/one.zarr"]),
-        (["fidelity", "{stores}"], ["is a directory of stores; give one of them, as", "/one.zarr"]),
         (["demo", "--dir", "{stores}"], ["dir", "no demo made it"]),
         (["serve"], ["model", "none is given"]),
         (["serve", "m", "--codec", "gzip"], ["--codec", "zstd"]),

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.analysis.export.packed import PackedRows
-from dmi_connector.analysis.export.progress import PARTIAL, Done, Progress, fix_stores, whole
+from dmi_connector.analysis.export.progress import PARTIAL, Done, Progress, fix_stores, note_not_finite, whole
 from dmi_connector.analysis.export.safetensors import write_file
 from dmi_connector.analysis.sparse_encoder import SparseEncoder
 from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.finite import FiniteCheck, not_finite
 
 _LEAST = 1e-5
 """Latents that are not above it are left out, as Delphi does."""
@@ -32,6 +33,7 @@ def export(
     captures: Captures,
     out: Path,
     progress: Progress,
+    finite: FiniteCheck,
     hook: str,
     sae: str,
     context_size: int = 256,
@@ -42,30 +44,34 @@ def export(
 
     locations: uint16 or uint32 [n, 3], the context, the row in it, and the latent minus START. activations: float16
     [n]. tokens: int32 [contexts, context_size]. HOOK: TransformerLens' name of the hook. splits: number of files.
+    finite: what happens to contexts whose rows or activations are not finite, also where only float16 cannot hold one.
 
     Raises ValueError for an encoder of another width, see `SparseEncoder`, and for a bad number of splits.
     """
-    rows, encoder = PackedRows(captures, hook, context_size, skip), SparseEncoder.load(sae)
+    rows, encoder = PackedRows(captures, hook, context_size, skip, finite), SparseEncoder.load(sae)
     if not 1 <= splits <= encoder.latents:
         raise ValueError(f"--splits {splits} is not valid; use 1 to {encoder.latents}, the latents of the autoencoder")
     settings = {"to": "delphi", "hook": rows.hook, "context_size": context_size}
     settings |= {"sae": os.path.abspath(sae), "sae_digest": encoder.digest}
     module = out / rows.name  # all that is written: Delphi takes each entry of `out` for a module
-    fix_stores(module, {**settings, "skip": skip, "splits": splits}, captures)
-    note = f"{rows.contexts} contexts of {context_size} tokens, {encoder.latents} latents; {rows.left} tokens left over"
+    fix_stores(module, {**settings, "skip": skip, "splits": splits}, captures, finite)
+    note = f"contexts of {context_size} tokens, {encoder.latents} latents; {rows.left} tokens left over"
     if (module / "config.json").exists():
-        return Done(out, 0, splits, (note,))
-    parts = _Parts(module / f".parts{PARTIAL}", rows.contexts, _bounds(encoder.latents, splits))
+        there = int(json.loads((module / "config.json").read_text())["n_tokens"]) // context_size
+        return Done(out, 0, splits, (f"{there} {note}",), rows.warnings(there))
+    parts = _Parts(module / f".parts{PARTIAL}", rows.contexts, _bounds(encoder.latents, splits), finite)
     step = max(1, min(rows.step, _STEP_VALUES // (context_size * encoder.latents)))
     for first in range(parts.contexts, rows.contexts, step):
         stop = min(first + step, rows.contexts)
         _encode(rows, encoder, parts, first, stop)
         progress(stop, rows.contexts)
+    warnings = rows.warnings(parts.written)
+    note_not_finite(module, finite)
     parts.write(module, rows)
     with whole(module / "config.json") as partial:
-        partial.write_text(json.dumps(_config(captures, rows, splits), indent=4) + "\n")
+        partial.write_text(json.dumps(_config(captures, rows, splits, parts.written), indent=4) + "\n")
     parts.remove()
-    return Done(out, splits, 0, (note,))
+    return Done(out, splits, 0, (f"{parts.written} {note}",), warnings)
 
 
 def _bounds(latents: int, splits: int) -> list[tuple[int, int]]:
@@ -75,11 +81,16 @@ def _bounds(latents: int, splits: int) -> list[tuple[int, int]]:
 
 
 def _encode(rows: PackedRows, encoder: SparseEncoder, parts: _Parts, first: int, stop: int) -> None:
-    """Add the latents of contexts [first, stop)."""
-    values = rows.read(first, stop)
-    found = encoder.encode(values.reshape(-1, rows.width)).reshape(stop - first, rows.context_size, -1)
-    where = np.nonzero(found > _LEAST)
-    parts.add(np.stack(where, axis=1) + [first, 0, 0], found[where], stop)
+    """Add the latents of contexts [first, stop), but for those that are left out."""
+    values = rows.read(first, stop).reshape(-1, rows.width)
+    with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is counted
+        found = encoder.encode(values)
+        halves = found.astype("<f2")
+    wanted = rows.wanted(first, stop, np.union1d(not_finite(values), not_finite(halves)))
+    active = (found > _LEAST).reshape(stop - first, rows.context_size, -1) & wanted[:, None, None]
+    context, row, latent = np.nonzero(active)
+    number = parts.written + np.cumsum(wanted) - 1
+    parts.add(np.stack([number[context], row, latent], axis=1), halves.reshape(active.shape)[active], first, wanted)
 
 
 class _Parts:
@@ -88,31 +99,40 @@ class _Parts:
     A killed run leaves more than the count says, which is cut off when the next one opens them.
     """
 
-    def __init__(self, folder: Path, contexts: int, bounds: list[tuple[int, int]]) -> None:
-        self._folder, self._bounds = folder, bounds
+    def __init__(self, folder: Path, contexts: int, bounds: list[tuple[int, int]], finite: FiniteCheck) -> None:
+        self._folder, self._bounds, self._finite = folder, bounds, finite
         width = max(last - first for first, last in bounds)
         self._dtype = np.dtype("<u2" if max(width, contexts) < 1 << 16 else "<u4")
         folder.mkdir(exist_ok=True)
         noted = folder / _COUNT
         known: dict[str, Any] = json.loads(noted.read_text()) if noted.exists() else {}
         self.contexts: int = known.get("contexts", 0)
+        self._left: list[int] = known.get("left", [])
+        finite.recall(known.get("not_finite", {}))
         self._entries: list[int] = known.get("entries", [0] * len(bounds))
         for i, entries in enumerate(self._entries):
             for name, size in ((f"{i}.locations", 3 * self._dtype.itemsize), (f"{i}.activations", 2)):
                 with open(folder / name, "ab") as file:
                     file.truncate(entries * size)
 
-    def add(self, locations: np.ndarray, activations: np.ndarray, contexts: int) -> None:
-        """Add entries [n, 3], [n] of the contexts up to `contexts`."""
+    @property
+    def written(self) -> int:
+        """Contexts so far that are not left out."""
+        return self.contexts - len(self._left)
+
+    def add(self, locations: np.ndarray, activations: np.ndarray, begin: int, wanted: np.ndarray) -> None:
+        """Add entries [n, 3], float16 [n] of the wanted contexts from `begin` on. wanted: bool [contexts]."""
         for i, (first, last) in enumerate(self._bounds):
             here = (locations[:, 2] >= first) & (locations[:, 2] <= last)
             found = locations[here] - [0, 0, first]
             self._append(f"{i}.locations", found.astype(self._dtype))
-            self._append(f"{i}.activations", activations[here].astype("<f2"))
+            self._append(f"{i}.activations", activations[here])
             self._entries[i] += len(found)
-        self.contexts = contexts
+        self.contexts = begin + len(wanted)
+        self._left += (begin + np.flatnonzero(~wanted)).tolist()
+        known = {"contexts": self.contexts, "entries": self._entries, "left": self._left}
         with whole(self._folder / _COUNT) as partial:
-            partial.write_text(json.dumps({"contexts": contexts, "entries": self._entries}))
+            partial.write_text(json.dumps({**known, "not_finite": self._finite.first}))
 
     def _append(self, name: str, values: np.ndarray) -> None:
         with open(self._folder / name, "ab") as file:
@@ -122,14 +142,18 @@ class _Parts:
         """Write the files of all parts."""
         for i, (first, last) in enumerate(self._bounds):
             count = self._entries[i]
-            tokens = (rows.token_ids(n, min(n + rows.step, rows.contexts)) for n in range(0, rows.contexts, rows.step))
             tensors = {
                 "locations": (self._dtype, (count, 3), self._blocks(f"{i}.locations", self._dtype)),
                 "activations": (np.dtype("<f2"), (count,), self._blocks(f"{i}.activations", np.dtype("<f2"))),
-                "tokens": (np.dtype("<i4"), (rows.contexts, rows.context_size), tokens),
+                "tokens": (np.dtype("<i4"), (self.written, rows.context_size), self._tokens(rows)),
             }
             with whole(module / f"{first}_{last}.safetensors") as partial:
                 write_file(partial, tensors)
+
+    def _tokens(self, rows: PackedRows) -> Iterator[np.ndarray]:
+        for first in range(0, rows.contexts, rows.step):
+            stop = min(first + rows.step, rows.contexts)
+            yield rows.token_ids(first, stop)[~np.isin(np.arange(first, stop), self._left)]
 
     def _blocks(self, name: str, dtype: np.dtype) -> Iterator[np.ndarray]:
         with open(self._folder / name, "rb") as file:
@@ -143,7 +167,7 @@ class _Parts:
         self._folder.rmdir()
 
 
-def _config(captures: Captures, rows: PackedRows, splits: int) -> dict[str, Any]:
+def _config(captures: Captures, rows: PackedRows, splits: int, contexts: int) -> dict[str, Any]:
     """Delphi's config of a cache, with our directory in place of its data set."""
     with captures[0] as capture:
         model = capture.attrs.get("model", "")
@@ -155,7 +179,7 @@ def _config(captures: Captures, rows: PackedRows, splits: int) -> dict[str, Any]
         "dataset_column": "token_ids",
         "batch_size": 1,
         "cache_ctx_len": rows.context_size,
-        "n_tokens": rows.contexts * rows.context_size,
+        "n_tokens": contexts * rows.context_size,
         "n_splits": splits,
         "model_name": model,
     }

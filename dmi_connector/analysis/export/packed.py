@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.captures import Captures, named_rows
+from dmi_connector.store.read.finite import WHAT, FiniteCheck, NotFinite, not_finite
 from dmi_connector.store.read.lens_names import lens_name, split_name, why_not_equal
 from dmi_connector.store.read.open_files import files_of
 from dmi_connector.store.read.own_values import check_own_values
@@ -22,13 +25,16 @@ class PackedRows:
     """The rows of all stores one after the other, cut into contexts of `context_size` rows.
 
     hook: such as "resid_pre@3"; in place of a negative layer it has the layer's number. skip: rows left out at the
-    start of each store. name: TransformerLens' name of the hook, or its own. contexts: their number. left: rows that do
-    not fill a context.
+    start of each store. finite: what happens to contexts with values that are not finite. name: TransformerLens' name
+    of the hook, or its own. contexts: their number. left: rows that do not fill a context.
 
     Raises ValueError for a hook without a layer, for projections and summaries, and where no context is full.
     """
 
-    def __init__(self, captures: Captures, hook: str, context_size: int, skip: int = 0) -> None:
+    def __init__(
+        self, captures: Captures, hook: str, context_size: int, skip: int = 0, finite: FiniteCheck | None = None
+    ) -> None:
+        self._finite = FiniteCheck() if finite is None else finite
         self._view = named_rows(captures, hook, skip)
         found, layer = self._view.hook, self._view.layer
         if len(self._view.shape) == 3:
@@ -61,6 +67,44 @@ class PackedRows:
         """Contexts [first, stop) as float32 [contexts, context_size, width]."""
         rows = self._view.read(slice(first * self.context_size, stop * self.context_size))
         return rows.astype(np.float32, copy=False).reshape(-1, self.context_size, self.width)
+
+    def batches(self, first: int, stop: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Contexts [first, stop), `step` at a time: (the context behind them, those of `read` that are wanted, their
+        tokens). The next ones are read while some are written.
+        """
+
+        def read(begin: int) -> tuple[int, np.ndarray, np.ndarray]:
+            end = min(begin + self.step, stop)
+            return end, self.read(begin, end), self.token_ids(begin, end)
+
+        with ThreadPoolExecutor(1, "dmi-export") as ahead:
+            coming = ahead.submit(read, first)
+            for begin in range(first, stop, self.step):
+                end, values, ids = coming.result()
+                if end < stop:
+                    coming = ahead.submit(read, end)
+                wanted = self.wanted(begin, end, not_finite(values.reshape(-1, self.width)))
+                yield (end, values, ids) if wanted.all() else (end, values[wanted], ids[wanted])
+
+    def wanted(self, first: int, stop: int, bad: np.ndarray) -> np.ndarray:
+        """bool [contexts]: which of contexts [first, stop) are to be written.
+
+        bad: int64 [n], rows of them that are not finite. Raises NotFinite as `finite` says.
+        """
+        self._finite.see_all(self._view.stores, *self._view.origins(first * self.context_size + bad))
+        wanted = np.ones(stop - first, bool)
+        if self._finite.policy == "skip":
+            wanted[bad // self.context_size] = False
+        return wanted
+
+    def warnings(self, written: int) -> tuple[str, ...]:
+        """Contexts that were left out or kept, in words. Raises NotFinite where none was written."""
+        if not written:
+            store, row = next(iter(self._finite.first.items()))
+            raise NotFinite(f"export: no context is left: row {row} of {store} holds {WHAT}, as do others")
+        if written < self.contexts:
+            return (f"{self.contexts - written} contexts left out: {WHAT}",)
+        return (f"{len(self._finite.first)} stores kept: {WHAT}",) if self._finite.first else ()
 
     def token_ids(self, first: int, stop: int) -> np.ndarray:
         """Their tokens, int32 [contexts, context_size]."""

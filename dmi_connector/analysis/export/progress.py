@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from dmi_connector.analysis.export.numbering import number_captures, order_is_no
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.finite import WHAT, FiniteCheck, NotFinite
 
 Progress = Callable[[int, int], None]
 PARTIAL = ".partial"
@@ -42,7 +43,8 @@ def refuse_later_part(capture: Capture) -> None:
 @dataclass(frozen=True)
 class Done:
     """What an export did. written, kept: files, or rows of a data set, that it wrote or found there. out: the result.
-    notes: what it wrote, in words, in place of the counts. warnings: what the user should know of it.
+    notes: what it wrote, in words, in place of the counts. warnings: what the user should know of it. not_finite: the
+    first row with values that are not finite of each store that has such.
     """
 
     out: Path
@@ -50,6 +52,7 @@ class Done:
     kept: int = 0
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    not_finite: Mapping[str, int] = field(default_factory=dict)
 
 
 def export_each(
@@ -59,18 +62,20 @@ def export_each(
     write: Callable[[Capture, Path], None],
     progress: Progress,
     settings: Mapping[str, Any],
+    finite: FiniteCheck,
     number_by: str = "order",
 ) -> Done:
     """Write a file for each store, one store open at a time. Files that are there are kept.
 
     path_of: the file of a number, below `out`. write: writes one store to a path, or raises LeftOut: such stores are
-    counted. settings: on which the files depend. number_by: see `number_captures`.
+    counted, as are those for which it raises NotFinite where `finite` skips them. settings: on which the files depend.
+    finite: what `write` found not finite. number_by: see `number_captures`.
 
     Raises ValueError for an output directory that was written with other settings or from other stores, for numbers
-    that `number_captures` does not find, and where all stores are left out.
+    that `number_captures` does not find, and where all stores are left out; NotFinite as `finite` says.
     """
     numbers = number_captures(captures, number_by)
-    done = _export(captures, numbers, out, path_of, write, progress, {**settings, "number_by": number_by})
+    done = _export(captures, numbers, out, path_of, write, progress, {**settings, "number_by": number_by}, finite)
     warning = order_is_no_row(captures) if number_by == "order" else None
     return done if warning is None else replace(done, warnings=(*done.warnings, warning))
 
@@ -82,6 +87,7 @@ def export_by_name(
     write: Callable[[Capture, Path], None],
     progress: Progress,
     settings: Mapping[str, Any],
+    finite: FiniteCheck,
 ) -> Done:
     """Like `export_each`, with files that have the names of the stores. Raises ValueError for stores of one name."""
     names = [f"{info.store.stem}{suffix}" for info in captures.infos]
@@ -89,7 +95,7 @@ def export_by_name(
         raise ValueError("export: several stores have the same name; export their directories one by one")
     numbers = list(range(len(names)))
     noted = {**settings, "number_by": "order"}
-    return _export(captures, numbers, out, lambda number: Path(names[number]), write, progress, noted)
+    return _export(captures, numbers, out, lambda number: Path(names[number]), write, progress, noted, finite)
 
 
 def _export(
@@ -100,27 +106,41 @@ def _export(
     write: Callable[[Capture, Path], None],
     progress: Progress,
     settings: Mapping[str, Any],
+    finite: FiniteCheck,
 ) -> Done:
     make_directory(out)
-    stores = _with_noted(out, settings, dict(zip(_names(captures), numbers, strict=True)))
+    settings = {**settings, **finite.settings}
+    noted = check_note(out, settings) or {"stores": {}}
+    stores = _with_noted(out, noted["stores"], dict(zip(_names(captures), numbers, strict=True)))
+    finite.recall(_not_finite_of(noted, captures))
     written, left = 0, Counter[str]()
-    last: LeftOut | None = None
+    last: LeftOut | NotFinite | None = None
     for done, number in enumerate(numbers):
         path = out / path_of(number)
         if not path.exists():
             try:
                 with captures[done] as capture, whole(path) as partial:
+                    before = len(finite.first)
                     write(capture, partial)
-                    if not written:  # without a file no note, and no file has its name before the note is there
-                        write_note(out, settings, stores)
+                    # Without a file no note, and no file has its name before the note is there.
+                    if not written or len(finite.first) > before:
+                        write_note(out, settings, stores, finite)
                 written += 1
+            except NotFinite as one:
+                if finite.policy == "fail":
+                    raise
+                left[WHAT] += 1
+                last = one
             except LeftOut as one:
                 left[one.what] += 1
                 last = one
         progress(done + 1, len(numbers))
     if last is not None and left.total() == len(numbers):
-        raise ValueError(f"export: no store is left: {last}")
+        error = NotFinite if isinstance(last, NotFinite) else ValueError
+        raise error(f"export: no store is left: {last}")
     warnings = tuple(f"{count} left out: {what}" for what, count in left.items())
+    if finite.policy == "keep" and finite.first:
+        warnings += (f"{len(finite.first)} kept: {WHAT}",)
     return Done(out, written, len(numbers) - written - left.total(), warnings=warnings)
 
 
@@ -166,34 +186,48 @@ def check_note(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     return noted
 
 
-def write_note(out: Path, settings: Mapping[str, Any], stores: Any) -> None:
-    """Note what an output directory is written from."""
+def write_note(out: Path, settings: Mapping[str, Any], stores: Any, finite: FiniteCheck) -> None:
+    """Note what an output directory is written from, and which of its stores are not finite."""
+    noted = {"settings": dict(settings), "stores": stores, "not_finite": finite.first}
     with whole(out / NOTE) as partial:
-        partial.write_text(json.dumps({"settings": dict(settings), "stores": stores}, indent=1) + "\n")
+        partial.write_text(json.dumps(noted, indent=1) + "\n")
 
 
-def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures) -> None:
-    """Note from which stores an output that is one whole is written.
+def note_not_finite(out: Path, finite: FiniteCheck) -> None:
+    """Note again which stores are not finite, where a note is."""
+    noted = json.loads((out / NOTE).read_text())
+    write_note(out, noted["settings"], noted["stores"], finite)
+
+
+def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures, finite: FiniteCheck) -> None:
+    """Note from which stores an output that is one whole is written. `finite` learns what earlier runs saw.
 
     Raises ValueError for a directory that was written with other settings or from other stores.
     """
     make_directory(out)
+    settings = {**settings, **finite.settings}
     noted, names = check_note(out, settings), _names(captures)
     if noted is not None and noted["stores"] != names:
         raise ValueError(f"export: {out} was written from other stores; give another directory")
-    write_note(out, settings, names)
+    finite.recall(_not_finite_of(noted or {}, captures))
+    write_note(out, settings, names, finite)
 
 
-def _with_noted(out: Path, settings: Mapping[str, Any], stores: dict[str, int]) -> dict[str, int]:
+def _not_finite_of(noted: Mapping[str, Any], captures: Captures) -> dict[str, int]:
+    """What a note says of these stores."""
+    names = set(_names(captures))
+    return {name: row for name, row in noted.get("not_finite", {}).items() if name in names}
+
+
+def _with_noted(out: Path, noted: Mapping[str, int], stores: dict[str, int]) -> dict[str, int]:
     """The numbers of stores, and those that earlier runs noted. Raises ValueError where one would change."""
-    noted: dict[str, int] = (check_note(out, settings) or {"stores": {}})["stores"]
     owners = {number: name for name, number in stores.items()}
     for name, number in noted.items():
         if stores.get(name, number) != number or owners.get(number, name) != name:
             raise ValueError(
                 f"export: {out} holds {name} as number {number}, which would change; give another directory"
             )
-    return noted | stores
+    return {**noted, **stores}
 
 
 def _names(captures: Captures) -> list[str]:

@@ -7,17 +7,45 @@ from pathlib import Path
 
 import numpy as np
 
-from dmi_connector.analysis.export.progress import Done, Progress, export_each
+from dmi_connector.analysis.export.progress import Done, Progress, export_each, row_blocks
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.finite import FiniteCheck
+
+_BEHIND = ("router_logits", "topk_weights")
+"""Hooks from which experts are chosen: experts of a row in which one is not finite say nothing."""
+_ROWS = 4096
+"""Rows that are read at a time."""
 
 
-def export(captures: Captures, out: Path, progress: Progress, number_by: str = "order", prompt_start: int = 0) -> Done:
-    """Write `out/routed_experts_N.npy`, see `Capture.routed_experts`."""
+def export(
+    captures: Captures,
+    out: Path,
+    progress: Progress,
+    finite: FiniteCheck,
+    number_by: str = "order",
+    prompt_start: int = 0,
+) -> Done:
+    """Write `out/routed_experts_N.npy`, see `Capture.routed_experts`.
+
+    Whether routing is finite is seen where a store holds router_logits or topk_weights too.
+    """
 
     def write(capture: Capture, path: Path) -> None:
+        _check(capture, finite)
         with open(path, "wb") as file:
             np.save(file, capture.routed_experts(prompt_start), allow_pickle=False)
 
     settings = {"to": "routed-experts", "prompt_start": prompt_start}
-    return export_each(captures, out, lambda n: Path(f"routed_experts_{n}.npy"), write, progress, settings, number_by)
+
+    def path_of(number: int) -> Path:
+        return Path(f"routed_experts_{number}.npy")
+
+    return export_each(captures, out, path_of, write, progress, settings, finite, number_by)
+
+
+def _check(capture: Capture, finite: FiniteCheck) -> None:
+    for hook in _BEHIND:
+        for layer in capture.layers.get(hook, []):
+            for rows in row_blocks(int(capture.attrs["num_tokens"]), _ROWS):
+                finite.check(capture.path, capture.numpy(hook, layer, rows, convert=False), rows.start)

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,24 +21,32 @@ except ImportError as error:
     raise ImportError("saelens: datasets is not installed; install dmi_connector[saelens]") from error
 
 from dmi_connector.analysis.export.packed import PackedRows
-from dmi_connector.analysis.export.progress import PARTIAL, Done, Progress, fix_stores, whole
+from dmi_connector.analysis.export.progress import PARTIAL, Done, Progress, fix_stores, note_not_finite, whole
 from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.finite import FiniteCheck
 
 _BATCHES = 32
 """Batches of a file. A run that is killed loses one file at most."""
 
 
 def export(
-    captures: Captures, out: Path, progress: Progress, hook: str, context_size: int = 128, skip: int = 0
+    captures: Captures,
+    out: Path,
+    progress: Progress,
+    finite: FiniteCheck,
+    hook: str,
+    context_size: int = 128,
+    skip: int = 0,
 ) -> Done:
     """Write a data set of Hugging Face to `out`, with the columns HOOK and `token_ids`.
 
     HOOK: `Array2D(shape=(context_size, width))` float32, under TransformerLens' name of the hook. token_ids: int32
     [context_size]. A context holds rows of one store after the other. skip: rows left out at the start of each store.
+    finite: what happens to contexts with values that are not finite.
     """
-    rows = PackedRows(captures, hook, context_size, skip)
+    rows = PackedRows(captures, hook, context_size, skip, finite)
     settings = {"to": "saelens", "hook": rows.hook, "context_size": context_size, "skip": skip}
-    fix_stores(out, settings, captures)
+    fix_stores(out, settings, captures, finite)
     size = rows.step * _BATCHES
     starts = range(0, rows.contexts, size)
     names = [f"data-{i:05d}-of-{len(starts):05d}.arrow" for i in range(len(starts))]
@@ -49,11 +56,15 @@ def export(
         if (out / name).exists():
             progress(stop, rows.contexts)
             continue
-        _write_part(rows, first, stop, out / name, progress)
+        with whole(out / name) as partial:
+            _write_part(rows, first, stop, partial, progress)
+            note_not_finite(out, finite)
         written += 1
-    _write_state(rows, out, names, settings)
-    note = f"{rows.contexts} contexts of {context_size} tokens, column {rows.name}; {rows.left} tokens left over"
-    return Done(out, written, len(starts) - written, (note,))
+    contexts = sum(_contexts_in(out / name) for name in names)
+    warnings = rows.warnings(contexts)
+    _write_state(rows, out, names, {**settings, "contexts": contexts})
+    note = f"{contexts} contexts of {context_size} tokens, column {rows.name}; {rows.left} tokens left over"
+    return Done(out, written, len(starts) - written, (note,), warnings)
 
 
 def _features(rows: PackedRows) -> datasets.Features:
@@ -69,8 +80,8 @@ def _write_part(rows: PackedRows, first: int, stop: int, path: Path, progress: P
     `Dataset.from_dict` would pickle all values for a fingerprint: it takes ten times as long.
     """
     schema = _features(rows).arrow_schema
-    with whole(path) as partial, pa.OSFile(str(partial), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        for end, values, ids in _batches(rows, first, stop):
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for end, values, ids in rows.batches(first, stop):
             columns = [
                 pa.ExtensionArray.from_storage(schema.field(rows.name).type, _nested(values)),
                 pa.FixedSizeListArray.from_arrays(pa.array(ids.reshape(-1)), rows.context_size),
@@ -79,19 +90,10 @@ def _write_part(rows: PackedRows, first: int, stop: int, path: Path, progress: P
             progress(end, rows.contexts)
 
 
-def _batches(rows: PackedRows, first: int, stop: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """(end of a batch, its rows, its tokens). The next batch is read while one is written."""
-
-    def read(begin: int) -> tuple[int, np.ndarray, np.ndarray]:
-        end = min(begin + rows.step, stop)
-        return end, rows.read(begin, end), rows.token_ids(begin, end)
-
-    with ThreadPoolExecutor(1, "dmi-export") as ahead:
-        coming = ahead.submit(read, first)
-        for begin in range(first + rows.step, stop, rows.step):
-            batch, coming = coming.result(), ahead.submit(read, begin)
-            yield batch
-        yield coming.result()
+def _contexts_in(path: Path) -> int:
+    """Contexts of a part. Their values are not read."""
+    with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as batches:
+        return sum(batch.num_rows for batch in batches)
 
 
 def _nested(values: np.ndarray) -> pa.Array:
@@ -109,7 +111,7 @@ def _write_state(rows: PackedRows, out: Path, names: list[str], settings: dict[s
         state = json.loads((saved / "state.json").read_text())
         os.replace(saved / "dataset_info.json", out / "dataset_info.json")
     state["_data_files"] = [{"filename": name} for name in names]
-    state["_fingerprint"] = hashlib.sha256(repr((settings, names, rows.contexts)).encode()).hexdigest()[:16]
+    state["_fingerprint"] = hashlib.sha256(repr((settings, names)).encode()).hexdigest()[:16]
     with whole(out / "state.json") as partial:
         partial.write_text(json.dumps(state, indent=2, sort_keys=True))
 

@@ -5,16 +5,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from dmi_connector.analysis.export.progress import Done, Progress, export_by_name, refuse_existing, row_blocks, whole
+from dmi_connector.analysis.export.progress import (
+    PARTIAL,
+    Done,
+    Progress,
+    export_by_name,
+    refuse_existing,
+    row_blocks,
+    whole,
+)
 from dmi_connector.analysis.export.residual_stream import chosen_ids, stream_rows
 from dmi_connector.store.format.remote_path import Given
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.finite import FiniteCheck
 
 _NAMES = {
     "bfloat16": "BF16",
@@ -53,46 +62,79 @@ def write_file(path: Path, tensors: Mapping[str, Blocks]) -> None:
                 f.write(np.ascontiguousarray(block, dtype).tobytes())
 
 
-def write_hidden_states(capture: Capture, path: Path, ids: Sequence[int]) -> None:
-    """Write `hidden_states` [tokens, layers, hidden] of these layer ids and `token_ids` int64 [tokens]."""
+def write_hidden_states(
+    capture: Capture,
+    path: Path,
+    ids: Sequence[int],
+    finite: FiniteCheck,
+    progress: Progress = lambda _done, _total: None,
+) -> None:
+    """Write `hidden_states` [tokens, layers, hidden] of these layer ids and `token_ids` int64 [tokens].
+
+    progress: called with (rows that were read, all of them). Raises NotFinite as `finite` says.
+    """
     tokens = capture.token_ids.astype("<i8")
     first = stream_rows(capture, ids, slice(0, 0))
-    blocks = (stream_rows(capture, ids, rows) for rows in row_blocks(len(tokens)))
-    hidden = (first.dtype, (len(tokens), *first.shape[1:]), blocks)
+
+    def blocks() -> Iterator[np.ndarray]:
+        for rows in row_blocks(len(tokens)):
+            yield finite.check(capture.path, stream_rows(capture, ids, rows), rows.start)
+            progress(rows.stop, len(tokens))
+
+    hidden = (first.dtype, (len(tokens), *first.shape[1:]), blocks())
     write_file(path, {"token_ids": (tokens.dtype, tokens.shape, [tokens]), "hidden_states": hidden})
 
 
-def export_safetensors(store: Given, out: str | os.PathLike[str], layer_ids: Sequence[int] | None = None) -> list[int]:
+def export_safetensors(
+    store: Given, out: str | os.PathLike[str], layer_ids: Sequence[int] | None = None, finite: str = "fail"
+) -> list[int]:
     """Write the file that vLLM's ExampleHiddenStatesConnector would have written for this request, a new file.
 
     The file holds `hidden_states` [tokens, layers, hidden] in the stored dtype and `token_ids` int64 [tokens]. It gets
-    its name when it is whole.
+    its name when it is whole. Beside it lies the empty `OUT.lock` that vLLM's `load_hidden_states` locks.
 
     layer_ids: vLLM's auxiliary layer ids (see `residual_stream`), written in ascending order. None: all that were
-    captured. Returns the ids written.
+    captured. finite: "keep" writes values that are not finite, "fail" raises NotFinite. Returns the ids written.
 
     Raises ValueError if the store has no residual stream or lacks an id; CaptureIncomplete for an incomplete store;
     FileExistsError.
     """
-    refuse_existing(Path(out))
+    return _write_one(Path(out), store, layer_ids, FiniteCheck(finite), lambda _done, _total: None)
+
+
+def _write_one(
+    out: Path, store: Given, layer_ids: Sequence[int] | None, finite: FiniteCheck, progress: Progress
+) -> list[int]:
+    refuse_existing(out)
     with open_capture(store, timeout=0) as capture:
         ids = sorted(chosen_ids(capture, layer_ids))
-        with whole(Path(out)) as partial:
-            write_hidden_states(capture, partial, ids)
+        with whole(out) as partial:
+            write_hidden_states(capture, partial, ids, finite, progress)
+            _lock_file(out)
     return ids
 
 
-def export(captures: Captures, out: Path, progress: Progress, layers: Sequence[int] | None = None) -> Done:
-    """Write `NAME.safetensors` for each store, in the directory `out`."""
+def _lock_file(path: Path) -> None:
+    """The file that vLLM's `load_hidden_states(path)` takes a shared lock of. It is empty, and nobody holds it here."""
+    path.with_name(path.name + ".lock").touch()
+
+
+def export(
+    captures: Captures, out: Path, progress: Progress, finite: FiniteCheck, layers: Sequence[int] | None = None
+) -> Done:
+    """Write `NAME.safetensors` for each store, in the directory `out`, and the lock file of each."""
 
     def write(capture: Capture, path: Path) -> None:
-        write_hidden_states(capture, path, sorted(chosen_ids(capture, layers)))
+        write_hidden_states(capture, path, sorted(chosen_ids(capture, layers)), finite)
+        _lock_file(path.with_name(path.name.removesuffix(PARTIAL)))
 
-    return export_by_name(captures, out, ".safetensors", write, progress, {"to": "safetensors", "layers": layers})
+    settings = {"to": "safetensors", "layers": layers}
+    return export_by_name(captures, out, ".safetensors", write, progress, settings, finite)
 
 
-def export_file(captures: Captures, out: Path, progress: Progress, layers: Sequence[int] | None = None) -> Done:
+def export_file(
+    captures: Captures, out: Path, progress: Progress, finite: FiniteCheck, layers: Sequence[int] | None = None
+) -> Done:
     """Write the one store of `captures` as the file `out`, which must be new."""
-    ids = export_safetensors(captures.infos[0].store, out, layers)
-    progress(1, 1)
+    ids = _write_one(out, captures.infos[0].store, layers, finite, progress)
     return Done(out, 1, notes=(f"layer ids {', '.join(map(str, ids))}",))

@@ -21,13 +21,14 @@ from dmi_connector.dtypes import as_torch
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.finite import FiniteCheck
 from dmi_connector.store.read.own_values import check_own_values
 
 _GROUP = 2000
 """Files of one directory, as in SpecForge's own preparation."""
 
 
-def features(capture: Capture, layers: Sequence[int] | None, loss: str) -> dict[str, torch.Tensor]:
+def features(capture: Capture, layers: Sequence[int] | None, loss: str, finite: FiniteCheck) -> dict[str, torch.Tensor]:
     """The tensors of one request.
 
     input_ids, loss_mask: int64 [tokens]. hidden_state: [1, tokens, hidden], the output of the final norm, to which
@@ -36,18 +37,19 @@ def features(capture: Capture, layers: Sequence[int] | None, loss: str) -> dict[
     layers: auxiliary layer ids; None: all of resid_pre. loss: "generated" trains on generated tokens, "all" on all,
     "spans" on those of the request's `dmi.loss_spans` and on generated ones. Raises ValueError for a store without
     final_ln or an auxiliary layer, and for projections; LeftOut for one without tokens to train on, without
-    `loss_spans` for "spans", or without the first tokens of its request.
+    `loss_spans` for "spans", or without the first tokens of its request; NotFinite as `finite` says.
     """
     refuse_later_part(capture)
     known = _aux_ids(capture.path, capture.attrs)
     ids = chosen_ids(capture, known if layers is None else layers)
     mask = _mask(capture, loss)
     check_own_values(capture, "final_ln")
-    stream = stream_rows(capture, ids, slice(None))
+    stream = finite.check(capture.path, stream_rows(capture, ids, slice(None)))
+    final = finite.check(capture.path, capture.numpy("final_ln", convert=False))
     return {
         "input_ids": torch.from_numpy(capture.token_ids.astype(np.int64)),
         "loss_mask": torch.from_numpy(mask),
-        "hidden_state": capture.torch("final_ln")[None],
+        "hidden_state": as_torch(final)[None],
         "aux_hidden_state": as_torch(stream.reshape(1, len(stream), -1)),
     }
 
@@ -90,6 +92,7 @@ def export(
     captures: Captures,
     out: Path,
     progress: Progress,
+    finite: FiniteCheck,
     layers: Sequence[int] | None = None,
     number_by: str = "order",
     loss: str = "generated",
@@ -107,12 +110,12 @@ def export(
         return Path(f"rows_{first}-{first + _GROUP}/data_{number}.ckpt{'.gz' if gzip else ''}")
 
     def write(capture: Capture, path: Path) -> None:
-        tensors = features(capture, ids, loss)
+        tensors = features(capture, ids, loss, finite)
         with _opened(path, gzip) as file:
             torch.save(tensors, file)
 
     settings = {"to": "specforge", "layers": ids, "loss": loss, "gzip": gzip}
-    return export_each(captures, out, path_of, write, progress, settings, number_by)
+    return export_each(captures, out, path_of, write, progress, settings, finite, number_by)
 
 
 def _opened(path: Path, gzip: bool) -> Any:

@@ -13,6 +13,7 @@ from dmi_connector.analysis.export.safetensors import write_hidden_states
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.finite import FiniteCheck
 
 
 def training_ids(capture: Capture, layers: Sequence[int] | None) -> list[int]:
@@ -37,6 +38,7 @@ def export(
     captures: Captures,
     out: Path,
     progress: Progress,
+    finite: FiniteCheck,
     layers: Sequence[int] | None = None,
     number_by: str = "order",
 ) -> Done:
@@ -49,7 +51,11 @@ def export(
 
     def write(capture: Capture, path: Path) -> None:
         refuse_later_part(capture)
-        write_hidden_states(capture, path, training_ids(capture, ids))
+        write_hidden_states(capture, path, training_ids(capture, ids), finite)
 
     settings = {"to": "speculators", "layers": ids}
-    return export_each(captures, out, lambda n: Path(f"hs_{n}.safetensors"), write, progress, settings, number_by)
+
+    def path_of(number: int) -> Path:
+        return Path(f"hs_{number}.safetensors")
+
+    return export_each(captures, out, path_of, write, progress, settings, finite, number_by)

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from dmi_connector.analysis.export.progress import Done, Progress
 from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.finite import FiniteCheck
 
 Write = Callable[..., Done]
 
@@ -19,8 +20,9 @@ Write = Callable[..., Done]
 class Target:
     """One format. doc: what it is, for help. options: those of `dmi export` that it takes. required: of them. counts:
     what its progress counts. suffix: of the file that one store becomes; "" for formats of directories alone.
+    file_counts: what progress counts in that file. finite: the default of --finite.
 
-    Its module has `export(captures, out, progress, **options)`, which writes a directory. With a suffix it has
+    Its module has `export(captures, out, progress, finite, **options)`, which writes a directory. With a suffix it has
     `export_file` too, which writes one file.
     """
 
@@ -30,6 +32,8 @@ class Target:
     required: tuple[str, ...] = ()
     counts: str = "stores"
     suffix: str = ""
+    file_counts: str = ""
+    finite: str = "skip"
 
     def load(self, file: bool = False) -> Write:
         """The function that writes a directory, or one file."""
@@ -41,8 +45,20 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("safetensors", "the file of vLLM's own hidden-states connector", ("layers",), suffix=".safetensors"),
-        Target("zip", "one file of a store, as it is: open_capture reads it", suffix=".zip"),
+        Target(
+            "safetensors",
+            "the file of vLLM's own hidden-states connector",
+            ("layers",),
+            suffix=".safetensors",
+            file_counts="rows",
+        ),
+        Target(
+            "zip",
+            "one file of a store, as it is: open_capture reads it",
+            suffix=".zip",
+            file_counts="MB",
+            finite="keep",
+        ),
         Target("speculators", "hs_N.safetensors of cached hidden states", ("layers", "number_by")),
         Target("specforge", "rows_A-B/data_N.ckpt of hidden states", ("layers", "number_by", "loss", "gzip")),
         Target("routed-experts", "routed_experts_N.npy, as vLLM returns them", ("number_by", "prompt_start")),
@@ -65,12 +81,15 @@ def export(
     options: Mapping[str, Any],
     progress: Progress = lambda _done, _total: None,
     file: bool = False,
+    finite: str | None = None,
 ) -> Done:
     """Write captures in a format. options: those that were given. progress: called with (done, all): `Target.counts`.
-    file: whether `out` is a new file for one capture, for formats with a suffix; else it is a directory.
+    file: whether `out` is a new file for one capture, for formats with a suffix; else it is a directory. finite: what
+    happens to stores with values that are not finite, one of `POLICIES`; None: `Target.finite`.
 
     Raises ValueError without a capture, for captures of several models in one set, for an option that the format lacks,
-    and for one that it needs; FileExistsError for a file that is not new.
+    and for one that it needs; FileExistsError for a file that is not new; NotFinite for values that are not finite
+    with "fail", and where nothing but such is there.
     """
     target = TARGETS[to]
     foreign = [name for name in options if name not in target.options]
@@ -83,4 +102,6 @@ def export(
         raise ValueError("export: no finished capture matches; give a store, or a directory of stores")
     if not target.suffix:  # its files are read as one set
         captures.check_one_model()
-    return target.load(file)(captures, out, progress, **options)
+    check = FiniteCheck(target.finite if finite is None else finite, "--finite")
+    done = target.load(file)(captures, out, progress, check, **options)
+    return replace(done, not_finite=check.first)

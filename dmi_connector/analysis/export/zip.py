@@ -6,23 +6,30 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from dmi_connector.analysis.export.progress import Done, Progress, export_by_name, refuse_existing, whole
+from dmi_connector.analysis.export.progress import Done, Progress, export_by_name, refuse_existing, row_blocks, whole
+from dmi_connector.dtypes import FLOATS
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.finite import FiniteCheck, not_finite
 
 _TIME = (1980, 1, 1, 0, 0, 0)
 """Of every entry, so that one store always gives the same file."""
+_MB = 1_000_000
+_ROWS = 1024
+"""Rows that are looked at together."""
 
 
-def write_zip(capture: Capture, path: Path) -> None:
+def write_zip(capture: Capture, path: Path, progress: Progress = lambda _done, _total: None) -> None:
     """Write the files that a store lists, with `zarr.json` at the top: Zarr's layout of a zip file.
 
-    Readers find each file by its offset, so chunks are read from the zip file as from a directory.
+    Readers find each file by its offset, so chunks are read from the zip file as from a directory. progress: called
+    with (done, all) in MB.
     """
     names = ["zarr.json", *sorted(capture.attrs["files"])]
     outside = next((name for name in names if name.startswith("/") or ".." in name.split("/")), None)
     if outside is not None:
         raise ValueError(f"{capture.path} lists the file {outside!r}, which lies outside it: dmi verify says more")
+    total, done = sum(size for size, _ in capture.attrs["files"].values()), 0
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name in names:
             entry = zipfile.ZipInfo(name, _TIME)
@@ -31,17 +38,40 @@ def write_zip(capture: Capture, path: Path) -> None:
             with archive.open(entry, "w") as out:
                 for block in capture.files.blocks(name):
                     out.write(block)
+                    done += len(block) if name != "zarr.json" else 0
+                    progress(-(-done // _MB), -(-total // _MB))
 
 
-def export(captures: Captures, out: Path, progress: Progress) -> Done:
+def _check(capture: Capture, finite: FiniteCheck) -> None:
+    """Raise NotFinite as `finite` says. A store is read up to the first values that are not finite."""
+    for hook, facts in capture.attrs["hooks"].items():
+        if facts["array"] != hook or (facts["dtype"] not in FLOATS and not facts.get("reduce")):
+            continue
+        for layer in facts["layers"] or [None]:
+            for rows in row_blocks(capture.shape(hook)[-2], _ROWS):
+                values = capture.numpy(hook, layer, rows, convert=False)
+                bad = not_finite(values, minus_infinity=hook == "logits") + rows.start
+                if len(bad):
+                    finite.see(capture.path, bad)
+                    if finite.policy == "skip":
+                        raise finite.error(capture.path, int(bad[0]))
+                    return
+
+
+def export(captures: Captures, out: Path, progress: Progress, finite: FiniteCheck) -> Done:
     """Write `NAME.zip` for each store, in the directory `out`."""
-    return export_by_name(captures, out, ".zip", write_zip, progress, {"to": "zip"})
+
+    def write(capture: Capture, path: Path) -> None:
+        _check(capture, finite)
+        write_zip(capture, path)
+
+    return export_by_name(captures, out, ".zip", write, progress, {"to": "zip"}, finite)
 
 
-def export_file(captures: Captures, out: Path, progress: Progress) -> Done:
+def export_file(captures: Captures, out: Path, progress: Progress, finite: FiniteCheck) -> Done:
     """Write the one store of `captures` as the file `out`, which must be new."""
     refuse_existing(out)
     with captures[0] as capture, whole(out) as partial:
-        write_zip(capture, partial)
-    progress(1, 1)
+        _check(capture, finite)
+        write_zip(capture, partial, progress)
     return Done(out, 1)

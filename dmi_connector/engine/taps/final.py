@@ -17,7 +17,7 @@ def install_final(taps: ModelTaps) -> None:
     """Register the taps at the final norm or, where it is not known, at the last layer."""
     context, arch, batch = taps.context, taps.context.arch, taps.once.again()
     final, normed = context.layout.find("resid_final", 0), context.layout.find("final_ln", 0)
-    terms = _last_terms(taps) if final else {}
+    terms = _last_terms(taps) if final else []
 
     def at_final_norm(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         value, stream = norm_outputs(arch, args, output)
@@ -40,37 +40,40 @@ def install_final(taps: ModelTaps) -> None:
         context.coverage.expect(row_field, path)
 
 
-def _last_terms(taps: ModelTaps) -> dict[str, torch.Tensor]:
-    """What the last layer adds up, by the module that has it, while a model of the Transformers backend is compiled.
+def _last_terms(taps: ModelTaps) -> list[torch.Tensor]:
+    """What the last layer adds up, in its order, while a model of the Transformers backend is compiled.
 
     Such a sum may read much. Inductor would then write it to memory where a tap reads it beside the final norm, and the
     norm would go on from values rounded to the model's dtype. So taps add up for themselves.
+
+    It is no dict: Dynamo ends a graph that changed one with a call of `update`, by whose name vLLM refuses graphs that
+    change a buffer of the model.
     """
     context, arch = taps.context, taps.context.arch
-    terms: dict[str, torch.Tensor] = {}
+    terms: list[torch.Tensor] = []
     inputs = ["layer"] if arch.parallel else ["ln2" if arch.ln2 else "before_mlp"]
     outputs = [*(["attn_norm" if arch.attn_norm else "o_proj"] * arch.parallel), "mlp_norm" if arch.mlp_norm else "mlp"]
     if not arch.in_transformers or not all(getattr(arch, name) for name in (*inputs, *outputs)):
         return terms
 
-    def note(name: str, value: torch.Tensor) -> None:
+    def note(begins: bool, value: torch.Tensor) -> None:
         if torch.compiler.is_compiling():
-            terms[name] = value
+            if begins:
+                terms.clear()  # of a trace that failed
+            terms.append(value)
 
     last = context.dims.layers - 1
     for name in inputs:
-        call = functools.partial(lambda name, _module, args: note(name, args[0]), name)
-        taps.hook(arch.path(last, name), call, before=True)
+        taps.hook(arch.path(last, name), lambda _module, args: note(True, args[0]), before=True)
     for name in outputs:
-        call = functools.partial(lambda name, _module, _args, output: note(name, first(output)), name)
-        taps.hook(arch.path(last, name), call)
+        taps.hook(arch.path(last, name), lambda _module, _args, output: note(False, first(output)))
     return terms
 
 
-def _sum(terms: dict[str, torch.Tensor], stream: torch.Tensor) -> torch.Tensor:
+def _sum(terms: list[torch.Tensor], stream: torch.Tensor) -> torch.Tensor:
     """A copy of the stream: the sum of copies of `terms`, if there are any."""
     if not terms:
         return copied(stream)
-    values = [copied(value) for value in reversed(terms.values())]
+    values = [copied(value) for value in reversed(terms)]
     terms.clear()  # tensors left in it would be outputs of the compiled graph
     return functools.reduce(torch.add, values)

@@ -15,6 +15,7 @@ from dmi_connector.dtypes import as_torch
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.chunk_reader import read_pieces
+from dmi_connector.store.read.finite import FiniteCheck, not_finite
 from dmi_connector.store.read.hook_array import HookArray, ShardPieces, row_numbers
 from dmi_connector.store.read.hook_names import HookTable
 from dmi_connector.store.read.index import CaptureInfo
@@ -140,12 +141,25 @@ class RowView:
         """Like `read`, as a torch tensor in the stored dtype."""
         return as_torch(self.read(rows, convert=False))
 
-    def batches(self, size: int) -> Iterator[np.ndarray]:
-        """All rows in order, `size` at a time; the last batch may be smaller. Raises ValueError below 1."""
+    def batches(self, size: int, finite: str = "keep") -> Iterator[np.ndarray]:
+        """All rows in order, `size` at a time; the last batch may be smaller.
+
+        finite: what happens to rows with a NaN or an infinity: "keep" gives them and "skip" leaves them out, both with
+        a warning that counts them (RuntimeWarning); "fail" raises NotFinite. Raises ValueError for a size below 1.
+        """
+        check = FiniteCheck(finite)
         if size < 1:
             raise ValueError(f"size {size} is not valid; use 1 row or more")
         for first in range(0, len(self), size):
-            yield self.read(slice(first, first + size))
+            rows = self.read(slice(first, first + size))
+            bad = not_finite(rows.swapaxes(0, -2))
+            check.see_all(self.stores, *self.origins(first + bad))
+            check.warn()
+            if finite != "skip" or not len(bad):
+                yield rows
+            elif len(bad) < rows.shape[-2]:
+                yield np.delete(rows, bad, axis=-2)
+        check.warn_all()
 
     def origins(self, rows: slice | Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where rows come from: (number in `stores`, row of that store), both int64 [n]."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -60,6 +62,11 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 def stream(capture: Capture, *ids: int) -> torch.Tensor:
     """[tokens, layers, width] of these layer ids; 3 is the stream after the last layer."""
     return torch.stack([capture.torch("resid_final") if i == 3 else capture.torch("resid_pre", i) for i in ids], 1)
+
+
+def locks(to: str) -> set[str]:
+    """The file beside b.safetensors that vLLM's reader locks."""
+    return {"b.safetensors.lock"} if to == "safetensors" else set()
 
 
 def test_speculators_gets_a_file_for_each_store(stores: Path, tmp_path: Path, run: Run) -> None:
@@ -190,7 +197,7 @@ def test_one_store_is_one_file_and_several_are_a_directory(stores: Path, tmp_pat
     one = [stores / "b.zarr", "--to", "safetensors", "-o", tmp_path / "one"]
     assert run(*one, "--layers", "3,1")[1] == f"{tmp_path / 'one'}: layer ids 1, 3\n"
     assert run(stores / "c.zarr", stores / "b.zarr", "--to", "safetensors", "-o", tmp_path / "both")[0] == 0
-    assert {p.name for p in (tmp_path / "both").iterdir()} == {"b.safetensors", "c.safetensors", NOTE}
+    assert {p.name for p in (tmp_path / "both").glob("*.safetensors")} == {"b.safetensors", "c.safetensors"}
     want = stream(open_capture(stores / "b.zarr"), 1, 3)
     assert torch.equal(load_file(tmp_path / "one")["hidden_states"], want)
 
@@ -209,7 +216,7 @@ def test_a_file_that_exists_is_not_replaced(
     monkeypatch.chdir(tmp_path)
     assert run(stores / "b.zarr", "--to", to)[0] == 0
     assert f"b.{to} exists" in run(stores / "b.zarr", "--to", to)[2], "nor one under the default name"
-    assert {p.name for p in tmp_path.iterdir()} == {"notes.txt", "link", f"b.{to}"}
+    assert {p.name for p in tmp_path.iterdir()} == {"notes.txt", "link", f"b.{to}"} | locks(to)
 
 
 def test_another_choice_of_layers_does_not_replace_a_file(stores: Path, tmp_path: Path, run: Run) -> None:
@@ -234,7 +241,7 @@ def test_what_is_named_decides_between_a_file_and_a_directory(
         for done in ("1 written", "0 written, 1 were there"):
             status, text, _ = run(*given, "--to", to, "-o", f"{tmp_path}/{out}")
             assert (status, text) == (0, f"{tmp_path / out}: {done}\n")
-        assert {p.name for p in (tmp_path / out).iterdir()} == {f"b.{to}", NOTE}
+        assert {p.name for p in (tmp_path / out).iterdir()} == {f"b.{to}", NOTE} | locks(to)
     monkeypatch.chdir(tmp_path)
     assert "needs -o DIR" in run(stores, "--key", "3", "--to", to)[2]
 
@@ -407,3 +414,27 @@ def test_a_terminal_sees_how_many_stores_are_done(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     status, _, err = run(stores, "--to", "speculators", "-o", tmp_path)
     assert status == 0 and err.endswith("\r1/3 stores exported\r2/3 stores exported\r3/3 stores exported\n")
+    err = run(stores / "a.zarr", "--to", "safetensors", "-o", tmp_path / "one")[2]
+    assert err.endswith("\r256/300 rows exported\r300/300 rows exported\n")
+
+
+def test_a_terminal_sees_how_much_of_a_zip_file_is_written(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = kit.Store(1 << 24)
+    spec = ArraySpec("resid_pre", "bfloat16", (0,), 2048)
+    owner.write(tmp_path / "a.zarr", [spec], 1200, attrs={"num_layers": 1}, codec="none", segment=256)
+    assert owner.shutdown()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    err = run(tmp_path / "a.zarr", "--to", "zip", "-o", tmp_path / "a.zip")[2]
+    done = [int(number) for number in re.findall(r"\r(\d)/6 MB exported", err)]
+    assert sorted(done) == done and set(done) >= {0, 2, 4, 6} and err.endswith("\r6/6 MB exported\n"), err
+
+
+@pytest.mark.parametrize("to", ["zip", "speculators"])
+def test_a_log_sees_a_line_now_and_then(
+    stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    clock = iter(range(0, 1000, 6))  # 6 seconds a store
+    monkeypatch.setattr("dmi_connector.cli.export.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert run(stores, "--to", to, "-o", tmp_path)[2] == "2/3 stores exported\n"

@@ -25,6 +25,7 @@ from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.captures import captures_of
+from dmi_connector.store.read.finite import FiniteCheck
 from dmi_connector.store.read.own_values import check_own_values
 from tests import storekit as kit
 
@@ -87,7 +88,7 @@ def test_a_projection_as_wide_as_the_stream_gives_no_lens_no_attribution_and_no_
     np.testing.assert_array_equal(one["resid_pre"], one.numpy("resid_pre"))
     assert next(iter(TokenDataset(captures_of([one.path]), "resid_pre@0", 4))).shape == (4, WIDTH)
     draft = make(spec("resid_pre", None), spec("final_ln", f"rp({WIDTH})", ()))
-    refuses(lambda: specforge.features(draft, None, "all"), "final_ln", "rp")
+    refuses(lambda: specforge.features(draft, None, "all", FiniteCheck()), "final_ln", "rp")
     assert residual_norms(one)[0].shape == (LAYERS + 1, TOKENS), "projections keep lengths, about"
     topk = make(spec("resid_pre", None), spec("resid_final", None, ()), rest[0], spec("mlp_out", "topk(4)"))
     refuses(lambda: logit_attribution(topk, unembedding), "mlp_out", "topk")

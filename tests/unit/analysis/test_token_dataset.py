@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,105 @@ def test_one_worker_gives_what_none_gives(captures: Captures) -> None:
     assert tokens(make(captures).loader(1)) == tokens(make(captures).loader(0)) == tokens(make(captures))
 
 
+# ---- loops --------------------------------------------------------------------------------------
+
+Loops = Callable[[TokenDataset], Iterator[list[list[int]]]]
+
+
+def plain(workers: int, **options: Any) -> Loops:
+    def loops(data: TokenDataset) -> Iterator[list[list[int]]]:
+        loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=workers, **options)
+        while True:
+            yield tokens(loader)
+
+    return loops
+
+
+def own(workers: int | None, again: bool = False) -> Loops:
+    def loops(data: TokenDataset) -> Iterator[list[list[int]]]:
+        loader = data if workers is None else data.loader(workers)
+        while True:
+            yield tokens(data.loader(workers) if again and workers is not None else loader)
+
+    return loops
+
+
+@pytest.mark.parametrize(
+    ("loops", "workers"),
+    [
+        pytest.param(own(None), 1, id="data"),
+        pytest.param(own(2), 2, id="loader"),
+        pytest.param(own(0, again=True), 1, id="a-loader-for-each"),
+        pytest.param(plain(0), 1, id="DataLoader"),
+        pytest.param(plain(2), 2, id="DataLoader-workers"),
+        pytest.param(plain(2, persistent_workers=True), 2, id="DataLoader-persistent"),
+    ],
+)
+def test_each_loop_has_an_order_and_a_tail_of_its_own(captures: Captures, loops: Loops, workers: int) -> None:
+    data = make(captures)
+    found = list(itertools.islice(loops(data), 3))
+    together = tokens(make(captures, epochs=3).loader(workers if workers > 1 else 0))
+    assert [batch for loop in found for batch in loop] == together, "as one loop over three epochs"
+    assert found[0] != found[1] != found[2] != found[0]
+    left = [EVERY - set(flat(loop)) for loop in found]
+    assert left[0] and not left[0] == left[1] == left[2], "other tokens do not fill a batch"
+    if workers == 1:
+        data.set_epoch(1)
+        assert next(loops(data)) == found[1] and next(loops(data)) == found[2]
+
+
+def test_a_loop_that_is_left_early_has_had_its_order(captures: Captures) -> None:
+    orders = [tokens(make(captures, epochs=3))[i * 35 : (i + 1) * 35] for i in range(3)]
+    data = make(captures)
+    next(iter(data))
+    assert tokens(data) == orders[1]
+    loader = data.loader(0)
+    first = [ids(batch) for batch in itertools.islice(loader, 5)]
+    assert first + tokens(loader) == orders[2], "a loader goes on with the rest"
+    endless = make(captures, epochs=None)
+    assert [ids(next(iter(endless))) for _ in range(3)] == [order[0] for order in orders]
+
+
+def test_an_epoch_that_is_set_counts_more_than_the_rest_of_a_loop(captures: Captures) -> None:
+    data = make(captures)
+    loader = data.loader(0)
+    orders = [tokens(loader) for _ in range(3)]
+    next(iter(loader))
+    loader.set_epoch(2)
+    assert tokens(loader) == orders[2]
+    next(iter(loader))
+    data.set_epoch(1)
+    assert tokens(loader) == orders[1] and tokens(data) == orders[2]
+    with pytest.raises(ValueError, match="epoch -1 is not valid; use 0 or more"):
+        data.set_epoch(-1)
+
+
+def test_a_data_set_that_was_pickled_counts_its_loops_too(captures: Captures) -> None:
+    loops = plain(2)(pickle.loads(pickle.dumps(make(captures))))
+    assert next(loops) != next(loops)
+
+
+@pytest.mark.parametrize("workers", [None, 0, 2])
+def test_a_resumed_loop_is_followed_by_the_next(captures: Captures, workers: int | None) -> None:
+    def start() -> Any:
+        data = make(captures, epochs=2)
+        return data if workers is None else data.loader(workers)
+
+    loops = start()
+    every = [tokens(loops) for _ in range(3)]
+    for after in (0, 10, 40):
+        loops = start()
+        tokens(loops)
+        begun = iter(loops)
+        for _ in range(after):
+            next(begun)
+        state = pickle.loads(pickle.dumps(loops.state_dict()))
+        begun.close()
+        resumed = start()
+        resumed.load_state_dict(state)
+        assert [tokens(resumed), tokens(resumed)] == [every[1][after:], every[2]]
+
+
 # ---- resume ---------------------------------------------------------------------------------------------
 
 
@@ -178,7 +278,7 @@ def test_iteration_resumes_exactly(captures: Captures, after: int) -> None:
     resumed = make(captures, epochs=2)
     resumed.load_state_dict(state)
     assert tokens(resumed) == every[after:]
-    assert tokens(resumed) == every, "the next iteration is a whole one"
+    assert tokens(resumed) == tokens(make(captures, epochs=4))[len(every) :], "the next loop is a whole one"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -248,6 +348,15 @@ def test_settings_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         make(captures, **options)
+
+
+def test_too_few_tokens_for_workers_are_refused_before_one_starts(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = make(captures, batch_size=120).loader(workers=6)
+    monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", lambda _: pytest.fail("workers start"))
+    with pytest.raises(ValueError, match=r"^718 tokens are too few for batches of 120 in 6 workers; use a smaller"):
+        iter(loader)
 
 
 def test_too_few_tokens_are_refused(captures: Captures) -> None:

@@ -361,6 +361,7 @@ def test_a_profile_needs_boto3(s3: s3kit.Proxy, monkeypatch: pytest.MonkeyPatch)
         open_captures(f"{URL}/all")
 
 
+@pytest.mark.skipif(not s3kit.PYTHON.exists(), reason=s3kit.NOT_THERE)
 @pytest.mark.parametrize("profile, error", [("misspelt", "ProfileNotFound"), ("empty", "ValueError")])
 def test_a_profile_without_credentials_is_named(stores: Path, tmp_path: Path, profile: str, error: str) -> None:
     """Also by repair, after what became of the partial stores."""

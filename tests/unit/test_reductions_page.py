@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/REDUCTIONS.md: its figures are those of benchmarks/results/cpu-fidelity.json, rounded down."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/REDUCTIONS.md").read_text()
+RESULTS = json.loads((ROOT / "benchmarks/results/cpu-fidelity.json").read_text())
+COLUMNS = (
+    ("int8", "cosine_least"),
+    ("int8(32)", "cosine_least"),
+    ("fp8", "cosine_least"),
+    ("rp(512)", "pairs"),
+    ("rp(512)", "probes"),
+    ("topk(64)", "recall"),
+    ("topk(64)", "importance"),
+)
+
+
+def down(value: float, digits: int) -> str:
+    return f"{math.floor(round(value * 10**digits, 3)) / 10**digits:.{digits}f}"
+
+
+def layers(weights: str, hook: str, reduction: str, measure: str) -> list[float]:
+    """A measure of each layer of a hook."""
+    found = [one for one in RESULTS[weights] if (one["hook"], one["reduction"]) == (hook, reduction)]
+    return [one["measures"][measure] for one in found if measure in one["measures"]]
+
+
+@pytest.mark.parametrize(("number", "weights"), [(0, "trained"), (1, "random")])
+def test_each_row_is_the_worst_layer(number: int, weights: str) -> None:
+    table = PAGE.split("| hook | width | int8")[number + 1].split("\n\n")[0].splitlines()[2:]
+    rows = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in table)}
+    assert set(rows) == {one["hook"] for one in RESULTS[weights]}
+    for hook, (width, *shown) in rows.items():
+        assert {int(width)} == {one["width"] for one in RESULTS[weights] if one["hook"] == hook}
+        for text, (reduction, measure) in zip(shown, COLUMNS, strict=True):
+            found = layers(weights, hook, reduction, measure)
+            want = down(min(found), 5 if measure == "cosine_least" else 4) if found else ""
+            assert text == want, (hook, reduction, measure)
+
+
+def test_what_is_below_the_bar_is_named() -> None:
+    below = {
+        (weights, measure, hook)
+        for weights in ("trained", "random")
+        for measure in ("pairs", "probes")
+        for hook in {one["hook"] for one in RESULTS[weights]}
+        if layers(weights, hook, "rp(512)", measure) and min(layers(weights, hook, "rp(512)", measure)) < 0.95
+    }
+    assert below == {
+        ("trained", "probes", "resid_pre"),
+        *(("random", "probes", hook) for hook in ("resid_mid", "resid_final", "mlp_out")),
+        ("random", "pairs", "mlp_out"),
+    }
+    sentence = (
+        "`rp(512)` is below 0.95 for the probe scores of `resid_pre`, and with random weights for those of `resid_mid`,"
+        " `resid_final` and `mlp_out`, whose cosines are below it too."
+    )
+    assert sentence in " ".join(PAGE.split())
+
+
+def test_larger_projections_are_as_measured() -> None:
+    rows = re.findall(r"^\| `(rp\(\d+\))`: (.*?) \| a \w+ \| (.*) \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 8
+    for reduction, what, cells in rows:
+        weights = "random" if what.endswith("random weights") else "trained"
+        measure = "pairs" if what.startswith("cosines") else "probes"
+        want = [down(min(layers(weights, h, reduction, measure)), 4) for h in ("resid_pre", "resid_mid", "mlp_out")]
+        assert cells.split(" | ") == want, (reduction, what)
+
+
+def test_figures_in_the_text_are_as_measured() -> None:
+    text = " ".join(PAGE.split())
+
+    def gaussian(weights: str) -> tuple[str, str, str]:
+        stream = [
+            min(layers(weights, hook, "rp(512,gaussian)", "pairs"))
+            for hook in ("resid_pre", "resid_mid", "resid_final")
+        ]
+        q = min(layers(weights, "q", "rp(512,gaussian)", "pairs"))
+        return down(min(stream), 4), down(max(stream), 4), down(q, 4)
+
+    low, high, q = gaussian("trained")
+    assert f"cosines of pairs are {low} to {high} on the residual stream and {q} on `q`" in text
+    low, high, q = gaussian("random")
+    assert f"(random weights: {low} to {high}, and {q})" in text
+    kept = [down(min(layers(one, "resid_mid", "pca(256 components)", "variance")), 4) for one in ("trained", "random")]
+    assert f"keeps {kept[0]} of the variance of `resid_mid` (random weights: {kept[1]})" in text
+    alone = down(min(layers("trained", "mlp_post", "topk(64,sample=0)", "importance")), 4)
+    assert f"it is {alone} for `mlp_post`" in text

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The test suite itself: what it says at its end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests import s3kit
+from tests.unit.view import test_browser as browser
+
+
+def lines(config: pytest.Config, *reasons: str) -> list[str]:
+    """What is written last where tests were skipped for these reasons."""
+    (suite,) = (p for p in config.pluginmanager.get_plugins() if hasattr(p, "NOT_LOOKED_AT"))
+    written: list[str] = []
+    skipped = [SimpleNamespace(longrepr=("test_x.py", 1, f"Skipped: {reason}")) for reason in reasons]
+    reporter = SimpleNamespace(stats={"skipped": skipped}, write_line=lambda line, **_: written.append(line))
+    summary = suite.pytest_terminal_summary(reporter)
+    next(summary)
+    assert not written, "the list of skipped tests comes before"
+    assert next(summary, None) is None
+    return written
+
+
+def test_the_suite_says_at_its_end_what_was_missing(pytestconfig: pytest.Config) -> None:
+    """The reasons are those that tests are skipped for without the S3 server and Chromium."""
+    chromium = browser.pytestmark.kwargs["reason"]
+    assert lines(pytestconfig, "no GPU", s3kit.NOT_THERE, chromium, s3kit.NOT_THERE) == [
+        f"NOT TESTED: uploads and stores in S3, 2 tests skipped ({s3kit.NOT_THERE})",
+        f"NOT TESTED: the page of dmi view in a browser, 1 tests skipped ({chromium})",
+    ]
+    assert lines(pytestconfig, "no GPU") == lines(pytestconfig) == []
