@@ -104,7 +104,7 @@ class SparseEncoder:
 def _facts(config: Path) -> dict[str, Any]:
     """What a `cfg.json` says. Raises ValueError that names it."""
     try:
-        found = json.loads(config.read_text())
+        found = json.loads(config.read_bytes())
     except ValueError as error:
         raise ValueError(f"sae: {config} is no JSON ({error})") from error
     if not isinstance(found, dict):

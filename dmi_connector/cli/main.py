@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from dmi_connector.store.format.remote_path import Place
 
 
+_ON_LINUX = ("demo", "serve", "run", "repair", "prune")
+"""Commands that write or remove stores."""
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line."""
 
@@ -151,9 +155,12 @@ def make_run_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0; 1 if it found something wrong; 2 if it could not run."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    from dmi_connector.store.format.linux import check_linux
     from dmi_connector.store.read.capture import CaptureIncomplete
 
     try:
+        if arguments and arguments[0] in _ON_LINUX:
+            check_linux(arguments[0])
         if arguments[:1] == ["serve"]:
             from dmi_connector.cli.serve import serve
 

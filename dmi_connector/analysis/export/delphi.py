@@ -63,7 +63,7 @@ def export(
         progress(stop, rows.contexts)
     parts.write(module, rows)
     with whole(module / "config.json") as partial:
-        partial.write_text(json.dumps(_config(captures, rows, splits), indent=4) + "\n")
+        partial.write_bytes(json.dumps(_config(captures, rows, splits), indent=4).encode() + b"\n")
     parts.remove()
     return Done(out, splits, 0, (note,))
 
@@ -94,7 +94,7 @@ class _Parts:
         self._dtype = np.dtype("<u2" if max(width, contexts) < 1 << 16 else "<u4")
         folder.mkdir(exist_ok=True)
         noted = folder / _COUNT
-        known: dict[str, Any] = json.loads(noted.read_text()) if noted.exists() else {}
+        known: dict[str, Any] = json.loads(noted.read_bytes()) if noted.exists() else {}
         self.contexts: int = known.get("contexts", 0)
         self._entries: list[int] = known.get("entries", [0] * len(bounds))
         for i, entries in enumerate(self._entries):
@@ -112,7 +112,7 @@ class _Parts:
             self._entries[i] += len(found)
         self.contexts = contexts
         with whole(self._folder / _COUNT) as partial:
-            partial.write_text(json.dumps({"contexts": contexts, "entries": self._entries}))
+            partial.write_bytes(json.dumps({"contexts": contexts, "entries": self._entries}).encode())
 
     def _append(self, name: str, values: np.ndarray) -> None:
         with open(self._folder / name, "ab") as file:

@@ -158,7 +158,7 @@ def check_note(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     path = out / NOTE
     if not path.exists():
         return None
-    noted: dict[str, Any] = json.loads(path.read_text())
+    noted: dict[str, Any] = json.loads(path.read_bytes())
     if noted["settings"] != json.loads(json.dumps(dict(settings))):
         raise ValueError(
             f"export: {out} was written with {noted['settings']}, not {dict(settings)}; give another directory"
@@ -169,7 +169,7 @@ def check_note(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
 def write_note(out: Path, settings: Mapping[str, Any], stores: Any) -> None:
     """Note what an output directory is written from."""
     with whole(out / NOTE) as partial:
-        partial.write_text(json.dumps({"settings": dict(settings), "stores": stores}, indent=1) + "\n")
+        partial.write_bytes(json.dumps({"settings": dict(settings), "stores": stores}, indent=1).encode() + b"\n")
 
 
 def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures) -> None:

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 from dmi_connector.analysis.export.progress import Done, Progress, export_by_name, refuse_existing, whole
+from dmi_connector.store.format.paths import leaves_store
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
 
@@ -20,7 +21,7 @@ def write_zip(capture: Capture, path: Path) -> None:
     Readers find each file by its offset, so chunks are read from the zip file as from a directory.
     """
     names = ["zarr.json", *sorted(capture.attrs["files"])]
-    outside = next((name for name in names if name.startswith("/") or ".." in name.split("/")), None)
+    outside = next((name for name in names if leaves_store(name)), None)
     if outside is not None:
         raise ValueError(f"{capture.path} lists the file {outside!r}, which lies outside it: dmi verify says more")
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:

@@ -17,6 +17,7 @@ from dmi_connector.hooks import ALWAYS
 from dmi_connector.layout import TOKEN_ARRAYS, ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c, file_checksum
+from dmi_connector.store.format.paths import leaves_store
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
 from dmi_connector.store.format.schema import Grid
 from dmi_connector.store.format.shard_index import EMPTY
@@ -220,7 +221,7 @@ class _Check:
         chunks = {f"{name}/c/0" for name in plain}
         listed: dict[str, list[int]] = attrs["files"]
         for path, (size, checksum) in sorted(listed.items()):
-            if path.startswith("/") or ".." in path.split("/"):
+            if leaves_store(path):
                 yield self.problem("zarr.json", f"the file {path!r} lies outside the store")
                 continue
             if path.split("/")[0] not in own | plain:
