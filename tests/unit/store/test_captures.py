@@ -637,6 +637,20 @@ def test_layers_of_models_of_other_depth_are_not_mixed(tmp_path: Path) -> None:
         captures.rows("q", -1)[:]
 
 
+def test_resid_post_of_models_of_other_depth_is_not_mixed(tmp_path: Path) -> None:
+    """After the last layer it is resid_final, which is that of another layer in a deeper model."""
+    owner = kit.Store(1 << 20)
+    for layers in (2, 3):
+        specs = [ArraySpec("resid_pre", "float32", tuple(range(layers)), 8), ArraySpec("resid_final", "float32", (), 8)]
+        owner.write(tmp_path / f"{layers}.zarr", specs, 20, attrs={"num_layers": layers})
+    assert owner.shutdown()
+    captures = open_captures(tmp_path)
+    assert captures.rows("resid_final")[:].shape == captures.rows("resid_pre", 1)[:].shape == (40, 8)
+    for layer in (0, 1, -1):
+        with pytest.raises(ValueError, match=r"of a model with 3 layers, .* of one with 2: layers of 'resid_post'"):
+            captures.rows("resid_post", layer)[:]
+
+
 def test_a_store_whose_root_document_lacks_a_field_is_failed(tmp_path: Path) -> None:
     owner = kit.Store(1 << 20)
     for name in "ab":

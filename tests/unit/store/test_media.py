@@ -201,3 +201,24 @@ def test_attention_of_image_tokens_that_see_later_ones_is_refused(stores: kit.St
     assert capture.attention(0, queries=slice(20, 30)).shape == (2, 10, 30)
     stores.write(tmp_path / "b.zarr", specs, LENGTH, attrs=attrs)
     assert open_capture(tmp_path / "b.zarr").attention(0).shape == (2, LENGTH, LENGTH)
+
+
+@pytest.mark.parametrize("start", [0, 3, 4, 6, 9, 10, 14, 20, 25])
+def test_sums_for_text_are_right_wherever_a_store_begins(stores: kit.Store, tmp_path: Path, start: int) -> None:
+    specs, whole = stream()
+    attrs = {"identities": False, "visual_layers": 2, "media": MEDIA, "num_layers": 3}
+
+    def problems(name: str, values: dict[str, np.ndarray]) -> list[str]:
+        bits = {key: kit.bits(value[:, start:]) for key, value in values.items()}
+        options = {"attrs": {**attrs, "prompt_len": 40, "start": start}, "chunk": 8, "segment": 16}
+        stores.write(tmp_path / name, specs, LENGTH - start, values=bits, **options)
+        return [problem.where for problem in verify_store(tmp_path / name)]
+
+    assert problems("good.zarr", whole) == []
+    for position in (max(start, 20), 59):  # text behind the images
+        whole["resid_mid"][1, position] += 1
+        whole["attn_out"][1, position] += 1
+        row = position - start
+        assert problems(f"{position}.zarr", whole) == [f"resid_pre layer 2 token {row}"]
+        whole["resid_mid"][1, position] -= 1
+        whole["attn_out"][1, position] -= 1
