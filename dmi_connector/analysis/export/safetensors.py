@@ -12,7 +12,7 @@ import numpy as np
 
 from dmi_connector.analysis.export.progress import Done, Progress, export_by_name, refuse_existing, row_blocks, whole
 from dmi_connector.analysis.export.residual_stream import chosen_ids, stream_rows
-from dmi_connector.store.format.remote_path import Given
+from dmi_connector.store.format.remote_path import Given, local_path
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.captures import Captures
 
@@ -74,10 +74,11 @@ def export_safetensors(store: Given, out: str | os.PathLike[str], layer_ids: Seq
     Raises ValueError if the store has no residual stream or lacks an id; CaptureIncomplete for an incomplete store;
     FileExistsError.
     """
-    refuse_existing(Path(out))
+    out = local_path(out)
+    refuse_existing(out)
     with open_capture(store, timeout=0) as capture:
         ids = sorted(chosen_ids(capture, layer_ids))
-        with whole(Path(out)) as partial:
+        with whole(out) as partial:
             write_hidden_states(capture, partial, ids)
     return ids
 

@@ -34,10 +34,10 @@ _MOST_OPEN = 4096
 """Arrays whose metadata and shard indexes are kept, some kilobytes each."""
 
 
-def check_some(infos: Sequence[CaptureInfo], hook: str) -> None:
-    """Raise ValueError without a store to read a hook from."""
+def check_some(infos: Sequence[CaptureInfo], hook: str, why: str = "") -> None:
+    """Raise ValueError without a store to read a hook from. why: as in `Captures.why_empty`."""
     if not infos:
-        raise ValueError(f"no store to read {hook!r} from; mend the filter of open_captures")
+        raise ValueError(f"no store to read {hook!r} from; {why or 'none of them was kept'}")
 
 
 class RowView:

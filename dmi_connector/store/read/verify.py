@@ -22,7 +22,7 @@ from dmi_connector.store.format.remote_path import Given, Place, RemotePath, pla
 from dmi_connector.store.format.schema import Grid
 from dmi_connector.store.format.shard_index import EMPTY
 from dmi_connector.store.read.fetched_files import FetchedFiles
-from dmi_connector.store.read.index import read_index
+from dmi_connector.store.read.index import check_not_above, read_index
 from dmi_connector.store.read.open_files import files_of
 from dmi_connector.store.read.remote_index import finished_below, list_prefix
 from dmi_connector.store.read.residual_sums import check_identities, equations, for_text, stated
@@ -58,6 +58,8 @@ def stores_of(directory: Given) -> list[Place]:
     else:
         found = [*sorted(place.glob("*.zarr"))]
     if not found:
+        if isinstance(place, Path):
+            check_not_above(place)
         raise ValueError(f"{directory} holds no finished store (*.zarr); give a store or a directory of stores")
     return found
 
