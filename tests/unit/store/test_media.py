@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +223,32 @@ def test_sums_for_text_are_right_wherever_a_store_begins(stores: kit.Store, tmp_
         assert problems(f"{position}.zarr", whole) == [f"resid_pre layer 2 token {row}"]
         whole["resid_mid"][1, position] -= 1
         whole["attn_out"][1, position] -= 1
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_sums_are_checked_in_layers_of_every_rank(stores: kit.Store, tmp_path: Path, layer: int) -> None:
+    """Two ranks wrote attn_out, layers 0 and 1 the one, layer 2 the other."""
+    specs, values = stream()
+    wide = [replace(spec, shards=2, part_layers=2) if spec.name == "attn_out" else spec for spec in specs]
+    values["attn_out"][layer, 30] += 1
+    other, bits = kit.Store(), {key: kit.bits(value) for key, value in values.items()}
+    options = {"attrs": {"identities": False, "visual_layers": 2, "media": MEDIA, "num_layers": 3}, "ranks": 2}
+    for rank, owner in ((1, other), (0, stores)):
+        own = kit.shard_specs(wide, 2, rank)
+        owner.write(tmp_path / "a.zarr", own, LENGTH, values=bits, wait=False, rank=rank, **options)
+    assert other.flush(kit.PATIENCE) and stores.flush(kit.PATIENCE) and other.shutdown()
+    problems = [problem.where for problem in verify_store(tmp_path / "a.zarr")]
+    assert problems == [f"resid_mid layer {layer} token 30"]
+
+
+def test_sums_of_parallel_blocks_leave_the_stream_between_them_out(stores: kit.Store, tmp_path: Path) -> None:
+    specs, values = stream()
+    bits = {key: kit.bits(value) for key, value in values.items()}
+    attrs = {"identities": True, "num_layers": 3, "parallel": True}
+    stores.write(tmp_path / "a.zarr", specs, LENGTH, values=bits, attrs=attrs)
+    wrong = {problem.where for problem in verify_store(tmp_path / "a.zarr")}
+    assert wrong == {"resid_pre layer 1 token 4", "resid_pre layer 2 token 4"}, "rows of images have something added"
+    values["resid_mid"] += 1
+    bits["resid_mid"] = kit.bits(values["resid_mid"])
+    stores.write(tmp_path / "b.zarr", specs, LENGTH, values=bits, attrs=attrs)
+    assert {problem.where for problem in verify_store(tmp_path / "b.zarr")} == wrong
