@@ -243,9 +243,7 @@ def main(argv: list[str] | None = None) -> int:
         return run_here(args.out, args.jobs)
     for environment in ENVIRONMENTS:
         if environment not in CPU_ENVIRONMENTS:
-            print(
-                f"{environment.name}: no CPU build of vLLM: {GPU_RESULTS.name} has its run on a GPU"
-            )
+            print(f"{environment.name}: no CPU build of vLLM: {GPU_RESULTS.name} has its run on a GPU")
     failed, commit = False, common.commit()  # before the first run, which changes the table
     for environment in CPU_ENVIRONMENTS:
         if environment.name not in args.only:

@@ -231,7 +231,7 @@ class Round:
         """Random tokens of one layer."""
         codec, view, clock, batch = self.codec, self.view, self.clock, self.args.batch
         rows = np.random.default_rng(seed).integers(0, len(view), batch)
-        planned = view._plan(np.unique(rows), np.empty((1, batch, WIDTH), np.uint16))
+        planned = view._plan(np.unique(rows), np.empty((1, batch, WIDTH), np.uint16), [0])
         chunks = chunks_in_order(planned, self.memory)
         nbytes = chunks * CHUNK * WIDTH * 2
         clock.rate(f"in order {codec}", nbytes, lambda: chunks_in_order(planned, self.memory))
@@ -251,7 +251,7 @@ class Round:
         codec, clock = self.codec, self.clock
         some = self.many[: max(1, len(self.many) // 5)]
         rows = len(some) * TOKENS
-        planned = some.rows(HOOK, layer=1)._plan(np.arange(rows), np.empty((1, rows, WIDTH), np.uint16))
+        planned = some.rows(HOOK, layer=1)._plan(np.arange(rows), np.empty((1, rows, WIDTH), np.uint16), [0])
         nbytes, values = rows * WIDTH * 2, np.ones(16 << 20, np.uint8)
         read = clock.rate(f"read to export {codec}", nbytes, lambda: chunks_in_order(planned, self.memory))
         busy = nbytes / clock.cores[f"read to export {codec}"]

@@ -13,8 +13,8 @@ _LONGEST_KEY = 1024
 
 
 def is_url(value: object) -> bool:
-    """Whether a text is a URL and no path."""
-    return isinstance(value, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", value) is not None
+    """Whether a text is a URL and no path. One letter is no scheme but a drive of Windows, as in C:/captures."""
+    return isinstance(value, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", value) is not None
 
 
 def parse_url(option: str, value: object) -> tuple[str, str]:
@@ -22,7 +22,7 @@ def parse_url(option: str, value: object) -> tuple[str, str]:
 
     Raises ValueError that names the option and the fix, and the value unless it may hold a secret.
     """
-    match = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]*):/+([^/]*)(/.*)?", value) if isinstance(value, str) else None
+    match = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):/+([^/]*)(/.*)?", value) if isinstance(value, str) else None
     fix = "give a URL as in s3://bucket/prefix"
     if match is None:
         raise ValueError(f"{option}: {show(value)} is no URL; {fix}")

@@ -29,6 +29,12 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f": did you mean {near[0]!r}?" if near else ""
 
 
+def cut(text: str, most: int = 40) -> str:
+    """A text of one line and at most so many characters, for a column of a table."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
 def format_bytes(count: int | None) -> str:
     """`count` in B, kB, MB, GB or TB (powers of 1000), or "-"."""
     if count is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dmi_connector.analysis.rows import present_rows
+from dmi_connector.store.format.remote_path import local_path
 from dmi_connector.store.read.capture import Capture
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def new_figure(width: float, height: float, out: str | os.PathLike[str]) -> Figu
         raise ValueError("plot: matplotlib is not installed; install dmi_connector[plot]")
     if Path(out).suffix.lower() not in FORMATS:
         raise ValueError(f"plot: {os.fspath(out)} has another ending than {' or '.join(FORMATS)}; give one of these")
-    if not Path(out).absolute().parent.is_dir():
+    if not local_path(out).absolute().parent.is_dir():
         raise ValueError(f"plot: {os.fspath(out)}: there is no directory {Path(out).parent}; create it or give another")
     from matplotlib.figure import Figure
 
@@ -56,7 +57,7 @@ def save(figure: Figure, out: str | os.PathLike[str]) -> Path:
     """
     import matplotlib
 
-    path = Path(out)
+    path = local_path(out)
     svg = path.suffix.lower() == ".svg"
     look = {"svg.hashsalt": "dmi", "svg.fonttype": "none", "font.monospace": [MONOSPACE]}
     with matplotlib.rc_context(look), warnings.catch_warnings():

@@ -16,6 +16,7 @@ from dmi_connector.analysis.rows import BLOCK, known_tokens, present_rows
 from dmi_connector.hooks import HOOKS
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
+from dmi_connector.wording import suggest
 
 TOLERANCES = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
 """Relative errors of a row up to which two runs agree, by the dtype of the model: other batches and kernels round
@@ -91,7 +92,8 @@ def diff(a: Capture, b: Capture, hooks: str = "*", tolerance: float | None = Non
     hooks: names or wildcards, separated by commas. tolerance: relative error of a row up to which the two agree; None:
     by the dtype of the models (TOLERANCES).
 
-    Raises ValueError for a tolerance below 0, and NothingToCompare where there is no hook or no row to compare.
+    Raises ValueError for a tolerance below 0 and for a name that no hook has, NothingToCompare where there is no hook
+    or no row to compare.
     """
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise ValueError(f"tolerance: {tolerance} is not valid; give a number from 0 on, as in 0.01")
@@ -104,6 +106,8 @@ def diff(a: Capture, b: Capture, hooks: str = "*", tolerance: float | None = Non
     found: list[HookDiff] = []
     left_out: dict[str, str] = {}
     patterns = [pattern.strip() for pattern in hooks.split(",")]
+    for pattern in patterns:
+        _check_pattern(pattern, a, b, left_out)
     for hook, layer in _in_order(a, b, patterns, left_out):
         why = _unlike_forms(a, b, hook, layer)
         if why:
@@ -186,6 +190,17 @@ def _in_order(
         else:
             keys.append((0 if name in _BEFORE else 2, 0, number, name, None))
     return [(name, layer) for *_, name, layer in sorted(keys, key=lambda key: key[:3])]
+
+
+def _check_pattern(pattern: str, a: Capture, b: Capture, left_out: dict[str, str]) -> None:
+    """Note hooks that neither capture holds. Raises ValueError for a name or wildcard that no hook has."""
+    held = {**a.attrs["hooks"], **b.attrs["hooks"]}
+    if fnmatch.filter(held, pattern):
+        return
+    if not fnmatch.filter(HOOKS, pattern):
+        near = suggest(pattern, HOOKS) or ";"
+        raise ValueError(f"diff: no hook is called {pattern!r}{near} the captures hold {', '.join(held)}")
+    left_out[pattern] = "it is in neither"
 
 
 def _named(hook: str, patterns: Sequence[str]) -> bool:

@@ -25,6 +25,7 @@ from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.format.remote_path import Given
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.one_model import OneModel
+from dmi_connector.wording import suggest
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,11 @@ def _chosen(stores: Sequence[Given], hooks: str) -> tuple[list[Given], list[str]
 
 def _in_full(capture: Capture, hooks: str) -> list[str]:
     """The hooks that a store holds in full, of those that match. Raises ValueError without one."""
+    for pattern in map(str.strip, hooks.split(",")):
+        if not fnmatch.filter(capture.attrs["hooks"], pattern):
+            near = suggest(pattern, capture.attrs["hooks"]) or ";"
+            held = ", ".join(capture.attrs["hooks"])
+            raise ValueError(f"fidelity: {capture.path} holds no hook {pattern!r}{near} it holds {held}")
     names = [h for h in capture.attrs["hooks"] if any(fnmatch.fnmatch(h, p.strip()) for p in hooks.split(","))]
     names = [h for h in names if HOOKS[h].scope != "sampled" and HOOKS[h].dtype != "int32"]
     names = [h for h in names if capture.reduction(h) is None]

@@ -16,9 +16,10 @@ import numpy as np
 from dmi_connector.hooks import HOOKS
 from dmi_connector.reduce.basis import METADATA
 from dmi_connector.reduce.pca import fit
-from dmi_connector.store.format.remote_path import Given
+from dmi_connector.store.format.remote_path import Given, local_path
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.one_model import OneModel, is_named
+from dmi_connector.wording import suggest
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def fit_pca(
                 kept.append(store)
     if model is not None and not kept:
         raise ValueError(f"fit-pca: no store is of the model {model}; dmi info names that of a store")
-    with _new_file(Path(out)) as partial:
+    with _new_file(local_path(out)) as partial:
         return _fit(kept, hooks, rank, partial, layers)
 
 
@@ -82,7 +83,8 @@ def _check(hook: str) -> None:
 def _check_whole(capture: Capture, hook: str) -> None:
     """Raise KeyError for a hook that a store lacks, ValueError for an alias, and for one that was stored reduced."""
     if hook not in capture:
-        raise KeyError(f"{capture.path} holds no {hook}; it holds {', '.join(capture.hooks)}")
+        near = suggest(hook, capture.hooks) or ";"
+        raise KeyError(f"{capture.path} holds no {hook}{near} it holds {', '.join(capture.hooks)}")
     if hook not in capture.attrs["hooks"]:
         raise ValueError(f"{hook} is another name; give that of the array it lies in")
     if capture.reduction(hook) is not None:

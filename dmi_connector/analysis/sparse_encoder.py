@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import deserialize
 
 from dmi_connector.dtypes import numpy_dtype
+from dmi_connector.store.format.remote_path import local_path
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NAMES = {"W_enc": ("W_enc",), "b_enc": ("b_enc", "encoder.bias"), "b_dec": ("b_dec",), "threshold": ("threshold",)}
@@ -42,7 +43,7 @@ class SparseEncoder:
         SAELens: architectures standard, jumprelu and topk. sparsify: topk, which its older files do not name. Raises
         ValueError for others, for activations that are normalised before, and where a file or a tensor is missing.
         """
-        file = _file(Path(path))
+        file = _file(local_path(path))
         config = file.parent / "cfg.json"
         if not config.exists():
             raise ValueError(f"sae: {config} is not there; it says how the encoder works")
@@ -104,7 +105,7 @@ class SparseEncoder:
 def _facts(config: Path) -> dict[str, Any]:
     """What a `cfg.json` says. Raises ValueError that names it."""
     try:
-        found = json.loads(config.read_text())
+        found = json.loads(config.read_bytes())
     except ValueError as error:
         raise ValueError(f"sae: {config} is no JSON ({error})") from error
     if not isinstance(found, dict):

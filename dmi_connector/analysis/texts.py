@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dmi_connector.store.format.remote_path import local_path
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -53,10 +55,10 @@ def find_tokenizer(chosen: PathLike | None, model: PathLike | None = None) -> To
     """
     installed = importlib.util.find_spec("tokenizers") is not None
     if chosen is None:
-        if not model or not installed or not (Path(model) / _FILE).is_file():
+        if not model or not installed or not (local_path(model) / _FILE).is_file():
             return None
-        return _load(Path(model))
-    if not (Path(chosen) / _FILE).is_file():
+        return _load(local_path(model))
+    if not (local_path(chosen) / _FILE).is_file():
         raise ValueError(
             f"tokenizer: {os.fspath(chosen)} has no {_FILE}; give the directory of one, or leave the option out"
         )
@@ -64,7 +66,7 @@ def find_tokenizer(chosen: PathLike | None, model: PathLike | None = None) -> To
         raise ValueError(
             "tokenizer: the package tokenizers is not installed; install it, or leave the option out to see token ids"
         )
-    return _load(Path(chosen))
+    return _load(local_path(chosen))
 
 
 @functools.lru_cache(maxsize=4)

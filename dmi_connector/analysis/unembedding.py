@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dmi_connector.store.format.remote_path import local_path
 from dmi_connector.store.read.capture import Capture
 
 _NORMS = ("norm", "ln_f", "decoder.final_layer_norm", "final_layer_norm", "final_layernorm")
@@ -58,7 +59,7 @@ class Unembedding:
         Raises ValueError for a path that is no such directory, for files that lack the final norm or the embedding, and
         for tensors of another dtype than floats of 16, 32 or 64 bits.
         """
-        path = Path(model)
+        path = local_path(model)
         config = _config(path)
         files = _files(path)
         norms = [f"{prefix}{name}" for prefix in _PREFIXES for name in _NORMS]

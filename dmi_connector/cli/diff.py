@@ -16,6 +16,7 @@ from dmi_connector.store.format.remote_path import place_of
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures, is_store, open_captures
 from dmi_connector.store.read.index import CaptureInfo, info_of
+from dmi_connector.wording import cut
 
 _SHOWN = 20
 """Hooks and layers that the table of one pair shows, and pairs that are named as not compared."""
@@ -73,7 +74,10 @@ def run_diff(options: argparse.Namespace) -> int:
 
 def _captures(path: str) -> Captures:
     place = place_of(path)
-    return Captures((info_of(place),)) if is_store(place) else open_captures(place, incomplete=True)
+    found = Captures((info_of(place),)) if is_store(place) else open_captures(place, incomplete=True)
+    if not len(found):
+        raise ValueError(f"diff: {found.why_empty}; give a store, or a directory of stores")
+    return found
 
 
 def _json(found: CaptureDiff) -> dict[str, Any]:
@@ -118,6 +122,8 @@ def _table(found: Sequence[tuple[CaptureInfo, CaptureDiff]]) -> str:
         first, worst = each.first, max(each.hooks, key=lambda hook: hook.worst)
         differ = "" if each.tokens_differ is None else each.tokens_differ
         where = ("", "") if first is None else (first.name, first.position)
-        rows.append((info.key or info.store.name, each.positions, differ, *where, f"{worst.worst:.3g}", worst.name))
+        rows.append(
+            (cut(info.key or info.store.name), each.positions, differ, *where, f"{worst.worst:.3g}", worst.name)
+        )
     header = ("capture", "rows", "tokens differ at", "first hook", "at", "max error", "of")
     return f"{format_table(header, rows)}\n{len(rows)} pairs, {sum(not each.alike for _, each in found)} differ"

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from dmi_connector.cli import units
-from dmi_connector.urls import is_url, parse_url
+from dmi_connector.cli import places, units
+from dmi_connector.wording import suggest
 
-if TYPE_CHECKING:
-    from dmi_connector.store.format.remote_path import Place
+_ON_LINUX = ("demo", "serve", "run", "repair", "prune")
+"""Commands that write or remove stores."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,6 +31,7 @@ def make_parser() -> Parser:
     """The parser of all subcommands. `serve` has one of its own, see `make_serve_parser`."""
     import dmi_connector
     from dmi_connector.cli.plots import add_plot_options
+    from dmi_connector.cli.verify import add_verify
 
     parser = Parser(prog="dmi", description="Capture the internal tensors of a model served by vLLM, and look at them.")
     parser.add_argument("--version", action="version", version=f"dmi {dmi_connector.__version__}")
@@ -69,9 +70,7 @@ def make_parser() -> Parser:
     info.add_argument("--json", action="store_true", help="print a JSON object")
     info.set_defaults(run=_info)
 
-    verify = commands.add_parser("verify", help="check stores; exit 1: one is damaged, 3: values are not finite")
-    verify.add_argument("paths", metavar="STORE|DIR|URL", nargs="+")
-    verify.set_defaults(run=_verify)
+    add_verify(commands.add_parser("verify", help="check stores; exit 1: one is damaged, 3: values are not finite"))
 
     repair = commands.add_parser(
         "repair", help="make stores of what killed writers left, finish uploads; exit 1 when something is left over"
@@ -150,10 +149,13 @@ def make_run_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0; 1 if it found something wrong; 2 if it could not run."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = [_at_home(argument) for argument in (sys.argv[1:] if argv is None else argv)]
+    from dmi_connector.store.format.linux import check_linux
     from dmi_connector.store.read.capture import CaptureIncomplete
 
     try:
+        if arguments and arguments[0] in _ON_LINUX:
+            check_linux(arguments[0])
         if arguments[:1] == ["serve"]:
             from dmi_connector.cli.serve import serve
 
@@ -184,65 +186,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _at_home(argument: str) -> str:
+    """An argument with the user's home in the place of `~`, which shells leave in --out=~/x and in quotes."""
+    option, equals, path = argument.partition("=")
+    if argument.startswith("--") and path.startswith("~"):
+        return f"{option}{equals}{os.path.expanduser(path)}"
+    return os.path.expanduser(argument)
+
+
 def _demo(options: argparse.Namespace) -> int:
     from dmi_connector.cli import demo
 
     return demo.run_demo(options.dir, options.hooks or demo.HOOKS, options.keep)
 
 
-def _place(path: str, kind: str) -> Place:
-    """A URL, a directory, or the zip file of a store."""
-    from dmi_connector.store.format.remote_path import RemotePath, place_of
-
-    place = place_of(path)
-    if isinstance(place, RemotePath) or (place.suffix == ".zip" and place.is_file()):
-        return place
-    return _directory(path, kind)
-
-
-def _directory(path: str, kind: str) -> Path:
-    if is_url(path):
-        parse_url("path", path)
-        raise ValueError(f"{path} is a URL, which this command does not take; give {kind} on this machine")
-    if not os.path.isdir(path):
-        raise ValueError(f"{path} is {'a file' if os.path.exists(path) else 'not there'}; give {kind}")
-    return Path(path)
-
-
-def _refuse_many(place: Place) -> None:
-    """Raise ValueError for a directory of stores, where one store is wanted."""
-    from dmi_connector.store.read.index import is_store
-
-    inside = [] if is_store(place) or not isinstance(place, Path) else sorted(place.glob("*.zarr"))
-    if inside:
-        raise ValueError(f"{place} is a directory of stores; give one of them, as {inside[0]}")
-
-
-def _stores(paths: Sequence[str], complete: bool = False) -> list[Place]:
-    """Stores, and those of directories. complete: leave those of directories out that lack rows, and say how many."""
-    from dmi_connector.store.read.index import is_store
-    from dmi_connector.store.read.metadata import read_attrs
-    from dmi_connector.store.read.verify import stores_of
-
-    found: list[Place] = []
-    for path in paths:
-        place = _place(path, "a store (*.zarr, *.zip) or a directory of stores")
-        if is_store(place):
-            found.append(place)
-            continue
-        inside = stores_of(place)
-        kept = [store for store in inside if not complete or read_attrs(store)["complete"]]
-        if len(kept) < len(inside):
-            print(f"{place}: {len(inside) - len(kept)} left out: rows are missing (dmi ls says which)", file=sys.stderr)
-        found += kept
-    return found
-
-
 def _ls(options: argparse.Namespace) -> int:
     from dmi_connector.cli import tables
     from dmi_connector.store.read.index import find_captures
 
-    found = find_captures(_place(options.dir, "a store directory"), key=options.key, request_id=options.request_id)
+    place = places.place(options.dir, "a store directory")
+    found = find_captures(place, key=options.key, request_id=options.request_id)
     if options.stats:
         totals = tables.stats(found)
         print(json.dumps(totals, indent=1) if options.json else tables.stats_text(totals))
@@ -250,18 +213,30 @@ def _ls(options: argparse.Namespace) -> int:
         print(json.dumps(tables.captures_json(found), indent=1))
     elif found:
         print(tables.captures_text(found))
+    elif options.key is None and options.request_id is None:
+        print(f"no captures in {options.dir}", file=sys.stderr)
     else:
-        narrowed = options.key is not None or options.request_id is not None
-        print(f"no captures in {options.dir}{' match' if narrowed else ''}", file=sys.stderr)
+        _say_no_match(options, {info.key for info in find_captures(place)})
     return 0
+
+
+def _say_no_match(options: argparse.Namespace, keys: set[str | None]) -> None:
+    near = "" if options.key is None else suggest(options.key, filter(None, keys))
+    print(f"no captures in {options.dir} match{near}", file=sys.stderr)
 
 
 def _tail(options: argparse.Namespace) -> int:
     from dmi_connector.cli.tail import follow
+    from dmi_connector.store.read.index import indexed_captures
 
     if options.last < 0:
         raise ValueError(f"--last {options.last} is not valid; use 0 or more")
-    directory = _directory(options.dir, "a store directory")
+    directory = places.store_directory(options.dir)
+    known: set[str | None] = {None}
+    if options.key is not None:
+        known = {info.key for info in indexed_captures(directory)}
+    if options.key not in known:
+        _say_no_match(options, known)
     lines = follow(directory, options.last, options.key, once=options.once, as_json=options.json)
     for line in lines:
         print(line, flush=True)
@@ -271,8 +246,8 @@ def _tail(options: argparse.Namespace) -> int:
 def _open(path: str) -> Any:
     from dmi_connector.store.read.capture import open_capture
 
-    place = _place(path, "a store (*.zarr, *.zip)")
-    _refuse_many(place)
+    place = places.place(path, "a store (*.zarr, *.zip)")
+    places.refuse_many(place)
     return open_capture(place, timeout=0, allow_incomplete=True)
 
 
@@ -284,32 +259,10 @@ def _info(options: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(options: argparse.Namespace) -> int:
-    from dmi_connector.store.read.metadata import read_attrs
-    from dmi_connector.store.read.verify import begun_stores, unseen, verify_store
-
-    stores = _stores(options.paths)
-    begun = {parent: begun_stores(parent) for parent in {store.absolute().parent for store in stores}}
-    damaged, not_finite = 0, 0
-    for store in stores:
-        problems = verify_store(store, begun[store.absolute().parent])
-        harmed = any(problem.damage for problem in problems)
-        damaged, not_finite = damaged + harmed, not_finite + (bool(problems) and not harmed)
-        for problem in problems:
-            print(problem)
-        if not harmed:
-            attrs = read_attrs(store)
-            verdict = "every byte as written, but values are not finite" if problems else "sound"
-            incomplete = None if attrs["complete"] else f"but incomplete: {attrs['reason']}"
-            print(", ".join(filter(None, (f"{store}: {verdict}", incomplete, unseen(attrs)))))
-    print(f"{len(stores)} checked, {damaged} damaged" + (f", {not_finite} not finite" if not_finite else ""))
-    return 1 if damaged else 3 if not_finite else 0
-
-
 def _repair(options: argparse.Namespace) -> int:
     from dmi_connector.store.write.repair import repair
 
-    path = _directory(options.path, "a store directory or a partial store (*.zarr.partial)")
+    path = places.store_directory(options.path, "a store directory or a partial store (*.zarr.partial)")
     if path.suffix == ".zarr":
         raise ValueError(f"{path} is a finished store; give its directory, or a partial store (*.zarr.partial)")
     outcomes = repair(path, options.remove_empty)
@@ -326,7 +279,7 @@ def _prune(options: argparse.Namespace) -> int:
     from dmi_connector.cli.tables import format_bytes
     from dmi_connector.store.write.retention import prune
 
-    directory = _directory(options.dir, "a store directory")
+    directory = places.store_directory(options.dir)
     if options.older_than is None and options.keep_bytes is None:
         raise ValueError("prune: nothing says what to remove; give --older-than, --keep-bytes or both")
     removed = prune(directory, options.older_than, options.keep_bytes, dry_run=options.dry_run)
@@ -345,7 +298,7 @@ def _fit_pca(options: argparse.Namespace) -> int:
 
     if options.rank < 1:
         raise ValueError(f"--rank {options.rank} is not valid; keep 1 component or more")
-    stores = _stores(options.stores)
+    stores = places.stores(options.stores)
     shares = fit_pca(stores, options.hook, options.rank, options.out, options.layer, options.model)
     for name, share in shares.items():
         print(f"{name}: {100 * share:.2f} % of the variance")
@@ -355,7 +308,7 @@ def _fit_pca(options: argparse.Namespace) -> int:
 def _fidelity(options: argparse.Namespace) -> int:
     from dmi_connector.analysis.fidelity import DEFAULT, fidelity, markdown
 
-    stores = _stores(options.stores, complete=True)
+    stores = places.stores(options.stores, complete=True)
     if not stores:
         raise ValueError("fidelity: every store lacks rows (dmi ls says which); capture them again")
     found = fidelity(stores, options.reduce or DEFAULT, options.hooks, options.layer)
@@ -375,6 +328,6 @@ def _view(options: argparse.Namespace) -> int:
         raise ValueError("view: starlette or uvicorn is not installed; install dmi_connector[view]")
     from dmi_connector.view.server import serve
 
-    path = _directory(options.path, "a store (*.zarr) or a directory of stores")
+    path = places.store_directory(options.path, "a store (*.zarr) or a directory of stores")
     serve(path, options.port, options.model, options.tokenizer, lambda url: print(url, flush=True))
     return 0

@@ -16,7 +16,7 @@ from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import is_there
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.store.read.metadata import read_array, read_attrs
-from dmi_connector.wording import format_bytes
+from dmi_connector.wording import cut, format_bytes
 
 ATTRIBUTES = (
     "model",
@@ -143,8 +143,8 @@ def captures_text(found: Sequence[CaptureInfo]) -> str:
     rows = [
         (
             info.store.name,
-            info.key or "-",
-            info.request_id or "-",
+            cut(info.key or "-"),
+            cut(info.request_id or "-"),
             "-" if info.num_tokens is None else info.num_tokens,
             format_bytes(info.bytes),
             info.started.replace("T", " ").split(".")[0],

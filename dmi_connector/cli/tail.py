@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dmi_connector.cli.tables import captures_json, format_bytes
 from dmi_connector.store.read.index import CaptureInfo, IndexTail
+from dmi_connector.wording import cut
 
 _PAUSE_S = 0.5
 """Seconds between two looks at the index."""
@@ -51,4 +52,4 @@ def _lines(found: list[CaptureInfo], as_json: bool) -> Iterator[str]:
         finished = (info.finished or "-").replace("T", " ").split(".")[0].removesuffix("+00:00")
         tokens = "-" if info.num_tokens is None else info.num_tokens
         store = info.store.name if info.reason is None else f"{info.store.name}  ({info.reason})"
-        yield _COLUMNS.format(finished, tokens, format_bytes(info.bytes), info.state, info.key or "-", store)
+        yield _COLUMNS.format(finished, tokens, format_bytes(info.bytes), info.state, cut(info.key or "-"), store)

@@ -12,6 +12,7 @@ from vllm import envs
 from dmi_connector.args import CONNECTOR, EXTRACT_HIDDEN_STATES
 from dmi_connector.engine import contract
 from dmi_connector.engine.features import features_of, may_sleep
+from dmi_connector.store.format.linux import check_linux
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def check(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for configurations in which rows could not be captured, each with its fix."""
+    """Raises ValueError for configurations in which rows could not be captured, each with its fix, and NeedsLinux."""
+    check_linux("kv_connector: capture")
     contract.check_version()
     contract.check_names(["always"])  # by which the others are told
     contract.check_names(features_of(vllm_config))

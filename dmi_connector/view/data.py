@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dmi_connector.analysis.stats import statistics
+from dmi_connector.store.format.remote_path import local_path
 from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.captures import open_captures
@@ -44,7 +45,7 @@ class Library:
     @classmethod
     def at(cls, path: Path) -> Library:
         """The library of a store directory, or of one store."""
-        path = path.resolve()
+        path = local_path(path).resolve()
         one = (path / "zarr.json").exists() or path.suffix == ".zarr"
         return cls(path.parent, path.name) if one else cls(path)
 

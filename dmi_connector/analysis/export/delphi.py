@@ -69,7 +69,7 @@ def export(
     note_not_finite(module, finite)
     parts.write(module, rows)
     with whole(module / "config.json") as partial:
-        partial.write_text(json.dumps(_config(captures, rows, splits, parts.written), indent=4) + "\n")
+        partial.write_bytes(json.dumps(_config(captures, rows, splits, parts.written), indent=4).encode() + b"\n")
     parts.remove()
     return Done(out, splits, 0, (f"{parts.written} {note}",), warnings)
 
@@ -105,7 +105,7 @@ class _Parts:
         self._dtype = np.dtype("<u2" if max(width, contexts) < 1 << 16 else "<u4")
         folder.mkdir(exist_ok=True)
         noted = folder / _COUNT
-        known: dict[str, Any] = json.loads(noted.read_text()) if noted.exists() else {}
+        known: dict[str, Any] = json.loads(noted.read_bytes()) if noted.exists() else {}
         self.contexts: int = known.get("contexts", 0)
         self._left: list[int] = known.get("left", [])
         finite.recall(known.get("not_finite", {}))
@@ -132,7 +132,7 @@ class _Parts:
         self._left += (begin + np.flatnonzero(~wanted)).tolist()
         known = {"contexts": self.contexts, "entries": self._entries, "left": self._left}
         with whole(self._folder / _COUNT) as partial:
-            partial.write_text(json.dumps({**known, "not_finite": self._finite.first}))
+            partial.write_bytes(json.dumps({**known, "not_finite": self._finite.first}).encode())
 
     def _append(self, name: str, values: np.ndarray) -> None:
         with open(self._folder / name, "ab") as file:

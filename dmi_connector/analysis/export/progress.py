@@ -178,7 +178,7 @@ def check_note(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     path = out / NOTE
     if not path.exists():
         return None
-    noted: dict[str, Any] = json.loads(path.read_text())
+    noted: dict[str, Any] = json.loads(path.read_bytes())
     if noted["settings"] != json.loads(json.dumps(dict(settings))):
         raise ValueError(
             f"export: {out} was written with {noted['settings']}, not {dict(settings)}; give another directory"
@@ -190,7 +190,7 @@ def write_note(out: Path, settings: Mapping[str, Any], stores: Any, finite: Fini
     """Note what an output directory is written from, and which of its stores are not finite."""
     noted = {"settings": dict(settings), "stores": stores, "not_finite": finite.first}
     with whole(out / NOTE) as partial:
-        partial.write_text(json.dumps(noted, indent=1) + "\n")
+        partial.write_bytes(json.dumps(noted, indent=1).encode() + b"\n")
 
 
 def note_not_finite(out: Path, finite: FiniteCheck) -> None:

@@ -108,12 +108,12 @@ def _write_state(rows: PackedRows, out: Path, names: list[str], settings: dict[s
     """Write the two files that make a data set of the parts, `state.json` last."""
     none = {rows.name: np.empty((0, rows.context_size, rows.width), np.float32), "token_ids": []}
     with _saved(none, rows, out) as saved:
-        state = json.loads((saved / "state.json").read_text())
+        state = json.loads((saved / "state.json").read_bytes())
         os.replace(saved / "dataset_info.json", out / "dataset_info.json")
     state["_data_files"] = [{"filename": name} for name in names]
     state["_fingerprint"] = hashlib.sha256(repr((settings, names)).encode()).hexdigest()[:16]
     with whole(out / "state.json") as partial:
-        partial.write_text(json.dumps(state, indent=2, sort_keys=True))
+        partial.write_bytes(json.dumps(state, indent=2, sort_keys=True).encode())
 
 
 @contextmanager

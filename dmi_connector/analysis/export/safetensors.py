@@ -20,7 +20,7 @@ from dmi_connector.analysis.export.progress import (
     whole,
 )
 from dmi_connector.analysis.export.residual_stream import chosen_ids, stream_rows
-from dmi_connector.store.format.remote_path import Given
+from dmi_connector.store.format.remote_path import Given, local_path
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.captures import Captures
 from dmi_connector.store.read.finite import FiniteCheck
@@ -99,7 +99,7 @@ def export_safetensors(
     Raises ValueError if the store has no residual stream or lacks an id; CaptureIncomplete for an incomplete store;
     FileExistsError.
     """
-    return _write_one(Path(out), store, layer_ids, FiniteCheck(finite), lambda _done, _total: None)
+    return _write_one(local_path(out), store, layer_ids, FiniteCheck(finite), lambda _done, _total: None)
 
 
 def _write_one(

@@ -99,7 +99,8 @@ def export(
         what = "takes no" if foreign else "needs"
         raise ValueError(f"export: {to} {what} {flags}; see dmi export --help")
     if not len(captures):
-        raise ValueError("export: no finished capture matches; give a store, or a directory of stores")
+        why = captures.why_empty or "give a store, or a directory of stores"
+        raise ValueError(f"export: no finished capture matches; {why}")
     if not target.suffix:  # its files are read as one set
         captures.check_one_model()
     check = FiniteCheck(target.finite if finite is None else finite, "--finite")

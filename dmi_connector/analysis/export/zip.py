@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dmi_connector.analysis.export.progress import Done, Progress, export_by_name, refuse_existing, row_blocks, whole
 from dmi_connector.dtypes import FLOATS
+from dmi_connector.store.format.paths import leaves_store
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
 from dmi_connector.store.read.finite import FiniteCheck, not_finite
@@ -26,7 +27,7 @@ def write_zip(capture: Capture, path: Path, progress: Progress = lambda _done, _
     with (done, all) in MB.
     """
     names = ["zarr.json", *sorted(capture.attrs["files"])]
-    outside = next((name for name in names if name.startswith("/") or ".." in name.split("/")), None)
+    outside = next((name for name in names if leaves_store(name)), None)
     if outside is not None:
         raise ValueError(f"{capture.path} lists the file {outside!r}, which lies outside it: dmi verify says more")
     total, done = sum(size for size, _ in capture.attrs["files"].values()), 0

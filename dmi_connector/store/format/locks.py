@@ -9,11 +9,17 @@ another process, or to another container. A lock on a directory also survives th
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import time
 from collections.abc import Iterator
+
+try:
+    import fcntl
+except ImportError:  # Windows: stores are read without a lock, and nothing here writes or removes one
+    fcntl = None  # type: ignore[assignment]
+
+from dmi_connector.store.format.linux import check_linux
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +32,8 @@ _life_locks: list[int] = []
 """Descriptors of these files: the locks end with the process."""
 _LOCKED_WITHIN_S = 10.0
 """A writer locks the directory that it makes within this time."""
+_DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 class PartialLock:
@@ -40,7 +48,7 @@ class PartialLock:
         while True:
             os.makedirs(partial, exist_ok=True)
             try:
-                self._fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                self._fd = os.open(partial, _DIRECTORY | _NO_FOLLOW)
             except FileNotFoundError:
                 continue  # a repair has just removed it
             try:
@@ -65,7 +73,7 @@ class PartialLock:
 def hold_life_lock() -> None:
     """Hold the locks that LIFE_LOCK names, one a line, until this process ends. Raises OSError."""
     for path in filter(None, os.environ.get(LIFE_LOCK, "").split("\n")):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY)
         fcntl.flock(fd, fcntl.LOCK_SH)
         _life_locks.append(fd)
 
@@ -93,7 +101,7 @@ def hold_part(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock_file(path: str | os.PathLike[str]) -> Iterator[int]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o666)
     try:
         yield fd
     finally:
@@ -117,7 +125,9 @@ def claim(directory: str | os.PathLike[str]) -> Iterator[bool]:
 
     Raises OSError where the file system has no such locks.
     """
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if fcntl is None:
+        check_linux("a lock")
+    fd = os.open(directory, _DIRECTORY | _NO_FOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         alone = _has_name(fd, directory)
@@ -146,12 +156,15 @@ def is_abandoned(partial: str | os.PathLike[str]) -> bool:
         return False
 
 
-def share(store: str | os.PathLike[str]) -> int:
-    """Descriptor with a shared lock on a finished store: it is not removed while the descriptor is open.
+def share(store: str | os.PathLike[str]) -> int | None:
+    """Descriptor with a shared lock on a finished store: it is not removed while the descriptor is open. None on a
+    system without such locks, where this package removes no store.
 
     Raises FileNotFoundError if the store has just been removed.
     """
-    fd = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if fcntl is None:
+        return None
+    fd = os.open(store, _DIRECTORY)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)
     except OSError as error:
@@ -190,7 +203,7 @@ def is_to_be_uploaded(store: str | os.PathLike[str]) -> bool:
 
 def _open_document(store: str | os.PathLike[str]) -> int:
     """The root document of a store. Readers lock the directory, and so do removals."""
-    return os.open(os.path.join(store, "zarr.json"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    return os.open(os.path.join(store, "zarr.json"), os.O_RDONLY | _NO_FOLLOW)
 
 
 def _has_name(fd: int, path: str | os.PathLike[str]) -> bool:

@@ -49,7 +49,8 @@ class _Used:
 
     def __init__(self) -> None:
         self.here = self.before_fork = False
-        os.register_at_fork(after_in_child=self._forked)
+        if hasattr(os, "register_at_fork"):  # Windows has no fork
+            os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
         self.before_fork |= self.here

@@ -23,6 +23,11 @@ def safe(text: str) -> str:
     return _UNSAFE.sub("_", text)
 
 
+def leaves_store(path: str) -> bool:
+    """Whether a path that a store lists may lead out of it, on this system or on another."""
+    return path.startswith("/") or ".." in path.split("/") or "\\" in path or ":" in path  # C: is a drive of Windows
+
+
 def store_name(key: str | None, request_id: str) -> str:
     """A new, unique name for the store of a request: one path component of at most 182 bytes."""
     stem = safe(f"{key}--{request_id}" if key else request_id)[:_STEM_LENGTH].lstrip(".-")

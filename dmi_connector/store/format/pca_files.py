@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dmi_connector.reduce.basis import Basis, load
 from dmi_connector.store.format.paths import make_directory, umask_of
-from dmi_connector.store.format.remote_path import Place
+from dmi_connector.store.format.remote_path import Place, local_path
 
 FOLDER = "bases"
 """Folder in a store directory with a copy of every basis used there, as SHA256.safetensors."""
@@ -33,7 +33,7 @@ def find_basis(sha256: str, store: Place, given: str | os.PathLike[str] | None =
     """The basis with this hash: `given`, or the copy beside the store. Raises FileNotFoundError or ValueError."""
     if re.fullmatch("[0-9a-f]{64}", sha256) is None:
         raise ValueError(f"{store} names the basis {sha256!r}, which is no SHA-256")  # it becomes part of a path
-    path = Path(given) if given is not None else store.absolute().parent / FOLDER / f"{sha256}.safetensors"
+    path = local_path(given) if given is not None else store.absolute().parent / FOLDER / f"{sha256}.safetensors"
     if not isinstance(path, Path):
         raise FileNotFoundError(f"the basis of {store} is read from a file alone; give basis=, with SHA-256 {sha256}")
     if not path.is_file():

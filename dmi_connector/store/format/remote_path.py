@@ -56,9 +56,14 @@ Given = str | os.PathLike[str] | RemotePath
 """What a caller may give for a place."""
 
 
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """A path of this machine, in which `~` is the user's home."""
+    return Path(os.path.expanduser(path))
+
+
 def place_of(path: Given, option: str = "path") -> Place:
     """The place that a path or a URL names. option: what errors call it. Raises ValueError for a bad URL."""
     if isinstance(path, RemotePath):
         return path
     text = os.fspath(path)
-    return RemotePath(*parse_url(option, text)) if is_url(text) else Path(text)
+    return RemotePath(*parse_url(option, text)) if is_url(text) else local_path(text)

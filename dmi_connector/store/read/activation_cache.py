@@ -116,7 +116,7 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
             return self._why_no_pattern(layer)
         if short in names.OF_NORMS:
             return "it follows from the norm's input and epsilon: capture that, and give the model of TransformerLens"
-        return names.OTHERWISE
+        return names.unlisted(short)
 
     @property
     def absent(self) -> dict[str, str]:

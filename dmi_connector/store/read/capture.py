@@ -28,7 +28,7 @@ from dmi_connector.store.read.attention import attention, check_head
 from dmi_connector.store.read.hook_names import HookTable, Source, parse_name
 from dmi_connector.store.read.hook_values import HookValues, Tokens
 from dmi_connector.store.read.metadata import read_attrs
-from dmi_connector.store.read.open_files import files_of
+from dmi_connector.store.read.open_files import files_of, zarr_store_of
 from dmi_connector.store.read.own_values import check_own_values
 from dmi_connector.store.read.shard_reader import decode_plain
 from dmi_connector.store.read.waiting import wait_for
@@ -66,9 +66,10 @@ def open_capture(path: Given, timeout: float | None = None, allow_incomplete: bo
 
     Raises TimeoutError that says what was seen instead. Raises CaptureFailed (a FileNotFoundError) without more waiting
     where no store comes: the index of the directory says that the capture failed, was aborted or was removed, or no
-    process writes it any more, and FileNotFoundError for a bucket that does not exist. Raises CaptureIncomplete for a
-    store that lacks rows, ValueError for a directory that is no store of this format or has dtypes or codecs that it
-    lacks, RemoteError (an OSError) where an object store refuses or does not answer, ImportError without obstore.
+    process writes it any more, and FileNotFoundError for a bucket or a directory that does not exist. Raises
+    CaptureIncomplete for a store that lacks rows, ValueError for a directory that is no store of this format or has
+    dtypes or codecs that it lacks, RemoteError (an OSError) where an object store refuses or does not answer,
+    ImportError without obstore.
     """
     final = place_of(path)
     wait_for(final, WAIT_S if timeout is None else timeout)
@@ -91,7 +92,8 @@ class Capture:
     prompt. num_layers: of the model; negative layer numbers count from there. attrs: the root attribute
     (docs/FORMAT.md, section 5).
 
-    `capture["q"]` and `capture["blocks.3.attn.hook_z"]` are short for `numpy`. A Capture keeps `dmi prune` and
+    `capture["q"]` and `capture["blocks.3.attn.hook_z"]` are short for `numpy`; `in` says whether these names are there,
+    and a loop gives the names of `hooks`. A Capture keeps `dmi prune` and
     retention from removing its store, until `close` or the end of a `with` block.
     """
 
@@ -118,20 +120,7 @@ class Capture:
 
         from dmi_connector.store.format import zarr_bfloat16  # noqa: F401 (importing it registers the dtype)
 
-        return zarr.open_group(self._zarr_store(), mode="r", zarr_format=3, use_consolidated=False)
-
-    def _zarr_store(self) -> Any:
-        if isinstance(self.path, Path) and self.path.is_dir():
-            return self.path
-        if isinstance(self.path, Path):
-            from zarr.storage import ZipStore
-
-            return ZipStore(self.path, mode="r")
-        if self.path.suffix == ".zip":
-            raise ValueError(f"{self.path}: zarr-python reads no zip file of an object store; use numpy()")
-        from dmi_connector.store.format.object_store import zarr_store
-
-        return zarr_store(self.path)
+        return zarr.open_group(zarr_store_of(self.path), mode="r", zarr_format=3, use_consolidated=False)
 
     def close(self) -> None:
         """Let the store be removed."""
@@ -382,13 +371,25 @@ class Capture:
         return as_torch(self.numpy(hook, layer, tokens, convert=False))
 
     def __getitem__(self, name: str) -> np.ndarray:
+        if not isinstance(name, str):
+            raise KeyError(f"{name!r} is no name of a hook; write cap['q'], or cap.numpy('q', layer) for one layer")
         hook, layer = parse_name(name, self.attrs)
         if hook != name:  # TransformerLens' name is that of the hook's own values
             check_own_values(self, hook, layer)
         return self.numpy(hook, layer)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.hooks
+        """Whether `capture[name]` is there."""
+        if not isinstance(name, str):
+            return False
+        try:
+            hook, layer = parse_name(name, self.attrs)
+        except KeyError:  # a name of TransformerLens that means another tensor
+            return False
+        return self._table.holds(hook, layer)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.hooks)
 
     def _plain(self, name: str) -> np.ndarray:
         """A 1-D array."""

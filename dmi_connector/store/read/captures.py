@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-import datetime
+import logging
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from dmi_connector.store.format.remote_path import Given, RemotePath, place_of
 from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.hook_names import holds, hook_and_layer
+from dmi_connector.store.read.filters import Time, Where, between, holding, lengths, parse_time, whole, why_none
+from dmi_connector.store.read.hook_names import hook_and_layer
 from dmi_connector.store.read.index import (
     FINISHED,
     CaptureInfo,
@@ -22,19 +23,18 @@ from dmi_connector.store.read.index import (
     is_store,
     same_request,
 )
-from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.metadata import NotACapture
 from dmi_connector.store.read.one_model import OneModel, is_named
 from dmi_connector.store.read.own_values import check_own_values
 from dmi_connector.store.read.remote_index import list_prefix
 from dmi_connector.store.read.row_view import RowView, check_some
-from dmi_connector.store.read.thread_pool import in_fetch_threads, in_threads
+from dmi_connector.store.read.thread_pool import in_fetch_threads
 
 if TYPE_CHECKING:
     import pandas
     import polars
 
-Time = str | datetime.date
-Where = Callable[[CaptureInfo], bool]
+logger = logging.getLogger(__name__)
 
 
 def open_captures(
@@ -63,10 +63,23 @@ def open_captures(
     rows. where: called with each `CaptureInfo` that these filters let pass. hooks: what a store must have captured, as
     in `Captures.filter`; it is looked for last, since the index does not have it.
 
-    Stores of a directory without an index are found by their names (*.zarr), and each is opened once. Raises ValueError
-    for a time or a prompt_len that is none, for a directory that is not there, for a store in its place, and where one
-    of these stores cannot be read.
+    Where no store passes, a warning says why. Stores of a directory without an index are found by their names (*.zarr),
+    and each is opened once. Raises ValueError for a time or a prompt_len that is none, for a directory that is not
+    there or whose stores lie one level below, and for a store in its place; KeyError for a hook that none of the stores
+    holds.
     """
+    filters: dict[str, Any] = {"key": key, "request_id": request_id, "model": model, "after": after, "before": before}
+    filters |= {"prompt_len": prompt_len, "where": where}
+    found = _open(directory, incomplete, hooks, {name: value for name, value in filters.items() if value is not None})
+    if not len(found) and filters != dict.fromkeys(filters):
+        logger.warning("open_captures: %s", found.why_empty)
+    return found
+
+
+def _open(directory: Given, incomplete: bool, hooks: str | Collection[str] | None, given: dict[str, Any]) -> Captures:
+    """`open_captures` without its warning. given: its other filters that are not None."""
+    key, request_id, model = given.get("key"), given.get("request_id"), given.get("model")
+    prompt_len, where = given.get("prompt_len"), given.get("where")
     place = place_of(directory)
     if isinstance(place, RemotePath):
         found = _remote(place)
@@ -74,32 +87,36 @@ def open_captures(
         one = key if isinstance(key, str) else None
         found = find_captures(place, one, request_id)
     keys = {key} if isinstance(key, str) else key
-    lengths = None if prompt_len is None else _lengths(prompt_len)
-    begin, end = _time("after", after), _time("before", before)
+    allowed = None if prompt_len is None else lengths(prompt_len)
+    begin, end = parse_time("after", given.get("after")), parse_time("before", given.get("before"))
     states = FINISHED if incomplete else FINISHED[:1]
 
     def wanted(info: CaptureInfo) -> bool:
         named = request_id is None or same_request(request_id, info.request_id)
         kept = info.state in states and (keys is None or info.key in keys)
-        return kept and named and _between(info.started, begin, end)
+        return kept and named and between(info.started, begin, end)
 
     kept = [info for info in found if wanted(info) and is_there(info)]
-    if model is not None or lengths is not None or where is not None:
-        kept = [_whole(info) for info in kept]
+    if model is not None or allowed is not None or where is not None:
+        kept = [whole(info) for info in kept]
     if model is not None:
         kept = [info for info in kept if is_named(info.model, model)]
-    if lengths is not None:
-        kept = [info for info in kept if info.prompt_len in lengths]
+    if allowed is not None:
+        kept = [info for info in kept if info.prompt_len in allowed]
+    kept = [info for info in kept if where is None or where(info)]
+    why = ""
+    if not kept:
+        every = find_captures(place) if isinstance(place, Path) and (key, request_id) != (None, None) else found
+        finished = [info for info in every if info.state in FINISHED and is_there(info)]
+        why = why_none(place, finished, given, incomplete)
     directories = (place,) if isinstance(place, Path) else ()
-    return Captures(tuple(info for info in kept if where is None or where(info)), model, directories).filter(
-        hooks=hooks
-    )
+    return Captures(tuple(kept), model, directories, why).filter(hooks=hooks)
 
 
 def of_one_model(captures: Capture | Iterable[Capture]) -> Iterator[Capture]:
     """Each of the captures. Raises ValueError for one of another model than those before, as `check_one_model` does."""
     one = OneModel(captures.model if isinstance(captures, Captures) else None)
-    for capture in captures if isinstance(captures, Iterable) else [captures]:
+    for capture in [captures] if isinstance(captures, Capture) else captures:
         one.check(capture.path, capture.attrs.get("model"))
         yield capture
 
@@ -110,7 +127,7 @@ def named_rows(captures: Captures, name: str, skip: int = 0) -> RowView:
     Raises as that does. Raises KeyError for a name of TransformerLens that means another tensor in the first store's
     model, ValueError for one whose hook was stored as other values.
     """
-    check_some(captures.infos, name)
+    check_some(captures.infos, name, captures.why_empty)
     with captures[0] as first:
         hook, layer = hook_and_layer(name, first.attrs)
         view = captures.rows(hook, layer, skip)
@@ -140,16 +157,20 @@ def captures_of(
     keys = {key} if isinstance(key, str) else key
     infos: list[CaptureInfo] = []
     directories: tuple[Path, ...] = ()
+    paths, why = list(paths), ""
     for path in map(place_of, paths):
         if is_store(path):
             open_capture(path, timeout=0).close()
             infos += [info for info in [info_of(path)] if keys is None or info.key in keys]
         else:
-            found = open_captures(path, key, incomplete=incomplete)
+            found = _open(path, incomplete, None, {} if key is None else {"key": key})
             infos += found.infos
+            why = why or found.why_empty
             directories += found.directories
-    kept = infos if model is None else [info for info in map(_whole, infos) if is_named(info.model, model)]
-    return Captures(tuple(kept), model, directories)
+    kept = infos if model is None else [info for info in map(whole, infos) if is_named(info.model, model)]
+    if infos and not kept:
+        why = why_none(place_of(paths[0]), infos, {"model": model}, incomplete)
+    return Captures(tuple(kept), model, directories, "" if kept else why)
 
 
 def _remote(place: RemotePath) -> list[CaptureInfo]:
@@ -171,64 +192,11 @@ def _remote(place: RemotePath) -> list[CaptureInfo]:
 
 
 def _uploaded(store: RemotePath) -> CaptureInfo | None:
-    """What a store says of itself; None while its root document, which comes last, is not there."""
+    """What a store says of itself; None for what is no store, and while its root document is yet to come."""
     try:
         return info_of(store)
-    except ValueError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return None
-        raise
-
-
-def _whole(info: CaptureInfo) -> CaptureInfo:
-    """With what the index of older stores lacks."""
-    if info.prompt_len is not None and info.model is not None:
-        return info
-    attrs = read_attrs(info.store)
-    return replace(info, prompt_len=attrs["prompt_len"], model=attrs.get("model"))
-
-
-def _holding(infos: Sequence[CaptureInfo], hooks: str | Collection[str]) -> list[CaptureInfo]:
-    """Those that captured all of these hooks."""
-    wanted = [hooks] if isinstance(hooks, str) else hooks
-    holding: set[int] = set()
-
-    def look(number: int) -> None:
-        attrs = read_attrs(infos[number].store)
-        if all(holds(name, attrs) for name in wanted):
-            holding.add(number)
-
-    remote = any(isinstance(info.store, RemotePath) for info in infos)
-    (in_fetch_threads if remote else in_threads)(look, range(len(infos)))
-    return [infos[number] for number in sorted(holding)]
-
-
-def _lengths(prompt_len: range | SupportsIndex) -> range:
-    if isinstance(prompt_len, range):
-        return prompt_len
-    try:
-        length = operator.index(prompt_len)
-    except TypeError as error:
-        raise ValueError(f"prompt_len {prompt_len!r} is not valid; give a number of tokens, or a range") from error
-    return range(length, length + 1)
-
-
-def _time(name: str, value: Time | None) -> datetime.datetime | None:
-    try:
-        at = None if value is None else datetime.datetime.fromisoformat(str(value))
-    except ValueError as error:
-        raise ValueError(f"{name} {value!r} is no time; write it as in 2026-01-31 or 2026-01-31T12:00") from error
-    return at.replace(tzinfo=datetime.UTC) if at is not None and at.tzinfo is None else at
-
-
-def _between(started: str, begin: datetime.datetime | None, end: datetime.datetime | None) -> bool:
-    if begin is None and end is None:
-        return True
-    try:
-        at = _time("started", started)
-    except ValueError:  # an index line without a time
-        return False
-    return at is not None and (begin is None or begin <= at) and (end is None or at < end)
+    except NotACapture:
+        return None
 
 
 @dataclass(frozen=True)
@@ -239,12 +207,13 @@ class Captures:
     for the next. So memory does not grow with the stores, but for one `CaptureInfo` each.
 
     model: the name by which all were chosen. None: they may be of several models. directories: of this machine, in
-    which they were looked for.
+    which they were looked for. why_empty: where there is none, the reason, as far as known.
     """
 
     infos: tuple[CaptureInfo, ...]
     model: str | None = None
     directories: tuple[Path, ...] = ()
+    why_empty: str = ""
 
     def __len__(self) -> int:
         return len(self.infos)
@@ -256,7 +225,13 @@ class Captures:
     def __getitem__(self, number: int | slice) -> Capture | Captures:
         if isinstance(number, slice):
             return replace(self, infos=self.infos[number])
-        return open_capture(self.infos[number].store, timeout=0, allow_incomplete=True)
+        try:
+            info = self.infos[operator.index(number)]
+        except TypeError as error:
+            raise TypeError(f"captures[{number!r}]: give the number of a store, or a slice") from error
+        except IndexError as error:
+            raise IndexError(f"captures[{number}] does not exist: there are {len(self)} stores") from error
+        return open_capture(info.store, timeout=0, allow_incomplete=True)
 
     def __iter__(self) -> Iterator[Capture]:
         for number in range(len(self)):
@@ -265,7 +240,7 @@ class Captures:
 
     def __repr__(self) -> str:
         tokens = sum(info.num_tokens or 0 for info in self.infos)
-        return f"Captures({len(self)} stores, {tokens} tokens)"
+        return f"Captures({len(self)} stores, {tokens} tokens{': ' if self.why_empty else ''}{self.why_empty})"
 
     def filter(self, where: Where | None = None, *, hooks: str | Collection[str] | None = None) -> Captures:
         """Those whose `CaptureInfo` `where` accepts, and that captured all of `hooks`. None lets everything pass.
@@ -273,15 +248,15 @@ class Captures:
         hooks: one name or several, such as "resid_pre@3" (hook@layer), "q" (any layer of it) or "blocks.3.attn.hook_z".
         A name of TransformerLens that means another tensor in a store's model leaves that store out. The root document
         of each store that `where` accepts is read once. Raises ValueError where one cannot be read, and for a bad
-        layer, KeyError for a name of TransformerLens that no hook equals.
+        layer, KeyError for a hook or layer that none of these stores holds.
         """
-        kept = [info for info in map(_whole, self.infos) if where(info)] if where is not None else self.infos
-        return replace(self, infos=tuple(kept if hooks is None else _holding(kept, hooks)))
+        kept = [info for info in map(whole, self.infos) if where(info)] if where is not None else self.infos
+        return replace(self, infos=tuple(kept if hooks is None else holding(kept, hooks)))
 
     def check_one_model(self) -> None:
         """Raise ValueError where the stores are of several models. Those that were chosen by `model` count as one's."""
         one = OneModel(self.model)
-        for info in map(_whole, self.infos) if self.model is None else ():
+        for info in map(whole, self.infos) if self.model is None else ():
             one.check(info.store, info.model)
 
     def progress(self, description: str | None = None) -> Iterator[Capture]:
@@ -327,7 +302,7 @@ class Captures:
         raise ValueError(f"table: {to!r} is not valid; use 'pandas' or 'polars'")
 
     def _columns(self) -> dict[str, list[Any]]:
-        rows = [{**vars(_whole(info)), "store": str(info.store)} for info in self.infos]
+        rows = [{**vars(whole(info)), "store": str(info.store)} for info in self.infos]
         return {name: [row[name] for row in rows] for name in CaptureInfo.__dataclass_fields__}
 
     def rows(self, hook: str, layer: int | None = None, skip: int = 0) -> RowView:
@@ -341,4 +316,5 @@ class Captures:
         KeyError: `filter(hooks=...)` leaves such stores out.
         """
         self.check_one_model()
+        check_some(self.infos, hook, self.why_empty)
         return RowView(self.infos, hook, layer, skip)

@@ -20,7 +20,8 @@ class FetchedFiles(StoreFiles):
 
     def __init__(self, files: StoreFiles) -> None:
         self._files = files
-        self._directory = tempfile.TemporaryDirectory(prefix="dmi-")
+        # Windows removes no file that is still mapped.
+        self._directory = tempfile.TemporaryDirectory(prefix="dmi-", ignore_cleanup_errors=True)
         self._paths = {name: Path(self._directory.name, str(i)) for i, name in enumerate(sorted(files.names()))}
         in_fetch_threads(self._fetch, self._paths)
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.store.format.shard_index import read_index
+from dmi_connector.store.read.indexing import row_numbers
 from dmi_connector.store.read.store_files import StoredFile, StoreFiles
 
 Slot = tuple[int, ...]
@@ -41,32 +42,6 @@ class ShardPieces(NamedTuple):
     segment: int
     shard: int
     pieces: list[Piece]
-
-
-def row_numbers(wanted: slice | Sequence[int] | np.ndarray, length: int, whose: str) -> slice | np.ndarray:
-    """Row numbers of `length` rows as a slice with step 1, or as int64 [n]. Negative ones count from the end.
-
-    wanted: a slice, whole numbers, or a mask of `length` booleans. whose: what has the rows, for errors.
-
-    Raises IndexError for rows that do not exist, for a mask of another length, and for what is no row number.
-    """
-    if isinstance(wanted, slice):
-        spanned = range(length)[wanted]
-        if spanned.step == 1 or not spanned:
-            return slice(spanned.start, spanned.stop) if spanned else slice(0, 0)
-        return np.arange(spanned.start, spanned.stop, spanned.step)
-    numbers = np.asarray(wanted)
-    if numbers.dtype == bool:
-        if numbers.shape != (length,):
-            raise IndexError(f"{whose} has {length} rows, the mask of tokens has shape {numbers.shape}")
-        return np.flatnonzero(numbers)
-    if numbers.size and numbers.dtype.kind not in "iu":
-        raise IndexError(f"{whose} has no row {numbers.flat[0]}; give whole numbers, a slice or a mask")
-    numbers = numbers.astype(np.int64).reshape(-1)
-    beyond = numbers[(numbers < -length) | (numbers >= length)]
-    if len(beyond):
-        raise IndexError(f"{whose} has {length} rows, row {beyond[0]} does not exist")
-    return np.where(numbers < 0, numbers + length, numbers)
 
 
 @dataclass(frozen=True, eq=False)

@@ -122,7 +122,8 @@ def parse_name(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None]:
     if short in equal:
         return equal[short], layer
     if layer is not None:
-        raise KeyError(f"{name!r} has no equal here; suffixes that have: {', '.join(equal)}")
+        near = suggest(short, equal)
+        raise KeyError(f"{name!r} has no equal here; suffixes that have: {', '.join(equal)}{near}")
     return name, None
 
 

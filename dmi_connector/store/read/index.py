@@ -14,9 +14,9 @@ from typing import Any
 
 from dmi_connector.store.format.locks import is_abandoned
 from dmi_connector.store.format.paths import safe
-from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
+from dmi_connector.store.format.remote_path import Given, Place, RemotePath, local_path, place_of
 from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX, listed_bytes
-from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.metadata import NotACapture, read_attrs
 from dmi_connector.store.read.remote_index import read_indexes
 
 FINISHED = ("complete", "incomplete")
@@ -25,6 +25,7 @@ _ADDED = re.compile(r"(_[0-9]+)?(-|\Z)")
 """What vLLM adds behind a request id, up to the end or a dash."""
 _OF_END = ("state", "reason", "finished", "bytes", "num_tokens", "prompt_len", "model")
 """What the line of a store's end tells of it."""
+_STORES = (".zarr", ".zarr" + PARTIAL_SUFFIX)
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
 """Keys and request ids that are the same in JSON and in the name of a store."""
 
@@ -147,13 +148,13 @@ def find_captures(directory: Given, key: str | None = None, request_id: str | No
     such as copies, are found by their names (*.zarr), and each is opened once. With a key or request id that is done
     only where the index has none. Such a store that cannot be read has the state "failed".
 
-    Raises ValueError for a directory that is not there (a server makes its own when it starts), for a store, and in a
-    directory without an index for a store that cannot be read.
+    Raises ValueError for a directory that is not there (a server makes its own when it starts), for one whose stores
+    lie one level below, for a store, and in a directory without an index for a store that is damaged.
     """
     place = place_of(directory)
     if isinstance(place, RemotePath):
         return indexed_captures(place, key, request_id)
-    _check_directory(place)
+    check_directory(place)
     if not (place / INDEX_NAME).exists():
         return _wanted(map(_scanned, _unnamed(place)), key, request_id)
     word = key if key is not None else request_id
@@ -167,12 +168,34 @@ def find_captures(directory: Given, key: str | None = None, request_id: str | No
     return sorted([*found, *_wanted(unnamed, key, request_id)], key=lambda info: info.started)
 
 
-def _check_directory(place: Path) -> None:
-    """Raise ValueError for what is no directory of stores. One with an index is, whatever its name."""
+def check_directory(place: Path) -> None:
+    """Raise ValueError for what is no directory of stores, and for one whose stores lie one level below. One with an
+    index is, whatever its name.
+    """
     if place.exists() and is_store(place) and not (place / INDEX_NAME).exists():
         raise ValueError(f"{place} is a store; give its directory, or open it with open_capture")
     if not place.is_dir():
         raise ValueError(f"{place} is no directory; give a directory of stores")
+    check_not_above(place)
+
+
+def check_not_above(place: Path) -> None:
+    """Raise ValueError for a directory that holds no store, where directories right in it do."""
+    if not place.is_dir() or is_store(place) or _holds_stores(place):
+        return
+    below = [inner for inner in sorted(place.iterdir()) if inner.is_dir() and _holds_stores(inner)]
+    if below:
+        more = f" or one of {len(below) - 1} more" if len(below) > 1 else ""
+        raise ValueError(f"{place} holds no store, but directories in it do; give {below[0]}{more}")
+
+
+def _holds_stores(directory: Path) -> bool:
+    """Whether a directory has an index or stores. One that may not be read has none."""
+    try:
+        with os.scandir(directory) as entries:
+            return any(entry.name == INDEX_NAME or entry.name.endswith(_STORES) for entry in entries)
+    except OSError:
+        return False
 
 
 def is_store(place: Place) -> bool:
@@ -224,9 +247,13 @@ def _unnamed(directory: Path, word: str = "") -> list[Path]:
 
 
 def _scanned(store: Path) -> CaptureInfo | None:
-    """What a store says of itself; None if it was removed just now. Raises ValueError for one that is damaged."""
+    """What a store says of itself; None if it was removed just now, and for what is no capture. Raises ValueError for
+    one that is damaged.
+    """
     try:
         return info_of(store)
+    except NotACapture:
+        return None
     except ValueError as error:
         if not store.exists():
             return None
@@ -237,9 +264,9 @@ def _scanned_or_failed(store: Path) -> CaptureInfo | None:
     """Like `_scanned`, but a store that is damaged is a failed capture, and what is no store is None."""
     try:
         return info_of(store)
+    except NotACapture:
+        return None
     except ValueError as error:
-        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | KeyError):
-            return None
         return CaptureInfo(store, None, None, "failed", str(error), "", None, None, None)
 
 
@@ -299,7 +326,7 @@ class LineTail:
     """
 
     def __init__(self, directory: str | os.PathLike[str], new_only: bool = False) -> None:
-        self._path = Path(directory) / INDEX_NAME
+        self._path = local_path(directory) / INDEX_NAME
         self._at, self._file = 0, 0
         if new_only and self._path.exists():
             status = self._path.stat()
@@ -331,7 +358,7 @@ class IndexTail:
     """Like `LineTail`, of captures that end. upload_failure: why the latest upload failed, None where it did not."""
 
     def __init__(self, directory: str | os.PathLike[str], new_only: bool = False) -> None:
-        self._directory = Path(directory)
+        self._directory = local_path(directory)
         self._tail = LineTail(directory, new_only)
         self.upload_failure: str | None = None
 

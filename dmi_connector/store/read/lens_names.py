@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dmi_connector.wording import suggest
+
 TL_NAMES = {
     "hook_embed": "embed",
     "hook_resid_pre": "resid_pre",
@@ -92,7 +94,7 @@ ABSENT = {
 }
 """Names of TransformerLens that no store has, and why."""
 OTHERWISE = "no hook is the same tensor in every model"
-"""The reason of names that are listed nowhere."""
+"""The reason of names of TransformerLens that are listed nowhere."""
 
 _BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)$")
 
@@ -106,6 +108,12 @@ def split_name(name: str) -> tuple[str, int | None]:
 def full_name(name: str, layer: int | None) -> str:
     """With the block's prefix, for what exists in each block."""
     return name if layer is None else f"blocks.{layer}.{name}"
+
+
+def unlisted(name: str) -> str:
+    """The reason of a name that is listed nowhere. It may be one of TransformerLens, or no name at all."""
+    near = suggest(name, [*ALL_NAMES, PATTERN, *OF_NORMS, *ABSENT])
+    return f"{OTHERWISE}, or TransformerLens has no such name{near}"
 
 
 def lens_name(hook: str, layer: int | None) -> str | None:

@@ -22,13 +22,18 @@ from dmi_connector.store.read.thread_pool import in_fetch_threads
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KEYS = {*schema.array_document("uint8", [], [], [], [])}
-_NEEDED = ("complete", "num_tokens", "reason", "hooks")
+_NEEDED = ("format_version", "complete", "num_tokens", "reason", "hooks")
+_OF_ZARR_2 = (".zgroup", ".zarray", ".zmetadata")
 _CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
 
 
+class NotACapture(ValueError):
+    """What is there is something else, not a capture that is damaged."""
+
+
 def read_attrs(path: Given) -> dict[str, Any]:
-    """The root attribute of a store. Raises ValueError when it is no store, or of another format version; RemoteError
-    where an object store does not give it.
+    """The root attribute of a store. Raises NotACapture (a ValueError) for what is no store, ValueError for one that
+    is damaged or of another format version, RemoteError where an object store does not give it.
     """
     return attrs_of(files_of(place_of(path)))
 
@@ -36,15 +41,24 @@ def read_attrs(path: Given) -> dict[str, Any]:
 def attrs_of(files: StoreFiles) -> dict[str, Any]:
     """Like `read_attrs`, of files that are known."""
     try:
-        attrs = json.loads(files.read("zarr.json"))["attributes"][schema.ATTR_KEY]
-        version = str(attrs["format_version"])
-        _ = [attrs[name] for name in _NEEDED]
+        document = json.loads(files.read("zarr.json"))
     except RemoteError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{files} is not a capture: zarr.json has no {schema.ATTR_KEY!r} attribute ({error!r})"
-        ) from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        other = next((name for name in _OF_ZARR_2 if files.size(name) is not None), None)
+        if other is not None:
+            raise NotACapture(f"{files} is not a capture: it is a Zarr store of format 2 ({other})") from error
+        raise NotACapture(f"{files} is not a capture: there is no {files}/zarr.json") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{files} is not a capture: zarr.json cannot be read ({error})") from error
+    attributes = document.get("attributes") if isinstance(document, dict) else None
+    if not isinstance(attributes, dict) or schema.ATTR_KEY not in attributes:
+        raise NotACapture(f"{files} is not a capture: zarr.json has no {schema.ATTR_KEY!r} attribute")
+    attrs = attributes[schema.ATTR_KEY]
+    lacking = [name for name in _NEEDED if not isinstance(attrs, dict) or name not in attrs]
+    if lacking:
+        raise ValueError(f"{files} is not a capture: its {schema.ATTR_KEY!r} attribute lacks {', '.join(lacking)}")
+    version = str(attrs["format_version"])
     if version.split(".")[0] != schema.FORMAT_VERSION.split(".")[0]:
         raise ValueError(
             f"{files} has format version {version}, this package reads {schema.FORMAT_VERSION}: install a matching one"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
@@ -16,9 +17,10 @@ from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.chunk_reader import read_pieces
 from dmi_connector.store.read.finite import FiniteCheck, not_finite
-from dmi_connector.store.read.hook_array import HookArray, ShardPieces, row_numbers
+from dmi_connector.store.read.hook_array import HookArray, ShardPieces
 from dmi_connector.store.read.hook_names import HookTable
 from dmi_connector.store.read.index import CaptureInfo
+from dmi_connector.store.read.indexing import each_of, row_numbers, split_index
 from dmi_connector.store.read.metadata import attrs_of, read_array, read_attrs
 from dmi_connector.store.read.open_files import files_of
 from dmi_connector.store.read.stored_reduction import StoredReduction
@@ -27,25 +29,28 @@ from dmi_connector.store.read.thread_pool import in_fetch_threads, in_threads
 if TYPE_CHECKING:
     import torch
 
-Rows = int | slice | Sequence[int] | np.ndarray
+_ITERATED = 16 << 20
+"""Bytes of rows that a loop over a view reads at a time."""
 _MOST_OPEN = 4096
 """Arrays whose metadata and shard indexes are kept, some kilobytes each."""
 
 
-def check_some(infos: Sequence[CaptureInfo], hook: str) -> None:
-    """Raise ValueError without a store to read a hook from."""
+def check_some(infos: Sequence[CaptureInfo], hook: str, why: str = "") -> None:
+    """Raise ValueError without a store to read a hook from. why: as in `Captures.why_empty`."""
     if not infos:
-        raise ValueError(f"no store to read {hook!r} from; mend the filter of open_captures")
+        raise ValueError(f"no store to read {hook!r} from; {why or 'none of them was kept'}")
 
 
 class RowView:
     """Rows of one hook in many stores, [rows, width]; [layers, rows, width] for all layers. Made by `Captures.rows`.
 
-    `view[5]`, `view[10:20]` and `view[[7, 3, 7]]` read rows as float32; integer hooks keep their dtype. Rows may be
-    asked for in any order: each chunk is read once. A view takes one index, so it refuses `view[:, 0]`. It holds no
-    lock on its stores: keep retention and `dmi prune` away from them.
+    `view[5]`, `view[10:20]`, `view[[7, 3, 7]]` and `view[mask, :10]` read rows as float32; integer hooks keep their
+    dtype. An index gives what numpy gives for an array of this shape. None and masks of several axes are refused. Rows
+    may be asked for in any order: each chunk is read once. `numpy.asarray` and functions of numpy read all of it, a
+    loop many rows at a time, `dask.array.from_array` what is computed. A view holds no lock on its stores: keep
+    retention and `dmi prune` away from them.
 
-    length: rows. shape: of all of it. layers: the layers that are read; [] for a hook that exists once.
+    shape, dtype: of the array. layers: the layers that are read; [] for a hook that exists once.
     """
 
     def __init__(self, infos: Sequence[CaptureInfo], hook: str, layer: int | None = None, skip: int = 0) -> None:
@@ -91,12 +96,32 @@ class RowView:
         self.__dict__.update(state, _lock=threading.Lock())
 
     def __len__(self) -> int:
-        return int(self._begin[-1])
+        return self.shape[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the view as an array."""
-        return (len(self.layers), len(self), self.width) if self._stacked else (len(self), self.width)
+        return (len(self.layers), self._rows, self.width) if self._stacked else (self._rows, self.width)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return 3 if self._stacked else 2
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of what an index gives: float32, or that of an integer hook."""
+        whole = self._reduced is None and self.stored_dtype.kind in "iu"
+        return self.stored_dtype if whole else np.dtype(np.float32)
+
+    @property
+    def _rows(self) -> int:
+        return int(self._begin[-1])
 
     @property
     def _stacked(self) -> bool:
@@ -106,36 +131,50 @@ class RowView:
         which = self.hook if self.layer is None else f"{self.hook} layer {self.layer}"
         return f"RowView({which}, {self.shape}, {len(self.stores)} stores)"
 
-    def __getitem__(self, rows: Rows) -> np.ndarray:
-        if isinstance(rows, tuple):
-            raise IndexError(f"the view of {self.hook!r} takes one index, not {rows!r}; for rows give a list")
-        if isinstance(rows, bool):
-            rows = np.array(rows)  # a mask without a length, and not row 0 or 1
-        if isinstance(rows, int | np.integer):
-            return self.read([int(rows)])[..., 0, :]
-        return self.read(rows)
+    def __getitem__(self, index: Any) -> Any:
+        axes = {"layer": len(self.layers), "row": self._rows} if self._stacked else {"row": self._rows}
+        (*layers, rows), rest = split_index(index, axes, f"the view of {self.hook!r}")
+        values = self._read(each_of(rows), [*each_of(layers[0])] if layers else [0], convert=True)
+        return (values if self._stacked else values[0])[rest]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        if self._stacked:
+            for layer in range(len(self)):
+                yield self[layer]
+            return
+        for rows in self.batches(max(1, _ITERATED // (self.width * self.dtype.itemsize))):
+            yield from rows
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(f"the view of {self.hook!r} is in files: an array of it is a copy; leave copy=False out")
+        return np.asarray(self.read(slice(None)), dtype)
 
     def read(self, rows: slice | Sequence[int] | np.ndarray, convert: bool = True) -> np.ndarray:
         """Rows [n, width] as float32, or with convert=False in the stored dtype; see `Capture.numpy`.
 
-        rows: a slice, whole numbers, or a mask with a boolean for each row of the view.
+        rows: a slice, a list of whole numbers, or a mask with a boolean for each row of the view. Of all layers:
+        [layers, n, width].
 
         Raises IndexError for rows that are not there and for a mask of another length. Raises ValueError that names the
         file for damaged values, and for a store whose rows are of another shape. Raises KeyError for a store that did
         not capture the hook or layer.
         """
-        numbers = self._numbers(rows)
+        values = self._read(self._numbers(rows), range(len(self._layers)), convert)
+        return values if self._stacked else values[0]
+
+    def _read(self, numbers: np.ndarray, layers: Sequence[int], convert: bool) -> np.ndarray:
+        """Rows of some of the view's layers, [layers, n, width]. layers: places in `self.layers`."""
         dtype = self.stored_dtype
         widened = convert and self._reduced is None and dtype.kind not in "iu" and dtype != np.float32
         out = np.empty(
-            (len(self._layers), len(numbers), self._stored_width),
+            (len(layers), len(numbers), self._stored_width),
             np.float32 if widened else np.dtype(f"<u{dtype.itemsize}"),
         )
-        read_pieces(self._plan(numbers, out))
+        if out.size:
+            read_pieces(self._plan(numbers, out, layers))
         values = out if widened else out.view(dtype)
-        if self._reduced is not None:
-            values = self._reduced.decode(values)
-        return values if self._stacked else values[0]
+        return values if self._reduced is None else self._reduced.decode(values)
 
     def torch(self, rows: slice | Sequence[int] | np.ndarray) -> torch.Tensor:
         """Like `read`, as a torch tensor in the stored dtype."""
@@ -150,7 +189,7 @@ class RowView:
         check = FiniteCheck(finite)
         if size < 1:
             raise ValueError(f"size {size} is not valid; use 1 row or more")
-        for first in range(0, len(self), size):
+        for first in range(0, self._rows, size):
             rows = self.read(slice(first, first + size))
             bad = not_finite(rows.swapaxes(0, -2))
             check.see_all(self.stores, *self.origins(first + bad))
@@ -197,11 +236,10 @@ class RowView:
         return values if self._stacked else values[0]
 
     def _numbers(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
-        numbers = row_numbers(rows, len(self), f"the view of {self.hook!r}")
-        return np.arange(numbers.start, numbers.stop) if isinstance(numbers, slice) else numbers
+        return each_of(row_numbers(rows, self._rows, f"the view of {self.hook!r}"))
 
-    def _plan(self, numbers: np.ndarray, out: np.ndarray) -> list[ShardPieces]:
-        """What is to be read, store by store."""
+    def _plan(self, numbers: np.ndarray, out: np.ndarray, layers: Sequence[int]) -> list[ShardPieces]:
+        """What is to be read, store by store. layers: places in `self.layers`."""
         stores, rows = self.origins(numbers)
         order = np.lexsort((rows, stores))
         ends = (np.flatnonzero(np.diff(stores[order], append=-1)) + 1).tolist()
@@ -211,9 +249,9 @@ class RowView:
         planned: list[ShardPieces] = []
         start = 0
         for store, end in zip(used, ends, strict=True):
-            array, layers = self._of(store)
+            array, known = self._of(store)
             places = order[start:end]
-            planned += array.plan(layers, array.rows(rows[places]), out, places)
+            planned += array.plan([known[i] for i in layers], array.rows(rows[places]), out, places)
             start = end
         return planned
 

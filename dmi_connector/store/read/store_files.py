@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,30 @@ _BLOCK_BYTES = 8 << 20
 """Bytes that are copied at a time."""
 MAPPED_BYTES = 1 << 20
 """From this size on a file is mapped, so that only what is asked for is read from disk."""
+_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0)
+"""Windows would change the ends of lines of a file that is not opened as binary."""
+_seeking = threading.Lock()
+
+
+def _seek_and_read(fd: int, nbytes: int, offset: int) -> bytes:
+    """`os.pread` for Windows, which has none. The lock is there because threads may share a descriptor."""
+    with _seeking:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.read(fd, nbytes)
+
+
+def _read_and_copy(fd: int, parts: Sequence[Buffer], offset: int) -> int:
+    """`os.preadv` for systems that have none."""
+    data, at = memoryview(_pread(fd, sum(map(len, parts)), offset)), 0
+    for part in parts:
+        piece = data[at : at + len(part)]
+        part[: len(piece)] = piece
+        at += len(piece)
+    return len(data)
+
+
+_pread = getattr(os, "pread", _seek_and_read)
+_preadv = getattr(os, "preadv", _read_and_copy)
 
 
 class StoredFile(ABC):
@@ -44,7 +69,7 @@ class LocalFile(StoredFile):
     """A file of a local file system, or the part of one that begins at `base` and has `nbytes` bytes (None: all)."""
 
     def __init__(self, path: str, base: int = 0, nbytes: int | None = None) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(path, _FLAGS)
         self._base, self._nbytes = base, nbytes
 
     @property
@@ -55,7 +80,7 @@ class LocalFile(StoredFile):
     def read(self, offset: int, nbytes: int) -> bytes:
         if self._nbytes is not None:
             nbytes = max(0, min(nbytes, self._nbytes - offset))
-        return os.pread(self._fd, nbytes, self._base + offset)
+        return _pread(self._fd, nbytes, self._base + offset)
 
     def read_end(self, nbytes: int) -> bytes:
         return self.read(max(0, self.size - nbytes), nbytes)
@@ -64,7 +89,7 @@ class LocalFile(StoredFile):
         wanted = sum(map(len, parts))
         if self._nbytes is not None and offset + wanted > self._nbytes:
             raise ValueError("the file ends before its chunks do")
-        got = os.preadv(self._fd, parts, self._base + offset)
+        got = _preadv(self._fd, parts, self._base + offset)
         if got != wanted:
             self._read_rest(self._base + offset, parts, got)
 
@@ -77,7 +102,7 @@ class LocalFile(StoredFile):
                 got -= len(views.pop(0))
             if views:
                 views[0] = views[0][got:]
-                got = os.preadv(self._fd, views, offset)
+                got = _preadv(self._fd, views, offset)
                 if got == 0:
                     raise ValueError("the file ends before its chunks do")
 

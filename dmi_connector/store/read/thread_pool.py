@@ -17,6 +17,11 @@ FETCH_THREADS = 32
 """Requests to an object store at a time. Their threads wait for answers, so they are more than cores."""
 
 
+def _cores() -> int:
+    """Cores that this process may use; those of the machine where the system does not tell (macOS, Windows)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class _Pool:
     """Starts its threads when they are first needed, and anew in a forked process."""
 
@@ -25,14 +30,15 @@ class _Pool:
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._wanted = threads
-        os.register_at_fork(after_in_child=self._forget)
+        if hasattr(os, "register_at_fork"):  # Windows has no fork
+            os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
         self._lock, self._executor = threading.Lock(), None  # the threads are the parent's
 
     @property
     def threads(self) -> int:
-        return self._wanted or len(os.sched_getaffinity(0))
+        return self._wanted or _cores()
 
     def resize(self, threads: int | None) -> None:
         if threads is not None and threads < 1:

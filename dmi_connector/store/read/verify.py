@@ -17,11 +17,12 @@ from dmi_connector.hooks import ALWAYS
 from dmi_connector.layout import TOKEN_ARRAYS, ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c, file_checksum
+from dmi_connector.store.format.paths import leaves_store
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
 from dmi_connector.store.format.schema import Grid
 from dmi_connector.store.format.shard_index import EMPTY
 from dmi_connector.store.read.fetched_files import FetchedFiles
-from dmi_connector.store.read.index import read_index
+from dmi_connector.store.read.index import check_not_above, read_index
 from dmi_connector.store.read.open_files import files_of
 from dmi_connector.store.read.remote_index import finished_below, list_prefix
 from dmi_connector.store.read.residual_sums import check_identities, equations, for_text, stated
@@ -57,6 +58,8 @@ def stores_of(directory: Given) -> list[Place]:
     else:
         found = [*sorted(place.glob("*.zarr"))]
     if not found:
+        if isinstance(place, Path):
+            check_not_above(place)
         raise ValueError(f"{directory} holds no finished store (*.zarr); give a store or a directory of stores")
     return found
 
@@ -220,7 +223,7 @@ class _Check:
         chunks = {f"{name}/c/0" for name in plain}
         listed: dict[str, list[int]] = attrs["files"]
         for path, (size, checksum) in sorted(listed.items()):
-            if path.startswith("/") or ".." in path.split("/"):
+            if leaves_store(path):
                 yield self.problem("zarr.json", f"the file {path!r} lies outside the store")
                 continue
             if path.split("/")[0] not in own | plain:

@@ -37,10 +37,12 @@ def wait_for(final: Place, seconds: float) -> None:
     """Return when the store is there.
 
     Raises CaptureFailed as soon as it is known that no store comes: its directory's index says that the capture
-    failed, was aborted or removed, or its writers are gone. Raises FileNotFoundError for a bucket that does not exist,
-    and TimeoutError after `seconds`, with what was seen.
+    failed, was aborted or removed, or its writers are gone. Raises FileNotFoundError for a bucket or a directory that
+    does not exist, and TimeoutError after `seconds`, with what was seen.
     """
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_S
+    if isinstance(final, Path) and not final.absolute().parent.is_dir():
+        raise FileNotFoundError(f"capture {final} is not there, and neither is its directory; give the right path")
     watch = None if isinstance(final, RemotePath) else _Watch(final)
     if isinstance(final, RemotePath) and not _exists(final):
         check_bucket(final)

@@ -13,6 +13,7 @@ from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.hooks import ALIASES, HOOKS
 from dmi_connector.store.format.schema import layer_numbers
 from dmi_connector.store.read.hook_names import RESID_POST
+from dmi_connector.store.read.indexing import each_of, split_index
 
 if TYPE_CHECKING:
     import xarray
@@ -24,9 +25,7 @@ _SHOWN = ("model", "request_id", "key", "prompt_len", "complete", "reason", "cre
 
 
 class LazyHook:
-    """A hook that is read when it is indexed, for dask.array.from_array. An index has a slice or a number for each
-    dimension.
-    """
+    """A hook that is read when it is indexed as numpy is (see `split_index`), for dask.array.from_array."""
 
     def __init__(self, capture: Capture, hook: str) -> None:
         self._capture, self._hook = capture, hook
@@ -36,15 +35,16 @@ class LazyHook:
         stored = numpy_dtype(info["dtype"])
         self.dtype = stored if stored.kind in "iu" and "reduce" not in info else np.dtype(np.float32)
 
-    def __getitem__(self, index: tuple[slice | int, ...]) -> np.ndarray:
-        *layer, rows, columns = (
-            part if isinstance(part, slice) else slice(range(length)[part], range(length)[part] + 1)
-            for part, length in zip(index, self.shape, strict=True)
-        )
-        numbers: list[Any] = self._capture.layers[self._hook][layer[0]] if layer else [None]
-        parts = [self._capture.numpy(self._hook, number, rows)[:, columns] for number in numbers]
-        values = np.stack(parts) if layer else parts[0]
-        return values[tuple(slice(None) if isinstance(part, slice) else 0 for part in index)]
+    def __getitem__(self, index: Any) -> Any:
+        axes = dict(zip(("layer", "row")[-self.ndim + 1 :], self.shape, strict=False))
+        (*layers, rows), rest = split_index(index, axes, repr(self._hook))
+        if not layers:
+            return self._capture.numpy(self._hook, tokens=rows)[rest]
+        chosen = [self._capture.layers[self._hook][place] for place in each_of(layers[0])]
+        values = np.empty((len(chosen), len(each_of(rows)), self.shape[-1]), self.dtype)
+        for found, number in zip(values, chosen, strict=True):
+            found[:] = self._capture.numpy(self._hook, number, rows)
+        return values[rest]
 
 
 def dataset(capture: Capture, hooks: Iterable[str]) -> xarray.Dataset:

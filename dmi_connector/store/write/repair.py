@@ -15,6 +15,7 @@ from typing import Any
 
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.completeness import OWN_ENDS
+from dmi_connector.store.format.linux import check_linux
 from dmi_connector.store.format.locks import claim, is_to_be_uploaded
 from dmi_connector.store.format.paths import umask_of
 from dmi_connector.store.format.remote_path import RemotePath
@@ -78,8 +79,9 @@ def repair(path: str | os.PathLike[str], remove_empty: bool = False) -> list[Out
     names as not uploaded.
 
     remove_empty: remove partial stores of which nothing can be salvaged. An error with one partial store becomes its
-    outcome; the others are repaired all the same.
+    outcome; the others are repaired all the same. Raises NeedsLinux.
     """
+    check_linux("repair")
     root = Path(os.path.abspath(path))
     outcomes = []
     for partial in [root] if root.name.endswith(PARTIAL) else sorted(root.glob("*" + PARTIAL)):

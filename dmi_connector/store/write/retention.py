@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dmi_connector.store.format.linux import check_linux
 from dmi_connector.store.format.locks import claim, is_abandoned
 from dmi_connector.store.format.paths import no_follow
 from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX
@@ -158,8 +159,9 @@ def prune(
     older_than: remove stores older than this many seconds. keep_bytes: remove while the rest takes more. Returns the
     stores removed (dry_run: those it would try to remove).
 
-    Raises OSError where locks fail or stores cannot be removed, after all others were tried.
+    Raises NeedsLinux, and OSError where locks fail or stores cannot be removed, after all others were tried.
     """
+    check_linux("prune")
     errors = [] if dry_run else _remove_leftovers(directory)
     stores = finished_stores(directory, sizes)
     total, moment, removed = sum(store.nbytes for store in stores), time.time(), []

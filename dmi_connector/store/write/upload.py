@@ -18,6 +18,7 @@ from typing import Any
 
 from dmi_connector.option_values import OptionError
 from dmi_connector.store.format.object_store import RemoteError, bucket_store, requests_for
+from dmi_connector.store.format.paths import leaves_store
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.format.schema import INDEX_FOLDER
 from dmi_connector.store.read.metadata import read_attrs
@@ -95,7 +96,7 @@ def upload_store(store: Path, to: RemotePath, retry_seconds: float) -> dict[str,
     """
     attrs = read_attrs(store)
     names = sorted(attrs["files"])
-    outside = next((name for name in names if name.startswith("/") or ".." in name.split("/")), None)
+    outside = next((name for name in names if leaves_store(name)), None)
     if outside is not None:
         raise ValueError(f"{store} lists the file {outside!r}, which lies outside it")
     deadline = time.monotonic() + retry_seconds

@@ -41,7 +41,7 @@ class Uploader:
     def __init__(self, prefix: RemotePath, retry_seconds: float, remove_local: bool, answers: int) -> None:
         self._prefix, self._retry_s, self._remove = prefix, retry_seconds, remove_local
         self._answers = answers
-        self._locks: dict[Path, int] = {}
+        self._locks: dict[Path, int | None] = {}
         self._lock, self._index_lock = threading.Lock(), threading.Lock()  # of answers, which wait for no server
         self._part, self._told = RemoteIndexPart(prefix, uuid.uuid4().hex[:12]), 0.0
         self._dirty, self._noted = False, ""

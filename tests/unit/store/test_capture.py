@@ -77,6 +77,16 @@ def test_layers_and_tokens_can_be_selected(written: tuple[Capture, kit.Values]) 
     assert cap.numpy("embed", tokens=slice(0, 0)).shape == (0, 8)
 
 
+@pytest.mark.parametrize("tokens", [[[0, 1], [2, 3]], 5, np.int64(5), np.zeros((2, 2), int), np.zeros((300, 8), bool)])
+def test_tokens_that_are_no_list_are_refused(written: tuple[Capture, kit.Values], tokens: Any) -> None:
+    cap, _ = written
+    for read in (cap.numpy, cap.torch):
+        with pytest.raises(
+            IndexError, match=r"takes a list of rows, not numbers of shape|the mask of tokens has shape"
+        ):
+            read("z", 2, tokens)
+
+
 @pytest.mark.parametrize(
     ("hook", "layer", "message"),
     [

@@ -336,8 +336,13 @@ def test_random_rows_may_repeat_and_come_in_any_order(view: RowView) -> None:
 
 def test_what_is_no_row_of_a_view_is_refused(view: RowView) -> None:
     bad: list[tuple[Any, str]] = [
-        ((3, 4), r"takes one index, not \(3, 4\); for rows give a list"),
-        ((slice(None), 0), "takes one index"),
+        ((3, 4, 5), r"has 2 dimensions, the index \(3, 4, 5\) has more"),
+        ((..., 3, ...), "has 2 dimensions"),
+        ((435, 0), "has 435 rows, row 435 does not exist"),
+        ((slice(None), None), "has no column None"),
+        (np.zeros((435, 8), bool), r"has 435 rows, the mask of tokens has shape \(435, 8\)"),
+        ("5", "has no row 5;"),
+        (np.array([2**64 - 1], np.uint64), "row 18446744073709551615 does not exist"),
         (2.9, "has no row 2.9; give whole numbers, a slice or a mask"),
         ([1.9], "has no row 1.9"),
         (np.array([0, 1.5]), "has no row 0.0"),
@@ -351,7 +356,115 @@ def test_what_is_no_row_of_a_view_is_refused(view: RowView) -> None:
     for read in (view.read, view.torch, view.origins):
         with pytest.raises(IndexError, match=r"has no row 1\.9;"):
             read([1.9])
-    np.testing.assert_array_equal(view[np.int64(3)], view[3])
+        for shape in ((), (2, 2)):
+            with pytest.raises(IndexError, match=re.escape(f"takes a list of rows, not numbers of shape {shape}")):
+                read(np.zeros(shape, int))
+
+
+INDEXES = [
+    3, -1, np.int64(3), np.array(7), np.uint8(200), slice(None), slice(290, 310, 3), slice(None, None, -1), slice(5, 5),
+    ..., (), (..., slice(2, 5)), (3, 4), (slice(None), 0), (slice(3, 9), slice(None, None, -2)), (..., 3),
+    [7, 3, 7], [-1, 0], [[0, 1], [2, 3]], [], [[]], np.zeros((2, 0), int), range(5), np.array([434, 0], np.uint64),
+    np.arange(435) % 5 == 0, np.zeros(435, bool), (np.arange(435) % 5 == 0, slice(1, 3)),
+    ([0, 1, 2], [3, 4, 5]), ([[0], [1]], [3, 4, 5]), (5, [1, 1]), ([5, 6], 1), (slice(2, 4), [1, 0]),
+    (slice(2, 4), np.arange(8) > 5), ([1, 2], ...), (..., [1, 2]),
+]  # fmt: skip
+OF_LAYERS = [
+    0, -1, [1, 0], [[1], [0]], slice(1, None), slice(0, 0), np.array([True, False]), (0, 5), (slice(None), 5),
+    (slice(None), [5, 5, 434]), (..., 5, slice(None)), (..., 2), (1, slice(3, 9), 2), ([1, 0], [5, 6]), ([1, 0], 5),
+    (1, [5, 6], [0, 1]), ([[0], [1]], [5, 6]), (0, slice(None), [1, 2]), (slice(None), np.arange(435) < 4, 1), (), ...,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", INDEXES, ids=repr)
+def test_an_index_of_a_view_is_one_of_numpy(view: RowView, index: Any) -> None:
+    found, expected = view[index], joined("resid_pre")[1][index]
+    assert np.shape(found) == expected.shape
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("index", OF_LAYERS, ids=repr)
+def test_an_index_of_a_view_of_all_layers_is_one_of_numpy(directory: Path, index: Any) -> None:
+    found, expected = open_captures(directory).rows("resid_pre")[index], joined("resid_pre")[index]
+    assert np.shape(found) == expected.shape
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_view_of_all_layers_reads_only_those_it_is_asked_for(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path / "d")
+    for name in ("2.zarr", "1.zarr", "0.zarr"):
+        (file,) = (tmp_path / "d" / name / "resid_pre/c/0/0").iterdir()
+        data = bytearray(file.read_bytes())
+        data[10] ^= 1  # of layer 0
+        file.write_bytes(data)
+    view = open_captures(tmp_path / "d").rows("resid_pre")
+    np.testing.assert_array_equal(view[1], joined("resid_pre")[1])
+    with pytest.raises(ValueError, match="crc32c"):
+        view[0]
+
+
+@pytest.mark.parametrize("index", [2, (slice(None), 435), (0, 0, 8), (None, 0), ([0, 2],), (0, 0, 0, 0)], ids=repr)
+def test_what_is_no_index_of_a_view_of_all_layers_is_refused(directory: Path, index: Any) -> None:
+    with pytest.raises(IndexError):
+        open_captures(directory).rows("resid_pre")[index]
+
+
+def reads_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each read of a view from now on."""
+    counts: list[int] = []
+    read = RowView._read
+
+    def counted(self: RowView, numbers: np.ndarray, layers: Sequence[int], convert: bool) -> np.ndarray:
+        counts.append(len(numbers))
+        return read(self, numbers, layers, convert)
+
+    monkeypatch.setattr(RowView, "_read", counted)
+    return counts
+
+
+def test_a_view_is_an_array_to_numpy(view: RowView, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, counts = joined("resid_pre")[1], reads_of(monkeypatch)
+    assert (view.ndim, view.dtype, view.size) == (2, np.float32, expected.size)
+    for made in (np.asarray(view), np.array(view), np.array(view, copy=None), np.concatenate([view])):
+        assert made.dtype == np.float32
+        np.testing.assert_array_equal(made, expected)
+    assert np.asarray(view, np.float64).dtype == np.float64
+    assert np.mean(view) == pytest.approx(expected.mean()) and np.linalg.norm(view) > 0
+    assert counts == [435] * len(counts) and len(counts) == 7, "all rows in one read"
+    with pytest.raises(ValueError, match="leave copy=False out"):
+        np.array(view, copy=False)
+
+
+def test_a_loop_over_a_view_reads_many_rows_at_a_time(view: RowView, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, counts = joined("resid_pre")[1], reads_of(monkeypatch)
+    np.testing.assert_array_equal(list(view), expected)
+    assert counts == [435]
+    monkeypatch.setattr("dmi_connector.store.read.row_view._ITERATED", 200 * 8 * 4)
+    np.testing.assert_array_equal([row for row in view], expected)
+    assert counts == [435, 200, 200, 35]
+
+
+def test_views_of_other_hooks_are_arrays_too(directory: Path) -> None:
+    captures = open_captures(directory)
+    both, ids = captures.rows("resid_pre"), captures.rows("topk_ids", 0)
+    assert (both.ndim, len(both), both.shape) == (3, 2, (2, 435, 8))
+    np.testing.assert_array_equal(np.asarray(both), joined("resid_pre"))
+    np.testing.assert_array_equal(list(both), joined("resid_pre"))
+    assert ids.dtype == np.asarray(ids).dtype == ids[3:4].dtype == np.int32
+
+
+def test_dask_reads_a_view_in_parts(directory: Path, view: RowView, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = pytest.importorskip("dask.array")
+    counts = reads_of(monkeypatch)
+    lazy = array.from_array(view, chunks=(100, -1))
+    assert (lazy.shape, lazy.dtype) == (view.shape, np.float32) and sum(counts) == 0
+    expected = joined("resid_pre")[1]
+    np.testing.assert_array_equal(lazy.compute(scheduler="sync"), expected)
+    assert max(counts) == 100
+    np.testing.assert_array_equal(lazy[[5, 300], 3].compute(scheduler="sync"), expected[[5, 300], 3])
+    np.testing.assert_array_equal(lazy[5:9, ::2].compute(scheduler="sync"), expected[5:9, ::2])
+    both = array.from_array(open_captures(directory).rows("resid_pre"))
+    np.testing.assert_array_equal(both[1, 5].compute(scheduler="sync"), joined("resid_pre")[1, 5])
 
 
 def test_a_view_keeps_the_stored_dtype_where_it_is_asked_to(view: RowView) -> None:
@@ -365,7 +478,7 @@ def test_a_view_reads_other_hooks_and_all_layers(directory: Path) -> None:
     captures = open_captures(directory)
     both = captures.rows("resid_pre")
     assert both.shape == (2, 435, 8) and both.layers == [0, 1]
-    np.testing.assert_array_equal(both[[299, 300]], joined("resid_pre")[:, [299, 300]])
+    np.testing.assert_array_equal(both.read([299, 300]), joined("resid_pre")[:, [299, 300]])
     np.testing.assert_array_equal(captures.rows("resid_final")[5:9], joined("resid_final")[0, 5:9])
     np.testing.assert_array_equal(captures.rows("resid_post", 0)[5:9], joined("resid_pre")[1, 5:9])
     np.testing.assert_array_equal(captures.rows("resid_post", -1)[5:9], joined("resid_final")[0, 5:9])
@@ -455,7 +568,7 @@ def test_stores_without_a_hook_or_layer_are_named_and_can_be_left_out(stores: ki
         (None, ["z@0"], slice(10, 20)),
     ):
         view = captures.rows("z", layer)
-        assert len(view) == 60 and view.read(slice(0, 10)).shape[-2:] == (10, 6)
+        assert view.shape[-2:] == (60, 6) and view.read(slice(0, 10)).shape[-2:] == (10, 6)
         with pytest.raises(KeyError, match=re.escape(f"zarr did not capture {lacking}; leave such stores out")):
             view.read(rows)
     assert names(open_captures(tmp_path, hooks="z")) == ["0.zarr", "1.zarr"]
@@ -522,6 +635,20 @@ def test_layers_of_models_of_other_depth_are_not_mixed(tmp_path: Path) -> None:
     assert captures.rows("q", 1)[:].shape == (40, 8)
     with pytest.raises(ValueError, match=r"of a model with 4 layers, .* of one with 2: .*model="):
         captures.rows("q", -1)[:]
+
+
+def test_resid_post_of_models_of_other_depth_is_not_mixed(tmp_path: Path) -> None:
+    """After the last layer it is resid_final, which is that of another layer in a deeper model."""
+    owner = kit.Store(1 << 20)
+    for layers in (2, 3):
+        specs = [ArraySpec("resid_pre", "float32", tuple(range(layers)), 8), ArraySpec("resid_final", "float32", (), 8)]
+        owner.write(tmp_path / f"{layers}.zarr", specs, 20, attrs={"num_layers": layers})
+    assert owner.shutdown()
+    captures = open_captures(tmp_path)
+    assert captures.rows("resid_final")[:].shape == captures.rows("resid_pre", 1)[:].shape == (40, 8)
+    for layer in (0, 1, -1):
+        with pytest.raises(ValueError, match=r"of a model with 3 layers, .* of one with 2: layers of 'resid_post'"):
+            captures.rows("resid_post", layer)[:]
 
 
 def test_a_store_whose_root_document_lacks_a_field_is_failed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,53 @@ def test_attention_of_image_tokens_that_see_later_ones_is_refused(stores: kit.St
     assert capture.attention(0, queries=slice(20, 30)).shape == (2, 10, 30)
     stores.write(tmp_path / "b.zarr", specs, LENGTH, attrs=attrs)
     assert open_capture(tmp_path / "b.zarr").attention(0).shape == (2, LENGTH, LENGTH)
+
+
+@pytest.mark.parametrize("start", [0, 3, 4, 6, 9, 10, 14, 20, 25])
+def test_sums_for_text_are_right_wherever_a_store_begins(stores: kit.Store, tmp_path: Path, start: int) -> None:
+    specs, whole = stream()
+    attrs = {"identities": False, "visual_layers": 2, "media": MEDIA, "num_layers": 3}
+
+    def problems(name: str, values: dict[str, np.ndarray]) -> list[str]:
+        bits = {key: kit.bits(value[:, start:]) for key, value in values.items()}
+        options = {"attrs": {**attrs, "prompt_len": 40, "start": start}, "chunk": 8, "segment": 16}
+        stores.write(tmp_path / name, specs, LENGTH - start, values=bits, **options)
+        return [problem.where for problem in verify_store(tmp_path / name)]
+
+    assert problems("good.zarr", whole) == []
+    for position in (max(start, 20), 59):  # text behind the images
+        whole["resid_mid"][1, position] += 1
+        whole["attn_out"][1, position] += 1
+        row = position - start
+        assert problems(f"{position}.zarr", whole) == [f"resid_pre layer 2 token {row}"]
+        whole["resid_mid"][1, position] -= 1
+        whole["attn_out"][1, position] -= 1
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_sums_are_checked_in_layers_of_every_rank(stores: kit.Store, tmp_path: Path, layer: int) -> None:
+    """Two ranks wrote attn_out, layers 0 and 1 the one, layer 2 the other."""
+    specs, values = stream()
+    wide = [replace(spec, shards=2, part_layers=2) if spec.name == "attn_out" else spec for spec in specs]
+    values["attn_out"][layer, 30] += 1
+    other, bits = kit.Store(), {key: kit.bits(value) for key, value in values.items()}
+    options = {"attrs": {"identities": False, "visual_layers": 2, "media": MEDIA, "num_layers": 3}, "ranks": 2}
+    for rank, owner in ((1, other), (0, stores)):
+        own = kit.shard_specs(wide, 2, rank)
+        owner.write(tmp_path / "a.zarr", own, LENGTH, values=bits, wait=False, rank=rank, **options)
+    assert other.flush(kit.PATIENCE) and stores.flush(kit.PATIENCE) and other.shutdown()
+    problems = [problem.where for problem in verify_store(tmp_path / "a.zarr")]
+    assert problems == [f"resid_mid layer {layer} token 30"]
+
+
+def test_sums_of_parallel_blocks_leave_the_stream_between_them_out(stores: kit.Store, tmp_path: Path) -> None:
+    specs, values = stream()
+    bits = {key: kit.bits(value) for key, value in values.items()}
+    attrs = {"identities": True, "num_layers": 3, "parallel": True}
+    stores.write(tmp_path / "a.zarr", specs, LENGTH, values=bits, attrs=attrs)
+    wrong = {problem.where for problem in verify_store(tmp_path / "a.zarr")}
+    assert wrong == {"resid_pre layer 1 token 4", "resid_pre layer 2 token 4"}, "rows of images have something added"
+    values["resid_mid"] += 1
+    bits["resid_mid"] = kit.bits(values["resid_mid"])
+    stores.write(tmp_path / "b.zarr", specs, LENGTH, values=bits, attrs=attrs)
+    assert {problem.where for problem in verify_store(tmp_path / "b.zarr")} == wrong

@@ -16,6 +16,7 @@ from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.schema import dimension_names
 from dmi_connector.store.read.capture import Capture, open_capture
+from dmi_connector.store.read.xarray_view import LazyHook
 from tests import storekit as kit
 
 ARRAYS = (
@@ -142,3 +143,27 @@ def test_an_absent_xarray_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, "xarray", None)
     with pytest.raises(ImportError, match=r"install dmi_connector\[xarray\]"):
         written[0].xarray()
+
+
+def test_a_lazy_hook_is_indexed_as_an_array_of_numpy_is(written: tuple[Capture, kit.Values]) -> None:
+    capture, _ = written
+    found = capture.xarray()
+    for name, dimensions in (("resid_pre", 3), ("embed", 2)):
+        whole, lazy = capture.numpy(name), LazyHook(capture, name)
+        layers = [slice(None)] * (dimensions - 2)
+        for index in (
+            (*layers, [5, 1, 99], slice(None)),
+            (*layers, slice(0, 0), slice(None)),
+            (*layers, slice(90, 10, -7), 3),
+            (*layers, np.arange(LENGTH) % 9 == 0, slice(1, 3)),
+            (..., 2),
+            (slice(0, 0),),
+            ([0, 1],),
+            1,
+            -1,
+        ):
+            np.testing.assert_array_equal(lazy[index], whole[index])
+        rows = found[name].isel(token=[7, 3, 7]).compute(scheduler="sync")
+        np.testing.assert_array_equal(rows, whole[..., [7, 3, 7], :])
+    with pytest.raises(IndexError, match="'embed' has 100 rows, row 100 does not exist"):
+        LazyHook(capture, "embed")[100]

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stores and directories that commands take."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dmi_connector.store.format.remote_path import Place, RemotePath, place_of
+from dmi_connector.store.read.index import check_not_above, is_store
+from dmi_connector.urls import is_url, parse_url
+
+
+def place(path: str, kind: str) -> Place:
+    """A URL, a directory, or the zip file of a store. kind: what to give instead, for errors."""
+    found = place_of(path)
+    if isinstance(found, RemotePath) or (found.suffix == ".zip" and found.is_file()):
+        return found
+    return directory(path, kind)
+
+
+def directory(path: str, kind: str) -> Path:
+    """A directory of this machine. Raises ValueError."""
+    if is_url(path):
+        parse_url("path", path)
+        raise ValueError(f"{path} is a URL, which this command does not take; give {kind} on this machine")
+    if not os.path.isdir(path):
+        raise ValueError(f"{path} is {'a file' if os.path.exists(path) else 'not there'}; give {kind}")
+    return Path(path)
+
+
+def store_directory(path: str, kind: str = "a store directory") -> Path:
+    """A directory of stores. Raises ValueError for one whose stores lie one level below."""
+    found = directory(path, kind)
+    check_not_above(found)
+    return found
+
+
+def refuse_many(found: Place) -> None:
+    """Raise ValueError for a directory of stores, or of such directories, where one store is wanted."""
+    if not isinstance(found, Path) or is_store(found):
+        return
+    inside = sorted(found.glob("*.zarr"))
+    if inside:
+        raise ValueError(f"{found} is a directory of stores; give one of them, as {inside[0]}")
+    check_not_above(found)
+
+
+def stores(paths: Sequence[str], complete: bool = False) -> list[Place]:
+    """Stores, and those of directories. complete: leave those of directories out that lack rows, and say how many.
+
+    Raises ValueError for a directory whose stores lie one level below.
+    """
+    from dmi_connector.store.read.metadata import read_attrs
+    from dmi_connector.store.read.verify import stores_of
+
+    found: list[Place] = []
+    for path in paths:
+        one = place(path, "a store (*.zarr, *.zip) or a directory of stores")
+        if is_store(one):
+            found.append(one)
+            continue
+        if isinstance(one, Path):
+            check_not_above(one)
+        inside = stores_of(one)
+        kept = [store for store in inside if not complete or read_attrs(store)["complete"]]
+        if len(kept) < len(inside):
+            print(f"{one}: {len(inside) - len(kept)} left out: rows are missing (dmi ls says which)", file=sys.stderr)
+        found += kept
+    return found

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Indexes as numpy takes them, for arrays that are read from files: which rows an index needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Numbers = slice | np.ndarray
+"""Places along an axis: a slice with step 1, or int64 [n]."""
+_ROWS = {"row": "token"}
+"""What a mask of rows is given for."""
+
+
+def row_numbers(wanted: slice | Sequence[int] | np.ndarray, length: int, whose: str, what: str = "row") -> Numbers:
+    """Row numbers of `length` rows as a slice with step 1, or as int64 [n]. Negative ones count from the end.
+
+    wanted: a slice, whole numbers, or a mask of `length` booleans. whose: what has the rows, for errors. what: what
+    they are called there.
+
+    Raises IndexError for rows that do not exist, for a mask of another length, for what is no row number, and for
+    numbers that are no list.
+    """
+    if isinstance(wanted, slice):
+        spanned = range(length)[wanted]
+        if spanned.step == 1 or not spanned:
+            return slice(spanned.start, spanned.stop) if spanned else slice(0, 0)
+        return np.arange(spanned.start, spanned.stop, spanned.step)
+    return _listed(np.asarray(wanted), length, whose, what)
+
+
+def _listed(numbers: np.ndarray, length: int, whose: str, what: str) -> np.ndarray:
+    if numbers.dtype == bool:
+        if numbers.shape != (length,):
+            raise IndexError(
+                f"{whose} has {length} {what}s, the mask of {_ROWS.get(what, what)}s has shape {numbers.shape}"
+            )
+        return np.flatnonzero(numbers)
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise IndexError(f"{whose} has no {what} {numbers.flat[0]}; give whole numbers, a slice or a mask")
+    if numbers.ndim != 1:
+        raise IndexError(
+            f"{whose} takes a list of {what}s, not numbers of shape {numbers.shape}; give a list, of one for one {what}"
+        )
+    beyond = numbers[(numbers < -length) | (numbers >= length)]
+    if len(beyond):
+        raise IndexError(f"{whose} has {length} {what}s, {what} {beyond[0]} does not exist")
+    numbers = numbers.astype(np.int64)
+    return np.where(numbers < 0, numbers + length, numbers)
+
+
+def each_of(numbers: Numbers) -> np.ndarray:
+    """Places as int64 [n]."""
+    return np.arange(numbers.start, numbers.stop) if isinstance(numbers, slice) else numbers
+
+
+def split_index(index: Any, axes: Mapping[str, int], whose: str) -> tuple[list[Numbers], tuple[Any, ...]]:
+    """What must be read for an index of an array [*axes, width] whose rows are read whole.
+
+    axes: the name and length of each axis but the last. Returns the places along each of these, and the index of what
+    was read there: it gives what numpy gives for `index` of the whole array, in its shape.
+
+    Raises IndexError as `row_numbers` does, for None, for masks of several axes, and for too many parts.
+    """
+    parts = [*index] if isinstance(index, tuple) else [index]
+    dots = [at for at, part in enumerate(parts) if part is Ellipsis]
+    if len(dots) > 1 or len(parts) - len(dots) > len(axes) + 1:
+        raise IndexError(f"{whose} has {len(axes) + 1} dimensions, the index {index!r} has more")
+    at = dots[0] if dots else len(parts)
+    parts[at : at + 1] = [slice(None)] * (len(axes) + 1 - len(parts) + len(dots))
+    if parts[-1] is None:  # numpy would add a dimension
+        raise IndexError(f"{whose} has no column None; give whole numbers, a slice or a mask")
+    wanted: list[Numbers] = []
+    rest: list[Any] = []
+    for (name, length), part in zip(axes.items(), parts[:-1], strict=True):
+        numbers, left = _along(part, length, whose, name)
+        wanted.append(numbers)
+        rest.append(left)
+    rest.append(parts[-1])
+    listed = [at for at, part in enumerate(rest) if not isinstance(part, slice)]
+    if len(listed) == 1 and listed[0] < len(axes) and np.ndim(rest[listed[0]]) == 1:
+        rest[listed[0]] = slice(None)  # one list of places: what was read is the answer, without a copy
+    return wanted, tuple(rest)
+
+
+def _along(part: Any, length: int, whose: str, what: str) -> tuple[Numbers, int | slice | np.ndarray]:
+    """The places along one axis, and the index of what is read of them."""
+    if isinstance(part, slice):
+        return row_numbers(part, length, whose, what), slice(None)
+    given = np.asarray(part)
+    if given.size and given.dtype.kind not in "iu":  # a mask, or nothing that numpy takes
+        numbers = _listed(given, length, whose, what)
+        return numbers, np.arange(len(numbers))
+    numbers = _listed(given.reshape(-1), length, whose, what)
+    return numbers, 0 if given.ndim == 0 else np.arange(given.size).reshape(given.shape)
