@@ -93,6 +93,7 @@ class Engine:
         chunk: int = 8,
         hooks: str = "q",
         sleeps: bool = False,
+        late: bool = False,
         tokens: Callable[[], int] | None = None,
     ) -> None:
         self.random = random.Random(seed)
@@ -148,6 +149,7 @@ class Engine:
         self.replies: dict[str, Any] = {}
         self.aborted: set[str] = set()
         self.samples: list[tuple[int, int]] = []
+        self._late = late
         self._ahead, self._queue = ahead, deque[tuple[Any, Any]]()
         self._batch: dict[str, dict[str, Any]] = {}  # what a runner knows of its requests
         self._free = self.free
@@ -237,10 +239,13 @@ class Engine:
             last = known["at"] + count >= len(known["tokens"])
             sampled[name] = [self._token()] if last else []
             known["tokens"] += sampled[name]
-        self.worker.wait_for_save()
+        if not self._late:
+            self.worker.wait_for_save()
         result = self.worker.get_transfer_results(output.finished_req_ids)
         report = KVConnectorOutput(finished_sending=result.finished_sending or None)
         report.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
+        if self._late:
+            self.worker.wait_for_save()
         self.worker.clear_connector_metadata()
         names = list(sampled)
         return ModelRunnerOutput(

@@ -29,10 +29,14 @@ def make(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Mo
     return lambda **more: Engine(tiny_model("qwen3"), tmp_path, monkeypatch, **more)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_every_row_comes_from_its_slot_in_random_lives(make: Make, seed: int) -> None:
-    """Arrivals, prefix hits, aborts, preemptions in a small cache, resets of the prefix cache."""
-    engine = make(seed=seed, blocks=(24, 40, 120)[seed % 3], ahead=seed % 4 != 0, on_gpu=seed % 2 == 0)
+    """Arrivals, prefix hits, aborts, preemptions in a small cache, resets of the prefix cache.
+
+    The last seeds: workers report before a step's rows are exported, as vLLM's V2 runner asks them to beside a draft.
+    """
+    kinds = {"ahead": seed % 4 != 0, "on_gpu": seed % 2 == 0, "late": seed >= 12}
+    engine = make(seed=seed, blocks=(24, 40, 120)[seed % 3], **kinds)
     random = engine.random
     for _ in range(120):
         if random.random() < 0.35 and len(engine.requests) - len(engine.replies) < 12:
@@ -99,12 +103,12 @@ def test_no_row_waits_in_an_engine_that_may_sleep(make: Make, steps: int, on_gpu
 
 
 @pytest.mark.parametrize("requests", [1, 6])
-@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize(("here", "late"), [(False, False), (True, False), (False, True)])
 def test_sleep_waits_for_rows_behind_a_link_that_stands_still(
-    make: Make, monkeypatch: pytest.MonkeyPatch, here: bool, requests: int
+    make: Make, monkeypatch: pytest.MonkeyPatch, here: bool, late: bool, requests: int
 ) -> None:
     """The rows of one request fit staging memory; those of six do not. here: the worker is in this process."""
-    engine = make(on_gpu=True, sleeps=True, tokens=lambda: 9)
+    engine = make(on_gpu=True, sleeps=True, tokens=lambda: 9, late=late)
     if here:
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", engine.worker)
     Event.link.clear()

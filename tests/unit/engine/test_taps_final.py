@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What leaves the last layer of a model of vLLM's Transformers backend is added up by the tap."""
+
+from __future__ import annotations
+
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo import convert_frame
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.architectures import TRANSFORMERS, Architecture
+from dmi_connector.engine.coverage import Coverage
+from dmi_connector.engine.taps.batches import ModelTaps
+from dmi_connector.engine.taps.compilation import Compilation
+from dmi_connector.engine.taps.final import install_final
+from dmi_connector.layout import RowField
+from tests import tapkit as kit
+
+
+class Layer(torch.nn.Module):
+    """A layer as transformers writes it: norms are plain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm, self.attn, self.mlp = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attn(self.input_layernorm(x)) + self.mlp(x)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm = torch.nn.ModuleList([Layer(), Layer()]), torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    kit.without_cache(monkeypatch)
+
+
+def test_dynamo_sees_a_sum_of_the_last_terms_and_calls_no_update() -> None:
+    """With CUDA graphs vLLM refuses compiled code that calls something of that name (`bytecode_hook`)."""
+    model, field = Wrapper(), RowField("resid_final", 0, "float32", 4, 16)
+    blocks = {"ln1": "input_layernorm", "o_proj": "attn", "mlp": "mlp"}
+    context: Any = SimpleNamespace(
+        arch=Architecture("Some", f"{TRANSFORMERS}:Some", plain_norms=True, parallel=True, **blocks),
+        dims=SimpleNamespace(layers=2),
+        layout=SimpleNamespace(fields=[field], find=lambda name, _layer: field if name == "resid_final" else None),
+        coverage=Coverage(),
+        cache_layer=kit.CACHE_LAYER,
+        tp=1,
+    )
+    install_final(ModelTaps(model, context, Compilation(False, False)))
+    found: list[list[str]] = []
+    called: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        (tap,) = (node for node in graph.graph.nodes if node.target is torch.ops.dmi.tap)
+        steps, todo = [], list(tap.args[0])
+        while todo:
+            node = todo.pop()
+            steps.append(str(node.target))
+            todo += [one for one in node.args if isinstance(one, torch.fx.Node) and "neg" not in str(one.target)]
+        found.append(steps)
+        return graph.forward
+
+    def note(_old: CodeType, new: CodeType) -> None:
+        called.extend(new.co_names)
+
+    handle = convert_frame.register_bytecode_hook(note)
+    try:
+        x = torch.ones(3, 4)
+        torch.testing.assert_close(torch.compile(model.model, backend=backend, fullgraph=True)(x), model.model(x))
+    finally:
+        handle.remove()
+    (steps,) = found
+    assert sum("add" in step for step in steps) == 2, "three terms: the stream, attention and MLP"
+    assert called and "update" not in called
