@@ -39,7 +39,7 @@
 # On one GPU:
 #   models   decode of hidden-states with shapes of five families (benchmarks.shapes), or those that MODELS names, on one
 #            GPU of 80 GB or more (15 minutes)
-#   check-models   tokens and values of small models of these families (15 minutes)
+#   check-models   tokens and values of small models of these families, or those that ARCHS names (15 minutes)
 #   starts   how long engines take to start, with and without a warm compile cache
 #   before-hidden, before-full   hidden-states, the full surface: with this code and with that in BEFORE (4 minutes each)
 #   before-prefill               prompts of both, 40 rounds (5 minutes)
@@ -205,7 +205,7 @@ for phase in "$@"; do
           'stock,hidden-states null,hidden-states disk' decode32 --profile ''
       done ;;
     check-models)
-      for arch in gemma3_text gpt_oss gpt_neox qwen3_moe deepseek_v2; do
+      for arch in ${ARCHS:-gemma3_text gpt_oss gpt_neox qwen3_moe deepseek_v2}; do
         check "check-$arch" stock2,target,draft --arch "$arch"
       done ;;
     starts)

@@ -21,8 +21,8 @@ from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, p
 ADAPTERS = ("first", "second")
 REQUESTS = {"none": None, "first": "first", "second": "second", "first-long": "first", "none-long": None}
 """One batch: the adapter of each request."""
-LEAST_COSINE = 0.999
-"""Of a row in bfloat16 with transformers' in float32."""
+LEAST_COSINE = 0.995
+"""Of a row in bfloat16 with transformers' in float32. In transformers, bfloat16 alone gives 0.9976 (`attn_out`)."""
 SLOTS = 3
 """One is empty: on a CPU vLLM takes the last slot for tokens that have no adapter."""
 ENGINES = [
