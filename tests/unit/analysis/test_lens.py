@@ -29,8 +29,8 @@ from tests import analysiskit
 
 TOKENS, PROMPT = 24, 10
 IDS = np.random.default_rng(0).integers(5, 512, TOKENS)
-FAMILIES = ("qwen3", "llama", "gpt2", "gemma2", "granite", "cohere2", "glm4", "opt", "bloom")
-"""RMSNorm, LayerNorm, tied and own heads, gains of 1 + weight, scaled and capped logits, norms behind blocks."""
+FAMILIES = ("qwen3", "llama", "gpt2", "gemma2", "granite", "cohere2", "glm4", "opt", "bloom", "phi")
+"""RMSNorm, LayerNorm, tied and own heads, a head's bias, gains of 1 + weight, scaled and capped logits."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,9 @@ def test_bad_input_is_refused_with_the_fix(tmp_path: Path) -> None:
             end.logits(capture.numpy("mlp_post", 0))
         with pytest.raises(ValueError, match="token 512 does not exist"):
             logit_attribution(capture, end, targets=512)
+        for against in (-1, 512):
+            with pytest.raises(ValueError, match=f"token {against} does not exist"):
+                logit_attribution(capture, end, targets=3, against=against)
         with pytest.raises(ValueError, match=r"targets have shape \(3,\), the store has 24 rows"):
             logit_attribution(capture, end, targets=[1, 2, 3])
 
