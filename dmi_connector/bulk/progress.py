@@ -138,26 +138,24 @@ def _rounded(values: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def _line(counts: Counts, speed: Speed, room: int | None = None) -> str:
-    """Counts in words. room: characters, for which first speeds are left out, then what is stored."""
+    """Counts in words. room: characters, for which speeds are left out, then what is stored; the rest may be longer."""
     left = "?" if speed.seconds_left is None else duration(speed.seconds_left)
     total = "?" if counts.total is None else f"about {counts.total}" if counts.estimated else str(counts.total)
     stored = f"{counts.done}/{total} stored"
     if counts.starting:
         return _starting(counts.starting) if not counts.done else f"{stored}, {_starting(counts.starting)}"
-    parts = [
-        stored,
-        f"{speed.tokens_per_s:.0f} tokens/s",
-        f"{format_bytes(round(speed.bytes_per_s))}/s",
-        f"backlog {counts.backlog}",
-        f"{left} left",
-    ]
+    speeds = [f"{speed.tokens_per_s:.0f} tokens/s", f"{format_bytes(round(speed.bytes_per_s))}/s"]
+    parts = [f"backlog {counts.backlog}", f"{left} left"]
+    needed = len(", ".join([stored, *parts]))
     parts += [f"{counts.rejected} bad rows"] if counts.rejected else []
     parts += [f"{counts.failed} failed"] if counts.failed else []
     parts += [f"waiting: {counts.waiting}"] if counts.waiting else []
-    for part in (parts[2], parts[1], parts[0]):
-        if room is not None and len(", ".join(parts)) > room:
-            parts.remove(part)
-    return ", ".join(parts)
+    first = [stored, *speeds]
+    if room is not None:
+        while len(first) > 1 and len(", ".join([*first, *parts])) > room:
+            first.pop()
+        first = first if needed <= room else []
+    return ", ".join([*first, *parts])
 
 
 def _starting(logs: Sequence[str]) -> str:
