@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dmi_connector.cli import units
+from dmi_connector.cli.help import describe
 from dmi_connector.urls import is_url, parse_url
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ def make_parser() -> Parser:
         "--tokenizer", type=Path, metavar="DIR", help="directory of tokenizer.json (default: the model's)"
     )
     view.set_defaults(run=_view)
+    for name, command in commands.choices.items():
+        describe(command, name)
     return parser
 
 
@@ -136,6 +139,7 @@ def make_serve_parser() -> Parser:
 
     parser = Parser(prog="dmi serve", usage=USAGE, allow_abbrev=False)
     add_options(parser)
+    describe(parser, "serve")
     return parser
 
 
@@ -145,15 +149,21 @@ def make_run_parser() -> Parser:
 
     parser = Parser(prog="dmi run", usage=USAGE, allow_abbrev=False)
     add_run(parser)
+    describe(parser, "run")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0; 1 if it found something wrong; 2 if it could not run."""
+    """Run one command. Returns the exit status: 0; 1 if it found something wrong; 2 if it could not run. Without a
+    command it prints the help.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     from dmi_connector.store.read.capture import CaptureIncomplete
 
     try:
+        if not arguments:
+            make_parser().print_help()
+            return 0
         if arguments[:1] == ["serve"]:
             from dmi_connector.cli.serve import serve
 
@@ -167,7 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output is gone, as in `dmi ls | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(arguments[0] in ("run", "repair", "prune", "verify", "export"))  # what they had left is not done
+        return int(
+            bool(arguments) and arguments[0] in ("run", "repair", "prune", "verify", "export")
+        )  # what they had left is not done
     except KeyboardInterrupt:
         return 130
     except CaptureIncomplete as error:

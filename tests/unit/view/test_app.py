@@ -503,7 +503,7 @@ def test_the_command_serves_on_loopback_alone(stores: Path) -> None:
     [
         (["nowhere"], "nowhere is not there; give a store (*.zarr) or a directory"),
         ([".", "--port", "70000"], "--port 70000 cannot be used"),
-        ([".", "--model", "nowhere"], "no readable config.json"),
+        ([".", "--model", "nowhere"], "give the directory of the model's weights (`--model DIR`)"),
         ([".", "--tokenizer", "nowhere"], "tokenizer: nowhere has no tokenizer.json"),
     ],
 )
