@@ -154,6 +154,14 @@ def test_attribution_sums_to_the_logit_of_the_token_that_came_next(case: Case) -
     np.testing.assert_allclose(difference.sum(0), uncapped[:, 7] - uncapped[:, 9], atol=2e-5 * np.abs(uncapped).max())
 
 
+def test_attribution_scales_the_norms_bias_too(case: Case) -> None:
+    """No family of these has both a bias and a scale."""
+    scaled = replace(case.unembedding, soft_cap=None, scale=0.25)
+    shares, _ = logit_attribution(case.capture, scaled, targets=7)
+    logits = scaled.logits(case.capture.numpy("resid_final"))
+    np.testing.assert_allclose(shares.sum(0), logits[:, 7], atol=2e-5 * np.abs(logits).max())
+
+
 def test_attribution_of_a_block_is_its_product_with_the_weights_of_transformers(case: Case) -> None:
     model, norm = case.oracle.model, case.oracle._base.get_submodule(case.oracle.twin.once[-1].module)
     shares, labels = logit_attribution(case.capture, case.unembedding, targets=11)

@@ -101,6 +101,15 @@ def test_names_that_lead_outside_are_not_found(name: str, action: str, tmp_path:
     assert [found["name"] for found in page.get("api/captures").json()["captures"]] == []
 
 
+def test_a_listed_store_that_became_a_link_is_not_followed(real: Path, tmp_path: Path) -> None:
+    shutil.copytree(real / "full.zarr", tmp_path / "mine.zarr")
+    page = client(tmp_path)
+    assert page.get("api/capture/mine.zarr").status_code == 200
+    shutil.rmtree(tmp_path / "mine.zarr")
+    (tmp_path / "mine.zarr").symlink_to(real / "full.zarr")
+    assert page.get("api/capture/mine.zarr").status_code == 404
+
+
 @pytest.mark.parametrize("name", ["../app.py", "%2e%2e/app.py", "..%2Fapp.py", "%2Fetc%2Fpasswd", ""])
 def test_static_files_are_those_of_the_page(name: str, stores: Path) -> None:
     assert client(stores).get(f"static/{name}").status_code == 404
