@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How messages show a value that was given, which known name it is nearest to, and numbers of bytes."""
+"""How messages show a value that was given, which known name it is nearest to, numbers of bytes, and room for it."""
 
 from __future__ import annotations
 
 import difflib
+import os
 import reprlib
+import shutil
 from collections.abc import Iterable
+from typing import TextIO
 
 _repr = reprlib.Repr()  # limits of its own, so that a huge value is not written out first
 _repr.maxlist = _repr.maxtuple = _repr.maxdict = 20
@@ -45,3 +48,12 @@ def format_bytes(count: int | None) -> str:
             break
         size /= 1000
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def terminal_columns(file: TextIO) -> int:
+    """The width of the terminal that a file is. Where it reports none: COLUMNS of the environment, else 80."""
+    try:
+        columns = os.get_terminal_size(file.fileno()).columns
+    except OSError:  # no terminal
+        columns = 0
+    return columns or shutil.get_terminal_size().columns

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the notebooks of examples/."""
+"""Runs the notebooks of examples/. As a program, it stores their outputs: `python -m tests.notebookkit [NAME ...]`."""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import os
+import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
@@ -12,13 +16,27 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+NAMES = tuple(sorted(path.stem for path in EXAMPLES.glob("*.ipynb")))
+
+
+def stored(name: str) -> nbformat.NotebookNode:
+    """A notebook of examples/ as it is stored, with its outputs."""
+    return nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
 
 
 def read(name: str) -> nbformat.NotebookNode:
-    """A notebook of examples/, which is stored without outputs."""
-    notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "it is stored without outputs"
+    """A notebook of examples/ without its outputs, to be run."""
+    notebook = stored(name)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
     return notebook
+
+
+def fingerprint(notebook: nbformat.NotebookNode) -> str:
+    """SHA-256 of the code. Stored outputs name the code that they are of."""
+    code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    return hashlib.sha256(code.encode()).hexdigest()
 
 
 def execute(notebook: nbformat.NotebookNode, monkeypatch: pytest.MonkeyPatch, **env: str) -> tuple[str, int]:
@@ -26,7 +44,31 @@ def execute(notebook: nbformat.NotebookNode, monkeypatch: pytest.MonkeyPatch, **
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=600, kernel_name="python3", record_timing=False, coalesce_streams=True).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     pictures = [o for o in outputs if "image/png" in o.get("data", {})]
     return "".join(o.get("text", "") for o in outputs), len(pictures)
+
+
+def refresh(name: str) -> None:
+    """Run a notebook with its own engine, and store it with what its cells print and draw. Raises CellExecutionError.
+
+    What goes to standard error is left out: progress bars, and warnings with paths of this machine.
+    """
+    notebook = read(name)
+    about = copy.deepcopy(notebook.metadata)  # running adds the version of Python
+    with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory(prefix="n") as folder:
+        for own in ("DMI_STORE", "DMI_CAPTURES"):
+            monkeypatch.delenv(own, raising=False)
+        execute(notebook, monkeypatch, TMPDIR=folder)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    notebook.metadata = about | {"outputs_of": fingerprint(notebook)}
+    nbformat.write(notebook, EXAMPLES / f"{name}.ipynb")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or NAMES:
+        print(name, flush=True)
+        refresh(name)

@@ -68,6 +68,25 @@ def write_stores(root: Path, model: Path, many: int = 3) -> None:
         assert owner.shutdown(kit.PATIENCE)
 
 
+def write_spoilt(root: Path) -> None:
+    """A store "spoilt" of 40 tokens and two layers. It lacks rows 4 to 7. Row 10 of layer 1 is not finite, nor is the
+    query 2 of layer 0. There are logits of rows 20 to 29.
+    """
+    rng, owner = np.random.default_rng(1), kit.Store(1 << 22)
+    widths = {"resid_pre": 8, "q_rot": 4, "k_rot": 4, "logits": 30}
+    layers = {name: () if name == "logits" else (0, 1) for name in widths}
+    specs = [ArraySpec(name, "float32", layers[name], width) for name, width in widths.items()]
+    values = {s.name: 1 + rng.random((len(s.layers) or 1, 40, s.width), "f4") for s in specs}
+    values["logits"] = values["logits"][0, :10]
+    values["resid_pre"][0, 11] = 0.01  # the lowest norm
+    values["resid_pre"][1, 10, 3] = values["q_rot"][0, 2, 1] = np.nan
+    about = {"num_layers": 2, "rotary": True, "dims": {"heads": 1, "kv_heads": 1, "head_dim": 4}}
+    lost = [Loss.of(Cause.FELL_BEHIND, [(4, 8)])]
+    stored = {name: kit.bits(array) for name, array in values.items()}
+    owner.write(root / "spoilt.zarr", specs, 40, 10, values=stored, attrs=about, losses=lost)
+    assert owner.shutdown(kit.PATIENCE)
+
+
 def write_list(root: Path, count: int) -> None:
     """A new directory whose index lists `count` stores, which are empty: only the list can be looked at."""
     root.mkdir()

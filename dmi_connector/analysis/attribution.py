@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dmi_connector.analysis.rows import BLOCK, known_tokens
+from dmi_connector.analysis.rows import BLOCK, attribute, known_tokens
 from dmi_connector.analysis.unembedding import Unembedding
 from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.read.capture import Capture
@@ -35,7 +35,7 @@ def logit_attribution(
     Raises ValueError for tokens outside the vocabulary, for targets of another number than rows, and for hooks that
     were stored as projections or topk.
     """
-    tokens, layers = len(capture.token_ids), range(int(capture.attrs["num_layers"]))
+    tokens, layers = len(capture.token_ids), range(int(attribute(capture, "num_layers")))
     for hook in ("resid_pre", "attn_out", "mlp_out", "resid_final"):
         check_own_values(capture, hook, refused=(*OTHER_VALUES, TopK))
     labels = ["embed", *(f"{layer}.{block}" for layer in layers for block in ("attn", "mlp")), "bias"]

@@ -28,12 +28,14 @@ MONOSPACE = "DejaVu Sans Mono"
 """The font of tokens. matplotlib brings it along."""
 NOT_FINITE, CROSSED = "#d1208f", "values that are not finite are crossed"
 """The colour of such a place, which is in no scale, and what a picture says of them."""
+_LEAST_WIDTH = 7.5
+"""Inches. A title has some 70 letters."""
 _LAYER_LABELS = 14
 """Layers that are labelled, about."""
 
 
 def new_figure(width: float, height: float, out: str | os.PathLike[str]) -> Figure:
-    """An empty figure of so many inches.
+    """An empty figure of so many inches, at least as wide as its title.
 
     Raises ValueError without matplotlib, for a file of another format, and for one in a directory that is not there.
     """
@@ -45,7 +47,7 @@ def new_figure(width: float, height: float, out: str | os.PathLike[str]) -> Figu
         raise ValueError(f"plot: {os.fspath(out)}: there is no directory {Path(out).parent}; create it or give another")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=130)
+    figure = Figure(figsize=(max(width, _LEAST_WIDTH), height), dpi=130)
     figure.set_layout_engine("constrained")
     return figure
 
@@ -105,15 +107,26 @@ def cross_out(panel: Axes, cells: Sequence[tuple[float, float, float, float]]) -
     panel.add_collection(PatchCollection(boxes, **look), autolim=False)
 
 
-def token_axis(panel: Axes, capture: Capture, tokens: Sequence[str]) -> None:
-    """Label the horizontal axis with tokens, and mark where generated ones begin."""
-    if len(tokens) <= MAX_LABELS:
-        panel.set_xticks(capture.positions, tokens, rotation=90, fontsize=8, family=MONOSPACE)
+def cross_cells(panel: Axes, capture: Capture, lost: np.ndarray) -> bool:
+    """Cross cells of `heat` out, but not those of missing rows. lost: bool [layers, tokens]. Returns whether it did."""
+    lost = lost & present_rows(capture)
+    edges = np.diff(lost.astype(np.int8), axis=1, prepend=0, append=0)
+    starts, stops = (np.argwhere(edges == step) for step in (1, -1))
+    left = capture.positions[0] - 0.5
+    cross_out(panel, [(left + a, line - 0.5, b - a, 1) for (line, a), (_, b) in zip(starts, stops, strict=True)])
+    return bool(len(starts))
+
+
+def token_axis(panel: Axes, capture: Capture, tokens: Sequence[str], rows: slice = slice(None)) -> None:
+    """Label the horizontal axis with tokens, and mark where generated ones begin. rows: those that the panel shows."""
+    positions = capture.positions[rows]
+    if len(positions) <= MAX_LABELS:
+        panel.set_xticks(positions, tokens[rows], rotation=90, fontsize=8, family=MONOSPACE)
     else:
         panel.set_xlabel("token position")
     clean(panel)
     first = capture.prompt_len
-    if capture.positions[0] < first <= capture.positions[-1]:
+    if positions[0] < first <= positions[-1]:
         panel.axvline(first - 0.5, color="white", linewidth=2.5)
         panel.axvline(first - 0.5, color="crimson", linewidth=1.2)
         mark: dict[str, Any] = {
@@ -159,7 +172,11 @@ def capture_name(capture: Capture) -> str:
 
 
 def title(figure: Figure, capture: Capture, what: str, top: float | None = None) -> None:
-    """Write what the figure shows, and of which model, above it. top: share of its height, None: matplotlib's."""
+    """Write what the figure shows, and of which model as far as the store says, above it. top: share of its height,
+    None: matplotlib's.
+    """
     attrs = capture.attrs
-    version = attrs["versions"].get("vllm", "?")
-    figure.suptitle(f"{attrs['architecture']}: {what} ({attrs['dtype']}, vLLM {version})", fontsize=12, y=top)
+    version = (attrs.get("versions") or {}).get("vllm")
+    facts = ", ".join(filter(None, (attrs.get("dtype"), version and f"vLLM {version}")))
+    named = f"{attrs['architecture']}: {what}" if attrs.get("architecture") else what
+    figure.suptitle(f"{named} ({facts})" if facts else named, fontsize=12, y=top)

@@ -11,6 +11,7 @@ from dmi_connector.store.read.capture import Capture
 
 _LONGEST_LABEL = 10
 """Characters of a token's label."""
+_NEURONS = ("mlp_pre", "mlp_post")
 
 
 def token_labels(capture: Capture, tokenizer: str | os.PathLike[str] | None = None) -> list[str]:
@@ -19,16 +20,25 @@ def token_labels(capture: Capture, tokenizer: str | os.PathLike[str] | None = No
     tokenizer: directory of tokenizer.json; None: the model directory that the store names, if it exists. Raises
     ValueError as `find_tokenizer`.
     """
-    label = labeller(capture.attrs["model"], tokenizer)
+    label = labeller(capture.attrs.get("model"), tokenizer)
     return [label(i) for i in capture.token_ids.tolist()]
 
 
-def labeller(model: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> Callable[[int], str]:
-    """A function that gives a short label of a token id, see `token_labels`. model: the one that the store names."""
+def labeller(
+    model: str | os.PathLike[str] | None, tokenizer: str | os.PathLike[str] | None = None
+) -> Callable[[int], str]:
+    """A function that gives a short label of a token id, see `token_labels`. model: the one that the store names, None
+    where it names none.
+    """
     core = find_tokenizer(tokenizer, model)
     if core is None:
         return str
     return lambda token: _label_of(token, core.decode([token], skip_special_tokens=False))
+
+
+def name_of_values(hook: str) -> str:
+    """What the values of a hook's rows are called: neurons of an MLP, dimensions of all else."""
+    return "neuron" if hook in _NEURONS else "dimension"
 
 
 def _label_of(token: int, text: str) -> str:

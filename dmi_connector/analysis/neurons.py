@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dmi_connector.analysis.rows import BLOCK, check_one_layer, hook_rows
+from dmi_connector.analysis.rows import BLOCK, check_one_layer, hook_rows, present_rows
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import of_one_model
@@ -21,7 +21,7 @@ class Activation:
     """One token and the value of a neuron there.
 
     store: its path. row: of the store. token_id: at that row. context: token ids of the rows around it, `before` of
-    them ahead of it.
+    them ahead of it. values: of the neuron at these rows, NaN where the store lacks the row.
     """
 
     value: float
@@ -30,6 +30,7 @@ class Activation:
     token_id: int
     context: tuple[int, ...]
     before: int
+    values: tuple[float, ...]
 
 
 def top_tokens(
@@ -66,11 +67,23 @@ def top_tokens(
                 row = rows.start + int(at)
                 first = max(0, row - context)
                 around = tuple(ids[first : row + context + 1].tolist())
-                found = Activation(float(values[at]), capture.path, row, int(ids[row]), around, row - first)
+                found = Activation(float(values[at]), capture.path, row, int(ids[row]), around, row - first, ())
                 push = heapq.heappush if len(best) < count else heapq.heappushpop
                 push(best, (float(keys[at]), -seen - int(at), found))
             seen += rows.stop - rows.start
+        # Of those alone that are still among the best. The order of the heap is that of the first two.
+        best = [
+            (key, at, found if found.values else _with_values(capture, found, hook, neuron, layer))
+            for key, at, found in best
+        ]
     return [found for _, _, found in sorted(best, key=lambda one: one[:2], reverse=True)]
+
+
+def _with_values(capture: Capture, found: Activation, hook: str, neuron: int, layer: int | None) -> Activation:
+    first = found.row - found.before
+    rows = slice(first, first + len(found.context))
+    values = np.where(present_rows(capture)[rows], hook_rows(capture, hook, layer, rows)[:, neuron], np.nan)
+    return replace(found, values=tuple(values.tolist()))
 
 
 def check_neuron(capture: Capture, hook: str, neuron: int, layer: int | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dmi_connector.analysis.rows import attribute
 from dmi_connector.store.read.attention import check_head, query_rows, seen_by_attention
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.hook_names import HookTable
@@ -48,7 +49,10 @@ def attention_pattern(
         q, k = seen_by_attention(capture)
         preset = " (preset attention)" if q == "q_rot" else ""
         raise KeyError(f"{capture.path} has no attention; capture {q} and {k}{preset}, or pattern")
-    return _dense(capture, layer, head, queries) if names == (SUMMARY,) else capture.attention(layer, head, queries)
+    if names == (SUMMARY,):
+        return _dense(capture, layer, head, queries)
+    attribute(capture, "dims")
+    return capture.attention(layer, head, queries)
 
 
 def _dense(capture: Capture, layer: int, head: int | None, queries: slice | None) -> np.ndarray:

@@ -8,6 +8,7 @@ matplotlib (the extra `plot`), and raise ValueError without it, for another endi
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,8 @@ from dmi_connector.analysis.heat import hook_heat
 from dmi_connector.analysis.labels import labeller, token_labels
 from dmi_connector.analysis.lens import Lens, Uncertainty
 from dmi_connector.analysis.patterns import attention_pattern
+from dmi_connector.analysis.plot_text import colour_map
 from dmi_connector.analysis.residual import drift, residual_norms
-from dmi_connector.analysis.rows import present_rows
 from dmi_connector.store.read.capture import Capture
 
 if TYPE_CHECKING:
@@ -32,6 +33,14 @@ _LOG_RATIO = 20
 """Ratio of the largest to the smallest norm from which the colour scale is logarithmic."""
 _WORDS_IN_CELLS = 32
 """With more tokens the lens shows colours alone."""
+_LARGE_PANELS, MOST_PANELS = 8, 400
+"""Panels that have words on their axes; panels of one picture. More than the first are small ones."""
+_SMALL_SIZE = (18.0, 12.0)
+"""Inches of a picture of small panels."""
+_MOST_CELLS = 400
+"""Queries of one head that have a cell each: a panel has about as many pixels."""
+_MOST_NAMED = 10
+"""Lines that are named. Of more there is the mean."""
 
 
 def draw_residual_norms(captures: Sequence[Capture], out: PathLike, tokenizer: PathLike | None = None) -> Path:
@@ -39,6 +48,7 @@ def draw_residual_norms(captures: Sequence[Capture], out: PathLike, tokenizer: P
 
     Raises ValueError for a store without residual stream.
     """
+    check_panels(len(captures))
     maps = [residual_norms(capture) for capture in captures]
     return _draw_maps(captures, maps, out, tokenizer, "residual norms", "norm of the residual stream", "layer input")
 
@@ -50,6 +60,7 @@ def draw_heat(
 
     Raises as `hook_heat` does.
     """
+    check_panels(len(captures))
     maps = [hook_heat(capture, hook, neuron) for capture in captures]
     what, bar = (f"norms of {hook}", f"norm of {hook}") if neuron is None else (f"value {neuron} of {hook}", "value")
     return _draw_maps(captures, maps, out, tokenizer, what, bar, "layer")
@@ -65,6 +76,8 @@ def _draw_maps(
     axis: str,
 ) -> Path:
     """Draw (numbers [layers, tokens], labels of the layers) of each capture."""
+    if len(captures) > _LARGE_PANELS:
+        return _draw_small_maps(captures, maps, out, what, bar, axis)
     canvas.check_rows(captures)
     columns = 1 if len(captures) == 1 else 2
     lines = -(-len(captures) // columns)
@@ -76,12 +89,56 @@ def _draw_maps(
     image: Any = None
     for panel, capture, (values, layers) in zip(panels, captures, maps, strict=True):
         image = canvas.heat(panel, capture, values, **look)
+        if canvas.cross_cells(panel, capture, ~np.isfinite(values)):
+            panel.set_title(canvas.CROSSED, fontsize=8, loc="right", pad=14)
         canvas.layer_axis(panel, layers, axis)
         canvas.token_axis(panel, capture, token_labels(capture, tokenizer))
         canvas.name_panel(panel, capture)
     canvas.colour_bar(figure, image, panels, f"{bar}{name}")
     canvas.title(figure, captures[0], f"{what} by layer and token")
     return canvas.save(figure, out)
+
+
+def _draw_small_maps(
+    captures: Sequence[Capture],
+    maps: Sequence[tuple[np.ndarray, list[str]]],
+    out: PathLike,
+    what: str,
+    bar: str,
+    axis: str,
+) -> Path:
+    """Draw many of `_draw_maps` in one picture, with a name above each and no words on its axes."""
+    canvas.check_rows(captures)
+    columns = math.ceil(math.sqrt(len(captures)))
+    lines = -(-len(captures) // columns)
+    figure = canvas.new_figure(*_SMALL_SIZE, out)
+    figure.set_layout_engine("none")  # which takes a minute for 200 panels
+    ends = {"left": 0.03, "right": 0.92, "bottom": 0.04, "top": 0.91, "wspace": 0.08, "hspace": 0.35}
+    grid = figure.add_gridspec(lines, columns, **ends)
+    look, name = _scale(np.concatenate([values.ravel() for values, _ in maps]))
+    letters = int(250 / columns)
+    image: Any = None
+    for i, (capture, (values, _)) in enumerate(zip(captures, maps, strict=True)):
+        panel = figure.add_subplot(grid[i // columns, i % columns], xticks=[], yticks=[])
+        image = canvas.heat(panel, capture, values, **look)
+        canvas.cross_cells(panel, capture, ~np.isfinite(values))
+        canvas.clean(panel)
+        if capture.positions[0] < capture.prompt_len <= capture.positions[-1]:
+            panel.axvline(capture.prompt_len - 0.5, color="crimson", linewidth=0.8)
+        title = canvas.capture_name(capture)
+        panel.set_title(title if len(title) <= letters else f"{title[: letters - 1]}…", fontsize=7, loc="left", pad=2)
+    bar_axes = figure.add_axes((0.94, 0.2, 0.012, 0.6))
+    figure.colorbar(image, cax=bar_axes, label=f"{bar}{name}").outline.set_visible(False)
+    figure.supxlabel("token position; generated tokens are right of the line", fontsize=9)
+    figure.supylabel(axis, fontsize=9)
+    canvas.title(figure, captures[0], f"{what} of {len(captures)} captures, by layer and token")
+    return canvas.save(figure, out)
+
+
+def check_panels(count: int) -> None:
+    """Raise ValueError for more captures than MOST_PANELS."""
+    if count > MOST_PANELS:
+        raise ValueError(f"plot: {count} stores are more than the {MOST_PANELS} of one picture; give fewer")
 
 
 def _scale(values: np.ndarray) -> tuple[dict[str, Any], str]:
@@ -108,9 +165,7 @@ def draw_lens(capture: Capture, lens: Lens, out: PathLike, tokenizer: PathLike |
     figure = canvas.new_figure(wide + 1.2, canvas.layer_height(len(lens.layers)) + 0.7, out)
     panel = figure.add_subplot()
     image = canvas.heat(panel, capture, lens.chance, vmin=0, vmax=1, cmap="Blues")
-    lost = np.argwhere((lens.ids[:, :, 0] < 0) & present_rows(capture))
-    canvas.cross_out(panel, [(capture.positions[at] - 0.5, line - 0.5, 1, 1) for line, at in lost])
-    if len(lost):
+    if canvas.cross_cells(panel, capture, lens.ids[:, :, 0] < 0):
         panel.set_title(canvas.CROSSED, fontsize=8, loc="right")
     if words:
         _write_words(panel, capture, lens, tokenizer)
@@ -123,7 +178,7 @@ def draw_lens(capture: Capture, lens: Lens, out: PathLike, tokenizer: PathLike |
 
 
 def _write_words(panel: Axes, capture: Capture, lens: Lens, tokenizer: PathLike | None) -> None:
-    label = labeller(capture.attrs["model"], tokenizer)
+    label = labeller(capture.attrs.get("model"), tokenizer)
     for line, ids in enumerate(lens.ids[:, :, 0]):
         for position, token, chance in zip(capture.positions, ids.tolist(), lens.chance[line], strict=True):
             if token >= 0:
@@ -161,18 +216,41 @@ def draw_attention(capture: Capture, layer: int, out: PathLike, tokenizer: PathL
     lines = -(-len(weights) // columns)
     side = min(4.0, 1.6 + 0.12 * weights.shape[1])
     figure = canvas.new_figure(columns * side + 1.5, lines * side + 1.0, out)
+    from matplotlib.colors import PowerNorm
+
+    # The square root, as in `dmi view`: over many keys most weights are small.
+    scale = PowerNorm(0.5, 0, 1)
     labels = token_labels(capture, tokenizer)
-    panels, image = [], None
+    panels, image, crossed = [], None, False
+    tokens, step = weights.shape[1], -(-weights.shape[1] // _MOST_CELLS)
+    look: dict[str, Any] = {"cmap": colour_map(False), "interpolation": "nearest"}
+    if step > 1:
+        look["extent"] = (-0.5, tokens - 0.5, tokens - 0.5, -0.5)
     for head, values in enumerate(weights):
         panel = figure.add_subplot(lines, columns, head + 1)
-        image = panel.imshow(values, vmin=0, vmax=1, cmap="magma", interpolation="nearest")
+        image = panel.imshow(_largest_of(values, step), norm=scale, **look)
+        lost = np.flatnonzero(~np.isfinite(values).all(1))
+        canvas.cross_out(panel, [(-0.5, query - 0.5, query + 1, 1) for query in lost])
+        crossed |= len(lost) > 0
         panel.set_title(f"head {head}", fontsize=9)
         canvas.clean(panel)
         _label_square(panel, labels)
         panels.append(panel)
-    canvas.colour_bar(figure, image, panels, "attention weight")
-    canvas.title(figure, capture, f"attention of layer {layer}, {canvas.capture_name(capture)}")
+    of = f"largest of {step} x {step}; " if step > 1 else ""
+    canvas.colour_bar(figure, image, panels, f"attention weight ({of}square root scale)")
+    note = f"; {canvas.CROSSED}" if crossed else ""
+    canvas.title(figure, capture, f"attention of layer {layer}, {canvas.capture_name(capture)}{note}")
     return canvas.save(figure, out)
+
+
+def _largest_of(values: np.ndarray, step: int) -> np.ndarray:
+    """The largest of each `step` x `step` values [n, n]: a few large weights among many stay in sight."""
+    if step == 1:
+        return values
+    short = -len(values) % step
+    whole = np.pad(values, (0, short), constant_values=-np.inf)  # of cells that are there in part
+    side = len(whole) // step
+    return np.asarray(whole.reshape(side, step, side, step).max((1, 3)))
 
 
 def _label_square(panel: Axes, labels: Sequence[str]) -> None:
@@ -185,18 +263,24 @@ def _label_square(panel: Axes, labels: Sequence[str]) -> None:
 
 
 def draw_uncertainty(capture: Capture, found: Uncertainty, out: PathLike, tokenizer: PathLike | None = None) -> Path:
-    """Draw entropy and surprise by token. Each stands above the token behind which the model predicts."""
+    """Draw entropy and surprise by token. Each stands above the token behind which the model predicts.
+
+    The axis goes from the first token with a value to the last. Raises ValueError where no token has one.
+    """
     canvas.check_rows([capture])
-    figure = canvas.new_figure(canvas.token_width(len(capture.token_ids)) + 0.5, 4.0, out)
+    if not len(found.rows):
+        raise ValueError(f"plot: {capture.path} holds no logits of any token; give --model to work them out")
+    shown = slice(int(found.rows.min()), int(found.rows.max()) + 1)
+    figure = canvas.new_figure(canvas.token_width(shown.stop - shown.start) + 0.5, 4.0, out)
     panel = figure.add_subplot()
     positions = found.rows + int(capture.attrs["start"])
     panel.plot(positions, found.entropy, "o-", markersize=3, label="entropy")
     panel.plot(positions, found.surprise, "s--", markersize=3, label="surprise at the token that came")
-    panel.set_xlim(capture.positions[0] - 0.5, capture.positions[-1] + 0.5)
     panel.set_ylim(bottom=0)
     panel.set_ylabel("nats")
     panel.legend(frameon=False, fontsize=8)
-    canvas.token_axis(panel, capture, token_labels(capture, tokenizer))
+    canvas.token_axis(panel, capture, token_labels(capture, tokenizer), shown)
+    panel.set_xlim(positions.min() - 0.5, positions.max() + 0.5)
     canvas.name_panel(panel, capture)
     canvas.title(figure, capture, "uncertainty by token")
     return canvas.save(figure, out)
@@ -209,16 +293,38 @@ def draw_drift(
     layer: int | None = None,
     since: str = "prompt",
 ) -> Path:
-    """Draw how far the rows of each capture have turned away, a line a capture. Raises as `drift`."""
+    """Draw how far the rows of each capture have turned away, a line a capture. Raises as `drift`.
+
+    Of more than ten captures the lines are thin and have no names, and their mean at each position is drawn as well.
+    """
     canvas.check_rows(captures)
     lines = [drift(capture, hook, layer, since) for capture in captures]
+    if not any(np.isfinite(values).any() for values in lines):
+        raise ValueError("plot: no row can be compared with another; give captures with more rows that are finite")
     figure = canvas.new_figure(9.0, 4.0, out)
     panel = figure.add_subplot()
+    many = len(captures) > _MOST_NAMED
+    look: dict[str, Any] = {"linewidth": 0.5, "color": "tab:blue", "alpha": 0.25}
     for capture, values in zip(captures, lines, strict=True):
-        panel.plot(capture.positions, values, "o-", markersize=2, linewidth=1, label=canvas.capture_name(capture))
+        named = {"markersize": 2, "linewidth": 1, "label": canvas.capture_name(capture)}
+        panel.plot(capture.positions, values, "-" if many else "o-", **(look if many else named))
+    if many:
+        positions, mean = _mean_line(captures, lines)
+        panel.plot(positions, mean, color="black", linewidth=1.5, label=f"mean of {len(captures)} captures")
     panel.set(xlabel="token position", ylabel="1 - cosine")
-    panel.legend(frameon=False, fontsize=8)
+    figure.legend(frameon=False, fontsize=8, loc="outside lower left", ncols=1 if many else 2)
     where = hook if layer is None else f"{hook}, layer {layer}"
     other = "the prompt's mean row" if since == "prompt" else "the row before"
     canvas.title(figure, captures[0], f"drift of {where} from {other}")
     return canvas.save(figure, out)
+
+
+def _mean_line(captures: Sequence[Capture], lines: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(Positions, the mean there of the captures that have a value)."""
+    total, count = np.zeros((2, 1 + max(int(capture.positions[-1]) for capture in captures)))
+    for capture, values in zip(captures, lines, strict=True):
+        there = np.isfinite(values)
+        total[capture.positions[there]] += values[there]
+        count[capture.positions[there]] += 1
+    positions = np.flatnonzero(count)
+    return positions, total[positions] / count[positions]

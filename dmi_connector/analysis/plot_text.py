@@ -32,10 +32,10 @@ _MOST_LINES = 1024
 """Lines of one picture: a PNG of these needs 130 MB of memory. matplotlib refuses more than some 2,200."""
 _COLUMNS = 100
 """Columns of one line: letters of one width."""
-_COLUMN, _LINE = 10 / 130, 29 / 130
-"""Inches. 10 pixels are the advance of DejaVu Sans Mono at _SIZE points."""
-_SIZE = 9.2
-_FONTS = {".png": [canvas.MONOSPACE, "sans-serif"], ".svg": ["monospace"]}
+COLUMN, _LINE = 10 / 130, 29 / 130
+"""Inches. 10 pixels are the advance of DejaVu Sans Mono at SIZE points."""
+SIZE = 9.2
+FONTS = {".png": [canvas.MONOSPACE, "sans-serif"], ".svg": ["monospace"]}
 """By the ending of the file: the first that has a character draws it. sans-serif is what matplotlib's settings name so;
 a browser without the font of an SVG takes its own monospace.
 """
@@ -82,10 +82,10 @@ def draw_text(
         raise ValueError(
             f"plot: rows {window.start}:{window.stop} of {capture.path} have no value of {hook!r}; name others"
         )
-    figure = canvas.new_figure(2 * _SIDE + (_COLUMNS + 1) * _COLUMN, _HEAD, out)
+    figure = canvas.new_figure(2 * _SIDE + (_COLUMNS + 1) * COLUMN, _HEAD, out)
     figure.set_layout_engine("none")  # letters have their own places
     ending = Path(out).suffix.lower()
-    text = _Text.of(capture, window, tokenizer, drawn=None if ending == ".svg" else _characters())
+    text = _Text.of(capture, window, tokenizer, drawn=None if ending == ".svg" else characters())
     panel = _panel(figure, text.lines)
     colours = _paint(panel, text, values, statistic.signed)
     crossed = [piece for piece in text.pieces if lost[piece.token]]
@@ -93,7 +93,7 @@ def draw_text(
     where = hook if layer is None else f"{hook}, layer {layer}"
     _colour_bar(figure, colours, values, f"{where}: {statistic.words(index)}")
     notes = [canvas.CROSSED] if crossed else []
-    _write(panel, text, colours.to_rgba(text.spread(values)), _FONTS[ending], notes)
+    _write(panel, text, colours.to_rgba(text.spread(values)), FONTS[ending], notes)
     canvas.name_panel(panel, capture)
     height = figure.get_figheight()
     canvas.title(figure, capture, f"text of rows {window.start} to {window.stop - 1}", 1 - 0.12 / height)
@@ -138,7 +138,7 @@ class _Text:
     ) -> _Text:
         """drawn: code points that fonts have, None for all. Raises ValueError for more than _MOST_LINES lines."""
         ids = capture.token_ids[window].tolist()
-        texts = Texts(tokenizer, capture.attrs["model"]).of(ids)
+        texts = Texts(tokenizer, capture.attrs.get("model")).of(ids)
         odd = np.zeros(len(ids), bool)
         if texts is None:
             pieces = lay_out_ids([str(i) for i in ids], _COLUMNS)
@@ -164,11 +164,11 @@ class _Text:
 
 
 @functools.cache
-def _characters() -> frozenset[int]:
+def characters() -> frozenset[int]:
     """Code points that the fonts of a PNG have, and those of line feed and tab, which are not drawn as such."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
-    fonts = [get_font(findfont(FontProperties(family=[name]))) for name in _FONTS[".png"]]
+    fonts = [get_font(findfont(FontProperties(family=[name]))) for name in FONTS[".png"]]
     return frozenset(map(ord, "\n\t")).union(*(font.get_charmap() for font in fonts))
 
 
@@ -201,7 +201,7 @@ def _paint(panel: Axes, text: _Text, values: np.ndarray, signed: bool) -> PatchC
     if two:
         high = max(high, -low)
         low = -high
-    colours = PatchCollection([_box(piece) for piece in text.pieces], cmap=_colour_map(two))
+    colours = PatchCollection([_box(piece) for piece in text.pieces], cmap=colour_map(two))
     colours.set_array(text.spread(values))
     colours.set_clim(low, high if high > low else low + (abs(low) or 1))
     panel.add_collection(colours, autolim=False)
@@ -211,7 +211,7 @@ def _paint(panel: Axes, text: _Text, values: np.ndarray, signed: bool) -> PatchC
     return colours
 
 
-def _colour_map(two_signs: bool) -> Colormap:
+def colour_map(two_signs: bool) -> Colormap:
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("dmi", TWO_SIGNS if two_signs else ONE_SIGN)
@@ -234,9 +234,9 @@ def _write(panel: Axes, text: _Text, backgrounds: np.ndarray, fonts: list[str], 
     """Write the words, and a line below generated tokens. backgrounds: RGBA [pieces, 4]. fonts: names of families.
     more: notes.
     """
-    inks = [_ink_on(background) for background in backgrounds]
+    inks = [ink_on(background) for background in backgrounds]
     for piece, ink in zip(text.pieces, inks, strict=True):
-        size = _SIZE * (0.82 if text.odd[piece.token] else 1)
+        size = SIZE * (0.82 if text.odd[piece.token] else 1)
         for column, word in piece.words:
             panel.text(column, piece.line + 0.64, word, color=ink, fontsize=size, family=fonts, parse_math=False)
     notes = []
@@ -250,7 +250,7 @@ def _write(panel: Axes, text: _Text, backgrounds: np.ndarray, fonts: list[str], 
     panel.set_title("; ".join([*notes, *more]), fontsize=8, loc="right", pad=14)
 
 
-def _ink_on(background: np.ndarray) -> str:
+def ink_on(background: np.ndarray) -> str:
     """Black or white, whichever is read more easily on an RGBA colour: the rule of `dmi view`."""
     red, green, blue, opaque = background.tolist()
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]

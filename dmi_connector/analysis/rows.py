@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from dmi_connector.store.format.completeness import Cause
@@ -25,6 +27,13 @@ def known_tokens(capture: Capture) -> np.ndarray:
     if Cause.TOKEN_IDS_UNKNOWN.value[1] not in (capture.attrs["reason"] or ""):
         return np.ones(len(capture.token_ids), bool)
     return (capture.token_ids != 0) | present_rows(capture)
+
+
+def attribute(capture: Capture, name: str) -> Any:
+    """A root attribute that stores of this package have. Raises ValueError for a store of another writer without it."""
+    if name not in capture.attrs:
+        raise ValueError(f"{capture.path} has no attribute {name!r}, which is needed here; capture it again")
+    return capture.attrs[name]
 
 
 def check_one_layer(capture: Capture, hook: str, layer: int | None) -> None:

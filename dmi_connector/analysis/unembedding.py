@@ -87,8 +87,14 @@ class Unembedding:
 
     @classmethod
     def of(cls, capture: Capture, model: str | os.PathLike[str] | None = None) -> Unembedding:
-        """Of the model that was captured. model: its directory, by default the one that the store names."""
-        return cls.load(capture.attrs["model"] if model is None else model)
+        """Of the model that was captured. model: its directory, by default the one that the store names.
+
+        Raises ValueError as `load`, and where the store names none.
+        """
+        named = capture.attrs.get("model") if model is None else model
+        if not named:
+            raise ValueError(f"model: {capture.path} names none; give the directory of its weights (`--model DIR`)")
+        return cls.load(named)
 
     def spread(self, rows: np.ndarray) -> np.ndarray:
         """By what the norm divides each row, float32 [n, 1]. rows: [n, width] of the residual stream."""
@@ -157,7 +163,7 @@ def _config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model: {path} has no readable config.json ({error}); give the directory of the model's weights "
-            "(`dmi plot --model DIR`)"
+            "(`--model DIR`)"
         ) from error
     return {**config, **(config.get("text_config") or {})}
 

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-from dmi_connector.wording import format_bytes
+from dmi_connector.wording import format_bytes, terminal_columns
 
 _SPAN_S = 30.0
 """Speeds are means over this time."""
 _INTERVAL_S = 1.0
+_BAR, _LEAST_BAR = 20, 5
+"""Characters of the bar, and the fewest with which it is shown."""
 
 
 @dataclass
@@ -112,14 +114,18 @@ class Progress:
             print(text, file=self._out, flush=True)
 
     def _show_bar(self, counts: Counts, speed: Speed) -> None:
+        columns = terminal_columns(self._out) - 1  # a full line would wrap
+        text = _line(counts, speed, columns - len("100% "))
+        bar = min(_BAR, columns - len("100% || ") - len(text))
+        layout = f"{{percentage:3.0f}}% |{{bar:{bar}}}| {{desc}}" if bar >= _LEAST_BAR else "{percentage:3.0f}% {desc}"
         if self._bar is None:
             from tqdm import tqdm
 
-            layout = "{percentage:3.0f}% |{bar:20}| {desc}"
-            self._bar = tqdm(total=1, bar_format=layout, file=self._out, dynamic_ncols=True)
+            self._bar = tqdm(total=1, bar_format=layout, file=self._out, ncols=columns)
+        self._bar.ncols, self._bar.bar_format = columns, layout  # a window may change its size
         self._bar.total = max(1, counts.total or 1)
         self._bar.n = min(self._bar.total, counts.done + counts.rejected + counts.failed)
-        self._bar.set_description_str(_line(counts, speed))
+        self._bar.set_description_str(text)
 
     def close(self) -> None:
         """End the bar."""
@@ -131,23 +137,25 @@ def _rounded(values: dict[str, float | None]) -> dict[str, float | None]:
     return {name: None if value is None else round(value, 1) for name, value in values.items()}
 
 
-def _line(counts: Counts, speed: Speed) -> str:
+def _line(counts: Counts, speed: Speed, room: int | None = None) -> str:
+    """Counts in words. room: characters, for which speeds are left out, then what is stored; the rest may be longer."""
     left = "?" if speed.seconds_left is None else duration(speed.seconds_left)
     total = "?" if counts.total is None else f"about {counts.total}" if counts.estimated else str(counts.total)
     stored = f"{counts.done}/{total} stored"
     if counts.starting:
         return _starting(counts.starting) if not counts.done else f"{stored}, {_starting(counts.starting)}"
-    parts = [
-        stored,
-        f"{speed.tokens_per_s:.0f} tokens/s",
-        f"{format_bytes(round(speed.bytes_per_s))}/s",
-        f"backlog {counts.backlog}",
-        f"{left} left",
-    ]
+    speeds = [f"{speed.tokens_per_s:.0f} tokens/s", f"{format_bytes(round(speed.bytes_per_s))}/s"]
+    parts = [f"backlog {counts.backlog}", f"{left} left"]
+    needed = len(", ".join([stored, *parts]))
     parts += [f"{counts.rejected} bad rows"] if counts.rejected else []
     parts += [f"{counts.failed} failed"] if counts.failed else []
     parts += [f"waiting: {counts.waiting}"] if counts.waiting else []
-    return ", ".join(parts)
+    first = [stored, *speeds]
+    if room is not None:
+        while len(first) > 1 and len(", ".join([*first, *parts])) > room:
+            first.pop()
+        first = first if needed <= room else []
+    return ", ".join([*first, *parts])
 
 
 def _starting(logs: Sequence[str]) -> str:

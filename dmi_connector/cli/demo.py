@@ -22,6 +22,7 @@ from dmi_connector.hooks import parse_selection
 from dmi_connector.store.read.capture import Capture, CaptureIncomplete, open_capture
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.read.waiting import CaptureFailed
+from dmi_connector.wording import terminal_columns
 
 TOLERANCE = 1e-5
 """Largest difference from transformers that float32 rounding explains for these models."""
@@ -66,8 +67,8 @@ class Progress:
 
         # A descriptor of its own: `output_to` redirects the usual one.
         self.file = os.fdopen(os.dup(2), "w", buffering=1)
-        layout = "{desc:<32} {percentage:3.0f}% |{bar:24}| step {n_fmt} of {total_fmt} [{elapsed}]"
-        self.bar: Any = tqdm(total=steps, bar_format=layout, file=self.file, dynamic_ncols=True)
+        layout = "{desc:<32} {percentage:3.0f}% |{bar:16}| step {n_fmt} of {total_fmt} [{elapsed}]"
+        self.bar: Any = tqdm(total=steps, bar_format=layout, file=self.file, ncols=terminal_columns(self.file) - 1)
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:

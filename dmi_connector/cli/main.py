@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dmi_connector.cli import places, units
+from dmi_connector.cli.help import describe
 from dmi_connector.wording import suggest
 
 _ON_LINUX = ("demo", "serve", "run", "repair", "prune")
@@ -126,6 +127,8 @@ def make_parser() -> Parser:
         "--tokenizer", type=Path, metavar="DIR", help="directory of tokenizer.json (default: the model's)"
     )
     view.set_defaults(run=_view)
+    for name, command in commands.choices.items():
+        describe(command, name)
     return parser
 
 
@@ -135,6 +138,7 @@ def make_serve_parser() -> Parser:
 
     parser = Parser(prog="dmi serve", usage=USAGE, allow_abbrev=False)
     add_options(parser)
+    describe(parser, "serve")
     return parser
 
 
@@ -144,17 +148,23 @@ def make_run_parser() -> Parser:
 
     parser = Parser(prog="dmi run", usage=USAGE, allow_abbrev=False)
     add_run(parser)
+    describe(parser, "run")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0; 1 if it found something wrong; 2 if it could not run."""
+    """Run one command. Returns the exit status: 0; 1 if it found something wrong; 2 if it could not run. Without a
+    command it prints the help.
+    """
     arguments = [_at_home(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     from dmi_connector.store.format.linux import check_linux
     from dmi_connector.store.read.capture import CaptureIncomplete
 
     try:
-        if arguments and arguments[0] in _ON_LINUX:
+        if not arguments:
+            make_parser().print_help()
+            return 0
+        if arguments[0] in _ON_LINUX:
             check_linux(arguments[0])
         if arguments[:1] == ["serve"]:
             from dmi_connector.cli.serve import serve
@@ -169,7 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output is gone, as in `dmi ls | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(arguments[0] in ("run", "repair", "prune", "verify", "export"))  # what they had left is not done
+        return int(
+            bool(arguments) and arguments[0] in ("run", "repair", "prune", "verify", "export")
+        )  # what they had left is not done
     except KeyboardInterrupt:
         return 130
     except CaptureIncomplete as error:

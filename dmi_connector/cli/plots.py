@@ -22,6 +22,10 @@ Options = argparse.Namespace
 Open = Callable[[str], Capture]
 
 
+_CONTEXT = 24
+"""Tokens on either side of one that activates a neuron: as many as the widest line holds."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """One kind of picture. takes, needs: options beside STORE and --out. many: whether it takes several stores."""
@@ -197,22 +201,26 @@ def _drift(options: Options, open_store: Open) -> Path:
 
 
 def _neuron(options: Options, open_store: Open) -> Path:
+    from dmi_connector.analysis.labels import name_of_values
     from dmi_connector.analysis.neurons import top_tokens
     from dmi_connector.analysis.plot_sets import draw_top_tokens
 
     stores = Stores(options.stores, open_store)
-    found = top_tokens(stores, options.hook, options.neuron, options.layer)
+    found = top_tokens(stores, options.hook, options.neuron, options.layer, context=_CONTEXT)
     where = options.hook if options.layer is None else f"{options.hook}, layer {options.layer}"
-    return draw_top_tokens(found, options.out, f"{where}, neuron {options.neuron}", options.tokenizer)
+    return draw_top_tokens(
+        found, options.out, f"{where}, {name_of_values(options.hook)} {options.neuron}", options.tokenizer
+    )
 
 
 def _difference(options: Options, open_store: Open) -> Path:
     from dmi_connector.analysis.directions import mean_difference
+    from dmi_connector.analysis.labels import name_of_values
     from dmi_connector.analysis.plot_sets import draw_mean_difference
 
     sets = [Stores(paths, open_store) for paths in (options.stores, options.against)]
     found = mean_difference(sets[0], sets[1], options.hook, options.layer, options.rows or "all")
-    return draw_mean_difference(found, options.out, ("stores", "against"))
+    return draw_mean_difference(found, options.out, ("stores", "against"), name_of_values(options.hook))
 
 
 KINDS = {

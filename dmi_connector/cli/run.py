@@ -39,8 +39,8 @@ from dmi_connector.wording import format_bytes
 USAGE = """dmi run --model MODEL --prompts FILE|DIR --out DIR [--hooks HOOKS] [--max-tokens N] [option ...]
                [any flag of vLLM's engine ...]
 
-       Captures every prompt of a file of JSON lines or Parquet, or of a saved data set. Started again after it was
-       stopped or killed, it goes on where it was. Flags that are not listed here go to vLLM's engine as they are."""
+       Started again after it was stopped or killed, it goes on where it was. Flags that are not listed here go to
+       vLLM's engine as they are."""
 NOT_OURS = (
     "store_dir",
     "policy",

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dmi_connector.analysis.stats import statistics
 from dmi_connector.store.format.remote_path import local_path
 from dmi_connector.store.format.schema import INDEX_NAME
@@ -131,8 +133,18 @@ def _line(info: CaptureInfo) -> dict[str, Any]:
     }
 
 
+def _ranges(rows: np.ndarray) -> list[list[int]]:
+    """Rows as [start, stop) of each run, as `Capture.missing` has them."""
+    rows = np.unique(rows)
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    return [[int(run[0]), int(run[-1]) + 1] for run in runs if len(run)]
+
+
 def describe(capture: Capture) -> dict[str, Any]:
-    """What the page must know of a store before it asks for values, as JSON."""
+    """What the page must know of a store before it asks for values, as JSON.
+
+    rows of a hook: [start, stop) of the rows that have a value, None where all have that are not missing.
+    """
     hooks = [
         {
             "name": name,
@@ -140,6 +152,7 @@ def describe(capture: Capture) -> dict[str, Any]:
             "dtype": hook["dtype"],
             "width": capture.shape(name)[-1],
             "reduce": hook.get("reduce", {}).get("kind"),
+            "rows": _ranges(capture.logits_positions - int(capture.attrs["start"])) if name == "logits" else None,
             "statistics": [
                 {"name": s.name, "index": s.index_name, "signed": s.signed} for s in statistics(capture, name)
             ],

@@ -1,4 +1,5 @@
-// Colours of values. The low end is the colour of the page, in light and in dark.
+// Colours of values. The low end is the colour of the page, in light and in dark. Grey is in no scale: what has no value
+// is grey and hatched (--none of style.css).
 
 const STOPS = {
   light: {
@@ -28,7 +29,8 @@ function quantile(sorted, share) { return sorted[Math.round(share * (sorted.leng
 
 /**
  * A colour scale over values: from their 1st to their 99th percentile. Where they have both signs it is even around 0.
- * logarithmic: of positive values. Returns {colour(value): [r, g, b] or null, low, high, css}.
+ * logarithmic: of positive values. Returns {colour(value): [r, g, b] or null, low, high, css, lacking: whether a value
+ * has no colour, empty: whether none has}.
  */
 export function scaleOf(values, { signed = false, logarithmic = false, from = null, root = false } = {}) {
   const sorted = Float32Array.from(values).filter((v) => Number.isFinite(v) && (!logarithmic || v > 0)).sort();
@@ -43,7 +45,8 @@ export function scaleOf(values, { signed = false, logarithmic = false, from = nu
     if (!Number.isFinite(value)) return null;
     return at(colours, end > begin ? (bend(Math.max(value, low)) - begin) / (end - begin) : 0);
   };
-  return { colour, low, high, css: `linear-gradient(90deg, ${stops(two ? "two" : "one").map(css).join(", ")})` };
+  const lacking = !Array.prototype.every.call(values, Number.isFinite), empty = sorted.length === 0;
+  return { colour, low, high, lacking, empty, css: `linear-gradient(90deg, ${stops(two ? "two" : "one").map(css).join(", ")})` };
 }
 
 export function css(rgb) { return `rgb(${rgb.join(" ")})`; }
@@ -64,7 +67,9 @@ export function short(value) {
 }
 
 export function drawLegend(element, scale, word = "") {
-  const bar = document.createElement("i");
+  const [bar, none] = ["i", "i"].map((name) => document.createElement(name));
   bar.style.background = scale.css;
-  element.replaceChildren(short(scale.low), bar, `${short(scale.high)}${word}`);
+  none.className = "lost";
+  const ends = scale.empty ? [] : [short(scale.low), bar, `${short(scale.high)}${word}`];
+  element.replaceChildren(...ends, ...(scale.lacking ? [none, "no value"] : []));
 }

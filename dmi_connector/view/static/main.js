@@ -2,13 +2,16 @@
 
 import { ask } from "./api.js";
 import { drawLegend, scaleOf, short, whenThemeChanges } from "./colour.js";
+import { about, verify } from "./header.js";
 import { List } from "./list.js";
 import { Matrix } from "./matrix.js";
 import { Panel } from "./panel.js";
 import { inLine, Text } from "./text.js";
 
 const $ = (id) => document.getElementById(id);
-const now = { store: null, first: 0, count: 128, token: null, hook: null, layer: 0, tokens: null, heat: null, att: null };
+// heat: {shape, values} and what these are: {what, signed, hook}. chosen: the token of the panel. What is drawn and said of
+// values comes from `heat` alone, as the boxes above may ask for others already.
+const now = { store: null, first: 0, count: 128, token: null, chosen: null, hook: null, layer: 0, tokens: null, heat: null, att: null };
 
 function fault(error) {
   $("fault").textContent = error.message;
@@ -39,7 +42,7 @@ async function open(name) {
   $("fault").hidden = true;
   const store = await ask("capture", "capture", name).catch(cannotOpen);
   if (!store) return;
-  Object.assign(now, { store, first: 0, token: null, tokens: null, heat: null, att: null });
+  Object.assign(now, { store, first: 0, token: null, chosen: null, tokens: null });
   location.hash = encodeURIComponent(name);
   document.title = `${name} · dmi view`;
   $("empty").hidden = true;
@@ -48,7 +51,10 @@ async function open(name) {
   about(store);
   choices(store);
   $("place").max = Math.max(0, store.tokens - 1);
-  panel.show(store, null, "");
+  panel.show(store, null);
+  text.clear();
+  clearHeat();
+  clearAttention();
   await show();
 }
 
@@ -56,20 +62,6 @@ async function open(name) {
 function cannotOpen(error) {
   $("view").hidden = true;
   fault(error);
-}
-
-function about(store) {
-  const { attrs } = store;
-  $("name").textContent = attrs.key ?? store.name;
-  const facts = [attrs.key && store.name, attrs.model?.split("/").pop(), attrs.dtype, attrs.codec && `codec ${attrs.codec}`,
-    `${store.prompt.toLocaleString("en")} prompt tokens`, `${store.tokens.toLocaleString("en")} rows`, attrs.created?.slice(0, 19).replace("T", " ")];
-  $("facts").textContent = facts.filter(Boolean).join(" · ");
-  $("facts").title = attrs.model ?? "";
-  $("incomplete").hidden = store.complete;
-  const rows = store.missing.map(([start, stop]) => `${start} to ${stop - 1}`).join(", ");
-  $("incomplete").textContent = store.complete ? "" : `Incomplete: ${store.reason}. Missing rows: ${rows || "unknown"}.`;
-  $("verdict").textContent = "";
-  $("verify").disabled = false;
 }
 
 function options(select, items) {
@@ -105,12 +97,32 @@ function shownNow() {
 }
 
 function statisticChosen() {
-  now.heat = null;
   const { index } = statistic();
   $("index-label").hidden = index === null;
   $("index-name").textContent = index ?? "";
   $("index").max = (index === "head" ? now.store.heads : now.hook.width) - 1;
   keepIndex();
+}
+
+/** The picture, which has its own title, stays until another is drawn. What else is said of values is of the boxes. */
+function forgetHeat() {
+  now.heat = null;
+  heat.point();
+  sayFacts();
+}
+
+/** No picture stays where its values are another capture's, or the new ones do not come. */
+function clearHeat() {
+  forgetHeat();
+  heat.show(null);
+  text.unpaint();
+  for (const id of ["heat-title", "heat-legend", "text-legend"]) $(id).textContent = "";
+}
+
+function clearAttention() {
+  now.att = null;
+  att.show(null);
+  $("att-legend").textContent = "";
 }
 
 /** Brings the index into its range: another hook may have fewer neurons. */
@@ -128,7 +140,7 @@ async function show() {
   $("shown").textContent = `${now.first.toLocaleString("en")} to ${Math.max(now.first, last - 1).toLocaleString("en")} of ${store.tokens.toLocaleString("en")}`;
   $("back").disabled = now.first === 0;
   $("on").disabled = last >= store.tokens;
-  const asked = ask("tokens", "tokens", store.name, range()).catch(fault);
+  const asked = ask("tokens", "tokens", store.name, range()).catch((error) => { text.clear(); return fault(error); });
   await Promise.all([asked.then((tokens) => { if (tokens) fillText(tokens); }), showHeat(), showAttention()]);
 }
 
@@ -139,7 +151,7 @@ function move(first) {
   const place = Math.min(Math.max(first, 0), Math.floor(end / now.count) * now.count);
   if (place === now.first) return Promise.resolve();
   now.first = place;
-  now.heat = now.att = null;
+  forgetHeat();
   return show();
 }
 
@@ -151,10 +163,11 @@ function fillText(tokens) {
 
 async function showHeat() {
   const query = { hook: now.hook.name, statistic: statistic().name, index: $("index").value, ...range() };
-  const found = await ask("heat", "heat", now.store.name, query).catch(fault);
+  const about = { what: shownNow(), signed: statistic().signed, hook: now.hook };
+  const found = await ask("heat", "heat", now.store.name, query).catch((error) => { clearHeat(); return fault(error); });
   if (!found) return;
   if (!$("view").hidden) $("fault").hidden = true;
-  now.heat = found;
+  now.heat = { ...found, ...about };
   paint();
 }
 
@@ -170,59 +183,74 @@ async function showAttention() {
   [$("att").hidden, $("att-tip").hidden, $("att-lacks").hidden] = [lacks, lacks, !lacks].map(Boolean);
   $("att-lacks").textContent = lacks;
   now.att = null;
+  att.point();
   if (lacks) return;
   const count = Math.min(now.count, now.store.attention.until - now.first);
   const query = { layer: $("att-layer").value, head: $("head").value || 0, first: now.first, count };
-  const found = await ask("attention", "attention", now.store.name, query).catch(fault);
+  const found = await ask("attention", "attention", now.store.name, query).catch((error) => { clearAttention(); return fault(error); });
   if (!found) return;
-  now.att = found;
+  now.att = { ...found, layer: query.layer, head: query.head };
   paintAttention();
 }
 
 // ---- drawing --------------------------------------------------------------------------------------------------------
 
-function lost(row) { return now.store.missing.some(([start, stop]) => row >= start && row < stop); }
+function within(row, ranges) { return ranges.some(([start, stop]) => row >= start && row < stop); }
 
-function layerName(row) { return now.hook.layers.length ? String(now.hook.layers[row]) : ""; }
+function lost(row) { return within(row, now.store.missing); }
+
+/** Why a row has no colour. */
+function why(row) {
+  if (lost(row)) return "the store lacks this row";
+  return now.heat.hook.rows && !within(row, now.heat.hook.rows) ? `no ${now.heat.hook.name} of this token` : "not finite";
+}
+
+/** A value in words, at a layer (by its place) and a token of the window. */
+function said(at, column) {
+  const value = now.heat.values[at * now.heat.shape[1] + column];
+  return Number.isFinite(value) ? short(value) : `none (${why(now.first + column)})`;
+}
+
+function layerName(row) { return now.heat.hook.layers.length ? String(now.heat.hook.layers[row]) : ""; }
 
 function row(values, at, width) { return values.subarray(at * width, (at + 1) * width); }
 
 function paint() {
   if (!now.heat) return;
-  const { values, shape: [layers, columns] } = now.heat;
-  const { signed } = statistic(), kind = $("scale").value;
+  const { values, shape: [layers, columns], what, signed, hook } = now.heat, kind = $("scale").value;
   const scale = scaleOf(values, { signed, logarithmic: kind === "log" });
   const own = kind === "each" ? Array.from({ length: layers }, (_, at) => scaleOf(row(values, at, columns), { signed })) : null;
   const mine = row(values, now.layer, columns);
   const textScale = scaleOf(mine, { signed, logarithmic: kind === "log" });
   if (now.tokens?.first === now.first && now.tokens.ids.length === columns) {
-    text.paint(mine, textScale, lost);
+    text.paint(mine, textScale, why);
     text.mark(now.token);
   }
   drawLegend($("text-legend"), textScale);
-  $("text-legend").prepend(`${shownNow()}${layerName(now.layer) && `, layer ${layerName(now.layer)}`}: `);
-  $("heat-title").textContent = `${shownNow()} by ${now.hook.layers.length ? "layer and " : ""}token`;
+  $("text-legend").prepend(`${what}${layerName(now.layer) && `, layer ${layerName(now.layer)}`}: `);
+  $("heat-title").textContent = `${what} by ${hook.layers.length ? "layer and " : ""}token`;
   drawLegend($("heat-legend"), own ? own[now.layer] : scale);
   $("heat").setAttribute("aria-label", `${$("heat-title").textContent}: ${layers} layers, ${columns} tokens`);
   heat.show({
-    values, rows: layers, columns, rowNames: layerName, hatched: true,
+    values, rows: layers, columns, rowNames: layerName,
     colour: (value, at) => (own ? own[at] : scale).colour(value),
     columnName: (column) => (now.first + column).toLocaleString("en"),
     mark: { row: layers > 1 ? now.layer : -1, column: now.token === null ? -1 : now.token - now.first },
     edge: now.store.prompt - now.store.start - now.first,
   });
+  sayFacts();
 }
 
 function paintAttention() {
   if (!now.att) return;
-  const { values, shape: [rows, stride] } = now.att;
-  const scale = scaleOf([0, 1], { from: 0, root: true });
+  const { values, shape: [rows, stride], layer, head } = now.att;
+  const scale = { ...scaleOf([0, 1], { from: 0, root: true }), lacking: values.some(Number.isNaN) };
   drawLegend($("att-legend"), scale, " (square root)");
-  $("att").setAttribute("aria-label", `Attention of head ${$("head").value} in layer ${$("att-layer").value}: ${rows} queries, ${stride - 1} keys`);
+  $("att").setAttribute("aria-label", `Attention of head ${head} in layer ${layer}: ${rows} queries, ${stride - 1} keys`);
   const at = now.token === null ? -1 : now.token - now.first;
   att.show({
     values, rows, columns: stride - 1, offset: 1, stride,
-    colour: (value, query, key) => (key > query ? null : scale.colour(value)),
+    colour: (value, query, key) => scale.colour(key > query ? 0 : value),
     rowNames: (query) => (now.first + query).toLocaleString("en"),
     columnName: (key) => (now.first + key).toLocaleString("en"),
     mark: { row: at, column: -1 },
@@ -236,7 +264,7 @@ function label(at) {
 
 function heatTip(at, column) {
   const layer = layerName(at) && `layer ${layerName(at)}, `;
-  return `${layer}token ${now.first + column} ${label(column)}: ${short(now.heat.values[at * now.heat.shape[1] + column])}`;
+  return `${layer}token ${now.first + column} ${label(column)}: ${said(at, column)}`;
 }
 
 function attTip(query, key) {
@@ -255,15 +283,26 @@ async function choose(at) {
   now.token = at;
   if (at < now.first || at >= now.first + now.count) await move(Math.floor(at / now.count) * now.count);
   if (now.token !== at || !now.tokens || now.tokens.first !== now.first) return;
-  const place = at - now.first, id = now.tokens.ids[place];
-  const made = at >= now.store.prompt - now.store.start;
-  const value = now.heat ? `${shownNow()}: ${short(now.heat.values[now.layer * now.heat.shape[1] + place])}` : "";
-  const facts = [`row ${at}`, `position ${now.store.start + at}`, `id ${id}`, lost(at) ? "missing" : made ? "generated" : "prompt", value];
-  panel.show(now.store, { row: at, id, text: now.tokens.texts?.[place], made }, facts.filter(Boolean).join(" · "));
+  const place = at - now.first, made = at >= now.store.prompt - now.store.start;
+  now.chosen = { row: at, id: now.tokens.ids[place], text: now.tokens.texts?.[place], made };
+  panel.show(now.store, now.chosen, lost(at));
+  sayFacts();
   paint();
   paintAttention();
   clearTimeout(waiting);
   waiting = setTimeout(attended, 120);
+}
+
+/** What is known of the chosen token. Its value is that of the hook and layer that are drawn. */
+function sayFacts() {
+  if (!now.chosen) return;
+  const { row, id, made } = now.chosen, place = row - now.first;
+  const facts = [`row ${row}`, `position ${now.store.start + row}`, `id ${id}`, lost(row) ? "missing" : made ? "generated" : "prompt"];
+  if (now.heat && place >= 0 && place < now.heat.shape[1]) {
+    const layer = layerName(now.layer) && `, layer ${layerName(now.layer)}`;
+    facts.push(`${now.heat.what}${layer}: ${said(now.layer, place)}`);
+  }
+  panel.facts(facts.join(" · "));
 }
 
 function attended() {
@@ -279,24 +318,6 @@ function setLayer(at) {
   now.layer = at;
   $("layer").value = at;
   paint();
-  if (now.token !== null) choose(now.token);
-}
-
-async function verify() {
-  const { store } = now, verdict = $("verdict");
-  $("verify").disabled = true;
-  [verdict.className, verdict.textContent] = ["", "Checking every byte …"];
-  const found = await ask("verify", "verify", store.name, {}, false).catch(fault);
-  if (now.store !== store) return;
-  $("verify").disabled = false;
-  verdict.textContent = "";
-  if (!found) return;
-  const all = [...found.problems, ...found.not_finite], sound = all.length === 0;
-  verdict.className = sound ? "good" : "bad";
-  const more = all.length > 8 ? [`and ${all.length - 8} more: dmi verify lists them`] : [];
-  const head = found.problems.length ? [] : ["Every byte as written, but values are not finite."];
-  const said = sound ? [store.complete ? "Sound: every byte as written." : "Sound, but incomplete."] : [...head, ...all.slice(0, 8)];
-  verdict.textContent = [...said, ...more, found.unseen].filter(Boolean).join("\n");
 }
 
 // ---- what the user does ---------------------------------------------------------------------------------------------
@@ -310,22 +331,22 @@ $("search").addEventListener("keydown", (event) => {
   if (event.key === "Escape") { $("search").value = ""; list.find(""); $("list").focus(); }
   if (event.key === "Enter") { clearTimeout(typing); list.find($("search").value).then(() => list.choose(0)); $("list").focus(); }
 });
-$("hook").addEventListener("change", () => { hookChosen(); showHeat(); });
-$("statistic").addEventListener("change", () => { statisticChosen(); showHeat(); });
-$("index").addEventListener("change", () => { keepIndex(); showHeat(); });
+$("hook").addEventListener("change", () => { hookChosen(); forgetHeat(); showHeat(); });
+$("statistic").addEventListener("change", () => { statisticChosen(); forgetHeat(); showHeat(); });
+$("index").addEventListener("change", () => { keepIndex(); forgetHeat(); showHeat(); });
 $("layer").addEventListener("change", () => setLayer(Number($("layer").value)));
 $("scale").addEventListener("change", paint);
 for (const id of ["att-layer", "head"]) $(id).addEventListener("change", () => { showAttention(); attended(); });
 $("count").addEventListener("change", () => {
   now.count = Number($("count").value);
   now.first = Math.floor((now.token ?? now.first) / now.count) * now.count;
-  now.heat = now.att = null;
+  forgetHeat();
   show();
 });
 $("place").addEventListener("input", () => move(Math.floor(Number($("place").value) / now.count) * now.count));
 $("back").addEventListener("click", () => move(now.first - now.count));
 $("on").addEventListener("click", () => move(now.first + now.count));
-$("verify").addEventListener("click", verify);
+$("verify").addEventListener("click", () => verify(fault));
 $("lens-button").addEventListener("click", lens);
 
 const KEYS = {

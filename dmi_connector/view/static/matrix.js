@@ -8,18 +8,27 @@ export class Matrix {
    * null when it leaves. Row 0 is at the bottom, or at the top with down = true.
    */
   constructor(canvas, { height, pick, tip, down = false }) {
-    Object.assign(this, { canvas, height, down, data: null });
+    Object.assign(this, { canvas, height, down, data: null, pointer: null, tip });
     canvas.addEventListener("click", (event) => { const cell = this.cell(event); if (cell) pick(...cell); });
-    canvas.addEventListener("pointermove", (event) => tip(...(this.cell(event) ?? [null, null])));
-    canvas.addEventListener("pointerleave", () => tip(null, null));
+    canvas.addEventListener("pointermove", (event) => { this.pointer = { offsetX: event.offsetX, offsetY: event.offsetY }; this.point(); });
+    canvas.addEventListener("pointerleave", () => { this.pointer = null; this.point(); });
     new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
   }
 
   /**
    * data: {values, rows, columns, offset, stride, colour(value, row, column), rowNames(row), columnName(column), mark:
-   * {row, column}, edge, hatched}. edge: the column before which a dashed line stands. hatched: cells without colour are.
+   * {row, column}, edge}. edge: the column before which a dashed line stands. Cells without colour are hatched. null:
+   * nothing.
    */
-  show(data) { this.data = data; this.draw(); }
+  show(data) {
+    this.data = data;
+    if (!data) this.canvas.getContext("2d").clearRect(0, 0, this.canvas.width, this.canvas.height);
+    this.draw();
+    this.point();
+  }
+
+  /** Tell what lies under the pointer, also where the values changed and the pointer did not. */
+  point() { this.tip(...((this.pointer && this.cell(this.pointer)) ?? [null, null])); }
 
   cell(event) {
     if (!this.data) return null;
@@ -39,11 +48,11 @@ export class Matrix {
     this.canvas.width = Math.round((this.width + LEFT + 1) * ratio);
     this.canvas.height = Math.round((this.tall + BOTTOM) * ratio);
     const style = getComputedStyle(document.documentElement);
-    const [accent, quiet, page, line] = ["--accent", "--quiet", "--page", "--line"].map((name) => style.getPropertyValue(name));
+    const [accent, quiet, page, none, line] = ["accent", "quiet", "page", "none", "none-line"].map((name) => style.getPropertyValue(`--${name}`));
     const pen = this.canvas.getContext("2d");
     pen.scale(ratio, ratio);
     pen.imageSmoothingEnabled = false;
-    if (this.data.hatched) this.hatch(pen, line);
+    this.hatch(pen, none, line);
     pen.drawImage(this.cells(), LEFT, 0, this.width, this.tall);
     this.labels(pen, quiet);
     this.marks(pen, accent, quiet, page);
@@ -66,8 +75,9 @@ export class Matrix {
   }
 
   /** What lies under cells without a value. */
-  hatch(pen, ink) {
-    pen.strokeStyle = ink;
+  hatch(pen, ground, ink) {
+    Object.assign(pen, { fillStyle: ground, strokeStyle: ink });
+    pen.fillRect(LEFT, 0, this.width, this.tall);
     pen.beginPath();
     for (let x = -this.tall; x < this.width; x += 6) {
       pen.moveTo(LEFT + Math.max(x, 0), this.tall - Math.max(-x, 0));

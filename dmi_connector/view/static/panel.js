@@ -11,19 +11,23 @@ export class Panel {
   /** go(row): shows another token. */
   constructor(go, fault) { Object.assign(this, { go, fault, store: null, row: null }); }
 
-  /** token: {row, id, text, position, made}, or null. */
-  show(store, token, facts) {
+  /** token: {row, id, text, made}, or null. lost: whether the store lacks its row. */
+  show(store, token, lost) {
     const row = token?.row ?? null;
     if (!this.isShown(store, row)) this.working(false);
     Object.assign(this, { store, row });
     $("token-name").textContent = token ? `“${inLine(token.text, token.id)}”` : "";
-    $("token-facts").textContent = token ? facts : "Click a token, or move with the arrow keys.";
+    this.facts("Click a token, or move with the arrow keys.");
     $("attended-box").hidden = true;
     $("lens").hidden = true;
-    $("lens-lacks").textContent = store.lens ?? "";
-    $("lens-lacks").hidden = store.lens === null;
-    $("lens-button").hidden = !token || store.lens !== null;
+    const lacks = store.lens ?? (lost ? "The store lacks this row." : null);
+    $("lens-lacks").textContent = lacks ?? "";
+    $("lens-lacks").hidden = lacks === null;
+    $("lens-button").hidden = !token || lacks !== null;
   }
+
+  /** What the line below the token's name says: it changes with the hook. */
+  facts(text) { $("token-facts").textContent = text; }
 
   /** Whether the panel still shows this token: an answer for another one must not fill it. */
   isShown(store, row) { return this.store === store && this.row === row; }
@@ -34,10 +38,13 @@ export class Panel {
   }
 
   async attended(store, row, layer, head) {
+    $("attended-box").hidden = true; // of another token, layer or head
     const found = await ask("attended", "attended", store.name, { token: row, layer, head }).catch(this.fault);
     if (!found || !this.isShown(store, row)) return;
     $("attended-box").hidden = false;
-    $("attended").replaceChildren(...found.keys.map((key) => {
+    $("attended-name").textContent = `Attends to (layer ${layer}, head ${head})`;
+    if (!found.keys.length) $("attended").replaceChildren("no key: the weights are not finite");
+    else $("attended").replaceChildren(...found.keys.map((key) => {
       const [line, button, share] = ["li", "button", "small"].map((name) => document.createElement(name));
       button.type = "button";
       button.textContent = inLine(key.text, key.id);
@@ -69,6 +76,7 @@ export class Panel {
       const cell = document.createElement("td"), rgb = scale.colour(token.p ?? 0);
       if (token.p === null) {
         cell.textContent = "none";
+        cell.className = "lost";
         cell.title = "The row has values that are not finite.";
         return cell;
       }

@@ -43,15 +43,27 @@ export class Text {
     this.box.scrollTop = 0;
   }
 
-  /** values: one for each token; NaN where there is none. lost(row): whether the store lacks it. */
-  paint(values, scale, lost) {
+  /** values: one for each token; NaN where there is none. why(row): why it has no colour, as a tip. */
+  paint(values, scale, why) {
     [...this.box.children].forEach((token, i) => {
       const rgb = scale.colour(values[i]);
       token.style.background = rgb ? css(rgb) : "";
       token.style.color = rgb ? inkOn(rgb) : "";
-      token.classList.toggle("lost", lost(this.first + i));
+      token.classList.toggle("lost", rgb === null);
+      token.title = rgb ? "" : why(this.first + i);
     });
   }
+
+  /** Takes the colours away. */
+  unpaint() {
+    for (const token of this.box.children) {
+      Object.assign(token.style, { background: "", color: "" });
+      token.classList.remove("lost");
+      token.title = "";
+    }
+  }
+
+  clear() { this.box.replaceChildren(); }
 
   mark(row) {
     this.box.querySelector('[aria-selected="true"]')?.removeAttribute("aria-selected");

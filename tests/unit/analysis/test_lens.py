@@ -29,8 +29,8 @@ from tests import analysiskit
 
 TOKENS, PROMPT = 24, 10
 IDS = np.random.default_rng(0).integers(5, 512, TOKENS)
-FAMILIES = ("qwen3", "llama", "gpt2", "gemma2", "granite", "cohere2", "glm4", "opt", "bloom")
-"""RMSNorm, LayerNorm, tied and own heads, gains of 1 + weight, scaled and capped logits, norms behind blocks."""
+FAMILIES = ("qwen3", "llama", "gpt2", "gemma2", "granite", "cohere2", "glm4", "opt", "bloom", "phi")
+"""RMSNorm, LayerNorm, tied and own heads, a head's bias, gains of 1 + weight, scaled and capped logits."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,14 @@ def test_attribution_sums_to_the_logit_of_the_token_that_came_next(case: Case) -
     np.testing.assert_allclose(difference.sum(0), uncapped[:, 7] - uncapped[:, 9], atol=2e-5 * np.abs(uncapped).max())
 
 
+def test_attribution_scales_the_norms_bias_too(case: Case) -> None:
+    """No family of these has both a bias and a scale."""
+    scaled = replace(case.unembedding, soft_cap=None, scale=0.25)
+    shares, _ = logit_attribution(case.capture, scaled, targets=7)
+    logits = scaled.logits(case.capture.numpy("resid_final"))
+    np.testing.assert_allclose(shares.sum(0), logits[:, 7], atol=2e-5 * np.abs(logits).max())
+
+
 def test_attribution_of_a_block_is_its_product_with_the_weights_of_transformers(case: Case) -> None:
     model, norm = case.oracle.model, case.oracle._base.get_submodule(case.oracle.twin.once[-1].module)
     shares, labels = logit_attribution(case.capture, case.unembedding, targets=11)
@@ -193,6 +201,9 @@ def test_bad_input_is_refused_with_the_fix(tmp_path: Path) -> None:
             end.logits(capture.numpy("mlp_post", 0))
         with pytest.raises(ValueError, match="token 512 does not exist"):
             logit_attribution(capture, end, targets=512)
+        for against in (-1, 512):
+            with pytest.raises(ValueError, match=f"token {against} does not exist"):
+                logit_attribution(capture, end, targets=3, against=against)
         with pytest.raises(ValueError, match=r"targets have shape \(3,\), the store has 24 rows"):
             logit_attribution(capture, end, targets=[1, 2, 3])
 

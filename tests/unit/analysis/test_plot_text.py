@@ -178,7 +178,7 @@ def test_a_piece_has_the_ends_of_the_scale_and_letters_that_can_be_read(
     assert colours[int(values.argmax())] == plot_text.ONE_SIGN[-1] and values.max() > high
     blank = [token for token, colour in zip(drawn.tokens, pieces.get_facecolor(), strict=True) if colour[3] == 0]
     assert blank == list(range(*LOST)), "no value, no colour"
-    inks = [plot_text._ink_on(colour) for colour in pieces.get_facecolor()]
+    inks = [plot_text.ink_on(colour) for colour in pieces.get_facecolor()]
     assert (inks[int(values.argmin())], inks[int(values.argmax())]) == ("#000000", "#ffffff")
     assert inks[LOST[0]] == "#000000"
 

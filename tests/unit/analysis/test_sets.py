@@ -89,6 +89,19 @@ def test_top_tokens_are_the_largest_of_all_stores_with_their_context(folder: Pat
         assert one.context == tuple(around) and one.context[one.before] == one.token_id == one.row
 
 
+@pytest.mark.usefixtures("block")
+def test_top_tokens_have_the_values_of_their_context_and_none_of_missing_rows(folder: Path) -> None:
+    lacking = 0
+    for one in top_tokens(open_captures(folder, incomplete=True), "mlp_post", 5, layer=1, count=200, context=3):
+        rows = slice(one.row - one.before, one.row - one.before + len(one.context))
+        held = np.isin(np.arange(TOKENS)[rows], there(int(one.store.stem)))
+        wanted = np.where(held, values(int(one.store.stem))["mlp_post"][1, rows, 5], np.nan)
+        np.testing.assert_array_equal(np.array(one.values, "f4"), wanted.astype("f4"))
+        assert one.values[one.before] == one.value
+        lacking += int((~held).sum())
+    assert lacking > 0
+
+
 def test_top_tokens_gives_all_rows_where_there_are_fewer_and_keeps_the_order_of_equal_ones(tmp_path: Path) -> None:
     owner = kit.Store()
     for name in ("a", "b"):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -20,8 +21,9 @@ from dmi_connector.analysis.texts import Texts
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.view import lens
+from dmi_connector.view import data, lens
 from dmi_connector.view.app import MOST_TOKENS, make_app
+from dmi_connector.view.app import _Pages as make_pages
 from dmi_connector.view.data import Library
 from tests import storekit as kit
 from tests import viewkit
@@ -99,6 +101,15 @@ def test_names_that_lead_outside_are_not_found(name: str, action: str, tmp_path:
     assert [found["name"] for found in page.get("api/captures").json()["captures"]] == []
 
 
+def test_a_listed_store_that_became_a_link_is_not_followed(real: Path, tmp_path: Path) -> None:
+    shutil.copytree(real / "full.zarr", tmp_path / "mine.zarr")
+    page = client(tmp_path)
+    assert page.get("api/capture/mine.zarr").status_code == 200
+    shutil.rmtree(tmp_path / "mine.zarr")
+    (tmp_path / "mine.zarr").symlink_to(real / "full.zarr")
+    assert page.get("api/capture/mine.zarr").status_code == 404
+
+
 @pytest.mark.parametrize("name", ["../app.py", "%2e%2e/app.py", "..%2Fapp.py", "%2Fetc%2Fpasswd", ""])
 def test_static_files_are_those_of_the_page(name: str, stores: Path) -> None:
     assert client(stores).get(f"static/{name}").status_code == 404
@@ -162,6 +173,25 @@ def test_the_list_follows_the_directory(stores: Path, tmp_path: Path, model: Pat
     assert page.get("api/captures").json()["total"] == 0
     viewkit.write_stores(tmp_path, model, many=0)
     assert page.get("api/captures").json()["total"] == 4
+
+
+def test_the_list_follows_an_index_that_alone_grew(tmp_path: Path) -> None:
+    """The directory itself does not change when a line is appended."""
+    viewkit.write_list(tmp_path / "some", 3)
+    page, index = client(tmp_path / "some"), tmp_path / "some" / "index.jsonl"
+    assert page.get("api/captures", params={"search": "late"}).json()["total"] == 0
+    with open(index, "a") as lines:
+        line = {"event": "finish", "store": "run-00001.zarr", "state": "complete", "key": "late"}
+        lines.write(f"{json.dumps(line)}\n")
+    found = page.get("api/captures", params={"search": "late"}).json()["captures"]
+    assert [capture["name"] for capture in found] == ["run-00001.zarr"]
+
+
+def test_a_store_of_a_directory_below_is_not_listed(tmp_path: Path) -> None:
+    (tmp_path / "below" / "inner.zarr").mkdir(parents=True)
+    line = {"event": "finish", "store": "below/inner.zarr", "state": "complete", "created": ""}
+    (tmp_path / "index.jsonl").write_text(f"{json.dumps(line)}\n")
+    assert client(tmp_path).get("api/captures").json()["total"] == 0
 
 
 def test_one_store_is_shown_alone(stores: Path) -> None:
@@ -259,6 +289,24 @@ def test_missing_rows_have_no_value(stores: Path) -> None:
     assert np.isnan(found[:, 4:36]).all() and np.isfinite(found[:, :4]).all() and np.isfinite(found[:, 36:]).all()
 
 
+def test_a_capture_says_which_rows_have_logits(tmp_path: Path) -> None:
+    viewkit.write_spoilt(tmp_path)
+    hooks = client(tmp_path).get("api/capture/spoilt.zarr").json()["hooks"]
+    assert {hook["name"]: hook["rows"] for hook in hooks} == {
+        "resid_pre": None,
+        "q_rot": None,
+        "k_rot": None,
+        "logits": [[20, 30]],
+    }
+    found = floats(client(tmp_path).get("api/heat/spoilt.zarr", params={"hook": "logits", "statistic": "entropy"}))
+    assert np.flatnonzero(np.isfinite(found[0])).tolist() == list(range(20, 30))
+
+
+@pytest.mark.parametrize(("rows", "ranges"), [([], []), ([3], [[3, 4]]), ([5, 2, 3, 9, 5], [[2, 4], [5, 6], [9, 10]])])
+def test_ranges_are_the_runs_of_rows(rows: list[int], ranges: list[list[int]]) -> None:
+    assert data._ranges(np.array(rows, np.int64)) == ranges
+
+
 def test_attention_is_that_of_the_reader(real: Path) -> None:
     page = client(real)
     with open_capture(real / "full.zarr") as capture:
@@ -324,6 +372,19 @@ def test_tokens_have_their_text(stores: Path, model: Path, real: Path) -> None:
     assert client(real, model=model).get("api/tokens/full.zarr").json()["texts"] is not None
 
 
+def test_the_tokenizer_that_is_named_comes_before_that_of_the_model(real: Path, model: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    words = {f"w{i}": i for i in range(512)}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    page = client(real, model=model, tokenizer=tmp_path)
+    found = page.get("api/tokens/full.zarr").json()
+    assert [text.strip() for text in found["texts"]] == [f"w{i}" for i in found["ids"]]
+    pages = make_pages(Library.at(real), model, tmp_path)
+    with open_capture(real / "full.zarr") as capture:
+        assert pages._with_texts(capture, [{}, {}], [0, -1]) == [{"id": 0, "text": " w0"}, {"id": -1, "text": None}]
+
+
 def test_a_word_keeps_its_space_where_decoders_drop_the_first_one(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -343,6 +404,7 @@ def test_a_word_keeps_its_space_where_decoders_drop_the_first_one(tmp_path: Path
         ("heat/full.zarr?hook=q&statistic=median", "'median' does not exist for 'q'"),
         ("heat/full.zarr?hook=q&statistic=value&index=128", "neuron 128 does not exist: 'q' has 0 to 127"),
         ("heat/full.zarr?hook=q&first=-1", "first='-1' is not valid"),
+        (f"heat/full.zarr?hook=q&first={'9' * 12}", "is not valid; give a whole number"),
         ("attention/full.zarr?layer=9&head=0", "no layer 9"),
         ("attention/full.zarr?layer=0&head=4", "head 4 does not exist"),
         ("attention/full.zarr?head=0", "layer='' is not valid"),
@@ -357,9 +419,17 @@ def test_bad_questions_say_what_is_wrong(query: str, words: str, real: Path) -> 
     assert words in asked.json()["error"]
 
 
-def test_a_missing_row_is_refused(stores: Path, model: Path) -> None:
-    asked = client(stores, model=model).get("api/lens/lossy.zarr?token=70")
-    assert asked.status_code == 400 and "rows that the store lacks" in asked.json()["error"]
+@pytest.mark.parametrize(("row", "missing"), [(63, False), (64, True), (95, True), (96, False)])
+def test_a_missing_row_is_refused(row: int, missing: bool, stores: Path, model: Path) -> None:
+    asked = client(stores, model=model).get("api/lens/lossy.zarr", params={"token": row})
+    assert asked.status_code == (400 if missing else 200)
+    assert not missing or "rows that the store lacks" in asked.json()["error"]
+
+
+def test_the_last_row_exists_and_the_one_after_it_does_not(stores: Path, model: Path) -> None:
+    page = client(stores, model=model)
+    assert page.get("api/lens/lossy.zarr?token=199").status_code == 200
+    assert "token 200 does not exist" in page.get("api/lens/lossy.zarr?token=200").json()["error"]
 
 
 def test_a_window_is_never_larger_than_the_limit(stores: Path) -> None:
@@ -374,10 +444,10 @@ def test_verify_finds_damage(stores: Path, tmp_path: Path, model: Path) -> None:
     page = client(tmp_path)
     assert page.get("api/verify/story.zarr").json() == {"problems": [], "not_finite": [], "unseen": None}
     shard = tmp_path / "story.zarr" / "q_rot" / "c" / "0" / "0" / "0"
-    data = bytearray(shard.read_bytes())
-    data[100] ^= 1
+    damaged = bytearray(shard.read_bytes())
+    damaged[100] ^= 1
     os.chmod(shard, 0o644)
-    shard.write_bytes(data)
+    shard.write_bytes(damaged)
     problems = page.get("api/verify/story.zarr").json()["problems"]
     assert problems and "q_rot" in problems[0]
 
@@ -442,7 +512,7 @@ def test_the_command_serves_on_loopback_alone(stores: Path) -> None:
     [
         (["nowhere"], "nowhere is not there; give a store (*.zarr) or a directory"),
         ([".", "--port", "70000"], "--port 70000 cannot be used"),
-        ([".", "--model", "nowhere"], "no readable config.json"),
+        ([".", "--model", "nowhere"], "give the directory of the model's weights (`--model DIR`)"),
         ([".", "--tokenizer", "nowhere"], "tokenizer: nowhere has no tokenizer.json"),
     ],
 )

@@ -180,11 +180,11 @@ def test_a_click_on_a_token_shows_it_and_the_lens(page: Page) -> None:
 
 
 HOLD = """
-const [real, later] = [window.fetch, window.setTimeout];
+const [real, later, kind] = [window.fetch, window.setTimeout, new RegExp(arguments[0])];
 window.held = 0;
 window.letGo = new Promise((go) => { window.release = go; });
 window.fetch = async (url, options) => {
-  if (!String(url).includes(arguments[0])) return real(url, options);
+  if (!kind.test(url)) return real(url, options);
   window.held += 1;
   await window.letGo;
   const answer = await real(url), body = await answer.text();
@@ -192,7 +192,9 @@ window.fetch = async (url, options) => {
   return new Response(body, answer);
 };
 """
-"""Holds back the answers to questions of one kind until `release()`. held: those that the page does not have yet."""
+"""Holds back the answers to questions of one kind, a pattern of their address, until `release()`. held: those that the
+page does not have yet.
+"""
 
 
 @pytest.mark.parametrize("other", ["token", "capture"])
@@ -274,6 +276,147 @@ def test_each_scale_colours_the_heat_map_in_its_own_way(page: Page) -> None:
         )
         shown.add(page.pixels("#heat"))
     assert len(shown) == 3
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory: pytest.TempPathFactory, serve: Callable[..., str]) -> str:
+    """The address of a page of one store, some of whose values are lacking or not finite."""
+    root = tmp_path_factory.mktemp("spoilt")
+    viewkit.write_spoilt(root)
+    return serve(root / "spoilt.zarr")
+
+
+CHOOSE = """
+const box = document.getElementById(arguments[0]);
+box.value = arguments[1];
+box.dispatchEvent(new Event("change"));
+"""
+HATCHED = "return [...document.querySelectorAll('.token.lost')].map((t) => [Number(t.dataset.at), t.title])"
+PIXEL = """
+const [canvas, column, columns, share] = [document.querySelector(arguments[0]), ...[...arguments].slice(1)];
+const ratio = window.devicePixelRatio || 1, wide = canvas.width / ratio - 47, high = canvas.height / ratio - 20;
+const part = (v) => Math.round(v * ratio);
+const [x, y] = [part(46 + ((column + 0.1) * wide) / columns), part(share * high)];
+const pixels = canvas.getContext("2d").getImageData(x, y, part((0.8 * wide) / columns), part(6)).data;
+const page = getComputedStyle(document.body).backgroundColor.match(/\\d+/g).join(",");
+const found = new Set();
+for (let i = 0; i < pixels.length; i += 4) found.add(pixels[i + 3] ? [...pixels.slice(i, i + 3)].join(",") : page);
+return [...found];
+"""
+"""Colours of a cell: of a column, near a share of the canvas' height. The page is seen through what is not painted."""
+
+
+def test_what_has_no_value_is_hatched_and_says_why(browser: Chrome, spoilt: str) -> None:
+    lost = [[row, "the store lacks this row"] for row in range(4, 8)]
+    page = Page(browser, spoilt)
+    page.shows("#heat-title", "resid_pre, norm by layer")
+    page.until(lambda: page.run(HATCHED) == lost, "missing rows")
+    page.run(CHOOSE, "layer", 1)
+    assert page.run(HATCHED) == [*lost, [10, "not finite"]]
+    assert page.text("#text-legend").endswith("no value") and page.text("#heat-legend").endswith("no value")
+    page.all(".token")[10].click()
+    page.shows("#token-facts", "resid_pre, norm, layer 1: none (not finite)")
+    page.all(".token")[5].click()
+    page.shows("#token-facts", "missing · resid_pre, norm, layer 1: none (the store lacks this row)")
+    page.run(CHOOSE, "hook", "logits")
+    page.shows("#heat-title", "logits, entropy by token")
+    lacking = [[row, "no logits of this token"] for row in (*range(4), *range(8, 20), *range(30, 40))]
+    assert page.run(HATCHED) == sorted(lost + lacking)
+    page.shows("#token-facts", "logits, entropy: none (the store lacks this row)")
+    page.all(".token")[19].click()
+    page.shows("#token-facts", "logits, entropy: none (no logits of this token)")
+    assert page.log() == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_cells_without_a_value_do_not_look_like_the_lowest(theme: str, browser: Chrome, spoilt: str) -> None:
+    browser.execute_cdp_cmd(  # type: ignore[no-untyped-call]
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+    )
+    page = Page(browser, spoilt)
+    page.until(lambda: page.one("#att").get_attribute("aria-label"), "attention is drawn")
+    page.until(lambda: page.one("#heat").get_attribute("aria-label"), "the heat map is drawn")
+    (lowest,) = page.run(PIXEL, "#heat", 11, 40, 0.7)
+    for column, share in ((5, 0.7), (5, 0.2), (10, 0.2)):
+        found = page.run(PIXEL, "#heat", column, 40, share)
+        assert len(found) > 1 and lowest not in found, f"cell {column} is hatched"
+    assert len(page.run(PIXEL, "#heat", 10, 40, 0.7)) == 1, "layer 0 of this token has a value"
+
+
+def test_a_query_that_is_not_finite_is_hatched_and_keys_after_a_query_are_blank(browser: Chrome, spoilt: str) -> None:
+    page = Page(browser, spoilt)
+    page.until(lambda: page.one("#att").get_attribute("aria-label"), "attention is drawn")
+    assert "4 queries, 4 keys" in page.one("#att").get_attribute("aria-label"), "the store lacks row 4"
+    for key in range(3):
+        assert len(page.run(PIXEL, "#att", key, 4, 2.3 / 4)) > 1
+    (blank,) = page.run(PIXEL, "#att", 3, 4, 2.3 / 4)
+    assert page.run(PIXEL, "#att", 3, 4, 0.3 / 4) == [blank]
+    assert page.text("#att-legend").endswith("no value")
+    page.all(".token")[2].click()
+    page.shows("#attended", "no key: the weights are not finite")
+    page.run(CHOOSE, "att-layer", 1)
+    page.until(lambda: page.all("#attended button"), "the keys of a layer that is finite")
+
+
+def test_the_token_panel_follows_hook_layer_and_index(page: Page) -> None:
+    page.all(".token")[20].click()
+    page.shows("#token-facts", "resid_pre, norm, layer 0: ")
+    page.until(lambda: len(page.all("#lens tr")) == viewkit.LAYERS + 1, "the lens")
+    first = page.text("#token-facts")
+    page.run(CHOOSE, "layer", 3)
+    page.shows("#token-facts", "resid_pre, norm, layer 3: ")
+    assert page.text("#token-facts").split(": ")[1] != first.split(": ")[1]
+    page.run(CHOOSE, "hook", "q_rot")
+    page.shows("#token-facts", "q_rot, norm, layer 3: ")
+    page.run(CHOOSE, "statistic", "value")
+    page.shows("#token-facts", "q_rot, value 0, layer 3: ")
+    page.run(CHOOSE, "index", 7)
+    page.shows("#token-facts", "q_rot, value 7, layer 3: ")
+    page.run(CHOOSE, "hook", "resid_final")
+    page.shows("#token-facts", "resid_final, value 7: ")
+    assert page.one("#lens").is_displayed(), "the lens is the token's, of all layers"
+
+
+def test_no_value_of_the_hook_before_is_shown_while_another_is_awaited(page: Page) -> None:
+    from selenium.webdriver import ActionChains
+
+    page.all(".token")[20].click()
+    page.shows("#token-facts", "resid_pre, norm, layer 0: ")
+    ActionChains(page.browser).move_to_element(page.one("#heat")).perform()
+    page.shows("#heat-tip", "layer")
+    page.run(HOLD, "api/heat/")
+    page.run(CHOOSE, "hook", "q_rot")
+    page.until(lambda: page.run("return window.held") == 1, "values are asked for")
+    assert ":" not in page.text("#token-facts") and page.text("#heat-tip").strip("\u00a0") == ""
+    assert page.text("#heat-title").startswith("resid_pre"), "the picture keeps its own title"
+
+
+def test_a_capture_shows_nothing_of_the_one_before(page: Page) -> None:
+    page.all(".token")[20].click()
+    page.shows("#token-facts", "row 20")
+    page.run(HOLD, "(tokens|heat|attention)/long")
+    page.press("/", *"long")
+    page.shows("#total", "1 capture")
+    page.one(".capture").click()
+    page.shows("#name", "long")
+    assert page.all(".token") == [] and page.text("#heat-title") == "" == page.text("#text-legend")
+    assert page.text("#token-facts").startswith("Click a token") and not page.one("#attended-box").is_displayed()
+    blank = (
+        "const c = arguments[0]; return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.every((v) => !v)"
+    )
+    assert all(page.run(blank, page.one(css)) for css in ("#heat", "#att"))
+
+
+def test_another_layer_of_attention_hides_the_keys_of_the_one_before(page: Page) -> None:
+    page.all(".token")[20].click()
+    page.shows("#attended-name", "Attends to (layer 0, head 0)")
+    page.until(lambda: len(page.all("#attended button")) == 10, "the keys")
+    page.run(HOLD, "api/attended/")
+    page.run(CHOOSE, "head", 2)
+    page.until(lambda: page.run("return window.held") == 1, "keys are asked for")
+    assert not page.one("#attended-box").is_displayed()
+    page.run("window.release()")
+    page.shows("#attended-name", "Attends to (layer 0, head 2)")
 
 
 def test_another_head_has_another_pattern(page: Page) -> None:

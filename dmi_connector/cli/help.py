@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the help of each command says beside its options: one sentence, and examples."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from typing import NamedTuple
+
+_WIDTH = 79
+
+
+class Help(NamedTuple):
+    """A sentence on what a command does, and command lines that a user can take over."""
+
+    sentence: str
+    examples: tuple[str, ...]
+
+
+COMMANDS = {
+    "demo": Help(
+        "Serve a tiny random model with vLLM, capture every hook, and compare the values with transformers.",
+        ("dmi demo", "dmi demo --dir /tmp/demo --hooks vllm-full,attention"),
+    ),
+    "serve": Help(
+        "Start vLLM's OpenAI server, and write a store for each request that it answers.",
+        ("dmi serve Qwen/Qwen3-0.6B --hooks hidden-states --store-dir captures --port 8000",),
+    ),
+    "run": Help(
+        "Capture every prompt of a file of JSON lines or Parquet, or of a saved data set.",
+        (
+            "dmi run --model Qwen/Qwen3-0.6B --prompts prompts.jsonl --out captures --hooks hidden-states",
+            "dmi run --model Qwen/Qwen3-0.6B --prompts chats.parquet --out captures --chat --max-tokens 64",
+        ),
+    ),
+    "ls": Help(
+        "List the captures of a store directory, one line for each.",
+        ("dmi ls captures", "dmi ls captures --key run-1", "dmi ls captures --stats"),
+    ),
+    "tail": Help(
+        "Print the last captures that finished, then each as it finishes.",
+        ("dmi tail captures", "dmi tail captures --last 3 --once --json"),
+    ),
+    "info": Help(
+        "Show the arrays, sizes and attributes of one store.",
+        ("dmi info captures/REQUEST.zarr", "dmi info s3://bucket/captures/REQUEST.zarr --json"),
+    ),
+    "verify": Help(
+        "Check every byte of stores, and that their values are finite.",
+        ("dmi verify captures", "dmi verify captures/REQUEST.zarr"),
+    ),
+    "repair": Help(
+        "Make stores of what killed writers left in a directory, and finish their uploads.",
+        ("dmi repair captures", "dmi repair captures/REQUEST.zarr.partial"),
+    ),
+    "prune": Help(
+        "Remove the oldest finished stores of a directory that nobody reads.",
+        ("dmi prune captures --older-than 7d --dry-run", "dmi prune captures --keep-bytes 500G"),
+    ),
+    "diff": Help(
+        "Say where the values of two captures of the same tokens first differ.",
+        ("dmi diff captures/ONE.zarr captures/OTHER.zarr", "dmi diff before after --hooks 'resid_*'"),
+    ),
+    "export": Help(
+        "Write stores in the formats of other programs.",
+        (
+            "dmi export captures/REQUEST.zarr --to safetensors -o hidden.safetensors",
+            "dmi export captures --to speculators --layers 2,18,33 -o data",
+        ),
+    ),
+    "fit-pca": Help(
+        "Fit principal components on the rows of stores, for the reduction pca(FILE).",
+        ("dmi fit-pca captures/*.zarr --hook mlp_out --rank 256 -o mlp_out.safetensors",),
+    ),
+    "fidelity": Help(
+        "Measure what reductions would keep of the rows of stores.",
+        ("dmi fidelity captures/*.zarr --hooks 'resid_*' --reduce int8 --reduce 'topk(64)'",),
+    ),
+    "plot": Help(
+        "Draw stores as a picture in PNG or SVG.",
+        (
+            "dmi plot captures/REQUEST.zarr -o norms.png",
+            "dmi plot captures/REQUEST.zarr -o lens.svg --kind lens --model MODEL_DIR",
+            "dmi plot captures/REQUEST.zarr -o text.svg --kind text --hook mlp_post --layer 1",
+        ),
+    ),
+    "view": Help(
+        "Serve a page on this machine's loopback address, to look at captures in a browser.",
+        ("dmi view captures", "dmi view captures --model MODEL_DIR --port 8000"),
+    ),
+}
+"""By the name of the command."""
+
+
+def describe(parser: argparse.ArgumentParser, command: str) -> None:
+    """Put the sentence of a command above its options, and its examples below. What stood below stays there."""
+    sentence, examples = COMMANDS[command]
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = textwrap.fill(sentence, _WIDTH)
+    shown = "examples:\n" + "\n".join(f"  {line}" for line in examples)
+    parser.epilog = f"{parser.epilog}\n\n{shown}" if parser.epilog else shown

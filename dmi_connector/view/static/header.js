@@ -1,0 +1,39 @@
+// The head of the page: what is known of the chosen capture, and what Verify found in its store.
+
+import { ask } from "./api.js";
+
+const $ = (id) => document.getElementById(id);
+let shown = null;
+
+export function about(store) {
+  const { attrs } = store;
+  shown = store;
+  $("name").textContent = attrs.key ?? store.name;
+  const facts = [attrs.key && store.name, attrs.model?.split("/").pop(), attrs.dtype, attrs.codec && `codec ${attrs.codec}`,
+    `${store.prompt.toLocaleString("en")} prompt tokens`, `${store.tokens.toLocaleString("en")} rows`, attrs.created?.slice(0, 19).replace("T", " ")];
+  $("facts").textContent = facts.filter(Boolean).join(" · ");
+  $("facts").title = attrs.model ?? "";
+  $("incomplete").hidden = store.complete;
+  const rows = store.missing.map(([start, stop]) => `${start} to ${stop - 1}`).join(", ");
+  $("incomplete").textContent = store.complete ? "" : `Incomplete: ${store.reason}. Missing rows: ${rows || "unknown"}.`;
+  $("verdict").textContent = "";
+  $("verify").disabled = false;
+}
+
+/** fault(error): shows why it failed. */
+export async function verify(fault) {
+  const store = shown, verdict = $("verdict");
+  $("verify").disabled = true;
+  [verdict.className, verdict.textContent] = ["", "Checking every byte …"];
+  const found = await ask("verify", "verify", store.name, {}, false).catch(fault);
+  if (shown !== store) return;
+  $("verify").disabled = false;
+  verdict.textContent = "";
+  if (!found) return;
+  const all = [...found.problems, ...found.not_finite], sound = all.length === 0;
+  verdict.className = sound ? "good" : "bad";
+  const more = all.length > 8 ? [`and ${all.length - 8} more: dmi verify lists them`] : [];
+  const head = found.problems.length ? [] : ["Every byte as written, but values are not finite."];
+  const said = sound ? [store.complete ? "Sound: every byte as written." : "Sound, but incomplete."] : [...head, ...all.slice(0, 8)];
+  verdict.textContent = [...said, ...more, found.unseen].filter(Boolean).join("\n");
+}

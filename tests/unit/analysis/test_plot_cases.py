@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of `dmi plot` where there is much or little: many stores, few attributes, one token, values not finite."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.image import AxesImage, imread
+from matplotlib.patches import Rectangle
+from tokenizers import Tokenizer, models
+
+from dmi_connector import open_capture
+from dmi_connector.analysis import canvas
+from dmi_connector.analysis import plot as plot_module
+from dmi_connector.analysis.lens import Uncertainty, uncertainty
+from dmi_connector.analysis.neurons import top_tokens
+from dmi_connector.analysis.patterns import attention_pattern
+from dmi_connector.analysis.plot_sets import draw_top_tokens
+from dmi_connector.analysis.plot_text import colour_map
+from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.unembedding import Unembedding
+from dmi_connector.cli.main import main
+from dmi_connector.cli.plots import KINDS
+from dmi_connector.store.format.schema import ATTR_KEY
+from tests import analysiskit
+from tests.unit.analysis.test_plot import OPTIONS, PROMPT, TOKENS, folder, plot
+
+__all__ = ["folder"]  # a fixture
+
+
+def svg_texts(path: Path) -> set[str]:
+    return {"".join(e.itertext()).strip() for e in ElementTree.parse(path).iter() if e.tag.endswith("}text")}
+
+
+def rewritten(store: Path, out: Path, attrs: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of a store whose attributes a function has changed."""
+    shutil.copytree(store, out)
+    document = json.loads((out / "zarr.json").read_text())
+    attrs(document["attributes"][ATTR_KEY])
+    (out / "zarr.json").unlink()
+    (out / "zarr.json").write_text(json.dumps(document))
+    return out
+
+
+OPTIONAL = ("versions", "architecture", "dtype", "model", "num_layers", "dims", "key", "created", "request_id")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_without_the_attributes_of_this_package_is_drawn_or_the_error_says_what_lacks(
+    kind: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = rewritten(folder / "one.zarr", tmp_path / "bare.zarr", lambda a: [a.pop(n, None) for n in OPTIONAL])
+    options = [o.format(b=folder / "two.zarr") for o in OPTIONS[kind]]
+    options = options[1:] if options and not options[0].startswith("--") else options  # that store is of a named model
+    lacks = {"attention": "has no attribute 'dims'", "lens": "bare.zarr names none; give", "attribution": "names none"}
+    status = main(["plot", str(bare), "--kind", kind, "-o", str(tmp_path / "x.svg"), *options])
+    if kind not in lacks:
+        assert status == 0 and not any("vLLM" in text or "None" in text for text in svg_texts(tmp_path / "x.svg"))
+        return
+    assert status == 2 and lacks[kind] in capsys.readouterr().err
+    if kind != "attention":
+        model = ["--model", str(folder / "model")]
+        status = main(["plot", str(bare), "--kind", kind, "-o", str(tmp_path / "x.svg"), *options, *model])
+        assert status == (0 if kind == "lens" else 2)
+        assert status == 0 or "has no attribute 'num_layers'" in capsys.readouterr().err
+
+
+def test_the_title_has_what_the_store_says(folder: Path, tmp_path: Path) -> None:
+    some = rewritten(folder / "one.zarr", tmp_path / "some.zarr", lambda a: [a.pop(n) for n in ("versions", "dtype")])
+    assert main(["plot", str(some), "-o", str(tmp_path / "x.svg")]) == 0
+    assert "Qwen3ForCausalLM: residual norms by layer and token" in svg_texts(tmp_path / "x.svg")
+
+
+def test_many_drifts_have_a_mean_in_place_of_names(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[tuple[np.ndarray, np.ndarray]] = []
+    line = Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda self, x, y, *a, **k: lines.append((x, y)) or line(self, x, y, *a, **k))
+    stores = [str(folder / f"{name}.zarr") for name in ("one", "two")] * 6
+    for count, words in ((10, {"one", "two"}), (12, {"mean of 12 captures"})):
+        assert main(["plot", *stores[:count], "--kind", "drift", "-o", str(tmp_path / "x.svg")]) == 0
+        assert words <= svg_texts(tmp_path / "x.svg")
+    assert not {"one", "two"} & svg_texts(tmp_path / "x.svg")
+    assert len(lines) == 10 + 12 + 1
+    positions, mean = lines[-1]
+    assert positions.tolist() == list(range(TOKENS))
+    np.testing.assert_allclose(mean, (lines[0][1] + lines[1][1]) / 2, rtol=1e-6)
+
+
+def test_many_norms_are_one_picture_of_a_fixed_size_and_too_many_are_refused(folder: Path, tmp_path: Path) -> None:
+    stores = [str(folder / f"{name}.zarr") for name in ("one", "two")] * 5
+    for count in (9, 10):
+        assert main(["plot", *stores[:count], "-o", str(tmp_path / "x.png")]) == 0
+        assert imread(tmp_path / "x.png").shape[:2] == (1560, 2340)
+    assert main(["plot", *stores, "-o", str(tmp_path / "x.svg")]) == 0
+    assert {
+        "one",
+        "two",
+        "Qwen3ForCausalLM: residual norms of 10 captures, by layer and token (float32, vLLM 0.32.0)",
+    } <= (svg_texts(tmp_path / "x.svg"))
+    with open_capture(folder / "one.zarr", 0) as capture:
+        for draw in (plot_module.draw_residual_norms, lambda c, out: plot_module.draw_heat(c, out, "q")):
+            with pytest.raises(ValueError, match="401 stores are more than the 400 of one picture; give fewer"):
+                draw([capture] * 401, tmp_path / "y.png")
+
+
+def test_the_axis_of_uncertainty_ends_where_its_values_do(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panels: list[Axes] = []
+    monkeypatch.setattr(canvas, "save", lambda figure, out: panels.append(figure.axes[0]))
+    with open_capture(folder / "one.zarr", 0) as capture:
+        plot_module.draw_uncertainty(capture, uncertainty(capture), tmp_path / "x.png")
+        plot_module.draw_uncertainty(capture, uncertainty(capture, Unembedding.of(capture)), tmp_path / "x.png")
+        assert [panel.get_xlim() for panel in panels] == [(PROMPT - 1.5, TOKENS - 0.5), (-0.5, TOKENS - 0.5)]
+        assert [len(panel.get_xticks()) for panel in panels] == [TOKENS - PROMPT + 1, TOKENS]
+        with pytest.raises(ValueError, match="holds no logits of any token; give --model"):
+            none = np.zeros(0, int)
+            plot_module.draw_uncertainty(capture, Uncertainty(none, none, none), tmp_path / "x.png")
+
+
+def test_attention_has_the_square_root_scale_and_blocks_where_there_are_more_tokens_than_pixels(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[AxesImage] = []
+    image = Axes.imshow
+    monkeypatch.setattr(Axes, "imshow", lambda self, v, **k: shown.append(image(self, v, **k)) or shown[-1])
+    assert plot(folder, "attention", tmp_path / "x.png") == 0
+    assert [float(shown[0].norm(value)) for value in (0, 0.25, 1)] == [0, 0.5, 1]
+    monkeypatch.setattr(plot_module, "_MOST_CELLS", 5)
+    assert plot(folder, "attention", tmp_path / "x.svg") == 0
+    assert "attention weight (largest of 3 x 3; square root scale)" in svg_texts(tmp_path / "x.svg")
+    with open_capture(folder / "one.zarr", 0) as capture:
+        weights = attention_pattern(capture, 1, 0)
+    blocks = shown[4].get_array()
+    assert blocks.shape == (5, 5) and shown[4].get_extent() == [-0.5, TOKENS - 0.5, TOKENS - 0.5, -0.5]
+    for i, k in ((0, 0), (2, 1), (4, 4)):
+        assert blocks[i, k] == weights[3 * i : 3 * i + 3, 3 * k : 3 * k + 3].max()
+
+
+def test_values_that_are_not_finite_are_crossed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells: list[list[tuple[float, ...]]] = []
+    monkeypatch.setattr(canvas, "cross_out", lambda _panel, some: cells.append([tuple(map(float, c)) for c in some]))
+    spoilt = np.zeros((4, TOKENS), bool)
+    spoilt[1, 3:6] = spoilt[1, 9] = spoilt[3, 0] = True
+    read = plot_module.residual_norms
+    monkeypatch.setattr(
+        plot_module,
+        "residual_norms",
+        lambda capture: (np.where(spoilt, np.float32(np.nan), read(capture)[0]), read(capture)[1]),
+    )
+    assert plot(folder, "norms", tmp_path / "x.svg") == 0
+    assert cells[0] == [(2.5, 0.5, 3, 1), (8.5, 0.5, 1, 1), (-0.5, 2.5, 1, 1)]
+    assert canvas.CROSSED in svg_texts(tmp_path / "x.svg")
+    cells.clear()
+    weights = np.full((1, TOKENS, TOKENS), 1 / TOKENS, "f4")
+    weights[0, 2] = np.nan
+    monkeypatch.setattr(plot_module, "attention_pattern", lambda _capture, _layer: weights)
+    assert plot(folder, "attention", tmp_path / "x.svg") == 0
+    assert cells == [[(-0.5, 1.5, 3, 1)]]
+
+
+def test_a_neuron_is_drawn_over_whole_words_each_with_its_value(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = {f"word-of-many-letters-{i}": i for i in range(512)}
+    Tokenizer(models.WordLevel(words, unk_token="word-of-many-letters-0")).save(str(tmp_path / "tokenizer.json"))
+    patches: list[Rectangle] = []
+    add = Axes.add_patch
+    monkeypatch.setattr(Axes, "add_patch", lambda self, patch: patches.append(patch) or add(self, patch))
+    with open_capture(folder / "one.zarr", 0) as capture:
+        found = top_tokens(capture, "mlp_post", 3, layer=0, count=2, context=1)
+    draw_top_tokens(found, tmp_path / "x.svg", tokenizer=tmp_path)
+    wanted = [f"word-of-many-letters-{i}" for one in found for i in one.context]
+    assert set(wanted) <= svg_texts(tmp_path / "x.svg"), "no word is cut"
+    cells = [patch for patch in patches if patch.get_fill() and patch.get_height() == pytest.approx(0.84)]
+    values = np.concatenate([one.values for one in found])
+    assert len(cells) == len(values)
+    shade = colour_map(bool(values.min() < 0 < values.max()))
+    largest = np.abs(values).max()
+    assert values.min() < 0 < values.max(), "of both signs, so that 0 has the colour of the page"
+    np.testing.assert_allclose(
+        [cell.get_facecolor() for cell in cells], shade((values + largest) / (2 * largest)), atol=0.01
+    )
+    frames = [patch for patch in patches if not patch.get_fill() and patch.get_height() == pytest.approx(0.92)]
+    assert [frame.get_x() for frame in frames] == [0.0, 0.0], "the tokens themselves stand below each other"
+
+
+@pytest.mark.parametrize(("hook", "name"), [("resid_pre", "dimension"), ("mlp_post", "neuron")])
+def test_values_are_neurons_of_an_mlp_alone(hook: str, name: str, folder: Path, tmp_path: Path) -> None:
+    one, two, out = (str(path) for path in (folder / "one.zarr", folder / "two.zarr", tmp_path / "x.svg"))
+    where = ["--hook", hook, "--layer", "1", "-o", out]
+    assert main(["plot", one, "--kind", "difference", "--against", two, *where]) == 0
+    assert name in svg_texts(tmp_path / "x.svg")
+    assert main(["plot", one, "--kind", "neuron", "--neuron", "3", *where]) == 0
+    assert f"{hook}, layer 1, {name} 3" in svg_texts(tmp_path / "x.svg")
+
+
+@pytest.fixture(scope="module")
+def short(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of one token."""
+    path = tmp_path_factory.mktemp("short") / "one.zarr"
+    return analysiskit.write_store(path, Oracle(folder / "model"), [7], 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_of_one_token_is_drawn_or_refused_with_the_fix(
+    kind: str, short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = short
+    options = [option.format(b=one) for option in OPTIONS[kind] if option != "generated"]
+    options = options[:-1] if kind == "difference" else options
+    status = main(["plot", str(one), *options, "--kind", kind, "-o", str(tmp_path / "x.png")])
+    assert status == (2 if kind == "drift" else 0)
+    assert status == 0 or "no row can be compared with another; give" in capsys.readouterr().err

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The help of every command has a sentence and examples, and the examples are command lines that it takes."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+import pytest
+
+from dmi_connector.cli.help import COMMANDS
+from dmi_connector.cli.main import main, make_parser, make_run_parser, make_serve_parser
+from dmi_connector.cli.serve import server_command
+
+OWN = {"serve": make_serve_parser, "run": make_run_parser}
+"""Commands whose parser is not among those of `dmi`: they pass unknown flags on to vLLM."""
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """The parsers of all commands, by name."""
+    (found,) = (a.choices for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return {**found, **{name: make() for name, make in OWN.items()}}
+
+
+def test_every_command_is_described() -> None:
+    assert set(COMMANDS) == set(commands())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_has_one_sentence_and_examples(name: str) -> None:
+    parser, (sentence, examples) = commands()[name], COMMANDS[name]
+    assert sentence[0].isupper() and sentence.count(". ") == 0 and sentence.endswith(".")
+    text = parser.format_help()
+    above, below = text.split("\noptions:" if "\noptions:" in text else "\nprompts:", 1)
+    assert sentence in " ".join(above.split()), "above the options"
+    assert examples and all(f"  {line}\n" in below for line in examples), "below them, not wrapped"
+    assert name != "export" or "formats:\n  safetensors " in below
+
+
+@pytest.mark.parametrize(("name", "line"), [(name, line) for name, (_, lines) in COMMANDS.items() for line in lines])
+def test_the_examples_are_taken(name: str, line: str) -> None:
+    program, command, *arguments = shlex.split(line)
+    assert (program, command) == ("dmi", name)
+    if name == "serve":
+        passed, options = server_command(arguments, make_serve_parser())
+        assert options is not None and passed[-2:] == ["--port", "8000"]
+    elif name == "run":
+        assert make_run_parser().parse_known_args(arguments)[1] == []
+    else:
+        assert make_parser().parse_args([command, *arguments]).command == name
+
+
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert out == make_parser().format_help() and err == ""
+    assert all(f"    {name} " in out for name in COMMANDS)
