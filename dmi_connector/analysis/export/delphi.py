@@ -57,7 +57,7 @@ def export(
     fix_stores(module, {**settings, "skip": skip, "splits": splits}, captures, finite)
     note = f"contexts of {context_size} tokens, {encoder.latents} latents; {rows.left} tokens left over"
     if (module / "config.json").exists():
-        there = int(json.loads((module / "config.json").read_text())["n_tokens"]) // context_size
+        there = int(json.loads((module / "config.json").read_bytes())["n_tokens"]) // context_size
         return Done(out, 0, splits, (f"{there} {note}",), rows.warnings(there))
     parts = _Parts(module / f".parts{PARTIAL}", rows.contexts, _bounds(encoder.latents, splits), finite)
     step = max(1, min(rows.step, _STEP_VALUES // (context_size * encoder.latents)))

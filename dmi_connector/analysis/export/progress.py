@@ -195,7 +195,7 @@ def write_note(out: Path, settings: Mapping[str, Any], stores: Any, finite: Fini
 
 def note_not_finite(out: Path, finite: FiniteCheck) -> None:
     """Note again which stores are not finite, where a note is."""
-    noted = json.loads((out / NOTE).read_text())
+    noted = json.loads((out / NOTE).read_bytes())
     write_note(out, noted["settings"], noted["stores"], finite)
 
 
