@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,15 @@ def test_the_docs_name_all_of_the_contract() -> None:
     assert not [place for place in places if place not in text], "docs/CONTRACT.md does not explain them"
     described = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
     assert described == [item for item, _ in names], "one row for each item of NAMES, in their order, and no other"
+
+
+def test_proposals_name_what_they_remove_once() -> None:
+    text = (DOCS / "UPSTREAM.md").read_text()
+    lists = [re.findall(r"`(\w+)`", part) for part in re.findall(r"\*\*Removes:\*\*(.*?)\n\n", text, re.DOTALL)]
+    removed, items = [one for names in lists for one in names], {item for names in NAMES.values() for item in names}
+    assert len(removed) == len(set(removed)) and set(removed) <= items
+    assert [int(n) for n in re.findall(r"\) \| (\d+) \|$", text, re.MULTILINE)] == [len(names) for names in lists]
+    assert f"relies on {len(items)} names" in text
 
 
 @pytest.mark.parametrize(
