@@ -154,7 +154,8 @@ class TokenDataset(IterableDataset[Batch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next loop begin with this epoch, which has an order of its own. Without it the first loop begins with
-        epoch 0, and each other one with the epoch after those of the loop before. Raises ValueError below 0.
+        epoch 0, and each other one with the epoch after those of the loop before. Persistent workers of a `DataLoader`
+        do not see it: use `loader`. Raises ValueError below 0.
         """
         if epoch < 0:
             raise ValueError(f"epoch {epoch} is not valid; use 0 or more")
@@ -195,7 +196,8 @@ class TokenDataset(IterableDataset[Batch]):
                 raise ValueError(
                     f"the state is of {name} {state[name]}, not {own}; go on with those that it was saved with"
                 )
-        return Position(int(state["epoch"]), int(state["batch"]), state["end"])
+        end = state.get("end", self.epochs)  # older states lack it
+        return Position(int(state["epoch"]), int(state["batch"]), end)
 
     def _print(self) -> str:
         """A digest of everything that the order depends on, but for ranks and workers."""
@@ -339,7 +341,7 @@ class TokenDataset(IterableDataset[Batch]):
         tensors = {name: as_torch(self.views[name].decoded(part)) for name, part in rows.items()}
         if self.dtype is not None:
             tensors = {name: tensor.to(self.dtype) for name, tensor in tensors.items()}
-        bad = np.unique(np.concatenate([not_finite(as_numpy(tensor)) for tensor in tensors.values()]))
+        bad = np.unique(np.concatenate([not_finite(as_numpy(_of_numpy(tensor))) for tensor in tensors.values()]))
         if len(bad):
             self._see(stream, number * self.batch_size + bad)
             if self._finite.policy == "skip":
@@ -368,6 +370,11 @@ class TokenDataset(IterableDataset[Batch]):
                 f"rank {self.rank} has a batch whose rows all hold {WHAT}, and ranks need equally many batches; leave"
                 f" out {next(reversed(self._finite.first))}, or use a larger batch_size"
             )
+
+
+def _of_numpy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in a dtype that numpy has: torch's 8-bit floats in float32."""
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
 def _distributed() -> tuple[int, int]:

@@ -77,7 +77,7 @@ class TokenLoader:
         self._left: tuple[Position, Position] | None = None  # where a loop stands, and where the next one began then
 
     def _at(self) -> Position:
-        # Who set the epoch or began another loop since then wants no rest of this one.
+        # If the epoch was set or another loop began since, the rest of this loop is dropped.
         rest = self._left is not None and self._left[1] is self.dataset._next
         return self._left[0] if rest and self._left is not None else self.dataset._next
 

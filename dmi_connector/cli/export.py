@@ -119,14 +119,15 @@ def _layers(text: str) -> list[int]:
 
 def _progress_of(counts: str) -> Progress:
     """A line on a terminal that counts; elsewhere, as in the log of a job, a new line now and then."""
-    shown = time.monotonic()
+    shown, ended = time.monotonic(), False
 
     def show(done: int, total: int) -> None:
-        nonlocal shown
+        nonlocal shown, ended
         now = time.monotonic()
-        if sys.stderr.isatty():
-            print(f"\r{done}/{total} {counts} exported", end="\n" if done == total else "", file=sys.stderr, flush=True)
-        elif now - shown >= _LOG_EVERY_S:
+        if sys.stderr.isatty() and not ended:
+            ended = done == total
+            print(f"\r{done}/{total} {counts} exported", end="\n" if ended else "", file=sys.stderr, flush=True)
+        elif not sys.stderr.isatty() and now - shown >= _LOG_EVERY_S:
             print(f"{done}/{total} {counts} exported", file=sys.stderr, flush=True)
             shown = now
 

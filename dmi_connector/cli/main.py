@@ -199,11 +199,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _at_home(argument: str) -> str:
-    """An argument with the user's home in the place of `~`, which shells leave in --out=~/x and in quotes."""
+    """An argument with the user's home in the place of `~/`, which shells leave in --out=~/x and in quotes."""
     option, equals, path = argument.partition("=")
-    if argument.startswith("--") and path.startswith("~"):
+    if argument.startswith("--") and path.startswith("~/"):
         return f"{option}{equals}{os.path.expanduser(path)}"
-    return os.path.expanduser(argument)
+    return os.path.expanduser(argument) if argument.startswith("~/") else argument
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -62,8 +62,6 @@ def stores(paths: Sequence[str], complete: bool = False) -> list[Place]:
         if is_store(one):
             found.append(one)
             continue
-        if isinstance(one, Path):
-            check_not_above(one)
         inside = stores_of(one)
         kept = [store for store in inside if not complete or read_attrs(store)["complete"]]
         if len(kept) < len(inside):

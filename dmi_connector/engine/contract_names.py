@@ -11,8 +11,8 @@ from typing import NamedTuple
 class Name(NamedTuple):
     """A name outside this package.
 
-    places: `module:attribute path`, separated by spaces if it has moved: the first that is there is taken. why: what it
-    is used for. without: what happens where it is missing; "": the engine is refused.
+    places: `module:attribute path`. Several, separated by spaces, if the name has moved: the first that exists is used.
+    why: what it is used for. without: what happens where it is missing; "": the engine is refused.
     """
 
     places: str
@@ -213,7 +213,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "passes": Name(
             "vllm.config:CompilationConfig.__dataclass_fields__.pass_config",
-            "has the two passes above",
+            "has the passes fuse_norm_quant and fuse_allreduce_rms",
         ),
         "norm_quant": Name(
             "vllm.config.compilation:PassConfig.__dataclass_fields__.fuse_norm_quant",

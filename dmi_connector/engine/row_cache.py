@@ -28,9 +28,7 @@ class CaptureMetadataBuilder(stock.CacheOnlyAttentionMetadataBuilder):
     ) -> stock.CacheOnlyAttentionMetadata:
         layers = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
-            layers[name].step = common_attn_metadata
-            if layers[name].poisons and (rows := layers[name].rows) is not None:
-                poison(rows, common_attn_metadata.slot_mapping)
+            layers[name].planned(common_attn_metadata)
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
 
@@ -51,7 +49,7 @@ class CaptureLayer(nn.Module, AttentionLayerBase):
 
     rows: uint8 [slots, row_bytes], a view of the cache; None until vLLM binds it. step: metadata of the running batch
     (query starts and slots). poisons: whether the rows of a step are filled with UNWRITTEN before its forward, as for
-    the first captures of an untested vLLM.
+    the first captures of an untested vLLM. unpoisoned: slots of the step whose rows are still to be filled.
     """
 
     def __init__(self, context: CaptureContext) -> None:
@@ -66,6 +64,8 @@ class CaptureLayer(nn.Module, AttentionLayerBase):
         self.kv_cache = torch.tensor([])
         self.step: CommonAttentionMetadata | None = None
         self.poisons = bool(contract.untested())
+        self.unpoisoned: torch.Tensor | None = None
+        self._built_last = not vllm_config.use_v2_model_runner
         self.impl = CaptureBackend.get_impl_cls()(1, self.head_size, "auto", self.row_dtype)
         layers = vllm_config.compilation_config.static_forward_context
         if self.layer_name in layers:
@@ -79,6 +79,20 @@ class CaptureLayer(nn.Module, AttentionLayerBase):
             return None
         # Not stored: vLLM replaces the cache after profiling, and a stored view would keep the old one alive.
         return cache.view(-1, self.head_size).view(torch.uint8)
+
+    def planned(self, step: CommonAttentionMetadata) -> None:
+        """The metadata of a step is built. The V2 runner does so before rows of freed blocks are read, V1 after it."""
+        self.step = step
+        if self.poisons:
+            self.unpoisoned = step.slot_mapping
+            if self._built_last:
+                self.poison_step()
+
+    def poison_step(self) -> None:
+        """Fill the rows of the step with UNWRITTEN, once. Call it before the forward, and after freed rows are read."""
+        slots, self.unpoisoned = self.unpoisoned, None
+        if slots is not None and (rows := self.rows) is not None:
+            poison(rows, slots)
 
     def check_cache(self) -> None:
         """Raises ValueError unless slot s of the cache is row s: [blocks, 1, slots, head_size] in one piece."""

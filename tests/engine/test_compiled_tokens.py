@@ -29,7 +29,7 @@ import pytest
 import torch
 
 from dmi_connector import Capture, capture_args, open_capture
-from dmi_connector.engine.taps.compilation import REUSE
+from dmi_connector.engine.contract import REUSE
 from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt
 
 STREAM = "resid_pre,resid_mid,q,k"

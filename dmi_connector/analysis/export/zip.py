@@ -53,6 +53,8 @@ def _check(capture: Capture, finite: FiniteCheck) -> None:
                 values = capture.numpy(hook, layer, rows, convert=False)
                 bad = not_finite(values, minus_infinity=hook == "logits") + rows.start
                 if len(bad):
+                    if hook == "logits":
+                        bad = capture.logits_positions[bad] - capture.attrs["start"]
                     finite.see(capture.path, bad)
                     if finite.policy == "skip":
                         raise finite.error(capture.path, int(bad[0]))

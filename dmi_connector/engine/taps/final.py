@@ -23,7 +23,7 @@ def install_final(taps: ModelTaps) -> None:
         value, stream = norm_outputs(arch, args, output)
         if final:
             batch.add(final, _sum(terms, stream))
-        batch.add(normed, value)
+        batch.add(normed, copied(value) if taps.compilation.copies else value)
         batch.write()
         batch.end(value.flatten(0, -2))
 

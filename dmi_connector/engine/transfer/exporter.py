@@ -125,12 +125,16 @@ class Exporter:
             for capture, _ in self.ending:
                 self._flush(capture)
             self._end_gathered()
+        if self.layer.poisons:
+            self.layer.poison_step()
 
     def after_forward(self, metadata: StepMetadata) -> None:
         """Export whole chunks, and last rows whose blocks are kept, as far as there is room.
 
         Raises RuntimeError if the first captures of an untested vLLM lack values. Their stores say so.
         """
+        if self.layer.poisons:
+            self.layer.unpoisoned = None  # in a step without a forward it would be that of an older one
         if self.progress.unwritten and (version := contract.untested()):
             raise RuntimeError(
                 f"vllm: no tap wrote {', '.join(self.progress.unwritten)} in version {version}, which was not tested "
@@ -269,7 +273,7 @@ class Exporter:
 
     def _end(self, capture: CaptureExport, message: Close) -> None:
         """Close a capture once its rows are delivered."""
-        if self.layer.poisons:
+        if self.layer.poisons and message.length:
             self.trials -= 1
             self.layer.poisons = self.trials > 0
         if self.lane is None:

@@ -63,15 +63,16 @@ def open_captures(
     rows. where: called with each `CaptureInfo` that these filters let pass. hooks: what a store must have captured, as
     in `Captures.filter`; it is looked for last, since the index does not have it.
 
-    Where no store passes, a warning says why. Stores of a directory without an index are found by their names (*.zarr),
-    and each is opened once. Raises ValueError for a time or a prompt_len that is none, for a directory that is not
-    there or whose stores lie one level below, and for a store in its place; KeyError for a hook that none of the stores
-    holds.
+    Where a filter lets no store pass, a warning says why. Stores of a directory without an index are found by their
+    names (*.zarr), and each is opened once. Raises ValueError for a time or a prompt_len that is none, for a directory
+    that is not there or whose stores lie one level below, and for a store in its place; KeyError for a hook that none
+    of the stores holds.
     """
     filters: dict[str, Any] = {"key": key, "request_id": request_id, "model": model, "after": after, "before": before}
     filters |= {"prompt_len": prompt_len, "where": where}
+    given = filters | {"hooks": hooks}
     found = _open(directory, incomplete, hooks, {name: value for name, value in filters.items() if value is not None})
-    if not len(found) and filters != dict.fromkeys(filters):
+    if not len(found) and given != dict.fromkeys(given):
         logger.warning("open_captures: %s", found.why_empty)
     return found
 
@@ -251,7 +252,11 @@ class Captures:
         layer, KeyError for a hook or layer that none of these stores holds.
         """
         kept = [info for info in map(whole, self.infos) if where(info)] if where is not None else self.infos
-        return replace(self, infos=tuple(kept if hooks is None else holding(kept, hooks)))
+        found, why = kept if hooks is None else holding(kept, hooks), self.why_empty
+        if kept and not found:
+            names = [hooks] if isinstance(hooks, str) else hooks or ()
+            why = f"none of {len(kept)} stores holds all of {', '.join(map(repr, names))}"
+        return replace(self, infos=tuple(found), why_empty=why)
 
     def check_one_model(self) -> None:
         """Raise ValueError where the stores are of several models. Those that were chosen by `model` count as one's."""

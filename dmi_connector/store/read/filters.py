@@ -41,7 +41,9 @@ def holding(infos: Sequence[CaptureInfo], hooks: str | Collection[str]) -> list[
     def look(number: int) -> None:
         attrs = read_attrs(infos[number].store)
         held[number] = {name for name in wanted if holds(name, attrs)}
-        reasons.update((name, _other_tensor(name, attrs)) for name in wanted)
+        for name in wanted:
+            if why := _other_tensor(name, attrs):
+                reasons.setdefault(name, why)
         table = HookTable.of(attrs)
         for name in table.names:
             layers.setdefault(name, set()).update(table.layers(name))
@@ -50,7 +52,7 @@ def holding(infos: Sequence[CaptureInfo], hooks: str | Collection[str]) -> list[
     (in_fetch_threads if remote else in_threads)(look, range(len(infos)))
     for name in wanted:
         if infos and not any(name in names for names in held.values()):
-            raise KeyError(f"{name!r} is in none of {len(infos)} stores{reasons[name] or _lacking(name, layers)}")
+            raise KeyError(f"{name!r} is in none of {len(infos)} stores{reasons.get(name) or _lacking(name, layers)}")
     return [info for number, info in enumerate(infos) if held[number] == {*wanted}]
 
 

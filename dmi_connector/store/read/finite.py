@@ -65,11 +65,12 @@ class FiniteCheck:
         self.policy, self.option = policy, option
         self.rows: Counter[str] = Counter()
         self.first: dict[str, int] = {}
-        self._warned = 0  # rows of which a warning was given
+        self._warned = 0  # rows that were counted when a warning was given
+        self._reported = 0  # the same, of `warn_all`
 
     @property
     def settings(self) -> dict[str, str]:
-        """What files that were written depend on: those of "skip" and "fail" are the same."""
+        """The part of the policy that changes files. "skip" and "fail" write the same files."""
         return {"finite": self.policy} if self.policy == "keep" else {}
 
     def see(self, store: Place, rows: Sequence[int] | np.ndarray) -> None:
@@ -99,7 +100,7 @@ class FiniteCheck:
         return NotFinite(f"{store}: row {row} holds {WHAT}; leave the store out, or give {self.option} keep")
 
     def take(self) -> list[tuple[str, int, int]]:
-        """(store, rows, first of them) of all that was counted, which begins anew: to `add` in another process."""
+        """Set the counts to zero. Returns (store, rows, first row) of each, for `add` in another process."""
         taken = [(store, count, self.first[store]) for store, count in self.rows.items()]
         self.rows, self.first = Counter(), {}
         return taken
@@ -119,11 +120,12 @@ class FiniteCheck:
 
     def warn_all(self) -> None:
         """Warn of all that was counted, where that is more than was said."""
+        new = self.rows.total() - self._reported
         if self.rows.total() > self._warned and self.policy != "fail":
-            self._warned = self.rows.total()
+            self._warned = self._reported = self.rows.total()
             named = ", ".join(list(self.rows)[:_NAMED])
             warnings.warn(
-                f"{self._warned} rows of {len(self.rows)} stores hold {WHAT} and were {self._verb}: {named}",
+                f"{new} rows of {len(self.rows)} stores hold {WHAT} and were {self._verb}: {named}",
                 RuntimeWarning,
                 stacklevel=3,
             )

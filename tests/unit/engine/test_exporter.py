@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("vllm")
 from dmi_connector.engine.coverage import UNWRITTEN
 from dmi_connector.engine.messages import Open, Rows, Sample, StepMetadata
+from dmi_connector.engine.row_cache import CaptureLayer
 from dmi_connector.engine.transfer.chunk_layout import chunk_layout
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport
 from dmi_connector.engine.transfer.exporter import Exporter
@@ -205,6 +206,32 @@ def test_rows_that_no_tap_wrote_are_lost_under_check_poison(make: Make) -> None:
     ]
     exporter.ring.release(a.extents[0])
     assert exporter.ring.used == 0
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["V1", "V2"])
+def test_rows_of_freed_blocks_leave_before_their_slots_are_poisoned(make: Make, late: bool) -> None:
+    """A new request has the blocks of a preempted one. The V2 runner builds a step's metadata before rows are read."""
+    exporter = make()
+    a, slots = begin(exporter, 1, 20), torch.arange(4)
+    exporter.layer = layer = CaptureLayer.__new__(CaptureLayer)
+    torch.nn.Module.__init__(layer)
+    layer.head_size, layer.kv_cache = exporter.rows.shape[1], exporter.rows
+    layer.poisons, layer.unpoisoned, layer._built_last, exporter.trials = True, None, not late, 1
+    exporter.captures[1].checked = True
+    given, step = payload(exporter, 0), SimpleNamespace(slot_mapping=slots)
+    if late:
+        layer.planned(step)  # type: ignore[arg-type]
+    exporter.before_forward(StepMetadata(leaving=[rows(1, 0)], preempted=[1]))
+    if not late:
+        layer.planned(step)  # type: ignore[arg-type]
+    assert a.chunks == [(0, 4, given)], "as they were"
+    assert (exporter.rows[:4].view(torch.int16) == UNWRITTEN).all()
+    exporter.rows[:4] = 0  # the forward
+    exporter.after_forward(StepMetadata())
+    exporter.before_forward(StepMetadata())  # a step without a forward
+    assert not exporter.rows[:4].any()
+    exporter.before_forward(StepMetadata(closes=[closing(1, 0)]))
+    assert layer.poisons, "a capture without rows shows nothing"
 
 
 # ---- logits -------------------------------------------------------------------------------------------------------
