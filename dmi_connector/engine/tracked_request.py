@@ -20,7 +20,8 @@ class Tracked:
 
     quota_end: first position that `max_request_bytes` has no room for. exported: position up to which rows were handed
     to the workers. due: number of computed tokens at which the next chunk is ready. ignored: which of its options are
-    ignored, in words. opened: whether it was ever scheduled. media: images and the like of its first turn. blocks: its blocks in the cache group of the rows.
+    ignored, in words. opened: whether it was ever scheduled. media: images and the like of its first turn. blocks: its
+    blocks in the cache group of the rows.
     """
 
     request: Request

@@ -118,6 +118,11 @@ def test_a_dtype_and_skipped_rows_can_be_asked_for(captures: Captures) -> None:
     assert {token % 1000 for token in flat(tokens(make(captures, skip=2)))}.isdisjoint({0, 1})
 
 
+def test_a_dtype_that_numpy_lacks_can_be_asked_for(captures: Captures) -> None:
+    batch = next(iter(make(captures, dtype=torch.float8_e4m3fn)))
+    assert isinstance(batch, torch.Tensor) and batch.dtype == torch.float8_e4m3fn
+
+
 def test_one_buffer_or_many_give_each_token_once(captures: Captures) -> None:
     for buffer in (20, 33, 10_000):
         found = flat(tokens(make(captures, buffer_tokens=buffer)))
@@ -275,6 +280,9 @@ def test_iteration_resumes_exactly(captures: Captures, after: int) -> None:
     for _ in range(after):
         next(running)
     state = pickle.loads(pickle.dumps(data.state_dict()))
+    older = make(captures, epochs=2)
+    older.load_state_dict({name: value for name, value in state.items() if name != "end"})
+    assert tokens(older) == every[after:]
     resumed = make(captures, epochs=2)
     resumed.load_state_dict(state)
     assert tokens(resumed) == every[after:]

@@ -81,11 +81,23 @@ def test_a_hook_that_no_store_holds_is_refused(parent: Path, hooks: Any, message
             call()
 
 
-def test_hooks_that_some_store_holds_choose_stores(parent: Path) -> None:
+def test_hooks_that_some_store_holds_choose_stores(
+    parent: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     captures = open_captures(parent / "captures")
     assert [info.store.name for info in captures.filter(hooks="z@1").infos] == ["b.zarr"]
     assert [info.store.name for info in captures.filter(hooks="blocks.1.attn.hook_z").infos] == ["b.zarr"]
     assert len(captures[:0].filter(hooks="nothing")) == 0, "there is no store to look at"
+    one = captures.filter(lambda info: info.store.name == "a.zarr")
+    apart = [ArraySpec("k", "float32", (0, 1), 8)]
+    directory = tmp_path / "apart"
+    shutil.copytree(one.infos[0].store, directory / "a.zarr")
+    owner = kit.Store(1 << 20)
+    owner.write(directory / "k.zarr", apart, 20, attrs={"num_layers": 2, "model": "/models/Tiny", "dtype": "float32"})
+    assert owner.shutdown()
+    with caplog.at_level(logging.WARNING):
+        assert len(open_captures(directory, hooks=["q", "k"])) == 0
+    assert "none of 2 stores holds all of 'q', 'k'" in caplog.text
 
 
 def test_commands_name_a_hook_that_is_misspelt(parent: Path, run: Run, tmp_path: Path) -> None:
