@@ -237,7 +237,8 @@ def test_vllm_compiles_whole_or_piecewise_as_configured(compiled: Compiled, capt
     assert pieces == ([2 * compiled.layers + 1] * 2 if compiled.how is in_pieces else [0, 0])
     for run in captured.values():
         how = run.facts["how"]
-        assert how == (False, compiled.how is in_pieces, True, False), "norms are Inductor's, and the stream lasts in pieces"
+        wanted = (False, compiled.how is in_pieces, True, False)
+        assert how == wanted, "norms are Inductor's, and the stream lasts in pieces"
         assert str(how) in run.facts["hashed"]
         assert [run.facts["options"][name] for name in REUSE] == [False] * 3
 
