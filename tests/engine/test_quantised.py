@@ -19,9 +19,9 @@ from tests.quantise import SCHEMES, quantise
 
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 2}
 """Whole tiles of every kernel, and whole groups."""
-LEAST_COSINE = {"gptq": 0.998, "awq": 0.998, "int8": 0.995, "fp8": 0.985}
+LEAST_COSINE = {"gptq": 0.995, "awq": 0.995, "int8": 0.995, "fp8": 0.985}
 """Of a row with transformers' in float32: bfloat16 rounds, and int8 and fp8 quantise the inputs of products too. With 4
-bits 0.9987 was seen on a CPU with AMX.
+bits 0.9974 was seen on a CPU with AMX; in transformers bfloat16 alone gives 0.9976 (`attn_out` of a tiny Llama).
 """
 AVX512, VNNI = torch.cpu._is_avx512_supported(), torch.cpu._is_vnni_supported()
 if not VNNI:
