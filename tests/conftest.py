@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -98,6 +99,22 @@ def vllm_cache_root(pytestconfig: pytest.Config) -> Iterator[Path]:
     else:
         os.environ["VLLM_CACHE_ROOT"] = old
     shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture
+def engine_log() -> Iterator[list[str]]:
+    """Messages of the package's logger inside vLLM, each once: with `caplog` their number depends on whether vLLM has
+    configured its logger yet."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.dmi_connector")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield messages
+    logger.setLevel(level)
+    logger.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

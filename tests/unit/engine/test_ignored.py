@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,9 +55,8 @@ def test_the_ids_of_capture_args_stand_for_no_layer(tmp_path: Path) -> None:
 
 
 def test_a_path_of_a_request_is_named_in_its_response_and_once_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, engine_log: list[str]
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     tracker, responses = make_tracker(tmp_path, "resid_pre"), []
     for name, path in (("a", "/tmp/a.safetensors"), ("b", "/tmp/b.safetensors"), ("c", None)):
         request = ask({"hidden_states_path": path, "dmi": {"key": name}}, 20, name)
@@ -68,9 +66,7 @@ def test_a_path_of_a_request_is_named_in_its_response_and_once_in_the_log(
     assert said[0] == ignored_path({"hidden_states_path": "/tmp/a.safetensors"}) and "dmi.save_path" in said[0]
     assert said[0].startswith("hidden_states_path: '/tmp/a.safetensors' is ignored") and "/tmp/b" in said[1]
     assert not said[2] and all(response["dmi_store"] for response in responses)
-    assert [message for message in caplog.messages if "ignored" in message] == [
-        f"dmi: ignored in request 'a': {said[0]}"
-    ]
+    assert [message for message in engine_log if "ignored" in message] == [f"dmi: ignored in request 'a': {said[0]}"]
     tracker.warning = "of the engine"
     for kv, want in (({}, "of the engine"), ({"hidden_states_path": "/x"}, "of the engine; hidden_states_path: '/x'")):
         tracker.on_new_request(request := ask(kv, 20, "d"))  # type: ignore[arg-type]
