@@ -227,7 +227,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from dmi_connector import open_capture
-    from dmi_connector.analysis.transformers_oracle import Oracle
+    from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 
     torch.set_num_threads(min(MOST_THREADS, torch.get_num_threads()))
     oracle = Oracle(args.model, torch.float32)

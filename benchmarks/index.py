@@ -46,7 +46,7 @@ def write(directory: Path, entries: int) -> int:
 def measure(directory: Path, entries: int, what: str) -> dict[str, Any]:
     """One measurement: seconds, captures found, and the memory that the process took for it, in MiB."""
     from dmi_connector import find_captures
-    from dmi_connector.store.write.commit import append_index
+    from dmi_connector.store.write.finish.commit import append_index
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()

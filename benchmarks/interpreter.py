@@ -28,9 +28,9 @@ import pytest
 import torch
 
 from benchmarks import common
-from dmi_connector.engine.architectures import ARCHITECTURES
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.tracker import Tracker
+from dmi_connector.engine.model.architectures import ARCHITECTURES
+from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.engine.transfer import gpu_lane
 from dmi_connector.engine.transfer.chunk_transfer import Progress
 from dmi_connector.engine.transfer.exporter import Exporter

@@ -54,7 +54,7 @@ def gpu_limits() -> dict[str, float]:
 
 def _codec_worker(codec: str, seconds: float) -> tuple[float, float]:
     """(GB/s of raw data, ratio) of one process encoding 128 x 2560 chunks with crc32c."""
-    from dmi_connector.store.write import shard_writer as shard
+    from dmi_connector.store.write.arrays import shard_writer as shard
 
     chunk = common.activations(128 * 2560 * 2).view(np.uint16).reshape(128, 2560)
     done, stored, begin = 0, 0, time.perf_counter()

@@ -38,9 +38,9 @@ from dmi_connector.settings import CODECS, ServerOptions
 from dmi_connector.store.format.locks import PartialLock
 from dmi_connector.store.format.paths import no_follow
 from dmi_connector.store.read.index import read_index
-from dmi_connector.store.write import retention
 from dmi_connector.store.write.client import StoreClient
-from dmi_connector.store.write.commit import append_index, finish_line, now
+from dmi_connector.store.write.finish import retention
+from dmi_connector.store.write.finish.commit import append_index, finish_line, now
 from dmi_connector.store.write.settings import WriteSettings
 
 MODELS = {

@@ -31,7 +31,7 @@ def rows_of(arch: str, lengths: Sequence[int]) -> Iterator[tuple[float, float, b
     """(cosine, gap, whether all experts are the same) of each row of logits. The last is None without experts."""
     import torch
 
-    from dmi_connector.analysis.transformers_oracle import Oracle
+    from dmi_connector.analysis.oracle.transformers_oracle import Oracle
     from dmi_connector.cli.tiny_models import make_model
 
     with tempfile.TemporaryDirectory() as folder:

@@ -140,7 +140,7 @@ def first_layers(model: str, share: int) -> str:
     """FULL of the first 1/share of a model's layers."""
     from transformers import AutoConfig
 
-    from dmi_connector.engine.architectures import ARCHITECTURES
+    from dmi_connector.engine.model.architectures import ARCHITECTURES
     from dmi_connector.hooks import HOOKS, parse_selection
 
     config = AutoConfig.from_pretrained(model)

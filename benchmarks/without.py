@@ -63,7 +63,7 @@ def _pace() -> None:
 
 def _reports() -> None:
     """Workers report in each step."""
-    from dmi_connector.engine.tracker import Tracker
+    from dmi_connector.engine.scheduler.tracker import Tracker
 
     plan = Tracker._plan
 
@@ -83,7 +83,7 @@ def _answers() -> None:
 
 def _held() -> None:
     """Blocks of ended requests are not kept: their last rows leave before the next forward."""
-    from dmi_connector.engine import tracker
+    from dmi_connector.engine.scheduler import tracker
 
     vars(tracker)["_HELD"] = 0.0
 

@@ -32,7 +32,7 @@ def worker_switch(worker: Any, changes: dict[str, Any], least_share: float = 0.0
     from unittest import mock
 
     from dmi_connector.engine import sizing
-    from dmi_connector.engine.tracker import Tracker
+    from dmi_connector.engine.scheduler.tracker import Tracker
     from dmi_connector.engine.transfer.exporter import Exporter
 
     connector = _connector()
@@ -86,7 +86,7 @@ def _has_connector() -> bool:
 
 def _writers() -> list[int]:
     """Process ids of the writers. They are in the coordinator's process group."""
-    from dmi_connector.store.write.writer_pool import WRITER
+    from dmi_connector.store.write.coordinator.writer_pool import WRITER
 
     group, writers = _connector().exporter.client.group, []
     for entry in Path("/proc").iterdir():
@@ -131,7 +131,7 @@ def _profiled(worker: Any) -> dict[str, tuple[Any, str]]:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
-    from dmi_connector.engine.tracker import Tracker
+    from dmi_connector.engine.scheduler.tracker import Tracker
     from dmi_connector.engine.transfer import gpu_lane
     from dmi_connector.engine.transfer.exporter import Exporter
     from dmi_connector.engine.transfer.gpu_lane import DeviceLane

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dmi_connector.analysis.importance import importance
-    from dmi_connector.analysis.token_dataset import TokenDataset as TokenDataset
+    from dmi_connector.analysis.training.token_dataset import TokenDataset as TokenDataset
     from dmi_connector.args import capture_args
     from dmi_connector.store.read.capture import Capture, CaptureIncomplete, open_capture
     from dmi_connector.store.read.captures import Captures, open_captures
@@ -32,7 +32,7 @@ __all__ = [
 
 # TokenDataset is no part of __all__: it needs torch, and `from dmi_connector import *` does not.
 _HOME = {
-    "TokenDataset": "dmi_connector.analysis.token_dataset",
+    "TokenDataset": "dmi_connector.analysis.training.token_dataset",
     "capture_args": "dmi_connector.args",
     "Capture": "dmi_connector.store.read.capture",
     "CaptureFailed": "dmi_connector.store.read.waiting",

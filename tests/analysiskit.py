@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.analysis.oracle_twins import ONCE
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.oracle_twins import ONCE
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Loss
 from tests import storekit as kit

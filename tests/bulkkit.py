@@ -29,7 +29,7 @@ from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.run_manifest import read_manifest
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.commit import append_finish
+from dmi_connector.store.write.finish.commit import append_finish
 from tests.storekit import Store
 
 RUN = "0123abcd"

@@ -21,7 +21,7 @@ from dmi_connector.cli.tiny_models import ENV
 from tests import runner, vision
 
 if TYPE_CHECKING:
-    from dmi_connector.analysis.transformers_oracle import Oracle
+    from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 
 # vLLM reads these when it is first imported, so they are set before any test module is.
 for _name, _value in ENV.items():
@@ -147,7 +147,7 @@ def oracle(tiny_model: Callable[..., Path]) -> Callable[..., Oracle]:
     """oracle(arch, dtype="float32"): the transformers twin of `tiny_model(arch, dtype)`."""
     import torch
 
-    from dmi_connector.analysis.transformers_oracle import Oracle
+    from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 
     made: dict[tuple[str, str], Oracle] = {}
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from dmi_connector.engine.architectures import ARCHITECTURES
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.messages import Close, Open, StepMetadata
+from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.engine.transfer.exporter import Exporter
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import row_layouts

@@ -11,7 +11,7 @@ from __future__ import annotations
 from vllm.model_executor.models import registry
 from vllm.plugins import load_general_plugins
 
-from dmi_connector.engine.architectures import ARCHITECTURES
+from dmi_connector.engine.model.architectures import ARCHITECTURES
 
 ALSO = ("ExtractHiddenStatesModel", "DeepseekV2ForCausalLM", "TransformersForCausalLM", "TransformersMoEForCausalLM")
 REFUSED = (

@@ -30,7 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from dmi_connector.engine.connector import DMIConnector
-from dmi_connector.engine.tracker import Tracker
+from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.store.write.ring import Extent, Ring
 from tests.exporterkit import SMALL, make_exporter

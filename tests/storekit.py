@@ -15,9 +15,9 @@ import numpy as np
 from dmi_connector.dtypes import FLOATS
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format.completeness import Loss
-from dmi_connector.store.write.capture_record import CaptureRecord
-from dmi_connector.store.write.captures import Captures, OnDone
 from dmi_connector.store.write.client import OpenCapture, StoreClient
+from dmi_connector.store.write.coordinator.capture_record import CaptureRecord
+from dmi_connector.store.write.coordinator.captures import Captures, OnDone
 from dmi_connector.store.write.ring import Extent, Ring
 from dmi_connector.store.write.settings import WriteSettings
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from dmi_connector.engine.architectures import ARCHITECTURES
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.tracker import Tracker
+from dmi_connector.engine.model.architectures import ARCHITECTURES
+from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import row_layouts
 from dmi_connector.settings import ServerOptions

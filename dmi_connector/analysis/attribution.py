@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dmi_connector.analysis.rows import BLOCK, attribute, known_tokens
+from dmi_connector.analysis.training.rows import BLOCK, attribute, known_tokens
 from dmi_connector.analysis.unembedding import Unembedding
 from dmi_connector.reduce.topk import TopK
+from dmi_connector.store.read.arrays.own_values import OTHER_VALUES, check_own_values
 from dmi_connector.store.read.capture import Capture
-from dmi_connector.store.read.own_values import OTHER_VALUES, check_own_values
 
 
 def logit_attribution(

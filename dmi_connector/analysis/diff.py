@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.analysis.rows import BLOCK, known_tokens, present_rows
+from dmi_connector.analysis.training.rows import BLOCK, known_tokens, present_rows
 from dmi_connector.hooks import HOOKS
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 
 from dmi_connector.analysis.neurons import check_neuron
-from dmi_connector.analysis.rows import BLOCK, check_one_layer, hook_rows
+from dmi_connector.analysis.training.rows import BLOCK, check_one_layer, hook_rows
+from dmi_connector.store.read.arrays.own_values import NO_LENGTHS, check_own_values
 from dmi_connector.store.read.capture import Capture
-from dmi_connector.store.read.own_values import NO_LENGTHS, check_own_values
 
 
 def hook_heat(capture: Capture, hook: str, neuron: int | None = None) -> tuple[np.ndarray, list[str]]:

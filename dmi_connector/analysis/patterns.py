@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from dmi_connector.analysis.rows import attribute
+from dmi_connector.analysis.training.rows import attribute
+from dmi_connector.store.read.arrays.own_values import OTHER_VALUES
 from dmi_connector.store.read.attention import check_head, query_rows, seen_by_attention
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.hook_names import HookTable
-from dmi_connector.store.read.own_values import OTHER_VALUES
 
 SUMMARY = "pattern"
 

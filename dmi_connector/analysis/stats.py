@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dmi_connector.analysis.rows import present_rows
+from dmi_connector.analysis.training.rows import present_rows
 from dmi_connector.analysis.unembedding import entropy_of, log_softmax
 from dmi_connector.dtypes import FLOATS
 from dmi_connector.reduce.attn import AttentionSummary

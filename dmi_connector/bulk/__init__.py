@@ -7,7 +7,7 @@ The way of a prompt:
     order        gives each row a position: the order of the input, or a permutation; a limit; a share
     prompts      makes a prompt of a row, or says why that cannot be done (rejects)
     run          hands prompts to engines as these have room, and waits for the store of each
-    engines      processes with an engine each (engine_process; engine/feed.py talks to vLLM)
+    engines      processes with an engine each (engine_process; engine/offline/feed.py talks to vLLM)
     engine_log   why an engine ended, from its log
     manifest     one line for each prompt whose store is whole
 

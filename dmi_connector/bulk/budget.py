@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dmi_connector.store.write.retention import StoreSizes, measure
+from dmi_connector.store.write.finish.retention import StoreSizes, measure
 
 _LEAST_S, _SHARE = 1.0, 10.0
 """Stores are measured again after this many seconds at least, and after this many times as long as measuring took."""

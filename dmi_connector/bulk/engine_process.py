@@ -14,9 +14,9 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from dmi_connector.engine.lifetime import end_with_parent
+from dmi_connector.engine.offline.lifetime import end_with_parent
+from dmi_connector.store.write.finish.upload import check_upload
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, write_all
-from dmi_connector.store.write.upload import check_upload
 
 _MOST_PER_STEP = 64
 """Prompts that are added between two steps at most: tokenizing more would make the engine wait."""
@@ -55,7 +55,7 @@ def serve(inbox: Inbox, start: Message) -> Iterator[Message]:
     """
     if url := start["capture"].get("upload"):
         check_upload(url)
-    from dmi_connector.engine.feed import EngineFeed, PromptRefused
+    from dmi_connector.engine.offline.feed import EngineFeed, PromptRefused
 
     capture = {**start["capture"], "store_dir": start["store_dir"]}
     feed = EngineFeed(start["model"], capture, start["flags"], start["sampling"], start["max_tokens"])

@@ -20,9 +20,9 @@ from dmi_connector.store.read.index import read_index, uploaded_stores
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.run_manifest import MANIFESTS, read_manifest
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.commit import append_index, remove_partial
-from dmi_connector.store.write.repair import record_ends
-from dmi_connector.store.write.retention import REMOVING_SUFFIX, remove_store
+from dmi_connector.store.write.finish.commit import append_index, remove_partial
+from dmi_connector.store.write.finish.repair import record_ends
+from dmi_connector.store.write.finish.retention import REMOVING_SUFFIX, remove_store
 
 _STORE = ".zarr"
 _DIGITS = 9

@@ -25,7 +25,7 @@ from dmi_connector.store.format.locks import is_abandoned, lock_alone
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.index import IndexTail, info_of
 from dmi_connector.store.read.metadata import read_attrs
-from dmi_connector.store.write.retention import remove_store
+from dmi_connector.store.write.finish.retention import remove_store
 
 _TRIES = 2
 """How often a prompt is captured whose store is incomplete."""

@@ -17,7 +17,7 @@ from typing import Any
 from dmi_connector.args import capture_args
 from dmi_connector.cli.tables import format_bytes, format_table, store_size
 from dmi_connector.cli.tiny_models import ENV, make_model
-from dmi_connector.engine.offline import Answer, EngineFailed
+from dmi_connector.engine.offline.offline import Answer, EngineFailed
 from dmi_connector.hooks import parse_selection
 from dmi_connector.store.read.capture import Capture, CaptureIncomplete, open_capture
 from dmi_connector.store.read.verify import verify_store
@@ -171,7 +171,7 @@ def check_hooks(hooks: str, model: Path) -> None:
     """Check a selection before the engine starts. Raises SelectionError."""
     from transformers import AutoConfig
 
-    from dmi_connector.engine.architectures import ARCHITECTURES
+    from dmi_connector.engine.model.architectures import ARCHITECTURES
 
     parse_selection(hooks, ARCHITECTURES["Qwen3ForCausalLM"].dims(AutoConfig.from_pretrained(model)))
 
@@ -179,7 +179,7 @@ def check_hooks(hooks: str, model: Path) -> None:
 def ask(model: Path, engine: dict[str, dict[str, Any]], progress: Progress) -> list[Answer]:
     """Start an engine with capture, answer PROMPTS, stop it. Raises EngineFailed."""
     with progress.step("starting vLLM"):
-        from dmi_connector.engine.offline import OfflineEngine
+        from dmi_connector.engine.offline.offline import OfflineEngine
 
         running = OfflineEngine(model, engine)
     with progress.step(f"answering {len(PROMPTS)} prompts"):
@@ -191,7 +191,7 @@ def ask(model: Path, engine: dict[str, dict[str, Any]], progress: Progress) -> l
 
 def compare_all(captures: list[Capture], model: Path) -> dict[str, float]:
     """Largest absolute difference from transformers of every hook, over all captures."""
-    from dmi_connector.analysis.transformers_oracle import Oracle, compare, largest
+    from dmi_connector.analysis.oracle.transformers_oracle import Oracle, compare, largest
 
     oracle = Oracle(model)
     return largest(compare(capture, oracle) for capture in captures)
@@ -200,7 +200,7 @@ def compare_all(captures: list[Capture], model: Path) -> dict[str, float]:
 def _draw(captures: list[Capture], out: Path) -> Path | None:
     if importlib.util.find_spec("matplotlib") is None or "resid_post" not in captures[0]:
         return None
-    from dmi_connector.analysis.plot import draw_residual_norms
+    from dmi_connector.analysis.pictures.plot import draw_residual_norms
 
     return draw_residual_norms(captures, out)
 

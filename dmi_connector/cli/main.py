@@ -272,7 +272,7 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _repair(options: argparse.Namespace) -> int:
-    from dmi_connector.store.write.repair import repair
+    from dmi_connector.store.write.finish.repair import repair
 
     path = places.store_directory(options.path, "a store directory or a partial store (*.zarr.partial)")
     if path.suffix == ".zarr":
@@ -289,7 +289,7 @@ def _repair(options: argparse.Namespace) -> int:
 
 def _prune(options: argparse.Namespace) -> int:
     from dmi_connector.cli.tables import format_bytes
-    from dmi_connector.store.write.retention import prune
+    from dmi_connector.store.write.finish.retention import prune
 
     directory = places.store_directory(options.dir)
     if options.older_than is None and options.keep_bytes is None:

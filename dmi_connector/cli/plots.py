@@ -99,20 +99,20 @@ def draw(options: Options, open_store: Open) -> Path:
 
 
 def _norms(options: Options, open_store: Open) -> Path:
-    from dmi_connector.analysis.plot import draw_residual_norms
+    from dmi_connector.analysis.pictures.plot import draw_residual_norms
 
     return draw_residual_norms([open_store(path) for path in options.stores], options.out, options.tokenizer)
 
 
 def _heat(options: Options, open_store: Open) -> Path:
-    from dmi_connector.analysis.plot import draw_heat
+    from dmi_connector.analysis.pictures.plot import draw_heat
 
     captures = [open_store(path) for path in options.stores]
     return draw_heat(captures, options.out, options.hook, options.neuron, options.tokenizer)
 
 
 def _text(options: Options, open_store: Open) -> Path:
-    from dmi_connector.analysis.plot_text import draw_text
+    from dmi_connector.analysis.pictures.plot_text import draw_text
 
     rows = _row_range(options.rows)
     capture = open_store(options.stores[0])
@@ -158,7 +158,7 @@ def _statistic(capture: Capture, options: Options) -> tuple[Statistic, int]:
 
 def _lens(options: Options, open_store: Open) -> Path:
     from dmi_connector.analysis.lens import logit_lens
-    from dmi_connector.analysis.plot import draw_lens
+    from dmi_connector.analysis.pictures.plot import draw_lens
     from dmi_connector.analysis.unembedding import Unembedding
 
     capture = open_store(options.stores[0])
@@ -168,7 +168,7 @@ def _lens(options: Options, open_store: Open) -> Path:
 
 def _attribution(options: Options, open_store: Open) -> Path:
     from dmi_connector.analysis.attribution import logit_attribution
-    from dmi_connector.analysis.plot import draw_attribution
+    from dmi_connector.analysis.pictures.plot import draw_attribution
     from dmi_connector.analysis.unembedding import Unembedding
 
     capture = open_store(options.stores[0])
@@ -177,14 +177,14 @@ def _attribution(options: Options, open_store: Open) -> Path:
 
 
 def _attention(options: Options, open_store: Open) -> Path:
-    from dmi_connector.analysis.plot import draw_attention
+    from dmi_connector.analysis.pictures.plot import draw_attention
 
     return draw_attention(open_store(options.stores[0]), options.layer, options.out, options.tokenizer)
 
 
 def _uncertainty(options: Options, open_store: Open) -> Path:
     from dmi_connector.analysis.lens import uncertainty
-    from dmi_connector.analysis.plot import draw_uncertainty
+    from dmi_connector.analysis.pictures.plot import draw_uncertainty
     from dmi_connector.analysis.unembedding import Unembedding
 
     unembedding = None if options.model is None else Unembedding.load(options.model)
@@ -193,7 +193,7 @@ def _uncertainty(options: Options, open_store: Open) -> Path:
 
 
 def _drift(options: Options, open_store: Open) -> Path:
-    from dmi_connector.analysis.plot import draw_drift
+    from dmi_connector.analysis.pictures.plot import draw_drift
 
     hook, since = options.hook or "resid_final", options.since or "prompt"
     captures = [open_store(path) for path in options.stores]
@@ -203,7 +203,7 @@ def _drift(options: Options, open_store: Open) -> Path:
 def _neuron(options: Options, open_store: Open) -> Path:
     from dmi_connector.analysis.labels import name_of_values
     from dmi_connector.analysis.neurons import top_tokens
-    from dmi_connector.analysis.plot_sets import draw_top_tokens
+    from dmi_connector.analysis.pictures.plot_sets import draw_top_tokens
 
     stores = Stores(options.stores, open_store)
     found = top_tokens(stores, options.hook, options.neuron, options.layer, context=_CONTEXT)
@@ -216,7 +216,7 @@ def _neuron(options: Options, open_store: Open) -> Path:
 def _difference(options: Options, open_store: Open) -> Path:
     from dmi_connector.analysis.directions import mean_difference
     from dmi_connector.analysis.labels import name_of_values
-    from dmi_connector.analysis.plot_sets import draw_mean_difference
+    from dmi_connector.analysis.pictures.plot_sets import draw_mean_difference
 
     sets = [Stores(paths, open_store) for paths in (options.stores, options.against)]
     found = mean_difference(sets[0], sets[1], options.hook, options.layer, options.rows or "all")

@@ -18,7 +18,7 @@ from dmi_connector.args import OWNERS, capture_args
 from dmi_connector.cli import units
 from dmi_connector.option_values import OptionError
 from dmi_connector.settings import CHECKS, CODECS, CUDA_GRAPHS, FILE_MODES, POLICIES, SINKS, ServerOptions
-from dmi_connector.store.write.directories import check_directories
+from dmi_connector.store.write.coordinator.directories import check_directories
 
 SERVER = "vllm.entrypoints.openai.api_server"
 """Run as a module: the `vllm` command fails if vLLM was installed from a distribution of another name."""

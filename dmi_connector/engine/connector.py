@@ -49,9 +49,9 @@ class DMIConnector(KVConnectorBase_V1):
         self._group, self._block_size = self._rows_group(kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             from dmi_connector.engine import sizing
-            from dmi_connector.engine.ignored import ignored_layers
             from dmi_connector.engine.replaced import ask_one_rank
-            from dmi_connector.engine.tracker import Tracker
+            from dmi_connector.engine.scheduler.ignored import ignored_layers
+            from dmi_connector.engine.scheduler.tracker import Tracker
 
             if self.context.tp > 1:
                 ask_one_rank()
@@ -165,7 +165,7 @@ class DMIConnector(KVConnectorBase_V1):
         """Raises ValueError for hooks that the model's first forward did not write (coverage.py)."""
         coverage = self.context.coverage
         if not coverage.begun:
-            from dmi_connector.engine.first_forward import first_forward
+            from dmi_connector.engine.model.first_forward import first_forward
 
             assert coverage.model is not None, "the tapped model was built before"
             first_forward(coverage.model(), self._vllm_config)

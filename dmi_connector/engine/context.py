@@ -10,17 +10,17 @@ import torch
 
 from dmi_connector.args import CONNECTOR, EXTRACT_HIDDEN_STATES
 from dmi_connector.engine import contract
-from dmi_connector.engine.architectures import Architecture, Latent
-from dmi_connector.engine.coverage import Coverage
 from dmi_connector.engine.features import features_of_hooks, may_sleep
-from dmi_connector.engine.transformers_backend import row_of
+from dmi_connector.engine.model.architectures import Architecture, Latent
+from dmi_connector.engine.model.coverage import Coverage
+from dmi_connector.engine.model.transformers_backend import row_of
 from dmi_connector.hooks import ModelDims, Selection, parse_selection
 from dmi_connector.layout import Reductions, RowField, RowLayout, hook_reductions, row_layouts
 from dmi_connector.reduce.basis import load
 from dmi_connector.reduce.pca import Pca
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.pca_files import keep_copy
-from dmi_connector.store.write.directories import check_directories
+from dmi_connector.store.write.coordinator.directories import check_directories
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -11,7 +11,7 @@ from dmi_connector.args import EXTRACT_HIDDEN_STATES
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-    from dmi_connector.engine.architectures import Architecture
+    from dmi_connector.engine.model.architectures import Architecture
 
 ROUTING = frozenset({"topk_ids", "topk_weights"})
 """Hooks that are tapped inside the router of an expert layer."""

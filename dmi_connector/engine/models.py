@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank
 
-from dmi_connector.engine.architectures import ARCHITECTURES, FORWARD, TRANSFORMERS, TRANSFORMERS_CLASSES
 from dmi_connector.engine.context import CaptureContext, capture_context, is_active
 from dmi_connector.engine.features import ROUTING
-from dmi_connector.engine.transformers_backend import Generic
+from dmi_connector.engine.model.architectures import ARCHITECTURES, FORWARD, TRANSFORMERS, TRANSFORMERS_CLASSES
+from dmi_connector.engine.model.transformers_backend import Generic
 
 logger = logging.getLogger("vllm.dmi_connector")
 
@@ -48,8 +48,8 @@ class Tapped:
 
     def _init_tapped(self, vllm_config: Any, prefix: str) -> None:
         from dmi_connector.engine.graphs import choose_graphs
+        from dmi_connector.engine.owners.row_cache import CaptureLayer
         from dmi_connector.engine.replaced import decomposed_experts
-        from dmi_connector.engine.row_cache import CaptureLayer
         from dmi_connector.engine.taps.compilation import compilation_of, write_once
         from dmi_connector.engine.taps.install import install
 

@@ -17,7 +17,7 @@ from dmi_connector.store.format.linux import check_linux
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
-    from dmi_connector.engine.architectures import Architecture
+    from dmi_connector.engine.model.architectures import Architecture
 
 
 def check(vllm_config: VllmConfig) -> None:

@@ -13,7 +13,7 @@ import torch
 from vllm.logger import init_logger
 
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.quota import UNLIMITED
+from dmi_connector.engine.scheduler.quota import UNLIMITED
 from dmi_connector.option_values import OptionError
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.write.settings import WriteSettings

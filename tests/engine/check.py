@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector import Capture, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.hooks import HOOKS, USUAL
 from dmi_connector.store.read.verify import verify_store
 from tests.runner import ATOL

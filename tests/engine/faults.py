@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 
 from dmi_connector import Capture, find_captures, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.store.read.verify import verify_store
 from tests.engine.check import reference, same

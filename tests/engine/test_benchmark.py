@@ -29,7 +29,7 @@ from benchmarks.setups import (
     in_sequence,
     with_before,
 )
-from dmi_connector.engine.architectures import ARCHITECTURES
+from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.hooks import parse_selection
 
 ROOT = Path(__file__).parents[2]

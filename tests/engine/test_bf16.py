@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from dmi_connector import Capture, capture_args, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.store.read.verify import verify_store
 from tests.engine.check import check_header, hooks_of
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt

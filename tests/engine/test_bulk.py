@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dmi_connector import open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.bulk.settings import RUN_NAME, settle
 from dmi_connector.store.read.run_manifest import read_manifest
 from tests import bulkprocess

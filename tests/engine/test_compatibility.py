@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dmi_connector import capture_args, find_captures, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.args import OWNERS
 from dmi_connector.cli.tiny_models import make_model
 from tests import runner

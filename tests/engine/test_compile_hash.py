@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dmi_connector import capture_args
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.cli.tiny_models import make_model
 from tests.engine.check import check_store
 from tests.engine.harness import Ask, Run, engine, generate, prompt

@@ -33,7 +33,7 @@ EXPECTED = {
 }
 HOMEMADE = "HomemadeForCausalLM"
 PLUGIN = f'''
-from dmi_connector.engine.architectures import Architecture, register_architecture
+from dmi_connector.engine.model.architectures import Architecture, register_architecture
 
 
 def register() -> None:
@@ -109,7 +109,7 @@ def server(argv: list[str], cwd: Path, env: dict[str, str]) -> Iterator[str]:
 
 def test_a_server_with_a_config_and_a_plugin_captures(homemade: tuple[Path, Path], tmp_path: Path) -> None:
     from dmi_connector import open_capture
-    from dmi_connector.analysis.transformers_oracle import Oracle, compare
+    from dmi_connector.analysis.oracle.transformers_oracle import Oracle, compare
 
     model, site = homemade
     argv = ["--config", str(CONFIGS / "full.yaml"), "--model", str(model), "--served-model-name", "tiny"]

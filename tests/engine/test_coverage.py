@@ -15,7 +15,7 @@ import torch
 
 from dmi_connector import capture_args, open_capture
 from dmi_connector.cli.tiny_models import make_model
-from dmi_connector.engine.coverage import Coverage
+from dmi_connector.engine.model.coverage import Coverage
 from dmi_connector.engine.taps import attention_summary, install
 from dmi_connector.engine.taps.batches import ModelTaps
 from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dmi_connector import Capture, find_captures, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle, compare
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle, compare
 from dmi_connector.cli import demo
 from dmi_connector.hooks import PRESETS
 from tests import notebookkit

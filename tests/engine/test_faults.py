@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from dmi_connector import Capture, CaptureFailed, capture_args, find_captures, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.cli.main import main
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.repair import repair
+from dmi_connector.store.write.finish.repair import repair
 from tests.engine import faults
 from tests.engine.faults import MANY, TOKENS, Disk, Live, check_rows, finished, kill, many, processes, stopped, until
 from tests.engine.harness import CHUNK, SEGMENT, Run, engine

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dmi_connector import find_captures, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.analysis.unembedding import Unembedding, log_softmax
 from dmi_connector.cli.tiny_models import ARCHS
 from tests.engine.check import check_store, hooks_of

@@ -11,7 +11,7 @@ import pytest
 
 from dmi_connector import capture_args, open_capture
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.retention import read_usage
+from dmi_connector.store.write.finish.retention import read_usage
 from tests.engine.harness import CHUNK, SEGMENT, Ask, Run, engine, generate, prompt
 
 ROW = 2 * 3 * 64 * 4 + 9  # bytes: 2 hooks, 3 layers, width 64, float32; and the token arrays

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from dmi_connector import capture_args, find_captures
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.store.read.index import CaptureInfo
 from tests.engine.check import check_store, hooks_of
 from tests.engine.harness import (

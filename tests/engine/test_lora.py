@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dmi_connector import capture_args, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from tests import runner
 from tests.adapters import RANK, make_adapter
 from tests.engine.check import check_store, cosines, hooks_of

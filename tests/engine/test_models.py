@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from dmi_connector import capture_args, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle, largest
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle, largest
 from dmi_connector.args import OWNERS
 from dmi_connector.cli.tiny_models import ARCHS, FAMILIES, make_model
-from dmi_connector.engine.architectures import ARCHITECTURES
+from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.hooks import HOOKS
 from tests.engine import latent_cpu
 from tests.engine.check import attention_weights, relative_errors

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from dmi_connector import capture_args, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle, largest
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle, largest
 from dmi_connector.args import OWNERS
 from dmi_connector.cli.tiny_models import make_model
 from dmi_connector.cli.tiny_vision import WRAPPERS

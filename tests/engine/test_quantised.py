@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dmi_connector import Capture, capture_args, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.cli.tiny_models import make_model
 from tests.engine.check import cosines, hooks_of
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt

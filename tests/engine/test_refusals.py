@@ -15,10 +15,10 @@ import pytest
 from dmi_connector import capture_args, open_capture
 from dmi_connector.args import OWNERS
 from dmi_connector.engine import context, contract, refusals
-from dmi_connector.engine.architectures import ARCHITECTURES, Architecture
 from dmi_connector.engine.context import capture_context, is_active
 from dmi_connector.engine.contract_names import NAMES, Name
 from dmi_connector.engine.features import features_of_hooks
+from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture
 from dmi_connector.engine.replaced import decomposed_experts
 from dmi_connector.engine.taps.batches import TapBatch
 from tests.engine.harness import Ask, Run, engine, generate, prompt
@@ -392,7 +392,7 @@ def test_a_second_engine_in_one_process_is_refused(
 ) -> None:
     from vllm.distributed.kv_transfer import kv_transfer_state
 
-    from dmi_connector.engine.row_cache import CaptureLayer
+    from dmi_connector.engine.owners.row_cache import CaptureLayer
 
     context = capture_context(vllm_config(model, tmp_path))
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object())
@@ -512,7 +512,7 @@ def test_names_of_the_features_in_use_are_looked_up(
 
 
 def test_names_of_the_hooks_in_use_are_looked_up(model: Path, tmp_path: Path) -> None:
-    from dmi_connector.engine.architectures import ARCHITECTURES
+    from dmi_connector.engine.model.architectures import ARCHITECTURES
 
     config = vllm_config(model, tmp_path)
     text, vision = ARCHITECTURES["Qwen3ForCausalLM"], ARCHITECTURES["Gemma3ForConditionalGeneration"]

@@ -12,10 +12,10 @@ import torch
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from dmi_connector import capture_args, find_captures, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.hooks import HOOKS
 from dmi_connector.store.read.metadata import read_attrs
-from dmi_connector.store.write.repair import repair
+from dmi_connector.store.write.finish.repair import repair
 from tests.engine.check import check_store, hooks_of
 from tests.engine.faults import Live, check_rows, gone, kill, many, processes, until
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt

@@ -11,7 +11,7 @@ import pytest
 
 from dmi_connector import capture_args, find_captures, open_capture, open_captures
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.repair import repair
+from dmi_connector.store.write.finish.repair import repair
 from tests import s3kit
 from tests.engine.harness import Ask, Run, engine, generate, prompt
 from tests.storekit import until

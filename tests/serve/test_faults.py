@@ -23,7 +23,7 @@ from openai import OpenAI
 from openai.types import Completion
 
 from dmi_connector import find_captures, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from tests.engine.faults import MANY, check_rows, gone, group_of, kill, processes, runs
 from tests.ports import free_port
 from tests.serve.conftest import MODEL, _wait

@@ -12,7 +12,7 @@ import pytest
 from openai import BadRequestError
 
 from dmi_connector import open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from tests.engine.check import check_store
 from tests.engine.harness import prompt as tokens
 from tests.serve.conftest import MODEL, Server

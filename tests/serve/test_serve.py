@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from dmi_connector import find_captures, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.store.read.index import CaptureInfo
 from tests.engine.check import check_store, hooks_of, reference, same
 from tests.engine.faults import processes, stopped, until

@@ -33,7 +33,7 @@ from speculators.data_generation.offline import (
 from speculators.train.data import ArrowDataset
 from speculators.train.recovery import SampleUnavailable
 
-from dmi_connector.analysis.speculators_backend import StoreBackend, StoreTransfer
+from dmi_connector.analysis.training.speculators_backend import StoreBackend, StoreTransfer
 
 WIDTH, LENGTHS = 16, (300, 40, 7)
 SPECS = (
@@ -153,7 +153,7 @@ def test_answers_of_a_server_lead_to_their_stores(stores: Path) -> None:
 
 
 def test_the_command_line_of_training_knows_the_backend() -> None:
-    run = [sys.executable, "-m", "dmi_connector.analysis.speculators_backend", "--help"]
+    run = [sys.executable, "-m", "dmi_connector.analysis.training.speculators_backend", "--help"]
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--dmi-store-dir" in done.stdout and "dmi" in done.stdout.split("--hidden-states-backend")[1][:60]
@@ -233,7 +233,7 @@ def test_the_pages_training_command_learns_from_stores(
 ) -> None:
     from speculators.train import cli
 
-    from dmi_connector.analysis import speculators_backend
+    from dmi_connector.analysis.training import speculators_backend
 
     width = 64
     specs = [ArraySpec("resid_pre", "bfloat16", (0, 1, 2), width), ArraySpec("resid_final", "bfloat16", (), width)]

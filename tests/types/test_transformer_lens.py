@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dmi_connector import capture_args, open_capture
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.store.read import lens_names
 from dmi_connector.store.read.capture import Capture
 from tests import oraclestore, snippets

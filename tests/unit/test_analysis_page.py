@@ -16,7 +16,7 @@ import pytest
 from matplotlib.image import imread
 from safetensors.numpy import load_file, save_file
 
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.cli.main import main
 from dmi_connector.cli.plots import KINDS
 from dmi_connector.cli.tiny_models import make_model

@@ -240,7 +240,7 @@ def test_the_page_about_scale_has_the_prediction_for_a_node() -> None:
 def test_the_shapes_of_published_models_are_of_architectures_that_are_served(name: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    from dmi_connector.engine.architectures import ARCHITECTURES
+    from dmi_connector.engine.model.architectures import ARCHITECTURES
 
     assert shapes.main([str(tmp_path), "--only", name]) == 0
     config = AutoConfig.from_pretrained(tmp_path / name)

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmi_connector.analysis import canvas
 from dmi_connector.analysis.labels import token_labels
+from dmi_connector.analysis.pictures import canvas
 from dmi_connector.analysis.residual import residual_norms
 from dmi_connector.cli import demo, tables
 from dmi_connector.cli.main import main, make_run_parser, make_serve_parser

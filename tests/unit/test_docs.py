@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import dmi_connector
-from dmi_connector.engine.architectures import ARCHITECTURES, Architecture
+from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture
 from dmi_connector.hooks import HOOKS, PRESETS
 from dmi_connector.request_options import CaptureParams
 from dmi_connector.settings import ServerOptions
@@ -91,13 +91,13 @@ OURS: dict[str, tuple[str, ...]] = {
     "cli/tiny_models.py": ("ValueError",),
     "engine/transfer/gpu_lane.py": ("ValueError",),
     "layout.py": ("ValueError",),
-    "store/write/capture_ends.py": ("ValueError",),
-    "store/write/captures.py": ("ValueError", "RuntimeError"),
-    "store/write/commit.py": ("ValueError",),
-    "store/write/coordinator.py": ("ValueError",),
+    "store/write/coordinator/capture_ends.py": ("ValueError",),
+    "store/write/coordinator/captures.py": ("ValueError", "RuntimeError"),
+    "store/write/finish/commit.py": ("ValueError",),
+    "store/write/coordinator/coordinator.py": ("ValueError",),
     "store/write/ring.py": ("ValueError",),
-    "store/write/shard_writer.py": ("ValueError",),
-    "store/write/writer_pool.py": ("ValueError",),
+    "store/write/arrays/shard_writer.py": ("ValueError",),
+    "store/write/coordinator/writer_pool.py": ("ValueError",),
 }
 """module -> exceptions that check what our own code hands over: no option, request, file or machine causes them. The
 page says of all of them together that they are faults of the package."""

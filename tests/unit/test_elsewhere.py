@@ -17,7 +17,7 @@ from dmi_connector.cli import main as cli
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format import linux
 from dmi_connector.store.format.paths import leaves_store
-from dmi_connector.store.read import store_files
+from dmi_connector.store.read.files import store_files
 from dmi_connector.urls import is_url
 from tests import storekit as kit
 

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell
 
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.cli.tiny_models import make_model, make_tokenizer
 from dmi_connector.cli.tiny_training import texts, train
 from tests import analysiskit, notebookkit, oraclestore

@@ -24,7 +24,7 @@ from benchmarks.same_tokens import (
     token_failures,
 )
 from dmi_connector.cli.tiny_models import ARCHS, FAMILIES
-from dmi_connector.engine.architectures import ARCHITECTURES
+from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.hooks import HOOKS, parse_selection
 from dmi_connector.layout import ArraySpec
 from tests import storekit

@@ -24,9 +24,9 @@ from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.index import find_captures
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.client import StoreClient
-from dmi_connector.store.write.commit import append_index, write_rank_done
-from dmi_connector.store.write.directories import check_directories
-from dmi_connector.store.write.repair import repair
+from dmi_connector.store.write.coordinator.directories import check_directories
+from dmi_connector.store.write.finish.commit import append_index, write_rank_done
+from dmi_connector.store.write.finish.repair import repair
 from dmi_connector.store.write.ring import Ring
 from dmi_connector.store.write.settings import WriteSettings
 from tests import storekit as kit

@@ -175,7 +175,7 @@ def test_a_fault_in_our_code_refuses_the_capture_and_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_log: list[str]
 ) -> None:
     tracker = make_tracker(tmp_path)
-    monkeypatch.setattr("dmi_connector.engine.tracker.narrow", lambda *_: 1 / 0)
+    monkeypatch.setattr("dmi_connector.engine.scheduler.tracker.narrow", lambda *_: 1 / 0)
     request = ask({})
     tracker.on_new_request(request)  # type: ignore[arg-type]
     _, response = generate(tracker, request, 1)

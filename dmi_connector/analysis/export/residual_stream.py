@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.store.format.remote_path import Place, RemotePath
+from dmi_connector.store.read.arrays.own_values import check_own_values
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
+from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads
 from dmi_connector.store.read.metadata import read_attrs
-from dmi_connector.store.read.own_values import check_own_values
-from dmi_connector.store.read.thread_pool import in_fetch_threads, in_threads
 
 
 def layer_ids(store: Place, attrs: Mapping[str, Any]) -> list[int]:

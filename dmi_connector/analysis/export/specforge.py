@@ -19,10 +19,10 @@ from dmi_connector.analysis.export.progress import Done, LeftOut, Progress, expo
 from dmi_connector.analysis.export.residual_stream import chosen_ids, ids_of_all, layer_ids, stream_rows
 from dmi_connector.dtypes import as_torch
 from dmi_connector.store.format.remote_path import Place
+from dmi_connector.store.read.arrays.own_values import check_own_values
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.captures import Captures
 from dmi_connector.store.read.finite import FiniteCheck
-from dmi_connector.store.read.own_values import check_own_values
 
 _GROUP = 2000
 """Files of one directory, as in SpecForge's own preparation."""

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from vllm import forward_context
 
-from dmi_connector.engine.coverage import Coverage
 from dmi_connector.engine.kernels.attention import summaries_torch, summarise
 from dmi_connector.engine.kernels.copy import copy_rows_torch
+from dmi_connector.engine.model.coverage import Coverage
 from dmi_connector.engine.taps.op import rows_and_slots
 from dmi_connector.layout import RowField
 from dmi_connector.reduce.attn import AttentionSummary

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmi_connector.engine.architectures import FORWARD
-from dmi_connector.engine.coverage import POSITIONS, TOKEN_IDS
+from dmi_connector.engine.model.architectures import FORWARD
+from dmi_connector.engine.model.coverage import POSITIONS, TOKEN_IDS
 from dmi_connector.engine.taps.batches import ModelTaps
 from dmi_connector.engine.taps.values import copied
 from dmi_connector.layout import AXES

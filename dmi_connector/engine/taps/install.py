@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from dmi_connector.engine.architectures import Architecture
 from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.model.architectures import Architecture
 from dmi_connector.engine.taps import attention_summary
 from dmi_connector.engine.taps.batches import ModelTaps, TapBatch, batches_of_layers
 from dmi_connector.engine.taps.compilation import Compilation

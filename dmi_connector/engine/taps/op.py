@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import torch
 from vllm import forward_context
 
-from dmi_connector.engine.coverage import Coverage, poison
 from dmi_connector.engine.kernels.launch import DECODE_TOKENS
 from dmi_connector.engine.kernels.row_writer import RowWriter
+from dmi_connector.engine.model.coverage import Coverage, poison
 from dmi_connector.engine.taps.deferred import SCRATCH, DeferredReductions
 from dmi_connector.engine.taps.overlap import captured_branch
 from dmi_connector.reduce import Reduction

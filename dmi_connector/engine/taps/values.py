@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dmi_connector.engine.architectures import Architecture
+from dmi_connector.engine.model.architectures import Architecture
 
 
 def copied(value: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from dmi_connector.store.write.ring import Extent, Ring
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from dmi_connector.engine.row_cache import CaptureLayer
+    from dmi_connector.engine.owners.row_cache import CaptureLayer
 
 logger = init_logger("vllm.dmi_connector")
 

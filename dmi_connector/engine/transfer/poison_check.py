@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from dmi_connector.dtypes import FLOATS
-from dmi_connector.engine.coverage import UNWRITTEN
+from dmi_connector.engine.model.coverage import UNWRITTEN
 from dmi_connector.layout import ArraySpec, PayloadLayout
 
 _BLOCK = 16

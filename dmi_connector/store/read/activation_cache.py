@@ -17,8 +17,8 @@ except ImportError as error:
 
 from dmi_connector.dtypes import as_torch, numpy_dtype
 from dmi_connector.store.read import lens_names as names
+from dmi_connector.store.read.arrays.own_values import OTHER_VALUES
 from dmi_connector.store.read.attention import seen_by_attention
-from dmi_connector.store.read.own_values import OTHER_VALUES
 
 if TYPE_CHECKING:
     import torch

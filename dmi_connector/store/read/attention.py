@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dmi_connector.store.read.own_values import check_own_values
+from dmi_connector.store.read.arrays.own_values import check_own_values
 
 if TYPE_CHECKING:
     from dmi_connector.store.read.capture import Capture

@@ -24,13 +24,13 @@ from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.format.locks import share
 from dmi_connector.store.format.pca_files import find_basis
 from dmi_connector.store.format.remote_path import Given, Place, place_of
+from dmi_connector.store.read.arrays.hook_values import HookValues, Tokens
+from dmi_connector.store.read.arrays.own_values import check_own_values
+from dmi_connector.store.read.arrays.shard_reader import decode_plain
 from dmi_connector.store.read.attention import attention, check_head
+from dmi_connector.store.read.files.open_files import files_of, zarr_store_of
 from dmi_connector.store.read.hook_names import HookTable, Source, parse_name
-from dmi_connector.store.read.hook_values import HookValues, Tokens
 from dmi_connector.store.read.metadata import read_attrs
-from dmi_connector.store.read.open_files import files_of, zarr_store_of
-from dmi_connector.store.read.own_values import check_own_values
-from dmi_connector.store.read.shard_reader import decode_plain
 from dmi_connector.store.read.waiting import wait_for
 
 if TYPE_CHECKING:

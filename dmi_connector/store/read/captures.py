@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from dmi_connector.store.format.remote_path import Given, RemotePath, place_of
+from dmi_connector.store.read.arrays.own_values import check_own_values
 from dmi_connector.store.read.capture import Capture, open_capture
+from dmi_connector.store.read.files.remote_index import list_prefix
+from dmi_connector.store.read.files.thread_pool import in_fetch_threads
 from dmi_connector.store.read.filters import Time, Where, between, holding, lengths, parse_time, whole, why_none
 from dmi_connector.store.read.hook_names import hook_and_layer
 from dmi_connector.store.read.index import (
@@ -25,10 +28,7 @@ from dmi_connector.store.read.index import (
 )
 from dmi_connector.store.read.metadata import NotACapture
 from dmi_connector.store.read.one_model import OneModel, is_named
-from dmi_connector.store.read.own_values import check_own_values
-from dmi_connector.store.read.remote_index import list_prefix
 from dmi_connector.store.read.row_view import RowView, check_some
-from dmi_connector.store.read.thread_pool import in_fetch_threads
 
 if TYPE_CHECKING:
     import pandas

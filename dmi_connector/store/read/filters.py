@@ -12,11 +12,11 @@ from typing import Any, SupportsIndex
 
 from dmi_connector.hooks import HOOKS
 from dmi_connector.store.format.remote_path import Place, RemotePath
+from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads
 from dmi_connector.store.read.hook_names import HookTable, holds
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.store.read.lens_names import ALL_NAMES, split_name, why_not_equal
 from dmi_connector.store.read.metadata import read_attrs
-from dmi_connector.store.read.thread_pool import in_fetch_threads, in_threads
 from dmi_connector.wording import suggest
 
 Time = str | datetime.date

@@ -16,8 +16,8 @@ from dmi_connector.store.format.locks import is_abandoned
 from dmi_connector.store.format.paths import safe
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, local_path, place_of
 from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX, listed_bytes
+from dmi_connector.store.read.files.remote_index import read_indexes
 from dmi_connector.store.read.metadata import NotACapture, read_attrs
-from dmi_connector.store.read.remote_index import read_indexes
 
 FINISHED = ("complete", "incomplete")
 """States of finished stores."""

@@ -16,9 +16,9 @@ from dmi_connector.layout import TOKEN_ARRAYS
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.object_store import RemoteError
 from dmi_connector.store.format.remote_path import Given, place_of
-from dmi_connector.store.read.open_files import files_of
-from dmi_connector.store.read.store_files import StoreFiles
-from dmi_connector.store.read.thread_pool import in_fetch_threads
+from dmi_connector.store.read.files.open_files import files_of
+from dmi_connector.store.read.files.store_files import StoreFiles
+from dmi_connector.store.read.files.thread_pool import in_fetch_threads
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KEYS = {*schema.array_document("uint8", [], [], [], [])}

@@ -21,7 +21,7 @@ import numpy as np
 
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.shard_index import EMPTY
-from dmi_connector.store.read.shard_reader import ShardReader, StoredArray
+from dmi_connector.store.read.arrays.shard_reader import ShardReader, StoredArray
 
 TOLERANCE = {"bfloat16": 2 * 2.0**-8, "float16": 2 * 2.0**-11, "float32": 1e-5, "float64": 1e-12}
 """Largest error of a sum of two, as a part of the row's largest magnitude: 2 ulp at that scale; 1e-5 for float32. A sum

@@ -14,17 +14,17 @@ import numpy as np
 
 from dmi_connector.dtypes import as_torch
 from dmi_connector.store.format.remote_path import Place
+from dmi_connector.store.read.arrays.chunk_reader import read_pieces
+from dmi_connector.store.read.arrays.hook_array import HookArray, ShardPieces
+from dmi_connector.store.read.arrays.indexing import each_of, row_numbers, split_index
+from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
 from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.chunk_reader import read_pieces
+from dmi_connector.store.read.files.open_files import files_of
+from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads
 from dmi_connector.store.read.finite import FiniteCheck, not_finite
-from dmi_connector.store.read.hook_array import HookArray, ShardPieces
 from dmi_connector.store.read.hook_names import HookTable
 from dmi_connector.store.read.index import CaptureInfo
-from dmi_connector.store.read.indexing import each_of, row_numbers, split_index
 from dmi_connector.store.read.metadata import attrs_of, read_array, read_attrs
-from dmi_connector.store.read.open_files import files_of
-from dmi_connector.store.read.stored_reduction import StoredReduction
-from dmi_connector.store.read.thread_pool import in_fetch_threads, in_threads
 
 if TYPE_CHECKING:
     import torch

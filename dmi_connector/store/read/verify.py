@@ -21,14 +21,14 @@ from dmi_connector.store.format.paths import leaves_store
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
 from dmi_connector.store.format.schema import Grid
 from dmi_connector.store.format.shard_index import EMPTY
-from dmi_connector.store.read.fetched_files import FetchedFiles
+from dmi_connector.store.read.arrays.shard_reader import ShardReader, StoredArray, decode_plain
+from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
+from dmi_connector.store.read.files.fetched_files import FetchedFiles
+from dmi_connector.store.read.files.open_files import files_of
+from dmi_connector.store.read.files.remote_index import finished_below, list_prefix
+from dmi_connector.store.read.files.store_files import LocalFiles, StoreFiles
 from dmi_connector.store.read.index import check_not_above, read_index
-from dmi_connector.store.read.open_files import files_of
-from dmi_connector.store.read.remote_index import finished_below, list_prefix
 from dmi_connector.store.read.residual_sums import check_identities, equations, for_text, stated
-from dmi_connector.store.read.shard_reader import ShardReader, StoredArray, decode_plain
-from dmi_connector.store.read.store_files import LocalFiles, StoreFiles
-from dmi_connector.store.read.stored_reduction import StoredReduction
 
 
 @dataclass(frozen=True)

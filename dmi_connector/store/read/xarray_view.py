@@ -12,8 +12,8 @@ import numpy as np
 from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.hooks import ALIASES, HOOKS
 from dmi_connector.store.format.schema import layer_numbers
+from dmi_connector.store.read.arrays.indexing import each_of, split_index
 from dmi_connector.store.read.hook_names import RESID_POST
-from dmi_connector.store.read.indexing import each_of, split_index
 
 if TYPE_CHECKING:
     import xarray

@@ -29,14 +29,14 @@ import numpy as np
 from dmi_connector.layout import PayloadLayout
 from dmi_connector.store.format.completeness import LABELS, Loss, losses_to_json
 from dmi_connector.store.write.child_process import Child
-from dmi_connector.store.write.commit import append_failed, finished_attrs
+from dmi_connector.store.write.finish.commit import append_failed, finished_attrs
 from dmi_connector.store.write.messages import ERRORS_KEPT, Message, pack_array
 from dmi_connector.store.write.ring import Extent, Ring
 from dmi_connector.store.write.settings import WriteSettings
 
 logger = logging.getLogger(__name__)
 
-COORDINATOR = "dmi_connector.store.write.coordinator"
+COORDINATOR = "dmi_connector.store.write.coordinator.coordinator"
 _GRACE_S = 5.0
 """Time beyond the limit of a shutdown before processes are killed."""
 SHORT_LIFE_S = 10.0

@@ -34,8 +34,10 @@ from dmi_connector.layout import PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json, losses_to_json, reason
 from dmi_connector.store.format.locks import PartialLock, hold_life_lock
 from dmi_connector.store.format.paths import UMASKS
-from dmi_connector.store.write.array_writer import ArrayWriter, metadata_elsewhere, write_loss
-from dmi_connector.store.write.commit import (
+from dmi_connector.store.write.arrays.array_writer import ArrayWriter, metadata_elsewhere, write_loss
+from dmi_connector.store.write.arrays.plain import Costs
+from dmi_connector.store.write.arrays.shard_writer import FileCache
+from dmi_connector.store.write.finish.commit import (
     Commit,
     append_index,
     finished_attrs,
@@ -45,12 +47,10 @@ from dmi_connector.store.write.commit import (
     remove_partial,
     write_rank_done,
 )
+from dmi_connector.store.write.finish.salvage import rebuild
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, unpack_array, write_all
 from dmi_connector.store.write.pace import Pace
-from dmi_connector.store.write.plain import Costs
-from dmi_connector.store.write.salvage import rebuild
 from dmi_connector.store.write.settings import WriteSettings
-from dmi_connector.store.write.shard_writer import FileCache
 
 POLL_S = 0.02
 """How often commits look for other ranks."""

@@ -18,9 +18,9 @@ from dmi_connector import Capture, open_capture
 from dmi_connector.analysis import attribution, lens, unembedding
 from dmi_connector.analysis.attribution import logit_attribution
 from dmi_connector.analysis.lens import logit_lens, uncertainty
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.analysis.patterns import attention_pattern
-from dmi_connector.analysis.rows import known_tokens
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.training.rows import known_tokens
 from dmi_connector.analysis.unembedding import Unembedding, entropy_of, log_softmax
 from dmi_connector.cli import tiny_models
 from dmi_connector.cli.tiny_models import make_model

@@ -12,12 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from dmi_connector import open_capture
-from dmi_connector.analysis import plot as plot_module
 from dmi_connector.analysis.attribution import logit_attribution
 from dmi_connector.analysis.lens import logit_lens, uncertainty
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.analysis.patterns import attention_pattern
+from dmi_connector.analysis.pictures import plot as plot_module
 from dmi_connector.analysis.residual import drift, residual_norms
-from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.analysis.unembedding import Unembedding
 from dmi_connector.cli.main import main
 from dmi_connector.cli.plots import KINDS

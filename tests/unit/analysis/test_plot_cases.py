@@ -18,14 +18,14 @@ from matplotlib.patches import Rectangle
 from tokenizers import Tokenizer, models
 
 from dmi_connector import open_capture
-from dmi_connector.analysis import canvas
-from dmi_connector.analysis import plot as plot_module
 from dmi_connector.analysis.lens import Uncertainty, uncertainty
 from dmi_connector.analysis.neurons import top_tokens
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.analysis.patterns import attention_pattern
-from dmi_connector.analysis.plot_sets import draw_top_tokens
-from dmi_connector.analysis.plot_text import colour_map
-from dmi_connector.analysis.transformers_oracle import Oracle
+from dmi_connector.analysis.pictures import canvas
+from dmi_connector.analysis.pictures import plot as plot_module
+from dmi_connector.analysis.pictures.plot_sets import draw_top_tokens
+from dmi_connector.analysis.pictures.plot_text import colour_map
 from dmi_connector.analysis.unembedding import Unembedding
 from dmi_connector.cli.main import main
 from dmi_connector.cli.plots import KINDS

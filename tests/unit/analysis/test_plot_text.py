@@ -19,10 +19,11 @@ from matplotlib.colors import to_hex
 from tokenizers import Tokenizer, decoders, models
 
 from dmi_connector import open_capture
-from dmi_connector.analysis import canvas, plot_text, texts
+from dmi_connector.analysis import texts
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
+from dmi_connector.analysis.pictures import canvas, plot_text
+from dmi_connector.analysis.pictures.text_layout import Piece
 from dmi_connector.analysis.stats import heat, statistics
-from dmi_connector.analysis.text_layout import Piece
-from dmi_connector.analysis.transformers_oracle import Oracle
 from dmi_connector.analysis.unembedding import log_softmax
 from dmi_connector.cli.main import main
 from dmi_connector.cli.tiny_models import make_model

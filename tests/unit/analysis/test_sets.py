@@ -14,7 +14,7 @@ from dmi_connector.analysis.directions import mean_difference
 from dmi_connector.analysis.neurons import top_tokens
 from dmi_connector.analysis.patterns import attention_pattern
 from dmi_connector.analysis.residual import drift, residual_norms
-from dmi_connector.analysis.rows import present_rows
+from dmi_connector.analysis.training.rows import present_rows
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
 from dmi_connector.store.format.completeness import Cause, Loss

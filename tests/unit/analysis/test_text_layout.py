@@ -8,7 +8,7 @@ import textwrap
 
 import numpy as np
 
-from dmi_connector.analysis.text_layout import Piece, lay_out, lay_out_ids
+from dmi_connector.analysis.pictures.text_layout import Piece, lay_out, lay_out_ids
 
 
 def lines(pieces: list[Piece]) -> list[str]:

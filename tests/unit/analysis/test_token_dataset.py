@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from dmi_connector import TokenDataset, open_captures  # noqa: E402
 from dmi_connector.analysis.export.packed import PackedRows  # noqa: E402
-from dmi_connector.analysis.token_dataset import Batch  # noqa: E402
+from dmi_connector.analysis.training.token_dataset import Batch  # noqa: E402
 from dmi_connector.layout import ArraySpec  # noqa: E402
 from dmi_connector.reduce import parse  # noqa: E402
 from dmi_connector.store.read.captures import Captures  # noqa: E402

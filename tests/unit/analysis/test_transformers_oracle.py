@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoTokenizer, DeepseekV3Config
 
-from dmi_connector.analysis.oracle_twins import ONCE
-from dmi_connector.analysis.transformers_oracle import Oracle, _Recorder, compare, largest
+from dmi_connector.analysis.oracle.oracle_twins import ONCE
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle, _Recorder, compare, largest
 from dmi_connector.cli import demo
 from dmi_connector.cli.tiny_models import ARCHS, CHAT_TEMPLATE, EOS, VOCAB, make_model
 from dmi_connector.layout import ArraySpec

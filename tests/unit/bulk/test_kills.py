@@ -17,8 +17,8 @@ from dmi_connector.layout import ArraySpec
 from dmi_connector.store.read.index import read_index
 from dmi_connector.store.read.run_manifest import read_manifest
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write import commit
-from dmi_connector.store.write.commit import append_index
+from dmi_connector.store.write.finish import commit
+from dmi_connector.store.write.finish.commit import append_index
 from tests import bulkkit
 from tests.bulkkit import RUN, FakeEngines, Killed, Kills, check_whole, go, template, write_prompts
 from tests.storekit import Store, random_bits

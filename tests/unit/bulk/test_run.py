@@ -24,8 +24,8 @@ from dmi_connector.bulk.progress import Progress
 from dmi_connector.bulk.signals import stopped_by_signals
 from dmi_connector.cli.run import _summarise, _wait_for_uploads
 from dmi_connector.store.format.locks import lock_alone
-from dmi_connector.store.write.commit import append_index
-from dmi_connector.store.write.retention import remove_store
+from dmi_connector.store.write.finish.commit import append_index
+from dmi_connector.store.write.finish.retention import remove_store
 from tests.bulkkit import PROMPT, ROWS, RUN, FakeEngines, check_whole, go, start_run, template, write_prompts
 
 

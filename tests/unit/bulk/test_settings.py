@@ -366,7 +366,9 @@ def test_a_worker_that_no_run_asks_kills_its_engine(tmp_path: Path) -> None:
 
 def test_a_process_ends_with_its_parent() -> None:
     """The parent starts a child that waits for ever, and is killed: the pipe that both hold open comes to its end."""
-    child = "import os; from dmi_connector.engine.lifetime import end_with_parent as e; e(int(os.environ['P'])); "
+    child = (
+        "import os; from dmi_connector.engine.offline.lifetime import end_with_parent as e; e(int(os.environ['P'])); "
+    )
     child += "print('tied', flush=True); import time; time.sleep(10**6)"
     parent = "import os, subprocess, sys, time; os.environ['P'] = str(os.getpid()); "
     parent += f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(10**6)"
@@ -411,7 +413,7 @@ def is_free(lock: Path) -> bool:
 
 
 def test_a_process_whose_parent_has_gone_ends_at_once() -> None:
-    code = "from dmi_connector.engine.lifetime import end_with_parent; end_with_parent(1); print('lives')"
+    code = "from dmi_connector.engine.offline.lifetime import end_with_parent; end_with_parent(1); print('lives')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True)
     assert (done.returncode, done.stdout) == (1, b"")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.coverage import Coverage
+from dmi_connector.engine.model.coverage import Coverage
 from dmi_connector.engine.taps import attention_summary
 from dmi_connector.engine.taps.attention_summary import _packing, check, install
 from dmi_connector.layout import RowField

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.architectures import ARCHITECTURES
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.quota import row_bytes
+from dmi_connector.engine.model.architectures import ARCHITECTURES
+from dmi_connector.engine.scheduler.quota import row_bytes
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import row_layouts

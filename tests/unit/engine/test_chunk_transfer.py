@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.coverage import UNWRITTEN
 from dmi_connector.engine.messages import Report
+from dmi_connector.engine.model.coverage import UNWRITTEN
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Parcel, Progress
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format.completeness import Cause

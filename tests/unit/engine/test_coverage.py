@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dmi_connector.engine.coverage import Coverage
+from dmi_connector.engine.model.coverage import Coverage
 from dmi_connector.layout import RowField
 
 EMBED = RowField("embed", 0, "float32", 8, 64)

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.coverage import UNWRITTEN
 from dmi_connector.engine.messages import Open, Rows, Sample, StepMetadata
-from dmi_connector.engine.row_cache import CaptureLayer
+from dmi_connector.engine.model.coverage import UNWRITTEN
+from dmi_connector.engine.owners.row_cache import CaptureLayer
 from dmi_connector.engine.transfer.chunk_layout import chunk_layout
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport
 from dmi_connector.engine.transfer.exporter import Exporter

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.feed import _refuse, _sampling
+from dmi_connector.engine.offline.feed import _refuse, _sampling
 from dmi_connector.option_values import OptionError
 
 

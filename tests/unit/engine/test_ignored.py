@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 from dmi_connector import capture_args
-from dmi_connector.engine.ignored import ignored_layers, ignored_path
+from dmi_connector.engine.scheduler.ignored import ignored_layers, ignored_path
 from dmi_connector.hooks import parse_selection
 from tests.trackerkit import DIMS, ask, generate, make_tracker
 

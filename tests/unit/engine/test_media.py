@@ -13,9 +13,9 @@ import torch
 pytest.importorskip("vllm")
 from vllm.multimodal.inputs import PlaceholderRange
 
-from dmi_connector.engine.architectures import ARCHITECTURES
-from dmi_connector.engine.coverage import Coverage
-from dmi_connector.engine.media import media_attributes
+from dmi_connector.engine.model.architectures import ARCHITECTURES
+from dmi_connector.engine.model.coverage import Coverage
+from dmi_connector.engine.scheduler.media import media_attributes
 from dmi_connector.engine.taps import op
 from dmi_connector.engine.taps.deferred import DeferredReductions
 from dmi_connector.engine.taps.inputs import write_inputs

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dmi_connector.dtypes import ITEMSIZE
-from dmi_connector.engine.coverage import UNWRITTEN
+from dmi_connector.engine.model.coverage import UNWRITTEN
 from dmi_connector.engine.transfer.poison_check import unwritten
 from dmi_connector.layout import ArraySpec, PayloadLayout
 

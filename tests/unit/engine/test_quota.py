@@ -22,8 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dmi_connector.cli.main import main
-from dmi_connector.engine import quota as quota_module
-from dmi_connector.engine.quota import FORGET_S, Quota, RequestBytes
+from dmi_connector.engine.scheduler import quota as quota_module
+from dmi_connector.engine.scheduler.quota import FORGET_S, Quota, RequestBytes
 from dmi_connector.engine.sizing import write_settings
 from dmi_connector.layout import ArraySpec
 from dmi_connector.option_values import OptionError
@@ -35,8 +35,8 @@ from dmi_connector.store.format.paths import make_directory
 from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.index import find_captures, read_index
 from dmi_connector.store.write.client import StoreClient
-from dmi_connector.store.write.commit import append_index
-from dmi_connector.store.write.retention import (
+from dmi_connector.store.write.finish.commit import append_index
+from dmi_connector.store.write.finish.retention import (
     RECENT_S,
     REMOVING_SUFFIX,
     USAGE_NAME,
@@ -117,7 +117,7 @@ def test_generated_tokens_beyond_max_request_bytes_are_missing_rows(tmp_path: Pa
 
 def test_a_capture_beyond_max_total_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores count that exist when the engine starts, captures let in since, and what the coordinator measures."""
-    monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 3600)
+    monkeypatch.setattr("dmi_connector.engine.scheduler.quota.REFRESH_S", 3600)
     stores = tmp_path / "stores"
     (stores / "old.zarr").mkdir(parents=True)
     (stores / "old.zarr" / "data").write_bytes(b"x" * 5000)
@@ -144,7 +144,7 @@ def test_a_capture_beyond_max_total_bytes_is_refused(tmp_path: Path, monkeypatch
 
 def test_a_capture_that_is_being_written_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts with the bytes of its prompt, or of its files if these are more, until it is measured as finished."""
-    monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 0)
+    monkeypatch.setattr("dmi_connector.engine.scheduler.quota.REFRESH_S", 0)
     real = tmp_path / "real"
     real.mkdir()
     (tmp_path / "link").symlink_to(real)
@@ -214,7 +214,7 @@ def burst(directory: Path, quota: Quota, count: int) -> None:
 
 def test_finished_captures_count_once_after_any_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator's note is read when a request comes, which may be a minute and more after the last one."""
-    monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 0)
+    monkeypatch.setattr("dmi_connector.engine.scheduler.quota.REFRESH_S", 0)
     now, ahead = time.time, 0.0
     monkeypatch.setattr(time, "time", lambda: now() + ahead)
     for pause in (0.1, 0.9 * RECENT_S, 1.1 * RECENT_S, 5 * RECENT_S):
@@ -232,7 +232,7 @@ def test_finished_captures_count_once_after_any_pause(tmp_path: Path, monkeypatc
 
 
 def test_the_newest_note_counts_after_the_clock_was_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 0)
+    monkeypatch.setattr("dmi_connector.engine.scheduler.quota.REFRESH_S", 0)
     now, ahead = time.time, 0.0
     monkeypatch.setattr(time, "time", lambda: now() + ahead)
     keeper = Keeper(str(tmp_path), measure=True)
@@ -253,7 +253,7 @@ def test_the_newest_note_counts_after_the_clock_was_put_back(tmp_path: Path, mon
 
 def test_the_note_of_an_earlier_server_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quota has measured itself when it is made."""
-    monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 0)
+    monkeypatch.setattr("dmi_connector.engine.scheduler.quota.REFRESH_S", 0)
     write_usage(str(tmp_path), Usage(9000, {}, [], time.time() - 3600))
     quota = Quota(ServerOptions.parse({"store_dir": str(tmp_path), "max_total_bytes": 10_000}))
     quota.admit(str(tmp_path / "a.zarr"), 6000)
@@ -265,7 +265,7 @@ def test_the_note_of_an_earlier_server_does_not_count(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("measured", [True, False])
 def test_removed_captures_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: bool) -> None:
     """Also those that came and went between two measurements, as with upload_remove_local."""
-    monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 0)
+    monkeypatch.setattr("dmi_connector.engine.scheduler.quota.REFRESH_S", 0)
     quota = Quota(ServerOptions.parse({"store_dir": str(tmp_path), "max_total_bytes": 10_000}))
     keeper = Keeper(str(tmp_path), measure=True)
     burst(tmp_path, quota, 5)
@@ -308,7 +308,7 @@ def test_captures_that_would_leave_less_than_min_free_bytes_are_refused(
 
 def test_a_burst_leaves_min_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What captures under way are still to write is not free, on their own file system."""
-    monkeypatch.setattr("dmi_connector.engine.quota.REFRESH_S", 0)
+    monkeypatch.setattr("dmi_connector.engine.scheduler.quota.REFRESH_S", 0)
     free = {str(tmp_path): 10_000, str(tmp_path / "other"): 3000}
     monkeypatch.setattr(
         os, "statvfs", lambda path: SimpleNamespace(f_bavail=free[path], f_frsize=1, f_fsid=list(free).index(path) + 7)
@@ -511,7 +511,7 @@ def test_one_failed_removal_does_not_stop_the_others(stores: Path, monkeypatch: 
         remove(path)
 
     remove = shutil.rmtree
-    monkeypatch.setattr("dmi_connector.store.write.retention.shutil.rmtree", rmtree)
+    monkeypatch.setattr("dmi_connector.store.write.finish.retention.shutil.rmtree", rmtree)
     keeper = Keeper(str(stores), measure=True, retain_seconds=int(3.5 * 3600))
     for _ in range(2):
         with pytest.raises(OSError, match=r"1 stores cannot be removed: s0\.zarr.*no removal"):

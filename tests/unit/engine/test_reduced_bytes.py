@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dmi_connector.engine.architectures import ARCHITECTURES
 from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
 from dmi_connector.hooks import HOOKS, ModelDims, parse_selection
 from dmi_connector.layout import hook_reductions, row_layouts

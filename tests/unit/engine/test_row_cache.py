@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dmi_connector.engine.row_cache import CaptureLayer
+from dmi_connector.engine.owners.row_cache import CaptureLayer
 
 BLOCKS, SLOTS, SIZE = 3, 4, 6
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.architectures import TRANSFORMERS, Architecture
+from dmi_connector.engine.model.architectures import TRANSFORMERS, Architecture
 from dmi_connector.engine.taps.batches import ModelTaps, batches_of_layers
 from dmi_connector.engine.taps.compilation import Compilation
 from dmi_connector.layout import RowField

@@ -11,8 +11,8 @@ import torch
 from torch._dynamo import convert_frame
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.architectures import TRANSFORMERS, Architecture
-from dmi_connector.engine.coverage import Coverage
+from dmi_connector.engine.model.architectures import TRANSFORMERS, Architecture
+from dmi_connector.engine.model.coverage import Coverage
 from dmi_connector.engine.taps.batches import ModelTaps
 from dmi_connector.engine.taps.compilation import Compilation
 from dmi_connector.engine.taps.final import install_final

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.architectures import Architecture
-from dmi_connector.engine.coverage import Coverage
+from dmi_connector.engine.model.architectures import Architecture
+from dmi_connector.engine.model.coverage import Coverage
 from dmi_connector.engine.taps import install
 from dmi_connector.engine.taps.batches import ModelTaps, TapBatch
 from dmi_connector.hooks import HOOKS

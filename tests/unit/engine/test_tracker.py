@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmi_connector.engine.messages import STEPS_TOGETHER, Report, Rows, StepMetadata
-from dmi_connector.engine.tracker import Tracker
+from dmi_connector.engine.scheduler.tracker import Tracker
 from tests.trackerkit import FakeRequest, ask, make_tracker
 
 BLOCK = 16

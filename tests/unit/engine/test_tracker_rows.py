@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.messages import Close, Report, Rows, StepMetadata
-from dmi_connector.engine.tracker import Tracker
+from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.store.format.completeness import Cause
 from tests.trackerkit import FakeRequest, ask, generate, make_tracker
 
@@ -426,7 +426,7 @@ def test_refusals_are_logged_now_and_then(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("dmi_connector.engine.refused_requests.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("dmi_connector.engine.scheduler.refused_requests.time", SimpleNamespace(monotonic=lambda: now))
     tracker = make_tracker(tmp_path)
     for number in range(4):
         now += 20.0 * (number == 3)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.transformers_backend import Blocks, _NotFound, blocks_of, generic
+from dmi_connector.engine.model.transformers_backend import Blocks, _NotFound, blocks_of, generic
 
 
 class Attention(nn.Module):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numcodecs import blosc
 
-from dmi_connector.store.write.blosc_frame import blosc_frame, recurs
+from dmi_connector.store.write.arrays.blosc_frame import blosc_frame, recurs
 
 HEADER_BYTES = 16
 

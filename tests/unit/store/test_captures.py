@@ -30,7 +30,7 @@ from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read.captures import Captures
 from dmi_connector.store.read.index import find_captures, indexed_captures
 from dmi_connector.store.read.row_view import RowView
-from dmi_connector.store.write.repair import repair
+from dmi_connector.store.write.finish.repair import repair
 from tests import storekit as kit
 
 ARRAYS = (

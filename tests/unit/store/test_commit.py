@@ -16,9 +16,9 @@ from dmi_connector.store.format.completeness import Cause, Loss, losses_to_json
 from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.index import find_captures, read_index
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.commit import Commit, append_index, rank_file
+from dmi_connector.store.write.finish.commit import Commit, append_index, rank_file
+from dmi_connector.store.write.finish.repair import repair
 from dmi_connector.store.write.messages import Message
-from dmi_connector.store.write.repair import repair
 from tests import storekit as kit
 from tests.bulkkit import Killed, Kills
 

@@ -25,10 +25,10 @@ from dmi_connector.store.read.index import find_captures, read_index
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.client import StoreClient
-from dmi_connector.store.write.commit import Commit
-from dmi_connector.store.write.coordinator import Outbox, RemoteRing
+from dmi_connector.store.write.coordinator.coordinator import Outbox, RemoteRing
+from dmi_connector.store.write.finish.commit import Commit
+from dmi_connector.store.write.finish.repair import repair
 from dmi_connector.store.write.messages import Decoder, pack_array
-from dmi_connector.store.write.repair import repair
 from dmi_connector.store.write.ring import Ring
 from dmi_connector.store.write.settings import WriteSettings
 from tests import storekit as kit
@@ -67,7 +67,7 @@ def open_rings() -> int:
 
 
 def test_coordinator_and_writers_import_no_torch_vllm_or_zarr() -> None:
-    modules = "dmi_connector.store.write.coordinator, dmi_connector.store.write.writer"
+    modules = "dmi_connector.store.write.coordinator.coordinator, dmi_connector.store.write.writer"
     code = f"import sys, {modules}; print(sorted({{'torch', 'vllm', 'zarr'}} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-P", "-c", code], text=True) == "[]\n"
 

@@ -29,10 +29,10 @@ from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
 from dmi_connector.store.read.index import find_captures, read_index
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.read.waiting import CaptureFailed
-from dmi_connector.store.write.capture_record import CaptureRecord, State
-from dmi_connector.store.write.commit import append_index
-from dmi_connector.store.write.repair import repair
-from dmi_connector.store.write.row_check import RowCheck
+from dmi_connector.store.write.arrays.row_check import RowCheck
+from dmi_connector.store.write.coordinator.capture_record import CaptureRecord, State
+from dmi_connector.store.write.finish.commit import append_index
+from dmi_connector.store.write.finish.repair import repair
 from tests import storekit as kit
 from tests.storekit import PATIENCE, until
 
@@ -490,7 +490,7 @@ def test_no_writer_holds_a_capture_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: list[tuple[str, str | None]]
 ) -> None:
     """Each of the two that wrote it gives it up, so that a repair can take it."""
-    monkeypatch.setattr("dmi_connector.store.write.writer_pool.SPREAD_BYTES", 1)
+    monkeypatch.setattr("dmi_connector.store.write.coordinator.writer_pool.SPREAD_BYTES", 1)
     p = kit.Store(writers=2, on_done=lambda record: done.append((record.state, record.reason)))
     try:
         both = [SPEC, replace(SPEC, name="k")]

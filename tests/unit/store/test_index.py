@@ -16,7 +16,7 @@ from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read import index
 from dmi_connector.store.read.captures import open_captures
 from dmi_connector.store.read.index import IndexTail, find_captures
-from dmi_connector.store.write.commit import append_index
+from dmi_connector.store.write.finish.commit import append_index
 from tests import storekit as kit
 
 SPEC = ArraySpec("q", "float32", (0,), 4)

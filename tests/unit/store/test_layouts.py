@@ -16,13 +16,13 @@ import pytest
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.write.arrays.shard_writer import FileCache
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.client import OpenCapture, StoreClient
-from dmi_connector.store.write.coordinator import Coordinator, Outbox, RemoteRing
+from dmi_connector.store.write.coordinator.coordinator import Coordinator, Outbox, RemoteRing
 from dmi_connector.store.write.messages import Message, pack_array
 from dmi_connector.store.write.ring import Ring
 from dmi_connector.store.write.settings import WriteSettings
-from dmi_connector.store.write.shard_writer import FileCache
 from dmi_connector.store.write.writer import Writer
 from tests import storekit as kit
 from tests.storekit import IDS, PATIENCE, VALUES, Q, until
@@ -202,7 +202,7 @@ def test_coordinator_and_writers_keep_few_layouts(tmp_path: Path, monkeypatch: p
 
 def test_a_layout_is_kept_until_its_captures_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later segments are opened by other writers then, one of which is new."""
-    monkeypatch.setattr("dmi_connector.store.write.writer_pool.SEGMENT_BYTES", 1)
+    monkeypatch.setattr("dmi_connector.store.write.coordinator.writer_pool.SEGMENT_BYTES", 1)
     stores = kit.Store(4 << 20, writers=3)
     values = {"q": kit.random_bits(Q, 1400)}
     record = stores.open(tmp_path / "a.zarr", Q)

@@ -17,7 +17,7 @@ from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.row_check import RowCheck
+from dmi_connector.store.write.arrays.row_check import RowCheck
 from tests import storekit as kit
 
 LENGTH, FIRST, SECOND = 60, [4, 9], [12, 20]

@@ -19,12 +19,12 @@ import pytest
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.capture_record import CaptureRecord
+from dmi_connector.store.write.arrays.shard_writer import FileCache
 from dmi_connector.store.write.child_process import Child
+from dmi_connector.store.write.coordinator.capture_record import CaptureRecord
 from dmi_connector.store.write.messages import Message
 from dmi_connector.store.write.pace import LATE_S, SURE, Pace, Shares, shares_for
 from dmi_connector.store.write.settings import WriteSettings
-from dmi_connector.store.write.shard_writer import FileCache
 from dmi_connector.store.write.writer import Writer
 from tests import storekit as kit
 from tests.trackerkit import ask, generate, make_tracker
@@ -156,7 +156,7 @@ def test_writers_hurry_when_much_waits_and_when_nobody_decodes(paced: kit.Store,
 
 
 def test_only_room_bytes_of_a_larger_ring_count_for_the_pace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("dmi_connector.store.write.writer_pool.ROOM_BYTES", 2 * TAKEN)
+    monkeypatch.setattr("dmi_connector.store.write.coordinator.writer_pool.ROOM_BYTES", 2 * TAKEN)
     stores = kit.Store(RING, settings=WriteSettings(least_share=LEAST))
     record = begin(stores, tmp_path / "a.zarr")
     writer = stores.pool.processes[0]

@@ -22,13 +22,13 @@ from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write import writer_pool
-from dmi_connector.store.write.array_writer import ArrayWriter
-from dmi_connector.store.write.blosc_frame import plain_header
+from dmi_connector.store.write.arrays.array_writer import ArrayWriter
+from dmi_connector.store.write.arrays.blosc_frame import plain_header
+from dmi_connector.store.write.arrays.plain import Costs
+from dmi_connector.store.write.arrays.shard_writer import FileCache, encode
+from dmi_connector.store.write.coordinator import writer_pool
 from dmi_connector.store.write.pace import Pace
-from dmi_connector.store.write.plain import Costs
 from dmi_connector.store.write.settings import WriteSettings
-from dmi_connector.store.write.shard_writer import FileCache, encode
 from dmi_connector.store.write.writer import Writer
 from tests import storekit as kit
 
@@ -48,7 +48,9 @@ ARRAYS = (
 """The zeros after 44 rows of `mlp_post` are a hole in the file."""
 WRITER = """
 import itertools
-from dmi_connector.store.write import pace, plain, writer
+from dmi_connector.store.write import pace
+from dmi_connector.store.write.arrays import plain
+from dmi_connector.store.write import writer
 
 turns = itertools.cycle([True, True, False])
 plain.Costs.plain_next = lambda self: next(turns)

@@ -24,7 +24,7 @@ from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
 from dmi_connector.store.read.captures import captures_of, open_captures
 from dmi_connector.store.read.index import find_captures
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.commit import append_index
+from dmi_connector.store.write.finish.commit import append_index
 from tests import s3kit
 from tests import storekit as kit
 

@@ -28,13 +28,13 @@ from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
 from dmi_connector.store.read.index import find_captures
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write import commit, repair, salvage
-from dmi_connector.store.write.array_writer import ArrayWriter
-from dmi_connector.store.write.journal import read_journal
+from dmi_connector.store.write.arrays.array_writer import ArrayWriter
+from dmi_connector.store.write.arrays.journal import read_journal
+from dmi_connector.store.write.arrays.shard_writer import FileCache
+from dmi_connector.store.write.finish import commit, repair, salvage
+from dmi_connector.store.write.finish.repair import Outcome
 from dmi_connector.store.write.messages import Decoder, Message, pack, pack_array, write_all
 from dmi_connector.store.write.pace import Pace
-from dmi_connector.store.write.repair import Outcome
-from dmi_connector.store.write.shard_writer import FileCache
 from tests import storekit as kit
 
 CHUNK, SEGMENT, START = 16, 32, 5

@@ -97,8 +97,8 @@ def test_writers_run_at_the_priority_that_gpu_and_policy_ask_for(gpu: bool, poli
 
 
 def test_a_full_disk_is_listed_once_and_other_errors_with_their_file(tmp_path: Path) -> None:
-    from dmi_connector.store.write.array_writer import ArrayWriter
-    from dmi_connector.store.write.shard_writer import FileCache
+    from dmi_connector.store.write.arrays.array_writer import ArrayWriter
+    from dmi_connector.store.write.arrays.shard_writer import FileCache
 
     writer = ArrayWriter(str(tmp_path), PayloadLayout(ALL), [], FileCache(4))
     for first, path in ((0, "q/c/0/0/0"), (128, "k/c/0/0/0")):
@@ -275,7 +275,7 @@ def test_a_rank_that_never_finishes_makes_all_rows_missing(tmp_path: Path) -> No
 def test_arrays_of_one_capture_are_spread_over_writers(
     stores: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dmi_connector.store.write.writer_pool.SPREAD_BYTES", 1)
+    monkeypatch.setattr("dmi_connector.store.write.coordinator.writer_pool.SPREAD_BYTES", 1)
     record = stores.open(tmp_path / "b.zarr", *ALL)
     assert len({a.process for a in record.assignments}) == 2
     stores.abort(record)
@@ -289,7 +289,7 @@ def test_arrays_of_one_capture_are_spread_over_writers(
 @pytest.mark.parametrize("end", ["closed", "aborted", "killed"])
 def test_the_load_of_a_writer_ends_with_its_captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """So that later captures go to the writer that has least to do."""
-    monkeypatch.setattr("dmi_connector.store.write.writer_pool.SPREAD_BYTES", 1)
+    monkeypatch.setattr("dmi_connector.store.write.coordinator.writer_pool.SPREAD_BYTES", 1)
     p = kit.Store(8 << 20, writers=2)
     try:
         record = p.open(tmp_path / "a.zarr", *ALL)
@@ -309,7 +309,7 @@ def test_only_one_writer_is_sent_the_token_ids_of_a_chunk(
     stores: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its journal keeps them, and the facts of the capture."""
-    monkeypatch.setattr("dmi_connector.store.write.writer_pool.SPREAD_BYTES", 1)
+    monkeypatch.setattr("dmi_connector.store.write.coordinator.writer_pool.SPREAD_BYTES", 1)
     sent: list[dict[str, Any]] = []
     post = Child.post
     monkeypatch.setattr(Child, "post", lambda child, message: (sent.append(message), post(child, message))[1])
@@ -345,7 +345,7 @@ def test_captures_that_share_an_extent_may_send_chunks_out_of_order(stores: kit.
 def test_a_short_chunk_is_padded_with_zeros() -> None:
     from numcodecs import blosc
 
-    from dmi_connector.store.write.shard_writer import encode
+    from dmi_connector.store.write.arrays.shard_writer import encode
 
     rng = np.random.default_rng(0)
     for count in (3, 7, 1, 5, 5):  # one after the other through the same memory
@@ -369,7 +369,7 @@ def test_the_padding_of_a_last_chunk_takes_no_disk_space(stores: kit.Store, tmp_
 
 def test_holes_are_zeros_after_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dmi_connector.store.format.checksum import crc32c
-    from dmi_connector.store.write.shard_writer import FileCache, ShardWriter, encode
+    from dmi_connector.store.write.arrays.shard_writer import FileCache, ShardWriter, encode
 
     write, rows = os.pwritev, np.arange(1, 1 + 2 * 40000, dtype="u2").reshape(2, 40000)
     writer = ShardWriter(str(tmp_path / "shard"), (1, 2), FileCache(4))
@@ -398,8 +398,8 @@ def test_an_append_that_fails_halfway_leaves_no_trace(
 ) -> None:
     from dmi_connector.store.format.checksum import crc32c
     from dmi_connector.store.format.shard_index import read_index
-    from dmi_connector.store.write import shard_writer as shard
-    from dmi_connector.store.write.shard_writer import Encoded, FileCache, ShardWriter, encode
+    from dmi_connector.store.write.arrays import shard_writer as shard
+    from dmi_connector.store.write.arrays.shard_writer import Encoded, FileCache, ShardWriter, encode
 
     monkeypatch.setattr(shard, "_WRITE_BYTES", 500_000)
     rows = np.arange(3 * 300_000, dtype="u2").reshape(3, 1, 300_000)  # each chunk is written by itself
@@ -451,7 +451,7 @@ def test_checksums_of_two_parts_join_to_that_of_the_whole(sizes: tuple[int, int]
 
 
 def test_arrays_are_given_to_the_least_loaded_writers() -> None:
-    from dmi_connector.store.write.writer_pool import assign
+    from dmi_connector.store.write.coordinator.writer_pool import assign
 
     arrays = [ArraySpec(name, "float32", (0,), width) for name, width in (("a", 100), ("b", 40), ("c", 30), ("d", 20))]
     loads = [0, 0]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dmi_connector.store.format.completeness import Cause, Loss
-from dmi_connector.store.write.row_check import RowCheck
+from dmi_connector.store.write.arrays.row_check import RowCheck
 
 IDS = np.arange(300, dtype="<i4") % 97
 START = 50

@@ -17,11 +17,11 @@ import pytest
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.array_writer import ArrayWriter
-from dmi_connector.store.write.capture_record import CaptureRecord
+from dmi_connector.store.write.arrays.array_writer import ArrayWriter
+from dmi_connector.store.write.arrays.shard_writer import FileCache
 from dmi_connector.store.write.child_process import Child
-from dmi_connector.store.write.repair import repair
-from dmi_connector.store.write.shard_writer import FileCache
+from dmi_connector.store.write.coordinator.capture_record import CaptureRecord
+from dmi_connector.store.write.finish.repair import repair
 from tests import storekit as kit
 from tests.storekit import PATIENCE, until
 
@@ -33,7 +33,7 @@ ROWS = 1400
 
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[kit.Store]:
-    monkeypatch.setattr("dmi_connector.store.write.writer_pool.SEGMENT_BYTES", 1)
+    monkeypatch.setattr("dmi_connector.store.write.coordinator.writer_pool.SEGMENT_BYTES", 1)
     p = kit.Store(4 << 20, writers=3)
     yield p
     p.shutdown(PATIENCE)
@@ -88,12 +88,12 @@ def test_segments_go_to_the_writers_in_turn(
 def test_small_segments_and_parts_on_several_writers_stay_where_they_are(
     stores: kit.Store, tmp_path: Path, values: kit.Values, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dmi_connector.store.write.writer_pool.SPREAD_BYTES", 1)
+    monkeypatch.setattr("dmi_connector.store.write.coordinator.writer_pool.SPREAD_BYTES", 1)
     arrays = [replace(SPEC, name=name) for name in "qkv"]
     record = stores.open(tmp_path / "a.zarr", *arrays)
     stores.feed(record, dict.fromkeys("qkv", values["q"]), ROWS)
     assert len(record.assignments) == 3, "each writer has an array"
-    monkeypatch.setattr("dmi_connector.store.write.writer_pool.SEGMENT_BYTES", 256 * SPEC.token_bytes + 1)
+    monkeypatch.setattr("dmi_connector.store.write.coordinator.writer_pool.SEGMENT_BYTES", 256 * SPEC.token_bytes + 1)
     other = stores.open(tmp_path / "b.zarr", SPEC)
     stores.feed(other, values, ROWS)
     assert len(other.assignments) == 1

@@ -30,18 +30,18 @@ from dmi_connector.store.format.object_store import RemoteDenied
 from dmi_connector.store.format.remote_path import RemotePath, place_of
 from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.captures import open_captures
+from dmi_connector.store.read.files.remote_index import read_indexes
 from dmi_connector.store.read.index import CaptureInfo, find_captures
-from dmi_connector.store.read.remote_index import read_indexes
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write import upload
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.client import StoreClient
-from dmi_connector.store.write.commit import append_index
-from dmi_connector.store.write.directories import check_directories
-from dmi_connector.store.write.repair import finish_uploads, repair
+from dmi_connector.store.write.coordinator.directories import check_directories
+from dmi_connector.store.write.finish import upload
+from dmi_connector.store.write.finish.commit import append_index
+from dmi_connector.store.write.finish.repair import finish_uploads, repair
+from dmi_connector.store.write.finish.upload import UploadResult, expected_etag, part_bytes, upload_store
+from dmi_connector.store.write.finish.uploads import Uploads
 from dmi_connector.store.write.settings import UploadSettings, WriteSettings
-from dmi_connector.store.write.upload import UploadResult, expected_etag, part_bytes, upload_store
-from dmi_connector.store.write.uploads import Uploads
 from tests import bulkkit, s3kit
 from tests import storekit as kit
 
@@ -520,7 +520,7 @@ def test_repair_retries_one_store_while_the_bucket_is_down(
         time.sleep(retry_seconds)
         return upload.finish_upload(store, to, 0, remove_local)
 
-    monkeypatch.setattr("dmi_connector.store.write.repair.finish_upload", finish_upload)
+    monkeypatch.setattr("dmi_connector.store.write.finish.repair.finish_upload", finish_upload)
     outcomes = finish_uploads(tmp_path / "s", retry_seconds=0.1)
     assert [outcome.state for outcome in outcomes] == ["not uploaded"] * 3 and given == [0.1, 0, 0]
     s3.clear()
@@ -569,14 +569,14 @@ def test_repair_uploads_what_an_earlier_server_left_while_another_one_runs(
         capture(second, tmp_path / f"s/{name}.zarr")
     kit.until(lambda: s3.held >= 3 and is_to_be_uploaded(tmp_path / "s/c.zarr"))
     assert {outcome.state for outcome in finish_uploads(tmp_path / "s")} == {"waits"}, "they are new"
-    monkeypatch.setattr("dmi_connector.store.write.repair.LOCKED_WITHIN_S", 0.0)
+    monkeypatch.setattr("dmi_connector.store.write.finish.repair.LOCKED_WITHIN_S", 0.0)
     sent: list[Path] = []
 
     def finish_upload(store: Path, to: RemotePath, *_args: object) -> UploadResult:
         sent.append(store)
         return UploadResult(store, str(to))
 
-    monkeypatch.setattr("dmi_connector.store.write.repair.finish_upload", finish_upload)
+    monkeypatch.setattr("dmi_connector.store.write.finish.repair.finish_upload", finish_upload)
     states = {Path(outcome.store or "").stem: outcome.state for outcome in finish_uploads(tmp_path / "s")}
     assert states == {"left": "uploaded", "a": "waits", "b": "waits", "c": "waits"} and sent == [left]
     s3.clear()

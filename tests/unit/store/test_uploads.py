@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from dmi_connector.store.write import uploads as uploads_module
+from dmi_connector.store.write.finish import uploads as uploads_module
+from dmi_connector.store.write.finish.uploads import Uploads
 from dmi_connector.store.write.settings import UploadSettings
-from dmi_connector.store.write.uploads import Uploads
 
 
 class Told:

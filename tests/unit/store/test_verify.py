@@ -25,7 +25,7 @@ from dmi_connector.store.format.checksum import crc32c, file_checksum
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.format.shard_index import EMPTY, index_bytes, read_index, shard_content
-from dmi_connector.store.read import store_files
+from dmi_connector.store.read.files import store_files
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import damaged_files, verify_dir, verify_store
 from tests import storekit as kit

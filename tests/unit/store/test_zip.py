@@ -18,9 +18,9 @@ from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.captures import captures_of, open_captures
-from dmi_connector.store.read.store_files import MAPPED_BYTES
+from dmi_connector.store.read.files.store_files import MAPPED_BYTES
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.upload import upload_store
+from dmi_connector.store.write.finish.upload import upload_store
 from tests import storekit as kit
 
 SPECS = (

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The expected value of every hook, from one forward of a transformers model over the whole sequence.
+
+vLLM and transformers share no model code. So where a capture agrees with this oracle, tap points, rows and store are
+right. Tests and demo use it, and so can a user: see `compare`. Needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dmi_connector.analysis.oracle.oracle_twins import ABSENT, LLAMA, TWINS, Point
+from dmi_connector.store.format.completeness import Cause
+from dmi_connector.store.read.arrays.own_values import OTHER_VALUES
+from dmi_connector.store.read.capture import Capture
+
+logger = logging.getLogger(__name__)
+
+_RUN = 1 << 20
+"""Most rows of a slice without a missing row."""
+
+
+class Oracle:
+    """A transformers model with eager attention that computes every hook for a token sequence.
+
+    A model with a vision tower computes the hooks of its language model, also for prompts with images.
+
+    without: hooks to leave out. config: of the language model. architecture: of the whole model.
+    """
+
+    def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float32, without: Sequence[str] = ()) -> None:
+        config = _as_vllm(AutoConfig.from_pretrained(model_dir, local_files_only=True))
+        self.wraps = config.get_text_config() is not config
+        auto = AutoModelForImageTextToText if self.wraps else AutoModelForCausalLM
+        how: Any = {"text_config": "eager", "vision_config": "sdpa"} if self.wraps else "eager"
+        self.model = auto.from_pretrained(
+            model_dir, config=config, dtype=dtype, attn_implementation=how, local_files_only=True
+        ).eval()
+        self.architecture = str(self.model.config.architectures[0])
+        self.config, self.without = self.model.config.get_text_config(), without
+        if self.config.model_type == "bloom":
+            for module in self.model.modules():
+                if hasattr(module, "gelu_impl"):
+                    module.gelu_impl = torch.nn.GELU()  # as vLLM has it; transformers takes the approximation by tanh
+        if self.model.config.model_type == "mistral3":
+            # As vLLM has it, whatever the config says.
+            self.model.model.multi_modal_projector.norm.variance_epsilon = 1e-5
+        base = self.model.get_decoder() if self.wraps else self.model.base_model
+        # Llama 4's text model has no base of its own.
+        self._base = self.model.model if base is self.model else getattr(base, "model", base) if self.wraps else base
+        self.twin = TWINS.get(self.config.model_type, LLAMA)
+        if getattr(self.config, "use_parallel_residual", False):
+            self.twin = self.twin.but(Point("resid_mid", ABSENT))
+        self._layers: Any = self._base.get_submodule(self.twin.layers)
+        heads = self.config.num_attention_heads
+        self._head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
+        kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
+        self._sizes = [heads * self._head_dim, *[kv_heads * self._head_dim] * 2]
+        for name, module in self._base.named_modules():
+            if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+                module.variance_epsilon = self.config.rms_norm_eps  # as vLLM has it; transformers takes 1e-6
+
+    @torch.no_grad()
+    def run(self, token_ids: Sequence[int], images: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
+        """Every hook of one forward over `token_ids` (the prompt, then the generated tokens).
+
+        images: what the model's image processor returned for the images of the prompt, such as `pixel_values`; the ids
+        then have their placeholders. Image tokens see earlier ones only, as on vLLM's CPU backend.
+
+        Layer hooks are float32 [layers, tokens, width], those of ONCE [1, tokens, width], `logits` float32 [tokens,
+        vocab] (row i predicts token i + 1), `token_ids` and `positions` int32 [tokens]. M-RoPE adds `mrope_positions`,
+        int32 [1, tokens, axes]. Models with experts add
+        router_logits and topk_weights (float32) and topk_ids (int32), by descending weight, equal weights by id. The
+        layer axis of a hook holds only layers that have it.
+        """
+        with _Recorder(len(token_ids)) as recorder:
+            for point in self.twin.once:
+                if not (self.wraps and point.name == "embed"):  # images are merged into it later
+                    recorder.watch(self._base.get_submodule(point.module), point.name, point.side)
+            for layer in self._layers:
+                self._watch_layer(recorder, layer)
+            if self.wraps:
+                self._watch_inputs(recorder)
+            ids = torch.tensor([list(token_ids)], dtype=torch.long)
+            with _seen_attention(recorder.rows) if self.twin.rotary else nullcontext():
+                logits = self.model(ids, use_cache=False, **self._with_images(ids, images)).logits
+        values = {name: torch.stack(parts) for name, parts in recorder.rows.items()}
+        if self.twin.scale:
+            for name in ("attn_out", "mlp_out"):
+                values[name] = values[name] * getattr(self.config, self.twin.scale)
+        if self.twin.weights_scale:
+            values["topk_weights"] = values["topk_weights"] / getattr(self.config, self.twin.weights_scale)
+        if self.config.model_type == "llama4_text":
+            for name in ("q", "k", "q_rot", "k_rot"):
+                values[name] = self._in_halves(values[name])
+        if self.twin.latent:
+            self._share_keys(values)
+        values["logits"] = logits[0]
+        values = {name: value for name, value in values.items() if name not in self.without}
+        whole = ("topk_ids", "mrope_positions")
+        values = {name: value.int() if name in whole else value.float() for name, value in values.items()}
+        values["token_ids"] = ids[0].int()
+        values["positions"] = torch.arange(len(token_ids), dtype=torch.int32)
+        return {name: value.numpy() for name, value in values.items()}
+
+    @torch.no_grad()
+    def greedy(self, token_ids: Sequence[int], n: int) -> list[int]:
+        """The `n` tokens that greedy decoding appends to `token_ids`. It does not stop at an end token."""
+        ids = list(token_ids)
+        for _ in range(n):
+            logits = self.model(torch.tensor([ids]), use_cache=False, logits_to_keep=1).logits
+            ids.append(int(logits[0, -1].argmax()))
+        return ids[len(token_ids) :]
+
+    def _with_images(self, ids: torch.Tensor, images: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Arguments of a forward over a prompt with images."""
+        if not images:
+            return {}
+        pixels = {"pixel_values": images["pixel_values"].to(self.model.dtype)}
+        told = {"mm_token_type_ids": (ids == self.model.config.image_token_id).int()}
+        return {**images, **pixels, **(told if "image_grid_thw" in images else {})}
+
+    def _watch_inputs(self, recorder: _Recorder) -> None:
+        """Note the embeddings that enter the language model, with those of images, and the positions of M-RoPE."""
+        axes = len((getattr(self.config, "rope_parameters", None) or {}).get("mrope_section", ()))
+
+        def before(_module: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            recorder.rows["embed"] = [kwargs["inputs_embeds"][0].clone()]
+            if axes:
+                positions = kwargs.get("position_ids")
+                if positions is None:
+                    positions = torch.arange(recorder.tokens).expand(axes, 1, -1)
+                recorder.rows["mrope_positions"] = [positions[-axes:, 0].T.clone()]
+
+        recorder.callback(self._base.register_forward_pre_hook(before, with_kwargs=True).remove)
+
+    def _watch_layer(self, recorder: _Recorder, layer: Any) -> None:
+        present = dict(layer.named_modules())
+        for point in {point.name: point for point in self.twin.points if point.module in present}.values():
+            pick = functools.partial(self._part, part=point.part) if point.part else None
+            if self.twin.norms_heads and point.module.endswith(("q_norm", "k_norm", "q_layernorm", "k_layernorm")):
+                pick = functools.partial(self._heads_last, heads=self._sizes[0 if point.name == "q" else 1])
+            recorder.watch(present[point.module], point.name, point.side, pick)
+        if self.twin.attends:
+            recorder.watch_method(present[self.twin.attn], self.twin.attends)
+        if self.twin.gate in present:
+            recorder.watch_router(present[self.twin.gate], self.config.num_experts_per_tok)
+
+    def _part(self, value: torch.Tensor, part: str) -> torch.Tensor:
+        """Queries, keys or values [tokens, width] of a fused projection."""
+        index = "qkv".index(part)
+        if self.twin.by_head:
+            return value.unflatten(-1, (-1, 3, self._head_dim))[:, :, index].flatten(1)
+        return value.split(self._sizes, -1)[index]
+
+    def _heads_last(self, value: torch.Tensor, heads: int) -> torch.Tensor:
+        """[tokens, width] of values that were [heads, tokens, head_dim]. heads: their width."""
+        return value.reshape(heads // self._head_dim, -1, self._head_dim).transpose(0, 1).flatten(1)
+
+    def _share_keys(self, values: dict[str, torch.Tensor]) -> None:
+        """Put the key that all heads share in the place of their keys, and pairs of rotated values side by side."""
+        rope = self.config.qk_rope_head_dim
+        queries = values["q_rot"].unflatten(-1, (self.config.num_attention_heads, -1)).clone()
+        key = values.pop("k_rot").unflatten(-1, (self.config.num_attention_heads, -1))[..., 0, -rope:]
+        if getattr(self.config, "rope_interleave", False):
+            queries[..., -rope:], key = (x.unflatten(-1, (2, -1)).mT.flatten(-2) for x in (queries[..., -rope:], key))
+        values |= {"q_rot": queries.flatten(-2), "k_pe": key}
+
+    def _in_halves(self, value: torch.Tensor) -> torch.Tensor:
+        """Heads whose pairs of values are rotated, as vLLM keeps them: first values of all pairs, then second ones."""
+        return value.unflatten(-1, (-1, self._head_dim // 2, 2)).transpose(-1, -2).flatten(-3)
+
+
+def _as_vllm(config: Any) -> Any:
+    """A config with which transformers computes what vLLM does."""
+    if config.model_type == "cohere2":
+        config.sliding_window += 1  # vLLM's windows have the token itself and so many before it
+    return config
+
+
+class _Recorder(ExitStack):
+    """Collects rows [tokens, width] in layer order with forward hooks, which its `with` block removes."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.rows: dict[str, list[torch.Tensor]] = defaultdict(list)
+
+    def watch(
+        self,
+        module: torch.nn.Module,
+        name: str,
+        side: str,
+        pick: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """Note the first input or output of a module. pick: takes a part of it."""
+
+        def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            value = (args[0] if args else next(iter(kwargs.values()))) if side == "in" else output
+            value = value[0] if isinstance(value, tuple) else value
+            rows = value.reshape(self.tokens, -1)
+            self.rows[name].append((pick(rows) if pick else rows).clone())
+
+        self.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+
+    def watch_method(self, module: torch.nn.Module, name: str) -> None:
+        """Note the rotated queries and keys that a method of an attention module gets."""
+        method = getattr(module, name)
+
+        def noted(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            _note_rotated(self.rows, query, key)
+            return method(query, key, *args, **kwargs)
+
+        setattr(module, name, noted)  # on this module, in front of its class's
+        self.callback(delattr, module, name)
+
+    def watch_router(self, module: torch.nn.Module, top_k: int) -> None:
+        """Note what a router returns: (scores, weights, experts), or of Llama 4 (weights of all experts, scores)."""
+
+        def hook(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            if len(output) == 3:
+                scores, weights, ids = output
+            else:
+                every, scores = output
+                ids = scores.topk(top_k, -1).indices
+                weights = every.gather(-1, ids)
+            ids, order = ids.sort(dim=-1)
+            weights, heaviest = weights.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+            self.rows["router_logits"].append(scores.reshape(self.tokens, -1))
+            self.rows["topk_ids"].append(ids.gather(-1, heaviest).reshape(self.tokens, -1))
+            self.rows["topk_weights"].append(weights.reshape(self.tokens, -1))
+
+        self.callback(module.register_forward_hook(hook).remove)
+
+
+def _note_rotated(rows: dict[str, list[torch.Tensor]], query: torch.Tensor, key: torch.Tensor) -> None:
+    """Note what attention gets, [1, heads, tokens, head_dim], as rows [tokens, width]."""
+    for name, value in (("q_rot", query), ("k_rot", key)):
+        rows[name].append(value[0].transpose(0, 1).flatten(1).clone())
+
+
+@contextmanager
+def _seen_attention(rows: dict[str, list[torch.Tensor]]) -> Iterator[None]:
+    """Note the rotated queries and keys that attention gets: no module has them as its input or output."""
+
+    def attention(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _note_rotated(rows, query, key)
+        return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, *args, **kwargs)
+
+    # The interface that every model asks for "eager", which is no entry of its own.
+    ALL_ATTENTION_FUNCTIONS["eager"] = attention
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["eager"]
+
+
+def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None = None) -> dict[str, float]:
+    """The largest absolute difference of each hook of `capture` from `oracle`, over all layers and the rows that are
+    not missing. It is NaN where either computed NaN.
+
+    Reduced hooks are decoded first, so their difference holds what the reduction lost. Hooks whose rows are other
+    values (rp, pca, attn), and those without a row, are left out with a warning, and hooks that the oracle was made
+    `without`. images: see `Oracle.run`.
+
+    Raises ValueError if the capture does not begin at position 0 (its earlier tokens are then unknown), holds no rows,
+    lacks token ids, or has a hook, layers or shapes that the oracle's model has not, and where no hook can be compared.
+    """
+    rows = np.concatenate([np.arange(run.start, run.stop) for run in capture.runs(_RUN)] or [np.arange(0)])
+    _check_comparable(capture, rows)
+    expected = oracle.run(capture.token_ids.tolist(), images)
+    errors = {}
+    for hook, entry in capture.attrs["hooks"].items():
+        reduction = capture.reduction(hook)
+        samples = capture.logits_positions if hook == "logits" else rows
+        there = np.flatnonzero(samples >= 0)
+        if hook in oracle.without:
+            continue
+        if isinstance(reduction, OTHER_VALUES):
+            kind = reduction.kind
+            logger.warning("%s: %s holds rows of %s, not its values; it is not compared", capture.path, hook, kind)
+            continue
+        if not len(there):
+            logger.warning("%s: %s holds no rows; it is not compared", capture.path, hook)
+            continue
+        if hook not in expected:
+            raise ValueError(
+                f"{capture.path}: the oracle computes no {hook}, only {', '.join(expected)}; give Oracle"
+                f" without=[{hook!r}] to compare the others"
+            )
+        want = expected[hook]
+        if entry["layers"] and len(want) == capture.attrs["num_layers"]:
+            want = want[entry["layers"]]
+        have = capture.numpy(hook)
+        if hook == "logits":
+            have, want = have[there], want[samples[there]]
+        else:
+            have, want = have.reshape(-1, *have.shape[-2:])[:, rows], want[:, rows]
+        if have.shape != want.shape:
+            raise ValueError(f"{capture.path}: {hook} has shape {have.shape}, the oracle's model gives {want.shape}")
+        errors[hook] = float(np.abs(have.astype(np.float32) - want).max())
+    if not errors:
+        raise ValueError(f"{capture.path}: no hook can be compared; capture hooks in full, or as int8")
+    return errors
+
+
+def _check_comparable(capture: Capture, rows: np.ndarray) -> None:
+    """Raise ValueError for a capture that says too little of its tokens. rows: those that are not missing."""
+    if capture.attrs["start"] != 0:
+        raise ValueError(f"{capture.path} begins at position {capture.attrs['start']}: its earlier tokens are unknown")
+    if not len(rows):
+        raise ValueError(f"{capture.path} holds no rows to compare; give a store with rows")
+    if Cause.TOKEN_IDS_UNKNOWN.value[1] in (capture.reason or ""):
+        raise ValueError(f"{capture.path} lacks token ids, so nothing can be computed from them; give another store")
+
+
+def largest(errors: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The largest difference of each hook over several results of `compare`. NaN is the largest of all."""
+    found: dict[str, float] = {}
+    for one in errors:
+        for hook, error in one.items():
+            found[hook] = float(np.maximum(error, found.get(hook, 0.0)))
+    return found

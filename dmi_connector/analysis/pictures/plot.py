@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of captures by token: norms, heat maps, lens, attribution, attention, uncertainty, drift, as PNG or SVG.
+
+Each function writes the file `out`, whose ending says the format, and returns its path. tokenizer: directory of
+tokenizer.json, for the words on the axis; None: the model directory that the store names, if it exists. All need
+matplotlib (the extra `plot`), and raise ValueError without it, for another ending, and for a store without rows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dmi_connector.analysis.heat import hook_heat
+from dmi_connector.analysis.labels import labeller, token_labels
+from dmi_connector.analysis.lens import Lens, Uncertainty
+from dmi_connector.analysis.patterns import attention_pattern
+from dmi_connector.analysis.pictures import canvas
+from dmi_connector.analysis.pictures.plot_text import colour_map
+from dmi_connector.analysis.residual import drift, residual_norms
+from dmi_connector.store.read.capture import Capture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PathLike = str | os.PathLike[str]
+_LOG_RATIO = 20
+"""Ratio of the largest to the smallest norm from which the colour scale is logarithmic."""
+_WORDS_IN_CELLS = 32
+"""With more tokens the lens shows colours alone."""
+_LARGE_PANELS, MOST_PANELS = 8, 400
+"""Panels that have words on their axes; panels of one picture. More than the first are small ones."""
+_SMALL_SIZE = (18.0, 12.0)
+"""Inches of a picture of small panels."""
+_MOST_CELLS = 400
+"""Queries of one head that have a cell each: a panel has about as many pixels."""
+_MOST_NAMED = 10
+"""Lines that are named. Of more there is the mean."""
+
+
+def draw_residual_norms(captures: Sequence[Capture], out: PathLike, tokenizer: PathLike | None = None) -> Path:
+    """Draw residual norms by layer and token, a panel a capture under one colour scale.
+
+    Raises ValueError for a store without residual stream.
+    """
+    check_panels(len(captures))
+    maps = [residual_norms(capture) for capture in captures]
+    return _draw_maps(captures, maps, out, tokenizer, "residual norms", "norm of the residual stream", "layer input")
+
+
+def draw_heat(
+    captures: Sequence[Capture], out: PathLike, hook: str, neuron: int | None = None, tokenizer: PathLike | None = None
+) -> Path:
+    """Draw the norms of a hook by layer and token, or one value of its rows, a panel a capture under one colour scale.
+
+    Raises as `hook_heat` does.
+    """
+    check_panels(len(captures))
+    maps = [hook_heat(capture, hook, neuron) for capture in captures]
+    what, bar = (f"norms of {hook}", f"norm of {hook}") if neuron is None else (f"value {neuron} of {hook}", "value")
+    return _draw_maps(captures, maps, out, tokenizer, what, bar, "layer")
+
+
+def _draw_maps(
+    captures: Sequence[Capture],
+    maps: Sequence[tuple[np.ndarray, list[str]]],
+    out: PathLike,
+    tokenizer: PathLike | None,
+    what: str,
+    bar: str,
+    axis: str,
+) -> Path:
+    """Draw (numbers [layers, tokens], labels of the layers) of each capture."""
+    if len(captures) > _LARGE_PANELS:
+        return _draw_small_maps(captures, maps, out, what, bar, axis)
+    canvas.check_rows(captures)
+    columns = 1 if len(captures) == 1 else 2
+    lines = -(-len(captures) // columns)
+    wide = canvas.token_width(max(values.shape[1] for values, _ in maps)) * (0.75 if columns > 1 else 1.0)
+    tall = canvas.layer_height(max(values.shape[0] for values, _ in maps))
+    figure = canvas.new_figure(columns * wide + 1.2, lines * tall + 0.7, out)
+    panels = [figure.add_subplot(lines, columns, i + 1) for i in range(len(captures))]
+    look, name = _scale(np.concatenate([values.ravel() for values, _ in maps]))
+    image: Any = None
+    for panel, capture, (values, layers) in zip(panels, captures, maps, strict=True):
+        image = canvas.heat(panel, capture, values, **look)
+        if canvas.cross_cells(panel, capture, ~np.isfinite(values)):
+            panel.set_title(canvas.CROSSED, fontsize=8, loc="right", pad=14)
+        canvas.layer_axis(panel, layers, axis)
+        canvas.token_axis(panel, capture, token_labels(capture, tokenizer))
+        canvas.name_panel(panel, capture)
+    canvas.colour_bar(figure, image, panels, f"{bar}{name}")
+    canvas.title(figure, captures[0], f"{what} by layer and token")
+    return canvas.save(figure, out)
+
+
+def _draw_small_maps(
+    captures: Sequence[Capture],
+    maps: Sequence[tuple[np.ndarray, list[str]]],
+    out: PathLike,
+    what: str,
+    bar: str,
+    axis: str,
+) -> Path:
+    """Draw many of `_draw_maps` in one picture, with a name above each and no words on its axes."""
+    canvas.check_rows(captures)
+    columns = math.ceil(math.sqrt(len(captures)))
+    lines = -(-len(captures) // columns)
+    figure = canvas.new_figure(*_SMALL_SIZE, out)
+    figure.set_layout_engine("none")  # which takes a minute for 200 panels
+    ends = {"left": 0.03, "right": 0.92, "bottom": 0.04, "top": 0.91, "wspace": 0.08, "hspace": 0.35}
+    grid = figure.add_gridspec(lines, columns, **ends)
+    look, name = _scale(np.concatenate([values.ravel() for values, _ in maps]))
+    letters = int(250 / columns)
+    image: Any = None
+    for i, (capture, (values, _)) in enumerate(zip(captures, maps, strict=True)):
+        panel = figure.add_subplot(grid[i // columns, i % columns], xticks=[], yticks=[])
+        image = canvas.heat(panel, capture, values, **look)
+        canvas.cross_cells(panel, capture, ~np.isfinite(values))
+        canvas.clean(panel)
+        if capture.positions[0] < capture.prompt_len <= capture.positions[-1]:
+            panel.axvline(capture.prompt_len - 0.5, color="crimson", linewidth=0.8)
+        title = canvas.capture_name(capture)
+        panel.set_title(title if len(title) <= letters else f"{title[: letters - 1]}…", fontsize=7, loc="left", pad=2)
+    bar_axes = figure.add_axes((0.94, 0.2, 0.012, 0.6))
+    figure.colorbar(image, cax=bar_axes, label=f"{bar}{name}").outline.set_visible(False)
+    figure.supxlabel("token position; generated tokens are right of the line", fontsize=9)
+    figure.supylabel(axis, fontsize=9)
+    canvas.title(figure, captures[0], f"{what} of {len(captures)} captures, by layer and token")
+    return canvas.save(figure, out)
+
+
+def check_panels(count: int) -> None:
+    """Raise ValueError for more captures than MOST_PANELS."""
+    if count > MOST_PANELS:
+        raise ValueError(f"plot: {count} stores are more than the {MOST_PANELS} of one picture; give fewer")
+
+
+def _scale(values: np.ndarray) -> tuple[dict[str, Any], str]:
+    """Colours over `values`, and what the scale is: logarithmic from a ratio of _LOG_RATIO on,
+    even around 0 where there are both signs.
+    """
+    from matplotlib.colors import CenteredNorm, LogNorm, Normalize
+
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
+    if low < 0 < high:
+        return {"norm": CenteredNorm(0, max(-low, high)), "cmap": "RdBu_r"}, ""
+    if low > 0 and high / low > _LOG_RATIO:
+        return {"norm": LogNorm(low, high)}, " (log scale)"
+    return {"norm": Normalize(low, high)}, ""
+
+
+def draw_lens(capture: Capture, lens: Lens, out: PathLike, tokenizer: PathLike | None = None) -> Path:
+    """Draw a logit lens: each cell has the likeliest next token, and as colour the chance of the model's own choice."""
+    canvas.check_rows([capture])
+    count = len(capture.token_ids)
+    words = count <= _WORDS_IN_CELLS
+    wide = 3.0 + 0.8 * count if words else canvas.token_width(count)
+    figure = canvas.new_figure(wide + 1.2, canvas.layer_height(len(lens.layers)) + 0.7, out)
+    panel = figure.add_subplot()
+    image = canvas.heat(panel, capture, lens.chance, vmin=0, vmax=1, cmap="Blues")
+    if canvas.cross_cells(panel, capture, lens.ids[:, :, 0] < 0):
+        panel.set_title(canvas.CROSSED, fontsize=8, loc="right")
+    if words:
+        _write_words(panel, capture, lens, tokenizer)
+    canvas.layer_axis(panel, lens.layers, "layer input")
+    canvas.token_axis(panel, capture, token_labels(capture, tokenizer))
+    canvas.name_panel(panel, capture)
+    canvas.colour_bar(figure, image, [panel], "probability of the model's choice")
+    canvas.title(figure, capture, "logit lens")
+    return canvas.save(figure, out)
+
+
+def _write_words(panel: Axes, capture: Capture, lens: Lens, tokenizer: PathLike | None) -> None:
+    label = labeller(capture.attrs.get("model"), tokenizer)
+    for line, ids in enumerate(lens.ids[:, :, 0]):
+        for position, token, chance in zip(capture.positions, ids.tolist(), lens.chance[line], strict=True):
+            if token >= 0:
+                colour = "white" if chance > 0.5 else "black"
+                panel.text(position, line, label(token), ha="center", va="center", fontsize=7, color=colour)
+
+
+def draw_attribution(
+    capture: Capture, shares: np.ndarray, labels: Sequence[str], out: PathLike, tokenizer: PathLike | None = None
+) -> Path:
+    """Draw direct logit attribution, as `logit_attribution` gives it: parts by token, red for, blue against."""
+    canvas.check_rows([capture])
+    figure = canvas.new_figure(
+        canvas.token_width(len(capture.token_ids)) + 1.2, canvas.layer_height(len(labels)) + 0.7, out
+    )
+    panel = figure.add_subplot()
+    largest = float(np.nanmax(np.abs(shares), initial=0.0)) or 1.0
+    image = canvas.heat(panel, capture, shares, vmin=-largest, vmax=largest, cmap="RdBu_r")
+    canvas.layer_axis(panel, labels, "part of the residual stream")
+    canvas.token_axis(panel, capture, token_labels(capture, tokenizer))
+    canvas.name_panel(panel, capture)
+    canvas.colour_bar(figure, image, [panel], "share of the logit")
+    canvas.title(figure, capture, "direct logit attribution")
+    return canvas.save(figure, out)
+
+
+def draw_attention(capture: Capture, layer: int, out: PathLike, tokenizer: PathLike | None = None) -> Path:
+    """Draw the attention pattern of one layer, a panel a head: queries downwards, keys to the right.
+
+    Raises as `attention_pattern`.
+    """
+    canvas.check_rows([capture])
+    weights = attention_pattern(capture, layer)
+    columns = int(np.ceil(np.sqrt(len(weights))))
+    lines = -(-len(weights) // columns)
+    side = min(4.0, 1.6 + 0.12 * weights.shape[1])
+    figure = canvas.new_figure(columns * side + 1.5, lines * side + 1.0, out)
+    from matplotlib.colors import PowerNorm
+
+    # The square root, as in `dmi view`: over many keys most weights are small.
+    scale = PowerNorm(0.5, 0, 1)
+    labels = token_labels(capture, tokenizer)
+    panels, image, crossed = [], None, False
+    tokens, step = weights.shape[1], -(-weights.shape[1] // _MOST_CELLS)
+    look: dict[str, Any] = {"cmap": colour_map(False), "interpolation": "nearest"}
+    if step > 1:
+        look["extent"] = (-0.5, tokens - 0.5, tokens - 0.5, -0.5)
+    for head, values in enumerate(weights):
+        panel = figure.add_subplot(lines, columns, head + 1)
+        image = panel.imshow(_largest_of(values, step), norm=scale, **look)
+        lost = np.flatnonzero(~np.isfinite(values).all(1))
+        canvas.cross_out(panel, [(-0.5, query - 0.5, query + 1, 1) for query in lost])
+        crossed |= len(lost) > 0
+        panel.set_title(f"head {head}", fontsize=9)
+        canvas.clean(panel)
+        _label_square(panel, labels)
+        panels.append(panel)
+    of = f"largest of {step} x {step}; " if step > 1 else ""
+    canvas.colour_bar(figure, image, panels, f"attention weight ({of}square root scale)")
+    note = f"; {canvas.CROSSED}" if crossed else ""
+    canvas.title(figure, capture, f"attention of layer {layer}, {canvas.capture_name(capture)}{note}")
+    return canvas.save(figure, out)
+
+
+def _largest_of(values: np.ndarray, step: int) -> np.ndarray:
+    """The largest of each `step` x `step` values [n, n]: a few large weights among many stay in sight."""
+    if step == 1:
+        return values
+    short = -len(values) % step
+    whole = np.pad(values, (0, short), constant_values=-np.inf)  # of cells that are there in part
+    side = len(whole) // step
+    return np.asarray(whole.reshape(side, step, side, step).max((1, 3)))
+
+
+def _label_square(panel: Axes, labels: Sequence[str]) -> None:
+    """Tokens on both axes, if they fit."""
+    if len(labels) > canvas.MAX_LABELS // 2:
+        return
+    look: dict[str, Any] = {"fontsize": 5, "family": canvas.MONOSPACE}
+    panel.set_xticks(range(len(labels)), labels, rotation=90, **look)
+    panel.set_yticks(range(len(labels)), labels, **look)
+
+
+def draw_uncertainty(capture: Capture, found: Uncertainty, out: PathLike, tokenizer: PathLike | None = None) -> Path:
+    """Draw entropy and surprise by token. Each stands above the token behind which the model predicts.
+
+    The axis goes from the first token with a value to the last. Raises ValueError where no token has one.
+    """
+    canvas.check_rows([capture])
+    if not len(found.rows):
+        raise ValueError(f"plot: {capture.path} holds no logits of any token; give --model to work them out")
+    shown = slice(int(found.rows.min()), int(found.rows.max()) + 1)
+    figure = canvas.new_figure(canvas.token_width(shown.stop - shown.start) + 0.5, 4.0, out)
+    panel = figure.add_subplot()
+    positions = found.rows + int(capture.attrs["start"])
+    panel.plot(positions, found.entropy, "o-", markersize=3, label="entropy")
+    panel.plot(positions, found.surprise, "s--", markersize=3, label="surprise at the token that came")
+    panel.set_ylim(bottom=0)
+    panel.set_ylabel("nats")
+    panel.legend(frameon=False, fontsize=8)
+    canvas.token_axis(panel, capture, token_labels(capture, tokenizer), shown)
+    panel.set_xlim(positions.min() - 0.5, positions.max() + 0.5)
+    canvas.name_panel(panel, capture)
+    canvas.title(figure, capture, "uncertainty by token")
+    return canvas.save(figure, out)
+
+
+def draw_drift(
+    captures: Sequence[Capture],
+    out: PathLike,
+    hook: str = "resid_final",
+    layer: int | None = None,
+    since: str = "prompt",
+) -> Path:
+    """Draw how far the rows of each capture have turned away, a line a capture. Raises as `drift`.
+
+    Of more than ten captures the lines are thin and have no names, and their mean at each position is drawn as well.
+    """
+    canvas.check_rows(captures)
+    lines = [drift(capture, hook, layer, since) for capture in captures]
+    if not any(np.isfinite(values).any() for values in lines):
+        raise ValueError("plot: no row can be compared with another; give captures with more rows that are finite")
+    figure = canvas.new_figure(9.0, 4.0, out)
+    panel = figure.add_subplot()
+    many = len(captures) > _MOST_NAMED
+    look: dict[str, Any] = {"linewidth": 0.5, "color": "tab:blue", "alpha": 0.25}
+    for capture, values in zip(captures, lines, strict=True):
+        named = {"markersize": 2, "linewidth": 1, "label": canvas.capture_name(capture)}
+        panel.plot(capture.positions, values, "-" if many else "o-", **(look if many else named))
+    if many:
+        positions, mean = _mean_line(captures, lines)
+        panel.plot(positions, mean, color="black", linewidth=1.5, label=f"mean of {len(captures)} captures")
+    panel.set(xlabel="token position", ylabel="1 - cosine")
+    figure.legend(frameon=False, fontsize=8, loc="outside lower left", ncols=1 if many else 2)
+    where = hook if layer is None else f"{hook}, layer {layer}"
+    other = "the prompt's mean row" if since == "prompt" else "the row before"
+    canvas.title(figure, captures[0], f"drift of {where} from {other}")
+    return canvas.save(figure, out)
+
+
+def _mean_line(captures: Sequence[Capture], lines: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(Positions, the mean there of the captures that have a value)."""
+    total, count = np.zeros((2, 1 + max(int(capture.positions[-1]) for capture in captures)))
+    for capture, values in zip(captures, lines, strict=True):
+        there = np.isfinite(values)
+        total[capture.positions[there]] += values[there]
+        count[capture.positions[there]] += 1
+    positions = np.flatnonzero(count)
+    return positions, total[positions] / count[positions]

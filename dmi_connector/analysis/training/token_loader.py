@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops over a `TokenDataset` in worker processes: where each begins, and how it is resumed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+if TYPE_CHECKING:
+    from dmi_connector.analysis.training.token_dataset import TokenDataset
+
+Batch = torch.Tensor | dict[str, torch.Tensor]
+_MOST_WORKERS = 1024
+_SEED = (1 << 40) - 1
+"""The bits of a base seed that are compared."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a loop stands: after `batch` batches of `epoch`. end: the epoch before which it ends; None: it does not."""
+
+    epoch: int
+    batch: int
+    end: int | None
+
+
+class WorkerLoops:
+    """Numbers the loops of a torch DataLoader with workers, which tells the parent process of none.
+
+    The workers of one loop have the same base seed. Each notes the seed and the number of its first loop in one int64
+    of shared memory, which is written at once, so that the other workers of the loop take the same number.
+    """
+
+    def __init__(self) -> None:
+        self._first = torch.full((_MOST_WORKERS,), -1, dtype=torch.int64).share_memory_()
+        self._last = torch.full((_MOST_WORKERS,), -1, dtype=torch.int64).share_memory_()
+        self._own: tuple[int, int] | None = None  # seed and number of the newest loop of this process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._first, self._last = self._first.share_memory_(), self._last.share_memory_()
+
+    def start(self, info: Any, first: Position, after: Callable[[Position], Position]) -> Position:
+        """Where the loop of a worker begins. first: where the first one does. after: where the next one does."""
+        for _ in range(self._number(int(info.seed) - int(info.id) & _SEED, int(info.id))):
+            first = after(first)
+        return first
+
+    def _number(self, seed: int, worker: int) -> int:
+        if self._own is not None and self._own[0] == seed:
+            number = self._own[1] + 1  # persistent workers keep their seed
+        else:
+            most = int(self._last.max())  # read before `_first`, and written behind it
+            noted = self._first.clone()
+            same = noted[(noted >= 0) & (noted & _SEED == seed)]
+            number = int(same[0]) >> 40 if len(same) else most + 1
+            self._first[worker] = number << 40 | seed
+        self._last[worker] = number
+        self._own = seed, number
+        return number
+
+
+class TokenLoader:
+    """Batches of a `TokenDataset` from worker processes. `state_dict` counts the batches that were given out.
+
+    A loop goes on where `load_state_dict` or a loop of this loader that was left early ended. Else it begins with the
+    epoch after those of the loop before, also one of another loader, or with that of `TokenDataset.set_epoch`.
+    """
+
+    def __init__(self, dataset: TokenDataset, workers: int, options: dict[str, Any]) -> None:
+        self.dataset, self.workers, self._options = dataset, workers, options
+        self._left: tuple[Position, Position] | None = None  # where a loop stands, and where the next one began then
+
+    def _at(self) -> Position:
+        # If the epoch was set or another loop began since, the rest of this loop is dropped.
+        rest = self._left is not None and self._left[1] is self.dataset._next
+        return self._left[0] if rest and self._left is not None else self.dataset._next
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `TokenDataset.set_epoch`."""
+        self.dataset.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop stands: after the batches that it gave."""
+        return self.dataset._state(self._at(), max(1, self.workers))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the batches of `state`. Raises ValueError for a state of other tokens, settings or workers."""
+        self.dataset._go_on_at(self.dataset._checked(state, max(1, self.workers)))
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Raises ValueError where there are fewer batches than workers, before a worker starts."""
+        at = self._at()
+        if at.end is None or at.epoch < at.end:
+            self.dataset.batches(at.epoch, max(1, self.workers))
+        return self._loop(at)
+
+    def _loop(self, at: Position) -> Iterator[Batch]:
+        data = self.dataset
+        after = data._next = data._after(at)
+        most = functools.cache(functools.partial(data.batches, workers=max(1, self.workers)))
+        options = self._options
+        if self.workers and data.remote:
+            options = {"multiprocessing_context": "spawn", **options}  # the client of an object store bears no fork
+        if "collate_fn" in options:
+            options = {**options, "collate_fn": functools.partial(_collated, options["collate_fn"])}
+        loader: DataLoader[Any] = DataLoader(_Counted(data, at), batch_size=None, num_workers=self.workers, **options)
+        self._left = at, after
+        for given, seen in loader:
+            at = replace(at, batch=at.batch + 1)
+            if at.batch > most(at.epoch):
+                at = replace(at, epoch=at.epoch + 1, batch=1)
+            if data._next is after:
+                self._left = at, after
+            data._finite.add(seen)
+            data._finite.warn()
+            if given is not None:
+                yield given
+        self._left = None
+        data._finite.warn_all()
+
+
+class _Counted(IterableDataset[Any]):
+    """(a batch, what a worker saw that is not finite) for each batch; (None, ...) for one without a finite row."""
+
+    def __init__(self, dataset: TokenDataset, start: Position) -> None:
+        self.dataset, self.start = dataset, start
+
+    def __iter__(self) -> Iterator[tuple[Batch | None, Any]]:
+        if get_worker_info() is not None:
+            self.dataset._finite.take()  # of the parent, which a forked process has too
+        for batch in self.dataset.worker_batches(self.start):
+            yield batch, self.dataset._finite.take()
+
+
+def _collated(collate: Callable[[Any], Any], given: tuple[Any, Any]) -> tuple[Any, Any]:
+    batch, seen = given
+    return (None if batch is None else collate(batch)), seen

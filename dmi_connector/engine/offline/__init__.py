@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures of engines inside the same process: vllm.LLM and dmi run."""

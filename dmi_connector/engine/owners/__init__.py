@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where rows lie on the GPU."""

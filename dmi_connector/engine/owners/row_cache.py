@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache layer whose pages hold the rows, its attention backend, and the draft model that owns it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models import extract_hidden_states as stock
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheSpec
+
+from dmi_connector.engine import contract, refusals, replaced
+from dmi_connector.engine.context import CaptureContext, capture_context, is_active
+from dmi_connector.engine.model.coverage import poison
+
+
+class CaptureMetadataBuilder(stock.CacheOnlyAttentionMetadataBuilder):
+    """Builds only the slot mapping, so that full CUDA graphs stay on."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> stock.CacheOnlyAttentionMetadata:
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            layers[name].planned(common_attn_metadata)
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+
+class CaptureBackend(stock.CacheOnlyAttentionBackend):
+    """Attention backend of the cache layer. It computes nothing."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "DMI_ROWS"
+
+    @staticmethod
+    def get_builder_cls() -> type[CaptureMetadataBuilder]:
+        return CaptureMetadataBuilder
+
+
+class CaptureLayer(nn.Module, AttentionLayerBase):
+    """A paged cache layer with one "head" whose vector is a whole row.
+
+    rows: uint8 [slots, row_bytes], a view of the cache; None until vLLM binds it. step: metadata of the running batch
+    (query starts and slots). poisons: whether the rows of a step are filled with UNWRITTEN before its forward, as for
+    the first captures of an untested vLLM. unpoisoned: slots of the step whose rows are still to be filled.
+    """
+
+    def __init__(self, context: CaptureContext) -> None:
+        super().__init__()
+        refusals.check_one_engine()
+        vllm_config = get_current_vllm_config()
+        self.layer_name = context.cache_layer
+        self.context = context
+        self.row_dtype: torch.dtype = vllm_config.model_config.dtype
+        self.head_size = context.layout.row_bytes // self.row_dtype.itemsize
+        self.num_heads = 1
+        self.kv_cache = torch.tensor([])
+        self.step: CommonAttentionMetadata | None = None
+        self.poisons = bool(contract.untested())
+        self.unpoisoned: torch.Tensor | None = None
+        self._built_last = not vllm_config.use_v2_model_runner
+        self.impl = CaptureBackend.get_impl_cls()(1, self.head_size, "auto", self.row_dtype)
+        layers = vllm_config.compilation_config.static_forward_context
+        if self.layer_name in layers:
+            raise ValueError(f"Duplicate layer name: {self.layer_name}")
+        layers[self.layer_name] = self
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        cache = self.kv_cache
+        if not isinstance(cache, torch.Tensor) or cache.numel() == 0:
+            return None
+        # Not stored: vLLM replaces the cache after profiling, and a stored view would keep the old one alive.
+        return cache.view(-1, self.head_size).view(torch.uint8)
+
+    def planned(self, step: CommonAttentionMetadata) -> None:
+        """The metadata of a step is built. The V2 runner does so before rows of freed blocks are read, V1 after it."""
+        self.step = step
+        if self.poisons:
+            self.unpoisoned = step.slot_mapping
+            if self._built_last:
+                self.poison_step()
+
+    def poison_step(self) -> None:
+        """Fill the rows of the step with UNWRITTEN, once. Call it before the forward, and after freed rows are read."""
+        slots, self.unpoisoned = self.unpoisoned, None
+        if slots is not None and (rows := self.rows) is not None:
+            poison(rows, slots)
+
+    def check_cache(self) -> None:
+        """Raises ValueError unless slot s of the cache is row s: [blocks, 1, slots, head_size] in one piece."""
+        cache = self.kv_cache
+        shaped = cache.ndim == 4 and cache.shape[1] == 1 and cache.shape[3] == self.head_size
+        if not (shaped and cache.is_contiguous()):
+            raise ValueError(
+                f"kv_cache: this vllm lays the cache of rows out as {list(cache.shape)} with strides "
+                f"{list(cache.stride())}, not as [blocks, 1, slots, {self.head_size}] in one piece; install "
+                f"vllm{contract.SUPPORTED}, and leave VLLM_KV_CACHE_LAYOUT unset"
+            )
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return CaptureBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        return HiddenStateCacheSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=1,
+            head_size=self.head_size,
+            dtype=self.row_dtype,
+        )
+
+
+class ExtractHiddenStatesModel(stock.ExtractHiddenStatesModel):
+    """vLLM's cache-only draft. With our connector its one layer holds whole rows, which the taps write."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        self.dmi_active = is_active(vllm_config)
+        if not self.dmi_active:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            return
+        nn.Module.__init__(self)
+        self.dmi_active = True
+        if vllm_config.use_v2_model_runner:
+            replaced.skip_draft_forward()
+        else:
+            replaced.schedule_no_drafts()
+        context = capture_context(vllm_config)
+        self.cache_only_layers = nn.ModuleDict({str(context.dims.layers): CaptureLayer(context)})
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return None if self.dmi_active else super().forward(hidden_states)

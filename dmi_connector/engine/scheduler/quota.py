@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits on what requests may write.
+
+The scheduler asks when a request arrives. An answer takes arithmetic, one statvfs, and at most once a second the
+reading of a small file in which the coordinator notes what all stores take (store/write/finish/retention.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from dmi_connector.dtypes import ITEMSIZE
+from dmi_connector.engine.context import CaptureContext
+from dmi_connector.hooks import HOOKS, Selection, hook_dtype
+from dmi_connector.layout import TOKEN_ARRAYS
+from dmi_connector.option_values import OptionError
+from dmi_connector.ranks import shard_of
+from dmi_connector.settings import ServerOptions
+from dmi_connector.store.format.paths import make_directory
+from dmi_connector.store.write.finish.retention import RECENT_S, Usage, measure, read_usage, usage_stamp
+
+UNLIMITED = 1 << 60
+"""Stands for no limit: more positions, or bytes, than there can be."""
+REFRESH_S = 1.0
+"""The coordinator's note is read at most this often."""
+FORGET_S = RECENT_S
+"""Forget reservations of ended requests after this many seconds.
+
+The coordinator's note names the stores that were finished since then, also if nobody read the note for long. A store
+that was finished earlier is named no more, and must not count a second time. Rows of one that nobody has begun to write
+by then lie in the host buffer, so they cannot be many.
+"""
+_TOKEN_ARRAY_BYTES = sum(ITEMSIZE[dtype] for dtype in TOKEN_ARRAYS.values())
+
+
+def row_bytes(context: CaptureContext, selection: Selection) -> tuple[int, int]:
+    """(bytes of a token's row, bytes of a row of logits) of `selection` over all ranks, after reduction."""
+    row, sample = _TOKEN_ARRAY_BYTES, 0
+    for name, layers in selection.hooks.items():
+        hook = HOOKS[name]
+        if hook.scope == "sampled":
+            sample += context.dims.width(hook) * ITEMSIZE[hook_dtype(hook, context.dtype)]
+            continue
+        shards = shard_of(hook, context.dims, context.tp, 0).shards
+        fields = [context.field(name, layer) for layer in layers]
+        row += shards * sum(f.nbytes for f in fields if f is not None)
+    return row, sample
+
+
+@dataclass(frozen=True)
+class RequestBytes:
+    """Bytes before compression of the rows of one request over all ranks.
+
+    start: position of its first row. first_sample: position of its first row of logits, at least `start`. row, sample:
+    bytes of a token's row and of a row of logits.
+    """
+
+    start: int
+    first_sample: int
+    row: int
+    sample: int
+
+    @classmethod
+    def of(cls, bytes_of_rows: tuple[int, int], start: int, prompt_len: int) -> RequestBytes:
+        """The bytes from position `start` on. bytes_of_rows: see `row_bytes`."""
+        return cls(start, max(prompt_len - 1, start), *bytes_of_rows)
+
+    def until(self, end: int) -> int:
+        """Bytes of the rows of all positions below `end`."""
+        return max(0, end - self.start) * self.row + max(0, end - self.first_sample) * self.sample
+
+    def end_within(self, limit: int) -> int:
+        """The largest `end` with `until(end) <= limit`."""
+        before = (self.first_sample - self.start) * self.row
+        if limit <= before:
+            return self.start + limit // self.row
+        return self.first_sample + (limit - before) // (self.row + self.sample)
+
+
+@dataclass
+class _Reservation:
+    """A capture that was admitted. nbytes: raw bytes of its prompt's rows. device: its file system, or 0.
+    ended: when its request ended, in seconds since the epoch.
+    """
+
+    nbytes: int
+    device: int
+    ended: float | None = None
+
+
+class Quota:
+    """Decides on new captures for one scheduler. Measures the existing stores when it is made.
+
+    What stores take is measured now and then. Captures that were unfinished at that time, or were admitted since, count
+    with more: the bytes of their prompts that were not there yet. These are not free on their file system either.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
+        self._usage: Usage | None = None
+        self._seen = usage_stamp(options.store_dir)  # a note that is there already is older than what is measured here
+        if options.max_total_bytes:
+            self._usage = measure(options.store_dir, options.save_path_roots)
+        elif options.min_free_bytes:
+            self._usage = Usage(0, {}, [], time.time())
+        self._read_at = 0.0
+        self._reserved: dict[str, _Reservation] = {}  # by path of the store
+        self._realpath = functools.lru_cache(256)(
+            os.path.realpath
+        )  # of directories: it asks the system for each part of a path
+        self._lacking: Counter[int] = Counter()  # reserved bytes that were not there when measured, by device
+
+    def admit(self, path: str, nbytes: int) -> None:
+        """Admit a capture with its store at `path`, whose prompt has `nbytes` raw bytes.
+
+        Raises OptionError where a limit forbids that.
+        """
+        options, directory = self.options, os.path.dirname(path)
+        if options.max_request_bytes and nbytes > options.max_request_bytes:
+            raise OptionError(
+                f"max_request_bytes: the prompt's rows take {nbytes} bytes, this server allows "
+                f"{options.max_request_bytes}; ask for fewer hooks, layers or tokens"
+            )
+        if self._usage is None:
+            return
+        self._refresh()
+        device = 0
+        if options.min_free_bytes:
+            free, device = self._free(directory)
+            lacking = self._lacking[device]
+            if free - lacking - nbytes < options.min_free_bytes:
+                raise OptionError(
+                    f"min_free_bytes: {free} bytes are free in {directory}, {lacking} of them are for captures under "
+                    f"way, {nbytes} are needed and {options.min_free_bytes} have to stay free; remove stores (dmi "
+                    "prune)"
+                )
+        if options.max_total_bytes:
+            used = self._usage.nbytes + self._lacking.total()
+            if used + nbytes > options.max_total_bytes:
+                raise OptionError(
+                    f"max_total_bytes: stores take {used} bytes, {nbytes} more are needed, this server allows "
+                    f"{options.max_total_bytes}; remove stores (dmi prune)"
+                )
+        self._reserved[self._real(path)] = _Reservation(nbytes, device)
+        self._lacking[device] += nbytes
+
+    def ended(self, path: str, nothing: bool) -> None:
+        """The request of an admitted capture has ended. nothing: nothing was captured."""
+        if self._usage is None or (reservation := self._reserved.get(self._real(path))) is None:
+            return
+        if nothing:
+            del self._reserved[self._real(path)]
+            self._lacking[reservation.device] -= reservation.nbytes
+        else:
+            reservation.ended = time.time()
+
+    def _real(self, path: str) -> str:
+        directory, name = os.path.split(path)
+        return os.path.join(self._realpath(directory), name)
+
+    def _free(self, directory: str) -> tuple[int, int]:
+        """(bytes that are free on the file system of a directory, its number). Raises OptionError."""
+        try:
+            make_directory(directory, self.options.file_mode)
+            stat = os.statvfs(directory)
+        except OSError as error:
+            raise OptionError(f"min_free_bytes: the file system of {directory} cannot be asked: {error}") from error
+        return stat.f_bavail * stat.f_frsize, stat.f_fsid
+
+    def _refresh(self) -> None:
+        if time.monotonic() - self._read_at < REFRESH_S:
+            return
+        self._read_at = time.monotonic()
+        stamp, moment = usage_stamp(self.options.store_dir), time.time()
+        if stamp in (None, self._seen):
+            return
+        self._seen, usage = stamp, read_usage(self.options.store_dir)
+        if usage is not None:
+            self._usage, over, there = usage, set(usage.over), usage.unfinished
+            old = usage.began - FORGET_S
+            for capture in self._reserved.values():  # the clock may have been put back since it ended
+                capture.ended = None if capture.ended is None else min(capture.ended, moment)
+            self._reserved = {
+                path: capture
+                for path, capture in self._reserved.items()
+                if path not in over and (path in there or capture.ended is None or capture.ended > old)
+            }
+            self._lacking = Counter()
+            for path, capture in self._reserved.items():
+                self._lacking[capture.device] += max(0, capture.nbytes - there.get(path, 0))

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tracker knows of one request under capture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dmi_connector.engine.scheduler.quota import UNLIMITED
+from dmi_connector.hooks import Selection
+from dmi_connector.request_options import CaptureParams
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass
+class Tracked:
+    """One request under capture.
+
+    quota_end: first position that `max_request_bytes` has no room for. exported: position up to which rows were handed
+    to the workers. due: number of computed tokens at which the next chunk is ready. ignored: which of its options are
+    ignored, in words. opened: whether it was ever scheduled. media: images and the like of its first turn. blocks: its
+    blocks in the cache group of the rows.
+    """
+
+    request: Request
+    params: CaptureParams
+    capture: int
+    path: str
+    selection: Selection
+    quota_end: int
+    exported: int
+    due: int
+    ignored: str = ""
+    opened: bool = False
+    media: int = 0
+    blocks: list[int] = field(default_factory=list)
+    _samples: int = 0  # rows of logits that were asked for
+    _begun: int = -1  # tokens of the prompt of the turn that runs: a session's grows with each
+    _turn: int = -1  # the same of the last sample
+    _shift: int = 0  # of that turn: the position of a sample less its number
+
+    @property
+    def wanted(self) -> int:
+        """First position that the request does not want."""
+        wanted = UNLIMITED if self.params.include_output_tokens else self.request.num_prompt_tokens
+        return wanted if self.params.stop is None else min(wanted, self.params.stop)
+
+    @property
+    def limit(self) -> int:
+        """First position that is not captured."""
+        return min(self.wanted, self.quota_end)
+
+    def why_empty(self) -> str:
+        """Why the ended request has none of the rows that it wants."""
+        start, generated = self.params.start, self.request.num_tokens - 1  # the last token has no row
+        span = [start, self.params.stop]
+        if not self.params.include_output_tokens and self.request.num_prompt_tokens <= start < generated:
+            return f"dmi.tokens: {span} lies behind the prompt; set include_output_tokens for rows of generated tokens"
+        return f"dmi.tokens: {span} lies behind the last row of the request, so there are no rows"
+
+    def begin_turn(self, computed: int) -> None:
+        """The request comes into a batch. A new turn of a session keeps `computed` tokens of those before.
+
+        With asynchronous scheduling a sample behind a stop was asked for. Its number goes to the next one.
+        """
+        if self._begun != self.request.num_prompt_tokens:
+            self._begun, self._samples = self.request.num_prompt_tokens, self.samples_until(computed)
+
+    def number_sample(self, position: int) -> int:
+        """The number of the row of logits of a position. Each turn of a session goes on where the one before ended."""
+        if self._turn != self.request.num_prompt_tokens:
+            self._turn, self._shift = self.request.num_prompt_tokens, position - self._samples
+        number = position - self._shift
+        self._samples = max(self._samples, number + 1)
+        return number
+
+    def samples_until(self, end: int) -> int:
+        """How many rows of logits positions below `end` have."""
+        return max(0, min(self._samples, end - self._shift))
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether logits are captured."""
+        return "logits" in self.selection.hooks

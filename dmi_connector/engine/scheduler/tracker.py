@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler half of the connector: which rows of which request are ready, and what to tell the workers about them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.messages import STEPS_TOGETHER, Close, Open, Report, Rows, Sample, StepMetadata
+from dmi_connector.engine.scheduler.ignored import ignored_path
+from dmi_connector.engine.scheduler.media import later_media, media_attributes
+from dmi_connector.engine.scheduler.quota import UNLIMITED, Quota, RequestBytes, row_bytes
+from dmi_connector.engine.scheduler.refused_requests import RefusedRequests
+from dmi_connector.engine.scheduler.tracked_request import Tracked
+from dmi_connector.hooks import SelectionError, narrow
+from dmi_connector.option_values import OptionError
+from dmi_connector.request_options import CaptureParams
+from dmi_connector.store.format import completeness
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.format.paths import custom_directory, store_name
+from dmi_connector.wording import show
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.dmi_connector")
+
+_HELD = 1 / 16
+"""Share of the cache that blocks of ended requests may hold while their rows wait for others."""
+
+
+class Tracker:
+    """Follows every captured request from arrival to finish. Lives in the scheduler's process and thread.
+
+    Rows of running requests can wait, since their blocks are held: whole chunks are looked for once in STEPS_TOGETHER
+    steps. Blocks of an ended request are kept until the workers have gathered its last rows, together with others.
+    Where that is not possible, they gather them before the next forward. Workers report when they have gathered, and
+    every STEPS_TOGETHER steps: a report takes the engine's time. Under policy drop they report in each step, so that
+    responses name what is lost.
+
+    An engine that may sleep loses rows that wait, so in one they leave, and workers report, in each step.
+
+    keep_rows: staging memory is short while more rows than this wait to be gathered. blocks: of the whole cache.
+    keep: whether blocks of ended requests may be kept.
+    """
+
+    def __init__(
+        self, context: CaptureContext, block_size: int, keep_rows: int, blocks: int, keep: bool = True
+    ) -> None:
+        self.context = context
+        self._steps = 1 if context.may_sleep else STEPS_TOGETHER
+        self.keep_rows = keep_rows
+        self.block_size = block_size
+        self._in_block = np.arange(block_size)
+        self.tracked: dict[str, Tracked] = {}
+        self.refused = RefusedRequests()
+        self.held: dict[str, tuple[Request, int]] = {}  # ended requests whose blocks are kept, and how many blocks
+        self._release = False  # whether kept blocks were given back since the last step
+        self._keep = keep
+        self._most_held = 0 if context.options.sink == "null" else int(blocks * _HELD)
+        self.pending_closes: list[Close] = []
+        self._since: list[SchedulerOutput] = []  # steps since chunks were looked for
+        self._before: list[SchedulerOutput] = []  # the step in which they were
+        self._rows_since = 0  # that came in them
+        self._taken = 0  # in so many of them, blocks that came are noted in `tracked`
+        self._with_logits = 0  # scheduled captures that must be looked at in each step
+        self.handed = 0  # rows handed to the workers since the start
+        self._left = 0  # of these, rows that were told to leave
+        self._waited = 0  # steps since the first of the others
+        self._unreported = 0  # steps since the workers reported
+        self.gathered = 0  # rows that the slowest worker has gathered
+        self._staged = False  # whether rows lie in a worker's staging memory
+        self.lost: dict[int, list[list[int]]] = {}
+        self._captures = 0
+        self._counts: Counter[str] = Counter()  # requests that ended without a capture, since they were last taken
+        self.warning = ""  # of all responses: what of the engine's configuration is ignored
+        self._path_told = False  # whether the log says that paths of requests are ignored
+        self._row_bytes = row_bytes(context, context.selection)  # takes 0.2 ms for 400 tensors: too long for a request
+        self.quota = Quota(context.options)
+
+    # ---- arrival ----------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Read the request's options. An error is kept for the response; the request is served."""
+        request_id = request.request_id
+        if self.refused.beam_search(request):
+            return
+        try:
+            params = CaptureParams.parse(request.kv_transfer_params)
+            if not params.enabled:
+                return
+            if request.prompt_token_ids is None:
+                raise OptionError(
+                    "prompt_embeds: requests without token ids cannot be captured; send token ids or text"
+                )
+            self.tracked[request_id] = self._track(request, params)
+        except (OptionError, SelectionError) as error:
+            self.refused.add(request_id, str(error))
+        except Exception as error:  # whatever a client sent, the engine goes on
+            logger.exception("dmi: the options of request %s could not be handled", request_id)
+            self.refused.add(
+                request_id, f"kv_transfer_params: they could not be handled: {type(error).__name__}: {error}"
+            )
+
+    def _track(self, request: Request, params: CaptureParams) -> Tracked:
+        """Work out what to capture and where. Raises OptionError and SelectionError."""
+        context, options = self.context, self.context.options
+        selection = narrow(context.selection, params.hooks, params.layers, context.dims)
+        prompt = request.num_prompt_tokens
+        params.check_prompt(prompt)
+        rows = self._row_bytes if selection is context.selection else row_bytes(context, selection)
+        size = RequestBytes.of(rows, params.start, prompt)
+        quota_end = size.end_within(options.max_request_bytes) if options.max_request_bytes else UNLIMITED
+        directory = options.store_dir
+        if params.save_path is not None:
+            roots = options.save_path_roots if options.allow_custom_save_path else ()
+            directory = custom_directory(params.save_path, roots, options.file_mode)
+        path = os.path.join(directory, store_name(params.key, request.request_id))
+        if options.sink == "disk":
+            self.quota.admit(path, size.until(prompt if params.stop is None else min(prompt, params.stop)))
+        self._captures += 1
+        ignored = ignored_path(request.kv_transfer_params)
+        if ignored and not self._path_told:
+            logger.warning("dmi: ignored in request %s: %s", show(request.request_id), ignored)
+            self._path_told = True
+        due = params.start + options.chunk_tokens
+        return Tracked(request, params, self._captures, path, selection, quota_end, params.start, due, ignored)
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def step(self, output: SchedulerOutput, group: int) -> StepMetadata:
+        """The message for the step that `output` describes. group: index of the rows' KV cache group."""
+        scheduled = output.num_scheduled_tokens
+        metadata = StepMetadata(closes=self.pending_closes, idle=not scheduled)
+        self.pending_closes = []
+        metadata.release, self._release = self._release, False
+        for request_id in output.preempted_req_ids or ():
+            if request_id in self.tracked:
+                self._take_blocks(group)
+                leaving = self.tracked[request_id]
+                metadata.preempted.append(leaving.capture)
+                if not self.context.may_sleep:  # a sleep may lie between; the request computes these rows once more
+                    self._export_chunks(leaving, self._computed_before(request_id), metadata.leaving)
+        if output.scheduled_new_reqs:
+            self._take_blocks(group)  # of steps before: a new request may have the id of an old one
+        self._since.append(output)
+        self._rows_since += output.total_num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            tracked = self.tracked.get(new.req_id)
+            if tracked is not None:
+                tracked.blocks = list(new.block_ids[group])
+                tracked.begin_turn(new.num_computed_tokens)
+                if not tracked.opened:
+                    tracked.opened = True
+                    self._with_logits += tracked.has_logits
+                    metadata.opens.append(self._open(tracked))
+        # A quarter of the staging memory is taken at a time.
+        if self._with_logits or len(self._since) >= self._steps or self._rows_since > self.keep_rows // 2:
+            self._take_blocks(group)
+            self._before, self._since = self._since[-1:], []
+            self._rows_since = self._taken = 0
+            for request_id, tracked in self.tracked.items():
+                if tracked.opened:
+                    computed = tracked.request.num_computed_tokens + scheduled.get(request_id, 0)
+                    self._export_chunks(tracked, computed, metadata.chunks)
+                    if self._with_logits and request_id in scheduled:
+                        self._take_sample(tracked, computed, metadata)
+        self._plan(metadata)
+        return metadata
+
+    def _plan(self, metadata: StepMetadata) -> None:
+        """Say whether rows leave and ranks report in a step."""
+        waiting = self.handed - self._left
+        if waiting:
+            self._waited += 1
+            due = self._waited >= self._steps or waiting > self.keep_rows // 2
+            metadata.gather = metadata.idle or metadata.release or due
+        if metadata.gather:
+            self._waited, self._left = 0, self.handed
+        self._unreported += 1
+        short = self.handed - self.gathered > self.keep_rows or self.context.options.policy == "drop"
+        now = metadata.gather or metadata.idle or metadata.release or short
+        if now or self._unreported >= self._steps:
+            metadata.report, self._unreported = True, 0
+
+    def _take_blocks(self, group: int) -> None:
+        """Note the blocks that requests were given which ran before."""
+        for output in self._since[self._taken :]:
+            cached = output.scheduled_cached_reqs
+            for request_id in cached.resumed_req_ids:
+                if request_id in self.tracked:
+                    self.tracked[request_id].blocks = []
+            given = zip(cached.req_ids, cached.new_block_ids, strict=True)
+            for request_id, new in compress(given, cached.new_block_ids):  # most are given none
+                if request_id in self.tracked:
+                    self.tracked[request_id].blocks.extend(new[group])
+        self._taken = len(self._since)
+
+    def _computed_before(self, request_id: str) -> int:
+        """Tokens that a request had computed before this step, 0 if it was in no step since the last look for chunks.
+
+        Of a preempted request the scheduler does not know it any more.
+        """
+        for step in reversed(self._before + self._since):
+            if request_id in step.num_scheduled_tokens:
+                cached = step.scheduled_cached_reqs
+                computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+                computed |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+                return computed[request_id] + step.num_scheduled_tokens[request_id]
+        return 0
+
+    def _export_chunks(self, tracked: Tracked, computed: int, chunks: list[Rows]) -> None:
+        """Add the chunks of which every row exists once the request has `computed` tokens.
+
+        Only rows of known tokens count: with asynchronous scheduling the last scheduled token may lie behind a stop.
+        """
+        if computed < tracked.due:
+            return
+        chunk = self.context.options.chunk_tokens
+        end = min(computed, tracked.request.num_tokens, tracked.limit)
+        while tracked.exported + chunk <= end:
+            chunks.append(self._rows(tracked, tracked.exported, tracked.exported + chunk, tracked.blocks))
+            tracked.exported += chunk
+        tracked.due = tracked.exported + chunk
+        if tracked.due > tracked.limit:
+            tracked.due = UNLIMITED  # the rest goes when the request ends
+
+    def _take_sample(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
+        """Ask for the logits of the last computed position, if a token is sampled from it."""
+        position = computed - 1
+        if not tracked.has_logits or computed < tracked.request.num_tokens:
+            return
+        if tracked.params.start <= position < tracked.limit:
+            slot = tracked.blocks[position // self.block_size] * self.block_size + position % self.block_size
+            metadata.samples.append(Sample(tracked.capture, tracked.number_sample(position), position, slot))
+
+    def _rows(self, tracked: Tracked, start: int, stop: int, blocks: list[int]) -> Rows:
+        """The rows of positions [start, stop)."""
+        size = self.block_size
+        before = start // size
+        firsts = np.multiply(blocks[before : -(-stop // size)], size)
+        slots = np.add.outer(firsts, self._in_block).ravel()[start - before * size : stop - before * size]
+        self.handed += stop - start
+        return Rows(tracked.capture, start - tracked.params.start, slots)
+
+    def _open(self, tracked: Tracked) -> Open:
+        request = tracked.request
+        sampling = request.sampling_params
+        end = min(request.num_prompt_tokens + request.max_tokens, tracked.limit)
+        tracked.media = len(request.mm_features)
+        return Open(
+            capture=tracked.capture,
+            path=tracked.path,
+            hooks=dict(tracked.selection.hooks),
+            request_id=request.request_id,
+            key=tracked.params.key,
+            start=tracked.params.start,
+            most_rows=max(0, end - tracked.params.start),
+            attrs={
+                "prompt_len": request.num_prompt_tokens,
+                "seed": None if sampling is None else sampling.seed,
+                "include_output_tokens": tracked.params.include_output_tokens,
+                **({} if (spans := tracked.params.loss_spans) is None else {"loss_spans": spans}),
+                "adapter": None if request.lora_request is None else request.lora_request.lora_name,
+                **media_attributes(request, self.context),
+            },
+        )
+
+    def on_report(self, report: Report) -> None:
+        """Take in what the workers report."""
+        self.gathered, self._staged = report.gathered, report.staged
+        running = {t.capture for t in self.tracked.values()} if report.lost else set()
+        for capture, ranges in report.lost.items():
+            if capture in running:  # of an ended request the response has left; its store lists the ranges
+                self.lost.setdefault(capture, []).extend(ranges)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether rows still leave the GPU, as far as workers have reported."""
+        return self._staged or self.handed > self.gathered
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def finish(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended: plan its last rows.
+
+        Returns (whether its blocks are kept until the worker names it, what its response says).
+        """
+        request_id = request.request_id
+        refused = self.refused.pop(request_id, None)
+        if refused is not None:
+            self._counts["refused"] += 1
+            return False, {"dmi_error": refused}
+        tracked = self.tracked.pop(request_id, None)
+        if tracked is None:
+            return False, None
+        self.quota.ended(tracked.path, nothing=not tracked.opened)
+        if not tracked.opened:
+            self._counts["cancelled"] += 1
+            return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
+        self._with_logits -= tracked.has_logits
+        close = self._close(tracked, blocks)
+        keep = self._keeps(blocks)
+        self.pending_closes.append(close)
+        if keep:
+            close.keeps_blocks = request_id
+            self.held[request_id] = request, len(blocks)
+        return keep, self._response(tracked, close)
+
+    def take_counts(self) -> dict[str, int]:
+        """Requests that ended without a capture since the last call, by key of `metrics.COUNTERS`."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
+    def _keeps(self, blocks: list[int]) -> bool:
+        """Whether the blocks of an ended request are kept.
+
+        If staging memory is short, policy block keeps them in any case: reusing them would stall the GPU.
+        """
+        if not blocks or not self._keep:
+            return False
+        if self.handed - self.gathered > self.keep_rows:
+            return self.context.options.policy == "block"
+        others = bool(self.tracked)  # without others no step may follow but the next
+        return others and sum(count for _, count in self.held.values()) + len(blocks) <= self._most_held
+
+    def freed(self, request_ids: Iterable[str]) -> None:
+        """The workers have gathered the rows of these ended requests."""
+        for request_id in request_ids:
+            self.held.pop(request_id, None)
+
+    def give_back(self) -> list[Request]:
+        """The ended requests whose blocks are kept. They are given back now: their rows leave before the next forward.
+
+        Workers still name these requests when their rows are gathered.
+        """
+        given = [request for request, _ in self.held.values()]
+        self.held.clear()
+        self._release |= bool(given)
+        return given
+
+    def _response(self, tracked: Tracked, close: Close) -> dict[str, Any]:
+        """What the response says in `kv_transfer_params`."""
+        store = tracked.path if self.context.options.sink == "disk" else None
+        response: dict[str, Any] = {"dmi_store": store, "dmi_request_id": tracked.request.request_id}
+        if store is not None and self.context.options.upload:
+            response["dmi_url"] = f"{self.context.options.upload}/{os.path.basename(store)}"
+        if tracked.params.key is not None:
+            response["dmi_key"] = tracked.params.key
+        lost = self.lost.pop(tracked.capture, [])
+        if close.losses:
+            lost = lost + completeness.missing(close.losses)
+            response["dmi_reason"] = completeness.reason(close.losses)
+        if lost:
+            response["dmi_missing"] = sorted(lost)
+        if not close.length and not close.losses:
+            response["dmi_reason"] = tracked.why_empty()
+        if warnings := [text for text in (self.warning, tracked.ignored) if text]:
+            response["dmi_warning"] = "; ".join(warnings)
+        return response
+
+    def _close(self, tracked: Tracked, blocks: list[int]) -> Close:
+        """The end of a capture. Its last sampled token was no input and has no row. Before the first there is none."""
+        request, params = tracked.request, tracked.params
+        inputs = max(request.num_prompt_tokens, request.num_tokens - 1)
+        end = max(min(request.num_computed_tokens, inputs, tracked.limit), tracked.exported)
+        expected = min(inputs, tracked.wanted)
+        chunk = self.context.options.chunk_tokens
+        rows = [self._rows(tracked, at, min(at + chunk, end), blocks) for at in range(tracked.exported, end, chunk)]
+        finish = request.get_finished_reason()
+        attrs = {"finish_reason": None if finish is None else str(finish)}
+        start = min(params.start, end)
+        losses = []
+        if end < expected:
+            facts: dict[str, Any] = {"end": end, "expected": expected}
+            limit = self.context.options.max_request_bytes
+            facts |= {"limit": limit} if end == tracked.quota_end else {"finish": str(finish)}
+            # A request that comes to its own end was computed whole, but its blocks may be gone.
+            preempted = not request.num_computed_tokens and str(finish) in completeness.OWN_ENDS
+            early = Cause.PREEMPTED if preempted else Cause.ENDED_EARLY
+            cause = Cause.QUOTA if end == tracked.quota_end else early
+            losses = [Loss.of(cause, [[end - start, expected - start]], **facts)]
+        return Close(
+            capture=tracked.capture,
+            rows=rows,
+            length=end - start,
+            samples=tracked.samples_until(end),
+            token_ids=list(request.all_token_ids[start:end]),
+            attrs={**attrs, **later_media(request, tracked.media, self.context)},
+            losses=losses,
+        )

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One array of a store, read straight from its shard files: which chunk holds which rows, and where they go.
+
+zarr-python reads the same arrays. This way is quicker: threads read, check and decode whole chunks, straight into the
+result where they can.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dmi_connector.dtypes import numpy_dtype
+from dmi_connector.store.format.shard_index import read_index
+from dmi_connector.store.read.arrays.indexing import row_numbers
+from dmi_connector.store.read.files.store_files import StoredFile, StoreFiles
+
+Slot = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """Rows of one inner chunk, and where they go.
+
+    slot: the chunk's place in the index of its shard. rows: of the chunk. out: [any, columns of the shard], in the bits
+    of the stored dtype, or float32. places: the rows of `out` that they become.
+    """
+
+    slot: Slot
+    rows: slice | np.ndarray
+    out: np.ndarray
+    places: slice | np.ndarray
+
+
+class ShardPieces(NamedTuple):
+    """Pieces of one shard file."""
+
+    array: HookArray
+    segment: int
+    shard: int
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True, eq=False)
+class HookArray:
+    """The geometry of an array, as its zarr.json says.
+
+    shape: [layers, length, width]; of a per-sample array (logits) layers is 1. complete: whether its store lacks no
+    rows. layers: the model's numbers. reduce: settings of the reduction, None without one. shards: files of a segment.
+    part_layers: layers of a file, all of them where shards are slices of the width.
+    """
+
+    files: StoreFiles
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, int, int]
+    per_sample: bool
+    chunk_rows: int
+    segment_rows: int
+    shards: int
+    part_layers: int
+    compressed: bool
+    complete: bool
+    layers: tuple[int, ...] = ()
+    reduce: dict[str, Any] | None = None
+    _indexes: dict[tuple[int, int], np.ndarray] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def parse(cls, files: StoreFiles, name: str, document: dict[str, Any], complete: bool) -> HookArray:
+        """The array of a zarr.json. Raises ValueError for chunks that this format does not have."""
+        try:
+            return cls._parsed(files, name, document, complete)
+        except (LookupError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{files}: the metadata of array {name!r} does not describe shards of this format ({error!r})"
+            ) from error
+
+    @classmethod
+    def _parsed(cls, files: StoreFiles, name: str, document: dict[str, Any], complete: bool) -> HookArray:
+        shape = [int(n) for n in document["shape"]]
+        (sharding,) = document["codecs"]
+        shard = [int(n) for n in document["chunk_grid"]["configuration"]["chunk_shape"]]
+        inner = [int(n) for n in sharding["configuration"]["chunk_shape"]]
+        codecs = [codec["name"] for codec in sharding["configuration"]["codecs"]]
+        per_sample = len(shape) == 2
+        if per_sample:
+            shape, shard, inner = [1, *shape], [1, *shard], [1, *inner]
+        (layers, length, width), (part, segment, columns), (one, chunk, inner_columns) = shape, shard, inner
+        fits = (
+            sharding["name"] == "sharding_indexed"
+            and sharding["configuration"].get("index_location", "end") == "end"
+            and codecs in (["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
+            and (one, inner_columns) == (1, columns)
+            and (part == layers or (0 < part < layers and columns == width))
+            and min(*shape[::2], chunk, columns) > 0 <= length
+            and segment % chunk == 0
+            and width % columns == 0
+        )
+        if not fits:
+            raise ValueError("its shape, chunks or codecs are others")
+        return cls(
+            files,
+            name,
+            numpy_dtype(document["data_type"]),
+            (layers, length, width),
+            per_sample,
+            chunk,
+            segment,
+            width // columns if part == layers else -(-layers // part),
+            part,
+            "blosc" in codecs,
+            complete,
+            tuple(document.get("attributes", {}).get("layers", ())),
+            document.get("attributes", {}).get("reduce"),
+        )
+
+    @functools.cached_property
+    def columns(self) -> int:
+        """Columns of a shard: the width, or a rank's part of it."""
+        return self.shape[2] if self.by_layers else self.shape[2] // self.shards
+
+    @functools.cached_property
+    def by_layers(self) -> bool:
+        """Whether a shard has some of the layers, and not columns."""
+        return self.part_layers < self.shape[0]
+
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row of one layer in one shard."""
+        return self.columns * self.dtype.itemsize
+
+    @functools.cached_property
+    def chunk_bytes(self) -> int:
+        """Bytes of a decoded inner chunk."""
+        return self.chunk_rows * self.row_bytes
+
+    @functools.cached_property
+    def bits(self) -> np.dtype:
+        """Unsigned integers as wide as the dtype. numpy copies these without Python's lock; bfloat16 it does not."""
+        return np.dtype(f"<u{self.dtype.itemsize}")
+
+    @functools.cached_property
+    def row(self) -> np.dtype:
+        """A row of one layer in one shard as one element."""
+        return np.dtype((np.void, self.row_bytes))
+
+    def path(self, segment: int, shard: int) -> str:
+        """Path of a shard file in the store."""
+        if self.by_layers:
+            return f"{self.name}/c/{shard}/{segment}/0"
+        return f"{self.name}/c/{segment}/{shard}" if self.per_sample else f"{self.name}/c/0/{segment}/{shard}"
+
+    def index(self, file: StoredFile, segment: int, shard: int) -> np.ndarray:
+        """The index of a shard file: uint64 [*slots, 2]. Raises ValueError when it is damaged."""
+        found = self._indexes.get((segment, shard))
+        if found is None:
+            chunks = self.segment_rows // self.chunk_rows
+            slots = (chunks,) if self.per_sample else (self.part_layers, chunks)
+            size = 16 * int(np.prod(slots)) + 4
+            found = read_index(file.read_end(size), slots)
+            self._indexes[segment, shard] = found
+        return found
+
+    def knows_index(self, segment: int, shard: int) -> bool:
+        """Whether the index of a shard file was read before."""
+        return (segment, shard) in self._indexes
+
+    def known_index(self, segment: int, shard: int) -> np.ndarray:
+        """What `index` returned. Raises KeyError where it was not asked yet."""
+        return self._indexes[segment, shard]
+
+    def rows(self, wanted: slice | Sequence[int] | np.ndarray | None) -> slice | np.ndarray:
+        """As `row_numbers` gives them; None: all rows. Raises IndexError as it does."""
+        return slice(0, self.shape[1]) if wanted is None else row_numbers(wanted, self.shape[1], self.name)
+
+    def plan(
+        self, layers: Iterable[int], rows: slice | np.ndarray, out: np.ndarray, places: np.ndarray | None = None
+    ) -> Iterator[ShardPieces]:
+        """What is to be read for `out`, [layers, n, width].
+
+        layers: indexes along the layer axis. rows: what `rows` returned. places: rows of `out` for each of `rows`, by
+        default 0, 1, ... out: in `bits` of the stored dtype, or float32.
+        """
+        layers = list(layers)
+        if isinstance(rows, slice) and rows.start >= rows.stop:
+            return
+        if isinstance(rows, slice) and rows.start // self.chunk_rows == (rows.stop - 1) // self.chunk_rows:
+            chunk, start = divmod(rows.start, self.chunk_rows)
+            part = slice(start, start + rows.stop - rows.start)
+            segment, number = divmod(chunk, self.segment_rows // self.chunk_rows)
+            there = slice(0, part.stop - start) if places is None else places
+            for shard in self._holding(layers):
+                yield self._of_shard(segment, shard, layers, [(number, part, there)], out)
+            return
+        by_segment: dict[int, list[tuple[int, slice | np.ndarray, slice | np.ndarray]]] = {}
+        for chunk, of_chunk, to in self._chunks(rows, places):
+            segment, number = divmod(chunk, self.segment_rows // self.chunk_rows)
+            by_segment.setdefault(segment, []).append((number, of_chunk, to))
+        for segment, chunks in by_segment.items():
+            for shard in self._holding(layers):
+                yield self._of_shard(segment, shard, layers, chunks, out)
+
+    def _holding(self, layers: list[int]) -> Iterable[int]:
+        """Numbers of the shards of a segment that have some of these layers."""
+        return sorted({layer // self.part_layers for layer in layers}) if self.by_layers else range(self.shards)
+
+    def _of_shard(
+        self,
+        segment: int,
+        shard: int,
+        layers: list[int],
+        chunks: list[tuple[int, slice | np.ndarray, slice | np.ndarray]],
+        out: np.ndarray,
+    ) -> ShardPieces:
+        first = 0
+        if self.by_layers:
+            first = shard * self.part_layers
+        elif self.shards > 1:
+            out = out[..., shard * self.columns : (shard + 1) * self.columns]
+        pieces = [
+            Piece((number,) if self.per_sample else (layer - first, number), of_chunk, out[i], to)
+            for number, of_chunk, to in chunks
+            for i, layer in enumerate(layers)
+            if not self.by_layers or layer // self.part_layers == shard
+        ]
+        return ShardPieces(self, segment, shard, pieces)
+
+    def _chunks(
+        self, rows: slice | np.ndarray, places: np.ndarray | None
+    ) -> Iterator[tuple[int, slice | np.ndarray, slice | np.ndarray]]:
+        """(number of an inner chunk along the rows, its rows, the places these go to)."""
+        size = self.chunk_rows
+        if isinstance(rows, slice):
+            for first in range(rows.start // size * size, rows.stop, size):
+                start, stop = max(first, rows.start), min(first + size, rows.stop)
+                there = slice(start - rows.start, stop - rows.start)
+                yield first // size, slice(start - first, stop - first), there if places is None else places[there]
+            return
+        chunks = rows // size
+        order = np.argsort(chunks, kind="stable")
+        to = order if places is None else places[order]
+        ends = np.flatnonzero(np.diff(chunks[order], append=-1)) + 1
+        start = 0
+        for end in ends.tolist():
+            chunk = int(chunks[order[start]])
+            yield chunk, rows[order[start:end]] - chunk * size, to[start:end]
+            start = end

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values of a store's hooks: read from its arrays, and decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.reduce import Reduction
+from dmi_connector.store.read.arrays.chunk_reader import read_pieces
+from dmi_connector.store.read.arrays.hook_array import HookArray, ShardPieces
+from dmi_connector.store.read.arrays.own_values import OTHER_VALUES
+from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
+from dmi_connector.store.read.files.store_files import StoreFiles
+from dmi_connector.store.read.hook_names import Source
+from dmi_connector.store.read.metadata import check_arrays
+
+Tokens = slice | Sequence[int] | np.ndarray | None
+
+
+def _arrays(sources: Sequence[Source]) -> list[str]:
+    """The arrays in which they lie, each once."""
+    return list(dict.fromkeys(source.array for source in sources))
+
+
+def _check_one(hook: str, ways: int) -> None:
+    """Raise ValueError for a hook whose layers were reduced in several ways."""
+    if ways > 1:
+        raise ValueError(f"layers of {hook!r} were reduced in different ways; name one layer")
+
+
+class HookValues:
+    """Reads the hooks of one store. attrs: its root attribute. Raises ValueError for arrays that the format lacks."""
+
+    def __init__(self, files: StoreFiles, attrs: dict[str, Any]) -> None:
+        self._files, self._attrs = files, attrs
+        self._documents = check_arrays(files, attrs)
+        self._arrays: dict[str, HookArray] = {}
+
+    def decoded(self, sources: Sequence[Source], tokens: Tokens, convert: bool) -> np.ndarray:
+        """Decoded rows, [sources, tokens, width]. convert: see `Capture.numpy`."""
+        by_array = {name: [s.index for s in sources if s.array == name] for name in _arrays(sources)}
+        if any("reduce" in self._attrs["hooks"][name] for name in by_array):
+            parts = [self._decoded(name, indexes, tokens) for name, indexes in by_array.items()]
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return self.stored(by_array, tokens, convert)
+
+    def stored(self, by_array: dict[str, list[int]], tokens: Tokens, convert: bool = False) -> np.ndarray:
+        """Rows as they are stored, or as float32, [layers, tokens, width]: the layers of several arrays in order.
+
+        by_array: indexes along the layer axis of each.
+        """
+        arrays = [self.array(name) for name in by_array]
+        dtype = arrays[0].dtype
+        rows = arrays[0].rows(tokens)
+        count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        shape = (sum(map(len, by_array.values())), count, arrays[0].shape[2])
+        widened = convert and dtype.kind not in "iu" and dtype != np.float32
+        out = np.empty(shape, np.float32 if widened else arrays[0].bits)
+        planned: list[ShardPieces] = []
+        at = 0
+        for array, indexes in zip(arrays, by_array.values(), strict=True):
+            planned += array.plan(indexes, rows, out[at : at + len(indexes)])
+            at += len(indexes)
+        read_pieces(planned)
+        return out if widened else out.view(dtype)
+
+    def reduced(self, name: str) -> StoredReduction | None:
+        """The reduction of an array, None without one."""
+        return StoredReduction.of(self._attrs["hooks"][name])
+
+    def reduction(self, hook: str, sources: Sequence[Source]) -> Reduction | None:
+        """That of the arrays of a hook. Raises ValueError where they have different ones."""
+        found = {None if (reduced := self.reduced(name)) is None else reduced.reduction for name in _arrays(sources)}
+        _check_one(hook, len(found))
+        return found.pop()
+
+    def width(self, name: str) -> int:
+        """Values of a decoded row of an array."""
+        reduced = self.reduced(name)
+        return self.array(name).shape[2] if reduced is None else reduced.decoded_width
+
+    def check_one_form(self, hook: str, sources: Sequence[Source]) -> None:
+        """Raise ValueError where rows of one array are something else than those of another."""
+        names = _arrays(sources)
+        if len(names) > 1:
+            _check_one(hook, len({self._form(name) for name in names}))
+
+    def _form(self, name: str) -> tuple[int, Reduction | None]:
+        """What tells decoded rows of an array from others: their width, and a reduction to other values."""
+        reduced = self.reduced(name)
+        other = reduced is not None and isinstance(reduced.reduction, OTHER_VALUES)
+        return self.width(name), reduced.reduction if reduced is not None and other else None
+
+    def array(self, name: str) -> HookArray:
+        """The geometry of an array. Raises ValueError for one that the format lacks."""
+        found = self._arrays.get(name)
+        if found is None:
+            found = HookArray.parse(self._files, name, self._documents[name], self._attrs["complete"])
+            self._arrays[name] = found
+        return found
+
+    def _decoded(self, name: str, indexes: list[int], tokens: Tokens) -> np.ndarray:
+        reduced = self.reduced(name)
+        rows = self.stored({name: indexes}, tokens)
+        return rows.astype(np.float32) if reduced is None else reduced.decode(rows)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kind of files a store at some place has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dmi_connector.store.format.remote_path import Place
+from dmi_connector.store.read.files.remote_files import RemoteFiles
+from dmi_connector.store.read.files.store_files import LocalFiles, StoreFiles
+from dmi_connector.store.read.files.zip_files import open_zip
+
+
+def files_of(place: Place) -> StoreFiles:
+    """The files of the store at a place. Raises FileNotFoundError, and ValueError for a zip file that holds none."""
+    if place.suffix == ".zip" and not (isinstance(place, Path) and place.is_dir()):
+        return open_zip(place)
+    return LocalFiles(place) if isinstance(place, Path) else RemoteFiles(place)
+
+
+def zarr_store_of(place: Place) -> Any:
+    """The store at a place as zarr-python takes it. Raises ValueError for a zip file of an object store."""
+    if isinstance(place, Path) and place.is_dir():
+        return place
+    if isinstance(place, Path):
+        from zarr.storage import ZipStore
+
+        return ZipStore(place, mode="r")
+    if place.suffix == ".zip":
+        raise ValueError(f"{place}: zarr-python reads no zip file of an object store; use numpy()")
+    from dmi_connector.store.format.object_store import zarr_store
+
+    return zarr_store(place)

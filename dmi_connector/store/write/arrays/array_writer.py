@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arrays of one capture that one writer process has: payloads in, shard files and metadata out."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.dtypes import ITEMSIZE
+from dmi_connector.layout import ArraySpec, PayloadLayout
+from dmi_connector.store.format import schema
+from dmi_connector.store.format.checksum import crc32c, file_checksum
+from dmi_connector.store.format.completeness import Cause, Loss, add_loss
+from dmi_connector.store.format.paths import no_follow
+from dmi_connector.store.format.schema import Grid
+from dmi_connector.store.write.arrays.journal import Journal
+from dmi_connector.store.write.arrays.plain import Costs
+from dmi_connector.store.write.arrays.shard_writer import Encoded, FileCache, ShardWriter, encode
+
+FileList = dict[str, list[int]]
+"""Path in the store -> [size, checksum]: docs/FORMAT.md, section 5."""
+
+
+def write_file(root: str, path: str, data: bytes, files: FileList, tail: bytes = b"") -> None:
+    """Write one small file of a store, `data` and then `tail`, and add it to `files`. Raises OSError.
+
+    tail: what the file's checksum leaves out.
+    """
+    full = os.path.join(root, path)
+    os.makedirs(os.path.dirname(full), exist_ok=True)
+    with open(full, "wb", opener=no_follow) as f:
+        f.write(data + tail)
+    files[path] = [len(data) + len(tail), file_checksum(path, data)]
+
+
+def plain_array(root: str, name: str, dtype: str, data: bytes, dimension: str, files: FileList) -> None:
+    """Write a 1-D array (docs/FORMAT.md, section 4): its one chunk with a crc32c, and its metadata. Raises OSError."""
+    length = len(data) // ITEMSIZE[dtype]
+    if length:
+        write_file(root, f"{name}/c/0", data, files, crc32c(data).to_bytes(4, "little"))
+    write_file(root, f"{name}/zarr.json", schema.dump(schema.plain_document(dtype, length, dimension)), files)
+
+
+def write_loss(error: Exception) -> Loss:
+    """The loss that an error stands for. A full disk fails for every file alike, so then no file is named."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text = f"{type(error).__name__}: [Errno {error.errno}] {error.strerror}"
+    return Loss.of(Cause.WRITE_FAILED if isinstance(error, OSError) else Cause.WRITE_REFUSED, error=text)
+
+
+def metadata_elsewhere(spec: ArraySpec, leads: bool) -> bool:
+    """Whether another rank or writer writes the metadata of an array. What this one lacks would then read as zeros."""
+    return spec.rank > 0 or not leads
+
+
+_AGAIN = 8
+"""So many samples later a file of samples is finished: an engine that dropped a step samples its position once more."""
+
+
+class ArrayWriter:
+    """Writes arrays of one capture into its partial directory, which is created if missing.
+
+    numbers: which arrays of the layout. about: facts of the capture for the journal, None where another writer keeps
+    them. leads: whether it writes the metadata of its arrays; else it has some segments of them, and another writer
+    leads. losses: what could not be written. bytes_raw, bytes_stored: bytes of the rows written, as they came and in
+    their files. costs: of its process, None to measure anew.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        layout: PayloadLayout,
+        numbers: Sequence[int],
+        cache: FileCache,
+        about: dict[str, Any] | None = None,
+        leads: bool = True,
+        costs: Costs | None = None,
+    ) -> None:
+        self.losses: list[Loss] = []
+        self.bytes_raw = self.bytes_stored = 0
+        self._root, self._layout, self._cache, self._leads = root, layout, cache, leads
+        self._costs = costs or Costs()
+        self._arrays = [(layout.arrays[i], layout.bases[i]) for i in numbers]
+        specs = [spec for spec, _ in self._arrays]
+        self._by_name = {spec.name: spec for spec in specs}
+        self._shards: dict[str, ShardWriter] = {}
+        self._files: FileList = {}
+        self._end = 0  # one past the last row received
+        self._short_end: int | None = None  # end of a chunk shorter than chunk_tokens, which must be the last
+        self._positions: dict[str, dict[int, int]] = {}
+        # Segment directories are made later, everything above them only here: when a capture is removed, chunks that
+        # arrive later must fail and not bring its directory back.
+        for spec in specs:
+            os.makedirs(os.path.dirname(os.path.dirname(os.path.join(root, schema.shard_path(spec, 0)))), exist_ok=True)
+        self._journal = Journal(root, specs, layout, cache, about, "" if leads else f"-{os.getpid()}")
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def chunk(self, payload: np.ndarray, first: int, count: int, token_ids: bytes = b"", behind: bool = False) -> None:
+        """Write token rows [first, first + count) of every array.
+
+        payload: uint8, see `PayloadLayout`. token_ids: int32, for the journal. behind: do not compress if that is
+        quicker. Raises OSError, and ValueError for rows off the chunk grid.
+        """
+        chunk = self._layout.chunk_tokens
+        if len(token_ids) not in (0, 4 * count):
+            raise ValueError(f"{len(token_ids)} bytes of token ids came with {count} rows")
+        if first % chunk or not 0 < count <= chunk or self._short_end not in (None, first + count):
+            raise ValueError(f"rows [{first}, {first + count}) are off the grid of {chunk}-token chunks")
+        self._end = max(self._end, first + count)
+        if count < chunk:
+            self._short_end = first + count
+        plain = behind and self._costs.plain_next()
+        places = []
+        for spec, base in self._arrays:
+            if not spec.per_sample:
+                at, size = base * count, spec.token_bytes * count
+                places.append(self._append(spec, payload[at : at + size], first, count, plain))
+        self._journal.chunk(first, count, places, token_ids)
+
+    def _append(self, spec: ArraySpec, data: np.ndarray, first: int, count: int, plain: bool) -> bytes:
+        """Append the chunk of one array to its shard. Returns its places for the journal."""
+        layout = self._layout
+        block = data.view(f"u{spec.itemsize}").reshape(spec.local_layers, count, spec.local_width)
+        # A short first chunk is the only one: the finished store's chunks are then as long as it.
+        rows = layout.chunk_tokens if first else count
+        segment, within = divmod(first, layout.segment_tokens)
+        shard = self._shard(spec, segment, (spec.shard_layers, layout.segment_tokens // layout.chunk_tokens))
+        slot = within // layout.chunk_tokens
+        slots = [(layer, slot) for layer in range(spec.local_layers)]
+        self._put(shard, slots, block, rows, plain)
+        places: bytes = shard.index[: spec.local_layers, slot].tobytes()
+        if shard.full:
+            self._finish(spec, segment, None)
+        return places
+
+    def _put(
+        self, shard: ShardWriter, slots: Sequence[tuple[int, ...]], block: np.ndarray, rows: int | None, plain: bool
+    ) -> None:
+        """Append one inner chunk for each slot, and note what that cost."""
+        encoding_s, began = 0.0, time.perf_counter()
+
+        def encoded() -> Iterator[Encoded]:
+            nonlocal encoding_s
+            for one in block:
+                start = time.perf_counter()
+                chunk = encode(one, self._layout.codec, rows, plain)
+                encoding_s += time.perf_counter() - start
+                yield chunk
+
+        stored = shard.append(slots, encoded())
+        self._costs.add(plain, block.nbytes, stored, encoding_s, time.perf_counter() - began - encoding_s)
+        self.bytes_raw += block.nbytes
+        self.bytes_stored += stored
+
+    def rows(self, payload: np.ndarray, name: str, first: int, positions: Sequence[int], behind: bool = False) -> None:
+        """Write rows from `first` on of a per-sample array, and the token position of each. behind: see `chunk`.
+
+        A row that comes again takes the place of the first, and those behind that are forgotten: the engine has dropped
+        the steps in which it sampled them.
+        """
+        spec, count = self._by_name[name], len(positions)
+        size = count * spec.token_bytes
+        if not spec.per_sample or len(payload) < size:
+            raise ValueError(f"{count} rows of {name!r} do not fit {len(payload)} bytes")
+        block = payload[:size].view(f"u{spec.itemsize}").reshape(count, spec.local_width)
+        plain = behind and self._costs.plain_next()
+        places = []
+        for i, position in enumerate(positions):
+            segment, slot = divmod(first + i, schema.SAMPLES_PER_SHARD)
+            shard = self._shard(spec, segment, (schema.SAMPLES_PER_SHARD,))
+            if shard.holds((slot,)):
+                shard.take_back((slot,))
+                known = self._positions[name]
+                self._positions[name] = {at: known[at] for at in known if at < first + i}
+            self._put(shard, [(slot,)], block[i : i + 1], None, plain)
+            self._positions.setdefault(name, {})[first + i] = position
+            places.append(shard.index[slot].tobytes())
+            if slot == _AGAIN and segment and schema.shard_path(spec, segment - 1) in self._shards:
+                self._finish(spec, segment - 1, None)
+        self._journal.rows(name, first, positions, places)
+
+    def _shard(self, spec: ArraySpec, segment: int, slots: tuple[int, ...]) -> ShardWriter:
+        path = schema.shard_path(spec, segment)
+        if path in self._files:
+            raise ValueError(f"{path} is finished already: rows were sent twice")
+        if path not in self._shards:
+            full = os.path.join(self._root, path)
+            with contextlib.suppress(FileExistsError):  # another rank made it
+                os.mkdir(os.path.dirname(full))
+            self._shards[path] = ShardWriter(full, slots, self._cache)
+        return self._shards[path]
+
+    def _finish(self, spec: ArraySpec, segment: int, slots: tuple[int, ...] | None) -> None:
+        """Write the index of a shard. slots: the shape it is narrowed to, None to keep it."""
+        path = schema.shard_path(spec, segment)
+        began = time.perf_counter()
+        size, content = self._shards[path].close(slots)
+        self._costs.add_writing(time.perf_counter() - began)
+        self._files[path] = [size, file_checksum(path, content)]
+        del self._shards[path]
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def failed(self, error: Exception, rows: tuple[int, int] | None = None) -> None:
+        """Note that rows could not be written. rows: [start, stop), None for samples, which count themselves."""
+        add_loss(self.losses, replace(write_loss(error), rows=(rows,) if rows else ()))
+
+    def close(self, length: int, samples: dict[str, int]) -> FileList:
+        """Write the remaining indexes and the metadata with the true shapes. Returns the finished files.
+
+        Errors go to `losses`. An array with an error gets no metadata, so that it cannot be read as whole.
+        """
+        self._journal.close(length, samples)
+        if self._end > length or self._short_end not in (None, length):
+            end = self._short_end or self._end
+            rows = (0, length) if any(metadata_elsewhere(spec, self._leads) for spec, _ in self._arrays) else None
+            self.failed(ValueError(f"rows up to {end} were written, but the length is {length}"), rows)
+            self.release()
+            return {}
+        grid = schema.effective_grid(length, self._layout.chunk_tokens, self._layout.segment_tokens)
+        for spec, _ in self._arrays:
+            try:
+                self._close_array(spec, samples.get(spec.name, 0) if spec.per_sample else length, grid)
+            except (OSError, ValueError) as error:
+                self.failed(error, (0, length) if metadata_elsewhere(spec, self._leads) else None)
+        self.release()  # shards that could not be finished
+        return self._files
+
+    def _close_array(self, spec: ArraySpec, length: int, grid: Grid) -> None:
+        slots = None if spec.per_sample else (spec.shard_layers, grid.chunks)
+        if spec.per_sample:
+            self._drop_surplus(spec, length)
+        for segment in range(-(-length // (schema.SAMPLES_PER_SHARD if spec.per_sample else grid.segment))):
+            if schema.shard_path(spec, segment) in self._shards:
+                self._finish(spec, segment, slots)
+        if metadata_elsewhere(spec, self._leads):
+            return
+        if spec.per_sample:
+            self._close_samples(spec, length)
+        document = schema.hook_document(spec, length, grid, self._layout.codec)
+        write_file(self._root, f"{spec.name}/zarr.json", schema.dump(document), self._files)
+
+    def _close_samples(self, spec: ArraySpec, length: int) -> None:
+        """Write the positions of a per-sample array; -1 for samples that never came."""
+        known = self._positions.get(spec.name, {})
+        if length and not known:
+            raise ValueError(f"{spec.name}: none of its {length} samples was written")
+        positions = np.array([known.get(i, -1) for i in range(length)], "<i4")
+        plain_array(self._root, f"{spec.name}_positions", "int32", positions.tobytes(), "sample", self._files)
+        if len(known) < length:
+            lost = length - len(known)
+            self.losses.append(Loss.of(Cause.SAMPLES_LOST, hook=spec.name, lost=lost, samples=length))
+
+    def _drop_surplus(self, spec: ArraySpec, length: int) -> None:
+        """Forget rows past `length`: the engine may sample once more before it learns that a request has ended."""
+        known = self._positions.get(spec.name, {})
+        for index in [i for i in known if i >= length]:
+            del known[index]
+        first = -(-length // schema.SAMPLES_PER_SHARD)
+        for path in [p for p in self._shards if p.startswith(spec.name + "/c/")]:
+            if int(path.split("/")[-2]) >= first:
+                self._shards.pop(path).release()
+                os.unlink(os.path.join(self._root, path))
+
+    def release(self) -> None:
+        """Close all files as they are."""
+        for shard in self._shards.values():
+            shard.release()
+        self._shards.clear()
+        self._journal.release()

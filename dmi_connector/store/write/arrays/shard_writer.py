@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shard files: inner chunks are encoded and appended in the order they come; the index follows at the end."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dmi_connector.store.format.checksum import crc32c, crc32c_join, crc32c_of_zeros
+from dmi_connector.store.format.paths import no_follow
+from dmi_connector.store.format.shard_index import EMPTY, empty_index, index_bytes, shard_content
+from dmi_connector.store.write.arrays.blosc_frame import blosc_frame, plain_header
+
+Buffer = bytes | np.ndarray
+
+_WRITE_BYTES = 1 << 22
+"""Bytes written at a time: few enough that what the checksum has just read is still in a cache."""
+_IOV_MAX = 1024
+"""Linux takes at most this many buffers in one pwritev."""
+_HOLE_BYTES = 1 << 16
+"""Fewer zeros are written out: a hole costs a system call, and file systems keep whole pages."""
+
+
+class _Scratch:
+    """Memory for short chunks that are filled up with zeros. Fresh memory for each would cost as many page faults."""
+
+    def __init__(self, rows: int, columns: int, dtype: str) -> None:
+        self._array = np.zeros((rows, columns), dtype)
+        self._used = 0
+
+    def filled(self, chunk: np.ndarray) -> np.ndarray:
+        """`chunk`, then zeros. Valid until the next call."""
+        self._array[: len(chunk)] = chunk
+        self._array[len(chunk) : self._used] = 0
+        self._used = len(chunk)
+        return self._array
+
+
+_scratch = functools.lru_cache(maxsize=16)(_Scratch)
+
+
+class Encoded(NamedTuple):
+    """An inner chunk as its file holds it: `head`, `body`, then `zeros` zero bytes, then `crc`, the crc32c of them."""
+
+    head: bytes
+    body: Buffer
+    zeros: int
+    crc: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes in its file."""
+        return len(self.head) + len(self.body) + self.zeros + 4
+
+
+def encode(chunk: np.ndarray, codec: str, rows: int | None = None, plain: bool = False) -> Encoded:
+    """Encode one inner chunk, a C-contiguous array of unsigned integers as wide as the dtype.
+
+    rows: of the whole chunk; zeros stand for those that `chunk` lacks (default: it lacks none). plain: do not compress.
+    Then, and with codec "none", the body is a view of `chunk`, so that the bytes are not copied.
+    """
+    zeros = 0 if rows is None else (rows - len(chunk)) * chunk[0].nbytes
+    if plain or codec == "none":
+        body = chunk.reshape(-1).view(np.uint8)
+        head = b"" if codec == "none" else plain_header(chunk.itemsize, len(body) + zeros)
+        crc = crc32c(body)
+        if head:
+            crc = crc32c_join(crc32c(head), crc, len(body))
+        return Encoded(head, body, zeros, crc32c_join(crc, crc32c_of_zeros(zeros), zeros) if zeros else crc)
+    if zeros:
+        assert rows is not None
+        chunk = _scratch(rows, chunk.shape[1], chunk.dtype.str).filled(chunk)
+    packed = blosc_frame(chunk, codec)
+    return Encoded(b"", packed, 0, crc32c(packed))
+
+
+class FileCache:
+    """Open file descriptors. The least recently used is closed first, so that many captures fit one process."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._fds: OrderedDict[str, int] = OrderedDict()
+
+    def get(self, path: str) -> int:
+        """A descriptor for writing `path`, which is created if missing (its directory is not)."""
+        fd = self._fds.pop(path, None)
+        if fd is None:
+            while len(self._fds) >= self._limit:
+                os.close(self._fds.popitem(last=False)[1])
+            fd = no_follow(path, os.O_RDWR | os.O_CREAT)
+        self._fds[path] = fd
+        return fd
+
+    def close(self, path: str) -> None:
+        """Close `path` if it is open. Raises OSError when the file system reports a late write error."""
+        fd = self._fds.pop(path, None)
+        if fd is not None:
+            os.close(fd)
+
+
+class ShardWriter:
+    """Appends encoded inner chunks to one shard file and writes the index at `close`.
+
+    slots: shape of the shard in inner chunks, (layers, chunks) or (rows,). A failed append leaves no trace in the
+    index, and the next one cuts its bytes off. index: where each inner chunk lies so far, see shard_index.py.
+    """
+
+    def __init__(self, path: str, slots: tuple[int, ...], files: FileCache) -> None:
+        self.path = path
+        self.index = empty_index(slots)
+        self._files = files
+        self._end = 0
+        self._crcs = b""  # of the chunks, in the order of the file
+        self._torn = True  # there may be bytes past the end
+
+    @property
+    def full(self) -> bool:
+        """Whether every inner chunk is there, so that only the index can follow."""
+        return not bool((self.index[..., 0] == EMPTY).any())
+
+    def append(self, slots: Sequence[tuple[int, ...]], chunks: Iterable[Encoded]) -> int:
+        """Write encoded chunks for the given slots. Returns the bytes added, holes included. Raises OSError.
+
+        chunks: may be a generator; a chunk is written soon after it was encoded, while it is in a cache.
+        """
+        fd = self._begin()
+        entries: list[tuple[int, int]] = []
+        buffers: list[Buffer] = []
+        start = end = self._end  # of what is in `buffers`
+        crcs: list[bytes] = []
+        for chunk in chunks:
+            tail = chunk.crc.to_bytes(4, "little")
+            crcs.append(tail)
+            entries.append((end, chunk.nbytes))
+            end += chunk.nbytes
+            if chunk.zeros >= _HOLE_BYTES:
+                _put(fd, [*buffers, chunk.head, chunk.body], start)
+                buffers, start = [tail], end - len(tail)
+            else:
+                buffers += [chunk.head, chunk.body, bytes(chunk.zeros), tail]
+            if end - start >= _WRITE_BYTES or len(buffers) > _IOV_MAX - 4:
+                _put(fd, buffers, start)
+                buffers, start = [], end
+        _put(fd, buffers, start)
+        self._torn = False
+        for slot, entry in zip(slots, entries, strict=True):
+            self.index[slot] = entry
+        added, self._end = end - self._end, end
+        self._crcs += b"".join(crcs)
+        return added
+
+    def holds(self, slot: tuple[int, ...]) -> bool:
+        """Whether the chunk of a slot was appended."""
+        return bool(self.index[slot][0] != EMPTY)
+
+    def take_back(self, slot: tuple[int, ...]) -> None:
+        """Forget a chunk and all that were appended after it. The next append begins where it began."""
+        at = self.index[slot][0]
+        before = self.index[..., 0] < at
+        self._crcs = self._crcs[: 4 * int(before.sum())]
+        self.index[~before] = EMPTY
+        self._end, self._torn = int(at), True
+
+    def close(self, slots: tuple[int, ...] | None = None) -> tuple[int, bytes]:
+        """Write the index, narrowed to the shape `slots`, and close the file.
+
+        Returns the size of the file and what its checksum covers. Raises OSError, and ValueError when a chunk lies
+        outside `slots`.
+        """
+        index = self.index
+        if slots is not None:
+            keep = tuple(slice(0, n) for n in slots)
+            if (index[..., 0] != EMPTY).sum() != (index[keep][..., 0] != EMPTY).sum():
+                raise ValueError(f"{self.path} holds chunks outside its final shape {slots}")
+            index = index[keep]
+        tail = index_bytes(index)
+        _put(self._begin(), [tail], self._end)
+        self._torn = False
+        self._files.close(self.path)
+        return self._end + len(tail), shard_content(self._crcs, index)
+
+    def release(self) -> None:
+        """Close the file without an index."""
+        self._files.close(self.path)
+
+    def _begin(self) -> int:
+        """The descriptor, with what a failed write left cut off: its bytes would show through a hole."""
+        fd = self._files.get(self.path)
+        if self._torn:
+            os.ftruncate(fd, self._end)
+        self._torn = True
+        return fd
+
+
+def _put(fd: int, buffers: Sequence[Buffer], at: int) -> None:
+    """Write all of `buffers` from byte `at` on. Raises OSError."""
+    views = [memoryview(b) for b in buffers if len(b)]  # type: ignore[arg-type]
+    while views:
+        wrote = os.pwritev(fd, views, at)
+        at += wrote
+        while views and wrote >= len(views[0]):
+            wrote -= len(views.pop(0))
+        if views and wrote:
+            views[0] = views[0][wrote:]

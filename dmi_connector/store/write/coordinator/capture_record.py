@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the coordinator knows of one capture, and the states that it passes through.
+
+A capture is in one state at a time:
+
+    OPEN         its rows come, and go on to the writers that have its arrays
+    CLOSING      no more rows come; its writers finish their files
+    COMMITTING   rank 0: one writer makes the store. Other ranks: it leaves their file list for rank 0. Or, after an
+                 abort, it removes what was written
+    COMPLETE, INCOMPLETE, FAILED, ABORTED    the end
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dmi_connector.layout import PayloadLayout
+from dmi_connector.store.format import schema
+from dmi_connector.store.format.completeness import Loss
+from dmi_connector.store.write.arrays.array_writer import FileList
+from dmi_connector.store.write.arrays.row_check import RowCheck
+from dmi_connector.store.write.child_process import Child
+from dmi_connector.store.write.coordinator.writer_pool import Assignment
+from dmi_connector.store.write.messages import Message
+
+
+class State(enum.StrEnum):
+    """States of a capture; see the module's text."""
+
+    OPEN = "open"
+    CLOSING = "closing"
+    COMMITTING = "committing"
+    COMPLETE = "complete"
+    INCOMPLETE = "incomplete"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+ENDS = (State.COMPLETE, State.INCOMPLETE, State.FAILED, State.ABORTED)
+
+
+@dataclass(frozen=True)
+class End:
+    """What `close` said. attrs: root attributes, {} for ranks above 0. arrays: token arrays, packed."""
+
+    length: int
+    samples: dict[str, int]
+    attrs: dict[str, Any]
+    arrays: dict[str, str]
+    losses: list[Loss]
+
+
+@dataclass(eq=False)
+class CaptureRecord:
+    """One capture. For ranks above 0 COMPLETE means that this rank's part is.
+
+    final: path of the store. attrs: root attributes known so far. losses: reported by writers. to_come: payload bytes
+    that may still come. reason, label: why it is not complete, once that is known (see completeness.py).
+    """
+
+    number: int
+    final: str
+    layout: PayloadLayout
+    layout_number: int
+    attrs: Mapping[str, Any]
+    request_id: str | None
+    key: str | None
+    rank: int
+    ranks: int
+    created: str
+    to_come: int
+    assignments: list[Assignment]
+    check: RowCheck
+    takers: dict[int, list[Assignment]] = field(default_factory=dict)  # by segment: who writes its token arrays
+    unfinished: set[str] = field(default_factory=set)  # arrays of writers that died: their files are made anew
+    state: State = State.OPEN
+    losses: list[Loss] = field(default_factory=list)
+    reason: str | None = None
+    label: str | None = None
+    files: FileList = field(default_factory=dict)
+    bytes_raw: int = 0
+    bytes_stored: int = 0
+    sampled: dict[str, int] = field(default_factory=dict)  # rows that came of each per-sample array
+    end: End | None = None  # None for an aborted capture
+    committer: Child | None = None
+    recommitted: bool = False  # whether a committing writer has died once
+
+    @property
+    def partial(self) -> str:
+        """Where the store is written until it is whole."""
+        return self.final + schema.PARTIAL_SUFFIX
+
+    @property
+    def start(self) -> int:
+        """Position of its first row."""
+        return int(self.attrs.get("start", 0))
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt, 0 where that is not known."""
+        return int(self.attrs.get("prompt_len", 0))
+
+    def about(self) -> dict[str, Any]:
+        """What a salvage has to know of this capture (docs/FORMAT.md, section 10)."""
+        facts: dict[str, Any] = {"request_id": self.request_id, "key": self.key, "created": self.created}
+        facts |= {
+            "rank": self.rank,
+            "ranks": self.ranks,
+            "arrays": [a.to_json() for a in (*self.layout.arrays, *self.layout.elsewhere)],
+        }
+        return {**facts, "attrs": dict(self.attrs)}
+
+    def index_line(self, event: str, state: str) -> Message:
+        """The message to a writer that has a line appended to the index."""
+        line: Message = {"event": event, "store": os.path.basename(self.final), "state": state}
+        line |= {"key": self.key, "request_id": self.request_id, "created": self.created}
+        return {"type": "line", "directory": os.path.dirname(self.final), "line": line}

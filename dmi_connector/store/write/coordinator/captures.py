@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The captures under way, from the first row to the store. Runs in the coordinator process (coordinator.py).
+
+Their states are those of capture_record.py. `close` and `abort` end OPEN; capture_ends.py does what follows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.layout import AXES, PayloadLayout
+from dmi_connector.store.format import schema
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.write.arrays.row_check import RowCheck
+from dmi_connector.store.write.child_process import Child
+from dmi_connector.store.write.coordinator.capture_ends import CaptureEnds, rank_0_end
+from dmi_connector.store.write.coordinator.capture_record import ENDS, CaptureRecord, End, State
+from dmi_connector.store.write.coordinator.writer_pool import Assignment, WriterPool
+from dmi_connector.store.write.finish.commit import now
+from dmi_connector.store.write.messages import ERRORS_KEPT, Message, pack_array
+from dmi_connector.store.write.ring import Extent, RingBase
+from dmi_connector.store.write.settings import WriteSettings
+
+logger = logging.getLogger(__name__)
+
+_UNKNOWN_BYTES = 1 << 60
+"""Stands for an unknown number of bytes to come: more than any ring holds."""
+OnDone = Callable[[CaptureRecord], None]
+
+
+class Captures:
+    """Takes captures from their first row to the store. All methods may be called from any thread.
+
+    ring: where payloads lie. pass_fds: descriptors that writers keep open while they live. on_done: called once for
+    each capture that has ended, with the lock held: it must not block.
+    """
+
+    def __init__(
+        self,
+        ring: RingBase,
+        writers: int,
+        settings: WriteSettings,
+        on_done: OnDone,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.ring, self.settings = ring, settings
+        self._on_done = on_done
+        self._lock = threading.Condition(threading.RLock())
+        self._records: dict[int, CaptureRecord] = {}
+        self._unwanted: set[int] = set()  # layouts to forget once no open capture has them
+        self._opened = 0
+        self._open = 0  # captures that more rows may come for
+        self._to_come = 0  # payload bytes that they may still bring
+        self._largest = 0  # bytes of the largest payload: the ring's free bytes may not be in one place
+        self._counts = dict.fromkeys((*ENDS, "writers_died", "bytes_raw", "bytes_stored"), 0)
+        self._errors: deque[str] = deque(maxlen=ERRORS_KEPT)
+        self._stopping = False
+        self._over = False  # no process is started any more
+        with self._lock:
+            self.pool = WriterPool(writers, ring, settings, pass_fds, self._on_message, self._on_death)
+            self._ends = CaptureEnds(self.pool, settings)
+
+    # ---- what the engine asks for ---------------------------------------------------------------------------------
+
+    def register(self, layout: PayloadLayout) -> int:
+        """Send a layout to the writers. Returns the number by which `open` names it."""
+        with self._lock:
+            return self.pool.register(layout)
+
+    def forget(self, layout: int) -> None:
+        """Give up a layout: no capture will be opened with it any more. Those that are open go on.
+
+        Raises KeyError for a number that is not known.
+        """
+        with self._lock:
+            self.pool.layout(layout)
+            self._unwanted.add(layout)
+            self._forget_unused()
+
+    def open(
+        self,
+        layout: int,
+        final: str,
+        attrs: Mapping[str, Any],
+        request_id: str | None = None,
+        key: str | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        most_rows: int | None = None,
+    ) -> CaptureRecord:
+        """Begin a capture.
+
+        final: path of the store, NAME.zarr. attrs: facts for the root attribute (docs/FORMAT.md, section 5);
+        `prompt_len` is required on rank 0, `start` defaults to 0. rank, ranks: tensor-parallel rank and size.
+        most_rows: how many rows may come, None if unknown. Raises ValueError for a bad path or rank.
+        """
+        final = os.path.abspath(final)
+        if not final.endswith(".zarr"):
+            raise ValueError(f"store path {final!r} must end in .zarr")
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} is outside {ranks} ranks")
+        with self._lock:
+            if self._stopping:
+                raise RuntimeError("the coordinator is shut down: no capture can be opened")
+            payload = self.pool.layout(layout)
+            # Rows of logits of all requests of a step travel together, so how many bytes come is not known.
+            known = most_rows is not None and not payload.has_samples
+            to_come = (most_rows or 0) * payload.token_bytes if known else _UNKNOWN_BYTES
+            assignments, start = self.pool.assign_writers(payload), int(attrs.get("start", 0))
+            self._opened += 1
+            record = CaptureRecord(
+                self._opened,
+                final,
+                payload,
+                layout,
+                attrs,
+                request_id,
+                key,
+                rank,
+                ranks,
+                now(),
+                to_come,
+                assignments,
+                RowCheck(start),
+            )
+            self._records[record.number] = record
+            self._open += 1
+            self._to_come += to_come
+            record.takers[0] = [assignment for assignment in assignments if assignment.tokens]
+            for assignment in assignments:
+                self._post_open(record, assignment)
+            if rank == 0:
+                self._post_start(record)
+        return record
+
+    def chunk(self, record: CaptureRecord, extent: Extent, first: int, count: int, offset: int = 0) -> None:
+        """Write token rows [first, first + count), counted from the start of the store.
+
+        first: a multiple of chunk_tokens. count: chunk_tokens, or fewer in the last chunk. The payload (see
+        `PayloadLayout`) lies `offset` bytes into `extent`, which stays the caller's to release.
+        """
+        with self._lock:
+            self._expect_open(record)
+            layout = record.layout
+            headers = self.ring.view(extent)[offset + layout.header_base * count :]
+            ids = pack_array(record.check.positions(headers, first, count))
+            if axes := layout.find(AXES):
+                spec, base = axes
+                values = self.ring.view(extent)[offset + base * count :][: spec.token_bytes * count]
+                record.check.axes(values.view("<i4").reshape(count, -1), first)
+            generated = record.start + first + count > record.prompt_len
+            message = {"type": "chunk", "id": record.number, "offset": extent.offset + offset, "first": first}
+            message |= {"count": count, "generated": generated}
+            more: Message = {"token_ids": ids}  # for the first writer's journal
+            for assignment in self._takers(record, first // layout.segment_tokens):
+                if assignment.open:
+                    self.pool.send(assignment.process, extent, message | more)
+                more = {}
+            self._came(record, count * layout.token_bytes)
+            self._largest = max(self._largest, extent.nbytes)
+            self._set_pace()
+
+    def rows(
+        self, record: CaptureRecord, name: str, extent: Extent, first: int, positions: Sequence[int], offset: int = 0
+    ) -> None:
+        """Write samples from `first` on of a per-sample array: C-order [samples, local width], `offset` bytes into
+        `extent`. positions: the token position of each sample.
+        """
+        with self._lock:
+            self._expect_open(record)
+            record.sampled[name] = max(record.sampled.get(name, 0), first + len(positions))
+            message = {"type": "rows", "id": record.number, "offset": extent.offset + offset, "generated": True}
+            message |= {"name": name, "first": first, "positions": [int(p) for p in positions]}
+            for assignment in record.assignments:
+                if name in assignment.samples and assignment.open:
+                    self.pool.send(assignment.process, extent, message)
+            self._largest = max(self._largest, extent.nbytes)
+            self._set_pace()
+
+    def close(
+        self,
+        record: CaptureRecord,
+        length: int,
+        samples: Mapping[str, int] | None = None,
+        token_ids: Sequence[int] | np.ndarray = (),
+        attrs: Mapping[str, Any] | None = None,
+        losses: Sequence[Loss] = (),
+    ) -> None:
+        """No more rows come: finish a store of `length` token rows and `samples` rows of each per-sample array.
+
+        token_ids: `length` ids. A rank above 0 may give none: the tokens of its rows are then not compared. attrs: more
+        root attributes. losses: what the caller knows to be missing.
+
+        Raises ValueError when lengths differ or an attribute is lacking; the capture then stays open.
+        """
+        with self._lock:
+            self._expect_open(record)
+            has_rows = any(not array.per_sample for array in record.layout.arrays)
+            if absent := record.check.absent(int(length), losses) if has_rows else []:
+                losses = [*losses, Loss.of(Cause.NEVER_CAME, absent)]
+            ids = np.asarray(token_ids)
+            if len(ids) != length and (len(ids) or not record.rank):
+                raise ValueError(f"{len(ids)} token_ids were given for length {length}")
+            root = {**record.attrs, **(attrs or {})}
+            wrong = [loss.before(int(length)) for loss in record.check.losses(ids, schema.media_positions(root))]
+            end = End(int(length), dict(samples or {}), {}, {}, [*losses, *wrong])
+            if record.rank == 0:
+                end = rank_0_end(record, end, ids, root)
+            record.end = end
+            self._finish(record, {"type": "close", "length": end.length, "samples": end.samples})
+
+    def abort(self, record: CaptureRecord) -> None:
+        """Forget the capture and remove what was written of it."""
+        with self._lock:
+            self._expect_open(record)
+            self._finish(record, {"type": "drop"})
+
+    def abandon(self, record: CaptureRecord, loss: Loss) -> bool:
+        """Close a capture with the rows that came, because nobody will say where it ends.
+
+        Returns False, and does nothing, for captures of several ranks: what the others have is not known.
+        """
+        with self._lock:
+            if record.ranks > 1:
+                return False
+            token_ids, came = record.check.rows()
+            length = len(token_ids)
+            rows = [[int(i), int(i) + 1] for i in np.flatnonzero(~came)]
+            if record.start + length < record.prompt_len:
+                rows.append([length, record.prompt_len - record.start])
+            samples = {a.name: record.sampled.get(a.name, 0) for a in record.layout.arrays if a.per_sample}
+            loss = replace(loss, rows=tuple((start, stop) for start, stop in rows))
+            self.close(record, length, samples, token_ids, {"finish_reason": None}, [loss])
+            return True
+
+    def abandon_all(self, loss: Loss) -> None:
+        """Abandon every capture that is still open."""
+        with self._lock:
+            for record in [r for r in self._records.values() if r.state is State.OPEN]:
+                self.abandon(record, loss)
+
+    # ---- the whole ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Captures by state, writers that died, bytes raw and stored, bytes waiting in the ring, the latest errors."""
+        with self._lock:
+            live = [record.state for record in self._records.values()]
+            states = {str(state): live.count(state) for state in (State.OPEN, State.CLOSING, State.COMMITTING)}
+            counts = {str(name): count for name, count in self._counts.items()}
+            return {**states, **counts, "backlog_bytes": self.ring.used, "errors": list(self._errors)}
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until every closed capture has ended. Returns False if `timeout` seconds were not enough."""
+        with self._lock:
+            return self._lock.wait_for(lambda: all(r.state is State.OPEN for r in self._records.values()), timeout)
+
+    def shutdown(self, timeout: float = 60.0) -> bool:
+        """Flush, then end the processes; kill them after `timeout` seconds. Returns whether all was committed."""
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._stopping = True
+            self._set_pace()
+        flushed = self.flush(timeout)
+        with self._lock:
+            self._over = True
+        return self.pool.end(deadline) and flushed
+
+    # ---- from state to state, with the lock held --------------------------------------------------------------------
+
+    def _expect_open(self, record: CaptureRecord) -> None:
+        if record.state is not State.OPEN:
+            raise RuntimeError(f"capture {record.final} is {record.state}: it takes no more rows and cannot be closed")
+
+    def _post_open(self, record: CaptureRecord, assignment: Assignment) -> None:
+        message = {"type": "open", "id": record.number, "partial": record.partial, "layout": record.layout_number}
+        message |= {"arrays": assignment.arrays, "leads": assignment.leader is None}
+        about = record.about() if assignment is record.assignments[0] else None
+        assignment.process.post({**message, "about": about})
+
+    def _takers(self, record: CaptureRecord, segment: int) -> list[Assignment]:
+        """Who writes the token arrays of a segment."""
+        if segment not in record.takers:
+            record.takers[segment] = []
+            for leader in record.takers[0]:
+                taker = self.pool.next_segment(record.layout, leader, record.assignments)
+                if taker not in record.assignments:
+                    record.assignments.append(taker)
+                    self._post_open(record, taker)
+                record.takers[segment].append(taker)
+        return record.takers[segment]
+
+    def _finish(self, record: CaptureRecord, message: Message) -> None:
+        """OPEN -> CLOSING. message: what the writers of the capture are told."""
+        self._open -= 1
+        self._came(record, record.to_come)
+        self._set_pace()
+        self._ends.begin(record, message)
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        """Have layouts forgotten that no open capture has: only these are still sent to writers, by their number."""
+        if self._unwanted:
+            used = {r.layout_number for r in self._records.values() if r.state is State.OPEN}
+            unused, self._unwanted = self._unwanted - used, self._unwanted & used
+            for number in unused:
+                self.pool.forget(number)
+
+    def _end(self, record: CaptureRecord) -> None:
+        """Forget a capture that is in one of ENDS, and say so."""
+        del self._records[record.number]
+        self._counts[record.state] += 1
+        self._counts["bytes_raw"] += record.bytes_raw
+        self._counts["bytes_stored"] += record.bytes_stored
+        if record.state in (State.FAILED, State.INCOMPLETE):
+            self._note(f"{record.final} is {record.state}: {record.reason}")
+        self._on_done(record)
+        self._lock.notify_all()
+
+    # ---- answers of the writers, on the threads that read them ------------------------------------------------------
+
+    def _on_message(self, process: Child, m: Message) -> None:
+        with self._lock:
+            if "ack" in m:
+                self.pool.read(process, m["ack"])
+                self._set_pace()
+            elif "closed" in m and (record := self._records.get(m["closed"])):  # None: it was given up
+                self._ends.on_closed(record, process, m)
+            elif "ended" in m and (record := self._records.get(m["ended"])):
+                self._ends.on_ended(record, process, m)
+                if "index_error" in m:
+                    self._note(
+                        f"the end of {record.final} is not in the index ({m['index_error']}): dmi repair adds it"
+                    )
+                self._end(record)
+            if "note" in m:
+                self._note(f"{process.name}: {m['note']}")
+
+    def _on_death(self, process: Child, how: str) -> None:
+        with self._lock:
+            loss = Loss.of(Cause.PROCESS_DIED, process=process.name, how=how)
+            unread = self.pool.bury(process)
+            if not self._stopping or unread:
+                self._counts["writers_died"] += 1
+                self._note(loss.words)
+            for record in [] if self._over else list(self._records.values()):  # when over, they wait for a repair
+                self._ends.on_death(record, process, loss)
+                if record.state in ENDS:
+                    self._end(record)
+
+    # ---- small things -----------------------------------------------------------------------------------------------
+
+    def _came(self, record: CaptureRecord, nbytes: int) -> None:
+        """Payload bytes of a capture came, or will not come any more."""
+        nbytes = min(nbytes, record.to_come)
+        record.to_come -= nbytes
+        self._to_come -= nbytes
+
+    def _set_pace(self) -> None:
+        self.pool.set_pace(None if self._stopping or not self._open else self._to_come + self._largest)
+
+    def _post_start(self, record: CaptureRecord) -> None:
+        """Have the line of a capture that began appended to the index."""
+        message = record.index_line("start", "started")
+        if self.settings.upload:
+            url = f"{self.settings.upload['url'].rstrip('/')}/{message['line']['store']}"
+            message["line"] |= {"upload": "pending", "url": url, "remove_local": self.settings.upload["remove_local"]}
+            message["line"] |= {"only_complete": True} if self.settings.upload["only_complete"] else {}
+        record.assignments[0].process.post(message)
+
+    def _note(self, text: str) -> None:
+        self._errors.append(text)
+        logger.error("dmi: %s", text)

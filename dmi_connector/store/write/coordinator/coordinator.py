@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The coordinator process: `python -m dmi_connector.store.write.coordinator.coordinator ...`, started by client.py.
+
+It stands between the engine and the writer processes, so that opening, checking, sharing out, closing and committing
+captures take no time of the engine's interpreter. The engine only fills the shared ring and sends one short message a
+chunk. When the engine has ended or was killed, closed captures are finished and the others become incomplete stores of
+the rows that came.
+
+messages    layout, open, chunks, rows, close, forget (a layout), lost
+answers     ready, free (extents of the ring), done (a capture), upload (counts), note, bye
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.layout import PayloadLayout
+from dmi_connector.store.format.completeness import OWN_ENDS, Cause, Loss, losses_from_json
+from dmi_connector.store.format.locks import hold_life_lock
+from dmi_connector.store.format.paths import UMASKS
+from dmi_connector.store.format.schema import listed_bytes
+from dmi_connector.store.write.coordinator.capture_record import CaptureRecord, State
+from dmi_connector.store.write.coordinator.captures import Captures
+from dmi_connector.store.write.finish.commit import append_failed, append_finish, finished_attrs, raw_bytes
+from dmi_connector.store.write.finish.retention import Keeper
+from dmi_connector.store.write.finish.uploads import Uploads
+from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, unpack_array, write_all
+from dmi_connector.store.write.ring import Extent, RingBase
+from dmi_connector.store.write.settings import UploadSettings, WriteSettings
+
+logger = logging.getLogger(__name__)
+
+_LAST_ANSWERS_S = 10.0
+"""Time to write the last answers at the end."""
+_ENDS_WAIT_S = 0.05
+"""Ends of captures wait for other answers for so long."""
+IDLE_S = 1.0
+"""How often an idle coordinator checks that the engine lives."""
+
+
+class Outbox:
+    """Answers to the engine, written by a thread of its own. Freed extents travel together.
+
+    Each answer wakes a thread in the engine's process. So ends of captures wait for other answers, for _ENDS_WAIT_S at
+    most.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._queue: queue.SimpleQueue[Message | int | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="dmi-answers", daemon=True)
+        self._thread.start()
+
+    def put(self, answer: Message | int) -> None:
+        """Queue a message, or the number of an extent that is free."""
+        self._queue.put(answer)
+
+    def close(self) -> None:
+        """Write what is queued, then stop."""
+        self._queue.put(None)
+        self._thread.join(_LAST_ANSWERS_S)
+
+    def _run(self) -> None:
+        running = True
+        while running:
+            batch = [self._queue.get()]
+            until = time.monotonic() + _ENDS_WAIT_S
+            while not self._queue.empty() or (all(map(_is_end, batch)) and time.monotonic() < until):
+                with contextlib.suppress(queue.Empty):
+                    batch.append(self._queue.get(timeout=max(0.0, until - time.monotonic())))
+            running = None not in batch
+            messages = [m for m in batch if isinstance(m, dict)]
+            if free := [n for n in batch if isinstance(n, int)]:
+                messages.append({"free": free})
+            try:
+                write_all(self._fd, b"".join(pack(m) for m in messages))
+            except BrokenPipeError:
+                return  # the engine is gone: the main thread sees it too
+
+
+def _is_end(answer: Message | int | None) -> bool:
+    """Whether an answer says that a capture has ended."""
+    return isinstance(answer, dict) and "done" in answer
+
+
+class RemoteRing(RingBase):
+    """The ring as the coordinator sees it: the engine gives space out and takes it back by message."""
+
+    def __init__(self, fd: int, nbytes: int, outbox: Outbox) -> None:
+        super().__init__(fd, nbytes)
+        self._outbox = outbox
+        self._out: dict[Extent, int] = {}  # in the order they came
+        self._taken = 0  # bytes of all that came
+
+    @property
+    def used(self) -> int:
+        """Bytes from the oldest extent that is not free to the latest: the engine takes space back in order."""
+        with self._changed:
+            oldest = next(iter(self._out), None)
+            return 0 if oldest is None else self._taken - oldest.end + oldest.nbytes
+
+    def take(self, number: int, offset: int, nbytes: int) -> Extent:
+        """The extent that the engine calls `number`, with one user."""
+        with self._changed:
+            self._taken += nbytes
+            extent = Extent(offset, nbytes, self._taken)
+            self._out[extent] = number
+        return extent
+
+    def _free(self, extent: Extent) -> None:
+        self._outbox.put(self._out.pop(extent))
+
+
+class Coordinator:
+    """Handles the engine's messages one after another. Captures are known by the engine's numbers."""
+
+    def __init__(self, ring: RemoteRing, outbox: Outbox, writers: int, settings: WriteSettings, life_fd: int) -> None:
+        self.ring, self.outbox = ring, outbox
+        self.records: dict[int, CaptureRecord] = {}
+        self.broken: dict[int, str] = {}  # captures that could not be opened, and why
+        self._numbers: dict[CaptureRecord, int] = {}
+        self._layouts: dict[int, tuple[int, dict[str, Any]]] = {}  # their numbers for `captures`, attributes of stores
+        self.uploads: Uploads | None = None
+        if settings.upload:
+            self.uploads = Uploads(UploadSettings(**settings.upload), settings.file_mode, self._note, self._count)
+        self.captures = Captures(ring, writers, settings, self._on_done, [life_fd])
+
+    def handle(self, message: Message) -> None:
+        """Act on one message. An error concerns its capture alone."""
+        try:
+            getattr(self, "_" + message.pop("type"))(**message)
+        except Exception as error:
+            self._report(error, message.get("id"))
+
+    def _note(self, text: str) -> None:
+        self.outbox.put({"note": text})
+
+    def _count(self, increase: dict[str, int]) -> None:
+        self.outbox.put({"upload": increase})
+
+    def _report(self, error: Exception, id: int | None) -> None:
+        logger.exception("dmi: a message of capture %s failed", id)
+        self.outbox.put({"note": f"{type(error).__name__}: {error}"})
+
+    def _layout(self, number: int, layout: dict[str, Any], attrs: dict[str, Any]) -> None:
+        self._layouts[number] = self.captures.register(PayloadLayout.from_json(layout)), attrs
+
+    def _forget(self, layout: int) -> None:
+        self.captures.forget(self._layouts.pop(layout)[0])
+
+    def _open(self, id: int, layout: int, attrs: dict[str, Any], **capture: Any) -> None:
+        try:
+            if layout not in self._layouts:
+                raise ValueError(f"layout {layout} is not known: it was forgotten, or never registered")
+            number, of_all = self._layouts[layout]
+            record = self.captures.open(number, attrs={**of_all, **attrs}, **capture)
+        except Exception as error:
+            self.broken[id] = f"{type(error).__name__}: {error}"
+            raise
+        self.records[id], self._numbers[record] = record, id
+
+    def _chunks(self, **message: Any) -> None:
+        def chunk(record: CaptureRecord, extent: Extent, first: int, count: int, at: int) -> None:
+            self.captures.chunk(record, extent, first, count, at)
+
+        self._parts(chunk, **message)
+
+    def _rows(self, **message: Any) -> None:
+        def rows(record: CaptureRecord, extent: Extent, name: str, first: int, position: int, at: int) -> None:
+            self.captures.rows(record, name, extent, first, [position], at)
+
+        self._parts(rows, **message)
+
+    def _parts(self, take: Callable[..., None], extent: int, offset: int, nbytes: int, parts: list[list[Any]]) -> None:
+        """Hand parts of an extent to `take`, with their captures."""
+        taken = self.ring.take(extent, offset, nbytes)
+        try:
+            for id, *fields in parts:
+                if id in self.broken:
+                    continue
+                try:
+                    take(self.records[id], taken, *fields)
+                except Exception as error:  # it concerns its capture alone
+                    self._report(error, id)
+        finally:
+            self.ring.release(taken)
+
+    def _close(self, id: int, length: int, samples: dict[str, int], token_ids: str, **rest: Any) -> None:
+        reason = self.broken.pop(id, None)
+        if reason is not None:
+            self._done(id, State.FAILED, reason)
+            return
+        ids, record = np.frombuffer(unpack_array(token_ids), "<i4"), self.records.pop(id)
+        attrs, losses = rest["attrs"], losses_from_json(rest["losses"])
+        try:
+            self.captures.close(record, length, samples, ids, attrs, losses)
+        except ValueError as error:  # no capture stays open for ever
+            if not self.captures.abandon(record, Loss.of(Cause.CLOSE_REFUSED, error=str(error))):
+                record.reason = str(error)
+                self.captures.abort(record)
+            raise
+
+    def _lost(
+        self, id: int | None, final: str, request_id: str | None, key: str | None, rank: int, reason: str
+    ) -> None:
+        """A capture was lost with an earlier coordinator: say in the index what became of it.
+
+        Its store may be there: the end of a capture is told to the engine a moment later. id: None where the engine
+        waits for no answer.
+        """
+        state, raw, stored = State.FAILED, 0, 0
+        try:
+            attrs = finished_attrs(final, request_id, key)
+            if attrs is None:
+                append_failed(final, reason, {"key": key, "request_id": request_id})
+                return
+            state, reason = State.COMPLETE if attrs["complete"] else State.INCOMPLETE, attrs["reason"]
+            if not rank:
+                raw, stored = raw_bytes(final, attrs), listed_bytes(attrs)
+                append_finish(final, attrs, raw)
+                if self.uploads is not None:
+                    self.uploads.add(final, stored, attrs["complete"] and attrs.get("finish_reason") in OWN_ENDS)
+        finally:
+            if id is not None:
+                self._done(id, state, reason, None, raw, stored)
+
+    def _on_done(self, record: CaptureRecord) -> None:
+        # It is aborted only where it could not even be closed.
+        state = State.FAILED if record.state is State.ABORTED else record.state
+        if self.uploads is not None and not record.rank and state in (State.COMPLETE, State.INCOMPLETE):
+            ended = record.end is not None and record.end.attrs.get("finish_reason") in OWN_ENDS
+            self.uploads.add(record.final, record.bytes_stored * record.ranks, ended and state is State.COMPLETE)
+        number = self._numbers.pop(record)
+        self._done(number, state, record.reason, record.label, record.bytes_raw, record.bytes_stored)
+
+    def _done(
+        self, number: int, state: State, reason: str | None, label: str | None = None, raw: int = 0, stored: int = 0
+    ) -> None:
+        answer: Message = {"done": number, "state": state, "reason": reason, "label": label}
+        self.outbox.put({**answer, "bytes_raw": raw, "bytes_stored": stored})
+
+
+def serve(coordinator: Coordinator, stdin: int, engine: int) -> None:
+    """Handle messages until the end of input, or until the engine's process (id `engine`) is gone."""
+    decoder = Decoder()
+    while True:
+        if select.select([stdin], [], [], IDLE_S)[0]:
+            data = os.read(stdin, READ_BYTES)
+            if not data:
+                return
+            for message in decoder.feed(data):
+                if coordinator.uploads is not None and message["type"] in ("chunks", "rows"):
+                    coordinator.uploads.wait_for_room(lambda: _needs_room(stdin, engine))
+                coordinator.handle(message)
+        elif not os.path.exists(f"/proc/{engine}"):
+            return  # a forked child of the engine may hold the other end of the pipe open
+
+
+def _needs_room(stdin: int, engine: int) -> bool:
+    """Whether the engine lives and may send more. At its end rows are written, whatever waits for its upload."""
+    ended = select.poll()
+    ended.register(stdin, select.POLLHUP)
+    return not ended.poll(0) and os.path.exists(f"/proc/{engine}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the process. Its last answer is 0 if every closed capture is committed, else 1."""
+    parser = argparse.ArgumentParser(prog="dmi-coordinator", description="Started by the engine.")
+    parser.add_argument("--ring-fd", type=int, required=True, help="descriptor of the shared memory")
+    parser.add_argument("--ring-bytes", type=int, required=True, help="its size")
+    parser.add_argument("--life-fd", type=int, required=True, help="descriptor that stays open while a process lives")
+    parser.add_argument("--writers", type=int, required=True, help="number of writer processes")
+    parser.add_argument("--settings", type=json.loads, required=True, help="WriteSettings as JSON")
+    parser.add_argument("--drain-seconds", type=float, required=True, help="time for what is under way at the end")
+    parser.add_argument("--engine-pid", type=int, required=True, help="the process it serves")
+    parser.add_argument("--cores", required=True, help="where it may run: numbers separated by commas")
+    args = parser.parse_args(argv)
+    # Leave the engine's process family: a kill of the engine with its descendants must not kill the writers.
+    if os.fork():
+        os._exit(0)
+    os.sched_setaffinity(0, {int(core) for core in args.cores.split(",")})
+    # A terminal's or supervisor's signal to all processes must not cut writing short: the end of input ends it.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    hold_life_lock()
+    with open("/proc/self/comm", "w") as comm:
+        comm.write("dmi-coordinator"[:15])  # the kernel keeps 15 characters
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever prints goes to standard error
+    outbox = Outbox(answers)
+    ring = RemoteRing(args.ring_fd, args.ring_bytes, outbox)
+    settings = WriteSettings(**args.settings)
+    os.umask(UMASKS[settings.file_mode])
+    coordinator = Coordinator(ring, outbox, args.writers, settings, args.life_fd)
+    if settings.keep:
+        Keeper(**settings.keep).start()
+    outbox.put({"ready": os.getpid()})
+    serve(coordinator, 0, args.engine_pid)
+    coordinator.captures.abandon_all(Loss.of(Cause.ENGINE_ENDED))
+    deadline = time.monotonic() + args.drain_seconds
+    done = coordinator.captures.shutdown(args.drain_seconds)
+    if coordinator.uploads is not None:
+        coordinator.uploads.shutdown(max(0.0, deadline - time.monotonic()))
+    outbox.put({"bye": 0 if done else 1})
+    outbox.close()
+    return 0 if done else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a partial directory into a store: token arrays, root document, final name, line in the index."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dmi_connector.dtypes import ITEMSIZE
+from dmi_connector.layout import TOKEN_ARRAYS
+from dmi_connector.store.format import completeness, schema
+from dmi_connector.store.format.checksum import crc32c
+from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json
+from dmi_connector.store.format.paths import no_follow
+from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.write.arrays.array_writer import FileList, plain_array
+from dmi_connector.store.write.arrays.journal import holds_rows, is_journal
+from dmi_connector.store.write.messages import Message, unpack_array
+
+Rebuild = Callable[[Message, set[str]], tuple[FileList, list[Loss], int]]
+"""(commit message, hooks) -> files made, losses, bytes of the rows; see `salvage.rebuild`."""
+
+
+def now() -> str:
+    """The time in UTC as ISO 8601 with microseconds."""
+    return datetime.datetime.now(datetime.UTC).isoformat()
+
+
+def append_index(directory: str, record: dict[str, Any]) -> None:
+    """Append one line to the index of a store directory, in one write, so that lines of several writers never mix.
+
+    If a full disk cut the last line short, that line is ended first. Raises OSError, also where the index is a link.
+    """
+    line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    path = os.path.join(directory, schema.INDEX_NAME)
+    fd = no_follow(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{path} is no file: remove it")
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        if os.write(fd, line) != len(line):
+            raise OSError(f"the line for {record.get('store')} was cut short in {schema.INDEX_NAME}")
+    finally:
+        os.close(fd)
+
+
+_RANK_PREFIX = ".rank-"
+"""Of the files in which ranks leave their results for rank 0."""
+FOUND_BY = ("prompt_len", "model")
+"""Attributes that the index repeats, so that a reader finds stores by them without opening each."""
+
+
+def finish_line(name: str, attrs: dict[str, Any]) -> dict[str, Any]:
+    """The line of a finished store in an index, but for the bytes before compression. name: NAME.zarr."""
+    state = "complete" if attrs["complete"] else "incomplete"
+    line = {"event": "finish", "store": name, "state": state, "reason": attrs["reason"]}
+    line |= {k: attrs.get(k) for k in ("key", "request_id", "created", "finished", "num_tokens", *FOUND_BY)}
+    return {**line, "bytes": schema.listed_bytes(attrs)}
+
+
+def append_finish(final: str, attrs: dict[str, Any], bytes_raw: int) -> None:
+    """Append the line of a store that has just got its final name. Raises OSError."""
+    line = finish_line(os.path.basename(final), attrs)
+    append_index(os.path.dirname(final), {**line, "bytes_raw": bytes_raw})
+
+
+def append_failed(final: str, reason: str, request: Mapping[str, Any]) -> None:
+    """Append the line of a capture that failed. request: its `key` and `request_id`, and more. Raises OSError."""
+    line = {"event": "finish", "store": os.path.basename(final), "state": "failed", "reason": reason}
+    line |= {name: request[name] for name in ("key", "request_id", "created") if name in request}
+    append_index(os.path.dirname(final), {**line, "finished": now()})
+
+
+def raw_bytes(store: str, attrs: dict[str, Any]) -> int:
+    """Bytes of the rows of a store before compression. attrs: its root attributes. Raises OSError."""
+    arrays = {hook["array"] for hook in attrs["hooks"].values()}
+    documents = [json.loads(Path(store, name, "zarr.json").read_bytes()) for name in arrays]
+    return sum(math.prod(d["shape"]) * ITEMSIZE[d["data_type"]] for d in documents)
+
+
+def written_attrs(partial: str) -> dict[str, Any] | None:
+    """The root attributes of a partial store whose root document is whole, else None."""
+    try:
+        attrs = read_attrs(partial)
+    except ValueError:
+        return None
+    return attrs if attrs.get("checksum") == crc32c(schema.canonical(attrs)) else None
+
+
+def finished_attrs(final: str, request_id: str | None, key: str | None) -> dict[str, Any] | None:
+    """The root attributes of the store of a request, None where it is not there, or another store has its name."""
+    try:
+        attrs = read_attrs(final)
+    except ValueError:
+        return None
+    return attrs if (attrs.get("request_id"), attrs.get("key")) == (request_id, key) else None
+
+
+def publish(partial: str, final: str, attrs: dict[str, Any], fsync: bool = False) -> None:
+    """Give a directory its final name when its root document is written. attrs: of that document. Raises OSError."""
+    expect_free(final)
+    if fsync:
+        paths = [os.path.join(partial, path) for path in ("zarr.json", *attrs["files"])]
+        for path in paths + sorted({os.path.dirname(path) for path in paths}):
+            fsync_path(path)
+    remove_notes(partial)  # a store with its root document needs them no more
+    os.rename(partial, final)
+    if fsync:
+        fsync_path(os.path.dirname(final))
+
+
+def record_end(final: str, attrs: dict[str, Any], bytes_raw: int, losses: Sequence[Loss]) -> Message:
+    """Append the line of a store that has just got its final name. Returns facts for the answer.
+
+    attrs: its root attributes. The store is whole without the line: where that cannot be written, the answer says why.
+    """
+    label = None if attrs["complete"] or not losses else completeness.label(losses)
+    answer = {"complete": attrs["complete"], "reason": attrs["reason"], "label": label}
+    try:
+        append_finish(final, attrs, bytes_raw)
+    except OSError as error:
+        answer["index_error"] = str(error)
+    return answer
+
+
+def expect_free(final: str) -> None:
+    """Raise FileExistsError where something has the name of a store already."""
+    if os.path.lexists(final):
+        raise FileExistsError(f"store {final} exists already: use another name")
+
+
+def rank_file(partial: str, rank: int) -> str:
+    """Where rank `rank` leaves its results for rank 0."""
+    return os.path.join(partial, f"{_RANK_PREFIX}{rank}.json")
+
+
+def is_note(name: str) -> bool:
+    """Whether a file of a partial directory is a journal, or the result of a rank."""
+    return is_journal(name) or name.startswith(_RANK_PREFIX)
+
+
+def remove_notes(partial: str) -> None:
+    """Remove journals and results of ranks from a directory that is about to become a store. Raises OSError."""
+    for name in filter(is_note, os.listdir(partial)):
+        Path(partial, name).unlink(missing_ok=True)  # a rank that is late may just rename its own
+
+
+def write_rank_done(message: Message) -> None:
+    """Say, atomically, that this rank has finished its files. Raises OSError."""
+    path = rank_file(message["partial"], message["rank"])
+    if os.path.islink(message["partial"]):
+        raise OSError(f"{message['partial']} is a link: remove it")
+    if not os.path.exists(message["partial"].removesuffix(schema.PARTIAL_SUFFIX)):  # else rank 0 gave this rank up
+        os.makedirs(message["partial"], exist_ok=True)  # the process that was to make it has died
+    with open(path + ".tmp", "w", opener=no_follow) as f:
+        json.dump({k: message[k] for k in ("files", "losses", "bytes_raw")}, f)
+    os.rename(path + ".tmp", path)
+
+
+def give_up(message: Message, reason: str) -> None:
+    """Say in the index that a capture failed. Its partial directory stays for a repair if it holds any rows.
+
+    Raises OSError.
+    """
+    partial = Path(message["partial"])
+    try:
+        if partial.is_dir() and not holds_rows(partial):
+            sweep(str(partial), {})
+            remove_notes(str(partial))
+            partial.rmdir()
+    finally:
+        append_failed(message["final"], reason, message["attrs"])
+
+
+@dataclass
+class Commit:
+    """One commit on its way, waiting for the other tensor-parallel ranks if there are any.
+
+    message: from capture_ends.py. deadline: of time.monotonic(). losses: all that is known to be missing. written: the
+    root attributes, where a process that died had written all but the final name.
+    """
+
+    message: Message
+    deadline: float
+    losses: list[Loss]
+    written: dict[str, Any] | None
+
+    @classmethod
+    def start(cls, message: Message) -> Commit:
+        """The other ranks have `message["rank_timeout"]` seconds from now."""
+        written = written_attrs(message["partial"]) if message.get("again") else None
+        deadline = time.monotonic() + message["rank_timeout"]
+        return cls(message, deadline, losses_from_json(message["losses"]), written)
+
+    def ready(self) -> bool:
+        """Whether every rank is there, or has been waited for long enough."""
+        return self.written is not None or not self._waiting() or time.monotonic() >= self.deadline
+
+    def _waiting(self) -> list[int]:
+        partial, ranks = self.message["partial"], self.message["ranks"]
+        return [rank for rank in range(1, ranks) if not os.path.exists(rank_file(partial, rank))]
+
+    def run(self, rebuild: Rebuild | None = None) -> Message:
+        """Write what is left and give the store its final name. Returns facts for the answer. Raises OSError.
+
+        rebuild: makes arrays from the journals of a writer that died.
+        """
+        m = self.message
+        partial, final = m["partial"], m["final"]
+        if self.written is not None:
+            publish(partial, final, self.written, m["fsync"])
+            return record_end(final, self.written, raw_bytes(final, self.written), self.losses)
+        files: FileList = dict(m["files"])
+        attrs: dict[str, Any] = dict(m["attrs"])
+        late = self._waiting()
+        bytes_raw = m["bytes_raw"] + self._merge_ranks(files, late)
+        self._drop_vanished(files)
+        if rebuild is not None and not late:  # a late rank may still write
+            bytes_raw += self._rebuild(rebuild, files)
+        os.makedirs(partial, exist_ok=True)
+        for name, dtype in TOKEN_ARRAYS.items():
+            plain_array(partial, name, dtype, unpack_array(m["arrays"][name]), "token", files)
+        self._drop_unreadable(attrs, files)
+        complete = not self.losses
+        if not complete:
+            sweep(partial, files)
+        attrs |= {"complete": complete, "reason": completeness.reason(self.losses)}
+        attrs |= {"missing": completeness.missing(self.losses), "finished": now(), "files": files}
+        attrs["checksum"] = crc32c(schema.canonical(attrs))
+        expect_free(final)
+        with open(os.path.join(partial, "zarr.json"), "wb", opener=no_follow) as f:
+            f.write(schema.dump(schema.root_document(attrs)))
+        publish(partial, final, attrs, m["fsync"])
+        return record_end(final, attrs, bytes_raw, self.losses)
+
+    def _all_rows(self) -> list[list[int]]:
+        return [[0, self.message["attrs"]["num_tokens"]]]
+
+    def _merge_ranks(self, files: FileList, late: list[int]) -> int:
+        """Take over what the other ranks have finished. Returns the bytes of their rows."""
+        bytes_raw = 0
+        if late:  # their columns would read as zeros
+            seconds = self.message["rank_timeout"]
+            self.losses.append(Loss.of(Cause.RANKS_LATE, self._all_rows(), ranks=late, seconds=seconds))
+        for rank in set(range(1, self.message["ranks"])) - set(late):
+            path = rank_file(self.message["partial"], rank)
+            with open(path) as f:
+                done = json.load(f)  # the file stays: another process may have to commit again
+            files.update(done["files"])
+            bytes_raw += done["bytes_raw"]
+            self.losses += losses_from_json(done["losses"])
+        return bytes_raw
+
+    def _drop_vanished(self, files: FileList) -> None:
+        """Forget files that somebody removed while the store was written: their rows would read as zeros."""
+        gone = [path for path, (size, _) in files.items() if not self._has(path, size)]
+        if gone:
+            self.losses.append(Loss.of(Cause.FILES_GONE, self._all_rows(), count=len(gone), first=gone[0]))
+        for path in gone:
+            del files[path]
+
+    def _has(self, path: str, size: int) -> bool:
+        try:
+            return os.stat(os.path.join(self.message["partial"], path)).st_size == size
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _rebuild(self, rebuild: Rebuild, files: FileList) -> int:
+        """Make arrays of hooks without metadata from the journals: their writer died, or failed."""
+        hooks = self.message["attrs"].get("hooks", {})
+        lacking = {name for name in hooks if f"{name}/zarr.json" not in files}
+        if not lacking:
+            return 0
+        try:
+            found, losses, bytes_raw = rebuild(self.message, lacking)
+        except (OSError, ValueError) as error:
+            self.losses.append(Loss.of(Cause.NOT_SALVAGED, hooks=", ".join(sorted(lacking)), error=str(error)))
+            return 0
+        files |= found
+        self.losses += losses
+        return bytes_raw
+
+    def _drop_unreadable(self, attrs: dict[str, Any], files: FileList) -> None:
+        """Forget hooks whose array never got its metadata: they cannot be opened."""
+        hooks = dict(attrs.get("hooks", {}))
+        gone = sorted(name for name, hook in hooks.items() if f"{hook['array']}/zarr.json" not in files)
+        if gone:
+            self.losses.append(Loss.of(Cause.HOOKS_WITHOUT_DATA, hooks=", ".join(gone)))
+        for path in [path for path in files if path.split("/")[0] in {hooks[name]["array"] for name in gone}]:
+            del files[path]
+        attrs["hooks"] = {name: hook for name, hook in hooks.items() if name not in gone}
+
+
+def fsync_path(path: str) -> None:
+    """Flush a file or directory to its device. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sweep(partial: str, files: FileList) -> None:
+    """Remove what an incomplete store does not list: shards without an index, arrays without metadata.
+
+    Not journals and results of ranks: whoever may have to commit again needs them.
+    """
+    for folder, names, leaves in os.walk(partial, topdown=False):
+        for leaf in leaves:
+            path = os.path.join(folder, leaf)
+            if os.path.relpath(path, partial) not in files and not is_note(leaf):
+                os.unlink(path)
+        for name in names:
+            path = os.path.join(folder, name)
+            if not os.listdir(path):
+                os.rmdir(path)
+
+
+def remove_partial(partial: str) -> None:
+    """Remove an aborted capture. Raises OSError when something other than absence is in the way."""
+    if not partial.endswith(schema.PARTIAL_SUFFIX):
+        raise ValueError(f"{partial} is not a partial store")
+    with contextlib.suppress(FileNotFoundError):  # every rank removes it: another may be faster
+        shutil.rmtree(partial)

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Removes old stores, and measures what all stores take (docs/OPERATIONS.md lists the promises).
+
+A store is removed only under an exclusive lock, taken without waiting (locks.py). It first gets another name, so that
+nobody finds half of it, and a line in the index.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dmi_connector.store.format.linux import check_linux
+from dmi_connector.store.format.locks import claim, is_abandoned
+from dmi_connector.store.format.paths import no_follow
+from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX
+from dmi_connector.store.write.finish.commit import append_index, now
+from dmi_connector.store.write.finish.ended import EndedCaptures
+
+logger = logging.getLogger(__name__)
+
+REMOVING_SUFFIX = ".removing"
+"""Suffix of a store while it is removed."""
+RECENT_S = 60.0
+"""Stores finished in this many seconds are listed in `Usage.over`."""
+USAGE_NAME = ".usage.json"
+"""Written by the keeper, read by engine/scheduler/quota.py: a `Usage` and "measured", ISO 8601."""
+
+
+class Usage(NamedTuple):
+    """What stores take.
+
+    nbytes: of all stores, unfinished ones included. unfinished: bytes of each store being written, by its final path.
+    over: final paths of stores that were finished in the last RECENT_S seconds, removed ones included, or given up.
+    began: when measuring began, in seconds since the epoch.
+    """
+
+    nbytes: int
+    unfinished: dict[str, int]
+    over: list[str]
+    began: float
+
+
+@dataclass(frozen=True)
+class StoredCapture:
+    """A finished store: when its root document was written (seconds since the epoch) and the bytes of its files."""
+
+    path: Path
+    finished: float
+    nbytes: int
+
+
+class StoreSizes:
+    """Bytes of directories of stores. A finished store never changes, so it is measured once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], tuple[int, float]] = {}
+
+    def of(self, entry: os.DirEntry[str]) -> int:
+        """Bytes of the files of a store, finished or not."""
+        return self.look(entry)[0]
+
+    def forget_others(self, paths: Container[str]) -> None:
+        """Forget stores that are at none of `paths`: they were removed."""
+        self._known = {key: found for key, found in self._known.items() if key[0] in paths}
+
+    def look(self, entry: os.DirEntry[str]) -> tuple[int, float]:
+        """(bytes, when its root document was written in seconds since the epoch, 0 without one)."""
+        key = (entry.path, entry.inode())
+        if key not in self._known:
+            found = _tree_bytes(entry.path), _finished(entry.path) or 0.0
+            if not entry.name.endswith(".zarr"):
+                return found
+            self._known[key] = found
+        return self._known[key]
+
+
+def _finished(store: str) -> float | None:
+    """When the root document of a store was written, in seconds since the epoch; None without one."""
+    try:
+        return os.lstat(os.path.join(store, "zarr.json")).st_mtime
+    except FileNotFoundError:
+        return None
+
+
+def _tree_bytes(path: str) -> int:
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except FileNotFoundError:
+                continue  # it has just been renamed or removed
+    return total
+
+
+def _stores(directory: str | os.PathLike[str], deep: bool = False) -> Iterator[os.DirEntry[str]]:
+    """Directories of stores, finished or not. deep: also in directories below. Links are not followed."""
+    try:
+        with os.scandir(directory) as found:
+            entries = [entry for entry in found if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if ".zarr" in entry.name:
+            yield entry
+        elif deep:
+            yield from _stores(entry.path, True)
+
+
+def measure(directory: str, roots: Sequence[str] = (), sizes: StoreSizes | None = None) -> Usage:
+    """What every store in `directory` and anywhere below `roots` takes."""
+    sizes, began = sizes or StoreSizes(), time.time()
+    entries = [*_stores(os.path.realpath(directory))]
+    entries += [entry for root in roots for entry in _stores(os.path.realpath(root), True)]
+    found = {entry.path: sizes.look(entry) for entry in entries}
+    sizes.forget_others(found)
+    unfinished: dict[str, int] = {}
+    over = [path for path, (_, when) in found.items() if path.endswith(".zarr") and when > began - RECENT_S]
+    for path, (nbytes, _) in found.items():
+        if path.endswith(PARTIAL_SUFFIX):
+            final = path.removesuffix(PARTIAL_SUFFIX)
+            if is_abandoned(path):
+                over.append(final)
+            else:
+                unfinished[final] = nbytes
+    return Usage(sum(nbytes for nbytes, _ in found.values()), unfinished, over, began)
+
+
+def finished_stores(directory: str | os.PathLike[str], sizes: StoreSizes | None = None) -> list[StoredCapture]:
+    """The finished stores of a directory, the oldest first."""
+    sizes = sizes or StoreSizes()
+    found = []
+    for entry in _stores(directory):
+        if entry.name.endswith(".zarr"):
+            finished = _finished(entry.path)
+            if finished is not None:  # else it is no store, or has just been removed
+                found.append(StoredCapture(Path(entry.path), finished, sizes.of(entry)))
+    return sorted(found, key=lambda store: store.finished)
+
+
+def prune(
+    directory: str | os.PathLike[str],
+    older_than: float | None = None,
+    keep_bytes: int | None = None,
+    sizes: StoreSizes | None = None,
+    dry_run: bool = False,
+) -> list[StoredCapture]:
+    """Remove finished stores, oldest first. Stores that are read or written are left alone.
+
+    older_than: remove stores older than this many seconds. keep_bytes: remove while the rest takes more. Returns the
+    stores removed (dry_run: those it would try to remove).
+
+    Raises NeedsLinux, and OSError where locks fail or stores cannot be removed, after all others were tried.
+    """
+    check_linux("prune")
+    errors = [] if dry_run else _remove_leftovers(directory)
+    stores = finished_stores(directory, sizes)
+    total, moment, removed = sum(store.nbytes for store in stores), time.time(), []
+    for store in stores:
+        old = older_than is not None and moment - store.finished > older_than
+        if not old and (keep_bytes is None or total <= keep_bytes):
+            break
+        try:
+            if dry_run or remove_store(store.path):
+                removed.append(store)
+                total -= store.nbytes
+        except OSError as error:
+            errors.append(f"{store.path.name}: {error}")
+    if errors:
+        raise OSError(f"{len(errors)} stores cannot be removed: {'; '.join(errors)}")
+    return removed
+
+
+def remove_store(path: Path, line: dict[str, Any] | None = None) -> bool:
+    """Remove a store unless it is read or written. Returns whether it is gone. Raises OSError.
+
+    line: what the index says of that; None: that the store is removed.
+    """
+    try:
+        with claim(path) as alone:
+            if not alone:
+                return False
+            condemned = path.with_name(path.name + REMOVING_SUFFIX)
+            os.rename(path, condemned)
+            if path.with_name(INDEX_NAME).exists():
+                removed = {"event": "remove", "store": path.name, "state": "removed", "removed": now()}
+                append_index(str(path.parent), line or removed)
+            shutil.rmtree(condemned)
+    except FileNotFoundError:
+        if path.exists():
+            raise
+    return True  # removed here, or by another process just before
+
+
+def _remove_leftovers(directory: str | os.PathLike[str]) -> list[str]:
+    """Finish removals that were cut short. Returns what went wrong."""
+    errors = []
+    for entry in _stores(directory):
+        if entry.name.endswith(".zarr" + REMOVING_SUFFIX):
+            try:
+                with claim(entry.path) as alone:
+                    if alone:
+                        shutil.rmtree(entry.path)
+            except OSError as error:
+                errors.append(f"{entry.name}: {error}")
+    return errors
+
+
+@dataclass
+class Keeper:
+    """Measures and prunes a directory of stores every `interval_s` seconds, on a thread of the coordinator.
+
+    roots: more directories to measure. measure: keep USAGE_NAME up to date, for `max_total_bytes` and `min_free_bytes`.
+    retain_seconds, retain_bytes: see `prune`; 0 keeps all. interval_s: seconds between two rounds, or more if rounds
+    take long.
+    """
+
+    directory: str
+    roots: Sequence[str] = ()
+    measure: bool = False
+    retain_seconds: int = 0
+    retain_bytes: int = 0
+    interval_s: float = 5.0
+    sizes: StoreSizes = field(default_factory=StoreSizes)
+    _ended: EndedCaptures = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ended = EndedCaptures(self.directory)
+
+    def start(self) -> None:
+        """Begin, unless there is nothing to do."""
+        if self.measure or self.retain_seconds or self.retain_bytes:
+            threading.Thread(target=self._run, name="dmi-keeper", daemon=True).start()
+
+    def round(self) -> None:
+        """Prune and measure once. Raises OSError."""
+        try:
+            if self.retain_seconds or self.retain_bytes:
+                prune(self.directory, self.retain_seconds or None, self.retain_bytes or None, self.sizes)
+        finally:
+            if self.measure:
+                ended = self._ended.of_last(RECENT_S)  # read first, so that their bytes are measured
+                usage = measure(self.directory, self.roots, self.sizes)
+                write_usage(self.directory, usage._replace(over=list(dict.fromkeys((*usage.over, *ended)))))
+
+    def _run(self) -> None:
+        while True:
+            began = time.monotonic()
+            try:
+                self.round()
+            except OSError as error:
+                logger.error("dmi: looking after %s failed: %s", self.directory, error)
+            time.sleep(max(self.interval_s, 10 * (time.monotonic() - began)))  # at most a tenth of a core
+
+
+def write_usage(directory: str, usage: Usage) -> None:
+    """Replace USAGE_NAME atomically. Raises OSError."""
+    path = os.path.join(directory, USAGE_NAME)
+    own = f"{path}.{os.getpid()}"
+    with open(own, "w", opener=no_follow) as f:
+        json.dump({**usage._asdict(), "measured": now()}, f)
+    os.rename(own, path)
+
+
+def usage_stamp(directory: str) -> tuple[int, int] | None:
+    """What tells the keeper's last measurement from earlier ones, whatever the clock does. None without one."""
+    try:
+        found = os.lstat(os.path.join(directory, USAGE_NAME))
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def read_usage(directory: str) -> Usage | None:
+    """The keeper's last measurement, or None. Raises OSError."""
+    try:
+        with open(os.path.join(directory, USAGE_NAME), opener=no_follow) as f:
+            found = json.load(f)
+            known = set(Usage._fields) <= found.keys()  # another version's file lacks some; the keeper replaces it
+            return Usage(*(found[name] for name in Usage._fields)) if known else None
+    except FileNotFoundError:
+        return None
