@@ -40,10 +40,16 @@ HEADER_SENT_BYTES = 8
 TOKEN_ARRAYS = {"token_ids": "int32", "positions": "int32", "phase": "uint8"}
 """The 1-D arrays that each store has beside its hooks."""
 
+DRAFT_INDEX = "draft_index"
+"""The 1-D array that stores of requests with speculative decoding have too."""
+
+ALL_TOKEN_ARRAYS = {**TOKEN_ARRAYS, DRAFT_INDEX: "uint8"}
+"""Every 1-D array of tokens, with its dtype."""
+
 AXES = "mrope_positions"
 """The hook of positions on axes (M-RoPE)."""
 
-RESERVED = (*TOKEN_ARRAYS, "logits_positions")
+RESERVED = (*ALL_TOKEN_ARRAYS, "logits_positions")
 """Names of arrays that stores have themselves: no hook array may take them."""
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
 """Names that arrays may have: each is a directory of the store."""

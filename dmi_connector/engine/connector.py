@@ -58,7 +58,9 @@ class DMIConnector(KVConnectorBase_V1):
             keep_rows = sizing.keep_rows(self.context, vllm_config)
             # While blocks of an ended request are kept, vLLM takes no other request of its id.
             keep = not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
-            self.tracker = Tracker(self.context, self._block_size, keep_rows, kv_cache_config.num_blocks, keep)
+            behind = int(bool(vllm_config.scheduler_config.async_scheduling))
+            blocks = kv_cache_config.num_blocks
+            self.tracker = Tracker(self.context, self._block_size, keep_rows, blocks, keep, behind)
             self.tracker.warning = ignored_layers(vllm_config, self.context)
             if self.tracker.warning:
                 logger.warning("dmi: ignored: %s", self.tracker.warning)
@@ -269,6 +271,14 @@ def __getattr__(name: str) -> Any:
 
         raise replaced_by(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def note_logits_of(tokens: torch.Tensor) -> None:
+    """Which tokens of the step have logits, beside speculative decoding: int [samples]. vLLM's runner says it."""
+    if has_kv_transfer_group():
+        connector = get_kv_transfer_group()
+        if isinstance(connector, DMIConnector) and connector.exporter is not None:
+            connector.exporter.logits_of(tokens)
 
 
 def offer_logits(logits: torch.Tensor) -> None:

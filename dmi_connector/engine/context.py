@@ -27,14 +27,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Drafting:
+    """Speculative decoding beside a capture.
+
+    method: as in `speculative_config`. most: draft tokens of a request in a step at most (num_speculative_tokens).
+    shares_modules: whether the draft may run modules of the target, such as its embedding.
+    """
+
+    method: str
+    most: int
+    shares_modules: bool
+
+
+@dataclass(frozen=True)
 class CaptureContext:
     """What one engine captures.
 
     layouts: of the rows of each tensor-parallel rank. dtype: the model's. tp: tensor-parallel size. rank: of this
     process, 0 where it has none. may_sleep: whether vLLM may discard its caches (sleep mode). owner: of the rows,
     "draft" or "target". block_scale: by what the output of a block is multiplied before it is added to the residual
-    stream. visual_layers: first layers behind which visual features are added to the residual stream. coverage: what
-    the taps of this process have written.
+    stream. visual_layers: first layers behind which visual features are added to the residual stream. drafting: the
+    speculative decoding beside the capture, None without. coverage: what the taps of this process have written.
     """
 
     options: ServerOptions
@@ -50,6 +63,7 @@ class CaptureContext:
     block_scale: float = 1.0
     embed_scale: float = 1.0
     visual_layers: int = 0
+    drafting: Drafting | None = None
     coverage: Coverage = field(default_factory=Coverage, compare=False, repr=False)
 
     @property
@@ -130,7 +144,7 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     layouts, rank = row_layouts(selection, dims, dtype, tp, reductions), _rank(tp)
     coverage = Coverage(layouts[rank].fields, options.check == "poison", header_first=bool(arch.language))
     scales = arch.block_scale(model.hf_text_config), _embed_scale(arch, dims, model.dtype)
-    rest = (may_sleep(model), *scales, arch.visual_layers(model.hf_config), coverage)
+    rest = (may_sleep(model), *scales, arch.visual_layers(model.hf_config), _drafting(vllm_config), coverage)
     return CaptureContext(options, arch, dims, selection, layouts, dtype, tp, _owner(vllm_config), rank, *rest)
 
 
@@ -150,6 +164,13 @@ def _owner(vllm_config: VllmConfig) -> str:
     speculative: Any = vllm_config.speculative_config
     draft = speculative is not None and speculative.method == EXTRACT_HIDDEN_STATES
     return "draft" if draft else "target"
+
+
+def _drafting(vllm_config: VllmConfig) -> Drafting | None:
+    speculative: Any = vllm_config.speculative_config
+    if speculative is None or speculative.method == EXTRACT_HIDDEN_STATES:
+        return None
+    return Drafting(speculative.method, speculative.num_speculative_tokens, speculative.use_eagle())
 
 
 def _keep_bases(options: ServerOptions, reductions: Reductions) -> None:

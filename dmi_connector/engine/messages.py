@@ -45,12 +45,29 @@ class Open:
 
 
 @dataclass
+class Accepted:
+    """Rows of logits whose tokens were accepted, beside speculative decoding.
+
+    first: number of the first of these samples. position: of its token. slots: of the tokens, int64 [samples]. step:
+    the last step that may have computed them.
+    """
+
+    capture: int
+    first: int
+    position: int
+    slots: np.ndarray
+    step: int
+
+
+@dataclass
 class Close:
     """A capture ends.
 
     rows: its last rows. length: rows of the store. samples: rows of logits. attrs: root attributes of the store.
     losses: rows that were wanted but not computed. keeps_blocks: id of the request if its blocks are kept until these
-    rows are gathered, None if they are free already.
+    rows are gathered, None if they are free already. draft_index: by row, which draft token of its step the token was,
+    from 1 on, and 0 for a sampled token and in the prompt; None without speculative decoding. accepted: its last
+    logits.
     """
 
     capture: int
@@ -61,6 +78,8 @@ class Close:
     attrs: dict[str, Any]
     losses: list[Loss]
     keeps_blocks: str | None = None
+    draft_index: np.ndarray | None = None
+    accepted: list[Accepted] = field(default_factory=list)
 
 
 @dataclass
@@ -82,6 +101,10 @@ class StepMetadata(KVConnectorMetadata):
     leaving: their whole chunks, exported before the forward. idle: nothing is computed, and no other step may follow.
     gather: rows that wait for others leave now, those of this step too. report: each rank says what is new. release:
     kept blocks were given back, so their rows and all that wait leave before the forward.
+
+    Beside speculative decoding a step computes logits of draft tokens too, and which of them are accepted is known
+    later. logits_step: number of this step if its logits are wanted, else 0. accepted: logits of steps before that are
+    part of a capture. decided: the other logits of steps up to this one are not.
     """
 
     opens: list[Open] = field(default_factory=list)
@@ -90,6 +113,9 @@ class StepMetadata(KVConnectorMetadata):
     leaving: list[Rows] = field(default_factory=list)
     chunks: list[Rows] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    accepted: list[Accepted] = field(default_factory=list)
+    logits_step: int = 0
+    decided: int = 0
     idle: bool = False
     gather: bool = False
     report: bool = False

@@ -10,7 +10,8 @@ import functools
 import importlib
 import logging
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Tapped:
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         global _building
-        if _building or not is_active(vllm_config):
+        if _building or _is_draft(vllm_config) or not is_active(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
             return
         _building = True
@@ -59,6 +60,11 @@ class Tapped:
         routed = not ROUTING.isdisjoint(context.selection.hooks)
         with decomposed_experts() if routed else nullcontext():
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        if context.drafting is not None and "logits" in context.selection.hooks:
+            from dmi_connector.engine.connector import note_logits_of
+            from dmi_connector.engine.replaced import tell_logits_of
+
+            tell_logits_of(note_logits_of, vllm_config.use_v2_model_runner)
         choose_graphs(vllm_config, context.options.cuda_graphs)
         self.dmi_context = context
         assert isinstance(self, nn.Module)
@@ -90,6 +96,19 @@ class Tapped:
         if self.dmi_context is not None and not self.dmi_context.coverage.checked:
             self.dmi_taps.follow()
 
+    @contextmanager
+    def dmi_forward(self, traced: bool) -> Iterator[None]:
+        """The taps of modules that a draft model shares with this one write in this model's forward alone."""
+        drafting = None if self.dmi_context is None else self.dmi_context.drafting
+        if traced or drafting is None or not drafting.shares_modules:
+            yield
+            return
+        self.dmi_taps.resting = False
+        try:
+            yield
+        finally:
+            self.dmi_taps.resting = True
+
     def dmi_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Write what enters the forward of a model whose embeddings are made before. Returns its keyword arguments."""
         from dmi_connector.engine.taps.inputs import write_inputs
@@ -113,12 +132,12 @@ class Tapped:
             self.dmi_context.coverage.check(positions.shape[-1])
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
-        """Ignored: our draft reads no hidden states of the target."""
-        if self.dmi_context is None:
+        """Passed on, but for our own draft, which reads no hidden states of the target."""
+        if self.dmi_context is None or self.dmi_context.owner == "target":
             super().set_aux_hidden_state_layers(layers)  # type: ignore[misc]
 
     def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
-        if self.dmi_context is None:
+        if self.dmi_context is None or self.dmi_context.owner == "target":
             return super().get_eagle3_default_aux_hidden_state_layers()  # type: ignore[misc]
         return (0,)
 
@@ -131,6 +150,14 @@ class Tapped:
 
             offer_logits(logits)
         return logits
+
+
+def _is_draft(vllm_config: Any) -> bool:
+    """Whether the model that is being built is the draft model of speculative decoding, which is not captured."""
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    if speculative is None or model is None or model is speculative.target_model_config:
+        return False  # methods without a draft model, such as n-gram, name the target as their draft
+    return model is speculative.draft_model_config
 
 
 _INPUTS = ("input_ids", "positions", "intermediate_tensors", "inputs_embeds")
@@ -152,7 +179,8 @@ def _tapped_class(name: str) -> type:
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         if self.dmi_context is not None and self.dmi_context.arch.language:
             args, kwargs = (), self.dmi_inputs(args, kwargs)
-        output = base.forward(self, *args, **kwargs)
+        with self.dmi_forward(traced):
+            output = base.forward(self, *args, **kwargs)
         self.dmi_positions(positions)
         if not traced:
             self.dmi_end(positions)

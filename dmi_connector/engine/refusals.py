@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -125,10 +126,17 @@ def _check_compilation(vllm_config: VllmConfig) -> None:
             )
 
 
+CHAINS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "dflash")
+"""Methods of `speculative_config` that propose one token after the other. Rows of the accepted ones are captured."""
+
+
 def _check_speculative(vllm_config: VllmConfig) -> None:
-    """Each request decodes one token a step."""
+    """Draft tokens of a request are a chain, so the rows of the accepted ones follow each other in its slots."""
     speculative = vllm_config.speculative_config
     if speculative is None:
+        return
+    if speculative.method in CHAINS:
+        _check_chain(vllm_config)
         return
     if vllm_config.model_config.runner_type == "pooling":
         raise ValueError(
@@ -136,8 +144,8 @@ def _check_speculative(vllm_config: VllmConfig) -> None:
         )
     if speculative.method != EXTRACT_HIDDEN_STATES:
         raise ValueError(
-            f"speculative_config: method {speculative.method!r} verifies several tokens a step, which capture "
-            "does not support; use the one that capture_args() returns, or none"
+            f"speculative_config: method {speculative.method!r} was not tried with capture; use one of "
+            f"{', '.join(CHAINS)} with owner='target', or none"
         )
     schedule = speculative.num_speculative_tokens_per_batch_size
     if vllm_config.use_v2_model_runner and not (schedule and all(entry[-1] == 0 for entry in schedule)):
@@ -145,6 +153,24 @@ def _check_speculative(vllm_config: VllmConfig) -> None:
             f"speculative_config: num_speculative_tokens_per_batch_size is {schedule!r}; set it to [[1, 65536, 0]] so "
             "that each request decodes one token a step (docs/FROM_VLLM.md; data parallelism turns it off: use "
             "owner='target' there)"
+        )
+
+
+def _check_chain(vllm_config: VllmConfig) -> None:
+    """Draft tokens form a chain, and a draft's forward can be told from the target's."""
+    speculative = vllm_config.speculative_config
+    tree = getattr(speculative, "speculative_token_tree", None)  # vLLM 0.31
+    chain = [(0,) * depth for depth in range(1, speculative.num_speculative_tokens + 1)]
+    if tree is not None and ast.literal_eval(tree) != chain:
+        raise ValueError(
+            f"speculative_config: speculative_token_tree {tree} proposes several tokens for a position, whose rows "
+            "would share a slot; leave it out"
+        )
+    if vllm_config.model_config.using_transformers_backend() and speculative.use_eagle():
+        raise ValueError(
+            f"speculative_config: method {speculative.method!r} runs modules of the model, which vLLM's Transformers "
+            "backend compiles as a whole, so the draft's values could not be told from the model's; use 'ngram' or "
+            "'draft_model'"
         )
 
 

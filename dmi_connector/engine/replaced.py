@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +51,33 @@ def skip_draft_forward() -> None:
         return original(self, *args, **kwargs)
 
     original = _replace(ExtractHiddenStatesSpeculator, propose)
+
+
+def tell_logits_of(note: Callable[[Any], None], v2: bool) -> None:
+    """Beside speculative decoding: tell `note` which tokens of a step have logits, int tensor [samples].
+
+    A request has a row of logits for its sampled token and for each draft token, which only the runner counts. The
+    target calls this when it is built. v2: which runner.
+    """
+    if v2:
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+
+        def sample(self: Any, hidden_states: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            """What vLLM samples."""
+            note(input_batch.logits_indices)
+            return original(self, hidden_states, input_batch, *args, **kwargs)
+
+        original = _replace(RunnerV2, sample)
+        return
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    def _calc_spec_decode_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's SpecDecodeMetadata of the step."""
+        metadata = original(self, *args, **kwargs)
+        note(metadata.logits_indices)
+        return metadata
+
+    original = _replace(GPUModelRunner, _calc_spec_decode_metadata)
 
 
 def ask_one_rank() -> None:

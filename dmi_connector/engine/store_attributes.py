@@ -25,7 +25,8 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
 
     import dmi_connector
 
-    dims = context.dims
+    dims, drafting = context.dims, context.drafting
+    most = 0 if drafting is None else drafting.most
     return {
         "model": _model_name(vllm_config.model_config.model),
         "architecture": context.arch.name,
@@ -44,6 +45,7 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
             "vllm": vllm.__version__,
             "torch": torch.__version__,
         },
+        **({} if drafting is None else {"speculative": {"method": drafting.method, "num_speculative_tokens": most}}),
         **({"untested_vllm": True} if contract.untested() else {}),
         "dims": {
             "hidden": dims.hidden,

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from dmi_connector.engine.scheduler.quota import UNLIMITED
 from dmi_connector.hooks import Selection
 from dmi_connector.request_options import CaptureParams
@@ -22,6 +24,10 @@ class Tracked:
     to the workers. due: number of computed tokens at which the next chunk is ready. ignored: which of its options are
     ignored, in words. opened: whether it was ever scheduled. media: images and the like of its first turn. blocks: its
     blocks in the cache group of the rows.
+
+    Beside speculative decoding. last_step: the last step that computed tokens of it. decided: position up to which
+    logits were accepted. drafted: positions of accepted draft tokens, and which draft token of its step each was, from
+    1 on. proposed: draft tokens that were scheduled.
     """
 
     request: Request
@@ -36,6 +42,12 @@ class Tracked:
     opened: bool = False
     media: int = 0
     blocks: list[int] = field(default_factory=list)
+    last_step: int = 0
+    decided: int = 0
+    drafted: list[tuple[int, int]] = field(default_factory=list)
+    proposed: int = 0
+    _known: int = 0  # tokens when they were last looked at
+    _known_prompt: int = -1  # tokens of the prompt then
     _samples: int = 0  # rows of logits that were asked for
     _begun: int = -1  # tokens of the prompt of the turn that runs: a session's grows with each
     _turn: int = -1  # the same of the last sample
@@ -67,6 +79,27 @@ class Tracked:
         """
         if self._begun != self.request.num_prompt_tokens:
             self._begun, self._samples = self.request.num_prompt_tokens, self.samples_until(computed)
+
+    def note_tokens(self) -> None:
+        """Look at the tokens that a step added: accepted drafts, and behind them one that was sampled.
+
+        The last token may also be a draft, behind which a stop cut the others. It was no input, so it has no row.
+        """
+        request = self.request
+        if request.num_prompt_tokens != self._known_prompt:  # a session's turn brings a prompt
+            self._known_prompt, self._known = request.num_prompt_tokens, request.num_prompt_tokens
+            self.decided = max(self.decided, request.num_prompt_tokens - 1)
+        for position in range(self._known, request.num_tokens - 1):
+            self.drafted.append((position, position - self._known + 1))
+        self._known = max(self._known, request.num_tokens)
+
+    def draft_index(self, start: int, end: int) -> np.ndarray:
+        """uint8 [end - start]: `Close.draft_index` of positions [start, end)."""
+        index = np.zeros(end - start, np.uint8)
+        for position, number in self.drafted:
+            if start <= position < end:
+                index[position - start] = number
+        return index
 
     def number_sample(self, position: int) -> int:
         """The number of the row of logits of a position. Each turn of a session goes on where the one before ended."""

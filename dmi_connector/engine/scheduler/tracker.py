@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.messages import STEPS_TOGETHER, Close, Open, Report, Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import STEPS_TOGETHER, Accepted, Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.engine.scheduler.ignored import ignored_path
 from dmi_connector.engine.scheduler.media import later_media, media_attributes
 from dmi_connector.engine.scheduler.quota import UNLIMITED, Quota, RequestBytes, row_bytes
@@ -49,11 +49,16 @@ class Tracker:
     An engine that may sleep loses rows that wait, so in one they leave, and workers report, in each step.
 
     keep_rows: staging memory is short while more rows than this wait to be gathered. blocks: of the whole cache.
-    keep: whether blocks of ended requests may be kept.
+    keep: whether blocks of ended requests may be kept. behind: steps whose results vLLM does not know yet when it
+    schedules the next one: 1 with asynchronous scheduling.
+
+    With speculative decoding a step also computes rows of draft tokens, at positions from `Request.num_tokens` on. That
+    counts accepted tokens only, and a rejected row is computed anew. So after the forward of a step every row below
+    num_tokens is final, and before it every row below num_tokens - 1: the last token is an input of the step to come.
     """
 
     def __init__(
-        self, context: CaptureContext, block_size: int, keep_rows: int, blocks: int, keep: bool = True
+        self, context: CaptureContext, block_size: int, keep_rows: int, blocks: int, keep: bool = True, behind: int = 0
     ) -> None:
         self.context = context
         self._steps = 1 if context.may_sleep else STEPS_TOGETHER
@@ -79,6 +84,9 @@ class Tracker:
         self.gathered = 0  # rows that the slowest worker has gathered
         self._staged = False  # whether rows lie in a worker's staging memory
         self.lost: dict[int, list[list[int]]] = {}
+        self._drafts = context.drafting is not None
+        self._behind = behind
+        self._steps_begun = 0  # with tokens; counted only beside speculative decoding
         self._captures = 0
         self._counts: Counter[str] = Counter()  # requests that ended without a capture, since they were last taken
         self.warning = ""  # of all responses: what of the engine's configuration is ignored
@@ -141,6 +149,8 @@ class Tracker:
         scheduled = output.num_scheduled_tokens
         metadata = StepMetadata(closes=self.pending_closes, idle=not scheduled)
         self.pending_closes = []
+        if self._drafts:
+            self._look_at_drafts(output, group, metadata)
         metadata.release, self._release = self._release, False
         for request_id in output.preempted_req_ids or ():
             if request_id in self.tracked:
@@ -148,7 +158,10 @@ class Tracker:
                 leaving = self.tracked[request_id]
                 metadata.preempted.append(leaving.capture)
                 if not self.context.may_sleep:  # a sleep may lie between; the request computes these rows once more
-                    self._export_chunks(leaving, self._computed_before(request_id), metadata.leaving)
+                    final = self._computed_before(request_id)
+                    if self._drafts:
+                        final = min(final, leaving.request.num_tokens - 1)
+                    self._export_chunks(leaving, final, metadata.leaving)
         if output.scheduled_new_reqs:
             self._take_blocks(group)  # of steps before: a new request may have the id of an old one
         self._since.append(output)
@@ -172,7 +185,10 @@ class Tracker:
                     computed = tracked.request.num_computed_tokens + scheduled.get(request_id, 0)
                     self._export_chunks(tracked, computed, metadata.chunks)
                     if self._with_logits and request_id in scheduled:
-                        self._take_sample(tracked, computed, metadata)
+                        if self._drafts:
+                            self._want_logits(tracked, computed, metadata)
+                        else:
+                            self._take_sample(tracked, computed, metadata)
         self._plan(metadata)
         return metadata
 
@@ -242,14 +258,52 @@ class Tracker:
             slot = tracked.blocks[position // self.block_size] * self.block_size + position % self.block_size
             metadata.samples.append(Sample(tracked.capture, tracked.number_sample(position), position, slot))
 
-    def _rows(self, tracked: Tracked, start: int, stop: int, blocks: list[int]) -> Rows:
-        """The rows of positions [start, stop)."""
+    def _look_at_drafts(self, output: SchedulerOutput, group: int, metadata: StepMetadata) -> None:
+        """Take in which draft tokens of the steps before were accepted."""
+        metadata.decided = max(0, self._steps_begun - self._behind)
+        if self._with_logits:
+            self._take_blocks(group)
+        else:
+            metadata.decided = self._steps_begun
+        for tracked in self.tracked.values():
+            if tracked.opened:
+                tracked.note_tokens()
+                if tracked.has_logits:
+                    metadata.accepted += self._accepted(tracked, tracked.request.num_tokens - 1, tracked.blocks)
+        if not output.num_scheduled_tokens:
+            return
+        self._steps_begun += 1
+        for request_id, drafts in output.scheduled_spec_decode_tokens.items():
+            if request_id in self.tracked:
+                self.tracked[request_id].proposed += len(drafts)
+
+    def _accepted(self, tracked: Tracked, end: int, blocks: list[int]) -> list[Accepted]:
+        """The accepted logits of positions below `end` that no message named yet. At most one message."""
+        first, end = max(tracked.decided, tracked.params.start), min(end, tracked.limit)
+        if first >= end:
+            return []
+        tracked.decided = end
+        numbers = [tracked.number_sample(position) for position in range(first, end)]
+        return [Accepted(tracked.capture, numbers[0], first, self._slots(first, end, blocks), tracked.last_step)]
+
+    def _want_logits(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
+        """Keep the logits of this step if a token may be sampled from them that a capture wants."""
+        tracked.last_step = self._steps_begun
+        last = tracked.request.num_tokens - 1
+        if tracked.has_logits and computed > last and tracked.params.start < computed and last < tracked.limit:
+            metadata.logits_step = self._steps_begun
+
+    def _slots(self, start: int, stop: int, blocks: list[int]) -> np.ndarray:
+        """The slots of positions [start, stop), int64."""
         size = self.block_size
         before = start // size
         firsts = np.multiply(blocks[before : -(-stop // size)], size)
-        slots = np.add.outer(firsts, self._in_block).ravel()[start - before * size : stop - before * size]
+        return np.add.outer(firsts, self._in_block).ravel()[start - before * size : stop - before * size]
+
+    def _rows(self, tracked: Tracked, start: int, stop: int, blocks: list[int]) -> Rows:
+        """The rows of positions [start, stop)."""
         self.handed += stop - start
-        return Rows(tracked.capture, start - tracked.params.start, slots)
+        return Rows(tracked.capture, start - tracked.params.start, self._slots(start, stop, blocks))
 
     def _open(self, tracked: Tracked) -> Open:
         request = tracked.request
@@ -376,8 +430,15 @@ class Tracker:
         chunk = self.context.options.chunk_tokens
         rows = [self._rows(tracked, at, min(at + chunk, end), blocks) for at in range(tracked.exported, end, chunk)]
         finish = request.get_finished_reason()
-        attrs = {"finish_reason": None if finish is None else str(finish)}
+        attrs: dict[str, Any] = {"finish_reason": None if finish is None else str(finish)}
         start = min(params.start, end)
+        accepted, draft_index = [], None
+        if self._drafts:
+            tracked.note_tokens()
+            attrs["draft_tokens"] = {"proposed": tracked.proposed, "accepted": len(tracked.drafted)}
+            draft_index = tracked.draft_index(start, end)
+            if tracked.has_logits:
+                accepted = self._accepted(tracked, end, blocks or tracked.blocks)
         losses = []
         if end < expected:
             facts: dict[str, Any] = {"end": end, "expected": expected}
@@ -396,4 +457,6 @@ class Tracker:
             token_ids=list(request.all_token_ids[start:end]),
             attrs={**attrs, **later_media(request, tracked.media, self.context)},
             losses=losses,
+            draft_index=draft_index,
+            accepted=accepted,
         )

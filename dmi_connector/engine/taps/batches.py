@@ -93,13 +93,18 @@ def _calls_before(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 class ModelTaps:
-    """What the taps of one model share: the token buffer, the deferred reductions, the way it is compiled."""
+    """What the taps of one model share: the token buffer, the deferred reductions, the way it is compiled.
+
+    resting: no hook fires. A draft model may share modules with the target, such as the embedding. Then hooks rest
+    outside the target's own forward (`models.Tapped.dmi_forward`), so that the draft's forward writes nothing.
+    """
 
     def __init__(self, model: nn.Module, context: CaptureContext, compilation: Compilation) -> None:
         model.register_buffer("dmi_token", torch.zeros(1, dtype=torch.int32), persistent=False)
         self.token = model.get_buffer("dmi_token")
         self.context, self.compilation = context, compilation
         self.deferred = DeferredReductions(context.layout.fields, self.token.device)
+        self.resting = self._may_rest = context.drafting is not None and context.drafting.shares_modules
         self._model = model
         self._hooks: list[_Hook] = []
 
@@ -120,8 +125,17 @@ class ModelTaps:
                 f"model: {self.context.arch.name} has no module {hook.path!r} as vLLM built it; leave out the hooks "
                 "that are read there, or turn off the feature that replaced it (docs/HOOKS.md says what is read where)"
             ) from error
+        if self._may_rest:
+            hook.call = self._unless_resting(hook.call)
         hook.register(module)
         self._hooks.append(hook)
+
+    def _unless_resting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def hook(*args: Any, **kwargs: Any) -> Any:  # a compiled model has the answer as a constant
+            return None if self.resting else call(*args, **kwargs)
+
+        return hook
 
     def follow(self) -> None:
         """Move hooks to modules that stand in the place of those they were registered on, such as LoRA's layers."""

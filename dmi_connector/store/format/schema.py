@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dmi_connector.dtypes import FLOATS, ITEMSIZE
-from dmi_connector.layout import ArraySpec
+from dmi_connector.layout import ALL_TOKEN_ARRAYS, DRAFT_INDEX, TOKEN_ARRAYS, ArraySpec
 
-FORMAT_VERSION = "1.4"
+FORMAT_VERSION = "1.5"
 PARTIAL_SUFFIX = ".partial"
 INDEX_NAME = "index.jsonl"
 INDEX_FOLDER = "index"
@@ -152,6 +152,13 @@ def plain_document(dtype: str, length: int, dimension: str) -> dict[str, Any]:
     """The zarr.json of a 1-D array stored as one checksummed chunk."""
     codecs = [_bytes_codec(ITEMSIZE[dtype]), {"name": "crc32c"}]
     return array_document(dtype, [length], [max(1, length)], codecs, [dimension])
+
+
+def token_arrays(attrs: dict[str, Any]) -> dict[str, str]:
+    """Names and dtypes of a store's 1-D arrays of tokens. attrs: its root attributes."""
+    files = attrs.get("files")
+    drafts = isinstance(files, dict) and f"{DRAFT_INDEX}/zarr.json" in files
+    return ALL_TOKEN_ARRAYS if drafts else TOKEN_ARRAYS
 
 
 def shard_path(spec: ArraySpec, segment: int) -> str:

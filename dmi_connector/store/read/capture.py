@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dmi_connector.dtypes import as_torch
-from dmi_connector.layout import TOKEN_ARRAYS
+from dmi_connector.layout import DRAFT_INDEX
 from dmi_connector.reduce import Reduction
 from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.reduce.basis import LayerBasis
@@ -21,6 +21,7 @@ from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.tally import Tally
 from dmi_connector.reduce.topk import TopK
+from dmi_connector.store.format import schema
 from dmi_connector.store.format.locks import share
 from dmi_connector.store.format.pca_files import find_basis
 from dmi_connector.store.format.remote_path import Given, Place, place_of
@@ -153,6 +154,15 @@ class Capture:
     def phase(self) -> np.ndarray:
         """uint8 [tokens]: 0 for prompt tokens, 1 for generated ones."""
         return self._plain("phase")
+
+    @property
+    def draft_index(self) -> np.ndarray:
+        """uint8 [tokens]: which draft token of its step a generated token was, from 1 on; 0 if it was sampled, and in
+        the prompt. Raises KeyError without speculative decoding, and for a repaired store.
+        """
+        if DRAFT_INDEX not in schema.token_arrays(self.attrs):
+            raise KeyError("draft_index: the request ran without speculative decoding, or its store was repaired")
+        return self._plain(DRAFT_INDEX)
 
     @property
     def media(self) -> np.ndarray:
@@ -394,6 +404,6 @@ class Capture:
     def _plain(self, name: str) -> np.ndarray:
         """A 1-D array."""
         try:
-            return decode_plain(self.files, name, TOKEN_ARRAYS.get(name, "int32"))
+            return decode_plain(self.files, name, schema.token_arrays(self.attrs).get(name, "int32"))
         except ValueError as error:
             raise ValueError(f"{self.path}/{name}: {error}") from error

@@ -12,7 +12,6 @@ import re
 from typing import Any
 
 from dmi_connector.dtypes import ITEMSIZE
-from dmi_connector.layout import TOKEN_ARRAYS
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.object_store import RemoteError
 from dmi_connector.store.format.remote_path import Given, place_of
@@ -76,7 +75,7 @@ def check_arrays(files: StoreFiles, attrs: dict[str, Any]) -> dict[str, dict[str
         if not isinstance(name, str):  # may not be hashable
             raise ValueError(f"{files}: {name!r} is no name of an array")
     extra = ["logits_positions"] if "logits" in names else []
-    found = dict.fromkeys([*names, *TOKEN_ARRAYS, *extra])
+    found = dict.fromkeys([*names, *schema.token_arrays(attrs), *extra])
     if not files.remote:
         return {name: read_array(files, name) for name in found}
     documents: dict[str, dict[str, Any]] = {}

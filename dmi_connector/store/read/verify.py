@@ -14,7 +14,7 @@ import numpy as np
 
 from dmi_connector.dtypes import FLOATS, numpy_dtype
 from dmi_connector.hooks import ALWAYS
-from dmi_connector.layout import TOKEN_ARRAYS, ArraySpec
+from dmi_connector.layout import DRAFT_INDEX, ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c, file_checksum
 from dmi_connector.store.format.paths import leaves_store
@@ -219,7 +219,7 @@ class _Check:
 
         own: hooks with an array of their own. in_shards: files of these arrays.
         """
-        plain = {*TOKEN_ARRAYS, *(f"{hook}_positions" for hook in own)}
+        plain = {*schema.token_arrays(attrs), *(f"{hook}_positions" for hook in own)}
         chunks = {f"{name}/c/0" for name in plain}
         listed: dict[str, list[int]] = attrs["files"]
         for path, (size, checksum) in sorted(listed.items()):
@@ -255,7 +255,7 @@ class _Check:
     def _token_arrays(self, attrs: dict[str, Any]) -> Iterator[Problem]:
         length, start = attrs["num_tokens"], attrs["start"]
         values: dict[str, np.ndarray] = {}
-        for name, dtype in TOKEN_ARRAYS.items():
+        for name, dtype in schema.token_arrays(attrs).items():
             try:
                 values[name] = decode_plain(self.files, name, dtype)
                 document = json.loads(self.files.read(f"{name}/zarr.json"))
@@ -275,6 +275,11 @@ class _Check:
         phase = values.get("phase")
         if phase is not None and len(phase) == length and not np.array_equal(phase, positions >= attrs["prompt_len"]):
             yield self.problem("phase", f"it does not change from 0 to 1 at prompt_len {attrs['prompt_len']}")
+        drafted, most = values.get(DRAFT_INDEX), attrs.get("speculative", {}).get("num_speculative_tokens", 0)
+        if drafted is not None and len(drafted) == length:
+            wrong = np.flatnonzero((drafted > most) | ((drafted > 0) & (positions < attrs["prompt_len"])))
+            if len(wrong):
+                yield self.problem(DRAFT_INDEX, f"row {wrong[0]} is draft token {drafted[wrong[0]]} of {most}")
 
     def _open(self, attrs: dict[str, Any], name: str, hook: dict[str, Any]) -> StoredArray:
         document = json.loads(self.files.read(f"{name}/zarr.json"))

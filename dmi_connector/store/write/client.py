@@ -71,10 +71,13 @@ class OpenCapture:
         token_ids: Sequence[int] | np.ndarray = (),
         attrs: Mapping[str, Any] | None = None,
         losses: Sequence[Loss] = (),
+        draft_index: np.ndarray | None = None,
     ) -> None:
         """Finish the capture; see `Captures.close`."""
         message: Message = {"type": "close", "id": self.number, "length": length, "samples": dict(samples or {})}
         message |= {"token_ids": pack_array(np.asarray(token_ids, "<i4")), "attrs": dict(attrs or {})}
+        if draft_index is not None:
+            message["draft_index"] = pack_array(draft_index.astype("u1"))
         self._client.post_close(self, {**message, "losses": losses_to_json(losses)})
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.hooks import HOOKS
+from dmi_connector.layout import DRAFT_INDEX
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.completeness import Loss, losses_from_json, losses_to_json, reason
 from dmi_connector.store.write.child_process import Child
@@ -26,7 +27,13 @@ _ALL_ROWS = (0, 1 << 60)
 """A range that holds every row of any capture."""
 
 
-def rank_0_end(record: CaptureRecord, end: End, token_ids: np.ndarray, attrs: dict[str, Any]) -> End:
+def rank_0_end(
+    record: CaptureRecord,
+    end: End,
+    token_ids: np.ndarray,
+    attrs: dict[str, Any],
+    draft_index: np.ndarray | None = None,
+) -> End:
     """`end` with the root attributes and token arrays, which rank 0 writes."""
     if "prompt_len" not in attrs:
         raise ValueError("attribute prompt_len is missing: give it to open() or close()")
@@ -38,6 +45,8 @@ def rank_0_end(record: CaptureRecord, end: End, token_ids: np.ndarray, attrs: di
         "positions": positions.astype("<i4"),
         "phase": (positions >= int(attrs["prompt_len"])).astype("u1"),
     }
+    if draft_index is not None:
+        arrays[DRAFT_INDEX] = draft_index.astype("u1")
     root = {"format_version": schema.FORMAT_VERSION, "start": 0, "complete": True, "reason": None, "missing": []}
     root |= attrs
     specs = [*layout.arrays, *layout.elsewhere]

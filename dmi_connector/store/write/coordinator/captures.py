@@ -194,11 +194,13 @@ class Captures:
         token_ids: Sequence[int] | np.ndarray = (),
         attrs: Mapping[str, Any] | None = None,
         losses: Sequence[Loss] = (),
+        draft_index: np.ndarray | None = None,
     ) -> None:
         """No more rows come: finish a store of `length` token rows and `samples` rows of each per-sample array.
 
         token_ids: `length` ids. A rank above 0 may give none: the tokens of its rows are then not compared. attrs: more
-        root attributes. losses: what the caller knows to be missing.
+        root attributes. losses: what the caller knows to be missing. draft_index: uint8 [length], of a request with
+        speculative decoding.
 
         Raises ValueError when lengths differ or an attribute is lacking; the capture then stays open.
         """
@@ -210,11 +212,13 @@ class Captures:
             ids = np.asarray(token_ids)
             if len(ids) != length and (len(ids) or not record.rank):
                 raise ValueError(f"{len(ids)} token_ids were given for length {length}")
+            if draft_index is not None and len(draft_index) != length:
+                raise ValueError(f"{len(draft_index)} values of draft_index were given for length {length}")
             root = {**record.attrs, **(attrs or {})}
             wrong = [loss.before(int(length)) for loss in record.check.losses(ids, schema.media_positions(root))]
             end = End(int(length), dict(samples or {}), {}, {}, [*losses, *wrong])
             if record.rank == 0:
-                end = rank_0_end(record, end, ids, root)
+                end = rank_0_end(record, end, ids, root, draft_index)
             record.end = end
             self._finish(record, {"type": "close", "length": end.length, "samples": end.samples})
 

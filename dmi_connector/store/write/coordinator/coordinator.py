@@ -206,8 +206,9 @@ class Coordinator:
             return
         ids, record = np.frombuffer(unpack_array(token_ids), "<i4"), self.records.pop(id)
         attrs, losses = rest["attrs"], losses_from_json(rest["losses"])
+        drafts = np.frombuffer(unpack_array(rest["draft_index"]), "u1") if "draft_index" in rest else None
         try:
-            self.captures.close(record, length, samples, ids, attrs, losses)
+            self.captures.close(record, length, samples, ids, attrs, losses, drafts)
         except ValueError as error:  # no capture stays open for ever
             if not self.captures.abandon(record, Loss.of(Cause.CLOSE_REFUSED, error=str(error))):
                 record.reason = str(error)

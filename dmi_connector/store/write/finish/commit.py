@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dmi_connector.dtypes import ITEMSIZE
-from dmi_connector.layout import TOKEN_ARRAYS
+from dmi_connector.layout import ALL_TOKEN_ARRAYS
 from dmi_connector.store.format import completeness, schema
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json
@@ -230,8 +230,8 @@ class Commit:
         if rebuild is not None and not late:  # a late rank may still write
             bytes_raw += self._rebuild(rebuild, files)
         os.makedirs(partial, exist_ok=True)
-        for name, dtype in TOKEN_ARRAYS.items():
-            plain_array(partial, name, dtype, unpack_array(m["arrays"][name]), "token", files)
+        for name, packed in m["arrays"].items():
+            plain_array(partial, name, ALL_TOKEN_ARRAYS[name], unpack_array(packed), "token", files)
         self._drop_unreadable(attrs, files)
         complete = not self.losses
         if not complete:
