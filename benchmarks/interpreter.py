@@ -30,6 +30,8 @@ import torch
 from benchmarks import common
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.model.architectures import ARCHITECTURES
+from dmi_connector.engine.owners import OWNERS
+from dmi_connector.engine.owners.paged import PagedSlots
 from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.engine.transfer import gpu_lane
 from dmi_connector.engine.transfer.chunk_transfer import Progress
@@ -53,7 +55,8 @@ def _context(store_dir: Path) -> CaptureContext:
     options = ServerOptions.parse({"store_dir": str(store_dir), "hooks": "hidden-states"})
     selection = parse_selection(options.hooks, DIMS)
     layouts = row_layouts(selection, DIMS, "bfloat16")
-    return CaptureContext(options, ARCHITECTURES["Qwen3ForCausalLM"], DIMS, selection, layouts, "bfloat16", 1, "target")
+    arch, owner = ARCHITECTURES["Qwen3ForCausalLM"], OWNERS["target"]
+    return CaptureContext(options, arch, DIMS, selection, layouts, "bfloat16", 1, owner)
 
 
 def _gather_headers(rows: torch.Tensor, index: torch.Tensor, table: torch.Tensor, payload: torch.Tensor) -> None:
@@ -85,7 +88,7 @@ class Engine:
 
     def __init__(self, store_dir: Path, writers: int) -> None:
         context = _context(store_dir)
-        self.tracker = Tracker(context, BLOCK, 1 << 20, SLOTS // BLOCK)
+        self.tracker = Tracker(context, PagedSlots(context, BLOCK, SLOTS // BLOCK), 1 << 20)
         self.worker = Worker(context, writers)
         self.us: dict[str, list[float]] = defaultdict(list)
         self.gathers: list[bool] = []
@@ -141,7 +144,7 @@ class Engine:
             scheduled_new_reqs=new,
             scheduled_cached_reqs=cached,
         )
-        message = timed("build_meta", self.tracker.step, output, 0)
+        message = timed("build_meta", self.tracker.step, output)
         exporter = self.worker.exporter
         timed("before_forward", exporter.before_forward, message)
         for name, count in scheduled.items():
@@ -155,7 +158,7 @@ class Engine:
         freed = exporter.take_finished()
         if message.report:
             self.tracker.on_report(exporter.take_report())
-        self.tracker.freed(freed)
+        self.tracker.slots.freed(freed)
         for name in freed:
             self._free += self._kept.pop(name)
         for name, count in scheduled.items():

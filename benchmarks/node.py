@@ -69,12 +69,13 @@ Ranks = list[ProcessPoolExecutor]
 def payloads(dims: ModelDims, options: ServerOptions, layout: str) -> list[PayloadLayout]:
     """What each rank of an engine sends, worked out as the engine does it."""
     from dmi_connector.engine.context import CaptureContext
+    from dmi_connector.engine.owners import OWNERS
     from dmi_connector.engine.transfer.chunk_layout import chunk_layout
 
     tensor, n = split(layout)
     selection, tp = parse_selection(options.hooks, dims), n if tensor else 1
     rows = row_layouts(selection, dims, "bfloat16", tp, hook_reductions(options.reduce, selection, dims, tp))
-    context = CaptureContext(options, cast(Any, None), dims, selection, rows, "bfloat16", tp, "target")
+    context = CaptureContext(options, cast(Any, None), dims, selection, rows, "bfloat16", tp, OWNERS["target"])
     return [chunk_layout(context, selection.hooks, rank).payload for rank in range(tp)]
 
 

@@ -83,9 +83,9 @@ def _answers() -> None:
 
 def _held() -> None:
     """Blocks of ended requests are not kept: their last rows leave before the next forward."""
-    from dmi_connector.engine.scheduler import tracker
+    from dmi_connector.engine.owners import paged
 
-    vars(tracker)["_HELD"] = 0.0
+    vars(paged)["HELD"] = 0.0
 
 
 IN_ENGINE = ("answers", "held")

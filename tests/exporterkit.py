@@ -12,6 +12,7 @@ import torch
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.messages import Close, Open, StepMetadata
 from dmi_connector.engine.model.architectures import ARCHITECTURES
+from dmi_connector.engine.owners import OWNERS
 from dmi_connector.engine.transfer.exporter import Exporter
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import row_layouts
@@ -31,7 +32,7 @@ def make_exporter(
     selection = parse_selection(parsed.hooks, dims)
     layouts = row_layouts(selection, dims, "float32", tp)
     arch = ARCHITECTURES[dims.architecture]
-    context = CaptureContext(parsed, arch, dims, selection, layouts, "float32", tp, "target", rank)
+    context = CaptureContext(parsed, arch, dims, selection, layouts, "float32", tp, OWNERS["target"], rank)
     rows = torch.zeros(tokens, layouts[rank].row_bytes, dtype=torch.uint8)
     rows.view(torch.int32)[:, :2] = torch.arange(tokens, dtype=torch.int32)[:, None]
     config: Any = SimpleNamespace(

@@ -171,7 +171,7 @@ def announce(
         "%.3f MB a token exported",
         sum(len(layers) for layers in context.selection.hooks.values()),
         context.arch.name,
-        context.owner,
+        context.owner.name,
         context.layout.row_bytes / 1e6,
         rows.shape[0],
         full.payload.token_bytes / 1e6,

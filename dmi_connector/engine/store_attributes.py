@@ -38,7 +38,7 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
         **({"experts": {"count": dims.experts, "layers": list(dims.moe_layers)}} if dims.moe_layers else {}),
         **({"parallel": True} if context.arch.parallel else {}),
         "tp": context.tp,
-        "owner": context.owner,
+        "owner": context.owner.name,
         "versions": {
             "dmi_connector": dmi_connector.__version__,
             "vllm": vllm.__version__,

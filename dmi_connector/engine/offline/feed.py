@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from dmi_connector.args import capture_args
 from dmi_connector.engine import contract
+from dmi_connector.engine.owners import OWNERS
 from dmi_connector.option_values import OptionError
 from dmi_connector.wording import show
 
@@ -220,4 +221,4 @@ def _refusal(check: Callable[[Mapping[str, Any]], None], fields: Mapping[str, An
 def _why(error: Exception) -> tuple[str, str]:
     """(What vLLM says, what to do)."""
     why = " ".join(str(error).split()).rstrip(".")
-    return why, "give --owner target" if "speculative decoding" in why else "mend it or leave it out"
+    return why, next((fix for owner in OWNERS.values() if (fix := owner.remedy(why))), "mend it or leave it out")

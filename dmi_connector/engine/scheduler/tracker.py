@@ -6,11 +6,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable
 from itertools import compress
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.messages import STEPS_TOGETHER, Close, Open, Report, Rows, Sample, StepMetadata
@@ -31,10 +28,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger("vllm.dmi_connector")
+    from dmi_connector.engine.owners.base import RowSlots
 
-_HELD = 1 / 16
-"""Share of the cache that blocks of ended requests may hold while their rows wait for others."""
+logger = logging.getLogger("vllm.dmi_connector")
 
 
 class Tracker:
@@ -48,24 +44,16 @@ class Tracker:
 
     An engine that may sleep loses rows that wait, so in one they leave, and workers report, in each step.
 
-    keep_rows: staging memory is short while more rows than this wait to be gathered. blocks: of the whole cache.
-    keep: whether blocks of ended requests may be kept.
+    slots: where rows lie, which the owner of the rows knows. keep_rows: staging memory is short while more rows than
+    this wait to be gathered.
     """
 
-    def __init__(
-        self, context: CaptureContext, block_size: int, keep_rows: int, blocks: int, keep: bool = True
-    ) -> None:
-        self.context = context
+    def __init__(self, context: CaptureContext, slots: RowSlots, keep_rows: int) -> None:
+        self.context, self.slots = context, slots
         self._steps = 1 if context.may_sleep else STEPS_TOGETHER
         self.keep_rows = keep_rows
-        self.block_size = block_size
-        self._in_block = np.arange(block_size)
         self.tracked: dict[str, Tracked] = {}
         self.refused = RefusedRequests()
-        self.held: dict[str, tuple[Request, int]] = {}  # ended requests whose blocks are kept, and how many blocks
-        self._release = False  # whether kept blocks were given back since the last step
-        self._keep = keep
-        self._most_held = 0 if context.options.sink == "null" else int(blocks * _HELD)
         self.pending_closes: list[Close] = []
         self._since: list[SchedulerOutput] = []  # steps since chunks were looked for
         self._before: list[SchedulerOutput] = []  # the step in which they were
@@ -136,27 +124,27 @@ class Tracker:
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def step(self, output: SchedulerOutput, group: int) -> StepMetadata:
-        """The message for the step that `output` describes. group: index of the rows' KV cache group."""
+    def step(self, output: SchedulerOutput) -> StepMetadata:
+        """The message for the step that `output` describes."""
         scheduled = output.num_scheduled_tokens
         metadata = StepMetadata(closes=self.pending_closes, idle=not scheduled)
         self.pending_closes = []
-        metadata.release, self._release = self._release, False
+        metadata.release = self.slots.take_release()
         for request_id in output.preempted_req_ids or ():
             if request_id in self.tracked:
-                self._take_blocks(group)
+                self._take_blocks()
                 leaving = self.tracked[request_id]
-                metadata.preempted.append(leaving.capture)
+                self.slots.preempted(leaving, metadata)
                 if not self.context.may_sleep:  # a sleep may lie between; the request computes these rows once more
                     self._export_chunks(leaving, self._computed_before(request_id), metadata.leaving)
         if output.scheduled_new_reqs:
-            self._take_blocks(group)  # of steps before: a new request may have the id of an old one
+            self._take_blocks()  # of steps before: a new request may have the id of an old one
         self._since.append(output)
         self._rows_since += output.total_num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             tracked = self.tracked.get(new.req_id)
             if tracked is not None:
-                tracked.blocks = list(new.block_ids[group])
+                tracked.blocks = list(new.block_ids[self.slots.group])
                 tracked.begin_turn(new.num_computed_tokens)
                 if not tracked.opened:
                     tracked.opened = True
@@ -164,7 +152,7 @@ class Tracker:
                     metadata.opens.append(self._open(tracked))
         # A quarter of the staging memory is taken at a time.
         if self._with_logits or len(self._since) >= self._steps or self._rows_since > self.keep_rows // 2:
-            self._take_blocks(group)
+            self._take_blocks()
             self._before, self._since = self._since[-1:], []
             self._rows_since = self._taken = 0
             for request_id, tracked in self.tracked.items():
@@ -191,7 +179,7 @@ class Tracker:
         if now or self._unreported >= self._steps:
             metadata.report, self._unreported = True, 0
 
-    def _take_blocks(self, group: int) -> None:
+    def _take_blocks(self) -> None:
         """Note the blocks that requests were given which ran before."""
         for output in self._since[self._taken :]:
             cached = output.scheduled_cached_reqs
@@ -201,7 +189,7 @@ class Tracker:
             given = zip(cached.req_ids, cached.new_block_ids, strict=True)
             for request_id, new in compress(given, cached.new_block_ids):  # most are given none
                 if request_id in self.tracked:
-                    self.tracked[request_id].blocks.extend(new[group])
+                    self.tracked[request_id].blocks.extend(new[self.slots.group])
         self._taken = len(self._since)
 
     def _computed_before(self, request_id: str) -> int:
@@ -227,7 +215,7 @@ class Tracker:
         chunk = self.context.options.chunk_tokens
         end = min(computed, tracked.request.num_tokens, tracked.limit)
         while tracked.exported + chunk <= end:
-            chunks.append(self._rows(tracked, tracked.exported, tracked.exported + chunk, tracked.blocks))
+            chunks.append(self._rows(tracked, tracked.exported, tracked.exported + chunk))
             tracked.exported += chunk
         tracked.due = tracked.exported + chunk
         if tracked.due > tracked.limit:
@@ -239,17 +227,13 @@ class Tracker:
         if not tracked.has_logits or computed < tracked.request.num_tokens:
             return
         if tracked.params.start <= position < tracked.limit:
-            slot = tracked.blocks[position // self.block_size] * self.block_size + position % self.block_size
+            slot = self.slots.sample_slot(tracked, position)
             metadata.samples.append(Sample(tracked.capture, tracked.number_sample(position), position, slot))
 
-    def _rows(self, tracked: Tracked, start: int, stop: int, blocks: list[int]) -> Rows:
+    def _rows(self, tracked: Tracked, start: int, stop: int) -> Rows:
         """The rows of positions [start, stop)."""
-        size = self.block_size
-        before = start // size
-        firsts = np.multiply(blocks[before : -(-stop // size)], size)
-        slots = np.add.outer(firsts, self._in_block).ravel()[start - before * size : stop - before * size]
         self.handed += stop - start
-        return Rows(tracked.capture, start - tracked.params.start, slots)
+        return Rows(tracked.capture, start - tracked.params.start, self.slots.of(tracked, start, stop))
 
     def _open(self, tracked: Tracked) -> Open:
         request = tracked.request
@@ -307,45 +291,18 @@ class Tracker:
             self._counts["cancelled"] += 1
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
         self._with_logits -= tracked.has_logits
-        close = self._close(tracked, blocks)
-        keep = self._keeps(blocks)
+        tracked.blocks = blocks
+        close = self._close(tracked)
         self.pending_closes.append(close)
-        if keep:
-            close.keeps_blocks = request_id
-            self.held[request_id] = request, len(blocks)
+        waiting = self.handed - self.gathered > self.keep_rows
+        keep = self.slots.ended(request, blocks, waiting, others=bool(self.tracked))
+        close.keeps_blocks = request_id if keep else None
         return keep, self._response(tracked, close)
 
     def take_counts(self) -> dict[str, int]:
         """Requests that ended without a capture since the last call, by key of `metrics.COUNTERS`."""
         counts, self._counts = self._counts, Counter()
         return dict(counts)
-
-    def _keeps(self, blocks: list[int]) -> bool:
-        """Whether the blocks of an ended request are kept.
-
-        If staging memory is short, policy block keeps them in any case: reusing them would stall the GPU.
-        """
-        if not blocks or not self._keep:
-            return False
-        if self.handed - self.gathered > self.keep_rows:
-            return self.context.options.policy == "block"
-        others = bool(self.tracked)  # without others no step may follow but the next
-        return others and sum(count for _, count in self.held.values()) + len(blocks) <= self._most_held
-
-    def freed(self, request_ids: Iterable[str]) -> None:
-        """The workers have gathered the rows of these ended requests."""
-        for request_id in request_ids:
-            self.held.pop(request_id, None)
-
-    def give_back(self) -> list[Request]:
-        """The ended requests whose blocks are kept. They are given back now: their rows leave before the next forward.
-
-        Workers still name these requests when their rows are gathered.
-        """
-        given = [request for request, _ in self.held.values()]
-        self.held.clear()
-        self._release |= bool(given)
-        return given
 
     def _response(self, tracked: Tracked, close: Close) -> dict[str, Any]:
         """What the response says in `kv_transfer_params`."""
@@ -367,14 +324,14 @@ class Tracker:
             response["dmi_warning"] = "; ".join(warnings)
         return response
 
-    def _close(self, tracked: Tracked, blocks: list[int]) -> Close:
+    def _close(self, tracked: Tracked) -> Close:
         """The end of a capture. Its last sampled token was no input and has no row. Before the first there is none."""
         request, params = tracked.request, tracked.params
         inputs = max(request.num_prompt_tokens, request.num_tokens - 1)
         end = max(min(request.num_computed_tokens, inputs, tracked.limit), tracked.exported)
         expected = min(inputs, tracked.wanted)
         chunk = self.context.options.chunk_tokens
-        rows = [self._rows(tracked, at, min(at + chunk, end), blocks) for at in range(tracked.exported, end, chunk)]
+        rows = [self._rows(tracked, at, min(at + chunk, end)) for at in range(tracked.exported, end, chunk)]
         finish = request.get_finished_reason()
         attrs = {"finish_reason": None if finish is None else str(finish)}
         start = min(params.start, end)

@@ -107,14 +107,12 @@ def stand_for(tensor: torch.Tensor, place: Place) -> None:
 
 
 def rows_and_slots(cache_layer: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(paged rows, slots of this step's tokens). None in a profiling run, when there is no cache yet, and outside."""
+    """(rows, slots of this step's tokens). None in a profiling run, when there is no cache yet, and outside."""
     if not forward_context.is_forward_context_available():
         return None
-    context = forward_context.get_forward_context()
-    owner = context.no_compile_layers.get(cache_layer)
-    slots = context.slot_mapping.get(cache_layer) if isinstance(context.slot_mapping, dict) else None
-    rows = None if owner is None else owner.rows
-    return None if rows is None or slots is None else (rows, slots)
+    forward = forward_context.get_forward_context()
+    memory = forward.no_compile_layers.get(cache_layer)
+    return None if memory is None else memory.rows_and_slots(forward)
 
 
 def _tap(
@@ -164,8 +162,8 @@ def _tap_header(
     """
     at = positions[0]
     if forward_context.is_forward_context_available():
-        owner = forward_context.get_forward_context().no_compile_layers.get(layer)
-        planned = None if owner is None or owner.step is None else owner.step.positions
+        memory = forward_context.get_forward_context().no_compile_layers.get(layer)
+        planned = None if memory is None or memory.step is None else memory.step.positions
         if planned is not None and len(planned) >= len(ids):  # neither is there in a profiling run
             at = planned[: len(ids)]
     values = [value.to(torch.int32) for value in (ids[:, None], at[:, None], positions.T)]

@@ -27,7 +27,7 @@ from dmi_connector.store.write.ring import Extent, Ring
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from dmi_connector.engine.owners.row_cache import CaptureLayer
+    from dmi_connector.engine.owners.base import RowMemory
 
 logger = init_logger("vllm.dmi_connector")
 
@@ -48,7 +48,7 @@ class Exporter:
     that they leave.
     """
 
-    def __init__(self, context: CaptureContext, layer: CaptureLayer, rank: int, vllm_config: VllmConfig) -> None:
+    def __init__(self, context: CaptureContext, layer: RowMemory, rank: int, vllm_config: VllmConfig) -> None:
         assert context.rank == rank, "the rows are those of another rank"
         self.context, self.layer, self.rank = context, layer, rank
         self.captures: dict[int, CaptureExport] = {}
