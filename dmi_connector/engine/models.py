@@ -53,13 +53,13 @@ class Tapped:
         from dmi_connector.engine import refusals
         from dmi_connector.engine.graphs import choose_graphs
         from dmi_connector.engine.replaced import decomposed_experts
-        from dmi_connector.engine.taps.compilation import compilation_of, write_once
+        from dmi_connector.engine.taps.compilation import compilation_of, disable_buffer_reuse
         from dmi_connector.engine.taps.install import install
 
         context, compilation = capture_context(vllm_config), compilation_of(vllm_config)
         refusals.check_one_engine()
         vllm_config.additional_config["dmi_connector"] = f"{context.fingerprint};{compilation}"
-        write_once(vllm_config)
+        disable_buffer_reuse(vllm_config)
         routed = not ROUTING.isdisjoint(context.selection.hooks)
         with decomposed_experts() if routed else nullcontext():
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]

@@ -119,7 +119,7 @@ class Owner(ABC):
 
     @abstractmethod
     def check(self, vllm_config: VllmConfig) -> None:
-        """Raises ValueError for configurations with which it cannot be, each with its fix."""
+        """Raises ValueError for a configuration that it does not support, with the fix."""
 
     def ignored(self, vllm_config: VllmConfig, context: CaptureContext) -> str:
         """A sentence on what chooses nothing in the configuration, or ""."""
@@ -133,7 +133,7 @@ class Owner(ABC):
 
     @abstractmethod
     def attach(self, model: nn.Module, context: CaptureContext) -> None:
-        """The tapped model was built. Make the memory of rows here, or let vLLM do so later."""
+        """Called once the tapped model is built: add what this owner needs to it."""
 
     def output(self, output: Any) -> Any:
         """What the forward of the tapped model returns. output: what vLLM's own returns."""

@@ -98,11 +98,20 @@ class Place:
 
 
 _PLACES: weakref.WeakValueDictionary[int, Place] = weakref.WeakValueDictionary()
-"""By the address of the tensor that stands for the place. The model's taps own the places."""
+"""By the address of the tensor that stands for the place. The model's taps own the places.
+
+Graphs of equal layers must be equal, so that vLLM compiles one for all of them. A number or a layer's name would be a
+constant of its graph, but a tensor is an input. Its value cannot tell the place: to read it from a GPU is to wait for
+the GPU, and is an error while a CUDA graph is captured. A CPU tensor could be read. It would be an input on another
+device than the values, which was not tried on a GPU with Inductor and CUDA graphs.
+
+Tensors of live models have different addresses, and the places of a freed model go with it. A tensor that was copied or
+moved, as by `model.to()`, has no place: the op ends with a KeyError and writes no row.
+"""
 
 
 def stand_for(tensor: torch.Tensor, place: Place) -> None:
-    """Let a tensor stand for a place. Graphs of equal layers take it as an input and so are equal."""
+    """Let a tensor stand for a place. Graphs take it as an input: see `_PLACES`."""
     _PLACES[tensor.data_ptr()] = place
 
 

@@ -88,7 +88,7 @@ def test_the_configuration_tells_the_owner_and_what_it_uses(
         (args.EXTRACT_HIDDEN_STATES, {"runner": "pooling"}, "runner: 'pooling' skips the step .*owner='target'"),
     ],
 )
-def test_an_owner_refuses_what_it_cannot_be_with(method: str | None, more: dict[str, Any], words: str) -> None:
+def test_an_owner_refuses_what_it_does_not_support(method: str | None, more: dict[str, Any], words: str) -> None:
     given = config(method, **more)
     if not words:
         return owner_of(given).check(given)
