@@ -91,5 +91,5 @@ def generate(tracker: Tracker, request: FakeRequest, count: int) -> tuple[list[A
             resumed_req_ids=set(),
             num_computed_tokens=[request.num_computed_tokens],
         )
-    _, response = tracker.finish(request, blocks)  # type: ignore[arg-type]
+    _, response = tracker.finish(request, blocks)
     return steps, response
