@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from dmi_connector.analysis.training.rows import attribute
-from dmi_connector.store.read.arrays.own_values import OTHER_VALUES
+from dmi_connector.reduce import Keeps
 from dmi_connector.store.read.attention import check_head, query_rows, seen_by_attention
 from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.hook_names import HookTable
@@ -31,7 +31,8 @@ def pattern_hooks(capture: Capture, layer: int | None = None) -> tuple[str, ...]
 
 def _other(capture: Capture, hooks: tuple[str, ...], layer: int | None) -> bool:
     """Whether one was stored as something else than its values."""
-    return any(isinstance(capture.reduction(hook, layer), OTHER_VALUES) for hook in hooks)
+    found = [capture.reduction(hook, layer) for hook in hooks]
+    return any(reduction is not None and Keeps.VALUES not in reduction.keeps for reduction in found)
 
 
 def attention_pattern(
