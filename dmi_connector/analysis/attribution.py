@@ -59,7 +59,7 @@ def logit_attribution(
 
 
 def _parts(capture: Capture, layers: range, rows: slice) -> Iterator[np.ndarray]:
-    """What the residual stream is the sum of, [rows, width] each."""
+    """The parts whose sum is the residual stream, [rows, width] each."""
     yield capture.numpy("resid_pre", 0, rows)
     for layer in layers:
         yield capture.numpy("attn_out", layer, rows)

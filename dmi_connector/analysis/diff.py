@@ -20,8 +20,8 @@ from dmi_connector.store.read.captures import Captures
 from dmi_connector.wording import suggest
 
 TOLERANCES = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""Relative errors of a row up to which two runs agree, by the dtype of the model: other batches and kernels round
-otherwise, and layer after layer adds to that.
+"""Largest relative error of a row at which two runs agree, by the dtype of the model. Other batches and kernels round
+differently, and the differences grow from layer to layer.
 """
 ROUNDED = 5e-2
 """The same where one of the two rows was reduced."""

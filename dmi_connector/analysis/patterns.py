@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention patterns from whatever a store holds of them: queries and keys, or summaries."""
+"""Attention patterns from what a store holds: queries and keys, or summaries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pattern_hooks(capture: Capture, layer: int | None = None) -> tuple[str, ...]
 
 
 def _other(capture: Capture, hooks: tuple[str, ...], layer: int | None) -> bool:
-    """Whether one was stored as something else than its values."""
+    """Whether one of the hooks was stored as other values than its own."""
     found = [capture.reduction(hook, layer) for hook in hooks]
     return any(reduction is not None and Keeps.VALUES not in reduction.keeps for reduction in found)
 

@@ -38,7 +38,7 @@ def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
 
 
 def drift(capture: Capture, hook: str = "resid_final", layer: int | None = None, since: str = "prompt") -> np.ndarray:
-    """How far each row has turned away: 1 - cosine, float32 [tokens], 0 to 2.
+    """How far the direction of each row has changed: 1 - cosine, float32 [tokens], 0 to 2.
 
     since: "prompt" compares with the mean of the prompt's rows, "previous" with the row before. Missing rows, rows of
     zeros and those without a row to compare with are NaN.

@@ -28,7 +28,7 @@ class ReduceError(ValueError):
 
 
 class Keeps(enum.Flag):
-    """What decoded rows keep of the hook's rows. Readers refuse reductions that lack what they need.
+    """What decoded rows keep of the hook's rows. An analysis refuses hooks whose reduction lacks what it needs.
 
     VALUES: each decoded value is the hook's value at that place, or 0 where the value was not kept. EVERY_VALUE: no
     value is left out. NORMS: norms and cosines of rows, at least approximately. DIRECTIONS: means and differences of
@@ -62,16 +62,17 @@ class Reduction:
     example: ClassVar[str] = ""
     """One of its forms with numbers, for messages. Reductions with `only` need it."""
     only: ClassVar[frozenset[str]] = frozenset()
-    """The hooks that it is for. No other reduction takes these, and they cannot be stored in full. Empty: it takes all
-    other hooks of floats.
+    """The hooks that it is made for: it takes no others, no other reduction takes these, and no store has them in full.
+    Empty: it takes every other hook of floats.
     """
     keeps: ClassVar[Keeps] = Keeps.ALL
+    """What decoded rows keep of the hook's rows."""
     projects: ClassVar[bool] = False
     """Whether decoded rows are projections, so that `project` works."""
     compared: ClassVar[tuple[str, ...]] = ()
     """What `dmi fidelity` measures of it by default."""
     measured: ClassVar[Mapping[str, str]] = OF_VALUES
-    """The names of `measures`, each with its meaning. Of `error` more is worse, of the others less."""
+    """The names of `measures`, each with its meaning. A larger `error` is worse. Of the others a smaller one is."""
     at_end: ClassVar[bool] = False
     """Whether small steps reduce all layers together at the end of the step. For kernels that wait more than compute.
     """
@@ -94,6 +95,7 @@ class Reduction:
     def fields_of(cls, inside: str) -> dict[str, Any]:
         """The fields that such a text sets: words and numbers, separated by commas. Raises ReduceError."""
         found: dict[str, Any] = {}
+        spec = f"{cls.kind}({inside})"
         for item in filter(None, (part.strip() for part in inside.split(","))):
             name, _, number = item.rpartition("=")
             if item in cls.flags:
@@ -101,14 +103,12 @@ class Reduction:
                 found[name] = value
             elif number.isdecimal() and name in ("", cls.number, *cls.named):
                 if not (name or cls.number):
-                    raise ReduceError(
-                        f"reduce: {cls.kind} takes no number, but '{cls.kind}({inside})' gives {item!r}; leave it out"
-                    )
+                    raise ReduceError(f"reduce: {cls.kind} takes no number, but {spec!r} gives {item!r}; leave it out")
                 found[name or cls.number] = int(number)
             else:
                 known = [*cls.flags, *([f"a number ({cls.number})"] if cls.number else [])]
                 takes = ", ".join([*known, *(f"{name}=NUMBER" for name in cls.named)]) or "nothing"
-                raise ReduceError(f"reduce: {item!r} in '{cls.kind}({inside})' is unknown; {cls.kind} takes {takes}")
+                raise ReduceError(f"reduce: {item!r} in {spec!r} is unknown; {cls.kind} takes {takes}")
         return found
 
     def settings(self) -> dict[str, Any]:

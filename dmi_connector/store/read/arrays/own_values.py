@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the rows of a hook are its own values, or something else that a reduction made of them."""
+"""Refuses hooks whose reduction does not keep what a caller needs."""
 
 from __future__ import annotations
 
