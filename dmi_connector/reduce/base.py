@@ -166,7 +166,7 @@ class Reduction:
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        """Stored rows [..., stored width] -> float32 [..., width]; for rp and pca [..., k]."""
+        """Stored rows [..., stored width] -> float32 [..., width], or [..., k] of other values than the hook's."""
         raise NotImplementedError
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
