@@ -6,6 +6,7 @@ It is captured, read, verified, measured and shown like the others.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,3 +174,22 @@ def test_its_fidelity_and_its_difference_to_full_rows_are_told(
     assert "signs" in capsys.readouterr().out
     with open_capture(tmp_path / "full.zarr", 0) as other, pytest.raises(NothingToCompare, match="it is sign in one"):
         diff(captured, other, "resid_mid")
+
+
+def test_no_module_asks_for_the_class_of_a_reduction() -> None:
+    """A reduction says itself what others need to know, so that a new one changes no other file.
+
+    AttentionSummary has a tap of its own, and a call that reads its content.
+    """
+    concrete = {kind.__name__ for kind in KINDS.values()}
+    package = Path(__file__).parents[2] / "dmi_connector"
+    found = {
+        name.name
+        for file in package.rglob("*.py")
+        if package / "reduce" not in file.parents
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+        if name.name in concrete
+    }
+    assert found == {"AttentionSummary"}

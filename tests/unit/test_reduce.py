@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from dmi_connector.reduce import KINDS, ReduceError, from_settings, parse
+from dmi_connector.reduce import ReduceError, from_settings, parse
 from dmi_connector.reduce.base import Reduction
 from dmi_connector.reduce.basis import METADATA, load
 from dmi_connector.reduce.fp8 import Fp8
@@ -424,22 +423,3 @@ def test_bases_that_do_not_fit_are_refused(basis_file: Path, tmp_path: Path) -> 
         parse(f"pca({tmp_path / 'text'})")
     with pytest.raises(ReduceError, match=r"'rank=3' in .* is unknown"):
         parse(f"pca({basis_file}, rank=3)")
-
-
-def test_no_module_asks_for_the_class_of_a_reduction() -> None:
-    """A reduction says itself what others need to know, so that a new one changes no other file.
-
-    AttentionSummary has a tap of its own, and a call that reads its content.
-    """
-    concrete = {kind.__name__ for kind in KINDS.values()}
-    package = Path(__file__).parents[2] / "dmi_connector"
-    found = {
-        name.name
-        for file in package.rglob("*.py")
-        if package / "reduce" not in file.parents
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ImportFrom)
-        for name in node.names
-        if name.name in concrete
-    }
-    assert found == {"AttentionSummary"}
