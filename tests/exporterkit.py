@@ -15,7 +15,7 @@ from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.engine.owners import OWNERS
 from dmi_connector.engine.transfer.exporter import Exporter
 from dmi_connector.hooks import ModelDims, parse_selection
-from dmi_connector.layout import row_layouts
+from dmi_connector.layout import hook_reductions, row_layouts
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.write.ring import Extent, Ring
 
@@ -30,7 +30,8 @@ def make_exporter(
     extra = {"store_dir": str(store_dir), "hooks": "q", "codec": "none", "writers": 1, **options}
     parsed = ServerOptions.parse(extra)
     selection = parse_selection(parsed.hooks, dims)
-    layouts = row_layouts(selection, dims, "float32", tp)
+    reductions = hook_reductions(parsed.reduce, selection, dims, tp)
+    layouts = row_layouts(selection, dims, "float32", tp, reductions)
     arch = ARCHITECTURES[dims.architecture]
     context = CaptureContext(parsed, arch, dims, selection, layouts, "float32", tp, OWNERS["target"], rank)
     rows = torch.zeros(tokens, layouts[rank].row_bytes, dtype=torch.uint8)

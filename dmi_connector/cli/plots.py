@@ -16,7 +16,7 @@ from dmi_connector.store.read.index import is_store
 from dmi_connector.store.read.verify import stores_of
 
 if TYPE_CHECKING:
-    from dmi_connector.analysis.stats import Statistic
+    from dmi_connector.reduce.statistic import Statistic
 
 Options = argparse.Namespace
 Open = Callable[[str], Capture]

@@ -18,7 +18,6 @@ from dmi_connector.engine.owners import owner_of
 from dmi_connector.hooks import ModelDims, Selection, parse_selection
 from dmi_connector.layout import Reductions, RowField, RowLayout, hook_reductions, row_layouts
 from dmi_connector.reduce.basis import load
-from dmi_connector.reduce.pca import Pca
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.pca_files import keep_copy
 from dmi_connector.store.write.coordinator.directories import check_directories
@@ -151,7 +150,7 @@ def _embed_scale(arch: Architecture, dims: ModelDims, dtype: torch.dtype) -> flo
 
 def _keep_bases(options: ServerOptions, reductions: Reductions) -> None:
     """Put copies of the PCA bases in use beside the stores."""
-    for source in {r.source for r in reductions.values() if isinstance(r, Pca)}:
+    for source in {fitted.source for r in reductions.values() if (fitted := r.basis()) is not None}:
         try:
             keep_copy(load(source), options.store_dir, options.file_mode)
         except OSError as error:

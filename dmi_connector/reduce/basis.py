@@ -32,6 +32,18 @@ class LayerBasis:
 
 
 @dataclass(frozen=True)
+class BasisRef:
+    """Which basis a reduction was fitted with. sha256, source: hash and path of its file; the path is "" where a store
+    names it. hook: in the file. k: components that are kept.
+    """
+
+    sha256: str
+    source: str
+    hook: str
+    k: int
+
+
+@dataclass(frozen=True)
 class Basis:
     """One file of bases. hooks: {hook: {"width", "k", "layers"}}."""
 

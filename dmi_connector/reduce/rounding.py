@@ -26,6 +26,9 @@ class Round(Reduction):
 
     bits: int = 4
     kind: ClassVar[str] = "round"
+    forms: ClassVar[tuple[str, ...]] = ("round(b)",)
+    compared: ClassVar[tuple[str, ...]] = ("round(3)",)
+    number: ClassVar[str] = "bits"
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 23:

@@ -107,7 +107,7 @@ class EngineFeed:
 
         try:
             given = self._given(prompt)
-            self._engine.add_request(name, given, self._make_sampling(key, prompt.get("loss_spans")))
+            self._engine.add_request(name, given, self._make_sampling(key, prompt.get("options", {})))
         except EngineDeadError:
             raise
         except Exception as error:  # whatever templates and tokenizers raise, other prompts may be fine
@@ -162,7 +162,7 @@ def _parser() -> Any:
 
 
 def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., Any]:
-    """(key, loss_spans) -> SamplingParams. Raises OptionError."""
+    """(key, other options under `dmi`) -> SamplingParams. Raises OptionError."""
 
     def check(some: Mapping[str, Any]) -> None:
         _maker(some, max_tokens)("a")
@@ -182,9 +182,8 @@ def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., A
     if isinstance(bias := fields.get("logit_bias"), dict):
         given["logit_bias"] = {int(token): value for token, value in bias.items()}  # keys of JSON are texts
 
-    def make(key: str, loss_spans: Any = None) -> Any:
-        options = {"key": key} if loss_spans is None else {"key": key, "loss_spans": loss_spans}
-        wanted = {"include_output_tokens": max_tokens is not None, "dmi": options}
+    def make(key: str, options: Mapping[str, Any] | None = None) -> Any:
+        wanted = {"include_output_tokens": max_tokens is not None, "dmi": {"key": key, **(options or {})}}
         return SamplingParams(**given, extra_args={"kv_transfer_params": wanted})
 
     return make

@@ -251,8 +251,7 @@ class Tracker:
             attrs={
                 "prompt_len": request.num_prompt_tokens,
                 "seed": None if sampling is None else sampling.seed,
-                "include_output_tokens": tracked.params.include_output_tokens,
-                **({} if (spans := tracked.params.loss_spans) is None else {"loss_spans": spans}),
+                **tracked.params.store_attributes,
                 "adapter": None if request.lora_request is None else request.lora_request.lora_name,
                 **media_attributes(request, self.context),
             },

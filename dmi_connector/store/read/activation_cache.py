@@ -16,8 +16,8 @@ except ImportError as error:
     ) from error
 
 from dmi_connector.dtypes import as_torch, numpy_dtype
+from dmi_connector.reduce import Keeps
 from dmi_connector.store.read import lens_names as names
-from dmi_connector.store.read.arrays.own_values import OTHER_VALUES
 from dmi_connector.store.read.attention import seen_by_attention
 
 if TYPE_CHECKING:
@@ -163,7 +163,8 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
         """Whether stored rows of a hook are not its values. layer: None for the first."""
         number = next(iter(self._capture.layers[hook]), None) if layer is None else layer
         there = layer is None or layer in self._capture.layers[hook]
-        return there and isinstance(self._capture.reduction(hook, number), OTHER_VALUES)
+        reduction = self._capture.reduction(hook, number) if there else None
+        return reduction is not None and Keeps.VALUES not in reduction.keeps
 
     def _add_patterns(self, found: LazyTensors) -> None:
         for layer in range(int(self._capture.attrs["num_layers"])):

@@ -16,11 +16,8 @@ from dmi_connector.dtypes import as_torch
 from dmi_connector.layout import TOKEN_ARRAYS
 from dmi_connector.reduce import Reduction
 from dmi_connector.reduce.attn import AttentionSummary
-from dmi_connector.reduce.basis import LayerBasis
-from dmi_connector.reduce.pca import Pca
-from dmi_connector.reduce.projection import RandomProjection
+from dmi_connector.reduce.basis import BasisRef, LayerBasis
 from dmi_connector.reduce.tally import Tally
-from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.format.locks import share
 from dmi_connector.store.format.pca_files import find_basis
 from dmi_connector.store.format.remote_path import Given, Place, place_of
@@ -240,6 +237,7 @@ class Capture:
         without `pattern`, ValueError for a head that does not exist.
         """
         reduction = self.reduction("pattern")
+        # What this returns is the content of this one reduction, so it asks for its class.
         assert isinstance(reduction, AttentionSummary), "the pattern is stored in no other form"
         check_head(head, self.shape("pattern")[-1] // reduction.words)
         parts = reduction.split(self.numpy("pattern", layer, tokens))
@@ -258,15 +256,15 @@ class Capture:
         """
         info = self.attrs["hooks"][self.sources(hook, layer)[0].array]
         reduction, direction = self.reduction(hook, layer), np.asarray(direction, np.float32)
-        if not isinstance(reduction, RandomProjection | Pca):
+        if reduction is None or not reduction.projects:
             raise ValueError(f"hook {hook!r} was not stored as a projection")
         if direction.shape != (info["reduce"]["width"],):
             raise ValueError(
                 f"the direction has shape {direction.shape}, rows of {hook!r} ({info['reduce']['width']},)"
             )
-        if isinstance(reduction, Pca):
-            return reduction.project(direction, self._basis(hook, reduction, layer, basis))
-        return reduction.merge([reduction.project(part) for part in np.split(direction, info["shards"])])
+        fitted = reduction.basis()
+        own = None if fitted is None else self._basis(hook, fitted, layer, basis)
+        return reduction.project(direction, own, int(info["shards"]))
 
     def restore(
         self,
@@ -281,17 +279,20 @@ class Capture:
         ValueError for a hook stored otherwise and for another basis, FileNotFoundError without one.
         """
         reduction = self.reduction(hook, layer)
-        if not isinstance(reduction, Pca):
+        fitted = None if reduction is None else reduction.basis()
+        if reduction is None or fitted is None:
             raise ValueError(f"hook {hook!r} was not stored as principal components")
-        own = self._basis(hook, reduction, layer, basis)
+        own = self._basis(hook, fitted, layer, basis)
         scores = self.numpy(hook, layer, tokens)
         return reduction.restore(scores[0] if scores.ndim == 3 else scores, own)
 
-    def _basis(self, hook: str, reduction: Pca, layer: int | None, basis: str | os.PathLike[str] | None) -> LayerBasis:
+    def _basis(
+        self, hook: str, fitted: BasisRef, layer: int | None, basis: str | os.PathLike[str] | None
+    ) -> LayerBasis:
         """The basis of one layer of a hook: that of the array it lies in, with the layer's number there."""
         source = self._only(hook, layer, "a basis")
         layers = self.attrs["hooks"][source.array]["layers"] or [0]
-        return find_basis(reduction.sha256, self.path, basis).of(reduction.hook, layers[source.index], reduction.k)
+        return find_basis(fitted.sha256, self.path, basis).of(fitted.hook, layers[source.index], fitted.k)
 
     def _only(self, hook: str, layer: int | None, what: str) -> Source:
         """Where one layer of a hook lies. Raises ValueError where there are several and none is named."""
@@ -312,9 +313,7 @@ class Capture:
             raise ValueError(f"{hook!r} holds whole numbers, which have no magnitude to average; name another hook")
         if reduced is None:
             return Tally.of(rows.astype(np.float32))
-        if isinstance(reduced.reduction, TopK):
-            return reduced.reduction.tally_slices(reduced.slices(rows), reduced.width, reduced.dtype)
-        return Tally.of(reduced.decode(rows))
+        return reduced.reduction.tally_slices(reduced.slices(rows), reduced.width, reduced.dtype)
 
     def runs(self, most: int) -> Iterator[slice]:
         """Slices of at most `most` rows that together hold all rows that are not missing."""
