@@ -21,7 +21,8 @@ import numpy as np
 
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.shard_index import EMPTY
-from dmi_connector.store.read.arrays.shard_reader import ShardReader, StoredArray
+from dmi_connector.store.read.arrays.hook_array import HookArray
+from dmi_connector.store.read.arrays.shard_reader import ShardReader
 
 TOLERANCE = {"bfloat16": 2 * 2.0**-8, "float16": 2 * 2.0**-11, "float32": 1e-5, "float64": 1e-12}
 """Largest error of a sum of two, as a part of the row's largest magnitude: 2 ulp at that scale; 1e-5 for float32. A sum
@@ -31,9 +32,9 @@ Term = tuple[str, int]
 """(hook, layer)."""
 
 
-def equations(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> list[tuple[Term, ...]]:
+def equations(attrs: Mapping[str, Any], arrays: Mapping[str, HookArray]) -> list[tuple[Term, ...]]:
     """(sum, a, b, ...) for each sum whose terms are all stored."""
-    layers = {name: list(array.spec.layers) or [0] for name, array in arrays.items() if not array.spec.reduce}
+    layers = {name: list(array.layers) or [0] for name, array in arrays.items() if not array.reduce}
     last = int(attrs.get("num_layers") or max((max(ls) for ls in layers.values()), default=0) + 1) - 1
     found: list[tuple[Term, ...]] = []
     for layer in range(last + 1):
@@ -65,7 +66,7 @@ def _text_rows(attrs: Mapping[str, Any]) -> np.ndarray:
     return text
 
 
-def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> Iterator[tuple[str, str]]:
+def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, HookArray]) -> Iterator[tuple[str, str]]:
     """Check every sum on every stored token. Yields (where, what) for each chunk of tokens in which one is wrong.
 
     Rows that hold a NaN or an infinity have no sum to check, and are left out.
@@ -79,9 +80,9 @@ def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]
         rows: dict[tuple[str, int, int], np.ndarray | None] = {}
         spans = sorted({(slot[-1], first, stop) for slot, first, stop in any_array.chunks(segment, 0)})
         readers = {
-            (name, shard): arrays[name].shard(segment, shard)
+            (name, shard): ShardReader.open(arrays[name], segment, shard)
             for name in {name for equation in wanted for name, _ in equation}
-            for shard in range(arrays[name].spec.shards)
+            for shard in range(arrays[name].shards)
             if arrays[name].path(segment, shard) in attrs["files"]
         }
         for n, first, stop in spans:
@@ -99,7 +100,7 @@ def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]
                 error[~np.isfinite(scale)] = 0
                 if for_text(attrs, equation):
                     error *= text[first:stop]
-                most = TOLERANCE[arrays[equation[0][0]].spec.dtype] * (len(equation) - 1) / 2
+                most = TOLERANCE[arrays[equation[0][0]].dtype.name] * (len(equation) - 1) / 2
                 bad = np.flatnonzero(error > most * scale)
                 if len(bad):
                     worst = int(np.argmax(error))
@@ -112,11 +113,11 @@ def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]
 
 
 def _rows(
-    array: StoredArray, readers: Mapping[tuple[str, int], ShardReader], layer: int, n: int, count: int
+    array: HookArray, readers: Mapping[tuple[str, int], ShardReader], layer: int, n: int, count: int
 ) -> np.ndarray | None:
-    shard, index = divmod(list(array.spec.layers).index(layer) if array.spec.layers else 0, array.spec.shard_layers)
-    reader, slot = readers.get((array.spec.name, shard)), (index, n)
+    shard, index = divmod(array.layers.index(layer) if array.layers else 0, array.part_layers)
+    reader, slot = readers.get((array.name, shard)), (index, n)
     if reader is None or reader.index[slot][0] == EMPTY:
         return None
-    wide = np.float64 if array.spec.dtype in ("float32", "float64") else np.float32
+    wide = np.float64 if array.dtype.name in ("float32", "float64") else np.float32
     return np.asarray(reader.chunk(slot)[:count].astype(wide))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dmi_connector.codecs import CODECS
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format import schema
@@ -118,13 +119,17 @@ class ArrayWriter:
         self._end = max(self._end, first + count)
         if count < chunk:
             self._short_end = first + count
-        plain = behind and self._costs.plain_next()
+        plain = self._plain(behind)
         places = []
         for spec, base in self._arrays:
             if not spec.per_sample:
                 at, size = base * count, spec.token_bytes * count
                 places.append(self._append(spec, payload[at : at + size], first, count, plain))
         self._journal.chunk(first, count, places, token_ids)
+
+    def _plain(self, behind: bool) -> bool:
+        """Whether to leave the next chunk uncompressed. behind: whether the writer is."""
+        return behind and CODECS[self._layout.codec].has_plain and self._costs.plain_next()
 
     def _append(self, spec: ArraySpec, data: np.ndarray, first: int, count: int, plain: bool) -> bytes:
         """Append the chunk of one array to its shard. Returns its places for the journal."""
@@ -172,7 +177,7 @@ class ArrayWriter:
         if not spec.per_sample or len(payload) < size:
             raise ValueError(f"{count} rows of {name!r} do not fit {len(payload)} bytes")
         block = payload[:size].view(f"u{spec.itemsize}").reshape(count, spec.local_width)
-        plain = behind and self._costs.plain_next()
+        plain = self._plain(behind)
         places = []
         for i, position in enumerate(positions):
             segment, slot = divmod(first + i, schema.SAMPLES_PER_SHARD)

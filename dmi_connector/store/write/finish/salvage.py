@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import file_checksum
 from dmi_connector.store.format.completeness import Cause, Loss, losses_to_json, merge_ranges
 from dmi_connector.store.format.shard_index import EMPTY, empty_index, index_bytes
-from dmi_connector.store.read.arrays.shard_reader import ShardReader, StoredArray
+from dmi_connector.store.read.arrays.hook_array import HookArray
+from dmi_connector.store.read.arrays.shard_reader import ShardReader
 from dmi_connector.store.read.files.store_files import LocalFiles, load_file
 from dmi_connector.store.write.arrays.array_writer import FileList, plain_array, write_file
 from dmi_connector.store.write.arrays.journal import JOURNAL_PREFIX, JournalArray, JournalContent, read_journal
@@ -147,7 +147,8 @@ class Salvage:
         array.
         """
         length = self._sample_count(spec.name) if spec.per_sample else self.length
-        stored = StoredArray(LocalFiles(self.partial), spec, length, self.grid, self.codec)
+        document = schema.hook_document(spec, length, self.grid, self.codec)
+        stored = HookArray.parse(LocalFiles(self.partial), spec.name, document, complete=False)
         files: FileList = {}
         damaged: list[str] = []
         ranks = [self._rank(stored, self.arrays.get((spec.name, i)), files, damaged) for i in range(spec.shards)]
@@ -163,14 +164,13 @@ class Salvage:
             if len(whole) < length:
                 lost = length - len(whole)
                 self.losses.append(Loss.of(Cause.SAMPLES_LOST, hook=spec.name, lost=lost, samples=length))
-        document = schema.hook_document(spec, length, self.grid, self.codec)
         write_file(str(self.partial), f"{spec.name}/zarr.json", schema.dump(document), files)
-        rows = sum(min(stored.rows_per_chunk, length - first) for first in whole)
+        rows = sum(min(stored.chunk_rows, length - first) for first in whole)
         self.bytes_raw += rows * spec.n_layers * spec.width * spec.itemsize
         self.files |= files
         return whole
 
-    def _rank(self, stored: StoredArray, array: JournalArray | None, files: FileList, damaged: list[str]) -> set[int]:
+    def _rank(self, stored: HookArray, array: JournalArray | None, files: FileList, damaged: list[str]) -> set[int]:
         """Rebuild the shards that one rank wrote of an array; adds to `files` and `damaged`."""
         if array is None:
             return set()
@@ -178,18 +178,17 @@ class Salvage:
         return set().union(*sound)
 
     def _shard(
-        self, stored: StoredArray, array: JournalArray, segment: int, files: FileList, damaged: list[str]
+        self, stored: HookArray, array: JournalArray, segment: int, files: FileList, damaged: list[str]
     ) -> set[int]:
         """Check the chunks of a shard and write its index. Returns the first rows of those sound in all layers."""
-        spec, path = stored.spec, stored.path(segment, array.spec.rank)
-        known = [(s, a, b) for s, a, b in stored.chunks(segment, array.spec.rank) if array.counts.get(a) == b - a]
-        chunks = stored.rows_per_segment // stored.rows_per_chunk
-        index = empty_index((chunks,) if spec.per_sample else (spec.shard_layers, chunks))
+        rank = array.spec.rank
+        path = stored.path(segment, rank)
+        known = [(s, a, b) for s, a, b in stored.chunks(segment, rank) if array.counts.get(a) == b - a]
+        index = empty_index(stored.slots)
         for slot, first, _ in known:
-            index[slot] = array.places[first][0 if spec.per_sample else slot[0]]
+            index[slot] = array.places[first][0 if stored.per_sample else slot[0]]
         data = load_file(self.partial / path)
-        shape = (stored.rows_per_chunk, spec.local_width)
-        reader = ShardReader(b"" if data is None else data, index, numpy_dtype(spec.dtype), shape, self.codec)
+        reader = ShardReader(stored, b"" if data is None else data, index)
         sound = {first for _, first, _ in known}
         for slot, first, stop in known:
             try:
@@ -197,7 +196,7 @@ class Salvage:
             except ValueError as error:
                 index[slot] = EMPTY
                 sound.discard(first)
-                layer = f" layer {spec.layers[array.spec.first_layer + slot[0]]}" if spec.layers else ""
+                layer = f" layer {stored.layers[stored.first_layer(rank) + slot[0]]}" if stored.layers else ""
                 damaged.append(f"{error} ({path},{layer} rows {first} to {stop - 1})")
         if (index[..., 0] != EMPTY).any():
             checksum = file_checksum(path, reader.content())
