@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads one inner chunk: checks its crc32c, decodes it, and copies the wanted rows. All readers use it."""
+"""Reads one inner chunk: checks its crc32c, decodes it, and copies the wanted rows. Every reader uses this module."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _scratch = Scratch()
 
 
 def most_stored(array: HookArray) -> int:
-    """Bytes of a stored chunk at most. An index with a larger one is wrong, and no memory is allocated for it."""
+    """Upper bound of the bytes of a stored chunk. A larger one in an index is an error, and gets no memory."""
     return 2 * array.chunk_bytes + 1024
 
 
 def read_piece(array: HookArray, file: StoredFile, offset: int, size: int, piece: Piece) -> None:
-    """Read rows of the chunk of `size` bytes at `offset` in a shard file.
+    """Read `piece` from the chunk of `size` bytes at `offset` of a shard file.
 
-    A chunk that an incomplete store lacks is read as zeros. Raises ValueError for one that is damaged, or absent from a
-    complete store.
+    A chunk that an incomplete store lacks is read as zeros. Raises ValueError for a damaged chunk, and for one that a
+    complete store lacks.
     """
     if offset == ABSENT:
         if array.complete:
@@ -55,7 +55,7 @@ def read_piece(array: HookArray, file: StoredFile, offset: int, size: int, piece
 
 
 def _target(array: HookArray, piece: Piece) -> np.ndarray | None:
-    """The part of the result that the first n bytes of the decoded chunk become, uint8 [n]; None for other rows."""
+    """The part of the result, uint8 [n], that equals the first n bytes of the decoded chunk. None if there is none."""
     if type(piece.places) is not slice or type(piece.rows) is not slice or piece.rows.start:
         return None
     rows = piece.out[piece.places]
@@ -93,7 +93,7 @@ def _put(array: HookArray, raw: np.ndarray, piece: Piece) -> None:
     values = raw.view(array.bits).reshape(array.chunk_rows, array.columns)[piece.rows]
     out = piece.out
     if out.dtype == array.bits:
-        # Rows as single elements: numpy then copies each at once.
+        # A row is one element here, so numpy copies it at once.
         out.view(array.row)[:, 0][piece.places] = values.view(array.row)[:, 0]
     elif array.dtype != _BFLOAT16:
         out[piece.places] = values.view(array.dtype)

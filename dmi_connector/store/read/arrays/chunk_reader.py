@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads, checks and decodes inner chunks in threads, and puts their rows where they belong."""
+"""Reads the planned rows of many shard files in threads."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dmi_connector.store.read.files.store_files import HeldBytes
 from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads, read_threads
 
 _LEAST_JOB, _MOST_JOB = 1 << 20, 16 << 20
-"""Decoded bytes that a thread takes at a time."""
+"""Decoded bytes of one job of a thread."""
 _MOST_RUN, _MOST_FETCHED = 8 << 20, 256 << 20
-"""Stored bytes of one request to an object store; decoded bytes that are planned at a time for it."""
+"""Of an object store: stored bytes of one request; decoded bytes that are planned at a time."""
 
 
 def read_pieces(planned: Iterable[ShardPieces]) -> None:
-    """Read everything that is planned, of any number of arrays and stores.
+    """Read everything that is planned, from any number of arrays and stores.
 
-    Raises ValueError that names the file for a chunk that is damaged, FileNotFoundError for a shard that a complete
-    store lacks. What an incomplete store lacks becomes zeros.
+    Raises ValueError, with the name of the file, for a damaged chunk; FileNotFoundError for a shard that a complete
+    store lacks. Rows that an incomplete store lacks become zeros.
     """
     listed = list(planned)
     remote = [some for some in listed if some.array.files.remote]
@@ -34,8 +34,8 @@ def read_pieces(planned: Iterable[ShardPieces]) -> None:
 def read_blocks(plan: Callable[[int], Iterable[ShardPieces]], blocks: Sequence[int], nbytes: int) -> None:
     """Plan and read many blocks, each in the thread that reads it. Raises as `read_pieces` does.
 
-    plan: gives what is to be read for a block. blocks: of some `nbytes` each. Holding all plans at once would
-    trigger the garbage collector again and again.
+    plan: returns what to read for a block. blocks: numbers for `plan`. nbytes: decoded bytes of a block, about. If all
+    plans were held at once, they would trigger the garbage collector again and again.
     """
     if blocks and any(some.array.files.remote for some in plan(blocks[0])):
         most = max(1, _MOST_FETCHED // max(1, nbytes))
@@ -53,14 +53,14 @@ def read_blocks(plan: Callable[[int], Iterable[ShardPieces]], blocks: Sequence[i
 
 
 def _plan_all(plan: Callable[[int], Iterable[ShardPieces]], blocks: Sequence[int]) -> list[ShardPieces]:
-    """What is to be read for blocks. Planning a block of another store asks a server for that store's metadata."""
+    """Plan many blocks, in threads: a plan may have to request the metadata of its store."""
     planned: list[ShardPieces] = []
     in_fetch_threads(lambda block: planned.extend(plan(block)), blocks)
     return planned
 
 
 def _jobs(planned: list[ShardPieces]) -> Iterator[list[ShardPieces]]:
-    """The work of one thread at a time: few pieces of a large shard, or several small shards."""
+    """Split the work into jobs: some pieces of a large shard, or several small shards."""
     total = sum(len(some.pieces) * some.array.chunk_bytes for some in planned)
     limit = min(max(_LEAST_JOB, total // (2 * read_threads())), _MOST_JOB)
     job: list[ShardPieces] = []
@@ -113,7 +113,7 @@ def _without(some: ShardPieces, path: str, error: FileNotFoundError) -> None:
 
 @contextlib.contextmanager
 def _naming(array: HookArray, path: str) -> Iterator[None]:
-    """Errors of damage within the block name the file."""
+    """Add the name of the file to a ValueError that the block raises."""
     try:
         yield
     except ValueError as error:
@@ -134,7 +134,7 @@ class _Run(NamedTuple):
 
 
 def _fetch(planned: list[ShardPieces]) -> None:
-    """Read from an object store: first all indexes that are not known, then all chunks, many requests at a time."""
+    """Read from an object store, many requests at a time: first all unknown indexes, then all chunks."""
     unknown = {
         (some.array, some.segment, some.shard): some
         for some in planned
@@ -154,9 +154,9 @@ def _fetch_index(some: ShardPieces) -> None:
 
 
 def _runs(some: ShardPieces) -> Iterator[_Run]:
-    """The requests for the pieces of a shard. Bytes between them are not asked for."""
+    """The requests for the pieces of a shard. They do not include bytes between the pieces."""
     array, path = some.array, some.array.path(some.segment, some.shard)
-    if not array.knows_index(some.segment, some.shard):  # an incomplete store lacks the file
+    if not array.knows_index(some.segment, some.shard):  # the file is missing, in an incomplete store
         _without(some, path, FileNotFoundError(path))
         return
     index = array.known_index(some.segment, some.shard)

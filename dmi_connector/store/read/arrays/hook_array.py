@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One array of a store, read straight from its shard files: which chunk holds which rows, and where they go.
+"""The geometry of an array: which chunk of which shard file holds which rows, and where they go in the result.
 
 zarr-python reads the same arrays. This is faster: threads read, check and decode whole chunks, directly into the result
 where possible.
@@ -25,10 +25,10 @@ Slot = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """Rows of one inner chunk, and where they go.
+    """Rows of one inner chunk, and their place in the result.
 
-    slot: the chunk's place in the index of its shard. rows: of the chunk. out: [any, columns of the shard], in the bits
-    of the stored dtype, or float32. places: the rows of `out` that they become.
+    slot: of the chunk in the index of its shard. rows: which rows of the chunk. out: [any, columns of the shard], in
+    `HookArray.bits` or float32. places: the rows of `out` that receive them.
     """
 
     slot: Slot
@@ -125,7 +125,7 @@ class HookArray:
 
     @functools.cached_property
     def by_layers(self) -> bool:
-        """Whether a shard has some of the layers, and not columns."""
+        """Whether a shard holds some of the layers, not some of the columns."""
         return self.part_layers < self.shape[0]
 
     @property
@@ -196,16 +196,16 @@ class HookArray:
                 yield (n,) if self.per_sample else (layer, n), first, end
 
     def rows(self, wanted: slice | Sequence[int] | np.ndarray | None) -> slice | np.ndarray:
-        """As `row_numbers` gives them; None: all rows. Raises IndexError as it does."""
+        """What `row_numbers` returns for `wanted`; all rows for None. Raises IndexError as it does."""
         return slice(0, self.shape[1]) if wanted is None else row_numbers(wanted, self.shape[1], self.name)
 
     def plan(
         self, layers: Iterable[int], rows: slice | np.ndarray, out: np.ndarray, places: np.ndarray | None = None
     ) -> Iterator[ShardPieces]:
-        """What is to be read for `out`, [layers, n, width].
+        """What to read for `out`, [layers, n, width].
 
-        layers: indexes along the layer axis. rows: what `rows` returned. places: rows of `out` for each of `rows`, by
-        default 0, 1, ... out: in `bits` of the stored dtype, or float32.
+        layers: indexes along the layer axis. rows: what `rows` returned. out: in `bits`, or float32. places: the row of
+        `out` for each of `rows`, by default 0, 1, ...
         """
         layers = list(layers)
         if isinstance(rows, slice) and rows.start >= rows.stop:
@@ -227,7 +227,7 @@ class HookArray:
                 yield self._of_shard(segment, shard, layers, chunks, out)
 
     def _holding(self, layers: list[int]) -> Iterable[int]:
-        """Numbers of the shards of a segment that have some of these layers."""
+        """Numbers of the shards of a segment that hold any of these layers."""
         return sorted({layer // self.part_layers for layer in layers}) if self.by_layers else range(self.shards)
 
     def _of_shard(

@@ -82,7 +82,7 @@ def encode(chunk: np.ndarray, codec: str, rows: int | None = None, plain: bool =
 
 
 class FileCache:
-    """Open file descriptors. The least recently used is closed first, so that many captures fit one process."""
+    """Open file descriptors, at most `limit`. The least recently used one is closed first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -108,8 +108,8 @@ class FileCache:
 class ShardWriter:
     """Appends encoded inner chunks to one shard file and writes the index at `close`.
 
-    slots: shape of the shard in inner chunks, (layers, chunks) or (rows,). A failed append leaves no trace in the
-    index, and the next one cuts its bytes off. index: where each inner chunk lies so far, see shard_index.py.
+    slots: shape of the shard in inner chunks, (layers, chunks) or (rows,). index: the place of each inner chunk so far,
+    see shard_index.py. A failed append does not change the index, and the next append cuts its bytes off.
     """
 
     def __init__(self, path: str, slots: tuple[int, ...], files: FileCache) -> None:
@@ -122,13 +122,13 @@ class ShardWriter:
 
     @property
     def full(self) -> bool:
-        """Whether every inner chunk is there, so that only the index can follow."""
+        """Whether every inner chunk was appended."""
         return not bool((self.index[..., 0] == EMPTY).any())
 
     def append(self, slots: Sequence[tuple[int, ...]], chunks: Iterable[Encoded]) -> int:
         """Write encoded chunks for the given slots. Returns the bytes added, holes included. Raises OSError.
 
-        chunks: may be a generator; a chunk is written soon after it was encoded, while it is in a cache.
+        chunks: may be a generator. A chunk is then written while it is still in a cache.
         """
         fd = self._begin()
         entries: list[tuple[int, int]] = []
@@ -161,7 +161,7 @@ class ShardWriter:
         return bool(self.index[slot][0] != EMPTY)
 
     def take_back(self, slot: tuple[int, ...]) -> None:
-        """Forget a chunk and all that were appended after it. The next append begins where it began."""
+        """Remove a chunk and all that were appended after it. The next append overwrites them."""
         at = self.index[slot][0]
         before = self.index[..., 0] < at
         self._crcs = self._crcs[: 4 * int(before.sum())]
@@ -169,7 +169,7 @@ class ShardWriter:
         self._end, self._torn = int(at), True
 
     def close(self, slots: tuple[int, ...] | None = None) -> tuple[int, bytes]:
-        """Write the index, narrowed to the shape `slots`, and close the file.
+        """Write the index, cut to the shape `slots`, and close the file.
 
         Returns the size of the file and what its checksum covers. Raises OSError, and ValueError when a chunk lies
         outside `slots`.
@@ -191,7 +191,7 @@ class ShardWriter:
         self._files.close(self.path)
 
     def _begin(self) -> int:
-        """The descriptor, with what a failed write left cut off: its bytes would show through a hole."""
+        """The descriptor. Bytes of a failed write are cut off: they would remain in a hole of the next one."""
         fd = self._files.get(self.path)
         if self._torn:
             os.ftruncate(fd, self._end)
