@@ -32,9 +32,10 @@ import numpy as np
 
 from benchmarks import common, stores
 from benchmarks.node_limits import ROWS, Machine, Numbers, split, table
+from dmi_connector.codecs import CODECS
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import ArraySpec, PayloadLayout, hook_reductions, row_layouts
-from dmi_connector.settings import CODECS, ServerOptions
+from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.locks import PartialLock
 from dmi_connector.store.format.paths import no_follow
 from dmi_connector.store.read.index import read_index

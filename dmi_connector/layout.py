@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from dmi_connector.codecs import CODECS
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.hooks import ALIASES, HOOKS, ModelDims, Selection, hook_dtype
 from dmi_connector.ranks import Place, shard_of, writers_of_whole
 from dmi_connector.reduce import ReduceError, Reduction, parse, summaries
-from dmi_connector.settings import CODECS
 from dmi_connector.wording import suggest
 
 Reductions = Mapping[str, Reduction]

@@ -52,26 +52,16 @@ def _of_token(rows: np.ndarray, token: int) -> np.ndarray:
     return np.asarray(log_softmax(rows)[:, token])
 
 
-def heat(capture: Capture, hook: str, statistic: str, index: int, window: slice) -> np.ndarray:
-    """A statistic of the rows `window` in every layer of a hook, float32 [layers, tokens].
-
-    index: the neuron, head or token id, for statistics that take one. window: any slice of the store's rows. NaN where
-    the store has no value: missing rows, and tokens without logits. Layers are read one at a time.
-
-    Raises KeyError for an unknown hook, ValueError for an unknown statistic or an index outside its range.
-    """
-    chosen = find_statistic(capture, hook, statistic)
-    layers: list[int | None] = [*capture.layers[hook]] or [None]
-    return np.stack([of_layer(capture, hook, layer, chosen, index, window) for layer in layers])
-
-
 def of_layer(
     capture: Capture, hook: str, layer: int | None, statistic: Statistic, index: int, window: slice
 ) -> np.ndarray:
-    """A statistic of the rows `window` in one layer of a hook, float32 [tokens], NaN as in `heat`.
+    """A statistic of the rows `window` in one layer of a hook, float32 [tokens].
 
-    layer: None for a hook that exists once. Raises KeyError for what was not captured, ValueError for an index outside
-    its range.
+    layer: None for a hook that exists once. statistic: one of `statistics`. index: the neuron, head or token id, for
+    statistics that take one. window: any slice of the store's rows. NaN where the store has no value: missing rows, and
+    tokens without logits.
+
+    Raises KeyError for what was not captured, ValueError for an index outside its range.
     """
     _check_index(capture, hook, statistic, index)
     there = present_rows(capture)[window]

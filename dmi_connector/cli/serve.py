@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 from dmi_connector.args import OWNERS, capture_args
 from dmi_connector.cli import units
+from dmi_connector.codecs import CODECS
 from dmi_connector.option_values import OptionError
 from dmi_connector.reduce import forms
-from dmi_connector.settings import CHECKS, CODECS, CUDA_GRAPHS, FILE_MODES, POLICIES, SINKS, ServerOptions
+from dmi_connector.settings import CHECKS, CUDA_GRAPHS, FILE_MODES, POLICIES, SINKS, ServerOptions
 from dmi_connector.store.write.coordinator.directories import check_directories
 
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -28,7 +29,7 @@ _CONFLICT = re.compile(
     r"^(?:--(?P<long>kv[-_]transfer[-_]config|speculative[-_]config)(?:[.=]|$)|(?P<short>-sc)(?:[.=]|$))"
 )
 _CHOICES = {
-    "codec": CODECS,
+    "codec": tuple(CODECS),
     "policy": POLICIES,
     "sink": SINKS,
     "file_mode": FILE_MODES,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters and gauges of captures for vLLM's Prometheus endpoint and its log (docs/OPERATIONS.md).
 
-Once a step vLLM asks both halves of the connector what changed (`CaptureStats`). Ranks answer in steps in which they
-report (`StepMetadata`): at least one in STEPS_TOGETHER. vLLM joins the answers of all ranks. The process that serves
-/metrics gets them (`CaptureProm`).
+In each step vLLM asks both halves of the connector what changed (`CaptureStats`). A rank answers in the steps in which
+it reports (`StepMetadata`), at least once in STEPS_TOGETHER steps. vLLM adds the answers of all ranks, and passes them
+to the process that serves /metrics (`CaptureProm`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from dmi_connector.store.format.completeness import LABELS
 
 if TYPE_CHECKING:
-    from dmi_connector.engine.transfer.exporter import Exporter
+    from dmi_connector.engine.transfer.chunk_transfer import Progress
+    from dmi_connector.store.write.client import StoreClient
+    from dmi_connector.store.write.ring import Ring
 
 Numbers = dict[str, int | float]
 
@@ -46,7 +48,7 @@ BACKLOG = "backlog_bytes"
 """Gauge: bytes of the host buffer in use. Its key in CaptureStats ends with the rank."""
 
 _OF_EVERY_RANK = ("bytes_raw", "bytes_stored")
-"""Counts that ranks above 0 report. Each rank writes a part of every store; rank 0 alone counts captures."""
+"""Counts that every rank reports: each writes a part of every store. The other counts come from rank 0 alone."""
 
 
 class CaptureStats(KVConnectorStats):
@@ -111,33 +113,35 @@ class CaptureProm(KVConnectorPromMetrics):
 
 
 class Meter:
-    """Finds the changes on one worker. The engine's thread calls it in steps in which ranks report."""
+    """Finds the changes on one rank. The engine's thread calls it in the steps in which ranks report.
 
-    def __init__(self, exporter: Exporter) -> None:
-        self._exporter = exporter
-        self._told: Numbers = {}
+    progress: counts of the rank's exports. client: counts stores, None without stores. ring: the host buffer.
+    """
+
+    def __init__(self, progress: Progress, client: StoreClient | None, ring: Ring, rank: int) -> None:
+        self._progress, self._client, self._ring, self._rank = progress, client, ring, rank
+        self._reported: Numbers = {}
         self._backlog = 0
 
     def totals(self) -> Numbers:
         """Counts since the start, by key of COUNTERS."""
-        exporter = self._exporter
-        if exporter.client is None:
-            return dict(exporter.progress.counts)
-        counts = exporter.client.counts()
-        if exporter.rank:
+        if self._client is None:
+            return dict(self._progress.counts)
+        counts = self._client.counts()
+        if self._rank:
             counts = {key: counts[key] for key in _OF_EVERY_RANK}
-        return exporter.progress.counts | counts
+        return self._progress.counts | counts
 
     def take(self) -> CaptureStats | None:
         """Changes since the last call; None if there are none."""
-        totals, backlog = self.totals(), self._exporter.ring.used
-        if totals == self._told and backlog == self._backlog:
+        totals, backlog = self.totals(), self._ring.used
+        if totals == self._reported and backlog == self._backlog:
             return None
-        data = {key: value - self._told.get(key, 0) for key, value in totals.items()}
+        data = {key: value - self._reported.get(key, 0) for key, value in totals.items()}
         data = {key: value for key, value in data.items() if value}
         if backlog != self._backlog:
-            data[f"{BACKLOG}.{self._exporter.rank}"] = backlog
-        self._told, self._backlog = totals, backlog
+            data[f"{BACKLOG}.{self._rank}"] = backlog
+        self._reported, self._backlog = totals, backlog
         return CaptureStats(data) if data else None
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
+from dmi_connector.codecs import CODECS
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.scheduler.quota import UNLIMITED
 from dmi_connector.option_values import OptionError
@@ -37,11 +38,6 @@ CPU_HOST_BYTES, GPU_STAGING_BYTES = 256 << 20, 1 << 30
 
 MOST_HOST_SHARE, ALL_HOSTS_SHARE = 1 / 8, 1 / 4
 """Default host buffers beside GPUs, as shares of the machine's memory: for one GPU at most, and for all together."""
-
-WRITER_GB_PER_S = {"none": 1.6, "plain": 1.4, "lz4": 0.7, "zstd": 0.4}
-"""Raw GB/s of one writer process on bf16 activations, for the estimate in the log (docs/PERFORMANCE.md), by codec.
-"plain": chunks of other codecs that are left uncompressed.
-"""
 
 MOST_GPU_WRITERS, MOST_CPU_WRITERS, CPU_CORES_A_WRITER = 64, 4, 4
 """Default writers at most, beside a GPU and on a CPU; on a CPU one for so many cores, the rest being the model's."""
@@ -198,16 +194,17 @@ def announce(
     if lane is not None:
         limits["link"] = lane.link_bytes_per_second()
     if writers:
-        compressed = writers * WRITER_GB_PER_S[options.codec] * 1e9
-        if options.codec == "none" or write_settings(options, 0, lane is not None).always_compress:
-            limits[f"{writers} writers, codec {options.codec}"] = compressed
+        codec = CODECS[options.codec]
+        compressed, plain = writers * codec.gb_per_s * 1e9, codec.plain_gb_per_s if codec.compresses else None
+        if plain is None or write_settings(options, 0, lane is not None).always_compress:
+            limits[f"{writers} writers, codec {codec.name}"] = compressed
         else:
-            limits[f"{writers} writers, uncompressed"] = writers * WRITER_GB_PER_S["plain"] * 1e9
+            limits[f"{writers} writers, uncompressed"] = writers * plain * 1e9
             logger.info(
                 "dmi_connector: %d writers compress with %s up to about %.1f GB/s = %.0f tokens/s; above that they "
                 "leave chunks uncompressed, unless the disk is slower (always_compress: never)",
                 writers,
-                options.codec,
+                codec.name,
                 compressed / 1e9,
                 compressed / full.payload.token_bytes,
             )

@@ -33,6 +33,7 @@ def test_imports_keep_the_rules() -> None:
         ("engine/contract.py", "import dmi_connector.engine.context", "No circles"),
         ("settings.py", "import vllm", "Only the engine imports vllm"),
         ("store/read/metadata.py", "import torch", "Stores need no torch"),
+        ("store/read/arrays/chunk.py", "from numcodecs import blosc", "Only codecs import"),
     ],
 )
 def test_an_import_against_the_rules_is_found(file: str, line: str, broken: str, tmp_path: Path) -> None:

@@ -59,7 +59,6 @@ class Exporter:
         self.ending: list[tuple[CaptureExport, Close]] = []
         self.finished: set[str] = set()
         self.progress = Progress()
-        self.meter = Meter(self)
         self.store_attrs = store_attributes(context, vllm_config)
         options = context.options
         full = self._layout(dict(context.selection.hooks))
@@ -78,6 +77,7 @@ class Exporter:
             writers = options.writers or sizing.default_writers(gpu, share)
             self.client = StoreClient(sizes.host, writers, sizing.write_settings(options, rank, gpu))
         self.ring = self.client.ring if self.client else Ring(sizes.host)
+        self.meter = Meter(self.progress, self.client, self.ring, rank)
         self.lane: DeviceLane | None = None
         if gpu and options.sink != "null":
             self.lane = DeviceLane(self.ring, sizes.staging, self.rows, sizes.least_host)

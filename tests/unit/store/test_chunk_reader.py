@@ -187,7 +187,9 @@ def test_a_shard_of_another_store_is_no_error_of_memory(tmp_path: Path) -> None:
     write(tmp_path / "b.zarr", "none")
     capture = open_capture(tmp_path / "a.zarr", timeout=0)
     (tmp_path / "a.zarr/z/c/0/0/0").write_bytes((tmp_path / "b.zarr/z/c/0/0/0").read_bytes())
-    with pytest.raises(ValueError, match=r"z/c/0/0/0: the chunk (has \d+ bytes, not 32 x 4 values|at byte)"):
+    with pytest.raises(
+        ValueError, match=r"z/c/0/0/0: the chunk (cannot be decompressed \(it has \d+ bytes, not 512\)|at byte)"
+    ):
         capture.numpy("z")
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blosc frames of chunks. Those of zstd are made here, twice as fast as by Blosc; any Blosc reader decodes them.
+"""Writes Blosc frames of zstd, twice as fast as Blosc does. Any reader of Blosc decodes them.
 
-Activations rarely repeat. What shrinks is the bytes of their exponents, because some values are more frequent than
-others. Each of Blosc's levels of zstd spends most of its time looking for matches. With a search that gives up at once
-(matches of 7 bytes or more, a table of 64 entries) zstd is left with its entropy coder, and the ratio even rises: on
-normal bfloat16 numbers from 1.43 to 1.50. Where rows recur, as embeddings of a token do, zstd searches as at level 1.
+Activations rarely repeat. The bytes of their exponents shrink, because some values are more frequent than others. At
+each level of zstd, Blosc spends most of the time searching for matches. With a search that gives up at once (matches of
+7 bytes or more, a table of 64 entries) little more than zstd's entropy coder runs, and the ratio even rises: for normal
+bfloat16 numbers from 1.43 to 1.50. Where rows repeat, as embeddings of a token do, zstd searches as at level 1.
 
-A frame is a header of 16 bytes, the offset of its only block, and the block. The block holds for each byte of an
-element the length of its plane (the bytes of that significance of all elements), then the plane as a zstd frame, or as
-it is where zstd gains nothing.
+A frame has a header of 16 bytes, the offset of its only block, and the block. For each byte of an element the block
+holds a plane: the bytes of that significance of all elements. A plane is stored as its length and a zstd frame, or
+uncompressed where zstd gains nothing.
 
-A plain frame is a header and the elements as they are. Writers that fall behind make those (plain.py).
+A plain frame is a header and the uncompressed elements. Writers that are behind make plain frames (plain.py).
 """
 
 from __future__ import annotations
@@ -19,32 +19,27 @@ import functools
 import struct
 
 import numpy as np
-import zstandard
-from numcodecs import blosc
 
-from dmi_connector.store.format.schema import blosc_settings
-
-_SHUFFLES = {"noshuffle": blosc.NOSHUFFLE, "shuffle": blosc.SHUFFLE, "bitshuffle": blosc.BITSHUFFLE}
 _VERSION, _ZSTD_VERSION = 2, 1
-"""Versions of the frame format and of the codec in it."""
+"""Versions of the frame format and of the compressor."""
 _SHUFFLED, _PLAIN, _ZSTD = 0x1, 0x2, 4 << 5
-"""Flags of the header."""
+"""Flags of the header: shuffled bytes, uncompressed elements, the compressor."""
 _HEADER = struct.Struct("<4B3I")
-"""Versions of format and codec, flags, item size; bytes, bytes of a block, bytes of the frame."""
+"""Versions of format and compressor, flags, bytes of an element; bytes of all elements, of a block, of the frame."""
 _BEGIN = struct.Struct("<i")
-"""Where a block begins, after the header. A plain frame has no blocks."""
+"""Offset of the block in the frame. A plain frame has none."""
 _LENGTH = struct.Struct("<i")
 """Bytes of a compressed plane, before it."""
-_LEAST_PLANE = 128
-"""Blosc's readers expect blocks with smaller planes (in bytes) not to be split into planes."""
+LEAST_PLANE = 128
+"""Bytes of the smallest plane. Blosc's readers expect smaller blocks not to be split into planes."""
 _SPLIT_ELEMENTS = 1 << 16
 """Elements split at a time, so that they stay in a core's own cache."""
 _RECURRING = 1 / 16
-"""Share of the rows of a chunk that must recur for a search to be worth its time."""
+"""zstd searches for matches if a larger share of a chunk's rows repeat."""
 
 
 def recurs(rows: np.ndarray) -> bool:
-    """Whether many rows of a chunk equal other rows of it in their first 8 bytes. Zero rows do not count."""
+    """Whether many rows of a chunk begin with the same 8 bytes as another row. Rows of zeros do not count."""
     if rows.ndim < 2 or rows[0].nbytes < 8:
         return True
     heads = np.ascontiguousarray(rows.view("u1").reshape(len(rows), -1)[:, :8]).view("<u8")[:, 0].tolist()
@@ -53,9 +48,11 @@ def recurs(rows: np.ndarray) -> bool:
 
 
 class _Planes:
-    """Compresses the planes of chunks, in memory that is kept: fresh memory would cost as many page faults."""
+    """Compresses the planes of chunks. It reuses its memory: new memory for each chunk would cost page faults."""
 
     def __init__(self) -> None:
+        import zstandard  # not needed to read a store
+
         self._memory = np.empty(0, "u1")
         params = zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, search_log=1, window_log=17
@@ -64,7 +61,7 @@ class _Planes:
         self._searching = zstandard.ZstdCompressor(level=1)
 
     def compressed(self, chunk: np.ndarray) -> list[bytes | memoryview]:
-        """Each plane of `chunk` as it is stored, the least significant first. Valid until the next call."""
+        """The stored bytes of each plane of `chunk`, the least significant first. Valid until the next call."""
         planes = self._split(chunk.reshape(-1))
         zstd = self._searching if recurs(chunk) else self._zstd
         found: list[bytes | memoryview] = []
@@ -91,25 +88,27 @@ class _Planes:
 
 
 _planes = functools.lru_cache(maxsize=1)(_Planes)
-"""One for a process: a writer has one thread."""
+"""One per process: a writer has one thread."""
 
 
-def blosc_frame(chunk: np.ndarray, codec: str) -> bytes:
-    """The frame of `chunk`, a C-contiguous array of unsigned integers [rows, columns]; see `schema.blosc_settings`."""
-    size, nbytes = chunk.itemsize, chunk.nbytes
-    if codec == "zstd" and nbytes >= size * _LEAST_PLANE:
-        return _zstd_frame(chunk)
-    cname, clevel, shuffle = blosc_settings(codec, size)
-    return bytes(blosc.compress(chunk, cname.encode(), clevel, _SHUFFLES[shuffle], nbytes))
+def frame_lengths(frame: np.ndarray) -> tuple[int, int]:
+    """(bytes of the elements, bytes of the frame), as the header of a frame (uint8) says; (0, 0) without a header."""
+    if len(frame) < _HEADER.size:
+        return 0, 0
+    nbytes, _, length = frame[4 : _HEADER.size].view("<u4").tolist()
+    return nbytes, length
 
 
 def plain_header(itemsize: int, nbytes: int) -> bytes:
-    """What makes `nbytes` bytes of elements a plain frame, before them. Any codec of Blosc decodes it."""
+    """The header of a plain frame of `nbytes` bytes. Blosc decodes it whatever compressor the metadata name."""
     return _HEADER.pack(_VERSION, _ZSTD_VERSION, _ZSTD | _PLAIN, itemsize, nbytes, nbytes, _HEADER.size + nbytes)
 
 
-def _zstd_frame(chunk: np.ndarray) -> bytes:
-    """A frame with byte shuffle (single bytes: without). Where nothing shrinks, a plain frame."""
+def zstd_frame(chunk: np.ndarray) -> bytes:
+    """A frame of a C-contiguous array of unsigned integers [rows, columns] of LEAST_PLANE elements or more.
+
+    Bytes are shuffled where an element has several. Where nothing shrinks, it is a plain frame.
+    """
     size, nbytes = chunk.itemsize, chunk.nbytes
     planes = _planes().compressed(chunk)
     begin = _HEADER.size + _BEGIN.size
