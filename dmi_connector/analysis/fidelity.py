@@ -16,6 +16,8 @@ try:
 except ImportError as error:
     raise ImportError("fidelity: torch is not installed; install dmi_connector[torch]") from error
 
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.one_model import OneModel
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import ITEMSIZE
 from dmi_connector.reduce import ReduceError, Reduction, parse
@@ -23,8 +25,6 @@ from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.format.remote_path import Given
-from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.one_model import OneModel
 from dmi_connector.wording import suggest
 
 logger = logging.getLogger(__name__)
