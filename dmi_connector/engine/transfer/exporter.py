@@ -15,11 +15,12 @@ from dmi_connector.engine import contract, sizing
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
 from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
-from dmi_connector.engine.metrics import Meter
 from dmi_connector.engine.store_attributes import store_attributes
+from dmi_connector.engine.transfer.announcement import announce
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Parcel, Progress
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
+from dmi_connector.engine.transfer.meter import Meter
 from dmi_connector.store.format.completeness import Cause
 from dmi_connector.store.write.client import StoreClient
 from dmi_connector.store.write.ring import Extent, Ring
@@ -59,7 +60,6 @@ class Exporter:
         self.ending: list[tuple[CaptureExport, Close]] = []
         self.finished: set[str] = set()
         self.progress = Progress()
-        self.meter = Meter(self)
         self.store_attrs = store_attributes(context, vllm_config)
         options = context.options
         full = self._layout(dict(context.selection.hooks))
@@ -78,11 +78,12 @@ class Exporter:
             writers = options.writers or sizing.default_writers(gpu, share)
             self.client = StoreClient(sizes.host, writers, sizing.write_settings(options, rank, gpu))
         self.ring = self.client.ring if self.client else Ring(sizes.host)
+        self.meter = Meter(self.progress, self.client, self.ring, rank)
         self.lane: DeviceLane | None = None
         if gpu and options.sink != "null":
             self.lane = DeviceLane(self.ring, sizes.staging, self.rows, sizes.least_host)
             self.lane.warm_up(full.table)
-        sizing.announce(context, full, self.rows, sizes, self.lane, writers)
+        announce(context, full, self.rows, sizes, self.lane, writers)
 
     def _layout(self, hooks: dict[str, tuple[int, ...]]) -> ChunkLayout:
         """The layout of a selection. The first one, of all hooks, is kept; of others those that were opened last."""
