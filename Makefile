@@ -28,7 +28,7 @@ $(1)/bin/python -m pip install -q --no-deps -r $(2)
 endef
 STAMP := $(VENV)/.stamp-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: help env s3 ray demo test soak compat lint docs bench models mutants notebooks types
+.PHONY: help env s3 ray demo test soak compat lint docs bench models mutants notebooks types rooms
 
 help:
 	@echo "make env    build $(VENV) from requirements/ (minutes, once)"
@@ -40,6 +40,7 @@ help:
 	@echo "make ray    dmi run on Ray clusters of this machine, in $(RAY) (minutes)"
 	@echo "make lint   ruff, mypy, imports     make bench  capture throughput (ARGS=--help)"
 	@echo "make docs   the documentation, as a website in site/"
+	@echo "make rooms  the drawing of rooms and imports in CONTRIBUTING.md"
 	@echo "make notebooks   run the notebooks of examples/, and store their outputs (NAMES=sae for one)"
 	@echo "make models every hook of every family of models, compared with transformers (an hour)"
 	@echo "make compat the core of the tests with each supported vLLM and Python (ARGS=--help)"
@@ -127,6 +128,9 @@ lint: env
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy dmi_connector benchmarks
 	@$(VENV)/bin/lint-imports --no-cache --no-logo
+
+rooms: env
+	@$(PY) -m tests.rooms
 
 docs: env
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict

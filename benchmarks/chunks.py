@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import common
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout
-from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.write.coordinator.captures import Captures
 from dmi_connector.store.write.ring import Ring
 from dmi_connector.store.write.settings import WriteSettings

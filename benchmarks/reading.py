@@ -64,9 +64,9 @@ from benchmarks.reading_limits import (
 )
 from dmi_connector import TokenDataset, open_captures
 from dmi_connector.analysis.export.targets import export
+from dmi_connector.captures.captures import Captures
+from dmi_connector.captures.row_view import RowView
 from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout
-from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.row_view import RowView
 from dmi_connector.store.write.coordinator.captures import Captures as Writing
 from dmi_connector.store.write.ring import Ring
 from dmi_connector.store.write.settings import WriteSettings

@@ -13,8 +13,8 @@ import numpy as np
 from numcodecs import blosc
 
 from dmi_connector import Capture, TokenDataset
+from dmi_connector.captures.captures import Captures
 from dmi_connector.store.read.arrays.chunk_reader import ShardPieces
-from dmi_connector.store.read.captures import Captures
 
 HOOK, WIDTH, CHUNK = "resid_pre", 2560, 128
 """Of the stores that are read."""

@@ -9,9 +9,9 @@ import numpy as np
 
 from dmi_connector.analysis.training.rows import BLOCK, attribute, known_tokens
 from dmi_connector.analysis.unembedding import Unembedding
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.reduce import Keeps
-from dmi_connector.store.read.arrays.own_values import check_own_values
-from dmi_connector.store.read.capture import Capture
 
 
 def logit_attribution(

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.analysis.training.rows import BLOCK, known_tokens, present_rows
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.captures import Captures
 from dmi_connector.hooks import HOOKS
 from dmi_connector.reduce import Keeps
-from dmi_connector.store.read.capture import Capture
-from dmi_connector.store.read.captures import Captures
 from dmi_connector.wording import suggest
 
 TOLERANCES = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}

@@ -15,13 +15,13 @@ try:
 except ImportError as error:
     raise ImportError("fidelity: torch is not installed; install dmi_connector[torch]") from error
 
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.one_model import OneModel
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import ITEMSIZE
 from dmi_connector.reduce import KINDS, ReduceError, Reduction, parse
 from dmi_connector.reduce.measures import ReducedRows
 from dmi_connector.store.format.remote_path import Given
-from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.one_model import OneModel
 from dmi_connector.wording import suggest
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ import numpy as np
 
 from dmi_connector.analysis.neurons import check_neuron
 from dmi_connector.analysis.training.rows import BLOCK, check_one_layer, hook_rows
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.reduce import Keeps
-from dmi_connector.store.read.arrays.own_values import check_own_values
-from dmi_connector.store.read.capture import Capture
 
 
 def hook_heat(capture: Capture, hook: str, neuron: int | None = None) -> tuple[np.ndarray, list[str]]:

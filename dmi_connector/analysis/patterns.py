@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 
 from dmi_connector.analysis.training.rows import attribute
+from dmi_connector.captures.attention import check_head, query_rows, seen_by_attention
+from dmi_connector.captures.capture import Capture
 from dmi_connector.reduce import Keeps
-from dmi_connector.store.read.attention import check_head, query_rows, seen_by_attention
-from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.hook_names import HookTable
 
 SUMMARY = "pattern"

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 
 from dmi_connector.analysis.training.rows import check_one_layer, hook_rows, present_rows
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.reduce import Keeps
-from dmi_connector.store.read.arrays.own_values import check_own_values
-from dmi_connector.store.read.capture import Capture
 
 
 def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:

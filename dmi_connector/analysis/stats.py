@@ -9,9 +9,9 @@ import numpy as np
 
 from dmi_connector.analysis.training.rows import present_rows
 from dmi_connector.analysis.unembedding import entropy_of, log_softmax
+from dmi_connector.captures.capture import Capture
 from dmi_connector.dtypes import FLOATS
 from dmi_connector.reduce.statistic import Statistic
-from dmi_connector.store.read.capture import Capture
 
 _VALUE = Statistic("value", lambda rows, index: rows[:, index], "neuron", signed=True)
 _NUMBERS = (

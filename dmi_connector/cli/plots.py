@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dmi_connector.captures.capture import Capture
 from dmi_connector.store.format.remote_path import place_of
-from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.index import is_store
 from dmi_connector.store.read.verify import stores_of
 

@@ -9,16 +9,11 @@ to the process that serves /metrics (`CaptureProm`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from dmi_connector.store.format.completeness import LABELS
-
-if TYPE_CHECKING:
-    from dmi_connector.engine.transfer.chunk_transfer import Progress
-    from dmi_connector.store.write.client import StoreClient
-    from dmi_connector.store.write.ring import Ring
 
 Numbers = dict[str, int | float]
 
@@ -47,9 +42,6 @@ COUNTERS = {
 BACKLOG = "backlog_bytes"
 """Gauge: bytes of the host buffer in use. Its key in CaptureStats ends with the rank."""
 
-_OF_EVERY_RANK = ("bytes_raw", "bytes_stored")
-"""Counts that every rank reports: each writes a part of every store. The other counts come from rank 0 alone."""
-
 
 class CaptureStats(KVConnectorStats):
     """Changes since the last step. data: {key of COUNTERS: increase, "backlog_bytes.RANK": level}."""
@@ -61,7 +53,7 @@ class CaptureStats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the stats of another rank, of the other half, or of a later step."""
+        """Add the stats of another rank, of the connector's other half, or of a later step."""
         for key, value in other.data.items():
             self.data[key] = value if key.startswith(BACKLOG) else self.data.get(key, 0) + value
         return self
@@ -110,39 +102,6 @@ class CaptureProm(KVConnectorPromMetrics):
                 self._gauges[engine_idx, key].set(value)
             else:
                 self._counters[engine_idx, key].inc(value)
-
-
-class Meter:
-    """Finds the changes on one rank. The engine's thread calls it in the steps in which ranks report.
-
-    progress: counts of the rank's exports. client: counts stores, None without stores. ring: the host buffer.
-    """
-
-    def __init__(self, progress: Progress, client: StoreClient | None, ring: Ring, rank: int) -> None:
-        self._progress, self._client, self._ring, self._rank = progress, client, ring, rank
-        self._reported: Numbers = {}
-        self._backlog = 0
-
-    def totals(self) -> Numbers:
-        """Counts since the start, by key of COUNTERS."""
-        if self._client is None:
-            return dict(self._progress.counts)
-        counts = self._client.counts()
-        if self._rank:
-            counts = {key: counts[key] for key in _OF_EVERY_RANK}
-        return self._progress.counts | counts
-
-    def take(self) -> CaptureStats | None:
-        """Changes since the last call; None if there are none."""
-        totals, backlog = self.totals(), self._ring.used
-        if totals == self._reported and backlog == self._backlog:
-            return None
-        data = {key: value - self._reported.get(key, 0) for key, value in totals.items()}
-        data = {key: value for key, value in data.items() if value}
-        if backlog != self._backlog:
-            data[f"{BACKLOG}.{self._rank}"] = backlog
-        self._reported, self._backlog = totals, backlog
-        return CaptureStats(data) if data else None
 
 
 def described(counts: Mapping[str, int | float]) -> Numbers:

@@ -10,6 +10,7 @@ import torch
 
 from dmi_connector.engine import contract
 from dmi_connector.engine.context import CaptureContext
+from dmi_connector.version import __version__
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,8 +23,6 @@ _LATENT_DIMS = ("v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
 def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, Any]:
     """The shared attributes, JSON-ready. `engine/scheduler/tracker.py` adds those of one request."""
     import vllm
-
-    import dmi_connector
 
     dims = context.dims
     return {
@@ -40,7 +39,7 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
         "tp": context.tp,
         "owner": context.owner.name,
         "versions": {
-            "dmi_connector": dmi_connector.__version__,
+            "dmi_connector": __version__,
             "vllm": vllm.__version__,
             "torch": torch.__version__,
         },
@@ -57,7 +56,7 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
 
 
 def _model_name(model: str) -> str:
-    """The name in a hub as it is, a directory as an absolute path: readers may run elsewhere."""
+    """A name in a hub is unchanged. A directory becomes an absolute path, since readers may run elsewhere."""
     return os.path.abspath(model) if os.path.isdir(model) else model
 
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dmi_connector.analysis.stats import find_statistic, of_layer
 from dmi_connector.analysis.texts import Texts
-from dmi_connector.store.read.capture import Capture
+from dmi_connector.captures.capture import Capture
 from dmi_connector.view import attention, lens
 from dmi_connector.view.data import Library, NoSuchStore, describe
 

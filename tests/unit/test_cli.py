@@ -17,6 +17,7 @@ import pytest
 from dmi_connector.analysis.labels import token_labels
 from dmi_connector.analysis.pictures import canvas
 from dmi_connector.analysis.residual import residual_norms
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.cli import demo, tables
 from dmi_connector.cli.main import main, make_run_parser, make_serve_parser
 from dmi_connector.cli.run import NOT_OURS
@@ -26,7 +27,6 @@ from dmi_connector.hooks import SelectionError
 from dmi_connector.layout import ArraySpec
 from dmi_connector.option_values import OptionError
 from dmi_connector.settings import ServerOptions
-from dmi_connector.store.read.capture import open_capture
 from tests import storekit as kit
 
 TOKENS = 70

@@ -22,6 +22,7 @@ from dmi_connector.analysis.fidelity import fidelity, markdown
 from dmi_connector.analysis.importance import importance
 from dmi_connector.analysis.residual import drift
 from dmi_connector.analysis.stats import find_statistic, of_layer, statistics
+from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.cli.main import main
 from dmi_connector.engine.kernels.row_writer import RowWriter
 from dmi_connector.engine.messages import Rows, StepMetadata
@@ -30,7 +31,6 @@ from dmi_connector.reduce import KINDS, ReduceError, Reduction, from_settings, p
 from dmi_connector.reduce.base import Keeps, as_bytes, pad, unpack
 from dmi_connector.reduce.measures import ReducedRows
 from dmi_connector.reduce.statistic import Statistic
-from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.verify import verify_store
 from tests import storekit as kit
 from tests.exporterkit import SMALL, begin, make_exporter

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.option_values import OptionError
 from dmi_connector.request_options import CaptureParams
@@ -20,7 +21,6 @@ from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.paths import UMASKS, custom_directory, store_name
-from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.index import find_captures
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.client import StoreClient

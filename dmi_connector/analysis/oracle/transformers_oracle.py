@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dmi_connector.analysis.oracle.oracle_twins import ABSENT, LLAMA, TWINS, Point
+from dmi_connector.captures.capture import Capture
 from dmi_connector.reduce import Keeps
 from dmi_connector.store.format.completeness import Cause
-from dmi_connector.store.read.capture import Capture
 
 logger = logging.getLogger(__name__)
 

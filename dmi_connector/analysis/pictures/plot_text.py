@@ -17,8 +17,8 @@ from dmi_connector.analysis.pictures.text_layout import Piece, lay_out, lay_out_
 from dmi_connector.analysis.stats import of_layer, statistics
 from dmi_connector.analysis.texts import Texts, shown
 from dmi_connector.analysis.training.rows import check_layer, present_rows
+from dmi_connector.captures.capture import Capture
 from dmi_connector.reduce.statistic import Statistic
-from dmi_connector.store.read.capture import Capture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

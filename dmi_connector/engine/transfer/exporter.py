@@ -15,11 +15,12 @@ from dmi_connector.engine import contract, sizing
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
 from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
-from dmi_connector.engine.metrics import Meter
 from dmi_connector.engine.store_attributes import store_attributes
+from dmi_connector.engine.transfer.announcement import announce
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Parcel, Progress
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
+from dmi_connector.engine.transfer.meter import Meter
 from dmi_connector.store.format.completeness import Cause
 from dmi_connector.store.write.client import StoreClient
 from dmi_connector.store.write.ring import Extent, Ring
@@ -82,7 +83,7 @@ class Exporter:
         if gpu and options.sink != "null":
             self.lane = DeviceLane(self.ring, sizes.staging, self.rows, sizes.least_host)
             self.lane.warm_up(full.table)
-        sizing.announce(context, full, self.rows, sizes, self.lane, writers)
+        announce(context, full, self.rows, sizes, self.lane, writers)
 
     def _layout(self, hooks: dict[str, tuple[int, ...]]) -> ChunkLayout:
         """The layout of a selection. The first one, of all hooks, is kept; of others those that were opened last."""

@@ -20,9 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from dmi_connector.args import CONNECTOR, CONNECTOR_MODULE
 from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.messages import Close, Open, Rows, StepMetadata
-from dmi_connector.engine.metrics import CaptureStats, Meter
+from dmi_connector.engine.metrics import CaptureStats
 from dmi_connector.engine.transfer.chunk_transfer import Progress
 from dmi_connector.engine.transfer.exporter import Exporter
+from dmi_connector.engine.transfer.meter import Meter
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.client import StoreClient

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
-from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.files import thread_pool
 from dmi_connector.store.read.files.thread_pool import in_threads, read_threads, set_read_threads
 from tests import storekit as kit

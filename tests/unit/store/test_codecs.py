@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import zarr
 
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.codecs import CODECS, Codec
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format import schema
 from dmi_connector.store.read import metadata
-from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.arrays.array_writer import ArrayWriter
 from dmi_connector.store.write.arrays.plain import Costs

@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numcodecs import blosc
 
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.codecs.blosc_frame import plain_header
 from dmi_connector.engine.sizing import write_settings
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.settings import ServerOptions
-from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.arrays.array_writer import ArrayWriter
 from dmi_connector.store.write.arrays.plain import Costs

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.completeness import Cause, Loss
-from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
 from dmi_connector.store.read.index import find_captures
 from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.reader import CaptureIncomplete
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.arrays.array_writer import ArrayWriter
 from dmi_connector.store.write.arrays.journal import read_journal

@@ -19,6 +19,8 @@ import pytest
 from dmi_connector.bulk.engine_process import Inbox, serve
 from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.recovery import not_uploaded, settle_left
+from dmi_connector.captures.capture import open_capture
+from dmi_connector.captures.captures import open_captures
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.option_values import OptionError
@@ -28,8 +30,6 @@ from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.locks import is_to_be_uploaded
 from dmi_connector.store.format.object_store import RemoteDenied
 from dmi_connector.store.format.remote_path import RemotePath, place_of
-from dmi_connector.store.read.capture import open_capture
-from dmi_connector.store.read.captures import open_captures
 from dmi_connector.store.read.files.remote_index import read_indexes
 from dmi_connector.store.read.index import CaptureInfo, find_captures
 from dmi_connector.store.read.verify import verify_store

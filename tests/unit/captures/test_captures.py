@@ -22,14 +22,14 @@ from dmi_connector import TokenDataset, importance, open_capture, open_captures
 from dmi_connector.analysis.directions import mean_difference
 from dmi_connector.analysis.fit_pca import fit_pca
 from dmi_connector.analysis.neurons import top_tokens
+from dmi_connector.captures.captures import Captures
+from dmi_connector.captures.row_view import RowView
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.schema import INDEX_NAME
-from dmi_connector.store.read.captures import Captures
 from dmi_connector.store.read.index import find_captures, indexed_captures
-from dmi_connector.store.read.row_view import RowView
 from dmi_connector.store.write.finish.repair import repair
 from tests import storekit as kit
 
@@ -439,7 +439,7 @@ def test_a_loop_over_a_view_reads_many_rows_at_a_time(view: RowView, monkeypatch
     expected, counts = joined("resid_pre")[1], reads_of(monkeypatch)
     np.testing.assert_array_equal(list(view), expected)
     assert counts == [435]
-    monkeypatch.setattr("dmi_connector.store.read.row_view._ITERATED", 200 * 8 * 4)
+    monkeypatch.setattr("dmi_connector.captures.row_view._ITERATED", 200 * 8 * 4)
     np.testing.assert_array_equal([row for row in view], expected)
     assert counts == [435, 200, 200, 35]
 

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from dmi_connector.captures import attention as attention_module
+from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
@@ -20,8 +22,6 @@ from dmi_connector.reduce.pca import fit
 from dmi_connector.reduce.projection import matrix
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.pca_files import keep_copy
-from dmi_connector.store.read import attention as attention_module
-from dmi_connector.store.read.capture import Capture, open_capture
 from tests import storekit as kit
 
 HEADS, KV, SIZE, TOKENS = 4, 2, 8, 40

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store as an xarray Dataset whose values are read when they are needed."""
+"""A store as an xarray Dataset, whose values are read on use."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from dmi_connector.hooks import ALIASES, HOOKS
 from dmi_connector.store.format.schema import layer_numbers
 from dmi_connector.store.read.arrays.indexing import each_of, split_index
 from dmi_connector.store.read.hook_names import RESID_POST
+from dmi_connector.store.read.reader import StoreReader
 
 if TYPE_CHECKING:
     import xarray
 
-    from dmi_connector.store.read.capture import Capture
-
 _SHOWN = ("model", "request_id", "key", "prompt_len", "complete", "reason", "created")
-"""Root attributes that a Dataset repeats, where they are not null."""
+"""Root attributes that a Dataset has too, where they are not null."""
 
 
 class LazyHook:
     """A hook that is read when it is indexed as numpy is (see `split_index`), for dask.array.from_array."""
 
-    def __init__(self, capture: Capture, hook: str) -> None:
+    def __init__(self, capture: StoreReader, hook: str) -> None:
         self._capture, self._hook = capture, hook
         self.shape = capture.shape(hook)
         self.ndim = len(self.shape)
@@ -47,7 +46,7 @@ class LazyHook:
         return values[rest]
 
 
-def dataset(capture: Capture, hooks: Iterable[str]) -> xarray.Dataset:
+def dataset(capture: StoreReader, hooks: Iterable[str]) -> xarray.Dataset:
     """Hooks of a capture as dask arrays: float32, integer hooks in their own dtype.
 
     Dimensions: `layer`, `token`, and the width: `hidden` for hooks of the residual stream's width, else `q_width` and
@@ -86,7 +85,7 @@ def dataset(capture: Capture, hooks: Iterable[str]) -> xarray.Dataset:
     return xarray.Dataset(variables, coords, {**attrs, "store": str(capture.path)}).set_xindex("position")
 
 
-def _token_coords(capture: Capture) -> dict[str, Any]:
+def _token_coords(capture: StoreReader) -> dict[str, Any]:
     coords = {
         "position": ("token", capture.positions),
         "token_id": ("token", capture.token_ids),
@@ -100,8 +99,8 @@ def _token_coords(capture: Capture) -> dict[str, Any]:
     return coords
 
 
-def _width_name(capture: Capture, name: str, width: int) -> str:
-    """`hidden` for a hook as wide as the residual stream, which sums of hooks need to be of one name."""
+def _width_name(capture: StoreReader, name: str, width: int) -> str:
+    """`hidden` for a hook as wide as the residual stream, since xarray adds hooks only along dimensions of one name."""
     known = HOOKS.get("resid_pre" if name == RESID_POST else ALIASES.get(name, name))
     hidden = capture.attrs.get("dims", {}).get("hidden")
     return "hidden" if known is not None and known.width == "H" and width == hidden else f"{name}_width"

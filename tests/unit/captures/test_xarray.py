@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import xarray
 
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.xarray_view import LazyHook
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.schema import dimension_names
-from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.xarray_view import LazyHook
 from tests import storekit as kit
 
 ARRAYS = (

@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dmi_connector.reduce import Keeps
-
-if TYPE_CHECKING:
-    from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.reader import StoreReader
 
 
-def check_own_values(capture: Capture, hook: str, layer: int | None = None, needs: Keeps = Keeps.VALUES) -> None:
+def check_own_values(capture: StoreReader, hook: str, layer: int | None = None, needs: Keeps = Keeps.VALUES) -> None:
     """Raise ValueError for a hook that was stored with a reduction that does not keep what the caller `needs`, KeyError
-    for one that was not captured. layer: as in `Capture.reduction`.
+    for one that was not captured. layer: as in `StoreReader.reduction`.
     """
     for array in dict.fromkeys(source.array for source in capture.sources(hook, layer)):
         reduction = capture.reduction(array)

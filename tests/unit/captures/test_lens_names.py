@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dmi_connector.captures import lens_names as names
+from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
-from dmi_connector.store.read import lens_names as names
-from dmi_connector.store.read.capture import Capture, open_capture
 from tests import storekit as kit
 
 SPECS = tuple(ArraySpec(name, "float32", (0, 1), 8) for name in ("resid_pre", "q", "k", "attn_out"))
@@ -122,7 +122,7 @@ def cache_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         def __getitem__(self, name: str) -> Any:
             return self.cache_dict[name]
 
-    module = "dmi_connector.store.read.activation_cache"
+    module = "dmi_connector.captures.activation_cache"
     monkeypatch.setitem(sys.modules, "transformer_lens", SimpleNamespace(ActivationCache=ActivationCache))
     monkeypatch.delitem(sys.modules, module, raising=False)
 

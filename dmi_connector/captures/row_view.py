@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dmi_connector.captures.finite import FiniteCheck, not_finite
 from dmi_connector.dtypes import as_torch
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.arrays.chunk_reader import read_pieces
 from dmi_connector.store.read.arrays.hook_array import HookArray, ShardPieces
 from dmi_connector.store.read.arrays.indexing import each_of, row_numbers, split_index
 from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
-from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.files.open_files import files_of
 from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads
-from dmi_connector.store.read.finite import FiniteCheck, not_finite
 from dmi_connector.store.read.hook_names import HookTable
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.store.read.metadata import attrs_of, read_array, read_attrs
+from dmi_connector.store.read.reader import StoreReader, open_reader
 
 if TYPE_CHECKING:
     import torch
 
 _ITERATED = 16 << 20
-"""Bytes of rows that a loop over a view reads at a time."""
+"""Bytes that a loop over a view reads at a time."""
 _MOST_OPEN = 4096
-"""Arrays whose metadata and shard indexes are kept, some kilobytes each."""
+"""Maximum number of arrays whose metadata and shard indexes are kept, some kilobytes each."""
 
 
 def check_some(infos: Sequence[CaptureInfo], hook: str, why: str = "") -> None:
@@ -62,7 +62,7 @@ class RowView:
         self._complete = [info.state == "complete" for info in infos]
         self._open: OrderedDict[int, tuple[HookArray, list[int]]] = OrderedDict()
         self._lock = threading.Lock()
-        with open_capture(self.stores[0], timeout=0, allow_incomplete=True) as first:
+        with open_reader(self.stores[0], timeout=0, allow_incomplete=True) as first:
             self._array, self._layers, self.layers = _source(first, hook, layer)
             self._reduced = StoredReduction.of(first.attrs["hooks"][self._array])
             counted = hook == "resid_post" or (layer is not None and layer < 0)
@@ -100,7 +100,7 @@ class RowView:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the view as an array."""
+        """The shape of the view as an array."""
         return (len(self.layers), self._rows, self.width) if self._stacked else (self._rows, self.width)
 
     @property
@@ -115,7 +115,7 @@ class RowView:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of what an index gives: float32, or that of an integer hook."""
+        """The dtype that an index gives: float32, or that of an integer hook."""
         whole = self._reduced is None and self.stored_dtype.kind in "iu"
         return self.stored_dtype if whole else np.dtype(np.float32)
 
@@ -164,7 +164,7 @@ class RowView:
         return values if self._stacked else values[0]
 
     def _read(self, numbers: np.ndarray, layers: Sequence[int], convert: bool) -> np.ndarray:
-        """Rows of some of the view's layers, [layers, n, width]. layers: places in `self.layers`."""
+        """Rows of some of the view's layers, [layers, n, width]. layers: indexes into `self.layers`."""
         dtype = self.stored_dtype
         widened = convert and self._reduced is None and dtype.kind not in "iu" and dtype != np.float32
         out = np.empty(
@@ -207,7 +207,7 @@ class RowView:
         return self._store[run], self._first[run] + numbers - self._begin[run]
 
     def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The view cut where chunks end: (number in `stores`, first row there, rows) of each part, int64 [parts].
+        """The view, split where chunks end: (number in `stores`, first row there, rows) of each part, int64 [parts].
 
         Chunks are as long as those of the store with the most rows.
         """
@@ -239,7 +239,7 @@ class RowView:
         return each_of(row_numbers(rows, self._rows, f"the view of {self.hook!r}"))
 
     def _plan(self, numbers: np.ndarray, out: np.ndarray, layers: Sequence[int]) -> list[ShardPieces]:
-        """What is to be read, store by store. layers: places in `self.layers`."""
+        """The pieces to read, grouped by store. layers: indexes into `self.layers`."""
         stores, rows = self.origins(numbers)
         order = np.lexsort((rows, stores))
         ends = (np.flatnonzero(np.diff(stores[order], append=-1)) + 1).tolist()
@@ -293,13 +293,13 @@ class RowView:
         return array, layers
 
     def _not_captured(self, path: Place, held: Collection[int]) -> KeyError:
-        """The error for a store that lacks what is read. held: layers of the array there."""
+        """The error for a store that lacks the hook or layers. held: layers of the array there."""
         names = [f"{self.hook}@{layer}" for layer in self.layers] or [self.hook]
         lacking = [name for name, layer in zip(names, self._layers, strict=True) if layer not in held]
         return KeyError(f"{path} did not capture {lacking}; leave such stores out with open_captures(hooks={names})")
 
 
-def _source(capture: Capture, hook: str, layer: int | None) -> tuple[str, list[int | None], list[int]]:
+def _source(capture: StoreReader, hook: str, layer: int | None) -> tuple[str, list[int | None], list[int]]:
     """(array that holds the hook, numbers of its wanted layers there, numbers of these layers for the reader)."""
     sources = capture.sources(hook, layer)
     names = {source.array for source in sources}

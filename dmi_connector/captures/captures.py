@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`open_captures` finds the stores of a directory, `Captures` goes through them one at a time."""
+"""`open_captures` finds the stores of a directory. `Captures` opens them one at a time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.filters import Time, Where, between, holding, lengths, parse_time, whole, why_none
+from dmi_connector.captures.names import hook_and_layer
+from dmi_connector.captures.one_model import OneModel, is_named
+from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.captures.row_view import RowView, check_some
 from dmi_connector.store.format.remote_path import Given, RemotePath, place_of
-from dmi_connector.store.read.arrays.own_values import check_own_values
-from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.files.remote_index import list_prefix
 from dmi_connector.store.read.files.thread_pool import in_fetch_threads
-from dmi_connector.store.read.filters import Time, Where, between, holding, lengths, parse_time, whole, why_none
-from dmi_connector.store.read.hook_names import hook_and_layer
 from dmi_connector.store.read.index import (
     FINISHED,
     CaptureInfo,
@@ -27,8 +29,6 @@ from dmi_connector.store.read.index import (
     same_request,
 )
 from dmi_connector.store.read.metadata import NotACapture
-from dmi_connector.store.read.one_model import OneModel, is_named
-from dmi_connector.store.read.row_view import RowView, check_some
 
 if TYPE_CHECKING:
     import pandas
@@ -55,7 +55,7 @@ def open_captures(
     directory: a path, or a URL such as s3://bucket/prefix. There, stores that no index names are opened once; a store
     whose upload has not ended is left out.
 
-    A filter that is None lets everything pass.
+    A filter that is None accepts every store.
 
     key: one key, or several. request_id: as in `find_captures`. model: the model's name, or the last part of its path.
     after, before: when the request began, as ISO 8601, a datetime or a date; without a zone it is UTC. `after` itself
@@ -63,10 +63,10 @@ def open_captures(
     rows. where: called with each `CaptureInfo` that these filters let pass. hooks: what a store must have captured, as
     in `Captures.filter`; it is looked for last, since the index does not have it.
 
-    Where a filter lets no store pass, a warning says why. Stores of a directory without an index are found by their
-    names (*.zarr), and each is opened once. Raises ValueError for a time or a prompt_len that is none, for a directory
-    that is not there or whose stores lie one level below, and for a store in its place; KeyError for a hook that none
-    of the stores holds.
+    Where no store passes the filters, a warning says why. Stores of a directory without an index are found by their
+    names (*.zarr), and each is opened once. Raises ValueError for a bad time or prompt_len, for a directory that
+    does not exist or whose stores are one level below, and for a store in place of a directory; KeyError for a hook
+    that none of the stores holds.
     """
     filters: dict[str, Any] = {"key": key, "request_id": request_id, "model": model, "after": after, "before": before}
     filters |= {"prompt_len": prompt_len, "where": where}
@@ -115,7 +115,7 @@ def _open(directory: Given, incomplete: bool, hooks: str | Collection[str] | Non
 
 
 def of_one_model(captures: Capture | Iterable[Capture]) -> Iterator[Capture]:
-    """Each of the captures. Raises ValueError for one of another model than those before, as `check_one_model` does."""
+    """Yield the captures. Raises ValueError at the first one of another model, as `check_one_model` does."""
     one = OneModel(captures.model if isinstance(captures, Captures) else None)
     for capture in [captures] if isinstance(captures, Capture) else captures:
         one.check(capture.path, capture.attrs.get("model"))
@@ -123,7 +123,7 @@ def of_one_model(captures: Capture | Iterable[Capture]) -> Iterator[Capture]:
 
 
 def named_rows(captures: Captures, name: str, skip: int = 0) -> RowView:
-    """The rows of a hook by a name as in `Captures.filter`, as `Captures.rows` gives them.
+    """`Captures.rows` of a hook that is named as in `Captures.filter`.
 
     Raises as that does. Raises KeyError for a name of TransformerLens that means another tensor in the first store's
     model, ValueError for one whose hook was stored as other values.
@@ -193,7 +193,7 @@ def _remote(place: RemotePath) -> list[CaptureInfo]:
 
 
 def _uploaded(store: RemotePath) -> CaptureInfo | None:
-    """What a store says of itself; None for what is no store, and while its root document is yet to come."""
+    """The `CaptureInfo` of a store; None for anything else, and before the root document is uploaded."""
     try:
         return info_of(store)
     except NotACapture:
@@ -244,7 +244,7 @@ class Captures:
         return f"Captures({len(self)} stores, {tokens} tokens{': ' if self.why_empty else ''}{self.why_empty})"
 
     def filter(self, where: Where | None = None, *, hooks: str | Collection[str] | None = None) -> Captures:
-        """Those whose `CaptureInfo` `where` accepts, and that captured all of `hooks`. None lets everything pass.
+        """Those whose `CaptureInfo` `where` accepts, and that captured all of `hooks`. None accepts every store.
 
         hooks: one name or several, such as "resid_pre@3" (hook@layer), "q" (any layer of it) or "blocks.3.attn.hook_z".
         A name of TransformerLens that means another tensor in a store's model leaves that store out. The root document
@@ -259,7 +259,7 @@ class Captures:
         return replace(self, infos=tuple(found), why_empty=why)
 
     def check_one_model(self) -> None:
-        """Raise ValueError where the stores are of several models. Those that were chosen by `model` count as one's."""
+        """Raise ValueError where the stores are of several models. Stores chosen by `model` count as one model's."""
         one = OneModel(self.model)
         for info in map(whole, self.infos) if self.model is None else ():
             one.check(info.store, info.model)
@@ -280,7 +280,7 @@ class Captures:
     @overload
     def table(self, to: Literal["polars"]) -> polars.DataFrame: ...
     def table(self, to: str = "pandas") -> pandas.DataFrame | polars.DataFrame:
-        """One row a store, with the fields of `CaptureInfo` as columns. Times are UTC, paths are text.
+        """One row per store, with the fields of `CaptureInfo` as columns. Times are UTC, paths are text.
 
         to: "pandas" or "polars". Raises ImportError without that library (`dmi_connector[pandas]`,
         `dmi_connector[polars]`), ValueError for another name.
@@ -311,7 +311,7 @@ class Captures:
         return {name: [row[name] for row in rows] for name in CaptureInfo.__dataclass_fields__}
 
     def rows(self, hook: str, layer: int | None = None, skip: int = 0) -> RowView:
-        """The rows of a hook in all stores, one after the other, as one long array that is read when it is indexed.
+        """The rows of a hook in all stores, one after the other, as one long array that reads rows on use.
 
         hook, layer: as in `Capture.numpy`. skip: rows that are left out at the start of each store, such as 1 for the
         first token, whose norm is often large. Missing rows are left out.

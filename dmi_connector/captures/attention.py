@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rebuilds attention patterns from stored queries and keys. Fused attention kernels never write the pattern."""
+"""Computes attention weights from stored queries and keys. Fused attention kernels never write the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dmi_connector.store.read.arrays.own_values import check_own_values
-
-if TYPE_CHECKING:
-    from dmi_connector.store.read.capture import Capture
+from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.store.read.reader import StoreReader
 
 
 @dataclass(frozen=True)
 class _How:
-    """How one layer attends. window, chunk: tokens that a query sees at most; of a chunk only those of its own."""
+    """How one layer attends.
+
+    window: a query sees at most this many tokens, its own included. chunk: a query sees only tokens of its own chunk,
+    of this many tokens. None: no such limit.
+    """
 
     scale: float
     soft_cap: float | None = None
@@ -26,8 +27,8 @@ class _How:
     alibi_slopes: Sequence[float] | None = None
 
     @classmethod
-    def of(cls, capture: Capture, layer: int) -> _How:
-        """What a store says of a layer of its model."""
+    def of(cls, capture: StoreReader, layer: int) -> _How:
+        """The attributes of a store, for one layer."""
         facts = capture.attrs.get("attention", {})
         window, chunk = (facts[name][layer] if name in facts else None for name in ("windows", "chunks"))
         scale = facts.get("scale", float(capture.attrs["dims"]["head_dim"]) ** -0.5)
@@ -50,8 +51,8 @@ class _How:
         return scores
 
 
-def _check_model(capture: Capture) -> None:
-    """Raise ValueError for a model whose attention cannot be worked out."""
+def _check_model(capture: StoreReader) -> None:
+    """Raise ValueError for a model whose attention weights cannot be computed from stored hooks."""
     facts = capture.attrs.get("attention", {})
     if facts.get("sinks"):
         raise ValueError(
@@ -64,17 +65,20 @@ def _check_model(capture: Capture) -> None:
         )
 
 
-def seen_by_attention(capture: Capture) -> tuple[str, str]:
-    """The hooks of queries and keys as attention sees them: rotated ones, but for models without rotary embedding.
+def seen_by_attention(capture: StoreReader) -> tuple[str, str]:
+    """The hooks of the queries and keys that attention multiplies: rotated ones, except without rotary embedding.
 
-    Older stores do not say which their model is: they are taken at what they hold.
+    Older stores do not say whether their model has rotary embedding. There the hooks that they hold decide.
     """
     held = "q_rot" in capture or "k_rot" in capture or "q" not in capture
     return ("q_rot", "k_rot") if capture.attrs.get("rotary", held) else ("q", "k")
 
 
-def query_rows(capture: Capture, queries: slice | None) -> range:
-    """Rows of a store, all by default; from 0 to 0 where `queries` has none. Raises ValueError for another step."""
+def query_rows(capture: StoreReader, queries: slice | None) -> range:
+    """Rows of a store, all by default; range(0) where `queries` selects none.
+
+    Raises ValueError for a step other than 1.
+    """
     if queries is not None and not isinstance(queries, slice):
         raise ValueError(f"queries {queries!r} is not valid; give a slice with step 1, as in slice(3, 4)")
     rows = range(int(capture.attrs["num_tokens"]))[slice(None) if queries is None else queries]
@@ -90,10 +94,10 @@ def check_head(head: int | None, heads: int) -> None:
 
 
 _QUERIES = 256
-"""Queries computed at a time for each head, so that scores take little memory beside the result."""
+"""Queries computed at a time per head, so that scores take little memory compared with the result."""
 
 
-def attention(capture: Capture, layer: int, head: int | None = None, queries: slice | None = None) -> np.ndarray:
+def attention(capture: StoreReader, layer: int, head: int | None = None, queries: slice | None = None) -> np.ndarray:
     """Attention weights of one layer, float32 [heads, queries, keys], or [queries, keys] for one `head`.
 
     softmax(scale * q k') over the keys that each query sees (Vaswani et al., 2017), from `q_rot` and `k_rot`, or from
@@ -104,9 +108,8 @@ def attention(capture: Capture, layer: int, head: int | None = None, queries: sl
     queries: rows of the store, all by default. Keys are all rows up to the last query.
 
     Raises KeyError when queries or keys of the layer were not captured. Raises ValueError when earlier rows were not
-    captured, for a head that does not exist, for models with attention sinks, which are no keys of a row, or latent
-    attention, whose keys are not stored, for queries or keys that were stored as projections, and for image tokens that
-    see later ones.
+    captured, for a head that does not exist, for models with attention sinks or latent attention, whose keys are not
+    stored, for queries or keys that were stored as projections, and for image tokens that see later ones.
     """
     _check_model(capture)
     names = seen_by_attention(capture)

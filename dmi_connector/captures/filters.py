@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the filters of `open_captures` mean, and why they let no store pass."""
+"""The filters of `open_captures`, and why no store passes them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, SupportsIndex
 
+from dmi_connector.captures.lens_names import ALL_NAMES, split_name, why_not_equal
+from dmi_connector.captures.names import holds
 from dmi_connector.hooks import HOOKS
 from dmi_connector.store.format.remote_path import Place, RemotePath
 from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads
-from dmi_connector.store.read.hook_names import HookTable, holds
+from dmi_connector.store.read.hook_names import HookTable
 from dmi_connector.store.read.index import CaptureInfo
-from dmi_connector.store.read.lens_names import ALL_NAMES, split_name, why_not_equal
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.wording import suggest
 
@@ -24,7 +25,7 @@ Where = Callable[[CaptureInfo], bool]
 
 
 def whole(info: CaptureInfo) -> CaptureInfo:
-    """With what the index of older stores lacks."""
+    """The same, with the fields that the index of older stores lacks."""
     if info.prompt_len is not None and info.model is not None:
         return info
     attrs = read_attrs(info.store)
@@ -62,7 +63,7 @@ def _other_tensor(name: str, attrs: Mapping[str, Any]) -> str:
 
 
 def _lacking(name: str, layers: Mapping[str, Collection[int]]) -> str:
-    """What stores hold instead of a hook. layers: those of each hook that one of them holds."""
+    """The end of the error for a name that no store holds. layers: hook -> its layers in any of the stores."""
     hook = ALL_NAMES.get(split_name(name)[0], name.partition("@")[0])
     if layers.get(hook):
         return f": {hook} has the layers {sorted(layers[hook])} there"
@@ -70,7 +71,7 @@ def _lacking(name: str, layers: Mapping[str, Collection[int]]) -> str:
 
 
 def why_none(place: Place, found: Sequence[CaptureInfo], given: Mapping[str, Any], incomplete: bool) -> str:
-    """Why no finished store passes the filters. found: what lies there without filters. given: the filters."""
+    """Why no finished store passes the filters. found: the stores without filters. given: the filters."""
     if not found:
         return f"{place} holds no finished store"
     asked = ", ".join(name if callable(value) else f"{name}={value!r}" for name, value in given.items())
@@ -88,7 +89,7 @@ def why_none(place: Place, found: Sequence[CaptureInfo], given: Mapping[str, Any
 
 
 def lengths(prompt_len: range | SupportsIndex) -> range:
-    """The lengths that a filter lets pass. Raises ValueError."""
+    """The lengths that a filter accepts. Raises ValueError for anything but a whole number or a range."""
     if isinstance(prompt_len, range):
         return prompt_len
     try:
@@ -99,7 +100,7 @@ def lengths(prompt_len: range | SupportsIndex) -> range:
 
 
 def parse_time(name: str, value: Time | None) -> datetime.datetime | None:
-    """A time with a zone. name: what errors call it. Raises ValueError."""
+    """A time with a zone, UTC by default. name: of the filter, for the error. Raises ValueError for a bad time."""
     try:
         at = None if value is None else datetime.datetime.fromisoformat(str(value))
     except ValueError as error:
@@ -108,7 +109,7 @@ def parse_time(name: str, value: Time | None) -> datetime.datetime | None:
 
 
 def between(started: str, begin: datetime.datetime | None, end: datetime.datetime | None) -> bool:
-    """Whether a capture began in a span of time. False for an index line without a time."""
+    """Whether a capture began in a span of time. False without a time in the index."""
     if begin is None and end is None:
         return True
     try:

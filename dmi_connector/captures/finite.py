@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds rows that hold a NaN or an infinity where rows are handed to training code, and leaves them out."""
+"""Finds rows that hold a NaN or an infinity, and drops, keeps or refuses them before training code gets them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ POLICIES = ("skip", "keep", "fail")
 """Values of `finite` and `--finite`."""
 WHAT = "values that are not finite"
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "float64": 0x7FF0000000000000}
-"""The bits that are all set in a NaN and in an infinity."""
+"""Dtype -> bits of the exponent, all set in a NaN and in an infinity."""
 _NAMED = 5
-"""Stores that a warning names."""
+"""Maximum number of stores that a warning names."""
 _STEP_BYTES = 1 << 18
-"""Bytes that are looked at together: they and their copy stay in the processor's cache."""
+"""Bytes checked at a time, so that they and their copy fit in the processor's cache."""
 
 
 class NotFinite(ValueError):
-    """A store holds a NaN or an infinity, and these are not to be taken."""
+    """A store holds a NaN or an infinity, and the policy refuses them."""
 
 
 def not_finite(values: np.ndarray, minus_infinity: bool = False) -> np.ndarray:
@@ -106,7 +106,7 @@ class FiniteCheck:
         return taken
 
     def add(self, taken: Iterable[tuple[str, int, int]]) -> None:
-        """Count what `take` gave."""
+        """Add the counts that `take` returned."""
         for store, count, row in taken:
             self.rows[store] += count
             self.first[store] = min(row, self.first.get(store, row))
@@ -119,7 +119,7 @@ class FiniteCheck:
             warnings.warn(f"{store}: row {row} holds {WHAT}; such rows are {self._verb}", RuntimeWarning, stacklevel=3)
 
     def warn_all(self) -> None:
-        """Warn of all that was counted, where that is more than was said."""
+        """Warn of all counted rows, unless earlier warnings covered them."""
         new = self.rows.total() - self._reported
         if self.rows.total() > self._warned and self.policy != "fail":
             self._warned = self._reported = self.rows.total()
@@ -135,5 +135,5 @@ class FiniteCheck:
         return "left out" if self.policy == "skip" else "kept"
 
     def recall(self, first: Mapping[str, Any]) -> None:
-        """Take over what an earlier run saw: store -> first row."""
+        """Add what an earlier run saw: store -> first row."""
         self.first = {**first, **self.first}

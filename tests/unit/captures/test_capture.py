@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, aliases and layers of the reader; schema rules; the safetensors export."""
+"""Names, aliases and layers of a capture and of its reader; schema rules; the safetensors export."""
 
 from __future__ import annotations
 
+import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dmi_connector.analysis.export.safetensors import export_safetensors
+from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.schema import effective_grid
-from dmi_connector.store.read.capture import Capture, open_capture
+from dmi_connector.store.read.reader import StoreReader, open_reader
 from tests import storekit as kit
 
 ARRAYS = (
@@ -50,6 +52,35 @@ def test_a_capture_lists_its_hooks_aliases_and_layers(written: tuple[Capture, ki
     assert cap.layers["mlp_in"] == [1, 3] and cap.layers["embed"] == []
     assert cap.layers["resid_post"] == [0, 1, 2, 3]
     assert "mlp_in" in cap and "q" not in cap and "4 tokens" not in repr(cap)
+
+
+def test_the_bare_reader_gives_the_same_hooks_without_names_of_other_libraries(
+    written: tuple[Capture, kit.Values],
+) -> None:
+    cap, v = written
+    with open_reader(cap.path, timeout=0) as reader:
+        assert type(reader) is StoreReader and repr(reader) == repr(cap).replace("Capture", "StoreReader")
+        assert list(reader) == list(cap) and "mlp_in" in reader and "q" not in reader
+        assert "hook_embed" in cap and "hook_embed" not in reader and 3 not in reader
+        for name, values in v.items():
+            assert reader.shape(name) == cap.shape(name)
+            np.testing.assert_array_equal(reader.numpy(name), cap.numpy(name))
+            np.testing.assert_array_equal(reader.numpy(name), values if reader.layers[name] else values[0])
+        rows, reduced = reader.stored(reader.sources("z", 2)[0], [299, 0])
+        assert reduced is None
+        np.testing.assert_array_equal(rows, v["z"][1, [299, 0]])
+        with pytest.raises(KeyError, match="hook_embed"):
+            reader.numpy("hook_embed")
+
+
+@pytest.mark.parametrize("opened", [open_reader, open_capture])
+def test_a_pickled_reader_opens_the_same_store_as_the_same_class(
+    written: tuple[Capture, kit.Values], opened: Callable[..., StoreReader]
+) -> None:
+    cap, v = written
+    with opened(cap.path, timeout=0) as reader, pickle.loads(pickle.dumps(reader)) as copy:
+        assert type(copy) is type(reader) and copy.attrs == reader.attrs
+        np.testing.assert_array_equal(copy.numpy("ln2", 3), v["ln2"][1])
 
 
 def test_aliases_read_the_rows_of_the_hooks_they_stand_for(written: tuple[Capture, kit.Values]) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
-from dmi_connector.store.read.capture import Capture, open_capture
 from tests import snippets
 from tests import storekit as kit
 
@@ -52,7 +52,7 @@ def test_the_array_has_all_layers_and_vllms_dtype(write: Write, count: int, dtyp
 
 
 def test_rows_are_read_in_parts(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmi_connector.store.read.routed_experts._ROWS", 7)
+    monkeypatch.setattr("dmi_connector.captures.routed_experts._ROWS", 7)
     capture, ids = write()
     np.testing.assert_array_equal(capture.routed_experts(3)[:, 3], ids[1, 3:])
 

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:
-    from dmi_connector.store.read.capture import Capture
+from dmi_connector.store.read.reader import StoreReader
 
 _MOST_UINT8 = 256
 """Experts whose numbers fit into uint8, vLLM's limit for it."""
@@ -16,7 +13,7 @@ _ROWS = 4096
 """Rows that are read at a time."""
 
 
-def routed_experts(capture: Capture, prompt_start: int = 0, check: bool = True) -> np.ndarray:
+def routed_experts(capture: StoreReader, prompt_start: int = 0, check: bool = True) -> np.ndarray:
     """Experts [tokens - prompt_start, layers, top_k] as vLLM returns them with `enable_return_routed_experts`.
 
     tokens: rows of the store; with `include_output_tokens` all tokens of the request but the last, which was never fed
@@ -25,7 +22,7 @@ def routed_experts(capture: Capture, prompt_start: int = 0, check: bool = True) 
 
     prompt_start: as `SamplingParams.routed_experts_prompt_start`, tokens of the prompt that are left out at its start,
     all of the prompt at most.
-    check: refuse a layer with experts whose numbers are all zero: a kernel that hides its routing leaves such.
+    check: refuse a layer with experts whose numbers are all zero, which a kernel that hides its routing leaves.
 
     Raises KeyError without `topk_ids`. Raises ValueError for a store that lacks layers or rows, for one too old to say
     how many experts the model has, for a bad prompt_start, and for a layer of zeros.
@@ -51,8 +48,8 @@ def routed_experts(capture: Capture, prompt_start: int = 0, check: bool = True) 
     return found
 
 
-def _first_row(capture: Capture, prompt_start: int) -> int:
-    """The first row that is wanted. Raises ValueError where it, or one behind it, is not there."""
+def _first_row(capture: StoreReader, prompt_start: int) -> int:
+    """The first row to return. Raises ValueError where it or a later row is not there."""
     if prompt_start < 0:
         raise ValueError(f"prompt_start {prompt_start} is not valid; use 0 or more tokens")
     start, prompt = int(capture.attrs["start"]), capture.prompt_len
@@ -73,7 +70,7 @@ def _first_row(capture: Capture, prompt_start: int) -> int:
     return first
 
 
-def _experts(capture: Capture) -> tuple[int, list[int]]:
+def _experts(capture: StoreReader) -> tuple[int, list[int]]:
     """(number of experts, layers that have them)."""
     facts = capture.attrs.get("experts")
     if facts is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that TransformerLens gives to tensors of a forward, and which of our hooks are the same tensors.
+"""TransformerLens' names for the tensors of a forward pass, and which of our hooks are the same tensors.
 
 tests/types/test_transformer_lens.py compares each with TransformerLens' own cache.
 """
@@ -94,7 +94,7 @@ ABSENT = {
 }
 """Names of TransformerLens that no store has, and why."""
 OTHERWISE = "no hook is the same tensor in every model"
-"""The reason of names of TransformerLens that are listed nowhere."""
+"""The reason for names of TransformerLens that no table lists."""
 
 _BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)$")
 
@@ -111,7 +111,7 @@ def full_name(name: str, layer: int | None) -> str:
 
 
 def unlisted(name: str) -> str:
-    """The reason of a name that is listed nowhere. It may be one of TransformerLens, or no name at all."""
+    """The reason for a name that no table lists. TransformerLens may know the name or not."""
     near = suggest(name, [*ALL_NAMES, PATTERN, *OF_NORMS, *ABSENT])
     return f"{OTHERWISE}, or TransformerLens has no such name{near}"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds stores of different models, whose rows do not belong together though they may have one shape."""
+"""Refuses to mix stores of different models: their rows differ in meaning, even where their shapes agree."""
 
 from __future__ import annotations
 

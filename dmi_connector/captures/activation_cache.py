@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store as TransformerLens' ActivationCache, whose tensors are read when they are asked for."""
+"""A store as TransformerLens' ActivationCache. Each tensor is read on first use."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ except ImportError as error:
         "activation_cache: transformer_lens is not installed; install dmi_connector[transformer-lens]"
     ) from error
 
+from dmi_connector.captures import lens_names as names
+from dmi_connector.captures.attention import attention, seen_by_attention
 from dmi_connector.dtypes import as_torch, numpy_dtype
 from dmi_connector.reduce import Keeps
-from dmi_connector.store.read import lens_names as names
-from dmi_connector.store.read.attention import seen_by_attention
+from dmi_connector.store.read.reader import StoreReader
 
 if TYPE_CHECKING:
     import torch
-
-    from dmi_connector.store.read.capture import Capture
 
 Read = Callable[[], np.ndarray]
 Key = tuple[str, int | None]
@@ -31,7 +30,7 @@ Key = tuple[str, int | None]
 
 
 class LazyTensors(MutableMapping[str, "torch.Tensor"]):
-    """Tensors by name. Each is read when it is first asked for, and then kept; names of one tensor share it."""
+    """Tensors by name. Each is read on first use, and then kept. Several names can share one tensor."""
 
     def __init__(self) -> None:
         self._keys: dict[str, Key] = {}
@@ -40,7 +39,7 @@ class LazyTensors(MutableMapping[str, "torch.Tensor"]):
         self._set: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, key: Key, read: Read) -> None:
-        """Name a tensor. key: the same for all names of one tensor."""
+        """Add a name of a tensor. key: the same for all names of one tensor."""
         self._keys[name] = key
         self._reads.setdefault(key, read)
 
@@ -73,7 +72,7 @@ class LazyTensors(MutableMapping[str, "torch.Tensor"]):
 class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
     """TransformerLens' ActivationCache over a store. `why_absent` says why it lacks a name."""
 
-    def __init__(self, capture: Capture, model: Any = None, batch_dim: bool = True) -> None:
+    def __init__(self, capture: StoreReader, model: Any = None, batch_dim: bool = True) -> None:
         self._capture, self._batch = capture, batch_dim
         self._eps = None if model is None else float(model.cfg.eps)
         self._centred = model is not None and model.cfg.normalization_type in ("LN", "LNPre")
@@ -120,7 +119,7 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
 
     @property
     def absent(self) -> dict[str, str]:
-        """Name without the block's prefix -> reason, for the names of TransformerLens that are known and not there."""
+        """Name without the block's prefix -> reason, for known names of TransformerLens that the cache lacks."""
         known = {**names.TL_NAMES, **names.QK_NAMES[True], **names.QK_NAMES[False], **names.ABSENT}
         there = {names.split_name(name)[0] for name in self.cache_dict}
         return {name: self.why_absent(name) for name in (*known, names.PATTERN, *names.OF_NORMS) if name not in there}
@@ -173,13 +172,13 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
 
     def _pattern_reader(self, layer: int) -> Read:
         def read() -> np.ndarray:
-            weights = self._capture.attention(layer).astype(numpy_dtype(self._capture.attrs.get("dtype", "float32")))
+            weights = attention(self._capture, layer).astype(numpy_dtype(self._capture.attrs.get("dtype", "float32")))
             return weights[None] if self._batch else weights
 
         return read
 
     def _why_no_pattern(self, layer: int | None = None) -> str:
-        """Why the pattern of a layer cannot be worked out; "" where it can. None: of any layer."""
+        """Why the pattern of a layer cannot be computed; "" where it can. layer: None for any layer."""
         hooks = seen_by_attention(self._capture)
         queries, keys = (set(self._capture.layers.get(hook, ())) for hook in hooks)
         if not queries & keys if layer is None else layer not in queries & keys:

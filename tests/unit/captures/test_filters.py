@@ -18,12 +18,12 @@ import zarr
 from dmi_connector import TokenDataset, find_captures, importance, open_capture, open_captures
 from dmi_connector.analysis.texts import find_tokenizer
 from dmi_connector.analysis.unembedding import Unembedding
+from dmi_connector.captures.captures import captures_of
+from dmi_connector.captures.lens_names import unlisted
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.schema import INDEX_NAME
-from dmi_connector.store.read.captures import captures_of
-from dmi_connector.store.read.lens_names import unlisted
 from dmi_connector.store.read.metadata import NotACapture, read_attrs
 from dmi_connector.store.read.verify import verify_dir
 from dmi_connector.view.data import Library
