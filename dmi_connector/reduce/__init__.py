@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dmi_connector.reduce.attn import AttentionSummary
-from dmi_connector.reduce.base import Keeps, ReduceError, Reduction
+from dmi_connector.reduce.base import Keeps, Reduction
+from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.pca import Pca

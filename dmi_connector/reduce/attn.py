@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from dmi_connector.reduce.base import Keeps, ReduceError, Reduction, unpack
+from dmi_connector.reduce.base import Keeps, Reduction, unpack
+from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.statistic import Statistic
 
 if TYPE_CHECKING:

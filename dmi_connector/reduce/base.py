@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from dmi_connector.dtypes import numpy_dtype
+from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.measures import OF_VALUES, ReducedRows, of_values
 from dmi_connector.reduce.statistic import Statistic
 from dmi_connector.reduce.tally import Tally
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
     import torch
 
     from dmi_connector.reduce.basis import BasisRef, LayerBasis
-
-
-class ReduceError(ValueError):
-    """A reduction that does not exist or does not fit its hook; the message names the option and the fix."""
 
 
 class Keeps(enum.Flag):

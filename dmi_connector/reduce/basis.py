@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.reduce.base import ReduceError
+from dmi_connector.reduce.errors import ReduceError
 
 METADATA = "dmi_pca"
 """Key of our JSON in the metadata of the safetensors file."""

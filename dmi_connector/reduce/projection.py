@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from dmi_connector.reduce.base import Keeps, ReduceError, Reduction
+from dmi_connector.reduce.base import Keeps, Reduction
+from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.measures import ReducedRows, pairs, probes
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from dmi_connector.reduce.base import ReduceError, Reduction
+from dmi_connector.reduce.base import Reduction
+from dmi_connector.reduce.errors import ReduceError
 
 if TYPE_CHECKING:
     import torch

@@ -23,9 +23,36 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from dmi_connector.engine.context import CaptureContext
     from dmi_connector.engine.messages import StepMetadata
-    from dmi_connector.engine.scheduler.tracked_request import Tracked
+    from dmi_connector.hooks import ModelDims, Selection
+    from dmi_connector.layout import RowLayout
+    from dmi_connector.settings import ServerOptions
+
+
+class Context(Protocol):
+    """What owners read of `engine.context.CaptureContext`, which knows its owner."""
+
+    @property
+    def options(self) -> ServerOptions: ...
+
+    @property
+    def dims(self) -> ModelDims: ...
+
+    @property
+    def selection(self) -> Selection: ...
+
+    @property
+    def layout(self) -> RowLayout: ...
+
+    @property
+    def cache_layer(self) -> str: ...
+
+
+class Captured(Protocol):
+    """What owners read of `engine.scheduler.tracked_request.Tracked`."""
+
+    capture: int
+    blocks: list[int]
 
 
 class RowMemory(Protocol):
@@ -61,12 +88,12 @@ class RowSlots(ABC):
     def __init__(self, group: int, block_size: int) -> None:
         self.group, self.block_size = group, block_size
 
-    def sample_slot(self, tracked: Tracked, position: int) -> int:
+    def sample_slot(self, tracked: Captured, position: int) -> int:
         """vLLM's slot of a token, by which the workers find its row of logits."""
         return tracked.blocks[position // self.block_size] * self.block_size + position % self.block_size
 
     @abstractmethod
-    def of(self, tracked: Tracked, start: int, stop: int) -> np.ndarray:
+    def of(self, tracked: Captured, start: int, stop: int) -> np.ndarray:
         """Where the rows of positions [start, stop) lie, int64 [stop - start]."""
 
     @abstractmethod
@@ -74,7 +101,7 @@ class RowSlots(ABC):
         """The connector's `get_num_new_matched_tokens`. computed: tokens of the request that the prefix cache has."""
 
     @abstractmethod
-    def preempted(self, tracked: Tracked, metadata: StepMetadata) -> None:
+    def preempted(self, tracked: Captured, metadata: StepMetadata) -> None:
         """A request was preempted: say in the step's message what becomes of its rows."""
 
     @abstractmethod
@@ -121,7 +148,7 @@ class Owner(ABC):
     def check(self, vllm_config: VllmConfig) -> None:
         """Raises ValueError for a configuration that it does not support, with the fix."""
 
-    def ignored(self, vllm_config: VllmConfig, context: CaptureContext) -> str:
+    def ignored(self, vllm_config: VllmConfig, context: Context) -> str:
         """A sentence on what chooses nothing in the configuration, or ""."""
         return ""
 
@@ -132,7 +159,7 @@ class Owner(ABC):
     # ---- the tapped model -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def attach(self, model: nn.Module, context: CaptureContext) -> None:
+    def attach(self, model: nn.Module, context: Context) -> None:
         """Called once the tapped model is built: add what this owner needs to it."""
 
     def output(self, output: Any) -> Any:
@@ -142,9 +169,9 @@ class Owner(ABC):
     # ---- the connector's two halves ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def row_slots(self, context: CaptureContext, config: KVCacheConfig) -> RowSlots:
+    def row_slots(self, context: Context, config: KVCacheConfig) -> RowSlots:
         """The scheduler's half. Raises ValueError where the cache has no place for rows."""
 
     @abstractmethod
-    def row_memory(self, context: CaptureContext, vllm_config: VllmConfig) -> RowMemory:
+    def row_memory(self, context: Context, vllm_config: VllmConfig) -> RowMemory:
         """The worker's half, once vLLM has made its caches. Raises ValueError for an unknown layout."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
 
-    from dmi_connector.engine.context import CaptureContext
+    from dmi_connector.engine.owners.base import Context
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -67,7 +67,7 @@ class Draft(Paged):
                 "max_model_len, or use owner='target'"
             )
 
-    def ignored(self, vllm_config: VllmConfig, context: CaptureContext) -> str:
+    def ignored(self, vllm_config: VllmConfig, context: Context) -> str:
         """A sentence on layer ids of the speculative config that are not those of the captured hidden states, or "".
 
         Id i is the input of layer i, and the number of layers is the output of the last one. The ids that
@@ -90,7 +90,7 @@ class Draft(Paged):
         """vLLM refuses some sampling parameters beside any draft model."""
         return "give --owner target" if "speculative decoding" in error else ""
 
-    def attach(self, model: nn.Module, context: CaptureContext) -> None:
+    def attach(self, model: nn.Module, context: Context) -> None:
         """vLLM loads the draft after the model, and asks the model for the interface of EAGLE-3. Taps do not use it."""
         if not getattr(model, "supports_eagle3", False):
             for name, value in {

@@ -14,7 +14,7 @@ from dmi_connector.engine import replaced
 from dmi_connector.engine.owners.row_cache import CaptureLayer
 
 if TYPE_CHECKING:
-    from dmi_connector.engine.context import CaptureContext
+    from dmi_connector.engine.owners.base import Context
 
 
 class DraftModel(stock.ExtractHiddenStatesModel):
@@ -23,7 +23,7 @@ class DraftModel(stock.ExtractHiddenStatesModel):
     capturing: gives the context of an engine with our connector, else None. `models.py` sets it.
     """
 
-    capturing: ClassVar[Callable[[VllmConfig], CaptureContext | None]]
+    capturing: ClassVar[Callable[[VllmConfig], Context | None]]
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         context = type(self).capturing(vllm_config)

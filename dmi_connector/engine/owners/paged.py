@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from dmi_connector.engine.context import CaptureContext
     from dmi_connector.engine.messages import StepMetadata
-    from dmi_connector.engine.scheduler.tracked_request import Tracked
+    from dmi_connector.engine.owners.base import Captured, Context
 
 HELD = 1 / 16
 """Share of the cache that blocks of ended requests may hold while their rows wait for others."""
@@ -35,9 +34,7 @@ class PagedSlots(RowSlots):
     are kept, and how many blocks.
     """
 
-    def __init__(
-        self, context: CaptureContext, block_size: int, blocks: int, keep: bool = True, group: int = 0
-    ) -> None:
+    def __init__(self, context: Context, block_size: int, blocks: int, keep: bool = True, group: int = 0) -> None:
         super().__init__(group, block_size)
         self._context, self.keep = context, keep
         self._in_block = np.arange(block_size)
@@ -45,7 +42,7 @@ class PagedSlots(RowSlots):
         self._most_held = 0 if context.options.sink == "null" else int(blocks * HELD)
         self._release = False
 
-    def of(self, tracked: Tracked, start: int, stop: int) -> np.ndarray:
+    def of(self, tracked: Captured, start: int, stop: int) -> np.ndarray:
         size = self.block_size
         before = start // size
         firsts = np.multiply(tracked.blocks[before : -(-stop // size)], size)
@@ -56,7 +53,7 @@ class PagedSlots(RowSlots):
         """Nothing: rows of a prefix hit lie in its blocks."""
         return 0, False
 
-    def preempted(self, tracked: Tracked, metadata: StepMetadata) -> None:
+    def preempted(self, tracked: Captured, metadata: StepMetadata) -> None:
         """The forward that follows may overwrite its blocks, so its rows leave before. Others are computed again."""
         metadata.preempted.append(tracked.capture)
 
@@ -116,7 +113,7 @@ class Paged(Owner):
                 "DMIConnector does not support that; use a model with attention in every layer"
             )
 
-    def row_slots(self, context: CaptureContext, config: KVCacheConfig) -> PagedSlots:
+    def row_slots(self, context: Context, config: KVCacheConfig) -> PagedSlots:
         from vllm import envs
 
         # While blocks of an ended request are kept, vLLM takes no other request of its id.
@@ -129,7 +126,7 @@ class Paged(Owner):
             "Is the dmi_connector plugin installed in this environment and allowed by VLLM_PLUGINS?"
         )
 
-    def row_memory(self, context: CaptureContext, vllm_config: VllmConfig) -> RowMemory:
+    def row_memory(self, context: Context, vllm_config: VllmConfig) -> RowMemory:
         from dmi_connector.engine.owners.row_cache import CaptureLayer
 
         layer = vllm_config.compilation_config.static_forward_context[context.cache_layer]

@@ -19,7 +19,7 @@ from dmi_connector.engine.model.coverage import poison
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
 
-    from dmi_connector.engine.context import CaptureContext
+    from dmi_connector.engine.owners.base import Context
 
 
 class CaptureMetadataBuilder(stock.CacheOnlyAttentionMetadataBuilder):
@@ -56,7 +56,7 @@ class CaptureLayer(nn.Module, AttentionLayerBase):
     the first captures of an untested vLLM. unpoisoned: slots of the step whose rows are still to be filled.
     """
 
-    def __init__(self, context: CaptureContext) -> None:
+    def __init__(self, context: Context) -> None:
         super().__init__()
         vllm_config = get_current_vllm_config()
         self.layer_name = context.cache_layer

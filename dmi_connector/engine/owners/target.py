@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
 
-    from dmi_connector.engine.context import CaptureContext
+    from dmi_connector.engine.owners.base import Context
 
 
 class Target(Paged):
@@ -30,7 +30,7 @@ class Target(Paged):
                 "does not support; use the one that capture_args() returns, or none"
             )
 
-    def attach(self, model: nn.Module, context: CaptureContext) -> None:
+    def attach(self, model: nn.Module, context: Context) -> None:
         from dmi_connector.engine.owners.row_cache import CaptureLayer
 
         model.dmi_rows = CaptureLayer(context)
