@@ -440,6 +440,22 @@ def test_pages_that_the_code_names_exist() -> None:
     assert not lacking, "\n".join(lacking)
 
 
+def test_files_that_pages_and_drawings_name_exist() -> None:
+    """Whole paths or their ends, such as `taps/routing.py`: a file that moves takes its mentions with it."""
+    git = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    there = [f"/{name}" for name in git.stdout.split()]
+    assert len(there) > 100
+    elsewhere = re.compile(r"vllm/|my_package/")  # files of vLLM, and of a package that a page makes up
+    lacking = []
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md"), *(DOCS / "img").glob("*.svg")):
+        named = set(re.findall(r"[`> ]((?:\w+/)*\w+\.py)\b", page.read_text()))
+        missing = {
+            name for name in named if not elsewhere.match(name) and not any(t.endswith(f"/{name}") for t in there)
+        }
+        lacking += [f"{page.name} names {name}" for name in sorted(missing)]
+    assert not lacking, "\n".join(lacking)
+
+
 # ---- README, CHANGELOG, CONTRIBUTING --------------------------------------------------------------------------------
 
 
