@@ -473,6 +473,13 @@ def test_links_lead_to_files_and_headings(name: str) -> None:
         assert not anchor or anchor in anchors(ROOT / path), f"{name} links to {target}"
 
 
+def test_contributing_says_what_each_room_holds() -> None:
+    _, table = (ROOT / "CONTRIBUTING.md").read_text().split("| room in `dmi_connector/` |")
+    named = set(re.findall(r"^\| `([\w/]+/)` \|", table.split("\n\n")[0], re.MULTILINE))
+    rooms = {f"{init.parent.relative_to(PACKAGE).as_posix()}/" for init in PACKAGE.glob("*/**/__init__.py")}
+    assert len(rooms) > 20 and named == rooms, sorted(named ^ rooms)
+
+
 def test_the_readme_has_fewer_than_120_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 120
 
