@@ -480,6 +480,20 @@ def test_contributing_says_what_each_room_holds() -> None:
     assert len(rooms) > 20 and named == rooms, sorted(named ^ rooms)
 
 
+def test_rows_of_a_table_have_its_columns() -> None:
+    wrong = []
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")):
+        columns, code = 0, False
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            code ^= line.lstrip().startswith("```")
+            row = re.sub(r"`[^`]*`|\\[|]", "", line.strip())
+            cells = 0 if code or not row.startswith("|") else row.count("|") - 1
+            if cells and columns and cells != columns:
+                wrong.append(f"{page.name}:{number} has {cells} cells of {columns}")
+            columns = columns or cells if cells else 0
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_readme_has_fewer_than_120_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 120
 
