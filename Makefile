@@ -117,10 +117,10 @@ notebooks: env
 	@$(PY) -m tests.notebookkit $(NAMES)
 
 models: env
-	@$(PY) -m benchmarks.models $(ARGS)
+	@$(PY) -m benchmarks.checks.models $(ARGS)
 
 compat: env
-	@$(PY) -m benchmarks.compat $(ARGS)
+	@$(PY) -m benchmarks.checks.compat $(ARGS)
 
 lint: env
 	@$(VENV)/bin/ruff check .

@@ -42,8 +42,6 @@ QWEN3_LAYERS = 36
 """Layers of Qwen3-4B."""
 _RANDOM_BYTES = 16 << 20
 """Bytes after which `activations` repeats. A compressed block is far smaller, so no codec sees the repetition."""
-ENGINE_CLOCK = "DMI_ENGINE_CLOCK"
-"""Environment variable: the file to which `benchmarks.engine_clock` writes a line of JSON each second."""
 _CALLS, _SAMPLES = 1500, 5
 """`python_us` times this many calls, this many times: about 60 us each on a quick core."""
 

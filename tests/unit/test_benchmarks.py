@@ -16,12 +16,8 @@ import pytest
 
 from benchmarks import (
     bulk,
-    chain,
-    check_gpu,
     common,
     kernels,
-    models,
-    niceness,
     node,
     node_limits,
     reading,
@@ -29,6 +25,7 @@ from benchmarks import (
     shapes,
     stores,
 )
+from benchmarks.checks import check_gpu, models
 from dmi_connector import find_captures, open_capture
 from dmi_connector.cli.main import main as cli
 
@@ -54,18 +51,6 @@ def test_the_store_benchmark_measures_rates_and_removes_its_files(tmp_path: Path
     assert min(results["writers_user_s"], results["writers_system_s"]) >= 0
     assert results["GB"] == pytest.approx(2 * 130 * 2 * sum(kernels.WIDTHS.values()) / 1e9, abs=1e-3)
     assert not directory.exists()
-
-
-def test_the_niceness_benchmark_measures_each_way_and_leaves_no_file(tmp_path: Path) -> None:
-    out = tmp_path / "niceness.json"
-    names = ["none", "nice 19", "nice 5, a core free"]
-    small = ["--seconds", "0.2", "--repeat", "1", "--megabytes", "1", "--ways", *names]
-    assert niceness.main(["--out", str(out), "--directory", str(tmp_path), *small]) == 0
-    ways = json.loads(out.read_text())["ways"]
-    assert set(ways) == set(names) and all(found["steps_per_s"] > 0 for found in ways.values())
-    # On a busy machine a writer may get no turn within the measured 0.2 s: the whole of its life counts.
-    assert {way for way, found in ways.items() if found["written_GB"] > 0} == set(names) - {"none"}
-    assert list(tmp_path.iterdir()) == [out], "no file is left"
 
 
 def test_the_reading_benchmark_compares_each_read_with_its_limit(tmp_path: Path) -> None:
@@ -281,30 +266,6 @@ def test_a_benchmark_that_is_ended_by_a_signal_ends_its_engines(tmp_path: Path) 
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
         assert not Path(f"/proc/{engine}").exists()
-
-
-def test_the_chain_of_a_step_is_summed_up_over_ranks() -> None:
-    def rank(late: float, answers: bool) -> chain.Notes:
-        starts = [0.004 * step for step in range(5)]
-        return {
-            "execute": [(at + late, at + late + 0.001) for at in starts],
-            "sample": [(at + 0.001, at + 0.003) for at in starts],
-            "launch": [at + late + 0.0005 for at in starts],
-            "answer": [(at + 0.0065 + late, True) for at in starts] + [(0.0, False)] if answers else [],
-            "begin": [at + 0.001 for at in starts],
-            "graph": [at + 0.004 for at in starts],
-            "end": [at + 0.0045 for at in starts],
-        }
-
-    found = chain.summarise([rank(0.0, True), rank(0.0002, True)])
-    assert (found["steps"], found["step"]) == (5, 4.0)
-    assert found["ranks"][1] == {
-        **{"execute": 1.0, "sample": 2.0, "launch": 0.5, "gpu_graph": 3.0, "gpu_rest": 0.5, "gpu_waits": 0.5},
-        "answered": 2.2,
-    }
-    assert found["engine"] == 1.3  # from the later rank's answer
-    alone = chain.summarise([rank(0.0, True), rank(0.0, False)])
-    assert alone["engine"] == 1.5 and "answered" not in alone["ranks"][1]
 
 
 def test_the_check_on_a_gpu_has_no_limit_that_holds_for_nan() -> None:

@@ -11,7 +11,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from benchmarks import compat
+from benchmarks.checks import compat
 from benchmarks.common import ROOT
 from dmi_connector.engine import contract
 

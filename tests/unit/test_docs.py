@@ -380,7 +380,9 @@ def test_compatibility_has_each_refused_option_and_names_tests_that_exist() -> N
     shown = set(re.findall(r"`(\w+)", page[page.index("## Refused") :]))
     assert len(refused) > 10 and refused <= shown, f"docs/COMPATIBILITY.md lacks {sorted(refused - shown)}"
     named = set(re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py|test_\w+\.py)`", page))
-    code = {str(path.relative_to(ROOT)): path for path in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py"))}
+    code = {
+        str(path.relative_to(ROOT)): path for path in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/**/*.py"))
+    }
     lacking = {name for name in named if not any(path.endswith(name) for path in code)}
     assert len(named) > 8 and not lacking, f"docs/COMPATIBILITY.md names {sorted(lacking)}"
     tests = "".join(code[path].read_text() for path in code if any(path.endswith(name) for name in named))

@@ -7,7 +7,7 @@ docs/COMPATIBILITY.md. tests/unit/test_compat.py holds README, pyproject.toml an
 
 A vLLM without a CPU build (runner GPU) is left out here. On a machine with a GPU, in an environment that has it:
 
-    python -m benchmarks.compat --gpu --out benchmarks/results/gpu-compat.json
+    python -m benchmarks.checks.compat --gpu --out benchmarks/results/gpu-compat.json
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CORE = {
 }
 """model runner -> what is run: hooks and routing of all architectures, eager and compiled, both owners, the lives of a
 request; on V1 also tokens, what the check at start sees, a server, and the unit tests. V2 runs in Triton's interpreter,
-without graphs. GPU: what needs a real device; hooks and graphs are compared by `benchmarks.check_gpu`.
+without graphs. GPU: what needs a real device; hooks and graphs are compared by `benchmarks.checks.check_gpu`.
 """
 NOT_HERE = tuple(
     f"tests/unit/{name}"
@@ -231,7 +231,7 @@ def run_here(out: str, jobs: int) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = common.parser("benchmarks.compat", __doc__)
+    p = common.parser("benchmarks.checks.compat", __doc__)
     names = [environment.name for environment in CPU_ENVIRONMENTS]
     p.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     p.add_argument("--runner", choices=["V1", "V2"], help="of vLLM's model runners; without it both")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Correctness on a GPU (V2 model runner, CUDA graphs, bf16): tokens as stock vLLM's, hooks as transformers'.
 
-    python -m benchmarks.check_gpu --out results.json [--owners draft,target] [--arch gemma3_text]
+    python -m benchmarks.checks.check_gpu --out results.json [--owners draft,target] [--arch gemma3_text]
 
 A small random model (Qwen3, or --arch) answers prompts of many lengths, greedily and with seeds, with and without
 prefix-cache hits. It records:
 
 - how many requests got the tokens of an engine without our connector. Where a greedy request did not, the logits in its
-  store must say that rounding explains it. Seeded requests are counted apart (`benchmarks.same_tokens` says why);
+  store must say that rounding explains it. Seeded requests are counted apart (`same_tokens.py` says why);
 - how many tokens the scheduler had computed against how many were needed: one a step once the prompt is in, no drafts;
 - rows missing;
 - for each hook the least cosine of a row and the largest error relative to the row's largest value, against
@@ -36,9 +36,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from benchmarks.same_tokens import MOST_TIE, MOST_TIE_OF_ARCH, compare_tokens, token_failures
+from benchmarks.checks.same_tokens import MOST_TIE, MOST_TIE_OF_ARCH, compare_tokens, token_failures
 
-MODULE = "benchmarks.check_gpu"
+MODULE = "benchmarks.checks.check_gpu"
 HOOKS = "vllm-full,attention"
 """Presets leave out what a family lacks. Together they name every hook but `pattern`."""
 LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400)
@@ -54,7 +54,7 @@ LEAST_COSINE_OF_ARCH = 0.99
 MOST_FLIPPED = 0.05
 """Part of a hook's rows that may be below these in models with experts: rounding changes some rows' experts.
 
-In transformers bfloat16 alone changes 0.5 to 3.8 % of the rows of logits so, by family (`benchmarks.rounding`).
+In transformers bfloat16 alone changes 0.5 to 3.8 % of the rows of logits so, by family (docs/ENGINEERING.md).
 """
 MOST_GAP = 0.1
 """By which a value that top k left out may exceed one it kept, in parts of the row's largest (bfloat16 rounds)."""

@@ -21,7 +21,7 @@ UNIT = 2.0**-8
 MOST_TIE = 12 * UNIT
 """Largest gap of two tokens that rounding explains, in parts of the row's largest absolute logit.
 
-Transformers in bfloat16 takes another token than in float32 over gaps of up to 8.2 units (`benchmarks.rounding`).
+Transformers in bfloat16 takes another token than in float32 over gaps of up to 8.2 units (docs/ENGINEERING.md).
 In a small Qwen3 the second largest logit of a row lies so near in 38 of 100 rows, any other one in 1 of 900.
 """
 MOST_TIE_OF_ARCH = {"gemma2": 24 * UNIT, "gemma3_text": 24 * UNIT, "bloom": 24 * UNIT}

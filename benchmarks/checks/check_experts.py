@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chosen experts in the stores of a parallel engine, compared with those that vLLM itself returns.
 
-    python -m benchmarks.check_experts --out check.json --engine-args '{"data_parallel_size": 2}'
+    python -m benchmarks.checks.check_experts --out check.json --engine-args '{"data_parallel_size": 2}'
 
 A small random Qwen3-MoE with `enable_expert_parallel` answers all prompts: stock vLLM, then with capture. Both return
 `routed_experts`. The experts in each store must be those that the engine of that store returned. Tokens are compared
@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks import common
 from benchmarks.capture import note
 
-MODULE = "benchmarks.check_experts"
+MODULE = "benchmarks.checks.check_experts"
 HOOKS = "hidden-states,topk_ids"
 LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400) * 3
 OUTPUT_TOKENS = 48

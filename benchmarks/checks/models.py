@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares every hook of every family of models with transformers, and writes the table of docs/MODELS.md.
 
-    python -m benchmarks.models
+    python -m benchmarks.checks.models
 
 Runs tests/engine/test_models.py and test_multimodal.py in full: eager and compiled, rows of both owners, two
 tensor-parallel ranks. Results go to benchmarks/results/cpu-models.json.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.check_gpu import LEAST_COSINE_OF_ARCH
+from benchmarks.checks.check_gpu import LEAST_COSINE_OF_ARCH
 
 RESULTS = common.ROOT / "benchmarks" / "results" / "cpu-models.json"
 PAGE = common.ROOT / "docs" / "MODELS.md"
@@ -90,7 +90,7 @@ def _worst(found: list[dict[str, Any]], mode: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    header = common.header("benchmarks.models", argv)
+    header = common.header("benchmarks.checks.models", argv)
     found, status = run(argv)
     common.save(RESULTS, {"header": header, "found": found})
     gpu = json.loads(GPU.read_text())["models"] if GPU.exists() else {}
