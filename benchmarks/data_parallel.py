@@ -163,7 +163,7 @@ class Server:
     def measure(self, args: argparse.Namespace, load: Load, vocab: int, seed: int) -> dict[str, Any]:
         """Continuous load for `--warm` and then `--seconds`."""
         kept = self.directory.with_name(f"{self.directory.name}-kept")
-        consumer = _piped("benchmarks.consumer", str(self.directory), str(kept)) if self.kind.hooks else None
+        consumer = _piped("benchmarks.loads", str(self.directory), str(kept)) if self.kind.hooks else None
         asked = json.dumps(load._asdict())
         clients = [
             _piped(MODULE, "--client", self.url, "--load", asked, "--vocab", str(vocab), "--seed", str(seed + i))

@@ -46,7 +46,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from benchmarks.reading_limits import (
+from benchmarks.limits import (
     CHUNK,
     HOOK,
     THREADS,

@@ -32,8 +32,8 @@ from benchmarks import common
 from benchmarks.capture import note, serve_engine
 from benchmarks.engine import Bench
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms
+from benchmarks.report import busy_rounds, busy_table
 from benchmarks.setups import FULL, HIDDEN, REDUCE, Setup
-from benchmarks.sustained_report import merged, table
 from benchmarks.without import IN_ENGINE, MECHANISMS
 from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile, worker_python_us, worker_writers_s
 
@@ -167,7 +167,7 @@ class Busy(Bench):
         return result
 
     def _consumer(self, kept: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "benchmarks.consumer", str(self.store_dir), str(kept)]
+        command = [sys.executable, "-m", "benchmarks.loads", str(self.store_dir), str(kept)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=common.ROOT)
 
     def _backlog(self) -> dict[str, float]:
@@ -322,10 +322,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     if args.table:
-        print("\n\n".join(table(json.loads(Path(name).read_text())) for name in args.table))
+        print("\n\n".join(busy_table(json.loads(Path(name).read_text())) for name in args.table))
         return 0
     if args.merged:
-        print(merged([json.loads(Path(name).read_text()) for name in args.merged]))
+        print(busy_rounds([json.loads(Path(name).read_text()) for name in args.merged]))
         return 0
     child_argv = argv
     if args.model is None:
@@ -347,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
     common.end_with_children()
     results = (starts if args.starts else run)(args, child_argv, chosen)
     common.save(args.out, results)
-    print(table(results))
+    print(busy_table(results))
     return 0 if sound(results) else 1
 
 

@@ -18,8 +18,8 @@ from benchmarks import (
     bulk,
     common,
     kernels,
+    limits,
     node,
-    node_limits,
     reading,
     report,
     shapes,
@@ -198,14 +198,14 @@ def test_the_page_about_scale_has_the_prediction_for_a_node() -> None:
     from benchmarks import scale
 
     found = json.loads((common.ROOT / "benchmarks" / "results" / "cpu-node.json").read_text())
-    page, machine = (common.ROOT / "docs" / "SCALE.md").read_text(), node_limits.Machine()
-    assert node_limits.table(found, machine, node.SHOWN) in page and found["header"]["clean"]
+    page, machine = (common.ROOT / "docs" / "SCALE.md").read_text(), limits.Machine()
+    assert limits.node_table(found, machine, node.SHOWN) in page and found["header"]["clean"]
     cases, codecs = list(found["rows"])[::3], ("zstd", "zstd", "lz4")
     sizes = [one.token_bytes for one in scale.SELECTIONS]
     assert [found["rows"][case]["DP 1"]["bytes"] for case in cases] == [pytest.approx(size, rel=1e-3) for size in sizes]
     for case, codec in zip(cases, codecs, strict=True):
         one, eight, tensor = (
-            node_limits.limits(found, case, codec, layout, machine) for layout in ("DP 1", *node.SHOWN)
+            limits.node_limits(found, case, codec, layout, machine) for layout in ("DP 1", *node.SHOWN)
         )
         size = found["rows"][case]["DP 1"]["bytes"]
         assert one["link"] == pytest.approx(50e9 / size) and eight["link"] == pytest.approx(8 * one["link"])
@@ -213,10 +213,10 @@ def test_the_page_about_scale_has_the_prediction_for_a_node() -> None:
         assert one["cores"] == pytest.approx(15 / 16 * one["writers"])
         stored = eight["disk"] * size / found["costs"][case][codec]["DP 8"]["compression"]
         assert stored == pytest.approx(20e9) and eight["disk"] < eight["memory"]
-    slower = node_limits.limits(
+    slower = limits.node_limits(
         found, cases[0], "zstd", "DP 8", replace(machine, core_cost=2 * machine.core_cost, disk=10)
     )
-    before = node_limits.limits(found, cases[0], "zstd", "DP 8", machine)
+    before = limits.node_limits(found, cases[0], "zstd", "DP 8", machine)
     halved = {"cores", "writers", "coordinator", "index", "disk"}
     assert {name for name in before if slower[name] == pytest.approx(before[name] / 2)} == halved
 
@@ -230,7 +230,7 @@ def test_the_shapes_of_published_models_are_of_architectures_that_are_served(nam
     assert shapes.main([str(tmp_path), "--only", name]) == 0
     config = AutoConfig.from_pretrained(tmp_path / name)
     (architecture,) = config.architectures
-    dims, fields = ARCHITECTURES[architecture].dims(config), shapes.SHAPES[name][2]
+    dims, fields = ARCHITECTURES[architecture].dims(config), shapes.SHAPES[name]
     assert (dims.layers, dims.hidden) == (fields["num_hidden_layers"], fields["hidden_size"])
     assert dims.experts == fields.get("num_experts", fields.get("num_local_experts", fields.get("n_routed_experts", 0)))
 
