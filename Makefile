@@ -97,8 +97,7 @@ test: env
 
 soak: env
 	@rm -f benchmarks/results/cpu-v2-runner.jsonl
-	@SOAK_RESULT=benchmarks/results/cpu-soak.json V2_RESULT=benchmarks/results/cpu-v2-runner.jsonl \
-	  $(PY) -m pytest tests -m soak -s
+	@V2_RESULT=benchmarks/results/cpu-v2-runner.jsonl $(PY) -m pytest tests -m soak -s
 	@$(PY) -m pytest tests/unit -m hypothesis --hypothesis-profile=random
 
 mutants: env

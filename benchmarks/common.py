@@ -42,6 +42,8 @@ QWEN3_LAYERS = 36
 """Layers of Qwen3-4B."""
 _RANDOM_BYTES = 16 << 20
 """Bytes after which `activations` repeats. A compressed block is far smaller, so no codec sees the repetition."""
+_LINE = 200
+"""Characters of a line of a result file, without the name that it has."""
 _CALLS, _SAMPLES = 1500, 5
 """`python_us` times this many calls, this many times: about 60 us each on a quick core."""
 
@@ -126,8 +128,22 @@ def save(path: str | Path, results: dict[str, Any]) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
-    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.write_text(_dumps(json.loads(json.dumps(results))) + "\n")
     part.replace(target)
+
+
+def _dumps(value: Any, indent: int = 0) -> str:
+    """JSON in which what fits on a line has one line."""
+    flat = json.dumps(value)
+    if len(flat) + indent < _LINE or not value or not isinstance(value, dict | list):
+        return flat
+    inner = " " * (indent + 1)
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(name)}: {_dumps(one, indent + 1)}" for name, one in value.items()]
+    else:
+        lines = [_dumps(one, indent + 1) for one in value]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return f"{first}\n{inner}" + f",\n{inner}".join(lines) + f"\n{' ' * indent}{last}"
 
 
 def markdown(lines: list[list[str]]) -> str:

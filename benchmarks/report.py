@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the results of `benchmarks.capture`: one of all setups, and one for each growth curve.
+"""Tables of results. Of `benchmarks.capture`: all setups, and each growth curve. Of `benchmarks.sustained`: all loads.
 
     python -m benchmarks.report A.json [B.json ...]
-    python -m benchmarks.report benchmarks/results/h200-curves.json --plot docs/img/cost.svg
+    python -m benchmarks.report benchmarks/results/gpu-curves.json --plot docs/img/cost.svg
 
 `--plot` draws the speed of each selection by its bytes of a token, for each case.
 
-Several files are parts of one measurement. Every ratio is to stock vLLM in the same file. Where engines ran together,
-the ratio is to stock's runs of the same phase. Where both alternated rounds, it is the median of the rounds' ratios.
+Files are results or summaries (`benchmarks.summary`). Several are parts of one measurement. Every ratio is to stock in
+the same run. Where engines ran together, it is to stock's rounds of the same phase. Where both alternated rounds, it is
+the median of the rounds' ratios.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from itertools import pairwise
@@ -21,12 +21,15 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.setups import CASES, CURVES, Curve
+from benchmarks.summary import base_of, runs
 
 Results = dict[str, Any]
 SLOW_BASE = "full null"
 """Setups with a slow sink are also compared with this one, which has no sink."""
 QUICK_US = 80.0
 """A core with a lower `python_us` runs at full speed. Other guests of a machine may halve it for seconds."""
+_MEDIANS = {"first token p50, median": "first_token_p50", "between tokens p99, median": "between_tokens_p99"}
+"""Columns of `busy_rounds`, and the figures of a summary."""
 
 
 def measured(results: Results, setup: str) -> dict[str, Any]:
@@ -182,11 +185,6 @@ def report(files: dict[str, Results]) -> str:
 # ---- an engine that is always busy -----------------------------------------------------------------------------------
 
 
-def base_of(setup: str) -> str:
-    """The setup of stock that one is compared with."""
-    return "stock pieces" if setup.endswith("pieces") else "stock"
-
-
 def busy_table(results: dict[str, Any]) -> str:
     """A row for each load and setup: medians over rounds, with the ratio to stock's in brackets."""
     engines = results["engines"]
@@ -247,27 +245,28 @@ def _quick_cell(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> str:
     return f"{mine:,.0f}" + (f" ({mine / stock:.3f})" if stock and base is not runs else "")
 
 
-def busy_rounds(files: list[dict[str, Any]]) -> str:
-    """A row for each load and setup: the ratios of all rounds to stock's round just before them, over all files."""
-    tokens: dict[tuple[str, str], list[list[float]]] = {}
-    p99: dict[tuple[str, str], list[float]] = {}
+def busy_rounds(files: list[Results]) -> str:
+    """A row for each load and setup: the ratios of all rounds to stock's round just before them, over all files.
+
+    files: summaries, see `benchmarks.summary`.
+    """
+    found: dict[tuple[str, str], list[Results]] = {}
     for file in files:
-        found: dict[tuple[str, str], list[float]] = {}
-        for name, engine in file["engines"].items():
-            for load, runs in engine["loads"].items():
-                base = file["engines"].get(base_of(name), {}).get("loads", {}).get(load, [])
-                for mine, stock in zip(runs, base if name != base_of(name) else [], strict=False):
-                    found.setdefault((load, name), []).append(mine["tok_per_s"] / stock["tok_per_s"])
-                    between = [run["between_tokens_ms"]["p99"] for run in (mine, stock)]
-                    p99.setdefault((load, name), []).append(between[0] / between[1])
-        for key, ratios in found.items():
-            tokens.setdefault(key, []).append(ratios)
-    lines = [["load", "setup", "tokens/s of stock, each round (`;` between machines)", "median", "p99, median"]]
-    for (load, name), machines in sorted(tokens.items()):
-        text = "; ".join(", ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in machines)
-        middle = statistics.median(ratio for ratios in machines for ratio in ratios)
-        lines.append([load, name, text, f"{middle:.3f}", f"{statistics.median(p99[load, name]):.2f}"])
+        for name, engine in file.get("engines", {}).items():
+            for load, rounds in engine.get("loads", {}).items():
+                if "tok_per_s_of_stock" in rounds:
+                    found.setdefault((load, name), []).append(rounds)
+    lines = [["load", "setup", "tokens/s of stock, each round (`;` between machines)", "median", *_MEDIANS]]
+    for (load, name), machines in sorted(found.items()):
+        text = "; ".join(", ".join(f"{ratio:.2f}" for ratio in one["tok_per_s_of_stock"]) for one in machines)
+        lines.append([load, name, text, f"{_median(machines, 'tok_per_s'):.3f}"])
+        lines[-1] += [f"{_median(machines, of):.2f}" for of in _MEDIANS.values()]
     return common.markdown(lines)
+
+
+def _median(machines: list[Results], what: str) -> float:
+    """Over the rounds of all machines, of their ratios to stock."""
+    return statistics.median(ratio for one in machines for ratio in one[f"{what}_of_stock"])
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------
@@ -278,9 +277,11 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("files", nargs="+", type=Path, metavar="RESULTS.json")
     p.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the cost by bytes of a token, print nothing")
     args = p.parse_args(argv)
-    paths: list[Path] = args.files
-    unique = len({path.stem for path in paths}) == len(paths)
-    files = {path.stem if unique else str(path): json.loads(path.read_text()) for path in paths}
+    files: dict[str, Results] = {}
+    for path in args.files:
+        for name, run in runs(path).items():
+            if any("setups" in engine for engine in run.get("engines", {}).values()):
+                files[f"{path}: {name}" if name in files else name] = run
     if args.plot:
         plot(files, args.plot)
     else:

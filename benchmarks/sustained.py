@@ -34,6 +34,7 @@ from benchmarks.engine import Bench
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms
 from benchmarks.report import busy_rounds, busy_table
 from benchmarks.setups import FULL, HIDDEN, REDUCE, Setup
+from benchmarks.summary import runs
 from benchmarks.without import IN_ENGINE, MECHANISMS
 from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile, worker_python_us, worker_writers_s
 
@@ -325,7 +326,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\n\n".join(busy_table(json.loads(Path(name).read_text())) for name in args.table))
         return 0
     if args.merged:
-        print(busy_rounds([json.loads(Path(name).read_text()) for name in args.merged]))
+        print(busy_rounds([found for name in args.merged for found in runs(Path(name)).values()]))
         return 0
     child_argv = argv
     if args.model is None:

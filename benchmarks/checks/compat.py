@@ -225,7 +225,8 @@ def run_here(out: str, jobs: int) -> int:
     environment = Environment(minor, f"{sys.version_info[0]}.{sys.version_info[1]}", ("GPU",))
     found = run(environment, "GPU", Path(sys.executable), jobs)
     found |= {"commit": common.commit(), "gpu": torch.cuda.get_device_name()}
-    common.save(out, {"runs": [found]})
+    before = json.loads(Path(out).read_text()) if Path(out).exists() else {}
+    common.save(out, {**before, "runs": [found]})
     print(f"{environment.name}: {found['passed']} passed, {found['skipped']} skipped, failed: {found['failures']}")
     return int(found["failed"] > 0)
 

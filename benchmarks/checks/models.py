@@ -4,7 +4,7 @@
     python -m benchmarks.checks.models
 
 Runs tests/engine/test_models.py and test_multimodal.py in full: eager and compiled, rows of both owners, two
-tensor-parallel ranks. Results go to benchmarks/results/cpu-models.json.
+tensor-parallel ranks. Results go to benchmarks/results/models.json.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from typing import Any
 from benchmarks import common
 from benchmarks.checks.check_gpu import LEAST_COSINE_OF_ARCH
 
-RESULTS = common.ROOT / "benchmarks" / "results" / "cpu-models.json"
+RESULTS = common.ROOT / "benchmarks" / "results" / "models.json"
+"""`found`: a `summary`. `gpu`: what GPUs gave, by hand.
+
+`gpu["models"]` has, by architecture, `model`: which in the table. `cosine`: least of a row with float32. `rows_below`:
+in models with experts the largest part of a hook's rows below LEAST_COSINE_OF_ARCH, else None. `same_tokens`: requests
+with stock vLLM's tokens. `gpu["speed"]` has how fast larger shapes decode.
+"""
 PAGE = common.ROOT / "docs" / "MODELS.md"
 BEGIN, END = "<!-- written by make models -->", "<!-- until here -->"
 """Around the table in PAGE."""
-GPU = common.ROOT / "benchmarks" / "results" / "h100-models.json"
-"""What a GPU gave, of the models that were run there, by architecture.
-
-`model`: which in the table. `cosine`: least of a row with float32. `rows_below`: in models with experts the largest
-part of a hook's rows below LEAST_COSINE_OF_ARCH, else None. `same_tokens`: requests with stock vLLM's tokens.
-"""
+MODES = ("eager", "compiled", "eager, two ranks")
 
 
 def run(argv: list[str]) -> tuple[list[dict[str, Any]], int]:
@@ -52,21 +53,32 @@ def run(argv: list[str]) -> tuple[list[dict[str, Any]], int]:
     return [json.loads(line) for line in lines], status
 
 
-def table(found: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
-    """A row for each model: its largest error of a hook, as a part of the hook's largest value."""
-    lines = [["model", "architecture", "hooks", "eager", "compiled", "two ranks", "GPU, bf16"]]
+def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each model: its architecture, the number of its hooks and, in each mode, the largest error and its hook.
+
+    An error is a part of the hook's largest value. found: what the tests found.
+    """
+    models = []
     for name in dict.fromkeys(one["model"] for one in found):
         mine = [one for one in found if one["model"] == name]
-        architecture = mine[0]["architecture"]
-        lines.append(
-            [
-                f"`{name}`",
-                f"`{architecture}`",
-                str(max(len(one["errors"]) for one in mine)),
-                *(_worst(mine, mode) for mode in ("eager", "compiled", "eager, two ranks")),
-                _on_gpu(gpu.get(architecture, {}), name),
-            ]
-        )
+        hooks = max(len(one["errors"]) for one in mine)
+        models.append({"model": name, "architecture": mine[0]["architecture"], "hooks": hooks})
+        for mode in MODES:
+            errors = [(error, hook) for one in mine if one["mode"] == mode for hook, error in one["errors"].items()]
+            if errors:
+                error, hook = max(errors, key=lambda pair: pair[0])
+                models[-1][mode] = [float(f"{error:.2g}"), hook]
+    return models
+
+
+def table(models: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
+    """A row for each model of a `summary`. gpu: by architecture, see RESULTS."""
+    lines = [["model", "architecture", "hooks", "eager", "compiled", "two ranks", "GPU, bf16"]]
+    for one in models:
+        name, architecture = one["model"], one["architecture"]
+        errors = [f"{one[mode][0]:.1e} (`{one[mode][1]}`)" if mode in one else "not run" for mode in MODES]
+        lines.append([f"`{name}`", f"`{architecture}`", str(one["hooks"]), *errors])
+        lines[-1].append(_on_gpu(gpu.get(architecture, {}), name))
     return common.markdown(lines)
 
 
@@ -80,22 +92,14 @@ def _on_gpu(found: dict[str, Any], name: str) -> str:
     return f"{values}, tokens {found['same_tokens']}"
 
 
-def _worst(found: list[dict[str, Any]], mode: str) -> str:
-    errors = {hook: error for one in found if one["mode"] == mode for hook, error in one["errors"].items()}
-    if not errors:
-        return "not run"
-    hook = max(errors, key=lambda name: errors[name])
-    return f"{errors[hook]:.1e} (`{hook}`)"
-
-
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     header = common.header("benchmarks.checks.models", argv)
     found, status = run(argv)
-    common.save(RESULTS, {"header": header, "found": found})
-    gpu = json.loads(GPU.read_text())["models"] if GPU.exists() else {}
+    gpu = json.loads(RESULTS.read_text())["gpu"]
+    common.save(RESULTS, {"header": header, "found": summary(found), "gpu": gpu})
     before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(found, gpu)}\n\n{END}{rest.split(END)[1]}")
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(summary(found), gpu['models'])}\n\n{END}{rest.split(END)[1]}")
     return status
 
 
