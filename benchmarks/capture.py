@@ -336,9 +336,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     child_argv = argv
     if args.model is None:
-        from dmi_connector.cli.tiny_models import make_model
-
-        args.model = str(make_model("qwen3", Path(args.store_dir) / "tiny-qwen3"))
+        args.model = common.tiny_model(args.store_dir)
         child_argv = [*argv, "--model", args.model]
     try:
         setups = choose(args)

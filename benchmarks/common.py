@@ -42,6 +42,10 @@ QWEN3_LAYERS = 36
 """Layers of Qwen3-4B."""
 _RANDOM_BYTES = 16 << 20
 """Bytes after which `activations` repeats. A compressed block is far smaller, so no codec sees the repetition."""
+END = "<!-- until here -->"
+"""Behind a table that a program writes into a page."""
+SPECIAL_TOKENS = 10
+"""`random_tokens` leaves out this many tokens at both ends of the vocabulary: they may be special."""
 _LINE = 200
 """Characters of a line of a result file, without the name that it has."""
 _CALLS, _SAMPLES = 1500, 5
@@ -152,6 +156,12 @@ def markdown(lines: list[list[str]]) -> str:
     return "\n".join([head, "|---" * len(lines[0]) + "|", *body])
 
 
+def write_table(page: Path, begin: str, table: str) -> None:
+    """Put a table between the marks `begin` and END of a page, in the place of what is there."""
+    before, rest = page.read_text().split(begin)
+    page.write_text(f"{before}{begin}\n\n{table}\n\n{END}{rest.split(END)[1]}")
+
+
 def three_digits(number: float) -> float:
     """`number` rounded to three significant digits."""
     return float(f"{number:.3g}")
@@ -173,6 +183,13 @@ def engine_parser(module: str, doc: str | None, out: str, store_dir: str) -> arg
     p.add_argument("--engine-args", type=json.loads, default={}, help="JSON: engine arguments for every engine")
     p.add_argument("--child", default="", help=argparse.SUPPRESS)
     return p
+
+
+def tiny_model(store_dir: str) -> str:
+    """Make a tiny Qwen3 in `store_dir`, for programs that are given no model."""
+    from dmi_connector.cli.tiny_models import make_model
+
+    return str(make_model("qwen3", Path(store_dir) / "tiny-qwen3"))
 
 
 def child_command(module: str, argv: list[str], name: str) -> list[str]:
@@ -306,6 +323,11 @@ def activations(nbytes: int) -> np.ndarray:
     """bf16 normal numbers as `nbytes` bytes (uint8). A codec gets as little out of them as out of activations."""
     values = np.random.default_rng(0).standard_normal(min(nbytes, _RANDOM_BYTES) // 2, dtype=np.float32)
     return np.resize((values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8), nbytes)
+
+
+def random_tokens(rng: np.random.Generator, vocab: int, shape: int | tuple[int, ...]) -> Any:
+    """Random tokens as lists. vocab: size of the vocabulary."""
+    return rng.integers(SPECIAL_TOKENS, vocab - SPECIAL_TOKENS, shape).tolist()
 
 
 def store_problems(path: str | Path) -> list[str]:

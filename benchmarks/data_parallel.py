@@ -299,9 +299,7 @@ def main(argv: list[str] | None = None) -> int:
         parser().error(f"--load: {args.load!r} is unknown; choose from {', '.join(LOADS)}")
     shutil.rmtree(args.store_dir, ignore_errors=True)
     if args.model is None:
-        from dmi_connector.cli.tiny_models import make_model
-
-        args.model = str(make_model("qwen3", Path(args.store_dir) / "tiny-qwen3"))
+        args.model = common.tiny_model(args.store_dir)
     common.end_with_children()
     results = run(args, argv)
     common.save(args.out, results)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import store_problems
+from benchmarks.common import random_tokens, store_problems
 from benchmarks.setups import CASES, PROFILED, Case, Setup
 from benchmarks.worker import (
     worker_pending,
@@ -38,8 +38,6 @@ _SLOW_ROUNDS = 2
 """Rounds of a case at most where the sink is slow: each takes many times as long as others."""
 _SLOW_BYTES = 1 << 20
 """The host buffer of a slow sink holds two chunks and this much: the least that the package takes."""
-_LEAST_TOKEN, _TOP_TOKENS = 10, 10
-"""Prompts leave out this many tokens at both ends of the vocabulary: they may be special."""
 _MOST_FULL = 0.9
 """Stores of a round may take this share of the free space."""
 _MOST_PROBLEMS = 5
@@ -207,15 +205,14 @@ class Bench:
         from vllm import SamplingParams
 
         self._seed += 1
-        ids = np.random.default_rng(self._seed).integers(
-            _LEAST_TOKEN, self.vocab - _TOP_TOKENS, (case.requests, case.prompt_tokens)
-        )
+        rng = np.random.default_rng(self._seed)
+        ids = random_tokens(rng, self.vocab, (case.requests, case.prompt_tokens))
         # Without a connector vLLM warns of these parameters at each request.
         transfer = {} if self.engine == "stock" else {"kv_transfer_params": {"include_output_tokens": True}}
         params = SamplingParams(
             temperature=0.0, max_tokens=case.output_tokens, ignore_eos=True, detokenize=False, extra_args=transfer
         )
-        prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
+        prompts = [{"prompt_token_ids": row} for row in ids]
         begin = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - begin

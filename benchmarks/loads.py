@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks import common
+
 
 class Load(NamedTuple):
     """Requests that are in flight all the time.
@@ -51,8 +53,6 @@ LOADS = {
 }
 EVERY = 16
 _LOOK_S = 0.05
-_LEAST_TOKEN, _TOP_TOKENS = 10, 10
-"""Prompts leave out this many tokens at both ends of the vocabulary: they may be special."""
 
 
 def prompts(load: Load, vocab: int, seed: int) -> Iterator[list[int]]:
@@ -60,7 +60,7 @@ def prompts(load: Load, vocab: int, seed: int) -> Iterator[list[int]]:
     rng = np.random.default_rng(seed)
 
     def draw(count: int) -> list[int]:
-        drawn: list[int] = rng.integers(_LEAST_TOKEN, vocab - _TOP_TOKENS, count).tolist()
+        drawn: list[int] = common.random_tokens(rng, vocab, count)
         return drawn
 
     shared = draw(load.shared)

@@ -30,8 +30,8 @@ BUILT = common.ROOT / ".compat"
 RESULTS = common.ROOT / "benchmarks" / "results" / "cpu-compat.json"
 GPU_RESULTS = RESULTS.with_name("gpu-compat.json")
 PAGE = common.ROOT / "docs" / "COMPATIBILITY.md"
-BEGIN, END = "<!-- written by make compat -->", "<!-- until here -->"
-"""Around the table in PAGE."""
+BEGIN = "<!-- written by make compat -->"
+"""Before the table in PAGE."""
 
 HOOKS = "tests/engine/test_hooks_vs_transformers.py"
 LIVES = "tests/engine/test_lives.py"
@@ -186,18 +186,9 @@ def counts(report: str) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """The table of docs/COMPATIBILITY.md."""
-    lines = ["| vLLM | Python | torch | runner | passed | skipped | failed |", "|---|---|---|---|---|---|---|"]
-    for found in results["runs"]:
-        cells = [found[key] for key in ("vllm", "python", "torch", "runner", "passed", "skipped", "failed")]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
-
-
-def write_table(results: dict[str, Any], page: Path = PAGE) -> None:
-    """Put the table where the page has its marks."""
-    text = page.read_text()
-    before, rest = text.split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}")
+    names = ("vllm", "python", "torch", "runner", "passed", "skipped", "failed")
+    head = ["vLLM", "Python", *names[2:]]
+    return common.markdown([head, *([str(found[name]) for name in names] for found in results["runs"])])
 
 
 def results() -> dict[str, Any]:
@@ -254,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
             if args.runner in (None, runner):
                 found = {**run(environment, runner, python, args.jobs), "commit": commit}
                 print(f"{environment.name}, {runner}: {found['passed']} passed, {found['failed']} failed")
-                write_table(save(found))
+                common.write_table(PAGE, BEGIN, table(save(found)))
                 failed |= found["failed"] > 0
     return int(failed)
 

@@ -28,8 +28,8 @@ in models with experts the largest part of a hook's rows below LEAST_COSINE_OF_A
 with stock vLLM's tokens. `gpu["speed"]` has how fast larger shapes decode.
 """
 PAGE = common.ROOT / "docs" / "MODELS.md"
-BEGIN, END = "<!-- written by make models -->", "<!-- until here -->"
-"""Around the table in PAGE."""
+BEGIN = "<!-- written by make models -->"
+"""Before the table in PAGE."""
 MODES = ("eager", "compiled", "eager, two ranks")
 
 
@@ -98,8 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     found, status = run(argv)
     gpu = json.loads(RESULTS.read_text())["gpu"]
     common.save(RESULTS, {"header": header, "found": summary(found), "gpu": gpu})
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(summary(found), gpu['models'])}\n\n{END}{rest.split(END)[1]}")
+    common.write_table(PAGE, BEGIN, table(summary(found), gpu["models"]))
     return status
 
 

@@ -22,6 +22,7 @@ from benchmarks import (
     reading,
     shapes,
     stores,
+    summary,
 )
 from benchmarks.checks import check_gpu, models
 from dmi_connector import find_captures, open_capture
@@ -200,3 +201,44 @@ def test_the_check_on_a_gpu_has_no_limit_that_holds_for_nan() -> None:
     assert check_gpu._failures({"steps": steps}) == []
     for name in ("attention_error", "top_k_gap"):
         assert len(check_gpu._failures({"steps": steps, name: float("nan")})) == 1, name
+
+
+def test_a_summary_has_a_run_for_each_result_and_no_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {"tok_per_s": 90.0, "runs": [90.0, 80.0, 95.0], "python_us": [60.0] * 3, "ratio": 0.9}
+    setups = {"a null": {"decode1": rates, "profile decode32": {"step": {"calls": 3}}}}
+    steps = {"scheduled_tokens": 5, "expected_tokens": 5, "draft_tokens": 0}
+    check = {"steps": steps, "facts": {"cached_tokens": 3}, "least_cosine": {"q": 0.9, "k": 0.8}, "rows_missing": 0}
+    served = [{"seconds": 1.0, "tok_per_s": speed, "by_engine": {"0": speed}, "answered": 2} for speed in (10.0, 30.0)]
+    raw = {
+        "bursts": {"header": {"commit": "1"}, "limits": {}, "engines": {"a": {"start_s": 1.0, "setups": setups}}},
+        "check": {"commit": "2", "target": check, "stock": {"steps": {**steps, "scheduled_tokens": 6}}},
+        "servers": {"header": {}, "servers": {"stock, 1 engine": served}},
+    }
+    for name, found in raw.items():
+        common.save(tmp_path / f"{name}.json", found)
+    out = tmp_path / "out" / "summary.json"
+    paths = [str(tmp_path / f"{name}.json") for name in raw]
+    assert summary.main([*paths[:1], "--out", str(out)]) == summary.main([*paths[1:], "--out", str(out)]) == 0
+    found = json.loads(out.read_text())["runs"]
+    assert list(found) == list(raw), "what was there stays"
+    assert found["bursts"]["engines"]["a"]["setups"] == {
+        "a null": {"decode1": {"tok_per_s": 90.0, "ratio": 0.9, "rounds": 3, "least": 80.0, "most": 95.0}}
+    }
+    assert found["check"]["header"] == {"commit": "2"} and not found["check"]["stock"]["steps_as_stock"]
+    assert found["check"]["target"] == {"rows_missing": 0, "steps_as_stock": True, "least_cosine": [0.8, "k"]}
+    assert found["servers"]["servers"]["stock, 1 engine"] == {
+        **{"tok_per_s": 20.0, "rounds": 2, "least": 10.0, "most": 30.0},
+        **{"by_engine": {"0": 30.0}, "seconds": 2.0, "answered": 4},
+    }
+    common.save(tmp_path / "other.json", {"header": {}})
+    with pytest.raises(SystemExit):
+        summary.main([str(tmp_path / "other.json"), "--out", str(out)])
+    assert "other.json: it is no result of capture" in capsys.readouterr().err
+
+
+def test_a_result_has_one_line_for_what_fits_on_a_line(tmp_path: Path) -> None:
+    found = {"short": {"a": [1, 2], "b": None}, "long": list(range(100)), "empty": {}}
+    common.save(tmp_path / "a.json", found)
+    text = (tmp_path / "a.json").read_text()
+    assert json.loads(text) == found and len(text.splitlines()) == 100 + 6
+    assert ' "short": {"a": [1, 2], "b": null},' in text.splitlines()
