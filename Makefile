@@ -98,8 +98,7 @@ test: env
 
 soak: env
 	@rm -f benchmarks/results/cpu-v2-runner.jsonl
-	@SOAK_RESULT=benchmarks/results/cpu-soak.json V2_RESULT=benchmarks/results/cpu-v2-runner.jsonl \
-	  $(PY) -m pytest tests -m soak -s
+	@V2_RESULT=benchmarks/results/cpu-v2-runner.jsonl $(PY) -m pytest tests -m soak -s
 	@$(PY) -m pytest tests/unit -m hypothesis --hypothesis-profile=random
 
 mutants: env
@@ -118,10 +117,10 @@ notebooks: env
 	@$(PY) -m tests.notebookkit $(NAMES)
 
 models: env
-	@$(PY) -m benchmarks.models $(ARGS)
+	@$(PY) -m benchmarks.checks.models $(ARGS)
 
 compat: env
-	@$(PY) -m benchmarks.compat $(ARGS)
+	@$(PY) -m benchmarks.checks.compat $(ARGS)
 
 lint: env
 	@$(VENV)/bin/ruff check .

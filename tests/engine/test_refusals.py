@@ -421,7 +421,7 @@ def test_data_parallelism_is_accepted(model: Path, tmp_path: Path, owner: str) -
 
 @pytest.mark.parametrize("owner", OWNERS)
 def test_async_scheduling_is_accepted_where_vllm_has_it(model: Path, tmp_path: Path, owner: str) -> None:
-    """Where vLLM has it, benchmarks/check_gpu.py compares all hooks under it."""
+    """Where vLLM has it, benchmarks/checks/check_gpu.py compares all hooks under it."""
     config = vllm_config(model, tmp_path, owner=owner, async_scheduling=True)
     if not config.scheduler_config.async_scheduling:
         pytest.skip("vLLM took async_scheduling=True and switched it off: it has none on this platform")
