@@ -17,6 +17,7 @@ import pytest
 from benchmarks import sustained, sustained_report, without
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms, prompts
 
+pytestmark = pytest.mark.soak  # of what measures, not of what users run
 ROOT = Path(__file__).parents[2]
 SETUPS = "stock,hidden-states zstd without pace"
 
@@ -152,7 +153,6 @@ def test_rounds_of_several_machines_are_one_table() -> None:
     assert text.splitlines()[2:] == ["| short64 | full null | 0.90, 0.80; 0.97 | 0.900 | 0.90 |"]
 
 
-@pytest.mark.soak
 def test_a_run_on_a_cpu_measures_and_verifies(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     argv = ["--model", str(tiny_model("qwen3")), "--out", str(out), "--store-dir", str(tmp_path / "stores")]
