@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from dmi_connector.store.read.captures import Captures
 from numcodecs import blosc
 
 from benchmarks import common
 from dmi_connector import Capture, TokenDataset
 from dmi_connector.store.read.arrays.chunk_reader import ShardPieces
-from dmi_connector.store.read.captures import Captures
 
 # ---- of the machine ------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from benchmarks.setups import (
 from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.hooks import parse_selection
 
+pytestmark = pytest.mark.soak  # of what measures, not of what users run
 ROOT = Path(__file__).parents[2]
 SHRINK, CHUNK = 4, 32
 SETUPS = ("stock", "ehs", "full null", "full disk none", "full disk slow block", "full disk slow drop")

@@ -17,7 +17,7 @@ import pytest
 from benchmarks import report, summary, sustained, without
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms, prompts
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.soak  # of what measures, not of what users run
 
 ROOT = Path(__file__).parents[2]
 SETUPS = "stock,hidden-states zstd without pace"
