@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from dmi_connector.store.read.captures import Captures
 from numcodecs import blosc
 
 from benchmarks import common
 from dmi_connector import Capture, TokenDataset
+from dmi_connector.captures.captures import Captures
 from dmi_connector.store.read.arrays.chunk_reader import ShardPieces
 
 # ---- of the machine ------------------------------------------------------------------------------------------------

@@ -223,14 +223,28 @@ def test_plots_have_true_norms_and_token_labels(stores: Path, tmp_path: Path) ->
     ],
 )
 def test_a_mistake_of_the_user_is_answered_in_one_line(
-    stores: Path, tmp_path: Path, argv: list[str], words: list[str]
+    stores: Path,
+    tmp_path: Path,
+    argv: list[str],
+    words: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each runs in a process of its own, which argparse may end, and whose output would show a traceback."""
-    command = [sys.executable, "-m", "dmi_connector.cli", *(a.replace("{stores}", str(stores)) for a in argv)]
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main([a.replace("{stores}", str(stores)) for a in argv])
+    except SystemExit as end:  # of argparse
+        status = end.code
+    out, err = capfd.readouterr()
+    assert status == 2, err
+    assert out == "" and len(err.splitlines()) == 1, err
+    assert err.startswith("dmi") and all(w in err for w in words), err
+
+
+def test_a_mistake_ends_the_process_with_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dmi_connector.cli", "info", "none.zarr"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2, done
-    assert done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
-    assert done.stderr.startswith("dmi") and all(w in done.stderr for w in words), done.stderr
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done
 
 
 def test_plot_without_matplotlib_says_what_to_install(
