@@ -23,6 +23,11 @@ def most_stored(array: HookArray) -> int:
     return 2 * array.chunk_bytes + 1024
 
 
+def outside(offset: int, size: int) -> ValueError:
+    """The error for a chunk of `size` bytes at `offset` that cannot be in its file."""
+    return ValueError(f"the chunk at byte {offset} with {size} bytes lies outside the file")
+
+
 def read_piece(array: HookArray, file: StoredFile, offset: int, size: int, piece: Piece) -> None:
     """Read `piece` from the chunk of `size` bytes at `offset` of a shard file.
 
@@ -35,7 +40,7 @@ def read_piece(array: HookArray, file: StoredFile, offset: int, size: int, piece
         piece.out[piece.places] = 0
         return
     if size < 4:
-        raise ValueError(f"the chunk at byte {offset} with {size} bytes lies outside the file")
+        raise outside(offset, size)
     target = _target(array, piece)
     if array.codec.compresses:
         _decompress(array, file, offset, size, piece, target)
@@ -73,7 +78,7 @@ def _decompress(
     array: HookArray, file: StoredFile, offset: int, size: int, piece: Piece, target: np.ndarray | None
 ) -> None:
     if size > most_stored(array):
-        raise ValueError(f"the chunk at byte {offset} with {size} bytes lies outside the file")
+        raise outside(offset, size)
     packed = _scratch.take("packed", size)
     file.read_into(offset, [packed.data])
     body = packed[:-4]

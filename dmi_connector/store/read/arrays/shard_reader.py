@@ -10,7 +10,7 @@ import numpy as np
 from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.shard_index import EMPTY, shard_content
-from dmi_connector.store.read.arrays.chunk import read_piece
+from dmi_connector.store.read.arrays.chunk import outside, read_piece
 from dmi_connector.store.read.arrays.hook_array import HookArray, Piece
 from dmi_connector.store.read.files.store_files import HeldBytes, StoreFiles
 from dmi_connector.store.read.metadata import read_array
@@ -60,9 +60,11 @@ class ShardReader:
     def chunk(self, slot: tuple[int, ...]) -> np.ndarray:
         """One inner chunk, [rows, columns]. Raises ValueError when its bytes are not what was written."""
         array = self.array
+        offset, size = self.index[slot].tolist()
+        if offset + size > len(self.data):
+            raise outside(offset, size)
         out = np.empty((array.chunk_rows, array.columns), array.bits)
         every = slice(0, array.chunk_rows)
-        offset, size = self.index[slot].tolist()
         read_piece(array, _held(self.data), offset, size, Piece(slot, every, out, every))
         return out.view(array.dtype)
 
