@@ -193,7 +193,7 @@ def chunks_in_order(planned: list[ShardPieces], out: np.ndarray) -> int:
         with some.array.files.open(path := some.array.path(some.segment, some.shard)) as file:
             index = some.array.index(file, some.segment, some.shard)
         slots = sorted(index[piece.slot].tolist() for piece in some.pieces)
-        places.append((f"{some.array.files}/{path}", slots, some.array.compressed))
+        places.append((f"{some.array.files}/{path}", slots, some.array.codec.compresses))
 
     def work(share: list[tuple[int, str, list[list[int]], bool]]) -> None:
         packed = np.empty(CHUNK * WIDTH * 2 + 64, np.uint8)
