@@ -28,7 +28,7 @@ $(1)/bin/python -m pip install -q --no-deps -r $(2)
 endef
 STAMP := $(VENV)/.stamp-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: help env s3 ray demo test soak compat lint docs bench models mutants notebooks types
+.PHONY: help env s3 ray demo test soak compat lint docs bench models mutants notebooks types rooms
 
 help:
 	@echo "make env    build $(VENV) from requirements/ (minutes, once)"
@@ -40,6 +40,7 @@ help:
 	@echo "make ray    dmi run on Ray clusters of this machine, in $(RAY) (minutes)"
 	@echo "make lint   ruff, mypy, imports     make bench  capture throughput (ARGS=--help)"
 	@echo "make docs   the documentation, as a website in site/"
+	@echo "make rooms  the drawing of rooms and imports in CONTRIBUTING.md"
 	@echo "make notebooks   run the notebooks of examples/, and store their outputs (NAMES=sae for one)"
 	@echo "make models every hook of every family of models, compared with transformers (an hour)"
 	@echo "make compat the core of the tests with each supported vLLM and Python (ARGS=--help)"
@@ -97,8 +98,7 @@ test: env
 
 soak: env
 	@rm -f benchmarks/results/cpu-v2-runner.jsonl
-	@SOAK_RESULT=benchmarks/results/cpu-soak.json V2_RESULT=benchmarks/results/cpu-v2-runner.jsonl \
-	  $(PY) -m pytest tests -m soak -s
+	@V2_RESULT=benchmarks/results/cpu-v2-runner.jsonl $(PY) -m pytest tests -m soak -s
 	@$(PY) -m pytest tests/unit -m hypothesis --hypothesis-profile=random
 
 mutants: env
@@ -117,16 +117,19 @@ notebooks: env
 	@$(PY) -m tests.notebookkit $(NAMES)
 
 models: env
-	@$(PY) -m benchmarks.models $(ARGS)
+	@$(PY) -m benchmarks.checks.models $(ARGS)
 
 compat: env
-	@$(PY) -m benchmarks.compat $(ARGS)
+	@$(PY) -m benchmarks.checks.compat $(ARGS)
 
 lint: env
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy dmi_connector benchmarks
 	@$(VENV)/bin/lint-imports --no-cache --no-logo
+
+rooms: env
+	@$(PY) -m tests.rooms
 
 docs: env
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict

@@ -33,7 +33,6 @@ from benchmarks.capture import note, serve_engine
 MODULE = "benchmarks.bulk"
 TARGET = 0.97
 """Speed of `dmi run` by that of `LLM.generate`."""
-_LEAST_TOKEN = 10
 _PAUSE_S = 0.005
 
 
@@ -45,7 +44,7 @@ def write_prompts(path: Path, args: argparse.Namespace, seed: int) -> None:
     vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     with open(path, "w") as file:
         for length in lengths.tolist():
-            ids = rng.integers(_LEAST_TOKEN, vocab - _LEAST_TOKEN, length).tolist()
+            ids = common.random_tokens(rng, vocab, length)
             file.write(json.dumps({"prompt_token_ids": ids}) + "\n")
 
 

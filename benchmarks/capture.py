@@ -50,6 +50,7 @@ from benchmarks.setups import (
     in_sequence,
     with_before,
 )
+from benchmarks.summary import runs
 
 if TYPE_CHECKING:
     from benchmarks.engine import Bench
@@ -229,7 +230,7 @@ def parser() -> argparse.ArgumentParser:
         "--processes", type=int, default=len(os.sched_getaffinity(0)), help="that check stores and measure limits"
     )
     p.add_argument("--limit-seconds", type=float, default=1.0, help="for each limit of the machine; 0: measure none")
-    p.add_argument("--limits-from", type=Path, help="former result file of this machine: its limits are copied")
+    p.add_argument("--limits-from", type=Path, help="result or summary of this machine: its limits are copied")
     p.add_argument("--together", action="store_true", help="start all engines at once and alternate their rounds")
     p.add_argument("--before", type=Path, help="another checkout of this repository: its engines are measured too")
     p.add_argument(
@@ -259,7 +260,9 @@ def parser() -> argparse.ArgumentParser:
 def _limits(args: argparse.Namespace) -> dict[str, float]:
     from benchmarks import limits
 
-    copied: dict[str, float] = json.loads(args.limits_from.read_text())["limits"] if args.limits_from else {}
+    copied: dict[str, float] = {}
+    if args.limits_from:
+        copied = next(run["limits"] for run in runs(args.limits_from).values() if run.get("limits"))
     if not args.limit_seconds:
         return copied
     child = "import json; from benchmarks import limits; print(json.dumps(limits.gpu_limits()))"
@@ -333,9 +336,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     child_argv = argv
     if args.model is None:
-        from dmi_connector.cli.tiny_models import make_model
-
-        args.model = str(make_model("qwen3", Path(args.store_dir) / "tiny-qwen3"))
+        args.model = common.tiny_model(args.store_dir)
         child_argv = [*argv, "--model", args.model]
     try:
         setups = choose(args)

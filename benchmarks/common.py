@@ -42,8 +42,12 @@ QWEN3_LAYERS = 36
 """Layers of Qwen3-4B."""
 _RANDOM_BYTES = 16 << 20
 """Bytes after which `activations` repeats. A compressed block is far smaller, so no codec sees the repetition."""
-ENGINE_CLOCK = "DMI_ENGINE_CLOCK"
-"""Environment variable: the file to which `benchmarks.engine_clock` writes a line of JSON each second."""
+END = "<!-- until here -->"
+"""Behind a table that a program writes into a page."""
+SPECIAL_TOKENS = 10
+"""`random_tokens` leaves out this many tokens at both ends of the vocabulary: they may be special."""
+_LINE = 200
+"""Characters of a line of a result file, without the name that it has."""
 _CALLS, _SAMPLES = 1500, 5
 """`python_us` times this many calls, this many times: about 60 us each on a quick core."""
 
@@ -128,14 +132,34 @@ def save(path: str | Path, results: dict[str, Any]) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
-    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.write_text(_dumps(json.loads(json.dumps(results))) + "\n")
     part.replace(target)
+
+
+def _dumps(value: Any, indent: int = 0) -> str:
+    """JSON in which what fits on a line has one line."""
+    flat = json.dumps(value)
+    if len(flat) + indent < _LINE or not value or not isinstance(value, dict | list):
+        return flat
+    inner = " " * (indent + 1)
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(name)}: {_dumps(one, indent + 1)}" for name, one in value.items()]
+    else:
+        lines = [_dumps(one, indent + 1) for one in value]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return f"{first}\n{inner}" + f",\n{inner}".join(lines) + f"\n{' ' * indent}{last}"
 
 
 def markdown(lines: list[list[str]]) -> str:
     """A Markdown table. The first line is its head."""
     head, *body = ["| " + " | ".join(line) + " |" for line in lines]
     return "\n".join([head, "|---" * len(lines[0]) + "|", *body])
+
+
+def write_table(page: Path, begin: str, table: str) -> None:
+    """Put a table between the marks `begin` and END of a page, in the place of what is there."""
+    before, rest = page.read_text().split(begin)
+    page.write_text(f"{before}{begin}\n\n{table}\n\n{END}{rest.split(END)[1]}")
 
 
 def three_digits(number: float) -> float:
@@ -159,6 +183,13 @@ def engine_parser(module: str, doc: str | None, out: str, store_dir: str) -> arg
     p.add_argument("--engine-args", type=json.loads, default={}, help="JSON: engine arguments for every engine")
     p.add_argument("--child", default="", help=argparse.SUPPRESS)
     return p
+
+
+def tiny_model(store_dir: str) -> str:
+    """Make a tiny Qwen3 in `store_dir`, for programs that are given no model."""
+    from dmi_connector.cli.tiny_models import make_model
+
+    return str(make_model("qwen3", Path(store_dir) / "tiny-qwen3"))
 
 
 def child_command(module: str, argv: list[str], name: str) -> list[str]:
@@ -292,6 +323,11 @@ def activations(nbytes: int) -> np.ndarray:
     """bf16 normal numbers as `nbytes` bytes (uint8). A codec gets as little out of them as out of activations."""
     values = np.random.default_rng(0).standard_normal(min(nbytes, _RANDOM_BYTES) // 2, dtype=np.float32)
     return np.resize((values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8), nbytes)
+
+
+def random_tokens(rng: np.random.Generator, vocab: int, shape: int | tuple[int, ...]) -> Any:
+    """Random tokens as lists. vocab: size of the vocabulary."""
+    return rng.integers(SPECIAL_TOKENS, vocab - SPECIAL_TOKENS, shape).tolist()
 
 
 def store_problems(path: str | Path) -> list[str]:

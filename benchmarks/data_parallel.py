@@ -163,7 +163,7 @@ class Server:
     def measure(self, args: argparse.Namespace, load: Load, vocab: int, seed: int) -> dict[str, Any]:
         """Continuous load for `--warm` and then `--seconds`."""
         kept = self.directory.with_name(f"{self.directory.name}-kept")
-        consumer = _piped("benchmarks.consumer", str(self.directory), str(kept)) if self.kind.hooks else None
+        consumer = _piped("benchmarks.loads", str(self.directory), str(kept)) if self.kind.hooks else None
         asked = json.dumps(load._asdict())
         clients = [
             _piped(MODULE, "--client", self.url, "--load", asked, "--vocab", str(vocab), "--seed", str(seed + i))
@@ -299,9 +299,7 @@ def main(argv: list[str] | None = None) -> int:
         parser().error(f"--load: {args.load!r} is unknown; choose from {', '.join(LOADS)}")
     shutil.rmtree(args.store_dir, ignore_errors=True)
     if args.model is None:
-        from dmi_connector.cli.tiny_models import make_model
-
-        args.model = str(make_model("qwen3", Path(args.store_dir) / "tiny-qwen3"))
+        args.model = common.tiny_model(args.store_dir)
     common.end_with_children()
     results = run(args, argv)
     common.save(args.out, results)

@@ -10,7 +10,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import store_problems
-from benchmarks.setups import CASES, NO_OP, PROFILED, Case, Setup
-from benchmarks.timeline import worker_timeline
+from benchmarks.common import random_tokens, store_problems
+from benchmarks.setups import CASES, PROFILED, Case, Setup
 from benchmarks.worker import (
     worker_pending,
     worker_pin,
@@ -39,8 +38,6 @@ _SLOW_ROUNDS = 2
 """Rounds of a case at most where the sink is slow: each takes many times as long as others."""
 _SLOW_BYTES = 1 << 20
 """The host buffer of a slow sink holds two chunks and this much: the least that the package takes."""
-_LEAST_TOKEN, _TOP_TOKENS = 10, 10
-"""Prompts leave out this many tokens at both ends of the vocabulary: they may be special."""
 _MOST_FULL = 0.9
 """Stores of a round may take this share of the free space."""
 _MOST_PROBLEMS = 5
@@ -118,12 +115,6 @@ def exported(nbytes: float, finished: Sequence[float], missing: int) -> dict[str
 # ---- the engine -------------------------------------------------------------------------------------------------
 
 
-def no_op_args() -> dict[str, Any]:
-    """Engine arguments for a KV connector that does nothing."""
-    config = {"kv_connector": "NoOpConnector", "kv_connector_module_path": "benchmarks.no_op", "kv_role": "kv_producer"}
-    return {"kv_transfer_config": config}
-
-
 class Bench:
     """One engine. Sinks and codecs change no compiled graph, so the options of ours are switched in the running worker.
 
@@ -142,8 +133,6 @@ class Bench:
         extra: dict[str, Any] = {}
         if engine == "ehs":
             extra = self._ehs_args()
-        elif engine == NO_OP:
-            extra = no_op_args()
         elif hooks:
             options = {"reduce": dict(setup.reduce), **args.options}
             extra = capture_args(hooks, self.store_dir, owner, **options)
@@ -216,15 +205,14 @@ class Bench:
         from vllm import SamplingParams
 
         self._seed += 1
-        ids = np.random.default_rng(self._seed).integers(
-            _LEAST_TOKEN, self.vocab - _TOP_TOKENS, (case.requests, case.prompt_tokens)
-        )
+        rng = np.random.default_rng(self._seed)
+        ids = random_tokens(rng, self.vocab, (case.requests, case.prompt_tokens))
         # Without a connector vLLM warns of these parameters at each request.
         transfer = {} if self.engine == "stock" else {"kv_transfer_params": {"include_output_tokens": True}}
         params = SamplingParams(
             temperature=0.0, max_tokens=case.output_tokens, ignore_eos=True, detokenize=False, extra_args=transfer
         )
-        prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
+        prompts = [{"prompt_token_ids": row} for row in ids]
         begin = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - begin
@@ -341,22 +329,13 @@ class Bench:
         return _summary([check_ehs_file(path, case.rows, self.ehs_layers) for path in paths], [])
 
     def profile(self, setup: Setup) -> dict[str, Any]:
-        """Profile a round of decode: where the engine's thread spends its time. On a GPU, also what the GPU does."""
-        from vllm.platforms import current_platform
-
+        """Profile a round of decode: where the engine's thread spends its time."""
         self._switch(setup)
-        result = self._recorded(worker_profile)
-        if current_platform.is_cuda():
-            result["gpu"] = self._recorded(worker_timeline)
-        self.clean()
-        return result
-
-    def _recorded(self, record: Callable[[Any, bool], dict[str, Any]]) -> dict[str, Any]:
-        """What `record` finds in a round of decode. It runs in the worker before and after the round."""
-        self.llm.collective_rpc(record, args=(True,))
+        self.llm.collective_rpc(worker_profile, args=(True,))
         self.generate(CASES[PROFILED].shrunk(self.args.shrink))
-        result: dict[str, Any] = self.llm.collective_rpc(record, args=(False,))[0]
+        result: dict[str, Any] = self.llm.collective_rpc(worker_profile, args=(False,))[0]
         self.drain()
+        self.clean()
         return result
 
 

@@ -24,8 +24,6 @@
 #               mechanisms switched off; how often ranks report
 # For the next phases the package must be installed: workers find it by its entry point. GPUS: how many there are (2).
 #   sustained-ranks   always busy, tensor parallel on GPUs of 139 GiB (9 minutes)
-#   ranks-wait        the same, null sink and a connector that does nothing, stock last: which process the ranks wait for
-#                     (5 minutes)
 #   ranks-answers     the same, both owners, with and without waiting for all ranks in each step, stock last (8 minutes)
 #   ranks-stores      the same, what stores cost: null sink, files as they are, compressed, compressed without kept blocks
 #                     (8 minutes)
@@ -81,7 +79,7 @@ busy() {  # NAME GB-OF-CACHES SETUPS LOADS MORE...
 check() {  # NAME OWNERS MORE...
   local name=$1 owners=$2
   shift 2
-  ${DMI_TURNS:+flock -s "$DMI_TURNS"} python3 -m benchmarks.check_gpu --out "$out/$name.json" \
+  ${DMI_TURNS:+flock -s "$DMI_TURNS"} python3 -m benchmarks.checks.check_gpu --out "$out/$name.json" \
     --store-dir "/dev/shm/dmi-$name" --model "/tmp/dmi-$name" --owners "$owners" --engine-args "$small" "$@" >"$out/$name.log" 2>&1 || failed "$name" $?
   rm -rf "/dev/shm/dmi-$name"
 }
@@ -131,20 +129,16 @@ for phase in "$@"; do
         busy sustained-ranks '{"stock": 4, "full null": 36, "int8 null": 20, "attn null": 4, "*": 9}' \
         'stock,hidden-states null,hidden-states zstd,hidden-states zstd draft,full null,int8 null,attn null' short64 \
         --repeat 2 --profile 2 --options "$small_ring" ;;
-    ranks-wait)
-      whole="{\"tensor_parallel_size\": $ranks, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
-        busy ranks-wait '{"stock": 4, "no-op connector": 4, "*": 9}' 'hidden-states null,no-op connector,stock' short64 \
-        --repeat 3 --profile 1 --chain 1.5 --engine-clock --options "$small_ring" ;;
     ranks-answers)
       whole="{\"tensor_parallel_size\": $ranks, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
-        busy ranks-answers '{"stock": 4, "no-op connector": 4, "*": 7}' \
-        'hidden-states null,hidden-states null without answers,no-op connector,hidden-states zstd,hidden-states zstd draft,stock' \
-        short64 --warm 3 --repeat 3 --engine-clock --options "$small_ring" ;;
+        busy ranks-answers '{"stock": 4, "*": 7}' \
+        'hidden-states null,hidden-states null without answers,hidden-states zstd,hidden-states zstd draft,stock' \
+        short64 --warm 3 --repeat 3 --options "$small_ring" ;;
     ranks-stores)
       whole="{\"tensor_parallel_size\": $ranks, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
         busy ranks-stores '{"stock": 4, "*": 7}' \
         'hidden-states null,hidden-states none,hidden-states zstd,hidden-states zstd without held,stock' \
-        short64 --warm 3 --repeat 4 --chain 1.5 --engine-clock --options "$small_ring" ;;
+        short64 --warm 3 --repeat 4 --options "$small_ring" ;;
     sustained-32b | sustained-70b | sustained-235b)
       name=qwen3-32b caches='{"stock": 5, "hidden-states zstd": 26}' parallel="\"tensor_parallel_size\": $ranks"
       [ "$phase" != sustained-70b ] || name=llama3-70b caches='{"stock": 4, "hidden-states zstd": 34}'
@@ -177,7 +171,7 @@ for phase in "$@"; do
       # Data-parallel experts need vLLM's own binding of NCCL. It was off on two machines, on one of them with this path.
       nccl=$(python3 -c 'import glob, sys; print(*[f for p in sys.path for f in glob.glob(p + "/nvidia/nccl/lib/libnccl.so.2")][:1])')
       for kind in tensor data; do
-        VLLM_NCCL_SO_PATH=${VLLM_NCCL_SO_PATH:-$nccl} python3 -m benchmarks.check_experts --out "$out/experts-$kind.json" \
+        VLLM_NCCL_SO_PATH=${VLLM_NCCL_SO_PATH:-$nccl} python3 -m benchmarks.checks.check_experts --out "$out/experts-$kind.json" \
           --store-dir "/dev/shm/dmi-experts-$kind" --model "/tmp/dmi-experts-$kind" --owners target --engine-args \
           "{\"${kind}_parallel_size\": $ranks, \"gpu_memory_utilization\": 0.03, \"kv_cache_memory_bytes\": 3000000000}" \
           >"$out/experts-$kind.log" 2>&1 || failed "experts-$kind" $?

@@ -1,19 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine's own limits, measured in the run that cites them: link, memory, codecs, files."""
+"""What measurements are compared with: the machine's link, memory, codecs, files; raw reads; what a node can take.
+
+Limits of the machine are measured in the run that cites them. Those of a node are worked out, by costs that
+`benchmarks.node` measured (docs/SCALE.md).
+"""
 
 from __future__ import annotations
 
 import os
 import statistics
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numcodecs import blosc
 
 from benchmarks import common
+from dmi_connector import Capture, TokenDataset
+from dmi_connector.captures.captures import Captures
+from dmi_connector.store.read.arrays.chunk_reader import ShardPieces
+
+# ---- of the machine ------------------------------------------------------------------------------------------------
 
 
 def _rate(work: Callable[[], Any], nbytes: int, repeat: int = 5) -> float:
@@ -98,3 +109,193 @@ def cpu_limits(directory: str, processes: int, seconds: float = 1.0) -> dict[str
             limits[f"{name}_1"] = _file_worker(paths[0], file_bytes)
             limits[f"{name}_{processes}"] = sum(pool.map(_file_worker, paths, [file_bytes] * processes))
     return limits
+
+
+# ---- of reads: raw reads of the same files, the codec alone, a raw write -------------------------------------------
+
+HOOK, WIDTH, CHUNK = "resid_pre", 2560, 128
+"""Of the stores that are read."""
+THREADS = len(os.sched_getaffinity(0))
+_PIECE = 1 << 20
+"""Bytes that raw reads take at a time: fewer and more are slower here."""
+
+
+def in_threads(work: Callable[[Any], object], items: list[Any]) -> None:
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(work, items))
+
+
+def read_raw(path: str) -> None:
+    """The chunks of one file into fresh memory: as much as their values take, so that malloc treats both alike."""
+    fd = os.open(path, os.O_RDONLY)
+    size = os.fstat(fd).st_size // (CHUNK * WIDTH * 2) * CHUNK * WIDTH * 2
+    memory = np.empty(size, np.uint8).data
+    for at in range(0, size, _PIECE):
+        os.preadv(fd, [memory[at : at + _PIECE]], at)
+    os.close(fd)
+
+
+def shard_files(captures: Captures) -> list[str]:
+    """The shard files of the hook."""
+    return [
+        str(path)
+        for info in captures.infos
+        for path in sorted(Path(str(info.store), HOOK, "c").rglob("*"))
+        if path.is_file()
+    ]
+
+
+def frames(captures: Captures) -> list[bytes]:
+    """Every encoded chunk, without its crc32c."""
+    found = []
+    for capture in captures:
+        array = capture._values.array(HOOK)
+        with array.files.open(array.path(0, 0)) as file:
+            for offset, size in array.index(file, 0, 0).reshape(-1, 2).tolist():
+                found.append(file.read(offset, size - 4))
+    return found
+
+
+def decode_alone(encoded: list[bytes]) -> None:
+    """The codec alone, into memory that each thread uses again."""
+
+    def work(share: list[bytes]) -> None:
+        target = np.empty(CHUNK * WIDTH * 2, np.uint8)
+        for frame in share:
+            blosc.decompress(frame, target)
+
+    in_threads(work, [encoded[i::THREADS] for i in range(THREADS)])
+
+
+def decode_anew(encoded: list[bytes], stores: int) -> None:
+    """The codec alone, store by store into new memory, which all threads share as those of a reader do."""
+    chunks = len(encoded) // stores
+    with ThreadPoolExecutor(THREADS) as pool:
+        for first in range(0, len(encoded), chunks):
+            out = np.empty((chunks, CHUNK * WIDTH * 2), np.uint8)
+            pairs = list(zip(encoded[first : first + chunks], out, strict=True))
+            share = -(-chunks // (2 * THREADS))
+            list(pool.map(_decode_pairs, [pairs[at : at + share] for at in range(0, chunks, share)]))
+
+
+def _decode_pairs(pairs: list[tuple[bytes, np.ndarray]]) -> None:
+    for frame, target in pairs:
+        blosc.decompress(frame, target)
+
+
+def chunks_in_order(planned: list[ShardPieces], out: np.ndarray) -> int:
+    """Read the planned chunks whole, raw, into `out` [chunks, bytes of a chunk and more]. Returns their number.
+
+    Compressed ones are decoded by the codec alone.
+    """
+    places = []
+    for some in planned:
+        with some.array.files.open(path := some.array.path(some.segment, some.shard)) as file:
+            index = some.array.index(file, some.segment, some.shard)
+        slots = sorted(index[piece.slot].tolist() for piece in some.pieces)
+        places.append((f"{some.array.files}/{path}", slots, some.array.codec.compresses))
+
+    def work(share: list[tuple[int, str, list[list[int]], bool]]) -> None:
+        packed = np.empty(CHUNK * WIDTH * 2 + 64, np.uint8)
+        for at, path, slots, compressed in share:
+            fd = os.open(path, os.O_RDONLY)
+            for i, (offset, size) in enumerate(slots):
+                target = packed if compressed else out[(at + i) % len(out)]
+                os.preadv(fd, [target[:size].data], offset)
+                if compressed:
+                    blosc.decompress(target[: size - 4], out[(at + i) % len(out), : CHUNK * WIDTH * 2])
+            os.close(fd)
+
+    starts = np.cumsum([0, *(len(slots) for _, slots, _ in places)]).tolist()
+    jobs = [(start, *place) for start, place in zip(starts, places, strict=False)]
+    size = -(-len(jobs) // (4 * THREADS))
+    in_threads(work, [jobs[i : i + size] for i in range(0, len(jobs), size)])
+    return int(starts[-1])
+
+
+def whole_chunks(capture: Capture) -> Iterator[ShardPieces]:
+    """All chunks of a store."""
+    array = capture._values.array(HOOK)
+    return array.plan(range(array.shape[0]), array.rows(None), np.empty(array.shape, np.uint16))
+
+
+def epoch_chunks(data: TokenDataset) -> list[ShardPieces]:
+    """The chunks of the first epoch in their order."""
+    (view,) = data.views.values()
+    out = view.buffer(CHUNK)
+    store, first, count = data._blocks
+    blocks = data._stream(0, 0, 1).blocks.tolist()
+    return [p for b in blocks for p in view.plan_block(int(store[b]), int(first[b]), np.arange(count[b]), out)]
+
+
+def write_alone(path: Path, values: np.ndarray, nbytes: int) -> None:
+    """Write a new file of `nbytes` from the same memory again and again, and remove it."""
+    with open(path, "wb", buffering=0) as file:
+        for at in range(0, nbytes, values.nbytes):
+            file.write(values[: nbytes - at].data)
+    path.unlink()
+
+
+# ---- of a node, worked out -----------------------------------------------------------------------------------------
+
+Numbers = dict[str, Any]
+STORE_ROWS = 511
+"""Of a store."""
+RAW_PASSES, STORED_PASSES = 2, 3
+"""Passes through main memory, counted, not measured. Raw bytes: into the ring, out of it. Stored bytes: a page is
+cleared, it is filled, the disk reads it.
+"""
+
+
+def _assumed(value: float, what: str) -> Any:
+    return field(default=value, metadata={"what": what})
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A node. Its defaults are assumptions."""
+
+    cores: float = _assumed(16, "cores for each GPU, one of them kept busy by the engine")
+    core_cost: float = _assumed(1.5, "CPU seconds there for one where costs were measured")
+    memory: float = _assumed(400, "GB/s of main memory")
+    disk: float = _assumed(20, "GB/s into the file system")
+    link: float = _assumed(50, "GB/s off each GPU")
+    writers: float = _assumed(64, "writer processes of a rank at most; else its part of the cores")
+
+
+def split_layout(layout: str) -> tuple[bool, int]:
+    """(whether ranks share stores, number of ranks) of "DP 8" or "TP 8"."""
+    return layout.startswith("TP"), int(layout.split()[1])
+
+
+def node_limits(found: Numbers, case: str, codec: str, layout: str, node: Machine) -> dict[str, float]:
+    """Tokens a second of the whole node at which each limit binds. found: a result of `benchmarks.node`."""
+    tensor, n = split_layout(layout)
+    row, store, cost = found["rows"][case][layout], found["costs"][case]["store"], found["costs"][case][codec][layout]
+    GB, share = row["bytes"] / 1e9, row["largest_share"]
+    cpu_s = node.core_cost * (cost["writer_s"] * GB + store[layout]["cpu_s"] / STORE_ROWS)
+    return {
+        "cores": (node.cores - 1) * n / cpu_s,
+        "writers": min(node.writers, node.cores * n * share) / share / cpu_s,
+        "coordinator": (1 if tensor else n) * STORE_ROWS / cost["coordinator_s_a_store"] / node.core_cost,
+        "link": node.link / share / GB,
+        "memory": node.memory / (RAW_PASSES + STORED_PASSES / cost["compression"]) / GB,
+        "disk": node.disk * cost["compression"] / GB,
+        "index": STORE_ROWS / (2 * found["shared"]["append"][str(n)]["cpu_s"]) / node.core_cost,
+    }
+
+
+def node_table(found: Numbers, node: Machine, layouts: Sequence[str], codec: str | None = None) -> str:
+    """Markdown: thousands of tokens a second. codec: in the place of each selection's own."""
+    lines: list[list[str]] = []
+    for case, rows in found["rows"].items():
+        for layout in layouts:
+            used = codec or rows[layout]["codec"]
+            by_limit = node_limits(found, case, used, layout, node)
+            name, least = min(by_limit.items(), key=lambda item: item[1])
+            GB, compression = rows[layout]["bytes"] / 1e9, found["costs"][case][used][layout]["compression"]
+            lines.append([f"{case}, `{used}`", f"{GB * 1e3:.2f}", layout])
+            lines[-1] += [f"{common.three_digits(number / 1e3):,g}" for number in by_limit.values()]
+            lines[-1] += [name, f"{least * GB / compression:.1f}", str(found["measured"][case][layout] or "")]
+    head = ["model, selection, codec", "MB a token", "GPUs", *by_limit, "first", "GB/s stored", "measured"]
+    return common.markdown([head, *lines])

@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous load: a fixed number of requests in flight, and what a client sees of them."""
+"""Continuous load: a fixed number of requests in flight, what a client sees of them, and a consumer of their stores.
+
+python -m benchmarks.loads STORE_DIR KEEP_DIR       # the consumer
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import select
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from benchmarks import common
 
 
 class Load(NamedTuple):
@@ -40,8 +51,8 @@ LOADS = {
     "long64": Load(64, 4000, 200),
     "cached64": Load(64, 1600, 200, shared=1280),
 }
-_LEAST_TOKEN, _TOP_TOKENS = 10, 10
-"""Prompts leave out this many tokens at both ends of the vocabulary: they may be special."""
+EVERY = 16
+_LOOK_S = 0.05
 
 
 def prompts(load: Load, vocab: int, seed: int) -> Iterator[list[int]]:
@@ -49,7 +60,7 @@ def prompts(load: Load, vocab: int, seed: int) -> Iterator[list[int]]:
     rng = np.random.default_rng(seed)
 
     def draw(count: int) -> list[int]:
-        drawn: list[int] = rng.integers(_LEAST_TOKEN, vocab - _TOP_TOKENS, count).tolist()
+        drawn: list[int] = common.random_tokens(rng, vocab, count)
         return drawn
 
     shared = draw(load.shared)
@@ -148,3 +159,32 @@ def growth(samples: list[tuple[float, float]]) -> float:
         return 0.0
     at, value = np.array(samples).T
     return float(np.polyfit(at, value, 1)[0])
+
+
+def consume(stores: Path, keep: Path) -> None:
+    """Remove each finished store, and keep every 16th, until the standard input ends.
+
+    Then print how many it saw and kept, and how many were gone before it had removed them (`vanished`: none, unless
+    somebody else removes stores).
+    """
+    keep.mkdir(parents=True, exist_ok=True)
+    seen = vanished = 0
+    while True:
+        over = bool(select.select([sys.stdin], [], [], _LOOK_S)[0])
+        for entry in sorted(os.scandir(stores), key=lambda entry: entry.name):
+            if entry.name.endswith(".zarr"):
+                seen += 1
+                try:
+                    if seen % EVERY:
+                        shutil.rmtree(entry.path)
+                    else:
+                        os.rename(entry.path, keep / entry.name)
+                except FileNotFoundError:
+                    vanished += 1
+        if over:
+            break
+    print(json.dumps({"stores": seen, "kept": seen // EVERY, "vanished": vanished}))
+
+
+if __name__ == "__main__":
+    consume(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -31,10 +31,11 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks import common, stores
-from benchmarks.node_limits import ROWS, Machine, Numbers, split, table
+from benchmarks.limits import STORE_ROWS, Machine, Numbers, node_table, split_layout
+from dmi_connector.codecs import CODECS
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import ArraySpec, PayloadLayout, hook_reductions, row_layouts
-from dmi_connector.settings import CODECS, ServerOptions
+from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.locks import PartialLock
 from dmi_connector.store.format.paths import no_follow
 from dmi_connector.store.read.index import read_index
@@ -56,8 +57,8 @@ SELECTIONS = {
 LAYOUTS, SHOWN = ("DP 1", "DP 2", "DP 4", "DP 8", "TP 4", "TP 8"), ("DP 8", "TP 8")
 """Data-parallel engines, or tensor-parallel ranks of one engine. All are compared with the first."""
 SHORT_ROWS = 4
-"""Rows of a store with as many chunks as one of ROWS has, each of one row of one layer: it costs little but itself."""
-THOROUGH, QUICK = (ROWS, 96, 0.5, 5, CODECS, 20), (130, 4, 0.0, 1, ("zstd",), 1)
+"""Rows of a store with as many chunks as one of STORE_ROWS, each of a row of one layer: it costs little but itself."""
+THOROUGH, QUICK = (STORE_ROWS, 96, 0.5, 5, CODECS, 20), (130, 4, 0.0, 1, ("zstd",), 1)
 """Rows of a store, short stores, GB written at a time (but a store of each rank), rounds, codecs, effort."""
 RING_BYTES, RANK_WRITERS = 160 << 20, 4
 """Of a simulated rank. The ring holds two of the largest chunks that are measured."""
@@ -69,19 +70,20 @@ Ranks = list[ProcessPoolExecutor]
 def payloads(dims: ModelDims, options: ServerOptions, layout: str) -> list[PayloadLayout]:
     """What each rank of an engine sends, worked out as the engine does it."""
     from dmi_connector.engine.context import CaptureContext
+    from dmi_connector.engine.owners import OWNERS
     from dmi_connector.engine.transfer.chunk_layout import chunk_layout
 
-    tensor, n = split(layout)
+    tensor, n = split_layout(layout)
     selection, tp = parse_selection(options.hooks, dims), n if tensor else 1
     rows = row_layouts(selection, dims, "bfloat16", tp, hook_reductions(options.reduce, selection, dims, tp))
-    context = CaptureContext(options, cast(Any, None), dims, selection, rows, "bfloat16", tp, "target")
+    context = CaptureContext(options, cast(Any, None), dims, selection, rows, "bfloat16", tp, OWNERS["target"])
     return [chunk_layout(context, selection.hooks, rank).payload for rank in range(tp)]
 
 
 def row_of(dims: ModelDims, options: ServerOptions, layout: str) -> Numbers:
     """Bytes of a token over all ranks of an engine, and the largest part of all bytes that one rank of the node has."""
     sizes = [one.header_base for one in payloads(dims, options, layout)]
-    share = max(sizes) / sum(sizes) / (1 if len(sizes) > 1 else split(layout)[1])
+    share = max(sizes) / sum(sizes) / (1 if len(sizes) > 1 else split_layout(layout)[1])
     return {"bytes": sum(sizes), "largest_share": common.three_digits(share), "codec": options.codec}
 
 
@@ -184,7 +186,7 @@ def write(ranks: Ranks, directory: Path, layout: str, sent: list[PayloadLayout],
 
     Raises RuntimeError if a store is not complete.
     """
-    tensor, n = split(layout)
+    tensor, n = split_layout(layout)
     paths = [f"{directory}/{i}.zarr" for i in range(count)]
     parts = [(sent[i], paths, rows, i, n) if tensor else (sent[0], paths[i::n], rows, 0, 1) for i in range(n)]
     directory.mkdir()
@@ -222,7 +224,7 @@ def measure_case(
 
     found: Numbers = {"store": {}, **{codec: {} for codec in args.codecs}}
     for layout in args.layouts:
-        sent, (tensor, n) = payloads(few, options, layout), split(layout)
+        sent, (tensor, n) = payloads(few, options, layout), split_layout(layout)
         least = took(layout, [short(one) for one in sent], SHORT_ROWS, max(n, args.stores))
         found["store"][layout] = {"cpu_s": least["writer_s"] + least["coordinator_s"] + least["rank_s"]}
         count = n * (1 + int(args.gigabytes * 1e9 / args.rows / n / sum(one.header_base for one in sent)))
@@ -266,7 +268,7 @@ def measure_shared(ranks: Ranks, directory: Path, numbers: Sequence[int], effort
 
 def rounds(args: argparse.Namespace) -> Iterator[Numbers]:
     """Medians of the rounds so far, after each. The first checks all stores, and does not count."""
-    numbers, samples = sorted({split(layout)[1] for layout in args.layouts}), list[Numbers]()
+    numbers, samples = sorted({split_layout(layout)[1] for layout in args.layouts}), list[Numbers]()
     with ExitStack() as stack:
         places = [TemporaryDirectory(prefix="dmi-node-", dir=place) for place in (args.directory, args.out.parent)]
         directory, disk = (Path(stack.enter_context(place)) for place in places)
@@ -318,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
     machine = Machine(**{field.name: getattr(args, field.name) for field in fields(Machine)})
     before = json.loads(args.out.read_text()) if args.out.exists() else {}
     if args.table:
-        print(table(before, machine, args.layouts, args.codec))
+        print(node_table(before, machine, args.layouts, args.codec))
         return 0
     header, known = common.header("benchmarks.node", argv), before.get("measured", {})
     rows = {case: {layout: row_of(of[0], of[1], layout) for layout in args.layouts} for case, of in args.cases.items()}
@@ -327,7 +329,7 @@ def main(argv: list[str] | None = None) -> int:
         shared = {name: costs.pop(name) for name in ("shared", "shared_disk")}
         results = {"header": header, "rows": rows, **shared, "costs": costs, "measured": measured}
         common.save(args.out, results)
-    print(table(results, machine, args.layouts))
+    print(node_table(results, machine, args.layouts))
     return 0
 
 

@@ -46,7 +46,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from benchmarks.reading_limits import (
+from benchmarks.limits import (
     CHUNK,
     HOOK,
     THREADS,
@@ -64,9 +64,9 @@ from benchmarks.reading_limits import (
 )
 from dmi_connector import TokenDataset, open_captures
 from dmi_connector.analysis.export.targets import export
+from dmi_connector.captures.captures import Captures
+from dmi_connector.captures.row_view import RowView
 from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout
-from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.row_view import RowView
 from dmi_connector.store.write.coordinator.captures import Captures as Writing
 from dmi_connector.store.write.ring import Ring
 from dmi_connector.store.write.settings import WriteSettings
@@ -326,27 +326,31 @@ def main(argv: list[str] | None = None) -> int:
     for codec in CODECS:  # one after the other: both sets of stores would take twice the memory
         root = Path(args.directory)
         try:
-            stores = Round(root, codec, args)
+            measured = Round(root, codec, args)
             for turn in range(args.repeat + 1):
-                clock = stores.measure(turn)
+                clock = measured.measure(turn)
                 for found, runs in ((clock.wall, wall), (clock.cores, cores)) if turn else ():  # the first warms up
                     for name, value in found.items():
                         runs.setdefault(name, []).append(common.three_digits(value))
         finally:
             shutil.rmtree(root, ignore_errors=True)
-    results: dict[str, Any] = {
-        "header": header,
-        "stores": {"whole": [args.few, args.layers, TOKENS, WIDTH], "random": [args.many, 2, TOKENS, WIDTH]},
-        "median": {name: statistics.median(values) for name, values in wall.items()},
-        "of_limit": [of_limit(wall, cores, *bar) for bar in BARS if bar[0] in wall],
-        "runs": wall,
-        "runs_processor_time": cores,
-    }
+    stores = {"whole": [args.few, args.layers, TOKENS, WIDTH], "random": [args.many, 2, TOKENS, WIDTH]}
+    results = {"header": header, "stores": stores, **summary(wall, cores)}
     common.save(args.out, results)
     print(common.markdown([["", "GB/s"], *([name, f"{value:g}"] for name, value in results["median"].items())]))
     names = ("read", "limit", "bar", "ratio", "ratio_processor_time")
     print(common.markdown([list(names), *([str(one[name]) for name in names] for one in results["of_limit"])]))
     return 0
+
+
+def summary(wall: dict[str, list[float]], cores: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians of the rounds, the least and the most, and what part of its limit each read reaches."""
+    pick: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "least": min, "most": max}
+    return {
+        "rounds": len(next(iter(wall.values()))),
+        **{name: {what: of(values) for what, values in wall.items()} for name, of in pick.items()},
+        "of_limit": [of_limit(wall, cores, *bar) for bar in BARS if bar[0] in wall],
+    }
 
 
 def of_limit(
@@ -358,7 +362,7 @@ def of_limit(
         **{"read": read, "limit": limit, "bar": bar},
         **{"ratio": common.three_digits(statistics.median(both[0]))},
         **{"ratio_processor_time": common.three_digits(statistics.median(both[1]))},
-        **{"runs": [common.three_digits(ratio) for ratio in both[0]]},
+        **{name: common.three_digits(of(both[0])) for name, of in (("least", min), ("most", max))},
     }
 
 

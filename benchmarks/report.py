@@ -1,28 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the results of `benchmarks.capture`: one of all setups, and one for each growth curve.
+"""Tables of results. Of `benchmarks.capture`: all setups, and each growth curve. Of `benchmarks.sustained`: all loads.
 
     python -m benchmarks.report A.json [B.json ...]
-    python -m benchmarks.report benchmarks/results/h200-curves.json --plot docs/img/cost.svg
+    python -m benchmarks.report benchmarks/results/gpu-curves.json --plot docs/img/cost.svg
 
 `--plot` draws the speed of each selection by its bytes of a token, for each case.
 
-Several files are parts of one measurement. Every ratio is to stock vLLM in the same file. Where engines ran together,
-the ratio is to stock's runs of the same phase. Where both alternated rounds, it is the median of the rounds' ratios.
+Files are results or summaries (`benchmarks.summary`). Several are parts of one measurement. Every ratio is to stock in
+the same run. Where engines ran together, it is to stock's rounds of the same phase. Where both alternated rounds, it is
+the median of the rounds' ratios.
 """
 
 from __future__ import annotations
 
-import json
+import statistics
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common
 from benchmarks.setups import CASES, CURVES, Curve
+from benchmarks.summary import base_of, runs
 
 Results = dict[str, Any]
 SLOW_BASE = "full null"
 """Setups with a slow sink are also compared with this one, which has no sink."""
+QUICK_US = 80.0
+"""A core with a lower `python_us` runs at full speed. Other guests of a machine may halve it for seconds."""
+_MEDIANS = {"first token p50, median": "first_token_p50", "between tokens p99, median": "between_tokens_p99"}
+"""Columns of `busy_rounds`, and the figures of a summary."""
 
 
 def measured(results: Results, setup: str) -> dict[str, Any]:
@@ -175,14 +182,106 @@ def report(files: dict[str, Results]) -> str:
     return "\n\n".join(part for part in (table(files), curve_tables(files)) if part)
 
 
+# ---- an engine that is always busy -----------------------------------------------------------------------------------
+
+
+def busy_table(results: dict[str, Any]) -> str:
+    """A row for each load and setup: medians over rounds, with the ratio to stock's in brackets."""
+    engines = results["engines"]
+    if any("start_s" in engine and "loads" not in engine for engine in engines.values()):
+        rows = [[name, *(str(s) for s in engine["start_s"])] for name, engine in engines.items()]
+        return common.markdown([["start, s", *(f"{i + 1}." for i in range(len(rows[0]) - 1))], *rows])
+    times = ["first token p50, ms", "between tokens p99, ms"]
+    lines = [["load", "setup", "tok/s", "with quick cores", *times, "GB/s", "keeps up", "stores"]]
+    for load in dict.fromkeys(load for engine in engines.values() for load in engine["loads"]):
+        for name, engine in engines.items():
+            if load in engine["loads"]:
+                base = engines.get(base_of(name), {}).get("loads", {}).get(load, [])
+                lines.append([load, name, *_cells(engine["loads"][load], base)])
+    failed = [f"{name} failed: {engine['failed']}" for name, engine in engines.items() if "failed" in engine]
+    return "\n\n".join([common.markdown(lines), *failed])
+
+
+def quick(runs: list[dict[str, Any]]) -> float | None:
+    """Median tokens/s of the seconds that begin and end with a quick core; None if there are fewer than three."""
+    found = []
+    for run in runs:
+        ends = pairwise(run["python_us"])
+        rates = run.get("tok_per_s_between_looks", [])
+        found += [rate for rate, us in zip(rates, ends, strict=False) if max(us) < QUICK_US]
+    return statistics.median(found) if len(found) > 2 else None
+
+
+def _cells(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> list[str]:
+    def against(pick: Any, digits: int) -> str:
+        mine, stock = [pick(one) for one in runs], [pick(one) for one in base]
+        if None in mine:
+            return ""
+        text = f"{statistics.median(mine):,.{digits}f}"
+        if not stock or base is runs or len(stock) != len(mine) or None in stock:
+            return text
+        return f"{text} ({statistics.median(a / b for a, b in zip(mine, stock, strict=True)):.3f})"
+
+    last = runs[-1]
+    slower = f"no: {last['sustained_tok_per_s']:,.0f} tok/s" if "sustained_tok_per_s" in last else "yes"
+    checked = "" if "stores" not in last else f"{sum(one['stores'] for one in runs)}"
+    if not all(one.get("verified", True) for one in runs):
+        checked += ", NOT VERIFIED"
+    return [
+        against(lambda one: one["tok_per_s"], 0),
+        _quick_cell(runs, base),
+        against(lambda one: one["first_token_ms"].get("p50"), 1),
+        against(lambda one: one["between_tokens_ms"].get("p99"), 1),
+        f"{last['exported_GB_per_s']:.2f}" if last.get("exported_GB_per_s") else "",
+        slower if "keeps_up" in last else "",
+        checked,
+    ]
+
+
+def _quick_cell(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> str:
+    mine, stock = quick(runs), quick(base)
+    if mine is None:
+        return ""
+    return f"{mine:,.0f}" + (f" ({mine / stock:.3f})" if stock and base is not runs else "")
+
+
+def busy_rounds(files: list[Results]) -> str:
+    """A row for each load and setup: the ratios of all rounds to stock's round just before them, over all files.
+
+    files: summaries, see `benchmarks.summary`.
+    """
+    found: dict[tuple[str, str], list[Results]] = {}
+    for file in files:
+        for name, engine in file.get("engines", {}).items():
+            for load, rounds in engine.get("loads", {}).items():
+                if "tok_per_s_of_stock" in rounds:
+                    found.setdefault((load, name), []).append(rounds)
+    lines = [["load", "setup", "tokens/s of stock, each round (`;` between machines)", "median", *_MEDIANS]]
+    for (load, name), machines in sorted(found.items()):
+        text = "; ".join(", ".join(f"{ratio:.2f}" for ratio in one["tok_per_s_of_stock"]) for one in machines)
+        lines.append([load, name, text, f"{_median(machines, 'tok_per_s'):.3f}"])
+        lines[-1] += [f"{_median(machines, of):.2f}" for of in _MEDIANS.values()]
+    return common.markdown(lines)
+
+
+def _median(machines: list[Results], what: str) -> float:
+    """Over the rounds of all machines, of their ratios to stock."""
+    return statistics.median(ratio for one in machines for ratio in one[f"{what}_of_stock"])
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
 def main(argv: list[str] | None = None) -> int:
     p = common.parser("benchmarks.report", __doc__)
     p.add_argument("files", nargs="+", type=Path, metavar="RESULTS.json")
     p.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the cost by bytes of a token, print nothing")
     args = p.parse_args(argv)
-    paths: list[Path] = args.files
-    unique = len({path.stem for path in paths}) == len(paths)
-    files = {path.stem if unique else str(path): json.loads(path.read_text()) for path in paths}
+    files: dict[str, Results] = {}
+    for path in args.files:
+        for name, run in runs(path).items():
+            if any("setups" in engine for engine in run.get("engines", {}).values()):
+                files[f"{path}: {name}" if name in files else name] = run
     if args.plot:
         plot(files, args.plot)
     else:

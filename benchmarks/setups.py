@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 FULL = "vllm-full,-logits"
 HIDDEN = "hidden-states"
-NO_OP = "no-op connector"
-"""The setup whose KV connector does nothing."""
 BEFORE = ", before"
 """Suffix of setups, and of their engines, that run the code of another checkout (--before)."""
 

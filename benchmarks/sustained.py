@@ -30,11 +30,11 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.capture import note, serve_engine
-from benchmarks.chain import summarise, worker_chain
 from benchmarks.engine import Bench
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms
-from benchmarks.setups import FULL, HIDDEN, NO_OP, REDUCE, Setup
-from benchmarks.sustained_report import merged, table
+from benchmarks.report import busy_rounds, busy_table
+from benchmarks.setups import FULL, HIDDEN, REDUCE, Setup
+from benchmarks.summary import runs
 from benchmarks.without import IN_ENGINE, MECHANISMS
 from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile, worker_python_us, worker_writers_s
 
@@ -72,7 +72,6 @@ def all_setups(model: str) -> list[Sustained]:
     int8 = REDUCE["int8"]
     setups = [
         Sustained("stock", "stock"),
-        Sustained(NO_OP, NO_OP),
         ours("hidden-states null", HIDDEN),
         ours("hidden-states zstd", HIDDEN, "zstd"),
         ours("hidden-states zstd draft", HIDDEN, "zstd", "draft"),
@@ -107,10 +106,6 @@ class Busy(Bench):
         engine_args = {**args.engine_args}
         graphs = {"cudagraph_mode": setup.graphs} if setup.graphs else {}
         engine_args["compilation_config"] = {**engine_args.get("compilation_config", {}), **graphs}
-        self._clock = Path(args.store_dir).absolute().with_name(f"dmi-clock-{os.getpid()}.jsonl")
-        if args.engine_clock:
-            os.environ[common.ENGINE_CLOCK] = str(self._clock)
-            engine_args["scheduler_cls"] = "benchmarks.engine_clock.ClockedScheduler"
         if setup.without:
             place = "scheduler_cls" if setup.without in IN_ENGINE else "worker_extension_cls"
             engine_args[place] = f"benchmarks.without.{setup.without}"
@@ -144,7 +139,7 @@ class Busy(Bench):
             speeds.append(self.llm.collective_rpc(worker_python_us)[0])
             counts.append((now, client.tokens))
 
-        writers_s, noted = self._writers_s(), len(self._clocked())
+        writers_s = self._writers_s()
         seconds = client.run(self.args.seconds, look)
         writers_s = self._writers_s() - writers_s
         result: dict[str, Any] = {**load._asdict(), "seconds": round(seconds, 1), "requests": client.requests}
@@ -153,8 +148,6 @@ class Busy(Bench):
             round((tokens - before) / (now - then), 1) for (then, before), (now, tokens) in pairwise(counts)
         ]
         result |= {"first_token_ms": latency_ms(client.first_s), "between_tokens_ms": latency_ms(client.between_s)}
-        if self.args.engine_clock:
-            result["engine"] = self._clocked()[noted:]
         if setup.hooks:
             result |= flow(samples, result["tok_per_s"])
         if setup.stores:
@@ -164,10 +157,6 @@ class Busy(Bench):
             client.run(self.args.profile, lambda: None)
             result["profile"] = self.llm.collective_rpc(worker_profile, args=(False,))[0]
             result["profile"].get("step", {}).pop("each_us", None)
-        if self.args.chain:
-            self.llm.collective_rpc(worker_chain, args=(True,))
-            client.run(self.args.chain, lambda: None)
-            result["chain"] = summarise(self.llm.collective_rpc(worker_chain, args=(False,)))
         client.finish()
         ended = time.perf_counter()
         self.drain()
@@ -179,21 +168,13 @@ class Busy(Bench):
         return result
 
     def _consumer(self, kept: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "benchmarks.consumer", str(self.store_dir), str(kept)]
+        command = [sys.executable, "-m", "benchmarks.loads", str(self.store_dir), str(kept)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=common.ROOT)
 
     def _backlog(self) -> dict[str, float]:
         """Sums over ranks. Stock is asked too, so that the question costs all alike."""
         found: list[dict[str, float]] = self.llm.collective_rpc(worker_backlog)
         return {name: sum(one[name] for one in found) for name in found[0]}
-
-    def _clocked(self) -> list[dict[str, float]]:
-        """What the engine's own process noted so far."""
-        return [json.loads(line) for line in self._clock.read_text().splitlines()] if self._clock.exists() else []
-
-    def close(self) -> None:
-        super().close()
-        self._clock.unlink(missing_ok=True)
 
     def _writers_s(self) -> float:
         """Seconds on a core of all writers so far."""
@@ -251,8 +232,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: %(default)s)")
     p.add_argument("--warm", type=float, default=6.0, help="seconds before it (default: %(default)s)")
     p.add_argument("--profile", type=float, default=0.0, help="seconds after it in which parts of a step are timed")
-    p.add_argument("--chain", type=float, default=0.0, help="seconds after it in which steps of all ranks are followed")
-    p.add_argument("--engine-clock", action="store_true", help="note the speed of the engine's own process each second")
     p.add_argument("--repeat", type=int, default=1, help="rounds (default: %(default)s)")
     p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of all loads, for small machines")
     p.add_argument("--dtype", default="bfloat16")
@@ -344,16 +323,14 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     if args.table:
-        print("\n\n".join(table(json.loads(Path(name).read_text())) for name in args.table))
+        print("\n\n".join(busy_table(json.loads(Path(name).read_text())) for name in args.table))
         return 0
     if args.merged:
-        print(merged([json.loads(Path(name).read_text()) for name in args.merged]))
+        print(busy_rounds([found for name in args.merged for found in runs(Path(name)).values()]))
         return 0
     child_argv = argv
     if args.model is None:
-        from dmi_connector.cli.tiny_models import make_model
-
-        args.model = str(make_model("qwen3", Path(args.store_dir) / "tiny-qwen3"))
+        args.model = common.tiny_model(args.store_dir)
         child_argv = [*argv, "--model", args.model]
     if not args.max_model_len:
         loads = [LOADS[name].shrunk(args.shrink) for name in args.loads.split(",")]
@@ -369,7 +346,7 @@ def main(argv: list[str] | None = None) -> int:
     common.end_with_children()
     results = (starts if args.starts else run)(args, child_argv, chosen)
     common.save(args.out, results)
-    print(table(results))
+    print(busy_table(results))
     return 0 if sound(results) else 1
 
 

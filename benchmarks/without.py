@@ -9,12 +9,9 @@ engine's process looks the name up before it makes the connector.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-
-from benchmarks.common import ENGINE_CLOCK
 
 
 def _branch() -> None:
@@ -83,9 +80,9 @@ def _answers() -> None:
 
 def _held() -> None:
     """Blocks of ended requests are not kept: their last rows leave before the next forward."""
-    from dmi_connector.engine.scheduler import tracker
+    from dmi_connector.engine.owners import paged
 
-    vars(tracker)["_HELD"] = 0.0
+    vars(paged)["HELD"] = 0.0
 
 
 IN_ENGINE = ("answers", "held")
@@ -108,6 +105,6 @@ def __getattr__(name: str) -> Any:
     MECHANISMS[name]()
     if name not in IN_ENGINE:
         return type(name, (), {})
-    from benchmarks import engine_clock
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    return engine_clock.ClockedScheduler if ENGINE_CLOCK in os.environ else engine_clock.AsyncScheduler
+    return AsyncScheduler

@@ -6,16 +6,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dmi_connector.version import __version__
+
 if TYPE_CHECKING:
     from dmi_connector.analysis.importance import importance
     from dmi_connector.analysis.training.token_dataset import TokenDataset as TokenDataset
     from dmi_connector.args import capture_args
-    from dmi_connector.store.read.capture import Capture, CaptureIncomplete, open_capture
-    from dmi_connector.store.read.captures import Captures, open_captures
+    from dmi_connector.captures.capture import Capture, open_capture
+    from dmi_connector.captures.captures import Captures, open_captures
     from dmi_connector.store.read.index import find_captures
+    from dmi_connector.store.read.reader import CaptureIncomplete
     from dmi_connector.store.read.waiting import CaptureFailed
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Capture",
@@ -34,14 +35,14 @@ __all__ = [
 _HOME = {
     "TokenDataset": "dmi_connector.analysis.training.token_dataset",
     "capture_args": "dmi_connector.args",
-    "Capture": "dmi_connector.store.read.capture",
+    "Capture": "dmi_connector.captures.capture",
     "CaptureFailed": "dmi_connector.store.read.waiting",
-    "CaptureIncomplete": "dmi_connector.store.read.capture",
-    "Captures": "dmi_connector.store.read.captures",
+    "CaptureIncomplete": "dmi_connector.store.read.reader",
+    "Captures": "dmi_connector.captures.captures",
     "find_captures": "dmi_connector.store.read.index",
     "importance": "dmi_connector.analysis.importance",
-    "open_capture": "dmi_connector.store.read.capture",
-    "open_captures": "dmi_connector.store.read.captures",
+    "open_capture": "dmi_connector.captures.capture",
+    "open_captures": "dmi_connector.captures.captures",
 }
 
 

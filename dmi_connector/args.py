@@ -5,20 +5,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any
 
 from dmi_connector.hooks import check_names
 from dmi_connector.option_values import OptionError
 from dmi_connector.settings import ServerOptions
 
-OWNERS = ("draft", "target")
-"""Which model owns the rows in its paged cache."""
 MAX_BATCH = 65536
 """More requests than any vLLM engine runs in one step."""
 EXTRACT_HIDDEN_STATES = "extract_hidden_states"
 """The method of vLLM's speculative config under which the draft owns the rows."""
 PLACEHOLDER_LAYERS = [1]
 """Layer ids of that config. vLLM wants some, and they choose nothing: hooks do."""
+_DRAFT = {
+    "method": EXTRACT_HIDDEN_STATES,
+    "num_speculative_tokens": 1,
+    "num_speculative_tokens_per_batch_size": [[1, MAX_BATCH, 0]],  # no drafts at any batch size
+    "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": PLACEHOLDER_LAYERS}},
+}
+OWNER_ARGS: dict[str, dict[str, Any]] = {"draft": {"speculative_config": _DRAFT}, "target": {}}
+"""Engine arguments that each owner of the rows needs besides the connector. `engine/owners/` has a class for each."""
+OWNERS = tuple(OWNER_ARGS)
 CONNECTOR, CONNECTOR_MODULE = "DMIConnector", "dmi_connector.engine.connector"
 """The connector's name and home, as vLLM's options have them."""
 
@@ -50,12 +58,4 @@ def capture_args(
         "kv_role": "kv_producer",
         "kv_connector_extra_config": extra,
     }
-    if owner == "target":
-        return {"kv_transfer_config": transfer}
-    speculative = {
-        "method": EXTRACT_HIDDEN_STATES,
-        "num_speculative_tokens": 1,
-        "num_speculative_tokens_per_batch_size": [[1, MAX_BATCH, 0]],  # no drafts at any batch size
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": PLACEHOLDER_LAYERS}},
-    }
-    return {"speculative_config": speculative, "kv_transfer_config": transfer}
+    return {**deepcopy(OWNER_ARGS[owner]), "kv_transfer_config": transfer}

@@ -15,12 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from dmi_connector.codecs import CODECS
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.hooks import ALIASES, HOOKS, ModelDims, Selection, hook_dtype
 from dmi_connector.ranks import Place, shard_of, writers_of_whole
-from dmi_connector.reduce import ReduceError, Reduction, parse
-from dmi_connector.reduce.attn import AttentionSummary
-from dmi_connector.settings import CODECS
+from dmi_connector.reduce import ReduceError, Reduction, parse, summaries
 from dmi_connector.wording import suggest
 
 Reductions = Mapping[str, Reduction]
@@ -112,9 +111,11 @@ def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims
     """
     found: dict[str, Reduction | None] = {}
     able = [n for n in selection.hooks if HOOKS[n].dtype != "int32" and HOOKS[n].scope != "sampled"]
+    summarised = summaries()
     for patterns, spec in rules:
         reduction = parse(spec)
-        fitting = [n for n in able if (n == "pattern") == isinstance(reduction, AttentionSummary)]
+        only = reduction.only if reduction is not None else frozenset()
+        fitting = [n for n in able if (n in only if only else n not in summarised)]
         for pattern in filter(None, (p.strip() for p in patterns.split(","))):
             name = ALIASES.get(pattern, pattern)
             names = fnmatch.filter(fitting, name)
@@ -123,7 +124,9 @@ def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims
                     raise ReduceError(f"reduce: pattern {pattern!r} matches no hook; hooks: {', '.join(HOOKS)}")
                 continue
             if not names and name in selection.hooks:
-                fix = "give it attn(m), as in 'attn(8)'" if name == "pattern" else "leave it out or give it 'none'"
+                fix = "leave it out or give it 'none'"
+                if name in summarised:
+                    fix = f"give it {summarised[name].forms[0]}, as in {summarised[name].example!r}"
                 raise ReduceError(f"reduce: {pattern} cannot be reduced so ({spec}); {fix}")
             if not names:
                 near = suggest(pattern, selection.hooks)
@@ -133,8 +136,10 @@ def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims
                     shard = shard_of(HOOKS[hook], dims, tp, 0)
                     layers = selection.hooks[hook]
                     found[hook] = reduction and reduction.bind(hook, layers, shard.width, shard.shards)
-    if "pattern" in selection.hooks and found.get("pattern") is None:
-        raise ReduceError("hooks: pattern is captured in summary only; say how in reduce, as in {'pattern': 'attn(8)'}")
+    for hook, kind in summarised.items():
+        if hook in selection.hooks and found.get(hook) is None:
+            how = {hook: kind.example}
+            raise ReduceError(f"hooks: {hook} is captured in summary only; say how in reduce, as in {how}")
     return {name: reduction for name, reduction in found.items() if reduction is not None}
 
 

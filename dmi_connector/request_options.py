@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -96,7 +96,7 @@ class CaptureParams:
             return cls()
         if not isinstance(params, Mapping):
             raise refuse("kv_transfer_params", params, "is not valid; give a JSON object")
-        known = ("key", "hooks", "layers", "tokens", "enabled", "save_path", "loss_spans")
+        known = tuple(_OPTIONS)
         cls._check_places(params, known)
         include = boolean(_INCLUDE, params.get(_INCLUDE, False))
         options = params.get("dmi")
@@ -107,29 +107,15 @@ class CaptureParams:
         if _INCLUDE in options:
             raise refuse(f"dmi.{_INCLUDE}", options[_INCLUDE], "is in the wrong place; write it beside dmi, not in it")
         check_names("dmi", options, known)
-        key = options.get("key")
-        if key is not None and (not isinstance(key, str) or _KEY.fullmatch(key) is None):
-            raise refuse(
-                "dmi.key",
-                key,
-                "is not valid; use 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit",
-            )
-        save_path = options.get("save_path")
-        if save_path is not None and not is_directory_name(save_path):
-            raise refuse("dmi.save_path", save_path, "is not valid; give an absolute directory, without '.' and '..'")
-        hooks = options.get("hooks")
-        start, stop = cls._tokens(options.get("tokens"))
-        return cls(
-            include_output_tokens=include,
-            key=key,
-            hooks=None if hooks is None else hook_items("dmi.hooks", hooks),
-            layers=cls._layers(options.get("layers")),
-            start=start,
-            stop=stop,
-            enabled=boolean("dmi.enabled", options.get("enabled", True)),
-            save_path=None if save_path is None else os.path.normpath(save_path),
-            loss_spans=cls._loss_spans(options.get("loss_spans")),
-        )
+        given = {name: read(options[name]) for name, read in _OPTIONS.items() if name in options}
+        start, stop = given.pop("tokens", (0, None))
+        return cls(include_output_tokens=include, start=start, stop=stop, **given)
+
+    @property
+    def store_attributes(self) -> dict[str, Any]:
+        """What the root attribute of the store keeps of these options."""
+        spans = {} if self.loss_spans is None else {"loss_spans": self.loss_spans}
+        return {"include_output_tokens": self.include_output_tokens, **spans}
 
     def check_prompt(self, prompt_len: int) -> None:
         """Raise OptionError for spans that reach beyond a prompt of so many tokens."""
@@ -154,50 +140,90 @@ class CaptureParams:
             if near and name != _INCLUDE and get_close_matches(name, [_INCLUDE], cutoff=_NEAR):
                 raise refuse("kv_transfer_params", name, f"is unknown; did you mean {_INCLUDE!r}?")
 
-    @staticmethod
-    def _layers(value: object) -> tuple[int, ...] | None:
-        if value is None:
-            return None
-        if (
-            not isinstance(value, list | tuple)
-            or not value
-            or not all(isinstance(x, int) and not isinstance(x, bool) for x in value)
-        ):
-            raise refuse("dmi.layers", value, "is not valid; give a list of layer numbers, as in [0, 5, -1]")
-        return tuple(value)
 
-    @staticmethod
-    def _tokens(value: object) -> tuple[int, int | None]:
-        if value is None:
-            return 0, None
-        if not isinstance(value, list | tuple) or len(value) != 2:
-            raise refuse("dmi.tokens", value, "is not valid; give [start, stop], as in [0, 128] or [64, null]")
-        start = integer("dmi.tokens start", value[0], 0, _MOST_TOKENS)
-        if value[1] is None:
-            return start, None
-        stop = integer("dmi.tokens stop", value[1], 0, _MOST_TOKENS)
-        if stop <= start:
-            raise refuse("dmi.tokens", list(value), "is empty; stop must be larger than start")
-        return start, stop
+def _key(value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or _KEY.fullmatch(value) is None):
+        raise refuse(
+            "dmi.key",
+            value,
+            "is not valid; use 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit",
+        )
+    return value
 
-    @staticmethod
-    def _loss_spans(value: object) -> tuple[tuple[int, int], ...] | None:
-        if value is None:
-            return None
-        if not isinstance(value, list | tuple) or len(value) > MOST_SPANS:
+
+def _hooks(value: Any) -> tuple[str, ...] | None:
+    return None if value is None else hook_items("dmi.hooks", value)
+
+
+def _enabled(value: object) -> bool:
+    return boolean("dmi.enabled", value)
+
+
+def _save_path(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not is_directory_name(value):
+        raise refuse("dmi.save_path", value, "is not valid; give an absolute directory, without '.' and '..'")
+    return os.path.normpath(value)
+
+
+def _layers(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if (
+        not isinstance(value, list | tuple)
+        or not value
+        or not all(isinstance(x, int) and not isinstance(x, bool) for x in value)
+    ):
+        raise refuse("dmi.layers", value, "is not valid; give a list of layer numbers, as in [0, 5, -1]")
+    return tuple(value)
+
+
+def _tokens(value: object) -> tuple[int, int | None]:
+    if value is None:
+        return 0, None
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise refuse("dmi.tokens", value, "is not valid; give [start, stop], as in [0, 128] or [64, null]")
+    start = integer("dmi.tokens start", value[0], 0, _MOST_TOKENS)
+    if value[1] is None:
+        return start, None
+    stop = integer("dmi.tokens stop", value[1], 0, _MOST_TOKENS)
+    if stop <= start:
+        raise refuse("dmi.tokens", list(value), "is empty; stop must be larger than start")
+    return start, stop
+
+
+def _loss_spans(value: object) -> tuple[tuple[int, int], ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or len(value) > MOST_SPANS:
+        raise refuse(
+            "dmi.loss_spans",
+            value,
+            f"is not valid; give a list of at most {MOST_SPANS} [start, stop], as in [[12, 80], [95, 130]]",
+        )
+    end = 0
+    for span in value:
+        pair = isinstance(span, list | tuple) and len(span) == 2 and all(type(x) is int for x in span)
+        if not pair or not end <= span[0] < span[1] <= _MOST_TOKENS:
             raise refuse(
                 "dmi.loss_spans",
-                value,
-                f"is not valid; give a list of at most {MOST_SPANS} [start, stop], as in [[12, 80], [95, 130]]",
+                span,
+                "is not valid; give [start, stop] with start below stop, each behind the one before",
             )
-        end = 0
-        for span in value:
-            pair = isinstance(span, list | tuple) and len(span) == 2 and all(type(x) is int for x in span)
-            if not pair or not end <= span[0] < span[1] <= _MOST_TOKENS:
-                raise refuse(
-                    "dmi.loss_spans",
-                    span,
-                    "is not valid; give [start, stop] with start below stop, each behind the one before",
-                )
-            end = span[1]
-        return tuple((start, stop) for start, stop in value)
+        end = span[1]
+    return tuple((start, stop) for start, stop in value)
+
+
+_OPTIONS: dict[str, Callable[[object], Any]] = {
+    "key": _key,
+    "hooks": _hooks,
+    "layers": _layers,
+    "tokens": _tokens,
+    "enabled": _enabled,
+    "save_path": _save_path,
+    "loss_spans": _loss_spans,
+}
+"""The options under `dmi`, each with the function that reads its value. The result is the field of that name, for
+"tokens" the fields `start` and `stop`.
+"""

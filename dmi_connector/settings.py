@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from dmi_connector.codecs import CODECS
 from dmi_connector.option_values import (
     OptionError,
     boolean,
@@ -22,7 +23,6 @@ from dmi_connector.option_values import (
 from dmi_connector.reduce import ReduceError, parse
 from dmi_connector.urls import parse_url
 
-CODECS = ("none", "lz4", "zstd")
 POLICIES = ("block", "drop")
 SINKS = ("disk", "host", "null")
 CHECKS = ("none", "poison")
@@ -82,9 +82,9 @@ class ServerOptions:
     """What one server captures and how it stores it.
 
     hooks: the selection (see `hooks.parse_selection`). store_dir: directory of the stores, created when missing.
-    codec: "zstd", "lz4" or "none". always_compress: writers that fall behind compress nevertheless. chunk_tokens: token
-    rows of one compressed chunk. segment_tokens: rows of one shard
-    file, a multiple of chunk_tokens. writers: writer processes, 0 for a choice by the machine's cores.
+    codec: of chunks, a name in `codecs.CODECS`. always_compress: writers compress even when they are behind.
+    chunk_tokens: token rows of one compressed chunk. segment_tokens: rows of one shard file, a multiple of
+    chunk_tokens. writers: writer processes, 0 for a choice by the machine's cores.
     host_buffer_bytes: shared (on a GPU: pinned) memory between the engine and the writers. staging_bytes: GPU memory
     where chunks are gathered before they are copied out. policy: what happens when writing falls behind, "block" (the
     engine waits, nothing is lost) or "drop" (the engine never waits, stores record the missing ranges).
@@ -170,7 +170,7 @@ class ServerOptions:
         return cls(
             store_dir=_path("store_dir", extra.get("store_dir")),
             hooks=hook_items("hooks", extra.get("hooks", list(cls.hooks))),
-            codec=one_of("codec", extra.get("codec", cls.codec), CODECS),
+            codec=one_of("codec", extra.get("codec", cls.codec), tuple(CODECS)),
             always_compress=boolean("always_compress", extra.get("always_compress", cls.always_compress)),
             chunk_tokens=chunk,
             segment_tokens=segment,

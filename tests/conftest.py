@@ -39,14 +39,21 @@ settings.register_profile("suite", **_patient, derandomize=True)
 settings.load_profile("suite")
 
 
+_COMPILED = "attention bf16 compile_hash compiled_tokens coverage hooks_vs_transformers lora reduce"
 SHARE_ENGINES = {
-    "test_attention.py": "core_run",
-    "test_hooks_vs_transformers.py": "core_run",
-    "test_reduce.py": "core_run",
-    "test_owners.py": "server",
-    "test_serve.py": "server",
+    **{f"tests/engine/test_{name}.py": "compiled" for name in _COMPILED.split()},
+    "tests/serve/test_owners.py": "server",
+    "tests/serve/test_serve.py": "server",
 }
-"""Files that ask for the same engines, and the fixture that starts these."""
+"""Files that stay in one test process, and what they share: engines of a fixture, or what the first compiled engine of
+a process prepares for all, such as the compiler's imports.
+"""
+
+
+def scope_of(nodeid: str) -> str:
+    """What stays in one test process with this test."""
+    path = nodeid.split("::")[0]
+    return SHARE_ENGINES.get(path, path)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -56,8 +63,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByEngine(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.split("::")[0]
-            return SHARE_ENGINES.get(Path(path).name, path)
+            return scope_of(nodeid)
 
     return ByEngine(config, log)
 

@@ -12,9 +12,10 @@ import torch
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.messages import Close, Open, StepMetadata
 from dmi_connector.engine.model.architectures import ARCHITECTURES
+from dmi_connector.engine.owners import OWNERS
 from dmi_connector.engine.transfer.exporter import Exporter
 from dmi_connector.hooks import ModelDims, parse_selection
-from dmi_connector.layout import row_layouts
+from dmi_connector.layout import hook_reductions, row_layouts
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.write.ring import Extent, Ring
 
@@ -29,9 +30,10 @@ def make_exporter(
     extra = {"store_dir": str(store_dir), "hooks": "q", "codec": "none", "writers": 1, **options}
     parsed = ServerOptions.parse(extra)
     selection = parse_selection(parsed.hooks, dims)
-    layouts = row_layouts(selection, dims, "float32", tp)
+    reductions = hook_reductions(parsed.reduce, selection, dims, tp)
+    layouts = row_layouts(selection, dims, "float32", tp, reductions)
     arch = ARCHITECTURES[dims.architecture]
-    context = CaptureContext(parsed, arch, dims, selection, layouts, "float32", tp, "target", rank)
+    context = CaptureContext(parsed, arch, dims, selection, layouts, "float32", tp, OWNERS["target"], rank)
     rows = torch.zeros(tokens, layouts[rank].row_bytes, dtype=torch.uint8)
     rows.view(torch.int32)[:, :2] = torch.arange(tokens, dtype=torch.int32)[:, None]
     config: Any = SimpleNamespace(

@@ -8,11 +8,15 @@ import hashlib
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat.v4 import new_code_cell
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -39,14 +43,41 @@ def fingerprint(notebook: nbformat.NotebookNode) -> str:
     return hashlib.sha256(code.encode()).hexdigest()
 
 
-def execute(notebook: nbformat.NotebookNode, monkeypatch: pytest.MonkeyPatch, **env: str) -> tuple[str, int]:
-    """(Text that the cells print, number of pictures). env: of the kernel. Raises CellExecutionError."""
+class Mistake(NamedTuple):
+    """Wrong code, which later cells have to find: behind the cell that holds `after`, the rest is run once more.
+
+    quick: (text of later cells, what stands for it), so that they take less time.
+    """
+
+    after: str
+    code: str
+    error: str = "AssertionError"
+    quick: tuple[str, str] = ("", "")
+
+
+def execute(
+    notebook: nbformat.NotebookNode, monkeypatch: pytest.MonkeyPatch, mistakes: Sequence[Mistake] = (), **env: str
+) -> tuple[str, int]:
+    """(Text that the cells print, number of pictures). env: of the kernel. Raises CellExecutionError.
+
+    mistakes: made one after another in the same kernel, when all cells have run. Fails where one is not found.
+    """
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    NotebookClient(notebook, timeout=600, kernel_name="python3", record_timing=False, coalesce_streams=True).execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    pictures = [o for o in outputs if "image/png" in o.get("data", {})]
+    client = NotebookClient(notebook, timeout=600, kernel_name="python3", record_timing=False, coalesce_streams=True)
+    with client.setup_kernel():
+        for number, cell in enumerate(notebook.cells):
+            client.execute_cell(cell, number)
+        outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+        pictures = [o for o in outputs if "image/png" in o.get("data", {})]
+        for mistake in mistakes:
+            places = [i for i, cell in enumerate(notebook.cells) if mistake.after in cell.source]
+            rest = [copy.deepcopy(cell) for cell in notebook.cells[places[0] + 1 :] if cell.cell_type == "code"]
+            with pytest.raises(CellExecutionError, match=mistake.error):
+                for cell in [new_code_cell(mistake.code), *rest]:
+                    cell.source = cell.source.replace(*mistake.quick) if mistake.quick[0] else cell.source
+                    client.execute_cell(cell, 0)
     return "".join(o.get("text", "") for o in outputs), len(pictures)
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
+from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import ArraySpec
-from dmi_connector.store.read.capture import Capture, open_capture
 from tests import storekit as kit
 
 

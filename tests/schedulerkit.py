@@ -30,6 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from dmi_connector.engine.connector import DMIConnector
+from dmi_connector.engine.owners.paged import PagedSlots
 from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.store.write.ring import Extent, Ring
@@ -49,7 +50,7 @@ class SchedulerHalf(DMIConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self.tracker, self._group, self._block_size = self.tracker_given, 0, BLOCK
+        self.tracker = self.tracker_given
         self.context = self.tracker.context
 
 
@@ -110,7 +111,7 @@ class Engine:
         if on_gpu:
             self.exporter.lane = DeviceLane(self.exporter.ring, 1 << 14, self.exporter.rows)
             keep_rows = (1 << 13) // self.exporter.context.layout.row_bytes
-        self.tracker = Tracker(self.exporter.context, BLOCK, keep_rows, blocks)
+        self.tracker = Tracker(self.exporter.context, PagedSlots(self.exporter.context, BLOCK, blocks), keep_rows)
         SchedulerHalf.tracker_given = self.tracker
         config = VllmConfig(
             model_config=ModelConfig(model=str(model), dtype="float32", max_model_len=256),
@@ -205,7 +206,8 @@ class Engine:
         """Go on until nothing is left to do."""
         deadline = time.monotonic() + PATIENCE
         while self.busy:
-            assert time.monotonic() < deadline, f"held {list(self.tracker.held)}, {len(self.scheduler.running)} run"
+            held = list(self.tracker.slots.held)
+            assert time.monotonic() < deadline, f"held {held}, {len(self.scheduler.running)} run"
             self.step()
             if not self.scheduler.running:
                 time.sleep(0.001)  # for the lane's thread
@@ -259,7 +261,7 @@ class Engine:
         """After the end: rows that are wrong, twice or nowhere, and whatever was not given back."""
         self.exporter.shutdown()
         found = [] if self.free == self._free else [f"{self._free - self.free} blocks are not free"]
-        left = {"held": self.tracker.held, "tracked": self.tracker.tracked, "captures": self.exporter.captures}
+        left = {"held": self.tracker.slots.held, "tracked": self.tracker.tracked, "captures": self.exporter.captures}
         found += [f"{name}: {list(what)}" for name, what in left.items() if what]
         for name, stored in self.stored.items():
             request = self.requests[name]

@@ -85,6 +85,11 @@ class Store:
         parts.append(np.stack([ids, positions], axis=1).astype("<i4"))
         with_extent(self.ring, parts, lambda extent: self.captures.chunk(record, extent, first, count))
 
+    def put_payload(self, record: CaptureRecord, payload: bytes, first: int, count: int) -> None:
+        """Send a chunk as an exporter made it."""
+        bits = np.frombuffer(payload, np.uint8)
+        with_extent(self.ring, [bits], lambda extent: self.captures.chunk(record, extent, first, count))
+
     def feed(
         self,
         record: CaptureRecord,

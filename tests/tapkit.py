@@ -39,6 +39,16 @@ class ForwardContext(SimpleNamespace):
     """Stands for vLLM's forward context, which others reference weakly."""
 
 
+class RowMemory:
+    """Stands for an owner's memory of rows, over rows and slots as they are. step: metadata of the batch."""
+
+    def __init__(self, rows: torch.Tensor, slots: torch.Tensor, step: object = None) -> None:
+        self.rows, self.slots, self.step = rows, slots, step
+
+    def rows_and_slots(self, _forward: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.rows, self.slots
+
+
 def without_cache(patch: pytest.MonkeyPatch) -> None:
     """Let ops run as in vLLM's profiling run, when there is no cache: they write nothing."""
     in_forward(patch, ForwardContext(no_compile_layers={}, slot_mapping={}))

@@ -9,6 +9,8 @@ from typing import Any
 
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.model.architectures import ARCHITECTURES
+from dmi_connector.engine.owners import OWNERS
+from dmi_connector.engine.owners.paged import PagedSlots
 from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import row_layouts
@@ -25,7 +27,8 @@ def make_tracker(
     selection = parse_selection(parsed.hooks, DIMS)
     layouts = row_layouts(selection, DIMS, "float32")
     arch = ARCHITECTURES["Qwen3ForCausalLM"]
-    return Tracker(CaptureContext(parsed, arch, DIMS, selection, layouts, "float32", 1, "target"), 16, 1 << 60, blocks)
+    context = CaptureContext(parsed, arch, DIMS, selection, layouts, "float32", 1, OWNERS["target"])
+    return Tracker(context, PagedSlots(context, 16, blocks), 1 << 60)
 
 
 @dataclass
@@ -78,7 +81,7 @@ def generate(tracker: Tracker, request: FakeRequest, count: int) -> tuple[list[A
             scheduled_new_reqs=new,
             scheduled_cached_reqs=cached,
         )
-        steps.append(tracker.step(output, 0))
+        steps.append(tracker.step(output))
         request.num_computed_tokens += scheduled
         request.tokens.append(7)
         new, scheduled = [], 1
@@ -88,5 +91,5 @@ def generate(tracker: Tracker, request: FakeRequest, count: int) -> tuple[list[A
             resumed_req_ids=set(),
             num_computed_tokens=[request.num_computed_tokens],
         )
-    _, response = tracker.finish(request, blocks)  # type: ignore[arg-type]
+    _, response = tracker.finish(request, blocks)
     return steps, response

@@ -9,9 +9,9 @@ import numpy as np
 
 from dmi_connector.analysis.training.rows import BLOCK, attribute, known_tokens
 from dmi_connector.analysis.unembedding import Unembedding
-from dmi_connector.reduce.topk import TopK
-from dmi_connector.store.read.arrays.own_values import OTHER_VALUES, check_own_values
-from dmi_connector.store.read.capture import Capture
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.reduce import Keeps
 
 
 def logit_attribution(
@@ -37,7 +37,7 @@ def logit_attribution(
     """
     tokens, layers = len(capture.token_ids), range(int(attribute(capture, "num_layers")))
     for hook in ("resid_pre", "attn_out", "mlp_out", "resid_final"):
-        check_own_values(capture, hook, refused=(*OTHER_VALUES, TopK))
+        check_own_values(capture, hook, needs=Keeps.EVERY_VALUE)
     labels = ["embed", *(f"{layer}.{block}" for layer in layers for block in ("attn", "mlp")), "bias"]
     chosen = _targets(capture, unembedding, targets)
     _check_tokens(unembedding, chosen if against is None else np.append(chosen, against))
@@ -59,7 +59,7 @@ def logit_attribution(
 
 
 def _parts(capture: Capture, layers: range, rows: slice) -> Iterator[np.ndarray]:
-    """What the residual stream is the sum of, [rows, width] each."""
+    """The parts whose sum is the residual stream, [rows, width] each."""
     yield capture.numpy("resid_pre", 0, rows)
     for layer in layers:
         yield capture.numpy("attn_out", layer, rows)

@@ -13,21 +13,20 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.analysis.training.rows import BLOCK, known_tokens, present_rows
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.captures import Captures
 from dmi_connector.hooks import HOOKS
-from dmi_connector.store.read.capture import Capture
-from dmi_connector.store.read.captures import Captures
+from dmi_connector.reduce import Keeps
 from dmi_connector.wording import suggest
 
 TOLERANCES = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""Relative errors of a row up to which two runs agree, by the dtype of the model: other batches and kernels round
-otherwise, and layer after layer adds to that.
+"""Largest relative error of a row at which two runs agree, by the dtype of the model. Other batches and kernels round
+differently, and the differences grow from layer to layer.
 """
 ROUNDED = 5e-2
-"""The same where one of the two rows was reduced to int8 or fp8, or rounded."""
+"""The same where one of the two rows was reduced."""
 _BEFORE = ("mrope_positions", "embed")
 """Hooks that exist once and come before the layers."""
-_CLOSE = ("int8", "fp8", "round")
-"""Reductions whose values stay close to those of the row."""
 
 
 class NothingToCompare(ValueError):
@@ -212,7 +211,8 @@ def _unlike_forms(a: Capture, b: Capture, hook: str, layer: int | None) -> str:
     if hook == "pattern":
         return "it is a summary of the largest weights"
     one, other = (c.attrs["hooks"][c.sources(hook, layer)[0].array].get("reduce") for c in (a, b))
-    if one != other and not all(form is None or form["kind"] in _CLOSE for form in (one, other)):
+    reductions = [c.reduction(hook, layer) for c in (a, b)]
+    if one != other and any(r is not None and Keeps.EVERY_VALUE not in r.keeps for r in reductions):
         kinds = [form["kind"] if form else "full rows" for form in (one, other)]
         return f"it is {kinds[0]} in one and {kinds[1]} in the other, or of other settings"
     widths = [capture.shape(hook)[-1] for capture in (a, b)]

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dmi_connector.analysis.training.rows import BLOCK, check_one_layer, hook_rows, present_rows
-from dmi_connector.reduce.attn import AttentionSummary
-from dmi_connector.store.read.arrays.own_values import check_own_values
-from dmi_connector.store.read.capture import Capture
-from dmi_connector.store.read.captures import of_one_model
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.captures import of_one_model
+from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.reduce import Keeps
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _blocks(captures: Iterable[Capture], hook: str, layer: int | None, rows: str
     """The rows that count, [n, width] at a time."""
     for capture in of_one_model(captures):
         check_one_layer(capture, hook, layer)
-        check_own_values(capture, hook, layer, (AttentionSummary,))
+        check_own_values(capture, hook, layer, Keeps.DIRECTIONS)
         wanted = _wanted(capture, rows)
         for first in range(0, len(wanted), BLOCK):
             yield hook_rows(capture, hook, layer, wanted[first : first + BLOCK])

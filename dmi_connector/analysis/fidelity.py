@@ -7,7 +7,6 @@ import fnmatch
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -16,40 +15,26 @@ try:
 except ImportError as error:
     raise ImportError("fidelity: torch is not installed; install dmi_connector[torch]") from error
 
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.one_model import OneModel
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import ITEMSIZE
-from dmi_connector.reduce import ReduceError, Reduction, parse
-from dmi_connector.reduce.pca import Pca
-from dmi_connector.reduce.projection import RandomProjection
-from dmi_connector.reduce.topk import TopK
+from dmi_connector.reduce import KINDS, ReduceError, Reduction, parse
+from dmi_connector.reduce.measures import ReducedRows
 from dmi_connector.store.format.remote_path import Given
-from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.one_model import OneModel
 from dmi_connector.wording import suggest
 
 logger = logging.getLogger(__name__)
 
-DEFAULT = (
-    "int8",
-    "int8(affine)",
-    "int8(32)",
-    "fp8",
-    "round(3)",
-    "topk(64)",
-    "topk(64,sample=0)",
-    "rp(512)",
-    "rp(512,gaussian)",
-)
+DEFAULT = tuple(spec for kind in KINDS.values() for spec in kind.compared)
 """Reductions that are compared by default."""
-PAIRS = 512
-"""Rows whose cosines with each other are compared."""
-PROBES = 16
-"""Number of probes. A probe separates one frequent token from the others by the difference of their mean rows."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Fidelity of one reduction on one layer of a hook. size: stored bytes / raw bytes. measures: see MEASURES."""
+    """Fidelity of one reduction on one layer of a hook. size: stored bytes / raw bytes. measures: see
+    `Reduction.measured`.
+    """
 
     hook: str
     layer: int | None
@@ -58,19 +43,6 @@ class Fidelity:
     width: int
     size: float
     measures: dict[str, float]
-
-
-MEASURES = {
-    "cosine_least": "least cosine between a row and what is read back",
-    "cosine_median": "median of these",
-    "error": "norm of the difference as a share of the norm, all rows together",
-    "pairs": "correlation of the cosines between rows, before and after",
-    "probes": "correlation of probe scores, before and after: the least of the probes",
-    "recall": "share of the places of the largest values that were kept",
-    "importance": "Spearman correlation of mean |x| by neuron over all rows, before and after",
-    "variance": "share of the variance about the mean that is read back",
-}
-"""What is measured, with its meaning, in the order of the tables."""
 
 
 def fidelity(
@@ -182,11 +154,10 @@ def _numbers(capture: Capture, hooks: Sequence[str], layers: Sequence[int] | Non
 
 def _unfit(reduction: Reduction, width: int) -> str:
     """Why a reduction cannot be applied to rows of this width; "" where it can."""
-    if isinstance(reduction, TopK | RandomProjection):
-        try:
-            reduction.check(width)
-        except ReduceError as error:
-            return str(error)
+    try:
+        reduction.check(width)
+    except ReduceError as error:
+        return str(error)
     return ""
 
 
@@ -211,86 +182,14 @@ def _measure(
     raw = stored.float().numpy() if stored.is_floating_point() else stored.numpy()
     decoded = reduction.decode(raw, width, dtype)
     size = stored.shape[1] * ITEMSIZE[reduction.stored_dtype(dtype)] / (width * ITEMSIZE[dtype])
-    measures = _measures(reduction, rows, raw, decoded, tokens, layer, dtype)
-    return Fidelity(hook, layer, spec, len(rows), width, size, {k: round(float(v), 6) for k, v in measures.items()})
-
-
-def _measures(
-    reduction: Reduction,
-    rows: np.ndarray,
-    stored: np.ndarray,
-    decoded: np.ndarray,
-    tokens: np.ndarray,
-    layer: int | None,
-    dtype: str,
-) -> dict[str, Any]:
-    if isinstance(reduction, RandomProjection):
-        return {"pairs": _pairs(rows, decoded), "probes": _probes(rows, decoded, reduction, tokens)}
-    if isinstance(reduction, TopK):
-        kept = reduction.indexes(stored, rows.shape[1])
-        true = np.argsort(-np.abs(rows), axis=1, kind="stable")[:, : reduction.k]
-        recall = np.mean([len(np.intersect1d(a, b)) for a, b in zip(kept, true, strict=True)]) / reduction.k
-        importance = _spearman(np.abs(rows).mean(0), reduction.tally(stored, rows.shape[1], dtype).mean())
-        return {"recall": recall, "importance": importance, "error": _error(rows, decoded)}
-    if isinstance(reduction, Pca):
-        from dmi_connector.reduce.basis import load
-
-        decoded = reduction.restore(decoded, load(reduction.source).of(reduction.hook, layer or 0, reduction.k))
-        spread = ((rows - rows.mean(0)) ** 2).sum()
-        return {"variance": 1 - ((rows - decoded) ** 2).sum() / spread, "error": _error(rows, decoded)}
-    cosines = _row_cosines(rows, decoded)
-    return {"cosine_least": cosines.min(), "cosine_median": np.median(cosines), "error": _error(rows, decoded)}
-
-
-def _row_cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Cosines of rows that are not zero."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    there = norms > 0
-    return np.asarray((a * b).sum(1)[there] / norms[there])
-
-
-def _error(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.linalg.norm(a - b) / np.linalg.norm(a))
-
-
-def _unit(rows: np.ndarray) -> np.ndarray:
-    return np.asarray(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30))
-
-
-def _pairs(rows: np.ndarray, decoded: np.ndarray) -> float:
-    chosen = np.random.default_rng(0).permutation(len(rows))[:PAIRS]
-    above = np.triu_indices(len(chosen), 1)
-    before, after = (_unit(x[chosen].astype(np.float64)) for x in (rows, decoded))
-    return float(np.corrcoef((before @ before.T)[above], (after @ after.T)[above])[0, 1])
-
-
-def _probes(rows: np.ndarray, decoded: np.ndarray, reduction: RandomProjection, tokens: np.ndarray) -> float:
-    ids, counts = np.unique(tokens, return_counts=True)
-    scores = []
-    for token in ids[np.argsort(-counts, kind="stable")][:PROBES]:
-        mine = tokens == token
-        if mine.all():
-            continue
-        probe = rows[mine].mean(0) - rows[~mine].mean(0)
-        scores.append(np.corrcoef(rows @ probe, decoded @ reduction.project(probe))[0, 1])
-    return float(min(scores, default=np.nan))
-
-
-def _spearman(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks. Equal values share their mean rank."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return np.asarray((ends - (counts + 1) / 2)[inverse])
+    measures = reduction.measures(ReducedRows(rows, raw, decoded, tokens, layer or 0, dtype))
+    return Fidelity(hook, layer, spec, len(rows), width, size, {k: round(v, 6) for k, v in measures.items()})
 
 
 def markdown(found: Sequence[Fidelity]) -> str:
     """One table: the worst layer of each hook and reduction."""
-    shown = [name for name in MEASURES if any(name in f.measures for f in found)]
+    meanings = {name: meaning for kind in KINDS.values() for name, meaning in kind.measured.items()}
+    shown = [name for name in meanings if any(name in f.measures for f in found)]
     lines = ["| hook | width | reduction | size | " + " | ".join(n.replace("_", " ") for n in shown) + " |"]
     lines.append("|---" * (4 + len(shown)) + "|")
     for hook, width, spec in dict.fromkeys((f.hook, f.width, f.reduction) for f in found):
@@ -301,7 +200,7 @@ def markdown(found: Sequence[Fidelity]) -> str:
             worst = (max if name == "error" else min)(values, default=None)
             cells.append("" if worst is None else f"{worst:.5f}")
         lines.append(f"| {hook} | {width} | `{spec}` | {own[0].size:.4f} | " + " | ".join(cells) + " |")
-    meaning = [f"- {name.replace('_', ' ')}: {MEASURES[name]}" for name in shown]
+    meaning = [f"- {name.replace('_', ' ')}: {meanings[name]}" for name in shown]
     return "\n".join(
         [
             *lines,

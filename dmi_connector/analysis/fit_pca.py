@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.one_model import OneModel, is_named
 from dmi_connector.hooks import HOOKS
 from dmi_connector.reduce.basis import METADATA
 from dmi_connector.reduce.pca import fit
 from dmi_connector.store.format.remote_path import Given, local_path
-from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.one_model import OneModel, is_named
 from dmi_connector.wording import suggest
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,9 @@ import numpy as np
 
 from dmi_connector.analysis.neurons import check_neuron
 from dmi_connector.analysis.training.rows import BLOCK, check_one_layer, hook_rows
-from dmi_connector.store.read.arrays.own_values import NO_LENGTHS, check_own_values
-from dmi_connector.store.read.capture import Capture
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.reduce import Keeps
 
 
 def hook_heat(capture: Capture, hook: str, neuron: int | None = None) -> tuple[np.ndarray, list[str]]:
@@ -25,7 +26,7 @@ def hook_heat(capture: Capture, hook: str, neuron: int | None = None) -> tuple[n
         if neuron is not None:
             check_neuron(capture, hook, neuron, layer)
         else:
-            check_own_values(capture, hook, layer, NO_LENGTHS)
+            check_own_values(capture, hook, layer, Keeps.NORMS)
         for rows in capture.runs(BLOCK):
             values = hook_rows(capture, hook, layer, rows)
             if neuron is not None:

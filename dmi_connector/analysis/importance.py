@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dmi_connector.store.read.captures import of_one_model
+from dmi_connector.captures.captures import of_one_model
 
 if TYPE_CHECKING:
+    from dmi_connector.captures.capture import Capture
     from dmi_connector.reduce.tally import Tally
-    from dmi_connector.store.read.capture import Capture
 
 BLOCK = 4096
 """Rows read at a time."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 from dmi_connector.analysis.texts import find_tokenizer
-from dmi_connector.store.read.capture import Capture
+from dmi_connector.captures.capture import Capture
 
 _LONGEST_LABEL = 10
 """Characters of a token's label."""

@@ -10,8 +10,8 @@ import numpy as np
 
 from dmi_connector.analysis.training.rows import known_tokens
 from dmi_connector.analysis.unembedding import Unembedding, entropy_of, log_softmax
-from dmi_connector.store.read.arrays.own_values import check_own_values
-from dmi_connector.store.read.capture import Capture
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.own_values import check_own_values
 
 
 @dataclass(frozen=True)

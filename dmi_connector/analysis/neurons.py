@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dmi_connector.analysis.training.rows import BLOCK, check_one_layer, hook_rows, present_rows
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.captures import of_one_model
+from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.store.format.remote_path import Place
-from dmi_connector.store.read.arrays.own_values import check_own_values
-from dmi_connector.store.read.capture import Capture
-from dmi_connector.store.read.captures import of_one_model
 
 
 @dataclass(frozen=True)

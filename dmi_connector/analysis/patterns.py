@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention patterns from whatever a store holds of them: queries and keys, or summaries."""
+"""Attention patterns from what a store holds: queries and keys, or summaries."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from dmi_connector.analysis.training.rows import attribute
-from dmi_connector.store.read.arrays.own_values import OTHER_VALUES
-from dmi_connector.store.read.attention import check_head, query_rows, seen_by_attention
-from dmi_connector.store.read.capture import Capture
+from dmi_connector.captures.attention import check_head, query_rows, seen_by_attention
+from dmi_connector.captures.capture import Capture
+from dmi_connector.reduce import Keeps
 from dmi_connector.store.read.hook_names import HookTable
 
 SUMMARY = "pattern"
@@ -30,8 +30,9 @@ def pattern_hooks(capture: Capture, layer: int | None = None) -> tuple[str, ...]
 
 
 def _other(capture: Capture, hooks: tuple[str, ...], layer: int | None) -> bool:
-    """Whether one was stored as something else than its values."""
-    return any(isinstance(capture.reduction(hook, layer), OTHER_VALUES) for hook in hooks)
+    """Whether one of the hooks was stored as other values than its own."""
+    found = [capture.reduction(hook, layer) for hook in hooks]
+    return any(reduction is not None and Keeps.VALUES not in reduction.keeps for reduction in found)
 
 
 def attention_pattern(

@@ -6,8 +6,9 @@ from __future__ import annotations
 import numpy as np
 
 from dmi_connector.analysis.training.rows import check_one_layer, hook_rows, present_rows
-from dmi_connector.store.read.arrays.own_values import NO_LENGTHS, check_own_values
-from dmi_connector.store.read.capture import Capture
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.reduce import Keeps
 
 
 def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
@@ -19,7 +20,7 @@ def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
     rows, labels = [], []
     for hook in ("resid_pre", "resid_final"):
         if hook in capture:
-            check_own_values(capture, hook, refused=NO_LENGTHS)
+            check_own_values(capture, hook, needs=Keeps.NORMS)
     if "resid_pre" in capture:
         for layer in capture.layers["resid_pre"]:
             rows.append(np.linalg.norm(capture.numpy("resid_pre", layer=layer), axis=-1))
@@ -37,7 +38,7 @@ def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
 
 
 def drift(capture: Capture, hook: str = "resid_final", layer: int | None = None, since: str = "prompt") -> np.ndarray:
-    """How far each row has turned away: 1 - cosine, float32 [tokens], 0 to 2.
+    """How far the direction of each row has changed: 1 - cosine, float32 [tokens], 0 to 2.
 
     since: "prompt" compares with the mean of the prompt's rows, "previous" with the row before. Missing rows, rows of
     zeros and those without a row to compare with are NaN.
@@ -49,7 +50,7 @@ def drift(capture: Capture, hook: str = "resid_final", layer: int | None = None,
     if since not in ("prompt", "previous"):
         raise ValueError(f"since {since!r} is not valid; use 'prompt' or 'previous'")
     check_one_layer(capture, hook, layer)
-    check_own_values(capture, hook, layer, NO_LENGTHS)
+    check_own_values(capture, hook, layer, Keeps.NORMS)
     rows, there = hook_rows(capture, hook, layer, slice(None)), present_rows(capture)
     if rows.dtype.kind in "iu":
         raise ValueError(f"{hook!r} holds integers, whose directions mean nothing; name another hook")

@@ -3,41 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 
 from dmi_connector.analysis.training.rows import present_rows
 from dmi_connector.analysis.unembedding import entropy_of, log_softmax
+from dmi_connector.captures.capture import Capture
 from dmi_connector.dtypes import FLOATS
-from dmi_connector.reduce.attn import AttentionSummary
-from dmi_connector.store.read.capture import Capture
-
-Reduce = Callable[[np.ndarray, int], np.ndarray]
-"""(rows [n, width], index) -> [n]."""
-
-
-@dataclass(frozen=True)
-class Statistic:
-    """One number for each row. index_name: what its index counts, None where it takes none. signed: below 0 too.
-
-    unit: "" where it has none.
-    """
-
-    name: str
-    of: Reduce
-    index_name: str | None = None
-    signed: bool = False
-    unit: str = ""
-
-    def words(self, index: int) -> str:
-        """Its name, with index and unit where it has them."""
-        name = self.name
-        if self.index_name is not None:
-            name = f"{name.removesuffix(' of')} of {self.index_name} {index}"
-        return f"{name} ({self.unit})" if self.unit else name
-
+from dmi_connector.reduce.statistic import Statistic
 
 _VALUE = Statistic("value", lambda rows, index: rows[:, index], "neuron", signed=True)
 _NUMBERS = (
@@ -52,11 +26,9 @@ _NUMBERS = (
 def statistics(capture: Capture, hook: str) -> tuple[Statistic, ...]:
     """The statistics of a hook, the default first. Raises KeyError for an unknown hook."""
     reduction = capture.reduction(hook)
-    if isinstance(reduction, AttentionSummary):
-        return (
-            Statistic("entropy", lambda rows, head: reduction.split(rows)[2][:, head], "head", unit="nats"),
-            Statistic("largest weight", lambda rows, head: reduction.split(rows)[1][:, head, 0], "head"),
-        )
+    own = None if reduction is None else reduction.statistics()
+    if own is not None:
+        return own
     if hook == "logits":
         return (
             Statistic("entropy", lambda rows, _: entropy_of(log_softmax(rows)), unit="nats"),
@@ -80,26 +52,16 @@ def _of_token(rows: np.ndarray, token: int) -> np.ndarray:
     return np.asarray(log_softmax(rows)[:, token])
 
 
-def heat(capture: Capture, hook: str, statistic: str, index: int, window: slice) -> np.ndarray:
-    """A statistic of the rows `window` in every layer of a hook, float32 [layers, tokens].
-
-    index: the neuron, head or token id, for statistics that take one. window: any slice of the store's rows. NaN where
-    the store has no value: missing rows, and tokens without logits. Layers are read one at a time.
-
-    Raises KeyError for an unknown hook, ValueError for an unknown statistic or an index outside its range.
-    """
-    chosen = find_statistic(capture, hook, statistic)
-    layers: list[int | None] = [*capture.layers[hook]] or [None]
-    return np.stack([of_layer(capture, hook, layer, chosen, index, window) for layer in layers])
-
-
 def of_layer(
     capture: Capture, hook: str, layer: int | None, statistic: Statistic, index: int, window: slice
 ) -> np.ndarray:
-    """A statistic of the rows `window` in one layer of a hook, float32 [tokens], NaN as in `heat`.
+    """A statistic of the rows `window` in one layer of a hook, float32 [tokens].
 
-    layer: None for a hook that exists once. Raises KeyError for what was not captured, ValueError for an index outside
-    its range.
+    layer: None for a hook that exists once. statistic: one of `statistics`. index: the neuron, head or token id, for
+    statistics that take one. window: any slice of the store's rows. NaN where the store has no value: missing rows, and
+    tokens without logits.
+
+    Raises KeyError for what was not captured, ValueError for an index outside its range.
     """
     _check_index(capture, hook, statistic, index)
     there = present_rows(capture)[window]
@@ -133,8 +95,6 @@ def _values(
 
 
 def _check_index(capture: Capture, hook: str, statistic: Statistic, index: int) -> None:
-    reduction, width = capture.reduction(hook), capture.shape(hook)[-1]
-    if isinstance(reduction, AttentionSummary):
-        width //= reduction.words
-    if statistic.index_name and not 0 <= index < width:
-        raise ValueError(f"{statistic.index_name} {index} does not exist: {hook!r} has 0 to {width - 1}")
+    count = capture.shape(hook)[-1] // statistic.values_each
+    if statistic.index_name and not 0 <= index < count:
+        raise ValueError(f"{statistic.index_name} {index} does not exist: {hook!r} has 0 to {count - 1}")

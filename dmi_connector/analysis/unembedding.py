@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from dmi_connector.captures.capture import Capture
 from dmi_connector.store.format.remote_path import local_path
-from dmi_connector.store.read.capture import Capture
 
 _NORMS = ("norm", "ln_f", "decoder.final_layer_norm", "final_layer_norm", "final_layernorm")
 _EMBEDDINGS = ("embed_tokens", "embedding", "wte", "word_embeddings", "decoder.embed_tokens")

@@ -95,14 +95,10 @@ class Prompt:
         return cls(text=text, id=name)
 
     def to_json(self) -> dict[str, Any]:
-        """What an engine needs of it."""
-        given = {
-            "text": self.text,
-            "messages": self.messages,
-            "token_ids": self.token_ids,
-            "loss_spans": self.loss_spans,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        """What an engine needs of it. options: of its request, under `dmi`."""
+        given = {"text": self.text, "messages": self.messages, "token_ids": self.token_ids}
+        options = {} if self.loss_spans is None else {"options": {"loss_spans": self.loss_spans}}
+        return {**{name: value for name, value in given.items() if value is not None}, **options}
 
 
 def _name(row: Mapping[str, Any], columns: Columns) -> str | None:

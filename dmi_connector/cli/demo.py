@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from dmi_connector.args import capture_args
+from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.cli.tables import format_bytes, format_table, store_size
 from dmi_connector.cli.tiny_models import ENV, make_model
 from dmi_connector.engine.offline.offline import Answer, EngineFailed
 from dmi_connector.hooks import parse_selection
-from dmi_connector.store.read.capture import Capture, CaptureIncomplete, open_capture
+from dmi_connector.store.read.reader import CaptureIncomplete
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.read.waiting import CaptureFailed
 from dmi_connector.wording import terminal_columns

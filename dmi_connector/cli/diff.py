@@ -11,11 +11,11 @@ from dataclasses import asdict
 from typing import Any
 
 from dmi_connector.analysis.diff import CaptureDiff, HookDiff, NothingToCompare, diff, pairs
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.captures import Captures, open_captures
 from dmi_connector.cli.tables import format_table
 from dmi_connector.store.format.remote_path import place_of
-from dmi_connector.store.read.capture import Capture
-from dmi_connector.store.read.captures import Captures, is_store, open_captures
-from dmi_connector.store.read.index import CaptureInfo, info_of
+from dmi_connector.store.read.index import CaptureInfo, info_of, is_store
 from dmi_connector.wording import cut
 
 _SHOWN = 20

@@ -13,9 +13,10 @@ from typing import Any
 from dmi_connector.analysis.export.numbering import NUMBERINGS
 from dmi_connector.analysis.export.progress import Progress
 from dmi_connector.analysis.export.targets import TARGETS, export
+from dmi_connector.captures.captures import captures_of
+from dmi_connector.captures.finite import POLICIES, WHAT, NotFinite
 from dmi_connector.store.format.remote_path import place_of
-from dmi_connector.store.read.captures import captures_of, is_store
-from dmi_connector.store.read.finite import POLICIES, WHAT, NotFinite
+from dmi_connector.store.read.index import is_store
 from dmi_connector.urls import is_url
 
 FLAGS: dict[str, dict[str, Any]] = {

@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = [_at_home(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     from dmi_connector.store.format.linux import check_linux
-    from dmi_connector.store.read.capture import CaptureIncomplete
+    from dmi_connector.store.read.reader import CaptureIncomplete
 
     try:
         if not arguments:
@@ -256,7 +256,7 @@ def _tail(options: argparse.Namespace) -> int:
 
 
 def _open(path: str) -> Any:
-    from dmi_connector.store.read.capture import open_capture
+    from dmi_connector.captures.capture import open_capture
 
     place = places.place(path, "a store (*.zarr, *.zip)")
     places.refuse_many(place)

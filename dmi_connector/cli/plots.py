@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dmi_connector.captures.capture import Capture
 from dmi_connector.store.format.remote_path import place_of
-from dmi_connector.store.read.capture import Capture
 from dmi_connector.store.read.index import is_store
 from dmi_connector.store.read.verify import stores_of
 
 if TYPE_CHECKING:
-    from dmi_connector.analysis.stats import Statistic
+    from dmi_connector.reduce.statistic import Statistic
 
 Options = argparse.Namespace
 Open = Callable[[str], Capture]

@@ -16,8 +16,10 @@ from typing import Any, NoReturn
 
 from dmi_connector.args import OWNERS, capture_args
 from dmi_connector.cli import units
+from dmi_connector.codecs import CODECS
 from dmi_connector.option_values import OptionError
-from dmi_connector.settings import CHECKS, CODECS, CUDA_GRAPHS, FILE_MODES, POLICIES, SINKS, ServerOptions
+from dmi_connector.reduce import forms
+from dmi_connector.settings import CHECKS, CUDA_GRAPHS, FILE_MODES, POLICIES, SINKS, ServerOptions
 from dmi_connector.store.write.coordinator.directories import check_directories
 
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -27,7 +29,7 @@ _CONFLICT = re.compile(
     r"^(?:--(?P<long>kv[-_]transfer[-_]config|speculative[-_]config)(?:[.=]|$)|(?P<short>-sc)(?:[.=]|$))"
 )
 _CHOICES = {
-    "codec": CODECS,
+    "codec": tuple(CODECS),
     "policy": POLICIES,
     "sink": SINKS,
     "file_mode": FILE_MODES,
@@ -72,7 +74,8 @@ def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = (
             parser.add_argument(flag, nargs="?", type=_boolean, const=True, metavar="true|false", help=said)
             continue
         if option.name == "reduce":
-            parser.add_argument(flag, type=_rules, metavar="JSON", help='as in \'{"resid_*": "rp(512)", "*": "int8"}\'')
+            said = f"""as in '{{"resid_*": "rp(512)", "*": "int8"}}'; reductions: {", ".join(forms())}"""
+            parser.add_argument(flag, type=_rules, metavar="JSON", help=said)
             continue
         parser.add_argument(flag, type=_kind(option), choices=_CHOICES.get(option.name), help=f"default {default}")
 

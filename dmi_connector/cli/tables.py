@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.captures import is_there
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.store.format.schema import layer_numbers
-from dmi_connector.store.read.capture import Capture
-from dmi_connector.store.read.captures import is_there
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.store.read.metadata import read_array, read_attrs
 from dmi_connector.wording import cut, format_bytes

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -46,36 +45,21 @@ class DMIConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.context = capture_context(vllm_config)
-        self._group, self._block_size = self._rows_group(kv_cache_config)
+        slots = self.context.owner.row_slots(self.context, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             from dmi_connector.engine import sizing
             from dmi_connector.engine.replaced import ask_one_rank
-            from dmi_connector.engine.scheduler.ignored import ignored_layers
             from dmi_connector.engine.scheduler.tracker import Tracker
 
             if self.context.tp > 1:
                 ask_one_rank()
-            keep_rows = sizing.keep_rows(self.context, vllm_config)
-            # While blocks of an ended request are kept, vLLM takes no other request of its id.
-            keep = not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
             behind = int(bool(vllm_config.scheduler_config.async_scheduling))
-            blocks = kv_cache_config.num_blocks
-            self.tracker = Tracker(self.context, self._block_size, keep_rows, blocks, keep, behind)
-            self.tracker.warning = ignored_layers(vllm_config, self.context)
+            self.tracker = Tracker(self.context, slots, sizing.keep_rows(self.context, vllm_config), behind)
+            self.tracker.warning = self.context.owner.ignored(vllm_config, self.context)
             if self.tracker.warning:
                 logger.warning("dmi: ignored: %s", self.tracker.warning)
         else:
             self.exporter: Exporter | None = None
-
-    def _rows_group(self, config: KVCacheConfig) -> tuple[int, int]:
-        """(index, block size) of the KV cache group that holds the rows."""
-        for index, group in enumerate(config.kv_cache_groups):
-            if self.context.cache_layer in group.layer_names:
-                return index, group.kv_cache_spec.block_size
-        raise ValueError(
-            f"the cache layer {self.context.cache_layer!r} is in no KV cache group: the model was built without taps. "
-            "Is the dmi_connector plugin installed in this environment and allowed by VLLM_PLUGINS?"
-        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -85,28 +69,20 @@ class DMIConnector(KVConnectorBase_V1):
     # ---- scheduler half -------------------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Let a reset of the prefix cache free the blocks that are kept: vLLM refuses while one is in use."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        reset = kv_cache_manager.reset_prefix_cache
-
-        def reset_prefix_cache() -> bool:
-            for request in self.tracker.give_back():
-                kv_cache_manager.free(request)  # vLLM does so again when a worker names it, which does nothing
-            return reset()
-
-        kv_cache_manager.reset_prefix_cache = reset_prefix_cache
+        self.tracker.slots.bind(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
         self.tracker.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return 0, False
+        return self.tracker.slots.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         return None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self.tracker.step(scheduler_output, self._group)
+        return self.tracker.step(scheduler_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.tracker.finish(request, block_ids)
@@ -115,7 +91,7 @@ class DMIConnector(KVConnectorBase_V1):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, Report):
             self.tracker.on_report(report)
-        self.tracker.freed(connector_output.finished_sending or ())
+        self.tracker.slots.freed(connector_output.finished_sending or ())
 
     @staticmethod
     def _worker_here() -> Exporter | None:
@@ -153,10 +129,9 @@ class DMIConnector(KVConnectorBase_V1):
         from dmi_connector.engine.transfer.exporter import Exporter
 
         self._check_coverage()
-        layer = self._vllm_config.compilation_config.static_forward_context[self.context.cache_layer]
-        layer.check_cache()
+        memory = self.context.owner.row_memory(self.context, self._vllm_config)
         rank = get_tensor_model_parallel_rank()
-        self.exporter = Exporter(self.context, layer, rank, self._vllm_config)
+        self.exporter = Exporter(self.context, memory, rank, self._vllm_config)
 
     def unregister_kv_caches(self) -> None:
         """Called by vLLM from 0.33 on before the caches are given up, in sleep too: rows that still lie there leave."""
@@ -178,14 +153,14 @@ class DMIConnector(KVConnectorBase_V1):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the forward, which may overwrite blocks that were freed since the last step."""
         if self.exporter is not None and isinstance(kv_connector_metadata, StepMetadata):
-            with self._heard(self.exporter.rank, kv_connector_metadata):
+            with self._exit_if_unreported(self.exporter.rank, kv_connector_metadata):
                 self.exporter.before_forward(kv_connector_metadata)
 
     @staticmethod
     @contextmanager
-    def _heard(rank: int, metadata: StepMetadata) -> Iterator[None]:
-        """End this process where nobody hears of an error: vLLM asks ranks above 0 for an answer only in steps in which
-        they report (replaced.py). The engine then ends, as it does where an answer is an error.
+    def _exit_if_unreported(rank: int, metadata: StepMetadata) -> Iterator[None]:
+        """Exit this process if an error cannot be reported: in most steps vLLM waits for the answer of rank 0 alone
+        (replaced.py). The engine then ends, as it does after an error that a rank reports.
         """
         try:
             yield
@@ -209,7 +184,7 @@ class DMIConnector(KVConnectorBase_V1):
         if self.exporter is not None and self.has_connector_metadata():
             metadata = self._get_connector_metadata()
             assert isinstance(metadata, StepMetadata)
-            with self._heard(self.exporter.rank, metadata):
+            with self._exit_if_unreported(self.exporter.rank, metadata):
                 self.exporter.after_forward(metadata)
 
     def _reporting(self) -> Exporter | None:

@@ -14,16 +14,18 @@ from dmi_connector.engine.features import features_of_hooks, may_sleep
 from dmi_connector.engine.model.architectures import Architecture, Latent
 from dmi_connector.engine.model.coverage import Coverage
 from dmi_connector.engine.model.transformers_backend import row_of
+from dmi_connector.engine.owners import owner_of
 from dmi_connector.hooks import ModelDims, Selection, parse_selection
 from dmi_connector.layout import Reductions, RowField, RowLayout, hook_reductions, row_layouts
 from dmi_connector.reduce.basis import load
-from dmi_connector.reduce.pca import Pca
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.pca_files import keep_copy
 from dmi_connector.store.write.coordinator.directories import check_directories
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from dmi_connector.engine.owners.base import Owner
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,10 @@ class CaptureContext:
     """What one engine captures.
 
     layouts: of the rows of each tensor-parallel rank. dtype: the model's. tp: tensor-parallel size. rank: of this
-    process, 0 where it has none. may_sleep: whether vLLM may discard its caches (sleep mode). owner: of the rows,
-    "draft" or "target". block_scale: by what the output of a block is multiplied before it is added to the residual
-    stream. visual_layers: first layers behind which visual features are added to the residual stream. drafting: the
-    speculative decoding beside the capture, None without. coverage: what the taps of this process have written.
+    process, 0 where it has none. may_sleep: whether vLLM may discard its caches (sleep mode). owner: of the rows.
+    block_scale: by what the output of a block is multiplied before it is added to the residual stream. visual_layers:
+    first layers behind which visual features are added to the residual stream. drafting: the speculative decoding
+    beside the capture, None without. coverage: what the taps of this process have written.
     """
 
     options: ServerOptions
@@ -57,7 +59,7 @@ class CaptureContext:
     layouts: tuple[RowLayout, ...]
     dtype: str
     tp: int
-    owner: str
+    owner: Owner
     rank: int = 0
     may_sleep: bool = False
     block_scale: float = 1.0
@@ -86,7 +88,7 @@ class CaptureContext:
         fields = [f for layout in self.layouts for f in layout.fields]
         reduced = {f.hook: f.reduction.settings() for f in fields if f.reduction is not None}
         ranks = f"tp{self.tp}{sorted(self.layout.writer.items()) if self.tp > 1 else ''}"
-        return f"{self.owner};{self.dtype};{ranks};row{self.layout.row_bytes};{self.selection};{reduced}"
+        return f"{self.owner.name};{self.dtype};{ranks};row{self.layout.row_bytes};{self.selection};{reduced}"
 
 
 def is_active(vllm_config: VllmConfig) -> bool:
@@ -145,7 +147,7 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     coverage = Coverage(layouts[rank].fields, options.check == "poison", header_first=bool(arch.language))
     scales = arch.block_scale(model.hf_text_config), _embed_scale(arch, dims, model.dtype)
     rest = (may_sleep(model), *scales, arch.visual_layers(model.hf_config), _drafting(vllm_config), coverage)
-    return CaptureContext(options, arch, dims, selection, layouts, dtype, tp, _owner(vllm_config), rank, *rest)
+    return CaptureContext(options, arch, dims, selection, layouts, dtype, tp, owner_of(vllm_config), rank, *rest)
 
 
 def _rank(tp: int) -> int:
@@ -160,12 +162,6 @@ def _embed_scale(arch: Architecture, dims: ModelDims, dtype: torch.dtype) -> flo
     return float(torch.tensor(dims.hidden**0.5, dtype=dtype)) if arch.embed_scaled else 1.0
 
 
-def _owner(vllm_config: VllmConfig) -> str:
-    speculative: Any = vllm_config.speculative_config
-    draft = speculative is not None and speculative.method == EXTRACT_HIDDEN_STATES
-    return "draft" if draft else "target"
-
-
 def _drafting(vllm_config: VllmConfig) -> Drafting | None:
     speculative: Any = vllm_config.speculative_config
     if speculative is None or speculative.method == EXTRACT_HIDDEN_STATES:
@@ -175,7 +171,7 @@ def _drafting(vllm_config: VllmConfig) -> Drafting | None:
 
 def _keep_bases(options: ServerOptions, reductions: Reductions) -> None:
     """Put copies of the PCA bases in use beside the stores."""
-    for source in {r.source for r in reductions.values() if isinstance(r, Pca)}:
+    for source in {fitted.source for r in reductions.values() if (fitted := r.basis()) is not None}:
         try:
             keep_copy(load(source), options.store_dir, options.file_mode)
         except OSError as error:

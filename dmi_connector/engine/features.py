@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from dmi_connector.args import EXTRACT_HIDDEN_STATES
+from dmi_connector.engine.owners import owner_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -24,13 +24,9 @@ def may_sleep(model: ModelConfig) -> bool:
 
 def features_of(vllm_config: VllmConfig) -> list[str]:
     """The features of an engine that its configuration tells, keys of NAMES."""
-    model, parallel, speculative = vllm_config.model_config, vllm_config.parallel_config, vllm_config.speculative_config
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     gpu = vllm_config.device_config.device_type != "cpu"
-    draft = speculative is not None and speculative.method == EXTRACT_HIDDEN_STATES
     used = {
-        "draft": draft,
-        "draft on the V1 runner": draft and not vllm_config.use_v2_model_runner,
-        "draft on the V2 runner": draft and vllm_config.use_v2_model_runner,
         "several ranks": parallel.tensor_parallel_size > 1,
         "expert parallelism": parallel.enable_expert_parallel,
         "compilation": not model.enforce_eager,
@@ -41,7 +37,7 @@ def features_of(vllm_config: VllmConfig) -> list[str]:
         "Transformers backend": model.using_transformers_backend(),
         "sleep": may_sleep(model),
     }
-    return [feature for feature, uses in used.items() if uses]
+    return [*owner_of(vllm_config).features(vllm_config), *(feature for feature, uses in used.items() if uses)]
 
 
 def features_of_hooks(vllm_config: VllmConfig, arch: Architecture, hooks: Iterable[str]) -> list[str]:

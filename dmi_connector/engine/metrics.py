@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters and gauges of captures for vLLM's Prometheus endpoint and its log (docs/OPERATIONS.md).
 
-Once a step vLLM asks both halves of the connector what changed (`CaptureStats`). Ranks answer in steps in which they
-report (`StepMetadata`): at least one in STEPS_TOGETHER. vLLM joins the answers of all ranks. The process that serves
-/metrics gets them (`CaptureProm`).
+In each step vLLM asks both halves of the connector what changed (`CaptureStats`). A rank answers in the steps in which
+it reports (`StepMetadata`), at least once in STEPS_TOGETHER steps. vLLM adds the answers of all ranks, and passes them
+to the process that serves /metrics (`CaptureProm`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from dmi_connector.store.format.completeness import LABELS
-
-if TYPE_CHECKING:
-    from dmi_connector.engine.transfer.exporter import Exporter
 
 Numbers = dict[str, int | float]
 
@@ -45,9 +42,6 @@ COUNTERS = {
 BACKLOG = "backlog_bytes"
 """Gauge: bytes of the host buffer in use. Its key in CaptureStats ends with the rank."""
 
-_OF_EVERY_RANK = ("bytes_raw", "bytes_stored")
-"""Counts that ranks above 0 report. Each rank writes a part of every store; rank 0 alone counts captures."""
-
 
 class CaptureStats(KVConnectorStats):
     """Changes since the last step. data: {key of COUNTERS: increase, "backlog_bytes.RANK": level}."""
@@ -59,7 +53,7 @@ class CaptureStats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the stats of another rank, of the other half, or of a later step."""
+        """Add the stats of another rank, of the connector's other half, or of a later step."""
         for key, value in other.data.items():
             self.data[key] = value if key.startswith(BACKLOG) else self.data.get(key, 0) + value
         return self
@@ -108,37 +102,6 @@ class CaptureProm(KVConnectorPromMetrics):
                 self._gauges[engine_idx, key].set(value)
             else:
                 self._counters[engine_idx, key].inc(value)
-
-
-class Meter:
-    """Finds the changes on one worker. The engine's thread calls it in steps in which ranks report."""
-
-    def __init__(self, exporter: Exporter) -> None:
-        self._exporter = exporter
-        self._told: Numbers = {}
-        self._backlog = 0
-
-    def totals(self) -> Numbers:
-        """Counts since the start, by key of COUNTERS."""
-        exporter = self._exporter
-        if exporter.client is None:
-            return dict(exporter.progress.counts)
-        counts = exporter.client.counts()
-        if exporter.rank:
-            counts = {key: counts[key] for key in _OF_EVERY_RANK}
-        return exporter.progress.counts | counts
-
-    def take(self) -> CaptureStats | None:
-        """Changes since the last call; None if there are none."""
-        totals, backlog = self.totals(), self._exporter.ring.used
-        if totals == self._told and backlog == self._backlog:
-            return None
-        data = {key: value - self._told.get(key, 0) for key, value in totals.items()}
-        data = {key: value for key, value in data.items() if value}
-        if backlog != self._backlog:
-            data[f"{BACKLOG}.{self._exporter.rank}"] = backlog
-        self._told, self._backlog = totals, backlog
-        return CaptureStats(data) if data else None
 
 
 def described(counts: Mapping[str, int | float]) -> Numbers:

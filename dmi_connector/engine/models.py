@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tapped model classes. `models.NAME` is vLLM's class NAME, with taps where our connector is configured.
+"""The model classes that vLLM's registry has in the place of its own.
 
-vLLM's registry imports them by name. Without our connector modules and compiled graph are those of vLLM's class.
+`models.NAME` is vLLM's class NAME, with taps where our connector is configured. A few are an owner's (`Owner.models`).
+
+vLLM imports them by name. Without our connector modules and compiled graph are those of vLLM's class.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from dmi_connector.engine.context import CaptureContext, capture_context, is_act
 from dmi_connector.engine.features import ROUTING
 from dmi_connector.engine.model.architectures import ARCHITECTURES, FORWARD, TRANSFORMERS, TRANSFORMERS_CLASSES
 from dmi_connector.engine.model.transformers_backend import Generic
+from dmi_connector.engine.owners import OWNERS
 
 logger = logging.getLogger("vllm.dmi_connector")
 
@@ -48,15 +51,16 @@ class Tapped:
             _building = False
 
     def _init_tapped(self, vllm_config: Any, prefix: str) -> None:
+        from dmi_connector.engine import refusals
         from dmi_connector.engine.graphs import choose_graphs
-        from dmi_connector.engine.owners.row_cache import CaptureLayer
         from dmi_connector.engine.replaced import decomposed_experts
-        from dmi_connector.engine.taps.compilation import compilation_of, write_once
+        from dmi_connector.engine.taps.compilation import compilation_of, disable_buffer_reuse
         from dmi_connector.engine.taps.install import install
 
         context, compilation = capture_context(vllm_config), compilation_of(vllm_config)
+        refusals.check_one_engine()
         vllm_config.additional_config["dmi_connector"] = f"{context.fingerprint};{compilation}"
-        write_once(vllm_config)
+        disable_buffer_reuse(vllm_config)
         routed = not ROUTING.isdisjoint(context.selection.hooks)
         with decomposed_experts() if routed else nullcontext():
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
@@ -80,16 +84,7 @@ class Tapped:
                 ", ".join(context.arch.only),
                 context.arch.why and f"; attn_out and mlp_out are missing: {context.arch.why}",
             )
-        if context.owner == "target":
-            self.dmi_rows = CaptureLayer(context)
-        elif not getattr(self, "supports_eagle3", False):
-            # vLLM's speculative path requires this interface of the target. Taps do not use it.
-            for name, value in {
-                "supports_eagle3": True,
-                "has_own_lm_head": False,
-                "has_own_embed_tokens": False,
-            }.items():
-                setattr(self, name, value)
+        context.owner.attach(self, context)
 
     def dmi_begin(self) -> None:
         """The first forward begins: what vLLM puts in the place of modules after it built them is there."""
@@ -133,11 +128,11 @@ class Tapped:
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Passed on, but for our own draft, which reads no hidden states of the target."""
-        if self.dmi_context is None or self.dmi_context.owner == "target":
+        if self.dmi_context is None or self.dmi_context.drafting is not None:
             super().set_aux_hidden_state_layers(layers)  # type: ignore[misc]
 
     def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
-        if self.dmi_context is None or self.dmi_context.owner == "target":
+        if self.dmi_context is None or self.dmi_context.drafting is not None:
             return super().get_eagle3_default_aux_hidden_state_layers()  # type: ignore[misc]
         return (0,)
 
@@ -184,9 +179,7 @@ def _tapped_class(name: str) -> type:
         self.dmi_positions(positions)
         if not traced:
             self.dmi_end(positions)
-        if self.dmi_context is not None and self.dmi_context.owner == "draft" and isinstance(output, torch.Tensor):
-            return output, [output]  # the proposer expects one auxiliary tensor
-        return output
+        return output if self.dmi_context is None else self.dmi_context.owner.output(output)
 
     attributes: dict[str, Any] = {"forward": forward, "__module__": __name__, "__doc__": base.__doc__}
     if not hasattr(base, "set_aux_hidden_state_layers"):
@@ -194,9 +187,25 @@ def _tapped_class(name: str) -> type:
     return type(name, (Tapped, base), attributes)
 
 
+def _owners_class(name: str, place: str) -> type:
+    """The class of an owner for a model of vLLM. It is told here whether it captures: owners know of no context."""
+    module, _, class_name = place.partition(":")
+    base = getattr(importlib.import_module(module), class_name)
+
+    def capturing(vllm_config: Any) -> CaptureContext | None:
+        return capture_context(vllm_config) if is_active(vllm_config) else None
+
+    attributes = {"capturing": staticmethod(capturing), "__module__": __name__, "__doc__": base.__doc__}
+    return type(name, (base,), attributes)
+
+
 def __getattr__(name: str) -> type:
-    if name not in ARCHITECTURES and name not in TRANSFORMERS_CLASSES:
+    theirs = dict(item for owner in OWNERS.values() for item in owner.models.items())
+    if name in theirs:
+        cls = _owners_class(name, theirs[name])
+    elif name in ARCHITECTURES or name in TRANSFORMERS_CLASSES:
+        cls = _tapped_class(name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    cls = _tapped_class(name)
     globals()[name] = cls
     return cls

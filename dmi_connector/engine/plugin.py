@@ -12,7 +12,7 @@ from dmi_connector.store.format.locks import LIFE_LOCK, hold_life_lock
 
 
 def register() -> None:
-    """Register the tapped model classes, the draft and the connector by name. vLLM imports one when it loads it."""
+    """Register model classes and the connector by name. vLLM imports one when it loads it."""
     parent = multiprocessing.parent_process()
     if LIFE_LOCK in os.environ and parent is not None and parent.pid is not None:
         from dmi_connector.engine.offline.lifetime import end_with_parent
@@ -22,6 +22,7 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
 
     from dmi_connector.engine.model.architectures import ARCHITECTURES, OWN_CLASSES, TRANSFORMERS, TRANSFORMERS_CLASSES
+    from dmi_connector.engine.owners import OWNERS
 
     for name, row in OWN_CLASSES.items():
         if getattr(ModelRegistry.models.get(name), "module_name", TRANSFORMERS) == row.base.partition(":")[0]:
@@ -32,9 +33,9 @@ def register() -> None:
     for name, model in list(ModelRegistry.models.items()):  # its own names, and those that it serves for vLLM
         if getattr(model, "module_name", "") == TRANSFORMERS and model.class_name in TRANSFORMERS_CLASSES:
             ModelRegistry.register_model(name, f"dmi_connector.engine.models:{model.class_name}")
-    ModelRegistry.register_model(
-        "ExtractHiddenStatesModel", "dmi_connector.engine.owners.row_cache:ExtractHiddenStatesModel"
-    )
+    for owner in OWNERS.values():
+        for name in owner.models:
+            ModelRegistry.register_model(name, f"dmi_connector.engine.models:{name}")
     _register_connector()
 
 

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of an engine that capture refuses at start, each with its fix. docs/COMPATIBILITY.md lists them."""
+"""Configurations of an engine that capture refuses at start, each with its fix. docs/COMPATIBILITY.md lists them.
+
+Those that depend on where rows lie are refused by their owner (owners/).
+"""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from vllm import envs
 
-from dmi_connector.args import CONNECTOR, EXTRACT_HIDDEN_STATES
+from dmi_connector.args import CONNECTOR
 from dmi_connector.engine import contract
 from dmi_connector.engine.features import features_of, may_sleep
+from dmi_connector.engine.owners import owner_of
 from dmi_connector.store.format.linux import check_linux
 
 if TYPE_CHECKING:
@@ -30,8 +33,7 @@ def check(vllm_config: VllmConfig) -> None:
     _check_parallel(vllm_config.parallel_config)
     _check_model(vllm_config)
     _check_compilation(vllm_config)
-    _check_speculative(vllm_config)
-    _check_whole_prompts(vllm_config)
+    owner_of(vllm_config).check(vllm_config)
     _check_sleep(vllm_config)
 
 
@@ -72,7 +74,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
 
 
 def _check_model(vllm_config: VllmConfig) -> None:
-    """The model has the hooks, and its caches keep rows until they are exported."""
+    """The model has the hooks, and each of its layers computes all tokens."""
     model = vllm_config.model_config
     if hasattr(model.hf_text_config, "index_topk"):
         raise ValueError(
@@ -93,11 +95,6 @@ def _check_model(vllm_config: VllmConfig) -> None:
         raise ValueError(
             "kv_sharing_fast_prefill: True skips most tokens of a prompt in layers that share a cache, so their rows "
             "would lack values; remove --kv-sharing-fast-prefill"
-        )
-    if model.is_hybrid:
-        raise ValueError(
-            f"model: {model.model!r} has Mamba or linear-attention layers, which need vLLM's hybrid cache manager; "
-            "DMIConnector does not support that; use a model with attention in every layer"
         )
     if (streams := getattr(model.hf_text_config, "altup_num_inputs", 1)) > 1:  # Gemma 3n
         raise ValueError(
@@ -124,69 +121,6 @@ def _check_compilation(vllm_config: VllmConfig) -> None:
                 f"compilation_config: inductor_compile_config has {name}={inductor[name]!r}, with which values could "
                 "be overwritten while they are captured; leave it out"
             )
-
-
-CHAINS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "dflash")
-"""Methods of `speculative_config` that propose one token after the other. Rows of the accepted ones are captured."""
-
-
-def _check_speculative(vllm_config: VllmConfig) -> None:
-    """Draft tokens of a request are a chain, so the rows of the accepted ones follow each other in its slots."""
-    speculative = vllm_config.speculative_config
-    if speculative is None:
-        return
-    if speculative.method in CHAINS:
-        _check_chain(vllm_config)
-        return
-    if vllm_config.model_config.runner_type == "pooling":
-        raise ValueError(
-            "runner: 'pooling' skips the step in which vLLM lets a draft's rows be exported; use owner='target'"
-        )
-    if speculative.method != EXTRACT_HIDDEN_STATES:
-        raise ValueError(
-            f"speculative_config: method {speculative.method!r} was not tried with capture; use one of "
-            f"{', '.join(CHAINS)} with owner='target', or none"
-        )
-    schedule = speculative.num_speculative_tokens_per_batch_size
-    if vllm_config.use_v2_model_runner and not (schedule and all(entry[-1] == 0 for entry in schedule)):
-        raise ValueError(
-            f"speculative_config: num_speculative_tokens_per_batch_size is {schedule!r}; set it to [[1, 65536, 0]] so "
-            "that each request decodes one token a step (docs/FROM_VLLM.md; data parallelism turns it off: use "
-            "owner='target' there)"
-        )
-
-
-def _check_chain(vllm_config: VllmConfig) -> None:
-    """Draft tokens form a chain, and a draft's forward can be told from the target's."""
-    speculative = vllm_config.speculative_config
-    tree = getattr(speculative, "speculative_token_tree", None)  # vLLM 0.31
-    chain = [(0,) * depth for depth in range(1, speculative.num_speculative_tokens + 1)]
-    if tree is not None and ast.literal_eval(tree) != chain:
-        raise ValueError(
-            f"speculative_config: speculative_token_tree {tree} proposes several tokens for a position, whose rows "
-            "would share a slot; leave it out"
-        )
-    if vllm_config.model_config.using_transformers_backend() and speculative.use_eagle():
-        raise ValueError(
-            f"speculative_config: method {speculative.method!r} runs modules of the model, which vLLM's Transformers "
-            "backend compiles as a whole, so the draft's values could not be told from the model's; use 'ngram' or "
-            "'draft_model'"
-        )
-
-
-def _check_whole_prompts(vllm_config: VllmConfig) -> None:
-    """Where prompts are not split over steps, the longest fits into a step.
-
-    vLLM raises max_num_batched_tokens for latent attention on a CPU, but a draft has set the scheduler's limit by then.
-    """
-    scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
-    limit = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-    if not scheduler.enable_chunked_prefill and limit < longest:
-        raise ValueError(
-            f"max_num_batched_tokens: a step takes {limit} tokens, and here vLLM does not split prompts over steps, so "
-            f"longer ones would wait for ever; set it to {longest} (max_model_len) or more, lower max_model_len, or "
-            "use owner='target'"
-        )
 
 
 def check_logits(vllm_config: VllmConfig) -> None:

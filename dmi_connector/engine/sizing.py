@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults that follow from the machine: buffer sizes, number and priority of writers; what they cost, for the log."""
+"""Defaults that follow from the machine: buffer sizes, number and priority of writers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.logger import init_logger
 
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.scheduler.quota import UNLIMITED
@@ -21,16 +20,11 @@ from dmi_connector.store.write.settings import WriteSettings
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from dmi_connector.engine.transfer.chunk_layout import ChunkLayout
-    from dmi_connector.engine.transfer.gpu_lane import DeviceLane
-
-logger = init_logger("vllm.dmi_connector")
-
 LEAST_SHARE = 0.05
 """Minimum share of time that writers beside a GPU work while the ring has room (store/write/pace.py)."""
 
 WRITER_NICE = 19
-"""Nice level of writers beside a GPU: the least priority."""
+"""Nice level of writers beside a GPU: the lowest priority."""
 
 CPU_HOST_BYTES, GPU_STAGING_BYTES = 256 << 20, 1 << 30
 """Default sizes: host buffer on a CPU; staging memory."""
@@ -38,16 +32,11 @@ CPU_HOST_BYTES, GPU_STAGING_BYTES = 256 << 20, 1 << 30
 MOST_HOST_SHARE, ALL_HOSTS_SHARE = 1 / 8, 1 / 4
 """Default host buffers beside GPUs, as shares of the machine's memory: for one GPU at most, and for all together."""
 
-WRITER_GB_PER_S = {"none": 1.6, "plain": 1.4, "lz4": 0.7, "zstd": 0.4}
-"""Raw GB/s of one writer process on bf16 activations, for the estimate in the log (docs/PERFORMANCE.md), by codec.
-"plain": chunks of other codecs that are left uncompressed.
-"""
-
 MOST_GPU_WRITERS, MOST_CPU_WRITERS, CPU_CORES_A_WRITER = 64, 4, 4
-"""Default writers at most, beside a GPU and on a CPU; on a CPU one for so many cores, the rest being the model's."""
+"""Maximum default writers beside a GPU and on a CPU; on a CPU one per so many cores, which the model uses too."""
 
 _DEVICES = "/dev/nvidia[0-9]*"
-"""GPUs of this machine or container, those too that CUDA_VISIBLE_DEVICES leaves to others."""
+"""GPUs of this machine or container, including those that CUDA_VISIBLE_DEVICES hides."""
 
 _SLACK_BYTES = 1 << 20
 """Room for alignment in a buffer."""
@@ -154,69 +143,3 @@ def default_writers(gpu: bool, share: float = 1.0) -> int:
     if not gpu:
         return max(1, min(MOST_CPU_WRITERS, cores // CPU_CORES_A_WRITER))
     return max(1, min(MOST_GPU_WRITERS, round(cores * share)))
-
-
-def announce(
-    context: CaptureContext,
-    full: ChunkLayout,
-    rows: torch.Tensor,
-    sizes: BufferSizes,
-    lane: DeviceLane | None,
-    writers: int,
-) -> None:
-    """Log what the selection costs and which limit will bind."""
-    options = context.options
-    logger.info(
-        "dmi_connector: %d hooks of %s, %s rows: %.3f MB a token in the cache (%d tokens fit), "
-        "%.3f MB a token exported",
-        sum(len(layers) for layers in context.selection.hooks.values()),
-        context.arch.name,
-        context.owner,
-        context.layout.row_bytes / 1e6,
-        rows.shape[0],
-        full.payload.token_bytes / 1e6,
-    )
-    if layers := context.selection.hooks.get("pattern"):
-        dims = context.dims
-        logger.info(
-            "dmi_connector: attention summaries of %d layers look at all keys again: %.1f MFLOP for each token and "
-            "1,000 tokens of its context",
-            len(layers),
-            len(layers) * dims.heads * dims.head_dim * 2 * 1000 / context.tp / 1e6,
-        )
-    if options.sink == "null":
-        return
-    logger.info(
-        "dmi_connector: host buffer %.0f MiB = %d tokens, staging %.0f MiB = %d tokens, policy %s",
-        sizes.host / 2**20,
-        sizes.host // full.payload.token_bytes,
-        sizes.staging / 2**20,
-        sizes.staging // full.payload.token_bytes,
-        options.policy,
-    )
-    limits = {}
-    if lane is not None:
-        limits["link"] = lane.link_bytes_per_second()
-    if writers:
-        compressed = writers * WRITER_GB_PER_S[options.codec] * 1e9
-        if options.codec == "none" or write_settings(options, 0, lane is not None).always_compress:
-            limits[f"{writers} writers, codec {options.codec}"] = compressed
-        else:
-            limits[f"{writers} writers, uncompressed"] = writers * WRITER_GB_PER_S["plain"] * 1e9
-            logger.info(
-                "dmi_connector: %d writers compress with %s up to about %.1f GB/s = %.0f tokens/s; above that they "
-                "leave chunks uncompressed, unless the disk is slower (always_compress: never)",
-                writers,
-                options.codec,
-                compressed / 1e9,
-                compressed / full.payload.token_bytes,
-            )
-    if limits:
-        name = min(limits, key=lambda n: limits[n])
-        logger.info(
-            "dmi_connector: full capture is bound by %s at about %.1f GB/s = %.0f tokens/s (all: %s)",
-            name,
-            limits[name] / 1e9,
-            limits[name] / full.payload.token_bytes,
-            ", ".join(f"{n} {v / 1e9:.1f} GB/s" for n, v in limits.items()),
-        )

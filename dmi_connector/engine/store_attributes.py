@@ -10,6 +10,7 @@ import torch
 
 from dmi_connector.engine import contract
 from dmi_connector.engine.context import CaptureContext
+from dmi_connector.version import __version__
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,8 +23,6 @@ _LATENT_DIMS = ("v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
 def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, Any]:
     """The shared attributes, JSON-ready. `engine/scheduler/tracker.py` adds those of one request."""
     import vllm
-
-    import dmi_connector
 
     dims, drafting = context.dims, context.drafting
     most = 0 if drafting is None else drafting.most
@@ -39,9 +38,9 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
         **({"experts": {"count": dims.experts, "layers": list(dims.moe_layers)}} if dims.moe_layers else {}),
         **({"parallel": True} if context.arch.parallel else {}),
         "tp": context.tp,
-        "owner": context.owner,
+        "owner": context.owner.name,
         "versions": {
-            "dmi_connector": dmi_connector.__version__,
+            "dmi_connector": __version__,
             "vllm": vllm.__version__,
             "torch": torch.__version__,
         },
@@ -59,7 +58,7 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
 
 
 def _model_name(model: str) -> str:
-    """The name in a hub as it is, a directory as an absolute path: readers may run elsewhere."""
+    """A name in a hub is unchanged. A directory becomes an absolute path, since readers may run elsewhere."""
     return os.path.abspath(model) if os.path.isdir(model) else model
 
 

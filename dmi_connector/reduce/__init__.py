@@ -13,29 +13,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from dmi_connector.reduce.attn import AttentionSummary
-from dmi_connector.reduce.base import ReduceError, Reduction
+from dmi_connector.reduce.base import Keeps, Reduction
+from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.pca import Pca
-from dmi_connector.reduce.projection import DISTRIBUTIONS, RandomProjection
+from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.topk import TopK
 
-__all__ = ["KINDS", "ReduceError", "Reduction", "from_settings", "parse"]
+__all__ = ["KINDS", "Keeps", "ReduceError", "Reduction", "forms", "from_settings", "parse", "summaries"]
 
 KINDS: dict[str, type[Reduction]] = {
     c.kind: c for c in (Int8, Fp8, Round, TopK, RandomProjection, Pca, AttentionSummary)
 }
-_FLAGS: dict[str, dict[str, tuple[str, Any]]] = {
-    "int8": {"affine": ("affine", True), "symmetric": ("affine", False)},
-    "topk": {"exact": ("exact", True), "int8": ("exact", False)},
-    "rp": {name: ("distribution", name) for name in DISTRIBUTIONS},
-}
-"""Words in the brackets of a kind: the field that each sets, and to what."""
-_NUMBER = {"int8": "group", "round": "bits", "topk": "k", "rp": "k", "attn": "m"}
-"""The field of a kind that a number without a name sets."""
-_NAMED = {("rp", "seed"), ("topk", "sample")}
-"""(kind, field) that is set by name only, as in seed=7."""
+"""All reductions by name."""
 _SPEC = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
@@ -49,26 +41,17 @@ def parse(spec: str) -> Reduction | None:
         return None
     if kind not in KINDS:
         raise ReduceError(f"reduce: {kind!r} is unknown; use one of none, {', '.join(KINDS)}")
-    if kind == "pca":
-        return Pca.from_text(inside or "")
-    settings: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in (inside or "").split(","))):
-        name, _, number = item.rpartition("=")
-        if item in _FLAGS.get(kind, {}):
-            field, value = _FLAGS[kind][item]
-            settings[field] = value
-        elif number.isdecimal() and (name in ("", _NUMBER.get(kind)) or (kind, name) in _NAMED):
-            field = name or _NUMBER.get(kind, "")
-            if not field:
-                raise ReduceError(f"reduce: {kind} takes no number, but {spec!r} gives {item!r}; leave it out")
-            settings[field] = int(number)
-        else:
-            known = [*_FLAGS.get(kind, {}), *([f"a number ({_NUMBER[kind]})"] if kind in _NUMBER else [])]
-            known += [f"{name}=NUMBER" for of, name in sorted(_NAMED) if of == kind]
-            raise ReduceError(f"reduce: {item!r} in {spec!r} is unknown; {kind} takes {', '.join(known) or 'nothing'}")
-    if kind == "topk":
-        settings.setdefault("sample", settings.get("k", TopK.k) // 4)
-    return KINDS[kind](**settings)
+    return KINDS[kind].from_text(inside or "")
+
+
+def forms() -> list[str]:
+    """How settings write each reduction."""
+    return [form for kind in KINDS.values() for form in kind.forms]
+
+
+def summaries() -> dict[str, type[Reduction]]:
+    """The hooks that are stored in summary only, each with the reduction that it is for (`Reduction.only`)."""
+    return {hook: kind for kind in KINDS.values() for hook in kind.only}
 
 
 def from_settings(settings: Mapping[str, Any]) -> Reduction:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from dmi_connector.reduce.base import ReduceError, Reduction, unpack
+from dmi_connector.reduce.base import Keeps, Reduction, unpack
+from dmi_connector.reduce.errors import ReduceError
+from dmi_connector.reduce.statistic import Statistic
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +32,11 @@ class AttentionSummary(Reduction):
 
     m: int = 8
     kind: ClassVar[str] = "attn"
+    forms: ClassVar[tuple[str, ...]] = ("attn(m)",)
+    example: ClassVar[str] = "attn(8)"
+    number: ClassVar[str] = "m"
+    only: ClassVar[frozenset[str]] = frozenset({"pattern"})
+    keeps: ClassVar[Keeps] = Keeps.NOTHING
 
     def __post_init__(self) -> None:
         if not 1 <= self.m <= LARGEST:
@@ -58,3 +65,12 @@ class AttentionSummary(Reduction):
         """
         heads = decoded.reshape(*decoded.shape[:-1], decoded.shape[-1] // self.words, self.words)
         return heads[..., : self.m].astype(np.int32), heads[..., self.m : -1], heads[..., -1]
+
+    def statistics(self) -> tuple[Statistic, ...]:
+        entropy = Statistic(
+            "entropy", lambda rows, head: self.split(rows)[2][:, head], "head", unit="nats", values_each=self.words
+        )
+        largest = Statistic(
+            "largest weight", lambda rows, head: self.split(rows)[1][:, head, 0], "head", values_each=self.words
+        )
+        return entropy, largest

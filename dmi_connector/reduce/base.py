@@ -1,36 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a reduction: settings, an encoder in torch that runs on the values' device, a decoder in numpy."""
+"""The interface of a reduction: its settings, what it keeps, an encoder in torch that runs on the values' device, a
+decoder in numpy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from dmi_connector.dtypes import numpy_dtype
+from dmi_connector.reduce.errors import ReduceError
+from dmi_connector.reduce.measures import OF_VALUES, ReducedRows, of_values
+from dmi_connector.reduce.statistic import Statistic
+from dmi_connector.reduce.tally import Tally
 
 if TYPE_CHECKING:
     import torch
 
+    from dmi_connector.reduce.basis import BasisRef, LayerBasis
 
-class ReduceError(ValueError):
-    """A reduction that does not exist or does not fit its hook; the message names the option and the fix."""
+
+class Keeps(enum.Flag):
+    """What decoded rows keep of the hook's rows. An analysis refuses hooks whose reduction lacks what it needs.
+
+    VALUES: each decoded value is the hook's value at that place, or 0 where the value was not kept. EVERY_VALUE: no
+    value is left out. NORMS: norms and cosines of rows, at least approximately. DIRECTIONS: means and differences of
+    decoded rows are directions, in the hook's space or in the one that it was projected to.
+    """
+
+    NOTHING = 0
+    VALUES = enum.auto()
+    EVERY_VALUE = enum.auto()
+    NORMS = enum.auto()
+    DIRECTIONS = enum.auto()
+    ALL = VALUES | EVERY_VALUE | NORMS | DIRECTIONS
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """One reduction with its settings.
+    """One reduction with its settings. A subclass in a file of its own and its entry in `KINDS` make a new one.
 
     Rows of `width` values become rows of `stored_width(width, dtype)` values of `stored_dtype(dtype)`: for all but
-    `round` these are bytes, laid out as the class says (docs/FORMAT.md, section 11).
+    `round` these are bytes, laid out as the class says (docs/FORMAT.md, section 11). The bytes of a row are a multiple
+    of 4.
+
+    A subclass has to give `kind`, `forms`, `stored_width`, `encode` and `decode`. The rest is right for a reduction
+    that keeps every value of any hook, approximately, and has no kernel of its own.
     """
 
     kind: ClassVar[str] = "none"
+    """Its name, in settings and in stores."""
+    forms: ClassVar[tuple[str, ...]] = ()
+    """How settings write it, for help and docs/REDUCTIONS.md: ("int8", "int8(affine)", "int8(g)")."""
+    example: ClassVar[str] = ""
+    """One of its forms with numbers, for messages. Reductions with `only` need it."""
+    only: ClassVar[frozenset[str]] = frozenset()
+    """The hooks that it is made for: it takes no others, no other reduction takes these, and no store has them in full.
+    Empty: it takes every other hook of floats.
+    """
+    keeps: ClassVar[Keeps] = Keeps.ALL
+    """What decoded rows keep of the hook's rows."""
+    projects: ClassVar[bool] = False
+    """Whether decoded rows are projections, so that `project` works."""
+    compared: ClassVar[tuple[str, ...]] = ()
+    """What `dmi fidelity` measures of it by default."""
+    measured: ClassVar[Mapping[str, str]] = OF_VALUES
+    """The names of `measures`, each with its meaning. A larger `error` is worse. Of the others a smaller one is."""
     at_end: ClassVar[bool] = False
     """Whether small steps reduce all layers together at the end of the step. For kernels that wait more than compute.
     """
+
+    # ---- settings ---------------------------------------------------------------------------------------------------
+
+    flags: ClassVar[Mapping[str, tuple[str, Any]]] = {}
+    """Words in the brackets of a setting, such as "affine": the field that each sets, and to what."""
+    number: ClassVar[str] = ""
+    """The field that a number without a name sets, as in "topk(64)"; "": it takes none."""
+    named: ClassVar[tuple[str, ...]] = ()
+    """Fields that are set by name only, as in "seed=7"."""
+
+    @classmethod
+    def from_text(cls, inside: str) -> Self:
+        """The reduction that the text in the brackets of a setting names. Raises ReduceError."""
+        return cls(**cls.fields_of(inside))
+
+    @classmethod
+    def fields_of(cls, inside: str) -> dict[str, Any]:
+        """The fields that such a text sets: words and numbers, separated by commas. Raises ReduceError."""
+        found: dict[str, Any] = {}
+        spec = f"{cls.kind}({inside})"
+        for item in filter(None, (part.strip() for part in inside.split(","))):
+            name, _, number = item.rpartition("=")
+            if item in cls.flags:
+                name, value = cls.flags[item]
+                found[name] = value
+            elif number.isdecimal() and name in ("", cls.number, *cls.named):
+                if not (name or cls.number):
+                    raise ReduceError(f"reduce: {cls.kind} takes no number, but {spec!r} gives {item!r}; leave it out")
+                found[name or cls.number] = int(number)
+            else:
+                known = [*cls.flags, *([f"a number ({cls.number})"] if cls.number else [])]
+                takes = ", ".join([*known, *(f"{name}=NUMBER" for name in cls.named)]) or "nothing"
+                raise ReduceError(f"reduce: {item!r} in {spec!r} is unknown; {cls.kind} takes {takes}")
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that a store keeps, with `kind`. `from_settings` rebuilds the reduction."""
+        return {"kind": self.kind, **asdict(self)}
 
     def check(self, width: int) -> None:
         """Check that rows of `width` values can be reduced. Raises ReduceError."""
@@ -40,8 +120,7 @@ class Reduction:
         self.check(width)
         return self
 
-    def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
-        """Put what `encode` needs for slice `shard` on the device. `encode` may run in a CUDA graph and must not."""
+    # ---- encoding ---------------------------------------------------------------------------------------------------
 
     def stored_dtype(self, dtype: str) -> str:
         """Dtype of stored rows for values of `dtype`."""
@@ -51,6 +130,9 @@ class Reduction:
         """Elements of a stored row for `width` values of `dtype`."""
         raise NotImplementedError
 
+    def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
+        """Put what `encode` needs for slice `shard` on the device. `encode` may run in a CUDA graph and must not."""
+
     def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         """Rows [tokens, width] of a float dtype -> [tokens, stored width] of the stored dtype, on the same device.
 
@@ -58,6 +140,13 @@ class Reduction:
         that equal rows get different samples.
         """
         raise NotImplementedError
+
+    def fused(self, dtype: str) -> tuple[str, int] | None:
+        """(mode, number) of the kernel in engine/kernels/reduce.py that encodes the result of `before`.
+
+        None: there is no such kernel, and a GPU runs `encode`.
+        """
+        return None
 
     def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
         """The part that library operations compute before our kernel: a projection. values: [tokens, width]."""
@@ -68,24 +157,51 @@ class Reduction:
         return values
 
     def scratch(self, width: int, dtype: str) -> int:
-        """Bytes that `before` allocates on a GPU for each row of `width` values."""
-        return 0
+        """Bytes that a GPU allocates for each row of `width` values: in `before`, or in `encode` without a kernel."""
+        return 4 * 4 * width if self.fused(dtype) is None else 0  # a few copies in float32
 
-    def fused(self, dtype: str) -> tuple[str, int]:
-        """(mode, number) of the kernel in engine/kernels/reduce.py that encodes the result of `before`."""
-        raise NotImplementedError
+    # ---- decoding ---------------------------------------------------------------------------------------------------
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        """Stored rows [..., stored width] -> float32 [..., width]; for rp and pca [..., k]."""
+        """Stored rows [..., stored width] -> float32 [..., width], or [..., k] of other values than the hook's."""
         raise NotImplementedError
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
         """Decoded rows of all tensor-parallel slices, in order -> rows of the whole hook."""
         return np.concatenate(parts, axis=-1)
 
-    def settings(self) -> dict[str, Any]:
-        """The settings that a store keeps, with `kind`. `from_settings` rebuilds the reduction."""
-        return {"kind": self.kind, **asdict(self)}
+    def basis(self) -> BasisRef | None:
+        """The basis that it was fitted with; None for a reduction that is not fitted. The server keeps a copy of its
+        file beside its stores.
+        """
+        return None
+
+    def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
+        """A direction [width] of the hook's space as float32 [k], in the space of decoded rows.
+
+        basis: of the layer, for a reduction that is fitted. shards: slices that were reduced apart.
+        """
+        raise NotImplementedError
+
+    def restore(self, decoded: np.ndarray, basis: LayerBasis) -> np.ndarray:
+        """Decoded rows [..., k] of a reduction that is fitted -> float32 [..., width], in the hook's space."""
+        raise NotImplementedError
+
+    # ---- analysis ---------------------------------------------------------------------------------------------------
+
+    def tally_slices(self, slices: Sequence[np.ndarray], width: int, dtype: str) -> Tally:
+        """Sums of |x| of each neuron, for `importance`. slices: what each rank stored, [rows, stored width]. width: of
+        one slice.
+        """
+        return Tally.of(self.merge([self.decode(part, width, dtype) for part in slices]))
+
+    def measures(self, rows: ReducedRows) -> dict[str, float]:
+        """What `dmi fidelity` says of it, by the names of `measured`."""
+        return of_values(rows)
+
+    def statistics(self) -> tuple[Statistic, ...] | None:
+        """The statistics of decoded rows, the default first. None: those that any rows of numbers have."""
+        return None
 
 
 LEAST_SPAN = 2.0**-100

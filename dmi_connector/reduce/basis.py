@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.reduce.base import ReduceError
+from dmi_connector.reduce.errors import ReduceError
 
 METADATA = "dmi_pca"
 """Key of our JSON in the metadata of the safetensors file."""
@@ -29,6 +29,18 @@ class LayerBasis:
     mean: np.ndarray
     components: np.ndarray
     std: np.ndarray
+
+
+@dataclass(frozen=True)
+class BasisRef:
+    """Which basis a reduction was fitted with. sha256, source: hash and path of its file; the path is "" where a store
+    names it. hook: in the file. k: components that are kept.
+    """
+
+    sha256: str
+    source: str
+    hook: str
+    k: int
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ class Fp8(Reduction):
     """value = e4m3 * scale with scale = max|x| / 448: relative precision 2**-4 over five orders of magnitude."""
 
     kind: ClassVar[str] = "fp8"
+    forms: ClassVar[tuple[str, ...]] = ("fp8",)
+    compared: ClassVar[tuple[str, ...]] = ("fp8",)
 
     def stored_width(self, width: int, dtype: str) -> int:
         return pad(width) + 4

@@ -8,8 +8,9 @@ a multiple of 4.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -45,6 +46,10 @@ class Int8(Reduction):
     affine: bool = False
     group: int = 0
     kind: ClassVar[str] = "int8"
+    forms: ClassVar[tuple[str, ...]] = ("int8", "int8(affine)", "int8(g)")
+    compared: ClassVar[tuple[str, ...]] = ("int8", "int8(affine)", "int8(32)")
+    flags: ClassVar[Mapping[str, tuple[str, Any]]] = {"affine": ("affine", True), "symmetric": ("affine", False)}
+    number: ClassVar[str] = "group"
 
     def __post_init__(self) -> None:
         if self.group and self.group not in GROUPS:

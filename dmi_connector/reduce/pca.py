@@ -7,15 +7,17 @@ the file, and a copy of the file lies in the store directory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from dmi_connector.reduce.base import ReduceError, Reduction
-from dmi_connector.reduce.basis import LayerBasis, load
+from dmi_connector.reduce.base import Keeps, Reduction
+from dmi_connector.reduce.basis import BasisRef, LayerBasis, load
+from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.int8 import Int8
+from dmi_connector.reduce.measures import OF_VALUES, ReducedRows, error
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +42,13 @@ class Pca(Reduction):
     hook: str = ""
     source: str = field(default="", compare=False)
     kind: ClassVar[str] = "pca"
+    forms: ClassVar[tuple[str, ...]] = ("pca(file)", "pca(file,k=n)")
+    keeps: ClassVar[Keeps] = Keeps.DIRECTIONS
+    projects: ClassVar[bool] = True
+    measured: ClassVar[Mapping[str, str]] = {
+        "variance": "share of the variance about the mean that is read back",
+        "error": OF_VALUES["error"],
+    }
     at_end: ClassVar[bool] = True
 
     @classmethod
@@ -118,16 +127,26 @@ class Pca(Reduction):
         """The sum over the slices: each rank projects its part of the width."""
         return np.asarray(np.sum(parts, axis=0, dtype=np.float32))
 
-    def project(self, direction: np.ndarray, basis: LayerBasis) -> np.ndarray:
+    def basis(self) -> BasisRef:
+        return BasisRef(self.sha256, self.source, self.hook, self.k)
+
+    def measures(self, rows: ReducedRows) -> dict[str, float]:
+        restored = self.restore(rows.decoded, load(self.source).of(self.hook, rows.layer, self.k))
+        spread = ((rows.rows - rows.rows.mean(0)) ** 2).sum()
+        variance = 1 - ((rows.rows - restored) ** 2).sum() / spread
+        return {"variance": float(variance), "error": error(rows.rows, restored)}
+
+    def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
         """A direction [width] of the hook's space as float32 [k] in the space of the scores.
 
         decoded rows @ result approximates (rows - mean) @ direction.
         """
+        assert basis is not None, "components are in a basis"
         return np.asarray((np.asarray(direction, np.float32) @ basis.components) * _floor(basis.std))
 
-    def restore(self, scores: np.ndarray, basis: LayerBasis) -> np.ndarray:
+    def restore(self, decoded: np.ndarray, basis: LayerBasis) -> np.ndarray:
         """Decoded rows [..., k] -> float32 [..., width]: the mean plus the kept components."""
-        return np.asarray((scores * _floor(basis.std)) @ basis.components.T + basis.mean)
+        return np.asarray((decoded * _floor(basis.std)) @ basis.components.T + basis.mean)
 
 
 def _floor(std: np.ndarray) -> np.ndarray:

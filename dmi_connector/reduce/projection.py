@@ -7,19 +7,23 @@ gets a copy, so the matrix is equal to the bit everywhere. E|R'x|^2 = |x|^2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 
-from dmi_connector.reduce.base import ReduceError, Reduction
+from dmi_connector.reduce.base import Keeps, Reduction
+from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.int8 import Int8
+from dmi_connector.reduce.measures import ReducedRows, pairs, probes
 
 if TYPE_CHECKING:
     import torch
+
+    from dmi_connector.reduce.basis import LayerBasis
 
 DISTRIBUTIONS = ("orthogonal", "gaussian", "sign")
 
@@ -75,6 +79,17 @@ class RandomProjection(Reduction):
     seed: int = 0
     distribution: str = "orthogonal"
     kind: ClassVar[str] = "rp"
+    forms: ClassVar[tuple[str, ...]] = ("rp(k)", "rp(k,gaussian)", "rp(k,sign)", "rp(k,seed=n)")
+    keeps: ClassVar[Keeps] = Keeps.NORMS | Keeps.DIRECTIONS
+    projects: ClassVar[bool] = True
+    compared: ClassVar[tuple[str, ...]] = ("rp(512)", "rp(512,gaussian)")
+    measured: ClassVar[Mapping[str, str]] = {
+        "pairs": "correlation of the cosines between rows, before and after",
+        "probes": "correlation of probe scores, before and after: the least of the probes",
+    }
+    flags: ClassVar[Mapping[str, tuple[str, Any]]] = {name: ("distribution", name) for name in DISTRIBUTIONS}
+    number: ClassVar[str] = "k"
+    named: ClassVar[tuple[str, ...]] = ("seed",)
     at_end: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -135,7 +150,13 @@ class RandomProjection(Reduction):
         """Slices of a row are projected by themselves, so the values stay side by side."""
         return np.concatenate(parts, axis=-1)
 
-    def project(self, direction: np.ndarray) -> np.ndarray:
-        """A direction [width] of the hook's space as float32 [k]: decoded rows @ this approximates rows @ direction."""
-        direction = np.asarray(direction, np.float32)
-        return direction @ matrix(direction.shape[-1], self.k, self.seed, self.distribution)
+    def measures(self, rows: ReducedRows) -> dict[str, float]:
+        return {"pairs": pairs(rows), "probes": probes(rows, self.project)}
+
+    def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
+        """A direction [width] of the hook's space as float32 [k]: decoded rows @ this approximates rows @ direction.
+
+        Each slice of the direction is projected by itself, as rows are.
+        """
+        slices = np.split(np.asarray(direction, np.float32), shards)
+        return self.merge([part @ matrix(len(part), self.k, self.seed, self.distribution) for part in slices])

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from dmi_connector.reduce.base import ReduceError, Reduction
+from dmi_connector.reduce.base import Reduction
+from dmi_connector.reduce.errors import ReduceError
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,9 @@ class Round(Reduction):
 
     bits: int = 4
     kind: ClassVar[str] = "round"
+    forms: ClassVar[tuple[str, ...]] = ("round(b)",)
+    compared: ClassVar[tuple[str, ...]] = ("round(3)",)
+    number: ClassVar[str] = "bits"
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 23:

@@ -15,14 +15,15 @@ with the same probability.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.reduce.base import (
+    Keeps,
     ReduceError,
     Reduction,
     as_bytes,
@@ -32,6 +33,7 @@ from dmi_connector.reduce.base import (
     unpack,
     unpack_floats,
 )
+from dmi_connector.reduce.measures import OF_VALUES, ReducedRows, error, spearman
 from dmi_connector.reduce.tally import Tally
 
 if TYPE_CHECKING:
@@ -51,14 +53,30 @@ class TopK(Reduction):
 
     Under tensor parallelism each rank keeps k values of its slice, and the reader keeps the k largest of all.
 
-    sample: values to sample of each slice; `parse` defaults to a quarter of k.
+    sample: values to sample of each slice; settings default to a quarter of k.
     """
 
     k: int = 64
     exact: bool = False
     sample: int = 0
     kind: ClassVar[str] = "topk"
+    forms: ClassVar[tuple[str, ...]] = ("topk(k)", "topk(k,exact)", "topk(k,sample=s)")
+    keeps: ClassVar[Keeps] = Keeps.ALL & ~Keeps.EVERY_VALUE
+    compared: ClassVar[tuple[str, ...]] = ("topk(64)", "topk(64,sample=0)")
+    measured: ClassVar[Mapping[str, str]] = {
+        "recall": "share of the places of the largest values that were kept",
+        "importance": "Spearman correlation of mean |x| by neuron over all rows, before and after",
+        "error": OF_VALUES["error"],
+    }
     at_end: ClassVar[bool] = True
+    flags: ClassVar[Mapping[str, tuple[str, Any]]] = {"exact": ("exact", True), "int8": ("exact", False)}
+    number: ClassVar[str] = "k"
+    named: ClassVar[tuple[str, ...]] = ("sample",)
+
+    @classmethod
+    def fields_of(cls, inside: str) -> dict[str, Any]:
+        found = super().fields_of(inside)
+        return {"sample": found.get("k", cls.k) // 4, **found}
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -152,10 +170,7 @@ class TopK(Reduction):
         return rows
 
     def tally_slices(self, slices: Sequence[np.ndarray], width: int, dtype: str) -> Tally:
-        """`tally` of rows of which each rank stored a slice of `width` values. slices: [rows, stored width] of each.
-
-        A row that is not finite in one slice is left out of all.
-        """
+        """A row that is not finite in one slice is left out of all."""
         finite = np.all([self._finite(part, width, dtype) for part in slices], axis=0)
         return Tally.beside([self.tally(part[finite], width, dtype) for part in slices])
 
@@ -183,6 +198,15 @@ class TopK(Reduction):
             drawn = [np.bincount(at, weights, width) for weights in (found, np.ones_like(found), found**2)]
         sums = [np.bincount(kept.ravel(), values.ravel(), width), known.sum(0), *drawn]
         return Tally(len(stored), *(np.asarray(s, np.float64) for s in sums))
+
+    def measures(self, rows: ReducedRows) -> dict[str, float]:
+        width = rows.rows.shape[1]
+        kept = self.indexes(rows.stored, width)
+        true = np.argsort(-np.abs(rows.rows), axis=1, kind="stable")[:, : self.k]
+        recall = np.mean([len(np.intersect1d(a, b)) for a, b in zip(kept, true, strict=True)]) / self.k
+        mean = self.tally(rows.stored, width, rows.dtype).mean()
+        importance = spearman(np.abs(rows.rows).mean(0), mean)
+        return {"recall": float(recall), "importance": importance, "error": error(rows.rows, rows.decoded)}
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
         rows = np.concatenate(parts, axis=-1)

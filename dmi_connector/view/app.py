@@ -18,9 +18,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dmi_connector.analysis.stats import heat
+from dmi_connector.analysis.stats import find_statistic, of_layer
 from dmi_connector.analysis.texts import Texts
-from dmi_connector.store.read.capture import Capture
+from dmi_connector.captures.capture import Capture
 from dmi_connector.view import attention, lens
 from dmi_connector.view.data import Library, NoSuchStore, describe
 
@@ -175,8 +175,10 @@ class _Pages:
     def heat(self, request: Request) -> Response:
         asked = request.query_params
         with self._open(request) as capture:
-            window, index = _window(request, capture), _number(request, "index", 0)
-            return _floats(heat(capture, asked.get("hook", ""), asked.get("statistic", "norm"), index, window))
+            window, index, hook = _window(request, capture), _number(request, "index", 0), asked.get("hook", "")
+            statistic = find_statistic(capture, hook, asked.get("statistic", "norm"))
+            layers: list[int | None] = [*capture.layers[hook]] or [None]
+            return _floats(np.stack([of_layer(capture, hook, one, statistic, index, window) for one in layers]))
 
     def attention(self, request: Request) -> Response:
         with self._open(request) as capture:

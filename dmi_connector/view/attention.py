@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.analysis.patterns import SUMMARY, attention_pattern, pattern_hooks
-from dmi_connector.store.read.capture import Capture
+from dmi_connector.captures.capture import Capture
 from dmi_connector.store.read.hook_names import HookTable
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.analysis.stats import statistics
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.captures import open_captures
 from dmi_connector.store.format.remote_path import local_path
 from dmi_connector.store.format.schema import INDEX_NAME
-from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.captures import open_captures
 from dmi_connector.store.read.index import CaptureInfo, info_of
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import unseen, verify_store

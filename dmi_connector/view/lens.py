@@ -10,8 +10,8 @@ import numpy as np
 
 from dmi_connector.analysis.lens import likeliest
 from dmi_connector.analysis.unembedding import Unembedding, log_softmax
-from dmi_connector.store.read.arrays.own_values import check_own_values
-from dmi_connector.store.read.capture import Capture
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.own_values import check_own_values
 
 
 @functools.lru_cache(maxsize=2)

@@ -7,7 +7,9 @@ So at most one engine lives at a time, in whatever order tests run.
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +42,9 @@ ENGINE = {"max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 1
 
 CACHE_BYTES = 256 << 20
 """Of the KV cache, with the draft's rows in it: room for `max_num_seqs` whole requests. vLLM fills it with zeros."""
+
+END_SECONDS = 120
+"""vLLM kills an engine that takes longer to end. By itself it waits 5 seconds: too few for stores on a busy machine."""
 
 _FREEZE = gc.freeze
 atexit.register(gc.unfreeze)  # libraries that count their objects at the end find none left
@@ -87,18 +92,24 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @contextmanager
-def engine(model: Path, in_process: bool = True, **kwargs: Any) -> Iterator[LLM]:
+def engine(model: Path, in_process: bool = True, fork: bool = True, **kwargs: Any) -> Iterator[LLM]:
     """A vLLM engine that is gone when the block ends.
 
     in_process: run scheduler and worker in this process, which saves the start of two and lets tests watch them and
-    take single steps; False is vLLM's default.
+    take single steps; False is vLLM's default. fork: processes of the engine are forked, as vLLM does on a GPU, not
+    spawned, as on a CPU: each that is spawned imports vLLM for twelve seconds.
     """
     from vllm import LLM
 
+    _find_kernels_once()
     with _classes_as_before(), _garbage_of_the_engine_alone():
         try:
             with pytest.MonkeyPatch.context() as patch:
+                if fork and not in_process and not runner.GPU:
+                    forked = multiprocessing.get_context("fork")
+                    patch.setattr(multiprocessing, "get_context", lambda _method=None: forked)
                 patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1")
+                patch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(END_SECONDS))
                 patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # in whole GiB, and it wins over the argument
                 llm = LLM(str(model), **{**ENGINE, "kv_cache_memory_bytes": CACHE_BYTES, **kwargs, **runner.ENGINE})
         except BaseException:
@@ -111,9 +122,21 @@ def engine(model: Path, in_process: bool = True, **kwargs: Any) -> Iterator[LLM]
                 for _ in range(3):  # an engine in its own process takes these steps by itself
                     llm.llm_engine.step()
         finally:
-            llm.llm_engine.engine_core.shutdown()
+            llm.llm_engine.engine_core.shutdown(**({} if in_process else {"timeout": END_SECONDS}))
             del llm
             gc.collect()
+
+
+@functools.cache
+def _find_kernels_once() -> None:
+    """On a CPU vLLM looks through all modules for Triton's kernels at each start, and puts its own in their place.
+
+    Once in a process is enough: modules that are imported later find those.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    if register := getattr(CpuPlatform, "register_triton_kernel_overrides", None):  # of vLLM 0.32
+        CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.cache(register))
 
 
 @contextmanager

@@ -13,16 +13,17 @@ from dmi_connector import Capture, open_capture
 from tests.engine.check import attention_weights
 from tests.engine.harness import Run
 
-ARCHS = ("qwen3", "llama", "gpt2")
+RUNS = [("qwen3", "compiled", "draft"), ("llama", "eager", "target"), ("gpt2", "compiled", "target")]
+"""Of test_hooks_vs_transformers.py."""
 
 
-@pytest.fixture(params=ARCHS)
+@pytest.fixture(params=RUNS, ids="-".join)
 def captured(
     request: pytest.FixtureRequest, core_run: Callable[[str, str, str], Run], tiny_model: Callable[..., Path]
 ) -> tuple[Capture, np.ndarray]:
-    run = core_run(request.param, "compiled", "draft")
+    run = core_run(*request.param)
     capture = open_capture(run.store("len300"), timeout=300)
-    return capture, attention_weights(tiny_model(request.param), run.tokens("len300")[:-1])
+    return capture, attention_weights(tiny_model(request.param[0]), run.tokens("len300")[:-1])
 
 
 def test_attention_is_that_of_transformers(captured: tuple[Capture, np.ndarray]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import capture, common, report
+from benchmarks import capture, common, report, summary
 from benchmarks.engine import account
 from benchmarks.setups import (
     CASES,
@@ -32,6 +32,7 @@ from benchmarks.setups import (
 from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.hooks import parse_selection
 
+pytestmark = pytest.mark.soak  # of what measures, not of what users run
 ROOT = Path(__file__).parents[2]
 SHRINK, CHUNK = 4, 32
 SETUPS = ("stock", "ehs", "full null", "full disk none", "full disk slow block", "full disk slow drop")
@@ -131,7 +132,7 @@ def test_the_printed_tables_hold_the_ratios(run: tuple[dict[str, Any], str]) -> 
 
 
 def test_the_table_compares_each_file_with_its_own_stock(run: tuple[dict[str, Any], str]) -> None:
-    other = json.loads((ROOT / "benchmarks/results/h200-overhead.json").read_text())
+    other = summary.runs(ROOT / "benchmarks/results/gpu-bursts.json")["h200-overhead"]
     lines = report.table({"tiny": run[0], "h200": other}).splitlines()
     for name, results in (("tiny", run[0]), ("h200", other)):
         stock, null = (report.measured(results, s)["decode32"] for s in ("stock", "full null"))
@@ -359,9 +360,9 @@ def test_engines_that_are_up_together_take_rounds_alternately() -> None:
 
 
 def test_limits_of_a_former_run_are_copied() -> None:
-    former = ROOT / "benchmarks/results/h200-overhead.json"
+    former = ROOT / "benchmarks/results/gpu-bursts.json"
     args = capture.parser().parse_args(["--limit-seconds", "0", "--limits-from", str(former)])
-    assert capture._limits(args) == json.loads(former.read_text())["limits"] != {}
+    assert capture._limits(args) == summary.runs(former)["h200-overhead"]["limits"] != {}
     assert capture._limits(capture.parser().parse_args(["--limit-seconds", "0"])) == {}
 
 

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from dmi_connector import open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.bulk.settings import RUN_NAME, settle
+from dmi_connector.cli.main import main
 from dmi_connector.store.read.run_manifest import read_manifest
 from tests import bulkprocess
 from tests.bulkprocess import TOKENS, check_whole, told, why
@@ -24,6 +25,8 @@ from tests.engine.harness import prompt
 
 MASK = [0, 0, 1, 1, 0, 0, 0, 1, 1]
 CHOICES = ["what", "no"]
+ONE_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+"""vLLM's engine in the process that `dmi run` starts: it has one of its own otherwise, as in `done`."""
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "what is it"}]
 
 
@@ -130,22 +133,29 @@ def test_other_settings_are_refused_before_an_engine_starts(
     assert result.returncode == 2 and "was begun with" in result.stderr and "'lz4'" in result.stderr, result.stderr
 
 
-def test_prompts_alone_and_flags_of_vllm_that_are_wrong(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """Without --max-tokens there are rows of the prompt only. A bad flag ends the run with vLLM's message."""
-    model = tiny_model("qwen3")
-    prompts = bulkprocess.write_ids(tmp_path / "p.jsonl", 12)
-    asked = bulkprocess.command(model, tmp_path / "p.jsonl", tmp_path / "out")
+def test_flags_of_vllm_that_are_wrong(
+    tiny_model: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They end the run with vLLM's message."""
+    bulkprocess.write_ids(tmp_path / "p.jsonl", 12)
+    asked = bulkprocess.command(tiny_model("qwen3"), tmp_path / "p.jsonl", tmp_path / "out", "--max-modle-len", "9")
+    assert main(asked[asked.index("run") :]) == 2
+    assert "unrecognized arguments: --max-modle-len" in capfd.readouterr().err
+
+
+def test_prompts_alone(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --max-tokens there are rows of the prompt only."""
+    monkeypatch.setenv(*ONE_PROCESS)
+    prompts, out = bulkprocess.write_ids(tmp_path / "p.jsonl", 12), tmp_path / "out"
+    asked = bulkprocess.command(tiny_model("qwen3"), tmp_path / "p.jsonl", out, "--shuffle", "3")
     del asked[asked.index("--max-tokens") : asked.index("--max-tokens") + 2]
-    wrong = subprocess.run([*asked, "--max-modle-len", "9"], cwd=bulkprocess.ROOT, capture_output=True, text=True)
-    assert wrong.returncode == 2 and "unrecognized arguments: --max-modle-len" in wrong.stderr, wrong.stderr
-    asked[asked.index(str(tmp_path / "out"))] = str(tmp_path / "prefill")
-    result = subprocess.run([*asked, "--shuffle", "3"], cwd=bulkprocess.ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, why(tmp_path / "prefill", result.stderr)
-    entries = list(read_manifest(tmp_path / "prefill" / "manifest.jsonl"))
+    result = subprocess.run(asked, cwd=bulkprocess.ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, why(out, result.stderr)
+    entries = list(read_manifest(out / "manifest.jsonl"))
     assert sorted(entry["row"] for entry in entries) == list(range(12))
     for entry in entries:
         assert (entry["generated_tokens"], entry["finish_reason"]) == (0, None)
-        assert bulkprocess.tokens_of(tmp_path / "prefill" / entry["store"]) == prompts[entry["row"]]
+        assert bulkprocess.tokens_of(out / entry["store"]) == prompts[entry["row"]]
 
 
 def test_a_start_that_failed_says_why_and_binds_nothing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -164,8 +174,9 @@ def test_a_start_that_failed_says_why_and_binds_nothing(tiny_model: Callable[...
 
 
 def test_sampling_that_the_engine_refuses_ends_the_run_before_a_prompt_is_taken(
-    tiny_model: Callable[..., Path], tmp_path: Path
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(*ONE_PROCESS)
     model, out = tiny_model("qwen3"), tmp_path / "out"
     bulkprocess.write_ids(tmp_path / "p.jsonl", 3)
     wrong = bulkprocess.run(model, tmp_path / "p.jsonl", out, "--sampling", '{"allowed_token_ids": [100000]}')

@@ -6,7 +6,8 @@ log-probabilities of all generated tokens must equal plain vLLM's exactly: when 
 residual stream alone is, whose layers share an op. On a CPU vLLM compiles a model whole; on a GPU piecewise, between
 attention layers. Both are tested.
 
-On a GPU an op may read its values until the next op waits for its branch (taps/overlap.py). Two runs write as late.
+On a GPU an op may read its values until the next op waits for its branch (taps/overlap.py). Each engine answers
+twice, and writes as late the second time.
 
 Plain vLLM itself had other last bits in 2 of some 130 starts on a CPU, with two threads. So the first capturing start
 of a model that differs is repeated. If it differs again, plain vLLM is started once more, and counts instead. A warning
@@ -94,7 +95,7 @@ def in_memory(address: int, shape: torch.Size, stride: tuple[int, ...], dtype: t
 
 
 def write_late(patch: pytest.MonkeyPatch) -> None:
-    """Let taps write as late as a GPU may."""
+    """Let taps with a LateWriter write as late as a GPU may."""
     from dmi_connector.engine.taps import op as tap_op
     from dmi_connector.engine.taps.overlap import Branch
 
@@ -103,7 +104,6 @@ def write_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "current_stream", LateStream)
     patch.setattr(torch.cuda, "stream", lambda stream: stream if isinstance(stream, LateStream) else enter(stream))
     branch = Branch(torch.device("cpu"))
-    patch.setattr(tap_op, "RowWriter", LateWriter)
     patch.setattr(tap_op, "captured_branch", lambda _device: branch)
 
 
@@ -175,10 +175,10 @@ def plain(compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return start_plain(compiled, tmp_path_factory.mktemp("plain-compiled"))
 
 
-def start_captured(compiled: Compiled, name: str, directory: Path) -> Run:
-    """name: a selection, with "late " before it to write late. Facts: the layers from whose place in the rows on
-    something was written, how often it was written late, how many graphs vLLM compiled, how, and what of this went into
-    its compile hash.
+def start_captured(compiled: Compiled, selection: str, directory: Path) -> tuple[Run, Run]:
+    """What an engine answers, and what it answers again while it writes late. Facts: the layers from whose place in the
+    rows on something was written, how often it was written late, how many graphs vLLM compiled, how, and what of this
+    went into its compile hash.
     """
     from vllm.compilation.counter import compilation_counter
 
@@ -186,13 +186,12 @@ def start_captured(compiled: Compiled, name: str, directory: Path) -> Run:
     from dmi_connector.engine.taps.compilation import compilation_of
 
     STARTS["all"] += 1
-    selection, run = name.removeprefix("late "), Run(directory)
+    run, late = Run(directory), Run(directory)
     before, pieces = list(tap_op._PLACES.values()), compilation_counter.num_piecewise_graphs_seen
     args = capture_args(selection, run.store_dir, owner=OWNERS[selection])
     with pytest.MonkeyPatch.context() as patch, compiled.how():
         LateStream.written.clear()
-        if name != selection:
-            write_late(patch)
+        patch.setattr(tap_op, "RowWriter", LateWriter)
         with engine(compiled.model, dtype="bfloat16", enforce_eager=False, **args) as llm:
             generate(llm, run, ASKS)
             places = [p for p in tap_op._PLACES.values() if not any(p is b for b in before)]
@@ -201,22 +200,22 @@ def start_captured(compiled: Compiled, name: str, directory: Path) -> Run:
             config = llm.llm_engine.vllm_config
             run.facts |= {"how": compilation_of(config), "hashed": config.additional_config["dmi_connector"]}
             run.facts["options"] = config.compilation_config.inductor_compile_config
-    return run
+            llm.reset_prefix_cache()
+            write_late(patch)
+            generate(llm, late, ASKS)
+            late.facts["late"] = dict(LateStream.written)
+    return run, late
 
 
 @pytest.fixture(scope="module")
-def captured(
-    compiled: Compiled, plain: Run, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> dict[str, Run]:
-    """Each selection, and with "late " before it each written late. On a GPU values are written late in models compiled
-    piecewise; models compiled whole write late in the long run alone (make soak).
+def captured(compiled: Compiled, plain: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Each selection, and with "late " before it each written late.
 
     Only the first start with other bits than plain vLLM's is doubted.
     """
     runs, doubted = {}, False
-    late = compiled.how is in_pieces or "not soak" not in pytestconfig.option.markexpr
-    for name in (*OWNERS, *(f"late {selection}" for selection in OWNERS if late)):
-        run = start_captured(compiled, name, tmp_path_factory.mktemp("captured-compiled"))
+    for name in OWNERS:
+        run, late = start_captured(compiled, name, tmp_path_factory.mktemp("captured-compiled"))
         if probabilities(run) != probabilities(plain) and not doubted:
             doubted = True
             STARTS["odd"] += 1
@@ -224,18 +223,18 @@ def captured(
             bits = f"log-probabilities {probabilities(run)}, plain vLLM {probabilities(plain)}"
             warnings.warn(f"{where} is repeated: {bits}", stacklevel=1)
             facts = run.facts
-            run = start_captured(compiled, name, tmp_path_factory.mktemp("captured-compiled"))
+            run, late = start_captured(compiled, name, tmp_path_factory.mktemp("captured-compiled"))
             run.facts["pieces"] = facts["pieces"]  # graphs now come from a cache
             if probabilities(run) != probabilities(plain):
                 plain.replies = start_plain(compiled, tmp_path_factory.mktemp("plain-compiled")).replies
-        runs[name] = run
+        runs |= {name: run, f"late {name}": late}
     return runs
 
 
 def test_vllm_compiles_whole_or_piecewise_as_configured(compiled: Compiled, captured: dict[str, Run]) -> None:
-    pieces = [captured[name].facts["pieces"] for name in (ALL_HOOKS, STREAM)]  # late ones have graphs from a cache
+    pieces = [captured[name].facts["pieces"] for name in OWNERS]
     assert pieces == ([2 * compiled.layers + 1] * 2 if compiled.how is in_pieces else [0, 0])
-    for run in captured.values():
+    for run in (captured[name] for name in OWNERS):
         how = run.facts["how"]
         wanted = (False, compiled.how is in_pieces, True, False)
         assert how == wanted, "norms are Inductor's, and the stream lasts in pieces"
@@ -263,8 +262,6 @@ def test_tokens_and_probabilities_equal_those_of_plain_vllm(
 @pytest.mark.parametrize("selection", [ALL_HOOKS, STREAM], ids=["everything", "stream"])
 @pytest.mark.parametrize("name", ASKS)
 def test_values_last_until_their_branch_is_joined(captured: dict[str, Run], name: str, selection: str) -> None:
-    if f"late {selection}" not in captured:
-        pytest.skip("models compiled whole write late in make soak alone")
     late, layers = captured[f"late {selection}"].facts["late"], len(captured[selection].facts["first layers"])
     before = 2 if selection == ALL_HOOKS else 1  # ops of the inputs; the last of a forward is waited for by its end
     after = 1 if selection == ALL_HOOKS else 0  # of the final norm

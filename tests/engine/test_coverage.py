@@ -41,8 +41,15 @@ def deaf(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setattr(ModelTaps, "hook", registered)
 
 
-@pytest.mark.parametrize("owner", ["draft", "target"])
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("owner", "eager"),
+    [
+        pytest.param("draft", True, id="eager-draft"),
+        pytest.param("target", True, id="eager-target"),
+        pytest.param("draft", False, id="compiled-draft", marks=pytest.mark.soak),
+        pytest.param("target", False, id="compiled-target"),
+    ],
+)
 def test_a_module_whose_hook_does_not_fire_is_named(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str, eager: bool
 ) -> None:

@@ -45,6 +45,9 @@ def _marked(chosen: Sequence[tuple[str, str, str]]) -> list[Any]:
     return [*chosen, *(pytest.param(one, marks=pytest.mark.soak) for one in rest)]
 
 
+CONFIGURATIONS = _marked(_SHORT)
+
+
 @dataclass
 class Served:
     """What an engine answered. images: of each request that has some. configuration: family, mode and owner."""
@@ -68,7 +71,7 @@ def with_images(arch: str, parts: Sequence[Any], images: Sequence[Any] = ()) -> 
     return Ask(tokens, images=images)
 
 
-@pytest.fixture(scope="module", params=_marked(_SHORT), ids="-".join)
+@pytest.fixture(scope="module", params=CONFIGURATIONS, ids="-".join)
 def served(request: pytest.FixtureRequest, known_models: None, tmp_path_factory: pytest.TempPathFactory) -> Served:
     arch, mode, owner = request.param
     model = make_model(arch, tmp_path_factory.mktemp(arch))

@@ -42,7 +42,7 @@ def model(tiny_model: Callable[..., Path]) -> Path:
 
 def test_a_good_configuration_is_accepted(model: Path, tmp_path: Path) -> None:
     context = capture_context(vllm_config(model, tmp_path / "new", owner="draft"))
-    assert context.owner == "draft" and context.dims.layers == 3
+    assert context.owner.name == "draft" and context.dims.layers == 3
     assert dict(context.selection.hooks) == {"resid_pre": (0, 1, 2), "resid_final": (0,)}
     assert (tmp_path / "new").is_dir()
 
@@ -345,7 +345,7 @@ def test_draft_tokens_under_the_v2_runner_are_refused(
 ) -> None:
     config, good = (vllm_config(model, tmp_path, owner="draft") for _ in range(2))
     monkeypatch.setattr(type(config), "use_v2_model_runner", True)
-    assert capture_context(good).owner == "draft"
+    assert capture_context(good).owner.name == "draft"
     config.speculative_config.num_speculative_tokens_per_batch_size = schedule
     with pytest.raises(ValueError, match=r"per_batch_size is .*set it to \[\[1, 65536, 0\]\].*owner='target'"):
         capture_context(config)
@@ -358,7 +358,7 @@ def test_sleep_mode_is_refused_with_reductions(model: Path, tmp_path: Path, owne
         config.model_config.enable_sleep_mode = True
     with pytest.raises(ValueError, match=r"enable_sleep_mode: True .*remove --enable-sleep-mode, or the option reduce"):
         capture_context(configs[0])
-    assert capture_context(configs[1]).owner == owner and capture_context(configs[1]).may_sleep
+    assert capture_context(configs[1]).owner.name == owner and capture_context(configs[1]).may_sleep
 
 
 def test_the_allocator_of_sleep_mode_is_refused_with_reductions(model: Path, tmp_path: Path) -> None:
@@ -387,17 +387,18 @@ def test_sleep_is_refused_where_no_step_reaches_the_workers_before(
     refusals.check(config)
 
 
+@pytest.mark.parametrize("owner", OWNERS)
 def test_a_second_engine_in_one_process_is_refused(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str
 ) -> None:
     from vllm.distributed.kv_transfer import kv_transfer_state
 
-    from dmi_connector.engine.owners.row_cache import CaptureLayer
+    from dmi_connector.engine import models
 
-    context = capture_context(vllm_config(model, tmp_path))
+    config = vllm_config(model, tmp_path, owner=owner)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object())
     with pytest.raises(ValueError, match=r"VLLM_ENABLE_V1_MULTIPROCESSING: 0 .*set it to 1"):
-        CaptureLayer(context)
+        models.Qwen3ForCausalLM(vllm_config=config)
 
 
 @pytest.mark.parametrize("owner", OWNERS)
@@ -415,16 +416,16 @@ def test_batch_sharded_sampling_is_refused_with_logits(model: Path, tmp_path: Pa
 def test_data_parallelism_is_accepted(model: Path, tmp_path: Path, owner: str) -> None:
     config = vllm_config(model, tmp_path, owner=owner, data_parallel_size=2)
     assert config.parallel_config.data_parallel_size == 2
-    assert capture_context(config).owner == owner
+    assert capture_context(config).owner.name == owner
 
 
 @pytest.mark.parametrize("owner", OWNERS)
 def test_async_scheduling_is_accepted_where_vllm_has_it(model: Path, tmp_path: Path, owner: str) -> None:
-    """Where vLLM has it, benchmarks/check_gpu.py compares all hooks under it."""
+    """Where vLLM has it, benchmarks/checks/check_gpu.py compares all hooks under it."""
     config = vllm_config(model, tmp_path, owner=owner, async_scheduling=True)
     if not config.scheduler_config.async_scheduling:
         pytest.skip("vLLM took async_scheduling=True and switched it off: it has none on this platform")
-    assert capture_context(config).owner == owner
+    assert capture_context(config).owner.name == owner
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import sustained, sustained_report, without
+from benchmarks import report, summary, sustained, without
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms, prompts
+
+pytestmark = pytest.mark.soak  # of what measures, not of what users run
 
 ROOT = Path(__file__).parents[2]
 SETUPS = "stock,hidden-states zstd without pace"
@@ -85,7 +87,7 @@ def test_a_consumer_keeps_each_sixteenth_store(tmp_path: Path) -> None:
         (stores / f"{n:02}.zarr").mkdir(parents=True)
         (stores / f"{n:02}.zarr" / "zarr.json").write_text("{}")
     (stores / "50.zarr.partial").mkdir()
-    command = [sys.executable, "-m", "benchmarks.consumer", str(stores), str(tmp_path / "kept")]
+    command = [sys.executable, "-m", "benchmarks.loads", str(stores), str(tmp_path / "kept")]
     done = subprocess.run(command, cwd=ROOT, input="", capture_output=True, text=True, check=True, timeout=600)
     assert json.loads(done.stdout) == {"stores": 33, "kept": 2, "vanished": 0}
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["15.zarr", "31.zarr"]
@@ -98,10 +100,12 @@ def test_each_mechanism_that_can_be_switched_off_exists() -> None:
     code = (
         "import benchmarks.without as w\n"
         "from dmi_connector.engine.taps import install, op\n"
-        "from dmi_connector.engine import replaced, sizing, tracker\n"
+        "from dmi_connector.engine import replaced, sizing\n"
+        "from dmi_connector.engine.owners import paged\n"
+        "from dmi_connector.engine.scheduler import tracker\n"
         "from dmi_connector.engine.transfer import gpu_copies\n"
         "def now(): return (op.captured_branch, install.joined_before_attention, gpu_copies.compiled,"
-        " sizing.write_settings, sizing.LEAST_SHARE, tracker.Tracker._plan, replaced.ask_one_rank, tracker._HELD)\n"
+        " sizing.write_settings, sizing.LEAST_SHARE, tracker.Tracker._plan, replaced.ask_one_rank, paged.HELD)\n"
         "before = now()\n"
         f"for name in '{names}'.split(','): assert isinstance(getattr(w, name), type)\n"
         "assert all(a is not b for a, b in zip(before, now()))\n"
@@ -115,7 +119,7 @@ def test_a_speed_at_which_files_fall_behind_is_not_called_sustained() -> None:
     late = {**run, "tok_per_s": 90.0, "keeps_up": False, "sustained_tok_per_s": 45.0, "exported_GB_per_s": 2.0}
     stores = {"stores": 5, "verified": False}
     engines = {"stock": {"loads": {"short64": [run]}}, "full none": {"loads": {"short64": [{**late, **stores}]}}}
-    text = sustained.table({"engines": engines})
+    text = report.busy_table({"engines": engines})
     assert (
         "| short64 | full none | 90 (0.900) |  | 2.0 (1.000) | 3.0 (1.000) | 2.00 | no: 45 tok/s | 5, NOT VERIFIED |"
         in text
@@ -129,7 +133,7 @@ def test_a_speed_at_which_files_fall_behind_is_not_called_sustained() -> None:
 
 
 def busy(tok_per_s: float, p99: float, python_us: list[float], between: list[float]) -> dict[str, Any]:
-    latencies = {"first_token_ms": {"p50": 2.0}, "between_tokens_ms": {"p99": p99}}
+    latencies = {"first_token_ms": {"p50": 2.0}, "between_tokens_ms": {"p50": 1.0, "p99": p99}}
     return {"tok_per_s": tok_per_s, "python_us": python_us, "tok_per_s_between_looks": between, **latencies}
 
 
@@ -137,9 +141,9 @@ def test_seconds_with_quick_cores_are_compared_with_such_alone() -> None:
     stock = busy(75.0, 1.0, [60, 61, 130, 60, 60, 60], [100, 50, 50, 102, 98])
     mine = busy(90.0, 1.0, [60, 60, 60, 60], [95, 96, 97])
     few = busy(90.0, 1.0, [60, 60, 130, 60], [95, 96, 97])
-    assert sustained_report.quick([stock]) == 100 and sustained_report.quick([few]) is None
+    assert report.quick([stock]) == 100 and report.quick([few]) is None
     engines = {name: {"loads": {"short64": [run]}} for name, run in {"stock": stock, "full null": mine}.items()}
-    assert "| full null | 90 (1.200) | 96 (0.960) |" in sustained_report.table({"engines": engines})
+    assert "| full null | 90 (1.200) | 96 (0.960) |" in report.busy_table({"engines": engines})
 
 
 def test_rounds_of_several_machines_are_one_table() -> None:
@@ -148,11 +152,10 @@ def test_rounds_of_several_machines_are_one_table() -> None:
         runs = {name: [busy(speed, speed / 10, [60], []) for speed in speeds] for name, speeds in loads.items()}
         return {"engines": {name: {"loads": {"short64": found}} for name, found in runs.items()}}
 
-    text = sustained_report.merged([file(100.0, [90.0, 80.0]), file(200.0, [194.0])])
-    assert text.splitlines()[2:] == ["| short64 | full null | 0.90, 0.80; 0.97 | 0.900 | 0.90 |"]
+    text = report.busy_rounds([summary.summarise(one) for one in (file(100.0, [90.0, 80.0]), file(200.0, [194.0]))])
+    assert text.splitlines()[2:] == ["| short64 | full null | 0.90, 0.80; 0.97 | 0.900 | 1.00 | 0.90 |"]
 
 
-@pytest.mark.soak
 def test_a_run_on_a_cpu_measures_and_verifies(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     argv = ["--model", str(tiny_model("qwen3")), "--out", str(out), "--store-dir", str(tmp_path / "stores")]

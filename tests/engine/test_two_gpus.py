@@ -35,7 +35,15 @@ def test_two_ranks_give_the_tokens_of_stock_and_right_values(
     tmp_path: Path, engine_args: dict[str, Any], env: dict[str, str], owners: list[str]
 ) -> None:
     out = tmp_path / "found.json"
-    command = [sys.executable, "-m", "benchmarks.check_gpu", "--out", str(out), "--model", str(tmp_path / "model")]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.checks.check_gpu",
+        "--out",
+        str(out),
+        "--model",
+        str(tmp_path / "model"),
+    ]
     command += ["--store-dir", str(tmp_path / "stores"), "--owners", ",".join(owners)]
     command += ["--engine-args", json.dumps(engine_args)]
     done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=1200)

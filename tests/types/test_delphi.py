@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from dmi_connector.captures.captures import open_captures
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
-from dmi_connector.store.read.captures import open_captures
 from tests import snippets
 from tests import storekit as kit
 

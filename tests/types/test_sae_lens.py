@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from benchmarks import reading
+from dmi_connector.captures.captures import open_captures
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
-from dmi_connector.store.read.captures import open_captures
 from tests import snippets
 from tests import storekit as kit
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from dmi_connector.captures.capture import open_capture
+from dmi_connector.captures.finite import NotFinite
 from dmi_connector.cli.main import main, make_run_parser
 from dmi_connector.layout import ArraySpec
-from dmi_connector.store.read.capture import open_capture
-from dmi_connector.store.read.finite import NotFinite
 from tests import snippets
 from tests import storekit as kit
 

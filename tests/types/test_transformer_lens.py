@@ -13,8 +13,8 @@ import torch
 
 from dmi_connector import capture_args, open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
-from dmi_connector.store.read import lens_names
-from dmi_connector.store.read.capture import Capture
+from dmi_connector.captures import lens_names
+from dmi_connector.captures.capture import Capture
 from tests import oraclestore, snippets
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 
@@ -23,7 +23,7 @@ lens = pytest.importorskip(
 )
 from transformer_lens.model_bridge import TransformerBridge  # noqa: E402
 
-from dmi_connector.store.read.activation_cache import StoreActivations  # noqa: E402
+from dmi_connector.captures.activation_cache import StoreActivations  # noqa: E402
 
 TOKENS = np.random.default_rng(0).integers(5, 512, 40).tolist()
 ATTENTION: dict[str, dict[str, Any]] = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,18 +31,25 @@ def snippets(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with captures of three questions and three statements, which is the current one."""
-    oracle = Oracle(make_model("qwen3", tmp_path / "model"))
-    (tmp_path / "captures").mkdir()
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with captures of three questions and three statements, and an autoencoder."""
+    root = tmp_path_factory.mktemp("made")
+    oracle = Oracle(make_model("qwen3", root.with_name("model")))
+    (root / "captures").mkdir()
     for i in range(6):
         ids = np.random.default_rng(i).integers(5, 512, 16).tolist()
         key = "question" if i < 3 else "statement"
-        analysiskit.write_store(tmp_path / f"captures/{i}.zarr", oracle, ids, 8, key=key)
-    write_sae(tmp_path / "sae", oracle.config.hidden_size)
+        analysiskit.write_store(root / f"captures/{i}.zarr", oracle, ids, 8, key=key)
+    write_sae(root / "sae", oracle.config.hidden_size)
+    return root
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, which is the current directory."""
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return Path(shutil.copytree(made, tmp_path, dirs_exist_ok=True))
 
 
 def write_sae(folder: Path, width: int) -> None:

@@ -16,21 +16,19 @@ import pytest
 
 from benchmarks import (
     bulk,
-    chain,
-    check_gpu,
     common,
     kernels,
-    models,
-    niceness,
     node,
-    node_limits,
     reading,
-    report,
     shapes,
     stores,
+    summary,
 )
+from benchmarks.checks import check_gpu, models
 from dmi_connector import find_captures, open_capture
 from dmi_connector.cli.main import main as cli
+
+pytestmark = pytest.mark.soak
 
 
 def test_the_kernel_benchmark_measures_every_rule(tmp_path: Path) -> None:
@@ -56,18 +54,6 @@ def test_the_store_benchmark_measures_rates_and_removes_its_files(tmp_path: Path
     assert not directory.exists()
 
 
-def test_the_niceness_benchmark_measures_each_way_and_leaves_no_file(tmp_path: Path) -> None:
-    out = tmp_path / "niceness.json"
-    names = ["none", "nice 19", "nice 5, a core free"]
-    small = ["--seconds", "0.2", "--repeat", "1", "--megabytes", "1", "--ways", *names]
-    assert niceness.main(["--out", str(out), "--directory", str(tmp_path), *small]) == 0
-    ways = json.loads(out.read_text())["ways"]
-    assert set(ways) == set(names) and all(found["steps_per_s"] > 0 for found in ways.values())
-    # On a busy machine a writer may get no turn within the measured 0.2 s: the whole of its life counts.
-    assert {way for way, found in ways.items() if found["written_GB"] > 0} == set(names) - {"none"}
-    assert list(tmp_path.iterdir()) == [out], "no file is left"
-
-
 def test_the_reading_benchmark_compares_each_read_with_its_limit(tmp_path: Path) -> None:
     out, directory = tmp_path / "reading.json", tmp_path / "stores"
     small = {"--few": 2, "--layers": 2, "--many": 3, "--batch": 300, "--repeat": 1}
@@ -77,7 +63,7 @@ def test_the_reading_benchmark_compares_each_read_with_its_limit(tmp_path: Path)
     results = json.loads(out.read_text())
     bars = [bar for bar in reading.BARS if not bar[0].startswith("export")]
     assert [(one["read"], one["limit"], one["bar"]) for one in results["of_limit"]] == bars
-    assert all(one["ratio"] == one["runs"][0] > 0 for one in results["of_limit"])
+    assert all(one["least"] == one["ratio"] == one["most"] > 0 for one in results["of_limit"])
     assert min(results["median"].values()) > 0 and "/" not in results["header"]["command"]
     assert not directory.exists()
 
@@ -98,34 +84,20 @@ def test_the_reading_benchmark_says_what_an_export_needs(capsys: pytest.CaptureF
     assert "export is left out: it needs the package datasets" in capsys.readouterr().err
 
 
-def test_the_bulk_benchmark_gives_both_engines_the_same_arguments_and_shows_its_result() -> None:
+def test_the_bulk_benchmark_gives_both_engines_the_same_arguments() -> None:
     given = {"dtype": "float32", "enforce_eager": True, "async_scheduling": False, "compilation_config": {"mode": 0}}
     want = ["--dtype", "float32", "--enforce-eager", "--no-async-scheduling", "--compilation-config", '{"mode": 0}']
     assert list(bulk.flags(given)) == want
-    results = json.loads((common.ROOT / "benchmarks" / "results" / "cpu-bulk.json").read_text())
-    assert results["ratio"] >= bulk.TARGET and len(results["ratios"]) == 9 and results["header"]["clean"]
-    lines = bulk.table(results).splitlines()
-    page = (common.ROOT / "docs" / "BULK.md").read_text()
-    for line, ratio in zip(lines[2:], (None, f"{results['ratio']:.2f}"), strict=True):
-        name, speed = (cell.strip() for cell in line.split("|")[1:3])
-        assert f"| {name} | {int(speed):,} | {ratio or 1} |" in page
-
-
-def test_the_page_about_models_has_the_table_of_the_results() -> None:
-    """Of a GPU it has the five models that ran there, and no other of their architectures."""
-    found = json.loads(models.RESULTS.read_text())["found"]
-    gpu = json.loads(models.GPU.read_text())["models"]
-    table = models.table(found, gpu)
-    assert table in models.PAGE.read_text()
-    ran = {line.split("`")[1] for line in table.splitlines()[2:] if not line.endswith("| not run |")}
-    assert ran == {one["model"] for one in gpu.values()} and len(ran) == 5
 
 
 def test_the_table_of_models_says_what_a_gpu_gave() -> None:
     """Of models with experts the part of the rows that keep theirs, of others the least cosine."""
-    found = [
-        {"model": name, "architecture": "A", "mode": "eager", "errors": {"q": 1e-6}} for name in ("small", "small-odd")
-    ]
+    found = models.summary(
+        [
+            {"model": name, "architecture": "A", "mode": "eager", "errors": {"q": 1e-6}}
+            for name in ("small", "small-odd")
+        ]
+    )
     gpu = {"A": {"model": "small", "cosine": 0.99777, "rows_below": None, "same_tokens": "59 of 60"}}
     head, _, first, second = models.table(found, gpu).splitlines()
     assert head.endswith("| GPU, bf16 |") and second.endswith("| not run | not run | not run |")
@@ -133,26 +105,6 @@ def test_the_table_of_models_says_what_a_gpu_gave() -> None:
     gpu["A"] |= {"rows_below": 0.0236}
     assert "| 97.6 % of rows ≥ 0.99, tokens 59 of 60 |" in models.table(found, gpu)
     assert models.table(found, {}).count("not run") == 6
-
-
-def test_the_page_about_scale_has_what_its_script_prints(tmp_path: Path) -> None:
-    """Its files a store are those of a real one, its hooks those of the selection."""
-    from benchmarks import scale
-    from dmi_connector.hooks import ModelDims, parse_selection
-    from dmi_connector.layout import ArraySpec
-    from tests import storekit
-
-    assert scale.tables(1e9, [1, 8, 64], 0.023) in (Path(__file__).parents[2] / "docs" / "SCALE.md").read_text()
-    hours, stored = scale.costs(scale.SELECTIONS[0], 1e9, 2)
-    assert hours == pytest.approx(189_440 / 6.4 / 3600, rel=1e-6) and stored == pytest.approx(6.4 / 1.5)
-    dims = ModelDims("Qwen3ForCausalLM", 36, 2560, 32, 8, 128, 9728, 151936)
-    hooks = ["hidden-states", "mlp_post@16-19,resid_post@16-19", "vllm-full,-logits"]
-    assert [one.arrays for one in scale.SELECTIONS] == [len(parse_selection(text, dims).hooks) for text in hooks]
-    stores = storekit.Store()
-    stores.write(tmp_path / "a.zarr", [ArraySpec("q", "bfloat16", (0, 1), 8), ArraySpec("z", "bfloat16", (0,), 8)], 200)
-    assert stores.shutdown()
-    files = [path for path in (tmp_path / "a.zarr").rglob("*") if path.is_file()]
-    assert len(files) == scale.FIXED_FILES + 2 * 2
 
 
 def test_the_benchmark_of_indexes_finds_what_it_wrote(tmp_path: Path) -> None:
@@ -208,34 +160,6 @@ def test_the_node_benchmark_runs_and_keeps_what_was_measured_on_a_real_node(
     assert capsys.readouterr().out == printed and printed.splitlines()[-1].endswith(" | 12.5 |")
 
 
-def test_the_page_about_scale_has_the_prediction_for_a_node() -> None:
-    """The rows of Qwen3-4B are those of the page's other tables. Each limit follows its formula."""
-    from benchmarks import scale
-
-    found = json.loads((common.ROOT / "benchmarks" / "results" / "cpu-node.json").read_text())
-    page, machine = (common.ROOT / "docs" / "SCALE.md").read_text(), node_limits.Machine()
-    assert node_limits.table(found, machine, node.SHOWN) in page and found["header"]["clean"]
-    cases, codecs = list(found["rows"])[::3], ("zstd", "zstd", "lz4")
-    sizes = [one.token_bytes for one in scale.SELECTIONS]
-    assert [found["rows"][case]["DP 1"]["bytes"] for case in cases] == [pytest.approx(size, rel=1e-3) for size in sizes]
-    for case, codec in zip(cases, codecs, strict=True):
-        one, eight, tensor = (
-            node_limits.limits(found, case, codec, layout, machine) for layout in ("DP 1", *node.SHOWN)
-        )
-        size = found["rows"][case]["DP 1"]["bytes"]
-        assert one["link"] == pytest.approx(50e9 / size) and eight["link"] == pytest.approx(8 * one["link"])
-        assert tensor["link"] < eight["link"] and tensor["writers"] < eight["writers"]
-        assert one["cores"] == pytest.approx(15 / 16 * one["writers"])
-        stored = eight["disk"] * size / found["costs"][case][codec]["DP 8"]["compression"]
-        assert stored == pytest.approx(20e9) and eight["disk"] < eight["memory"]
-    slower = node_limits.limits(
-        found, cases[0], "zstd", "DP 8", replace(machine, core_cost=2 * machine.core_cost, disk=10)
-    )
-    before = node_limits.limits(found, cases[0], "zstd", "DP 8", machine)
-    halved = {"cores", "writers", "coordinator", "index", "disk"}
-    assert {name for name in before if slower[name] == pytest.approx(before[name] / 2)} == halved
-
-
 @pytest.mark.parametrize("name", shapes.SHAPES)
 def test_the_shapes_of_published_models_are_of_architectures_that_are_served(name: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
@@ -245,20 +169,9 @@ def test_the_shapes_of_published_models_are_of_architectures_that_are_served(nam
     assert shapes.main([str(tmp_path), "--only", name]) == 0
     config = AutoConfig.from_pretrained(tmp_path / name)
     (architecture,) = config.architectures
-    dims, fields = ARCHITECTURES[architecture].dims(config), shapes.SHAPES[name][2]
+    dims, fields = ARCHITECTURES[architecture].dims(config), shapes.SHAPES[name]
     assert (dims.layers, dims.hidden) == (fields["num_hidden_layers"], fields["hidden_size"])
     assert dims.experts == fields.get("num_experts", fields.get("num_local_experts", fields.get("n_routed_experts", 0)))
-
-
-def test_the_cost_is_drawn_by_bytes_of_a_token(tmp_path: Path) -> None:
-    source = common.ROOT / "benchmarks" / "results" / "h200-curves.json"
-    found = report.points({"curves": json.loads(source.read_text())})
-    assert {case: len(points) for case, points in found.items()} == {"decode32": 6, "prefill8": 6}
-    assert found["decode32"][0] == (0.18432, pytest.approx(0.9724, abs=1e-4)), "resid_pre alone"
-    assert report.main([str(source), "--plot", str(tmp_path / "cost.svg")]) == 0
-    for drawn in (tmp_path / "cost.svg", common.ROOT / "docs" / "img" / "cost.svg"):
-        text = drawn.read_text()
-        assert "decode, 32 requests" in text and "prompts of 512 tokens, 8 requests" in text
 
 
 def test_a_benchmark_that_is_ended_by_a_signal_ends_its_engines(tmp_path: Path) -> None:
@@ -283,32 +196,49 @@ def test_a_benchmark_that_is_ended_by_a_signal_ends_its_engines(tmp_path: Path) 
         assert not Path(f"/proc/{engine}").exists()
 
 
-def test_the_chain_of_a_step_is_summed_up_over_ranks() -> None:
-    def rank(late: float, answers: bool) -> chain.Notes:
-        starts = [0.004 * step for step in range(5)]
-        return {
-            "execute": [(at + late, at + late + 0.001) for at in starts],
-            "sample": [(at + 0.001, at + 0.003) for at in starts],
-            "launch": [at + late + 0.0005 for at in starts],
-            "answer": [(at + 0.0065 + late, True) for at in starts] + [(0.0, False)] if answers else [],
-            "begin": [at + 0.001 for at in starts],
-            "graph": [at + 0.004 for at in starts],
-            "end": [at + 0.0045 for at in starts],
-        }
-
-    found = chain.summarise([rank(0.0, True), rank(0.0002, True)])
-    assert (found["steps"], found["step"]) == (5, 4.0)
-    assert found["ranks"][1] == {
-        **{"execute": 1.0, "sample": 2.0, "launch": 0.5, "gpu_graph": 3.0, "gpu_rest": 0.5, "gpu_waits": 0.5},
-        "answered": 2.2,
-    }
-    assert found["engine"] == 1.3  # from the later rank's answer
-    alone = chain.summarise([rank(0.0, True), rank(0.0, False)])
-    assert alone["engine"] == 1.5 and "answered" not in alone["ranks"][1]
-
-
 def test_the_check_on_a_gpu_has_no_limit_that_holds_for_nan() -> None:
     steps = {"scheduled_tokens": 1, "expected_tokens": 1, "largest_decode_step": 1, "draft_tokens": 0}
     assert check_gpu._failures({"steps": steps}) == []
     for name in ("attention_error", "top_k_gap"):
         assert len(check_gpu._failures({"steps": steps, name: float("nan")})) == 1, name
+
+
+def test_a_summary_has_a_run_for_each_result_and_no_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {"tok_per_s": 90.0, "runs": [90.0, 80.0, 95.0], "python_us": [60.0] * 3, "ratio": 0.9}
+    setups = {"a null": {"decode1": rates, "profile decode32": {"step": {"calls": 3}}}}
+    steps = {"scheduled_tokens": 5, "expected_tokens": 5, "draft_tokens": 0}
+    check = {"steps": steps, "facts": {"cached_tokens": 3}, "least_cosine": {"q": 0.9, "k": 0.8}, "rows_missing": 0}
+    served = [{"seconds": 1.0, "tok_per_s": speed, "by_engine": {"0": speed}, "answered": 2} for speed in (10.0, 30.0)]
+    raw = {
+        "bursts": {"header": {"commit": "1"}, "limits": {}, "engines": {"a": {"start_s": 1.0, "setups": setups}}},
+        "check": {"commit": "2", "target": check, "stock": {"steps": {**steps, "scheduled_tokens": 6}}},
+        "servers": {"header": {}, "servers": {"stock, 1 engine": served}},
+    }
+    for name, found in raw.items():
+        common.save(tmp_path / f"{name}.json", found)
+    out = tmp_path / "out" / "summary.json"
+    paths = [str(tmp_path / f"{name}.json") for name in raw]
+    assert summary.main([*paths[:1], "--out", str(out)]) == summary.main([*paths[1:], "--out", str(out)]) == 0
+    found = json.loads(out.read_text())["runs"]
+    assert list(found) == list(raw), "what was there stays"
+    assert found["bursts"]["engines"]["a"]["setups"] == {
+        "a null": {"decode1": {"tok_per_s": 90.0, "ratio": 0.9, "rounds": 3, "least": 80.0, "most": 95.0}}
+    }
+    assert found["check"]["header"] == {"commit": "2"} and not found["check"]["stock"]["steps_as_stock"]
+    assert found["check"]["target"] == {"rows_missing": 0, "steps_as_stock": True, "least_cosine": [0.8, "k"]}
+    assert found["servers"]["servers"]["stock, 1 engine"] == {
+        **{"tok_per_s": 20.0, "rounds": 2, "least": 10.0, "most": 30.0},
+        **{"by_engine": {"0": 30.0}, "seconds": 2.0, "answered": 4},
+    }
+    common.save(tmp_path / "other.json", {"header": {}})
+    with pytest.raises(SystemExit):
+        summary.main([str(tmp_path / "other.json"), "--out", str(out)])
+    assert "other.json: it is no result of capture" in capsys.readouterr().err
+
+
+def test_a_result_has_one_line_for_what_fits_on_a_line(tmp_path: Path) -> None:
+    found = {"short": {"a": [1, 2], "b": None}, "long": list(range(100)), "empty": {}}
+    common.save(tmp_path / "a.json", found)
+    text = (tmp_path / "a.json").read_text()
+    assert json.loads(text) == found and len(text.splitlines()) == 100 + 6
+    assert ' "short": {"a": [1, 2], "b": null},' in text.splitlines()

@@ -17,6 +17,7 @@ import pytest
 from dmi_connector.analysis.labels import token_labels
 from dmi_connector.analysis.pictures import canvas
 from dmi_connector.analysis.residual import residual_norms
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.cli import demo, tables
 from dmi_connector.cli.main import main, make_run_parser, make_serve_parser
 from dmi_connector.cli.run import NOT_OURS
@@ -26,7 +27,6 @@ from dmi_connector.hooks import SelectionError
 from dmi_connector.layout import ArraySpec
 from dmi_connector.option_values import OptionError
 from dmi_connector.settings import ServerOptions
-from dmi_connector.store.read.capture import open_capture
 from tests import storekit as kit
 
 TOKENS = 70
@@ -223,14 +223,28 @@ def test_plots_have_true_norms_and_token_labels(stores: Path, tmp_path: Path) ->
     ],
 )
 def test_a_mistake_of_the_user_is_answered_in_one_line(
-    stores: Path, tmp_path: Path, argv: list[str], words: list[str]
+    stores: Path,
+    tmp_path: Path,
+    argv: list[str],
+    words: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each runs in a process of its own, which argparse may end, and whose output would show a traceback."""
-    command = [sys.executable, "-m", "dmi_connector.cli", *(a.replace("{stores}", str(stores)) for a in argv)]
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main([a.replace("{stores}", str(stores)) for a in argv])
+    except SystemExit as end:  # of argparse
+        status = end.code
+    out, err = capfd.readouterr()
+    assert status == 2, err
+    assert out == "" and len(err.splitlines()) == 1, err
+    assert err.startswith("dmi") and all(w in err for w in words), err
+
+
+def test_a_mistake_ends_the_process_with_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dmi_connector.cli", "info", "none.zarr"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2, done
-    assert done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
-    assert done.stderr.startswith("dmi") and all(w in done.stderr for w in words), done.stderr
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done
 
 
 def test_plot_without_matplotlib_says_what_to_install(

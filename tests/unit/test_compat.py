@@ -11,8 +11,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from benchmarks import compat
-from benchmarks.common import ROOT
+from benchmarks.checks import compat
+from benchmarks.common import END, ROOT
 from dmi_connector.engine import contract
 
 RUNS: list[dict[str, Any]] = compat.results()["runs"]
@@ -72,7 +72,7 @@ def test_pages_promise_the_versions_that_were_run(page: str) -> None:
 
 def test_the_table_is_the_one_that_make_compat_wrote() -> None:
     page = compat.PAGE.read_text()
-    shown = page[page.index(compat.BEGIN) + len(compat.BEGIN) : page.index(compat.END)]
+    shown = page[page.index(compat.BEGIN) + len(compat.BEGIN) : page.index(END)]
     assert shown.strip() == compat.table(compat.results())
 
 

@@ -17,6 +17,8 @@ import pytest
 from benchmarks import common, data_parallel
 from benchmarks.loads import Load
 
+pytestmark = pytest.mark.soak
+
 
 class Answers(BaseHTTPRequestHandler):
     """Answers each request for tokens a little later, and counts."""

@@ -12,46 +12,38 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from nbclient.exceptions import CellExecutionError
-from nbformat.v4 import new_code_cell
 
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.cli.tiny_models import make_model, make_tokenizer
 from dmi_connector.cli.tiny_training import texts, train
 from tests import analysiskit, notebookkit, oraclestore
+from tests.notebookkit import Mistake
 
 TOKENS = np.random.default_rng(0).integers(10, 500, 40).tolist()
 
 
 def run(
-    name: str, stores: Path, monkeypatch: pytest.MonkeyPatch, after: str = "", wrong: str = "", env: str = "DMI_STORE"
+    name: str, stores: Path, monkeypatch: pytest.MonkeyPatch, *mistakes: Mistake, env: str = "DMI_STORE"
 ) -> tuple[str, int]:
-    """What a notebook prints, and its pictures. wrong: code behind the cell that holds `after`. env: names `stores`."""
-    notebook = notebookkit.read(name)
-    if wrong:
-        place = next(i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code" and after in cell.source)
-        notebook.cells.insert(place + 1, new_code_cell(wrong))
-    return notebookkit.execute(notebook, monkeypatch, **{env: str(stores)})
+    """What a notebook prints, and its pictures. env: names `stores`."""
+    return notebookkit.execute(notebookkit.read(name), monkeypatch, mistakes, **{env: str(stores)})
 
 
 def test_attention_is_that_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle = Oracle(make_model("qwen3", tmp_path / "model"))
     store = oraclestore.write(oracle, tmp_path / "a.zarr", TOKENS, hooks=("q_rot", "k_rot")).path
-    text, pictures = run("attention", store, monkeypatch)
+    mistake = Mistake("attention_pattern(cap", "weights = weights[:, ::-1]")
+    text, pictures = run("attention", store, monkeypatch, mistake)
     assert float(re.findall(r"from transformers: (\S+)", text)[0]) < 1e-5 and pictures == 2, text
     assert re.search(r"head \d of layer \d looks most at the token before: 0\.\d\d", text), text
-    with pytest.raises(CellExecutionError, match="AssertionError"):
-        run("attention", store, monkeypatch, "attention_pattern(cap", "weights = weights[:, ::-1]")
 
 
 def test_routing_follows_from_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle = Oracle(make_model("qwen3_moe", tmp_path / "model"))
     store = oraclestore.write(oracle, tmp_path / "a.zarr", TOKENS).path
-    text, pictures = run("routing", store, monkeypatch)
+    text, pictures = run("routing", store, monkeypatch, Mistake("experts = cap.numpy", "chosen = chosen[::-1]"))
     assert "choices that follow from the logits: 100.0%" in text and pictures == 2, text
     assert re.search(r"\(40, \d+, \d+\) uint8", text), text
-    with pytest.raises(CellExecutionError, match="AssertionError"):
-        run("routing", store, monkeypatch, "experts = cap.numpy", "chosen = chosen[::-1]")
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite"])
@@ -61,11 +53,9 @@ def test_the_first_look_reads_the_ends_of_families(
     """Gains of 1 + weight, scaled and capped logits."""
     oracle = Oracle(make_model(family, tmp_path / "model"))
     store = analysiskit.write_store(tmp_path / "a.zarr", oracle, TOKENS, 20)
-    text, pictures = run("first_look", store, monkeypatch)
-    assert float(re.findall(r"from the captured logits: (\S+)", text)[0]) < 1e-3 and pictures == 2, text
     wrong = "guesses = 1.2 * guesses; cap.attrs['dtype'] = 'bfloat16'"
-    with pytest.raises(CellExecutionError, match="AssertionError"):
-        run("first_look", store, monkeypatch, "end = Unembedding.of", wrong)
+    text, pictures = run("first_look", store, monkeypatch, Mistake("end = Unembedding.of", wrong))
+    assert float(re.findall(r"from the captured logits: (\S+)", text)[0]) < 1e-3 and pictures == 2, text
 
 
 # ---- of a model that was trained for some seconds -------------------------------------------------------------------
@@ -94,14 +84,13 @@ def test_the_autoencoder_explains_more_than_its_baselines(
     trained: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stores = oraclestore.write_many(trained, tmp_path, prompts(90, 128).tolist(), ["mlp_post"])
-    text, pictures = many("sae", stores, monkeypatch)
+    mixed = "test = test[:, np.random.default_rng(1).permutation(width)]"  # neurons of another order than in training
+    mistake = Mistake("class SAE", mixed, r"AssertionError\S*: every baseline")
+    text, pictures = many("sae", stores, monkeypatch, mistake)
     explains = dict(re.findall(r"^(.+?) +explains (-?\d\.\d+)$", text, re.M))
     assert len(explains) == 4 and float(explains.pop("SAE")) > 0.8, text
     assert all(float(value) < 0.9 for value in explains.values()) and pictures == 2, text
     assert re.search(r"dead latents: \d+ of 512", text) and len(re.findall(r"^latent +\d+: ", text, re.M)) == 10, text
-    mixed = "test = test[:, np.random.default_rng(1).permutation(width)]"  # neurons of another order than in training
-    with pytest.raises(CellExecutionError, match=r"AssertionError\S*: every baseline"):
-        many("sae", stores, monkeypatch, "data = TokenDataset", mixed)
 
 
 def test_the_draft_head_learns_from_files_that_are_the_captures(
@@ -112,14 +101,14 @@ def test_the_draft_head_learns_from_files_that_are_the_captures(
     with torch.no_grad():
         answers = trained.model.generate(prompts(120, 48), **options)
     stores = oraclestore.write_many(trained, tmp_path, answers.tolist(), ["resid_pre", "resid_final", "final_ln"])
-    text, pictures = many("drafter_data", stores, monkeypatch)
+    value = "path = next((folder / 'specforge').glob('rows_*/data_3.ckpt')); one = torch.load(path);"
+    value += " one['aux_hidden_state'][0, 5, 7] += 1e-3; torch.save(one, path)"
+    others = "for one in features.values(): one['aux_hidden_state'] = one['aux_hidden_state'].roll(40, 1)"
+    mistakes = (
+        Mistake("def surprise", others, r"AssertionError\S*: the draft head", ("epochs=15", "epochs=5")),
+        Mistake('export("specforge")', value),
+    )
+    text, pictures = many("drafter_data", stores, monkeypatch, *mistakes)
     assert "120 requests agree with their captures" in text and pictures == 1, text
     right = {name: float(value) for name, value in re.findall(r"^(.+?) +guesses (\d\.\d+)", text, re.M)}
     assert right["most frequent"] < right["bigram"] < right["draft head"], text
-    value = "path = next((folder / 'specforge').glob('rows_*/data_3.ckpt')); one = torch.load(path);"
-    value += " one['aux_hidden_state'][0, 5, 7] += 1e-3; torch.save(one, path)"
-    with pytest.raises(CellExecutionError, match="AssertionError"):
-        many("drafter_data", stores, monkeypatch, 'export("specforge")', value)
-    others = "for one in features.values(): one['aux_hidden_state'] = one['aux_hidden_state'].roll(40, 1)"
-    with pytest.raises(CellExecutionError, match=r"AssertionError\S*: the draft head"):
-        many("drafter_data", stores, monkeypatch, "def surprise", others)

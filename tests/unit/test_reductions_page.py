@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dmi_connector.reduce import KINDS, forms, parse
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/REDUCTIONS.md").read_text()
 RESULTS = json.loads((ROOT / "benchmarks/results/cpu-fidelity.json").read_text())
@@ -96,3 +98,13 @@ def test_figures_in_the_text_are_as_measured() -> None:
     assert f"keeps {kept[0]} of the variance of `resid_mid` (random weights: {kept[1]})" in text
     alone = down(min(layers("trained", "mlp_post", "topk(64,sample=0)", "importance")), 4)
     assert f"it is {alone} for `mlp_post`" in text
+
+
+def test_every_form_is_described_and_every_kind_has_its_bytes() -> None:
+    table = PAGE.split("## All of them")[1].split("##")[0]
+    assert [form for form in forms() if f"`{form}`" not in table] == []
+    stored = (ROOT / "docs/FORMAT.md").read_text().split("## 11. Reduced hooks")[1]
+    assert [kind for kind in KINDS if f"| `{kind}` |" not in stored] == []
+    for kind in KINDS.values():
+        assert kind.forms and all(form.partition("(")[0] == kind.kind for form in kind.forms)
+        assert {type(parse(spec)) for spec in (*kind.compared, *filter(None, [kind.example]))} <= {kind}

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks.check_gpu tells a tie that rounding decides from tokens that are wrong."""
+"""benchmarks.checks.check_gpu tells a tie that rounding decides from tokens that are wrong."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,11 @@ import pytest
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from benchmarks import check_gpu, common, rounding
-from benchmarks.same_tokens import (
+from benchmarks.checks import check_gpu
+from benchmarks.checks.same_tokens import (
     LEAST_SEEDED,
     MOST_BEYOND_OF_EXPERTS,
     MOST_TIE,
-    MOST_TIE_OF_ARCH,
     UNIT,
     compare_tokens,
     first_difference,
@@ -28,6 +26,8 @@ from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.hooks import HOOKS, parse_selection
 from dmi_connector.layout import ArraySpec
 from tests import storekit
+
+pytestmark = pytest.mark.soak
 
 ROWS = np.array([[4.0, 1.0, -8.0, 0.0], [1.0, 3.0, 2.8125, -4.0], [0.0, 2.0, 1.0, 0.0]], np.float32)
 """Logits of three tokens. Greedy decoding gives 0, 1, 1. In row 1 tokens 1 and 2 are 12 units of 4 apart."""
@@ -132,19 +132,3 @@ def test_the_default_hooks_are_those_of_the_family(arch: str) -> None:
     dims = row.fit(config).dims(config)
     every = {name for name, hook in HOOKS.items() if dims.layers_of(hook)} - {"pattern"}
     assert set(parse_selection(check_gpu.parser().get_default("hooks"), dims).hooks) == every
-
-
-def test_bfloat16_alone_stays_within_the_limits(tmp_path: Path) -> None:
-    """The limits of check_gpu are those of the recorded run, which `benchmarks.rounding` can repeat."""
-    out = tmp_path / "out.json"
-    assert rounding.main(["--out", str(out), "--archs", "qwen3_moe", "--lengths", "5,40"]) == 0
-    found = json.loads(out.read_text())["models"]["qwen3_moe"]
-    assert found["rows"] == 5 + 40 + 2 * rounding.GENERATED and found["same_experts"]["rows"] <= found["rows"]
-    assert found["same_experts"]["rows"] > 0 and found["same_experts"]["rows_below"] <= found["rows_below"]
-    recorded = json.loads((common.ROOT / "benchmarks" / "results" / "cpu-rounding.json").read_text())["models"]
-    assert set(recorded) == set(FIELDS)
-    for arch, one in recorded.items():
-        assert one["rows_below"] <= check_gpu.MOST_FLIPPED * one["rows"]
-        if "same_experts" not in one:
-            assert one["largest_tie"] <= MOST_TIE_OF_ARCH.get(arch, MOST_TIE), arch
-    assert any(recorded[arch]["largest_tie"] > MOST_TIE for arch in MOST_TIE_OF_ARCH)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.option_values import OptionError
 from dmi_connector.request_options import CaptureParams
@@ -20,7 +22,6 @@ from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.paths import UMASKS, custom_directory, store_name
-from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.index import find_captures
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.client import StoreClient
@@ -211,12 +212,20 @@ def test_the_ring_has_no_file() -> None:
 # ---- what a reader accepts --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def sound(tmp_path: Path) -> Path:
-    stores = kit.Store(1 << 20)
-    stores.write(tmp_path / "a.zarr", [Q, ArraySpec("logits", "float32", (), 8)], 20, 2)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    stores, path = kit.Store(1 << 20), tmp_path_factory.mktemp("sound") / "a.zarr"
+    stores.write(path, [Q, ArraySpec("logits", "float32", (), 8)], 20, 2)
     assert stores.shutdown(kit.PATIENCE)
-    return tmp_path / "a.zarr"
+    open_capture(path, 0)
+    assert verify_store(path) == []
+    return path
+
+
+@pytest.fixture
+def sound(written: Path, tmp_path: Path) -> Path:
+    """A store of this test, which may forge it."""
+    return Path(shutil.copytree(written, tmp_path / "a.zarr"))
 
 
 def forge(store: Path, name: str, change: dict[str, Any], attrs: dict[str, Any] | None = None) -> None:
@@ -256,8 +265,6 @@ FORGED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ["q", "token_ids", "logits_positions"])
 @pytest.mark.parametrize("kind", FORGED)
 def test_readers_refuse_unknown_dtypes_codecs_and_transformers(sound: Path, kind: str, name: str) -> None:
-    open_capture(sound, 0)
-    assert verify_store(sound) == []
     forge(sound, name, FORGED[kind])
     with pytest.raises(ValueError, match=rf"the metadata of array '{name}' has .*"):
         open_capture(sound, 0)

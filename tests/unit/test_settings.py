@@ -198,6 +198,9 @@ def test_request_options_are_read_and_foreign_ones_are_ignored() -> None:
     params = CaptureParams.parse({"dmi": given})
     assert params == CaptureParams(False, "run-1.a_b", ("q", "k"), (0, -1), 4, None, False)
     assert CaptureParams.parse({"dmi": {"tokens": [0, 9]}}).stop == 9
+    assert params.store_attributes == {"include_output_tokens": False}
+    kept = CaptureParams.parse({"include_output_tokens": True, "dmi": {"loss_spans": [[2, 4]]}}).store_attributes
+    assert kept == {"include_output_tokens": True, "loss_spans": ((2, 4),)}
 
 
 @pytest.mark.parametrize(

@@ -32,3 +32,10 @@ def test_the_suite_says_at_its_end_what_was_missing(pytestconfig: pytest.Config)
         f"NOT TESTED: the page of dmi view in a browser, 1 tests skipped ({chromium})",
     ]
     assert lines(pytestconfig, "no GPU") == lines(pytestconfig) == []
+
+
+def test_files_that_share_engines_exist_and_stay_in_one_process(pytestconfig: pytest.Config) -> None:
+    (suite,) = (p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "SHARE_ENGINES"))
+    assert [path for path in suite.SHARE_ENGINES if not (pytestconfig.rootpath / path).exists()] == []
+    files = ("tests/engine/test_reduce.py", "tests/engine/test_attention.py", "tests/unit/test_reduce.py")
+    assert [suite.scope_of(f"{file}::test_x[1]") for file in files] == ["compiled", "compiled", files[2]]

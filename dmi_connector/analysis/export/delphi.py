@@ -16,8 +16,8 @@ from dmi_connector.analysis.export.packed import PackedRows
 from dmi_connector.analysis.export.progress import PARTIAL, Done, Progress, fix_stores, note_not_finite, whole
 from dmi_connector.analysis.export.safetensors import write_file
 from dmi_connector.analysis.sparse_encoder import SparseEncoder
-from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.finite import FiniteCheck, not_finite
+from dmi_connector.captures.captures import Captures
+from dmi_connector.captures.finite import FiniteCheck, not_finite
 
 _LEAST = 1e-5
 """Latents that are not above it are left out, as Delphi does."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dmi_connector.store.read.captures import Captures
+from dmi_connector.captures.captures import Captures
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.store.read.run_manifest import MANIFESTS, read_manifest
 

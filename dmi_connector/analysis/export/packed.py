@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from dmi_connector.captures.captures import Captures, named_rows
+from dmi_connector.captures.finite import WHAT, FiniteCheck, NotFinite, not_finite
+from dmi_connector.captures.lens_names import lens_name, split_name, why_not_equal
+from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.store.format.remote_path import Place
-from dmi_connector.store.read.arrays.own_values import check_own_values
 from dmi_connector.store.read.arrays.shard_reader import decode_plain
-from dmi_connector.store.read.captures import Captures, named_rows
 from dmi_connector.store.read.files.open_files import files_of
-from dmi_connector.store.read.finite import WHAT, FiniteCheck, NotFinite, not_finite
-from dmi_connector.store.read.lens_names import lens_name, split_name, why_not_equal
 
 _STEP_BYTES = 16 << 20
 """float32 bytes that are read at a time."""

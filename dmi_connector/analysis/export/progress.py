@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dmi_connector.analysis.export.numbering import number_captures, order_is_no_row
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.captures import Captures
+from dmi_connector.captures.finite import WHAT, FiniteCheck, NotFinite
 from dmi_connector.store.format.remote_path import Place
-from dmi_connector.store.read.capture import Capture
-from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.finite import WHAT, FiniteCheck, NotFinite
 
 Progress = Callable[[int, int], None]
 PARTIAL = ".partial"

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.captures import Captures
+from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.store.format.remote_path import Place, RemotePath
-from dmi_connector.store.read.arrays.own_values import check_own_values
-from dmi_connector.store.read.capture import Capture
-from dmi_connector.store.read.captures import Captures
 from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads
 from dmi_connector.store.read.metadata import read_attrs
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from dmi_connector.analysis.export.progress import Done, Progress, export_each, row_blocks
-from dmi_connector.store.read.capture import Capture
-from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.finite import FiniteCheck
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.captures import Captures
+from dmi_connector.captures.finite import FiniteCheck
 
 _BEHIND = ("router_logits", "topk_weights")
 """Hooks from which experts are chosen: experts of a row in which one is not finite say nothing."""

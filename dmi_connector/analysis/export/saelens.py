@@ -22,8 +22,8 @@ except ImportError as error:
 
 from dmi_connector.analysis.export.packed import PackedRows
 from dmi_connector.analysis.export.progress import PARTIAL, Done, Progress, fix_stores, note_not_finite, whole
-from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.finite import FiniteCheck
+from dmi_connector.captures.captures import Captures
+from dmi_connector.captures.finite import FiniteCheck
 
 _BATCHES = 32
 """Batches of a file. A run that is killed loses one file at most."""

@@ -20,10 +20,10 @@ from dmi_connector.analysis.export.progress import (
     whole,
 )
 from dmi_connector.analysis.export.residual_stream import chosen_ids, stream_rows
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.captures import Captures
+from dmi_connector.captures.finite import FiniteCheck
 from dmi_connector.store.format.remote_path import Given, local_path
-from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.finite import FiniteCheck
 
 _NAMES = {
     "bfloat16": "BF16",

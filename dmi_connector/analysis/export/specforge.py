@@ -17,12 +17,12 @@ except ImportError as error:
 
 from dmi_connector.analysis.export.progress import Done, LeftOut, Progress, export_each, refuse_later_part
 from dmi_connector.analysis.export.residual_stream import chosen_ids, ids_of_all, layer_ids, stream_rows
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.captures import Captures
+from dmi_connector.captures.finite import FiniteCheck
+from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.dtypes import as_torch
 from dmi_connector.store.format.remote_path import Place
-from dmi_connector.store.read.arrays.own_values import check_own_values
-from dmi_connector.store.read.capture import Capture
-from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.finite import FiniteCheck
 
 _GROUP = 2000
 """Files of one directory, as in SpecForge's own preparation."""

@@ -10,10 +10,10 @@ from typing import Any
 from dmi_connector.analysis.export.progress import Done, Progress, export_each, refuse_later_part
 from dmi_connector.analysis.export.residual_stream import chosen_ids, ids_of_all, layer_ids
 from dmi_connector.analysis.export.safetensors import write_hidden_states
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.captures import Captures
+from dmi_connector.captures.finite import FiniteCheck
 from dmi_connector.store.format.remote_path import Place
-from dmi_connector.store.read.capture import Capture
-from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.finite import FiniteCheck
 
 
 def training_ids(capture: Capture, layers: Sequence[int] | None) -> list[int]:

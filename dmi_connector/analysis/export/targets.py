@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dmi_connector.analysis.export.progress import Done, Progress
-from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.finite import FiniteCheck
+from dmi_connector.captures.captures import Captures
+from dmi_connector.captures.finite import FiniteCheck
 
 Write = Callable[..., Done]
 

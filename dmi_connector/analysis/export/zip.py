@@ -7,11 +7,11 @@ import zipfile
 from pathlib import Path
 
 from dmi_connector.analysis.export.progress import Done, Progress, export_by_name, refuse_existing, row_blocks, whole
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.captures import Captures
+from dmi_connector.captures.finite import FiniteCheck, not_finite
 from dmi_connector.dtypes import FLOATS
 from dmi_connector.store.format.paths import leaves_store
-from dmi_connector.store.read.capture import Capture
-from dmi_connector.store.read.captures import Captures
-from dmi_connector.store.read.finite import FiniteCheck, not_finite
 
 _TIME = (1980, 1, 1, 0, 0, 0)
 """Of every entry, so that one store always gives the same file."""

@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dmi_connector.analysis.oracle.oracle_twins import ABSENT, LLAMA, TWINS, Point
+from dmi_connector.captures.capture import Capture
+from dmi_connector.reduce import Keeps
 from dmi_connector.store.format.completeness import Cause
-from dmi_connector.store.read.arrays.own_values import OTHER_VALUES
-from dmi_connector.store.read.capture import Capture
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None =
         there = np.flatnonzero(samples >= 0)
         if hook in oracle.without:
             continue
-        if isinstance(reduction, OTHER_VALUES):
+        if reduction is not None and Keeps.VALUES not in reduction.keeps:
             kind = reduction.kind
             logger.warning("%s: %s holds rows of %s, not its values; it is not compared", capture.path, hook, kind)
             continue

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dmi_connector.analysis.training.rows import present_rows
+from dmi_connector.captures.capture import Capture
 from dmi_connector.store.format.remote_path import local_path
-from dmi_connector.store.read.capture import Capture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,7 +23,7 @@ from dmi_connector.analysis.patterns import attention_pattern
 from dmi_connector.analysis.pictures import canvas
 from dmi_connector.analysis.pictures.plot_text import colour_map
 from dmi_connector.analysis.residual import drift, residual_norms
-from dmi_connector.store.read.capture import Capture
+from dmi_connector.captures.capture import Capture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

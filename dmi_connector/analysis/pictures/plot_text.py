@@ -14,10 +14,11 @@ import numpy as np
 
 from dmi_connector.analysis.pictures import canvas
 from dmi_connector.analysis.pictures.text_layout import Piece, lay_out, lay_out_ids
-from dmi_connector.analysis.stats import Statistic, of_layer, statistics
+from dmi_connector.analysis.stats import of_layer, statistics
 from dmi_connector.analysis.texts import Texts, shown
 from dmi_connector.analysis.training.rows import check_layer, present_rows
-from dmi_connector.store.read.capture import Capture
+from dmi_connector.captures.capture import Capture
+from dmi_connector.reduce.statistic import Statistic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.store.read.row_view import RowView
+from dmi_connector.captures.row_view import RowView
 
 
 class RowBuffers:

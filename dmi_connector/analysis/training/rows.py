@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from dmi_connector.captures.capture import Capture
 from dmi_connector.store.format.completeness import Cause
-from dmi_connector.store.read.capture import Capture
 
 BLOCK = 4096
 """Rows read at a time."""

@@ -25,10 +25,10 @@ from dmi_connector.analysis.export.progress import refuse_later_part
 from dmi_connector.analysis.export.residual_stream import stream_rows
 from dmi_connector.analysis.export.speculators import training_ids
 from dmi_connector.args import capture_args
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.captures import open_captures
+from dmi_connector.captures.finite import POLICIES, FiniteCheck, NotFinite
 from dmi_connector.dtypes import as_torch
-from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.captures import open_captures
-from dmi_connector.store.read.finite import POLICIES, FiniteCheck, NotFinite
 
 if TYPE_CHECKING:
     from speculators.train.recovery import SampleUnavailable

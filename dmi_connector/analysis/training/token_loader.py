@@ -1,68 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops over a `TokenDataset` in worker processes: where each begins, and how it is resumed."""
+"""Loops over a `TokenDataset` in worker processes, with exact resume."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-if TYPE_CHECKING:
-    from dmi_connector.analysis.training.token_dataset import TokenDataset
-
-Batch = torch.Tensor | dict[str, torch.Tensor]
-_MOST_WORKERS = 1024
-_SEED = (1 << 40) - 1
-"""The bits of a base seed that are compared."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a loop stands: after `batch` batches of `epoch`. end: the epoch before which it ends; None: it does not."""
-
-    epoch: int
-    batch: int
-    end: int | None
-
-
-class WorkerLoops:
-    """Numbers the loops of a torch DataLoader with workers, which tells the parent process of none.
-
-    The workers of one loop have the same base seed. Each notes the seed and the number of its first loop in one int64
-    of shared memory, which is written at once, so that the other workers of the loop take the same number.
-    """
-
-    def __init__(self) -> None:
-        self._first = torch.full((_MOST_WORKERS,), -1, dtype=torch.int64).share_memory_()
-        self._last = torch.full((_MOST_WORKERS,), -1, dtype=torch.int64).share_memory_()
-        self._own: tuple[int, int] | None = None  # seed and number of the newest loop of this process
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._first, self._last = self._first.share_memory_(), self._last.share_memory_()
-
-    def start(self, info: Any, first: Position, after: Callable[[Position], Position]) -> Position:
-        """Where the loop of a worker begins. first: where the first one does. after: where the next one does."""
-        for _ in range(self._number(int(info.seed) - int(info.id) & _SEED, int(info.id))):
-            first = after(first)
-        return first
-
-    def _number(self, seed: int, worker: int) -> int:
-        if self._own is not None and self._own[0] == seed:
-            number = self._own[1] + 1  # persistent workers keep their seed
-        else:
-            most = int(self._last.max())  # read before `_first`, and written behind it
-            noted = self._first.clone()
-            same = noted[(noted >= 0) & (noted & _SEED == seed)]
-            number = int(same[0]) >> 40 if len(same) else most + 1
-            self._first[worker] = number << 40 | seed
-        self._last[worker] = number
-        self._own = seed, number
-        return number
+from dmi_connector.analysis.training.token_batches import TokenBatches
+from dmi_connector.analysis.training.worker_loops import Batch, Position
 
 
 class TokenLoader:
@@ -72,7 +21,7 @@ class TokenLoader:
     epoch after those of the loop before, also one of another loader, or with that of `TokenDataset.set_epoch`.
     """
 
-    def __init__(self, dataset: TokenDataset, workers: int, options: dict[str, Any]) -> None:
+    def __init__(self, dataset: TokenBatches, workers: int, options: dict[str, Any]) -> None:
         self.dataset, self.workers, self._options = dataset, workers, options
         self._left: tuple[Position, Position] | None = None  # where a loop stands, and where the next one began then
 
@@ -86,7 +35,7 @@ class TokenLoader:
         self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop stands: after the batches that it gave."""
+        """The position of the loop: after the batches that it gave."""
         return self.dataset._state(self._at(), max(1, self.workers))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -128,7 +77,7 @@ class TokenLoader:
 class _Counted(IterableDataset[Any]):
     """(a batch, what a worker saw that is not finite) for each batch; (None, ...) for one without a finite row."""
 
-    def __init__(self, dataset: TokenDataset, start: Position) -> None:
+    def __init__(self, dataset: TokenBatches, start: Position) -> None:
         self.dataset, self.start = dataset, start
 
     def __iter__(self) -> Iterator[tuple[Batch | None, Any]]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of one row of values, a function for each mode. The torch encoders in `reduce/` are their twins.
+"""Encoders of one row of values, a function for each mode. The torch encoders in `reduce/` are their twins, and
+what runs where a reduction has no mode.
 
 Each writes a row of `width` values to `row` as its mode says, BLOCK values at a time.
 """

@@ -133,16 +133,24 @@ def reduce_layers_triton(
     layers: Sequence[int],
     base: int = 0,
 ) -> None:
-    """The kernel's launch, after what library operations do first (`Reduction.before_layers`)."""
+    """The kernel's launch, after what library operations do first (`Reduction.before_layers`).
+
+    Where a reduction has no kernel (`Reduction.fused`), its torch encoder makes the rows, and the kernel copies them.
+    """
     assert rows.dtype == torch.uint8 and rows.is_contiguous() and slots.dtype == offsets.dtype == torch.int64
     tokens = min(values.shape[0], slots.shape[0])
     if tokens == 0:
         return
-    mode, number = reduction.fused(str(values.dtype).removeprefix("torch."))
-    source = reduction.before_layers(values, layers)
+    kernel = reduction.fused(str(values.dtype).removeprefix("torch."))
+    if kernel is None:
+        encoded = [reduction.encode(values[:tokens, i], layer, slots[:tokens]) for i, layer in enumerate(layers)]
+        source = torch.stack([as_words(one) for one in encoded], dim=1)
+    else:
+        source = reduction.before_layers(values, layers)
+    mode, number = kernel or ("copy", 0)
     assert source.stride(2) == 1
     width = source.shape[2]
-    launch = _layers_launch(mode, number, width, _layers_shape(mode, width, tokens))
+    launch = _layers_launch(mode, number, width, _layers_shape(mode, width, tokens), source.dtype)
     integers = [base, source.stride(0), source.stride(1), rows.stride(0)]
     launch((tokens, len(layers), 1), [rows, slots, source, offsets], integers)
 
@@ -160,7 +168,8 @@ def _search_warps(width: int, tokens: int) -> int:
 
 
 @functools.cache
-def _layers_launch(mode: str, number: int, width: int, shape: tuple[int, int]) -> Launch:
+def _layers_launch(mode: str, number: int, width: int, shape: tuple[int, int], dtype: torch.dtype) -> Launch:
+    """dtype: of the values. A `Launch` compiles for one."""
     tile, warps = shape
     sample, number = divmod(number, MOST + 1) if mode in _SEARCHES else (0, number)
     places = 1 << (number - 1).bit_length() if mode in _SEARCHES else 0

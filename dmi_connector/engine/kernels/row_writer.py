@@ -35,17 +35,17 @@ class RowWriter:
         count = len(widths)
         self._offsets, self._layer = list(offsets), layer
         self._reductions, self._deferred = list(reductions) or [None] * count, list(deferred) or [None] * count
-        self._alone: list[int] = []  # values that take a kernel of their own (`Reduction.at_end`)
+        self._alone: list[int] = []  # values that take a launch of their own
         name, joint = str(dtype).removeprefix("torch."), []
         for i, (offset, reduction, place) in enumerate(zip(offsets, self._reductions, self._deferred, strict=True)):
             if place is not None:
                 joint.append((i, Target(widths[i], place, "deferred", 0)))
             elif reduction is None:
                 joint.append((i, Target(widths[i], offset, "copy", 0)))
-            elif reduction.at_end:
+            elif reduction.at_end or (kernel := reduction.fused(name)) is None:
                 self._alone.append(i)
             else:
-                joint.append((i, Target(widths[i], offset, *reduction.fused(name))))
+                joint.append((i, Target(widths[i], offset, *kernel)))
         self._launches: list[tuple[list[int], CopyRows | ReduceRows]] = []
         plain = all(target.mode == "copy" for _, target in joint)
         for first in range(0, len(joint), MAX_VALUES):
@@ -94,7 +94,7 @@ class RowWriter:
         values: Sequence[torch.Tensor],
         buffer: torch.Tensor | None = None,
     ) -> None:
-        """One launch for up to MAX_VALUES values, and one for each that takes a kernel of its own."""
+        """One launch for up to MAX_VALUES values, and one for each that cannot share it."""
         tokens = min(values[0].shape[0], slots.shape[0])
         if tokens == 0:
             return

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from dmi_connector.args import capture_args
 from dmi_connector.engine import contract
+from dmi_connector.engine.owners import OWNERS
 from dmi_connector.option_values import OptionError
 from dmi_connector.wording import show
 
@@ -106,7 +107,7 @@ class EngineFeed:
 
         try:
             given = self._given(prompt)
-            self._engine.add_request(name, given, self._make_sampling(key, prompt.get("loss_spans")))
+            self._engine.add_request(name, given, self._make_sampling(key, prompt.get("options", {})))
         except EngineDeadError:
             raise
         except Exception as error:  # whatever templates and tokenizers raise, other prompts may be fine
@@ -161,7 +162,7 @@ def _parser() -> Any:
 
 
 def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., Any]:
-    """(key, loss_spans) -> SamplingParams. Raises OptionError."""
+    """(key, other options under `dmi`) -> SamplingParams. Raises OptionError."""
 
     def check(some: Mapping[str, Any]) -> None:
         _maker(some, max_tokens)("a")
@@ -181,9 +182,8 @@ def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., A
     if isinstance(bias := fields.get("logit_bias"), dict):
         given["logit_bias"] = {int(token): value for token, value in bias.items()}  # keys of JSON are texts
 
-    def make(key: str, loss_spans: Any = None) -> Any:
-        options = {"key": key} if loss_spans is None else {"key": key, "loss_spans": loss_spans}
-        wanted = {"include_output_tokens": max_tokens is not None, "dmi": options}
+    def make(key: str, options: Mapping[str, Any] | None = None) -> Any:
+        wanted = {"include_output_tokens": max_tokens is not None, "dmi": {"key": key, **(options or {})}}
         return SamplingParams(**given, extra_args={"kv_transfer_params": wanted})
 
     return make
@@ -220,4 +220,4 @@ def _refusal(check: Callable[[Mapping[str, Any]], None], fields: Mapping[str, An
 def _why(error: Exception) -> tuple[str, str]:
     """(What vLLM says, what to do)."""
     why = " ".join(str(error).split()).rstrip(".")
-    return why, "give --owner target" if "speculative decoding" in why else "mend it or leave it out"
+    return why, next((fix for owner in OWNERS.values() if (fix := owner.remedy(why))), "mend it or leave it out")

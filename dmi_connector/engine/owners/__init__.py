@@ -1,2 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where rows lie on the GPU."""
+"""Owners: where the rows of an engine lie, and all that depends on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dmi_connector.engine.owners.draft import Draft
+from dmi_connector.engine.owners.target import Target
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from dmi_connector.engine.owners.base import Owner
+
+OWNERS: dict[str, Owner] = {owner.name: owner for owner in (Draft(), Target())}
+"""By name. `args.OWNER_ARGS` has the same names. Of those that a configuration fits, the first one is its owner."""
+
+
+def owner_of(vllm_config: VllmConfig) -> Owner:
+    """The owner of the rows of an engine with our connector."""
+    return next(owner for owner in OWNERS.values() if owner.fits(vllm_config))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache layer whose pages hold the rows, its attention backend, and the draft model that owns it."""
+"""The cache layer whose pages hold the rows, and its attention backend."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -13,9 +13,13 @@ from vllm.model_executor.models import extract_hidden_states as stock
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheSpec
 
-from dmi_connector.engine import contract, refusals, replaced
-from dmi_connector.engine.context import CaptureContext, capture_context, is_active
+from dmi_connector.engine import contract
 from dmi_connector.engine.model.coverage import poison
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+
+    from dmi_connector.engine.owners.base import Context
 
 
 class CaptureMetadataBuilder(stock.CacheOnlyAttentionMetadataBuilder):
@@ -52,9 +56,8 @@ class CaptureLayer(nn.Module, AttentionLayerBase):
     the first captures of an untested vLLM. unpoisoned: slots of the step whose rows are still to be filled.
     """
 
-    def __init__(self, context: CaptureContext) -> None:
+    def __init__(self, context: Context) -> None:
         super().__init__()
-        refusals.check_one_engine()
         vllm_config = get_current_vllm_config()
         self.layer_name = context.cache_layer
         self.context = context
@@ -79,6 +82,12 @@ class CaptureLayer(nn.Module, AttentionLayerBase):
             return None
         # Not stored: vLLM replaces the cache after profiling, and a stored view would keep the old one alive.
         return cache.view(-1, self.head_size).view(torch.uint8)
+
+    def rows_and_slots(self, forward: ForwardContext) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """vLLM's own slots of the layer. It has none for a profiling run."""
+        slots = forward.slot_mapping.get(self.layer_name) if isinstance(forward.slot_mapping, dict) else None
+        rows = self.rows
+        return None if rows is None or slots is None else (rows, slots)
 
     def planned(self, step: CommonAttentionMetadata) -> None:
         """The metadata of a step is built. The V2 runner does so before rows of freed blocks are read, V1 after it."""
@@ -115,24 +124,3 @@ class CaptureLayer(nn.Module, AttentionLayerBase):
             head_size=self.head_size,
             dtype=self.row_dtype,
         )
-
-
-class ExtractHiddenStatesModel(stock.ExtractHiddenStatesModel):
-    """vLLM's cache-only draft. With our connector its one layer holds whole rows, which the taps write."""
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        self.dmi_active = is_active(vllm_config)
-        if not self.dmi_active:
-            super().__init__(vllm_config=vllm_config, prefix=prefix)
-            return
-        nn.Module.__init__(self)
-        self.dmi_active = True
-        if vllm_config.use_v2_model_runner:
-            replaced.skip_draft_forward()
-        else:
-            replaced.schedule_no_drafts()
-        context = capture_context(vllm_config)
-        self.cache_only_layers = nn.ModuleDict({str(context.dims.layers): CaptureLayer(context)})
-
-    def forward(self, hidden_states: torch.Tensor) -> Any:
-        return None if self.dmi_active else super().forward(hidden_states)

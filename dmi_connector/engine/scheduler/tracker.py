@@ -6,14 +6,12 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.messages import STEPS_TOGETHER, Accepted, Close, Open, Report, Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import STEPS_TOGETHER, Close, Open, Report, Rows, Sample, StepMetadata
+from dmi_connector.engine.scheduler.draft_tokens import DraftTokens
 from dmi_connector.engine.scheduler.ignored import ignored_path
 from dmi_connector.engine.scheduler.media import later_media, media_attributes
 from dmi_connector.engine.scheduler.quota import UNLIMITED, Quota, RequestBytes, row_bytes
@@ -31,10 +29,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger("vllm.dmi_connector")
+    from dmi_connector.engine.owners.base import RowSlots
 
-_HELD = 1 / 16
-"""Share of the cache that blocks of ended requests may hold while their rows wait for others."""
+logger = logging.getLogger("vllm.dmi_connector")
 
 
 class Tracker:
@@ -48,29 +45,17 @@ class Tracker:
 
     An engine that may sleep loses rows that wait, so in one they leave, and workers report, in each step.
 
-    keep_rows: staging memory is short while more rows than this wait to be gathered. blocks: of the whole cache.
-    keep: whether blocks of ended requests may be kept. behind: steps whose results vLLM does not know yet when it
-    schedules the next one: 1 with asynchronous scheduling.
-
-    With speculative decoding a step also computes rows of draft tokens, at positions from `Request.num_tokens` on. That
-    counts accepted tokens only, and a rejected row is computed anew. So after the forward of a step every row below
-    num_tokens is final, and before it every row below num_tokens - 1: the last token is an input of the step to come.
+    slots: where rows lie, which the owner of the rows knows. keep_rows: staging memory is short while more rows than
+    this wait to be gathered. behind: see `DraftTokens`.
     """
 
-    def __init__(
-        self, context: CaptureContext, block_size: int, keep_rows: int, blocks: int, keep: bool = True, behind: int = 0
-    ) -> None:
-        self.context = context
+    def __init__(self, context: CaptureContext, slots: RowSlots, keep_rows: int, behind: int = 0) -> None:
+        self.context, self.slots = context, slots
+        self._drafts = None if context.drafting is None else DraftTokens(slots, behind)
         self._steps = 1 if context.may_sleep else STEPS_TOGETHER
         self.keep_rows = keep_rows
-        self.block_size = block_size
-        self._in_block = np.arange(block_size)
         self.tracked: dict[str, Tracked] = {}
         self.refused = RefusedRequests()
-        self.held: dict[str, tuple[Request, int]] = {}  # ended requests whose blocks are kept, and how many blocks
-        self._release = False  # whether kept blocks were given back since the last step
-        self._keep = keep
-        self._most_held = 0 if context.options.sink == "null" else int(blocks * _HELD)
         self.pending_closes: list[Close] = []
         self._since: list[SchedulerOutput] = []  # steps since chunks were looked for
         self._before: list[SchedulerOutput] = []  # the step in which they were
@@ -84,9 +69,6 @@ class Tracker:
         self.gathered = 0  # rows that the slowest worker has gathered
         self._staged = False  # whether rows lie in a worker's staging memory
         self.lost: dict[int, list[list[int]]] = {}
-        self._drafts = context.drafting is not None
-        self._behind = behind
-        self._steps_begun = 0  # with tokens; counted only beside speculative decoding
         self._captures = 0
         self._counts: Counter[str] = Counter()  # requests that ended without a capture, since they were last taken
         self.warning = ""  # of all responses: what of the engine's configuration is ignored
@@ -144,32 +126,34 @@ class Tracker:
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def step(self, output: SchedulerOutput, group: int) -> StepMetadata:
-        """The message for the step that `output` describes. group: index of the rows' KV cache group."""
+    def step(self, output: SchedulerOutput) -> StepMetadata:
+        """The message for the step that `output` describes."""
         scheduled = output.num_scheduled_tokens
         metadata = StepMetadata(closes=self.pending_closes, idle=not scheduled)
         self.pending_closes = []
-        if self._drafts:
-            self._look_at_drafts(output, group, metadata)
-        metadata.release, self._release = self._release, False
+        metadata.release = self.slots.take_release()
+        if self._drafts is not None:
+            if self._with_logits:
+                self._take_blocks()
+            self._drafts.begin(output, self.tracked, bool(self._with_logits), metadata)
         for request_id in output.preempted_req_ids or ():
             if request_id in self.tracked:
-                self._take_blocks(group)
+                self._take_blocks()
                 leaving = self.tracked[request_id]
-                metadata.preempted.append(leaving.capture)
+                self.slots.preempted(leaving, metadata)
                 if not self.context.may_sleep:  # a sleep may lie between; the request computes these rows once more
-                    final = self._computed_before(request_id)
-                    if self._drafts:
-                        final = min(final, leaving.request.num_tokens - 1)
-                    self._export_chunks(leaving, final, metadata.leaving)
+                    computed = self._computed_before(request_id)
+                    if self._drafts is not None:  # its last step may have computed rows of rejected tokens
+                        computed = min(computed, leaving.request.num_tokens - 1)
+                    self._export_chunks(leaving, computed, metadata.leaving)
         if output.scheduled_new_reqs:
-            self._take_blocks(group)  # of steps before: a new request may have the id of an old one
+            self._take_blocks()  # of steps before: a new request may have the id of an old one
         self._since.append(output)
         self._rows_since += output.total_num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             tracked = self.tracked.get(new.req_id)
             if tracked is not None:
-                tracked.blocks = list(new.block_ids[group])
+                tracked.blocks = list(new.block_ids[self.slots.group])
                 tracked.begin_turn(new.num_computed_tokens)
                 if not tracked.opened:
                     tracked.opened = True
@@ -177,7 +161,7 @@ class Tracker:
                     metadata.opens.append(self._open(tracked))
         # A quarter of the staging memory is taken at a time.
         if self._with_logits or len(self._since) >= self._steps or self._rows_since > self.keep_rows // 2:
-            self._take_blocks(group)
+            self._take_blocks()
             self._before, self._since = self._since[-1:], []
             self._rows_since = self._taken = 0
             for request_id, tracked in self.tracked.items():
@@ -185,10 +169,8 @@ class Tracker:
                     computed = tracked.request.num_computed_tokens + scheduled.get(request_id, 0)
                     self._export_chunks(tracked, computed, metadata.chunks)
                     if self._with_logits and request_id in scheduled:
-                        if self._drafts:
-                            self._want_logits(tracked, computed, metadata)
-                        else:
-                            self._take_sample(tracked, computed, metadata)
+                        take = self._take_sample if self._drafts is None else self._drafts.want_logits
+                        take(tracked, computed, metadata)
         self._plan(metadata)
         return metadata
 
@@ -207,7 +189,7 @@ class Tracker:
         if now or self._unreported >= self._steps:
             metadata.report, self._unreported = True, 0
 
-    def _take_blocks(self, group: int) -> None:
+    def _take_blocks(self) -> None:
         """Note the blocks that requests were given which ran before."""
         for output in self._since[self._taken :]:
             cached = output.scheduled_cached_reqs
@@ -217,7 +199,7 @@ class Tracker:
             given = zip(cached.req_ids, cached.new_block_ids, strict=True)
             for request_id, new in compress(given, cached.new_block_ids):  # most are given none
                 if request_id in self.tracked:
-                    self.tracked[request_id].blocks.extend(new[group])
+                    self.tracked[request_id].blocks.extend(new[self.slots.group])
         self._taken = len(self._since)
 
     def _computed_before(self, request_id: str) -> int:
@@ -243,7 +225,7 @@ class Tracker:
         chunk = self.context.options.chunk_tokens
         end = min(computed, tracked.request.num_tokens, tracked.limit)
         while tracked.exported + chunk <= end:
-            chunks.append(self._rows(tracked, tracked.exported, tracked.exported + chunk, tracked.blocks))
+            chunks.append(self._rows(tracked, tracked.exported, tracked.exported + chunk))
             tracked.exported += chunk
         tracked.due = tracked.exported + chunk
         if tracked.due > tracked.limit:
@@ -255,55 +237,13 @@ class Tracker:
         if not tracked.has_logits or computed < tracked.request.num_tokens:
             return
         if tracked.params.start <= position < tracked.limit:
-            slot = tracked.blocks[position // self.block_size] * self.block_size + position % self.block_size
+            slot = self.slots.sample_slot(tracked, position)
             metadata.samples.append(Sample(tracked.capture, tracked.number_sample(position), position, slot))
 
-    def _look_at_drafts(self, output: SchedulerOutput, group: int, metadata: StepMetadata) -> None:
-        """Take in which draft tokens of the steps before were accepted."""
-        metadata.decided = max(0, self._steps_begun - self._behind)
-        if self._with_logits:
-            self._take_blocks(group)
-        else:
-            metadata.decided = self._steps_begun
-        for tracked in self.tracked.values():
-            if tracked.opened:
-                tracked.note_tokens()
-                if tracked.has_logits:
-                    metadata.accepted += self._accepted(tracked, tracked.request.num_tokens - 1, tracked.blocks)
-        if not output.num_scheduled_tokens:
-            return
-        self._steps_begun += 1
-        for request_id, drafts in output.scheduled_spec_decode_tokens.items():
-            if request_id in self.tracked:
-                self.tracked[request_id].proposed += len(drafts)
-
-    def _accepted(self, tracked: Tracked, end: int, blocks: list[int]) -> list[Accepted]:
-        """The accepted logits of positions below `end` that no message named yet. At most one message."""
-        first, end = max(tracked.decided, tracked.params.start), min(end, tracked.limit)
-        if first >= end:
-            return []
-        tracked.decided = end
-        numbers = [tracked.number_sample(position) for position in range(first, end)]
-        return [Accepted(tracked.capture, numbers[0], first, self._slots(first, end, blocks), tracked.last_step)]
-
-    def _want_logits(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
-        """Keep the logits of this step if a token may be sampled from them that a capture wants."""
-        tracked.last_step = self._steps_begun
-        last = tracked.request.num_tokens - 1
-        if tracked.has_logits and computed > last and tracked.params.start < computed and last < tracked.limit:
-            metadata.logits_step = self._steps_begun
-
-    def _slots(self, start: int, stop: int, blocks: list[int]) -> np.ndarray:
-        """The slots of positions [start, stop), int64."""
-        size = self.block_size
-        before = start // size
-        firsts = np.multiply(blocks[before : -(-stop // size)], size)
-        return np.add.outer(firsts, self._in_block).ravel()[start - before * size : stop - before * size]
-
-    def _rows(self, tracked: Tracked, start: int, stop: int, blocks: list[int]) -> Rows:
+    def _rows(self, tracked: Tracked, start: int, stop: int) -> Rows:
         """The rows of positions [start, stop)."""
         self.handed += stop - start
-        return Rows(tracked.capture, start - tracked.params.start, self._slots(start, stop, blocks))
+        return Rows(tracked.capture, start - tracked.params.start, self.slots.of(tracked, start, stop))
 
     def _open(self, tracked: Tracked) -> Open:
         request = tracked.request
@@ -321,8 +261,7 @@ class Tracker:
             attrs={
                 "prompt_len": request.num_prompt_tokens,
                 "seed": None if sampling is None else sampling.seed,
-                "include_output_tokens": tracked.params.include_output_tokens,
-                **({} if (spans := tracked.params.loss_spans) is None else {"loss_spans": spans}),
+                **tracked.params.store_attributes,
                 "adapter": None if request.lora_request is None else request.lora_request.lora_name,
                 **media_attributes(request, self.context),
             },
@@ -361,45 +300,18 @@ class Tracker:
             self._counts["cancelled"] += 1
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
         self._with_logits -= tracked.has_logits
-        close = self._close(tracked, blocks)
-        keep = self._keeps(blocks)
+        tracked.blocks = blocks or tracked.blocks  # a preempted request has none, and its last ones had its logits
+        close = self._close(tracked)
         self.pending_closes.append(close)
-        if keep:
-            close.keeps_blocks = request_id
-            self.held[request_id] = request, len(blocks)
+        waiting = self.handed - self.gathered > self.keep_rows
+        keep = self.slots.ended(request, blocks, waiting, others=bool(self.tracked))
+        close.keeps_blocks = request_id if keep else None
         return keep, self._response(tracked, close)
 
     def take_counts(self) -> dict[str, int]:
         """Requests that ended without a capture since the last call, by key of `metrics.COUNTERS`."""
         counts, self._counts = self._counts, Counter()
         return dict(counts)
-
-    def _keeps(self, blocks: list[int]) -> bool:
-        """Whether the blocks of an ended request are kept.
-
-        If staging memory is short, policy block keeps them in any case: reusing them would stall the GPU.
-        """
-        if not blocks or not self._keep:
-            return False
-        if self.handed - self.gathered > self.keep_rows:
-            return self.context.options.policy == "block"
-        others = bool(self.tracked)  # without others no step may follow but the next
-        return others and sum(count for _, count in self.held.values()) + len(blocks) <= self._most_held
-
-    def freed(self, request_ids: Iterable[str]) -> None:
-        """The workers have gathered the rows of these ended requests."""
-        for request_id in request_ids:
-            self.held.pop(request_id, None)
-
-    def give_back(self) -> list[Request]:
-        """The ended requests whose blocks are kept. They are given back now: their rows leave before the next forward.
-
-        Workers still name these requests when their rows are gathered.
-        """
-        given = [request for request, _ in self.held.values()]
-        self.held.clear()
-        self._release |= bool(given)
-        return given
 
     def _response(self, tracked: Tracked, close: Close) -> dict[str, Any]:
         """What the response says in `kv_transfer_params`."""
@@ -421,24 +333,17 @@ class Tracker:
             response["dmi_warning"] = "; ".join(warnings)
         return response
 
-    def _close(self, tracked: Tracked, blocks: list[int]) -> Close:
+    def _close(self, tracked: Tracked) -> Close:
         """The end of a capture. Its last sampled token was no input and has no row. Before the first there is none."""
         request, params = tracked.request, tracked.params
         inputs = max(request.num_prompt_tokens, request.num_tokens - 1)
         end = max(min(request.num_computed_tokens, inputs, tracked.limit), tracked.exported)
         expected = min(inputs, tracked.wanted)
         chunk = self.context.options.chunk_tokens
-        rows = [self._rows(tracked, at, min(at + chunk, end), blocks) for at in range(tracked.exported, end, chunk)]
+        rows = [self._rows(tracked, at, min(at + chunk, end)) for at in range(tracked.exported, end, chunk)]
         finish = request.get_finished_reason()
         attrs: dict[str, Any] = {"finish_reason": None if finish is None else str(finish)}
         start = min(params.start, end)
-        accepted, draft_index = [], None
-        if self._drafts:
-            tracked.note_tokens()
-            attrs["draft_tokens"] = {"proposed": tracked.proposed, "accepted": len(tracked.drafted)}
-            draft_index = tracked.draft_index(start, end)
-            if tracked.has_logits:
-                accepted = self._accepted(tracked, end, blocks or tracked.blocks)
         losses = []
         if end < expected:
             facts: dict[str, Any] = {"end": end, "expected": expected}
@@ -449,7 +354,7 @@ class Tracker:
             early = Cause.PREEMPTED if preempted else Cause.ENDED_EARLY
             cause = Cause.QUOTA if end == tracked.quota_end else early
             losses = [Loss.of(cause, [[end - start, expected - start]], **facts)]
-        return Close(
+        close = Close(
             capture=tracked.capture,
             rows=rows,
             length=end - start,
@@ -457,6 +362,7 @@ class Tracker:
             token_ids=list(request.all_token_ids[start:end]),
             attrs={**attrs, **later_media(request, tracked.media, self.context)},
             losses=losses,
-            draft_index=draft_index,
-            accepted=accepted,
         )
+        if self._drafts is not None:
+            self._drafts.close(tracked, start, end, close)
+        return close

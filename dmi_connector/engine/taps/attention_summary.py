@@ -56,7 +56,7 @@ def install(attn: nn.Module, field: RowField, cache_layer: str, coverage: Covera
     check(attn, field.layer)
     impl: Any = attn.impl
     reduction = field.reduction
-    assert isinstance(reduction, AttentionSummary)
+    assert isinstance(reduction, AttentionSummary), "this tap computes what this one reduction stores"
     inner: Callable[..., Any] = impl.forward
 
     @functools.wraps(inner)

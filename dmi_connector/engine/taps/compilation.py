@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM compiles a model, as far as taps must know it; and what they ask of the compiler (`write_once`)."""
+"""How vLLM compiles a model, as far as taps must know it, and the option that they need (`disable_buffer_reuse`)."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def _norms_compiled(vllm_config: VllmConfig) -> bool:
     return getattr(priority, "fused_add_rms_norm", ["unknown"])[:1] == ["native"]
 
 
-def write_once(vllm_config: VllmConfig) -> None:
-    """Let Inductor write each buffer of a model once. Call it before vLLM compiles the model.
+def disable_buffer_reuse(vllm_config: VllmConfig) -> None:
+    """Disable Inductor's buffer reuse. Call it before vLLM compiles the model.
 
-    The memory of what a tap reads then stays as it is while anything references it. Freed memory still goes back to
+    The memory that a tap reads then stays unchanged while anything references it. Freed memory still goes back to
     torch's allocator.
     """
     if not vllm_config.model_config.enforce_eager:

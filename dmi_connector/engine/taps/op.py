@@ -98,23 +98,30 @@ class Place:
 
 
 _PLACES: weakref.WeakValueDictionary[int, Place] = weakref.WeakValueDictionary()
-"""By the address of the tensor that stands for the place. The model's taps own the places."""
+"""By the address of the tensor that stands for the place. The model's taps own the places.
+
+Graphs of equal layers must be equal, so that vLLM compiles one for all of them. A number or a layer's name would be a
+constant of its graph, but a tensor is an input. Its value cannot tell the place: to read it from a GPU is to wait for
+the GPU, and is an error while a CUDA graph is captured. A CPU tensor could be read. It would be an input on another
+device than the values, which was not tried on a GPU with Inductor and CUDA graphs.
+
+Tensors of live models have different addresses, and the places of a freed model go with it. A tensor that was copied or
+moved, as by `model.to()`, has no place: the op ends with a KeyError and writes no row.
+"""
 
 
 def stand_for(tensor: torch.Tensor, place: Place) -> None:
-    """Let a tensor stand for a place. Graphs of equal layers take it as an input and so are equal."""
+    """Let a tensor stand for a place. Graphs take it as an input: see `_PLACES`."""
     _PLACES[tensor.data_ptr()] = place
 
 
 def rows_and_slots(cache_layer: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(paged rows, slots of this step's tokens). None in a profiling run, when there is no cache yet, and outside."""
+    """(rows, slots of this step's tokens). None in a profiling run, when there is no cache yet, and outside."""
     if not forward_context.is_forward_context_available():
         return None
-    context = forward_context.get_forward_context()
-    owner = context.no_compile_layers.get(cache_layer)
-    slots = context.slot_mapping.get(cache_layer) if isinstance(context.slot_mapping, dict) else None
-    rows = None if owner is None else owner.rows
-    return None if rows is None or slots is None else (rows, slots)
+    forward = forward_context.get_forward_context()
+    memory = forward.no_compile_layers.get(cache_layer)
+    return None if memory is None else memory.rows_and_slots(forward)
 
 
 def _tap(
@@ -164,8 +171,8 @@ def _tap_header(
     """
     at = positions[0]
     if forward_context.is_forward_context_available():
-        owner = forward_context.get_forward_context().no_compile_layers.get(layer)
-        planned = None if owner is None or owner.step is None else owner.step.positions
+        memory = forward_context.get_forward_context().no_compile_layers.get(layer)
+        planned = None if memory is None or memory.step is None else memory.step.positions
         if planned is not None and len(planned) >= len(ids):  # neither is there in a profiling run
             at = planned[: len(ids)]
     values = [value.to(torch.int32) for value in (ids[:, None], at[:, None], positions.T)]

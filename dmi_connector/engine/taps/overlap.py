@@ -6,7 +6,7 @@ CUDA graph, a tap of a compiled model writes on a second stream. The next tap fi
 it.
 
 Until then nothing may write into the memory of the values. The branch references them, so that the allocator does not
-reuse the memory, and the compiled model overwrites no buffer (`compilation.write_once`).
+reuse the memory, and the compiled model overwrites no buffer (`compilation.disable_buffer_reuse`).
 """
 
 from __future__ import annotations

@@ -15,13 +15,14 @@ from dmi_connector.engine import contract, sizing
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
 from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
-from dmi_connector.engine.metrics import Meter
 from dmi_connector.engine.scheduler.quota import UNLIMITED
 from dmi_connector.engine.store_attributes import store_attributes
+from dmi_connector.engine.transfer.announcement import announce
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Parcel, Progress
 from dmi_connector.engine.transfer.draft_logits import DraftLogits, SampleRow
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
+from dmi_connector.engine.transfer.meter import Meter
 from dmi_connector.store.format.completeness import Cause
 from dmi_connector.store.write.client import StoreClient
 from dmi_connector.store.write.ring import Extent, Ring
@@ -29,7 +30,7 @@ from dmi_connector.store.write.ring import Extent, Ring
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from dmi_connector.engine.owners.row_cache import CaptureLayer
+    from dmi_connector.engine.owners.base import RowMemory
 
 logger = init_logger("vllm.dmi_connector")
 
@@ -54,7 +55,7 @@ class Exporter:
     that they leave.
     """
 
-    def __init__(self, context: CaptureContext, layer: CaptureLayer, rank: int, vllm_config: VllmConfig) -> None:
+    def __init__(self, context: CaptureContext, layer: RowMemory, rank: int, vllm_config: VllmConfig) -> None:
         assert context.rank == rank, "the rows are those of another rank"
         self.context, self.layer, self.rank = context, layer, rank
         self.captures: dict[int, CaptureExport] = {}
@@ -67,7 +68,6 @@ class Exporter:
         self.ending: list[tuple[CaptureExport, Close]] = []
         self.finished: set[str] = set()
         self.progress = Progress()
-        self.meter = Meter(self)
         self.store_attrs = store_attributes(context, vllm_config)
         options = context.options
         full = self._layout(dict(context.selection.hooks))
@@ -89,11 +89,12 @@ class Exporter:
             self.client = StoreClient(sizes.host, writers, sizing.write_settings(options, rank, gpu))
         self.ring = self.client.ring if self.client else Ring(sizes.host)
         self.draft_logits = DraftLogits(self._post_samples)
+        self.meter = Meter(self.progress, self.client, self.ring, rank)
         self.lane: DeviceLane | None = None
         if gpu and options.sink != "null":
             self.lane = DeviceLane(self.ring, sizes.staging, self.rows, sizes.least_host)
             self.lane.warm_up(full.table)
-        sizing.announce(context, full, self.rows, sizes, self.lane, writers)
+        announce(context, full, self.rows, sizes, self.lane, writers)
 
     def _layout(self, hooks: dict[str, tuple[int, ...]]) -> ChunkLayout:
         """The layout of a selection. The first one, of all hooks, is kept; of others those that were opened last."""

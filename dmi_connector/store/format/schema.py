@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dmi_connector.codecs import CODECS
 from dmi_connector.dtypes import FLOATS, ITEMSIZE
 from dmi_connector.layout import ALL_TOKEN_ARRAYS, DRAFT_INDEX, TOKEN_ARRAYS, ArraySpec
 
@@ -45,30 +46,9 @@ def effective_grid(length: int, chunk_tokens: int, segment_tokens: int) -> Grid:
     return Grid(chunk, max(chunk, min(segment_tokens // chunk * chunk, whole)))
 
 
-def blosc_settings(codec: str, itemsize: int) -> tuple[str, int, str]:
-    """`(cname, clevel, shuffle)` of a compressing codec for elements of `itemsize` bytes.
-
-    bfloat16 shrinks more when its bytes (zstd) or bits (lz4) are split. Single bytes are not split.
-    """
-    shuffle = "noshuffle" if itemsize == 1 else {"lz4": "bitshuffle", "zstd": "shuffle"}[codec]
-    return codec, 1, shuffle
-
-
 def inner_codecs(codec: str, itemsize: int, chunk_bytes: int) -> list[dict[str, Any]]:
-    """The codecs of one inner chunk. `blocksize` is the whole chunk: with Blosc's own choice it shrinks less."""
-    codecs: list[dict[str, Any]] = [_bytes_codec(itemsize)]
-    if codec != "none":
-        cname, clevel, shuffle = blosc_settings(codec, itemsize)
-        config = {
-            "cname": cname,
-            "clevel": clevel,
-            "shuffle": shuffle,
-            "typesize": itemsize,
-            "blocksize": chunk_bytes,
-        }
-        codecs.append({"name": "blosc", "configuration": config})
-    codecs.append({"name": "crc32c"})
-    return codecs
+    """The Zarr codecs of one inner chunk. codec: a name in CODECS. chunk_bytes: of a decoded chunk."""
+    return [_bytes_codec(itemsize), *CODECS[codec].metadata(itemsize, chunk_bytes), {"name": "crc32c"}]
 
 
 def _bytes_codec(itemsize: int) -> dict[str, Any]:

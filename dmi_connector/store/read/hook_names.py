@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps the names that a reader may use, aliases and TransformerLens names among them, to the arrays of a store."""
+"""Maps hook names and their aliases to the arrays of a store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dmi_connector.hooks import ALIASES
-from dmi_connector.store.read.lens_names import ALL_NAMES, equal_hooks, split_name, why_not_equal
 from dmi_connector.wording import suggest
 
 RESID_POST = "resid_post"
@@ -101,50 +100,3 @@ class HookTable:
             return source
         captured = self.layers(name) or "no layer axis: leave layer out"
         raise KeyError(f"hook {name!r} has no layer {layer} in this store; it has {captured}")
-
-
-def check_equal(name: str, attrs: Mapping[str, Any]) -> None:
-    """Raise KeyError for a name of TransformerLens that stands for another tensor in the model of a store."""
-    why = why_not_equal(split_name(name)[0], attrs)
-    if why is not None:
-        raise KeyError(f"{name!r} has no equal here: {why}")
-
-
-def parse_name(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Hook and layer of a name: one of ours (`q`) or of TransformerLens (`blocks.3.attn.hook_z`, `hook_embed`).
-
-    attrs: the root attribute of the store, since some names depend on its model. Raises KeyError for names that mean
-    another tensor in TransformerLens.
-    """
-    check_equal(name, attrs)
-    short, layer = split_name(name)
-    equal = dict(equal_hooks(attrs))
-    if short in equal:
-        return equal[short], layer
-    if layer is not None:
-        near = suggest(short, equal)
-        raise KeyError(f"{name!r} has no equal here; suffixes that have: {', '.join(equal)}{near}")
-    return name, None
-
-
-def hook_and_layer(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Hook and layer of "resid_pre@3" or a name as in `parse_name`. Raises ValueError for a layer that is no number."""
-    hook, at, layer = name.partition("@")
-    if not at:
-        return parse_name(name, attrs)
-    check_equal(hook, attrs)
-    try:
-        return hook, int(layer)
-    except ValueError as error:
-        raise ValueError(f"{name!r} names no layer; write a hook as in 'resid_pre@3'") from error
-
-
-def holds(name: str, attrs: Mapping[str, Any]) -> bool:
-    """Whether a store captured the hook and layer of a name as in `hook_and_layer`. attrs: its root attribute.
-
-    A name of TransformerLens that means another tensor in this store's model was not captured. Raises KeyError for one
-    that no hook equals in any model.
-    """
-    if (short := split_name(name)[0]) in ALL_NAMES and short not in dict(equal_hooks(attrs)):
-        return False
-    return HookTable.of(attrs).holds(*hook_and_layer(name, attrs))

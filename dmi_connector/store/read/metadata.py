@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a store's metadata and checks it before zarr-python sees it.
 
-Only plain numbers and four codecs are accepted. So a store cannot name a pickle, an object dtype or a plugin's code.
+Only numbers are accepted, and Zarr's codecs that this format has. So a store cannot name a pickle, an object dtype or a
+plugin's code.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import re
 from typing import Any
 
+from dmi_connector.codecs import zarr_names
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.object_store import RemoteError
@@ -23,7 +25,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KEYS = {*schema.array_document("uint8", [], [], [], [])}
 _NEEDED = ("format_version", "complete", "num_tokens", "reason", "hooks")
 _OF_ZARR_2 = (".zgroup", ".zarray", ".zmetadata")
-_CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
+_FRAMING = ("bytes", "crc32c", "sharding_indexed")
+"""Zarr codecs of every store, beside those that compress."""
 
 
 class NotACapture(ValueError):
@@ -124,9 +127,10 @@ def _checked(raw: bytes) -> dict[str, Any]:
 
 
 def _check_codecs(codecs: object) -> None:
+    known = [*_FRAMING, *zarr_names()]
     for codec in codecs if isinstance(codecs, list) else [codecs]:
-        if not isinstance(codec, dict) or codec.get("name") not in _CODECS:
-            raise _Fault(f"has the codec {codec!r}; this format has {', '.join(_CODECS)}")
+        if not isinstance(codec, dict) or codec.get("name") not in known:
+            raise _Fault(f"has the codec {codec!r}; this format has {', '.join(known)}")
         if codec["name"] == "sharding_indexed":
             for part in ("codecs", "index_codecs"):
                 _check_codecs(codec.get("configuration", {}).get(part))

@@ -4,12 +4,12 @@
 resid_mid[l] = resid_pre[l] + attn_out[l]
 resid_pre[l + 1] = resid_mid[l] + mlp_out[l]                  (resid_final after the last layer)
 
-In models whose attention and MLP run side by side (attribute `parallel`), and where resid_mid[l] is not stored:
+In models whose attention and MLP run in parallel (attribute `parallel`), and where resid_mid[l] is not stored:
 
 resid_pre[l + 1] = resid_pre[l] + attn_out[l] + mlp_out[l]
 
-Behind the first layers of some models visual features are added (attribute `visual_layers`). There the second sum holds
-for the tokens of text alone.
+Some models add visual features after their first layers (attribute `visual_layers`). There the second sum holds only
+for text tokens.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ import numpy as np
 
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.shard_index import EMPTY
-from dmi_connector.store.read.arrays.shard_reader import ShardReader, StoredArray
+from dmi_connector.store.read.arrays.hook_array import HookArray
+from dmi_connector.store.read.arrays.shard_reader import ShardReader
 
 TOLERANCE = {"bfloat16": 2 * 2.0**-8, "float16": 2 * 2.0**-11, "float32": 1e-5, "float64": 1e-12}
-"""Largest error of a sum of two, as a part of the row's largest magnitude: 2 ulp at that scale; 1e-5 for float32. A sum
-of three may have half as much again.
+"""Largest error of a sum of two, relative to the row's largest magnitude: 2 ulp at that scale; 1e-5 for float32. A sum
+of three may have 1.5 times as much.
 """
 Term = tuple[str, int]
 """(hook, layer)."""
 
 
-def equations(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> list[tuple[Term, ...]]:
+def equations(attrs: Mapping[str, Any], arrays: Mapping[str, HookArray]) -> list[tuple[Term, ...]]:
     """(sum, a, b, ...) for each sum whose terms are all stored."""
-    layers = {name: list(array.spec.layers) or [0] for name, array in arrays.items() if not array.spec.reduce}
+    layers = {name: list(array.layers) or [0] for name, array in arrays.items() if not array.reduce}
     last = int(attrs.get("num_layers") or max((max(ls) for ls in layers.values()), default=0) + 1) - 1
     found: list[tuple[Term, ...]] = []
     for layer in range(last + 1):
@@ -47,28 +48,28 @@ def equations(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> li
 
 
 def stated(attrs: Mapping[str, Any]) -> bool:
-    """Whether a store says that its sums hold, for all rows or for those of text."""
+    """Whether a store states that its sums hold, for all rows or for text tokens."""
     return bool(attrs.get("identities") or attrs.get("visual_layers"))
 
 
 def for_text(attrs: Mapping[str, Any], equation: tuple[Term, ...]) -> bool:
-    """Whether a sum holds for tokens of text alone."""
+    """Whether a sum holds only for text tokens."""
     (total, _), *_, (_, layer) = equation
     return total in ("resid_pre", "resid_final") and layer < int(attrs.get("visual_layers", 0))
 
 
 def _text_rows(attrs: Mapping[str, Any]) -> np.ndarray:
-    """Which rows are tokens of text: bool [tokens]."""
+    """Which rows are text tokens: bool [tokens]."""
     start, text = int(attrs["start"]), np.ones(int(attrs["num_tokens"]), bool)
     for first, stop in schema.media_positions(attrs):
         text[max(0, first - start) : max(0, stop - start)] = False
     return text
 
 
-def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]) -> Iterator[tuple[str, str]]:
-    """Check every sum on every stored token. Yields (where, what) for each chunk of tokens in which one is wrong.
+def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, HookArray]) -> Iterator[tuple[str, str]]:
+    """Check every sum on every stored token. Yields (where, what) for each sum and chunk of tokens with an error.
 
-    Rows that hold a NaN or an infinity have no sum to check, and are left out.
+    Rows with a NaN or an infinity are skipped.
     """
     wanted = equations(attrs, arrays)
     if not wanted:
@@ -79,13 +80,13 @@ def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]
         rows: dict[tuple[str, int, int], np.ndarray | None] = {}
         spans = sorted({(slot[-1], first, stop) for slot, first, stop in any_array.chunks(segment, 0)})
         readers = {
-            (name, shard): arrays[name].shard(segment, shard)
+            (name, shard): ShardReader.open(arrays[name], segment, shard)
             for name in {name for equation in wanted for name, _ in equation}
-            for shard in range(arrays[name].spec.shards)
+            for shard in range(arrays[name].shards)
             if arrays[name].path(segment, shard) in attrs["files"]
         }
         for n, first, stop in spans:
-            rows.clear()  # all layers of one chunk of tokens fit in memory
+            rows.clear()  # memory holds all layers of one chunk of tokens
             for equation in wanted:
                 for name, layer in equation:
                     if (name, layer, n) not in rows:
@@ -99,7 +100,7 @@ def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]
                 error[~np.isfinite(scale)] = 0
                 if for_text(attrs, equation):
                     error *= text[first:stop]
-                most = TOLERANCE[arrays[equation[0][0]].spec.dtype] * (len(equation) - 1) / 2
+                most = TOLERANCE[arrays[equation[0][0]].dtype.name] * (len(equation) - 1) / 2
                 bad = np.flatnonzero(error > most * scale)
                 if len(bad):
                     worst = int(np.argmax(error))
@@ -112,11 +113,11 @@ def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, StoredArray]
 
 
 def _rows(
-    array: StoredArray, readers: Mapping[tuple[str, int], ShardReader], layer: int, n: int, count: int
+    array: HookArray, readers: Mapping[tuple[str, int], ShardReader], layer: int, n: int, count: int
 ) -> np.ndarray | None:
-    shard, index = divmod(list(array.spec.layers).index(layer) if array.spec.layers else 0, array.spec.shard_layers)
-    reader, slot = readers.get((array.spec.name, shard)), (index, n)
+    shard, index = divmod(array.layers.index(layer) if array.layers else 0, array.part_layers)
+    reader, slot = readers.get((array.name, shard)), (index, n)
     if reader is None or reader.index[slot][0] == EMPTY:
         return None
-    wide = np.float64 if array.spec.dtype in ("float32", "float64") else np.float32
+    wide = np.float64 if array.dtype.name in ("float32", "float64") else np.float32
     return np.asarray(reader.chunk(slot)[:count].astype(wide))

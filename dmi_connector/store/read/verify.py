@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks a store against docs/FORMAT.md, byte by byte, with a reader of its own (no zarr-python)."""
+"""Checks every byte of a store against docs/FORMAT.md, without zarr-python."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dmi_connector.dtypes import FLOATS, numpy_dtype
+from dmi_connector.dtypes import FLOATS
 from dmi_connector.hooks import ALWAYS
 from dmi_connector.layout import DRAFT_INDEX, ArraySpec
 from dmi_connector.store.format import schema
@@ -21,7 +21,8 @@ from dmi_connector.store.format.paths import leaves_store
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
 from dmi_connector.store.format.schema import Grid
 from dmi_connector.store.format.shard_index import EMPTY
-from dmi_connector.store.read.arrays.shard_reader import ShardReader, StoredArray, decode_plain
+from dmi_connector.store.read.arrays.hook_array import HookArray, Slot
+from dmi_connector.store.read.arrays.shard_reader import ShardReader, decode_plain
 from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
 from dmi_connector.store.read.files.fetched_files import FetchedFiles
 from dmi_connector.store.read.files.open_files import files_of
@@ -123,7 +124,7 @@ class _Check:
     def __init__(self, store: Place, files: StoreFiles) -> None:
         self.store, self.files = store, files
         self.constant: dict[tuple[str, int], bytes | None] = {}  # (hook, layer): its one value, None if it has several
-        self.arrays: dict[str, StoredArray] = {}
+        self.arrays: dict[str, HookArray] = {}
         self.reduced: dict[str, StoredReduction | None] = {}
 
     def problem(self, where: str, what: str, damage: bool = True) -> Problem:
@@ -171,9 +172,7 @@ class _Check:
                 yield self.problem(name, f"the array cannot be read: {error}")
                 continue
             self.arrays[name] = array
-            places = [
-                (array.path(n, shard), n, shard) for n in range(array.segments) for shard in range(array.spec.shards)
-            ]
+            places = [(array.path(n, shard), n, shard) for n in range(array.segments) for shard in range(array.shards)]
             for path, segment, shard in places:
                 yield from self._shard(attrs, array, path, segment, shard)
             of_array = {path for path in in_shards if path.split("/")[0] == name}
@@ -195,11 +194,11 @@ class _Check:
         for (hook, layer), value in self.constant.items():
             if value is None or (not any(value) and (hook, layer) in excused):
                 continue
-            spec = self.arrays[hook].spec
-            where = f"{hook} layer {layer}" if spec.layers else hook
-            shown = np.frombuffer(value, numpy_dtype(spec.dtype))[0]
-            if spec.dtype in FLOATS and not np.isfinite(shown):
-                continue  # said of each chunk
+            array = self.arrays[hook]
+            where = f"{hook} layer {layer}" if array.layers else hook
+            shown = np.frombuffer(value, array.dtype)[0]
+            if array.dtype.name in FLOATS and not np.isfinite(shown):
+                continue  # reported for each chunk
             yield self.problem(where, f"suspect: every value is {shown}, as in memory that no tap wrote")
 
     @staticmethod
@@ -281,7 +280,7 @@ class _Check:
             if len(wrong):
                 yield self.problem(DRAFT_INDEX, f"row {wrong[0]} is draft token {drafted[wrong[0]]} of {most}")
 
-    def _open(self, attrs: dict[str, Any], name: str, hook: dict[str, Any]) -> StoredArray:
+    def _open(self, attrs: dict[str, Any], name: str, hook: dict[str, Any]) -> HookArray:
         document = json.loads(self.files.read(f"{name}/zarr.json"))
         per_sample = len(document["shape"]) == 2
         length = document["shape"][-2]
@@ -301,19 +300,16 @@ class _Check:
             positions = json.loads(self.files.read(f"{plain}/zarr.json"))
             if positions != schema.plain_document("int32", length, "sample"):
                 raise ValueError(f"zarr.json of {plain} is not that of {length} samples")
-        return StoredArray(self.files, spec, length, grid, attrs["codec"])
+        return HookArray.parse(self.files, name, document, complete=True)
 
-    def _shard(
-        self, attrs: dict[str, Any], array: StoredArray, path: str, segment: int, shard: int
-    ) -> Iterator[Problem]:
-        spec = replace(array.spec, rank=shard)
+    def _shard(self, attrs: dict[str, Any], array: HookArray, path: str, segment: int, shard: int) -> Iterator[Problem]:
         if path not in attrs["files"]:
-            first = segment * array.rows_per_segment
-            if not self._excused(attrs, array, first, min(array.length, first + array.rows_per_segment)):
+            first = segment * array.segment_rows
+            if not self._excused(attrs, array, first, min(array.shape[1], first + array.segment_rows)):
                 yield self.problem(path, "the shard was never written")
             return
         try:
-            reader = array.shard(segment, shard)
+            reader = ShardReader.open(array, segment, shard)
             if not _old(attrs) and file_checksum(path, reader.content()) != attrs["files"][path][1]:
                 yield self.problem(path, "the file does not match its checksum")
         except (OSError, ValueError) as error:
@@ -321,7 +317,7 @@ class _Check:
             return
         chunks = list(array.chunks(segment, shard))
         for slot, first, stop in chunks:
-            where = self._where(spec, slot, first, stop)
+            where = self._where(array, shard, slot, first, stop)
             if reader.index[slot][0] == EMPTY:
                 if not self._excused(attrs, array, first, stop):
                     yield self.problem(where, f"the chunk is missing in {path}")
@@ -331,9 +327,9 @@ class _Check:
             except ValueError as error:
                 yield self.problem(where, f"{error} in {path}")
                 continue
-            self._note(spec, slot[0], values[: stop - first])
+            self._note(array, array.first_layer(shard) + slot[0], values[: stop - first])
             try:
-                bad = _not_finite(spec, self.reduced[spec.name], values[: stop - first])
+                bad = _not_finite(array, self.reduced[array.name], values[: stop - first])
             except (ValueError, IndexError, TypeError) as error:
                 yield self.problem(where, f"the values cannot be decoded ({error})")
                 continue
@@ -342,7 +338,7 @@ class _Check:
         yield from self._surplus(path, reader, {slot for slot, *_ in chunks})
 
     def _surplus(self, path: str, reader: ShardReader, known: set[tuple[int, ...]]) -> Iterator[Problem]:
-        """Chunks behind the end of the array, which the engine sampled before it learnt that the request had ended."""
+        """Chunks past the end of the array: the engine may sample once more before it learns that a request ended."""
         for slot in np.ndindex(reader.index.shape[:-1]):
             if slot not in known and reader.index[slot][0] != EMPTY:
                 try:
@@ -350,40 +346,43 @@ class _Check:
                 except ValueError as error:
                     yield self.problem(path, str(error))
 
-    def _note(self, spec: ArraySpec, index: int, values: np.ndarray) -> None:
-        """Remember whether all values of a layer are one. Integers, weights of one expert and reduced hooks: 0."""
-        if spec.per_sample or not values.size:
+    def _note(self, array: HookArray, index: int, values: np.ndarray) -> None:
+        """Remember whether all values of a layer are equal: of integers and of experts' weights, whether all are 0.
+
+        index: along the layer axis.
+        """
+        if array.per_sample or not values.size:
             return
-        key = spec.name, spec.layers[spec.first_layer + index] if spec.layers else 0
+        key = array.name, array.layers[index] if array.layers else 0
         one = values.reshape(-1)[0].tobytes()
         before = self.constant.get(key, one)
-        wide = spec.local_width > 1 and spec.name not in ALWAYS  # positions on each axis of the first token are 0
-        wide &= not any(one) or (spec.dtype in FLOATS and spec.name != "topk_weights")
+        wide = array.columns > 1 and array.name not in ALWAYS  # positions on each axis of the first token are 0
+        wide &= not any(one) or (array.dtype.name in FLOATS and array.name != "topk_weights")
         self.constant[key] = one if before == one and wide and bool((values == values.flat[0]).all()) else None
 
     @staticmethod
-    def _excused(attrs: dict[str, Any], array: StoredArray, first: int, stop: int) -> bool:
+    def _excused(attrs: dict[str, Any], array: HookArray, first: int, stop: int) -> bool:
         if attrs["complete"]:
             return False
-        return array.spec.per_sample or any(a < stop and first < b for a, b in attrs["missing"])
+        return array.per_sample or any(a < stop and first < b for a, b in attrs["missing"])
 
     @staticmethod
-    def _where(spec: ArraySpec, slot: tuple[int, ...], first: int, stop: int) -> str:
-        if spec.per_sample:
-            return f"{spec.name} sample {first}"
-        layer = f" layer {spec.layers[spec.first_layer + slot[0]]}" if spec.layers else ""
-        return f"{spec.name}{layer} tokens {first} to {stop - 1}"
+    def _where(array: HookArray, shard: int, slot: Slot, first: int, stop: int) -> str:
+        if array.per_sample:
+            return f"{array.name} sample {first}"
+        layer = f" layer {array.layers[array.first_layer(shard) + slot[0]]}" if array.layers else ""
+        return f"{array.name}{layer} tokens {first} to {stop - 1}"
 
 
-def _not_finite(spec: ArraySpec, reduced: StoredReduction | None, values: np.ndarray) -> int:
+def _not_finite(array: HookArray, reduced: StoredReduction | None, values: np.ndarray) -> int:
     """Values that are not finite, decoded ones of a reduced hook. A logit of minus infinity is a masked token, and
     legal. Raises ValueError, IndexError or TypeError for what cannot be decoded.
     """
     if reduced is not None:
         with np.errstate(invalid="ignore", over="ignore"):
             values = reduced.reduction.decode(values, reduced.width, reduced.dtype)
-    elif spec.dtype not in FLOATS:
+    elif array.dtype.name not in FLOATS:
         return 0
     wide: np.ndarray = values.astype(np.float64 if values.dtype == np.float64 else np.float32)
-    bad = np.isnan(wide) | (wide == np.inf) if spec.per_sample else ~np.isfinite(wide)
+    bad = np.isnan(wide) | (wide == np.inf) if array.per_sample else ~np.isfinite(wide)
     return int(bad.sum())

@@ -28,8 +28,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from numcodecs import blosc
 
+from dmi_connector.codecs import CODECS
 from dmi_connector.layout import PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json, losses_to_json, reason
 from dmi_connector.store.format.locks import PartialLock, hold_life_lock
@@ -272,8 +272,8 @@ def main(argv: list[str] | None = None) -> int:
     hold_life_lock()
     with open("/proc/self/comm", "w") as comm:
         comm.write("dmi-writer")
-    blosc.set_nthreads(1)
-    blosc.use_threads = False
+    for codec in CODECS.values():
+        codec.set_up_writer()
     open_files = _allow_open_files()
     # Only answers may reach the pipe: whatever else prints goes to standard error.
     answers = os.dup(1)

@@ -17,9 +17,9 @@ from safetensors.numpy import load_file, save_file
 from dmi_connector.analysis.export import delphi
 from dmi_connector.analysis.export.packed import PackedRows
 from dmi_connector.analysis.sparse_encoder import SparseEncoder
+from dmi_connector.captures.captures import open_captures
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
-from dmi_connector.store.read.captures import open_captures
 from tests import storekit as kit
 
 WIDTH, LATENTS, CONTEXT = 8, 23, 16

@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from dmi_connector.analysis.export import progress, safetensors, specforge
 from dmi_connector.analysis.export.progress import NOTE
 from dmi_connector.analysis.export.targets import TARGETS
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.captures import captures_of
 from dmi_connector.cli.export import FLAGS
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
-from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.captures import captures_of
 from tests import storekit as kit
 
 WIDTH = 16

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
-from dmi_connector.store.read.capture import open_capture
 from tests import storekit as kit
 
 SPECS = (ArraySpec("resid_pre", "float32", (0, 1), 8), ArraySpec("resid_final", "float32", (), 8))

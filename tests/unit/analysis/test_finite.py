@@ -20,10 +20,10 @@ from dmi_connector.analysis.export import delphi
 from dmi_connector.analysis.export.packed import PackedRows
 from dmi_connector.analysis.export.progress import NOTE
 from dmi_connector.analysis.export.targets import TARGETS
+from dmi_connector.captures.finite import FiniteCheck, NotFinite, not_finite
 from dmi_connector.cli.main import main
 from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.layout import ArraySpec
-from dmi_connector.store.read.finite import FiniteCheck, NotFinite, not_finite
 from dmi_connector.store.read.verify import verify_store
 from tests import storekit as kit
 

@@ -23,7 +23,7 @@ from dmi_connector.analysis import texts
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.analysis.pictures import canvas, plot_text
 from dmi_connector.analysis.pictures.text_layout import Piece
-from dmi_connector.analysis.stats import heat, statistics
+from dmi_connector.analysis.stats import find_statistic, of_layer, statistics
 from dmi_connector.analysis.unembedding import log_softmax
 from dmi_connector.cli.main import main
 from dmi_connector.cli.tiny_models import make_model
@@ -52,13 +52,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_slice_of_rows_has_their_statistics(store: Path, hook: str) -> None:
     bounds = [(None, None), (-5, None), (80, None), (None, 50), (50, 68, 2), (None, None, -3), (50, 50), (60, 10_000)]
     with open_capture(store, allow_incomplete=True) as capture:
-        name = statistics(capture, hook)[0].name
-        whole = heat(capture, hook, name, 0, slice(0, len(capture.token_ids)))
-        assert np.isfinite(whole[:, -5]).all()
-        for window in (slice(*some) for some in bounds):
-            np.testing.assert_allclose(
-                heat(capture, hook, name, 0, window), whole[:, window], 1e-6, err_msg=str(window)
-            )
+        first = statistics(capture, hook)[0]
+        for layer in [*capture.layers[hook]] or [None]:
+            whole = of_layer(capture, hook, layer, first, 0, slice(0, len(capture.token_ids)))
+            assert np.isfinite(whole[-5])
+            for window in (slice(*some) for some in bounds):
+                found = of_layer(capture, hook, layer, first, 0, window)
+                np.testing.assert_allclose(found, whole[window], 1e-6, err_msg=f"{layer} {window}")
 
 
 class Drawn:
@@ -124,7 +124,9 @@ def test_the_numbers_are_those_of_the_page(
 ) -> None:
     plot(store, tmp_path / "x.svg", hook, *options)
     with open_capture(store, 0, allow_incomplete=True) as capture:
-        expected = heat(capture, hook, statistic, index, slice(0, app.MOST_TOKENS))[layer]
+        of = find_statistic(capture, hook, statistic)
+        number = capture.layers[hook][layer] if capture.layers[hook] else None
+        expected = of_layer(capture, hook, number, of, index, slice(0, app.MOST_TOKENS))
         assert np.isnan(expected[slice(*LOST)]).all() and np.isfinite(expected).sum() > 30
         if statistic == "log-probability of":
             np.testing.assert_array_equal(expected[np.isfinite(expected)], log_softmax(capture.numpy("logits"))[:, 9])

@@ -21,12 +21,12 @@ from dmi_connector.analysis.patterns import attention_pattern, pattern_hooks
 from dmi_connector.analysis.residual import drift, residual_norms
 from dmi_connector.analysis.training.token_dataset import TokenDataset
 from dmi_connector.analysis.unembedding import Unembedding
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.captures import captures_of
+from dmi_connector.captures.finite import FiniteCheck
+from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
-from dmi_connector.store.read.arrays.own_values import check_own_values
-from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.captures import captures_of
-from dmi_connector.store.read.finite import FiniteCheck
 from tests import storekit as kit
 
 TOKENS, WIDTH, HEADS, LAYERS = 20, 16, 2, 2

@@ -18,10 +18,10 @@ torch = pytest.importorskip("torch")
 
 from dmi_connector import TokenDataset, open_captures  # noqa: E402
 from dmi_connector.analysis.export.packed import PackedRows  # noqa: E402
-from dmi_connector.analysis.training.token_dataset import Batch  # noqa: E402
+from dmi_connector.analysis.training.worker_loops import Batch  # noqa: E402
+from dmi_connector.captures.captures import Captures  # noqa: E402
 from dmi_connector.layout import ArraySpec  # noqa: E402
 from dmi_connector.reduce import parse  # noqa: E402
-from dmi_connector.store.read.captures import Captures  # noqa: E402
 from tests import storekit as kit  # noqa: E402
 
 LENGTHS = (300, 20, 128, 129, 77, 64)

@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoTokenizer, DeepseekV3Config
 
 from dmi_connector.analysis.oracle.oracle_twins import ONCE
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle, _Recorder, compare, largest
+from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.cli import demo
 from dmi_connector.cli.tiny_models import ARCHS, CHAT_TEMPLATE, EOS, VOCAB, make_model
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
 from dmi_connector.store.format.completeness import Cause, Loss
-from dmi_connector.store.read.capture import Capture, open_capture
 from tests import oraclestore
 from tests import storekit as kit
 

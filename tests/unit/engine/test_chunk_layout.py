@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.model.architectures import ARCHITECTURES
+from dmi_connector.engine.owners import OWNERS
 from dmi_connector.engine.scheduler.quota import row_bytes
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
 from dmi_connector.hooks import ModelDims, parse_selection
@@ -28,7 +29,7 @@ def make_context(directory: Path, hooks: str, layers: int, tp: int) -> CaptureCo
     selection = parse_selection(options.hooks, dims)
     layouts = row_layouts(selection, dims, "float32", tp)
     arch = ARCHITECTURES["Qwen3ForCausalLM"]
-    return CaptureContext(options, arch, dims, selection, layouts, "float32", tp, "target")
+    return CaptureContext(options, arch, dims, selection, layouts, "float32", tp, OWNERS["target"])
 
 
 def written(layout: ChunkLayout, hook: str) -> list[int]:

@@ -59,3 +59,5 @@ def test_fields_that_json_cannot_give_are_made_of_it() -> None:
     params = _sampling(fields, 8)("k")
     assert params.structured_outputs.choice == ["yes", "no"] and params.logit_bias == {17: -5}
     assert params.extra_args["kv_transfer_params"]["dmi"] == {"key": "k"} and params.max_tokens == 8
+    asked = _sampling({}, None)("k", {"loss_spans": [[0, 2]]}).extra_args["kv_transfer_params"]
+    assert asked == {"include_output_tokens": False, "dmi": {"key": "k", "loss_spans": [[0, 2]]}}

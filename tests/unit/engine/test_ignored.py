@@ -11,17 +11,18 @@ import pytest
 
 pytest.importorskip("vllm")
 from dmi_connector import capture_args
-from dmi_connector.engine.scheduler.ignored import ignored_layers, ignored_path
+from dmi_connector.engine.owners import OWNERS
+from dmi_connector.engine.scheduler.ignored import ignored_path
 from dmi_connector.hooks import parse_selection
 from tests.trackerkit import DIMS, ask, generate, make_tracker
 
 
 def layers(hooks: str, ids: object, owner: str = "draft") -> str:
     """What is said of these layer ids of a model with three layers."""
-    context: Any = SimpleNamespace(owner=owner, dims=DIMS, selection=parse_selection(hooks, DIMS))
+    context: Any = SimpleNamespace(dims=DIMS, selection=parse_selection(hooks, DIMS))
     draft = SimpleNamespace(hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=ids))
     config: Any = SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config=draft))
-    return ignored_layers(config, context)
+    return OWNERS[owner].ignored(config, context)
 
 
 @pytest.mark.parametrize(

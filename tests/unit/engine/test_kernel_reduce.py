@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,6 +20,9 @@ from dmi_connector.engine.kernels.reduce import reduce_layers_torch, reduce_laye
 from dmi_connector.engine.kernels.row_writer import RowWriter
 from dmi_connector.reduce import Reduction, parse
 from dmi_connector.reduce.basis import METADATA
+from dmi_connector.reduce.fp8 import Fp8
+from dmi_connector.reduce.int8 import Int8
+from dmi_connector.reduce.rounding import Round
 from tests import kernelkit as kit
 
 FAR = 60_000
@@ -155,6 +160,55 @@ def test_layers_reduced_at_once_equal_those_of_the_torch_twin(
     else:
         assert torch.equal(rows, twin), (rows != twin).nonzero()[:10].tolist()
     assert len(rows.unique(dim=0)) == tokens, "padding has no row; untouched rows are alike"
+
+
+class WithoutKernel(Reduction):
+    """A reduction that says of itself that it has no kernel: a GPU runs its torch encoder."""
+
+    def fused(self, dtype: str) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class PlainInt8(WithoutKernel, Int8):
+    pass
+
+
+@dataclass(frozen=True)
+class PlainRound(WithoutKernel, Round):
+    """It stores floats, the other bytes."""
+
+
+@dataclass(frozen=True)
+class AtTheEnd(WithoutKernel, Fp8):
+    at_end: ClassVar[bool] = True
+
+
+def test_a_reduction_without_a_kernel_gives_the_rows_of_its_torch_encoder() -> None:
+    """Beside others in one tap, and of many layers. Padding is skipped, and memory for the encoder is planned."""
+    torch.manual_seed(0)
+    tokens, width = 6, 44
+    plain = [PlainInt8(), None, PlainRound(3), AtTheEnd(), Int8()]
+    dtype = getattr(torch, LAYERS_DTYPE)
+    values = [torch.randn(tokens, width, device=kit.DEVICE).to(dtype) for _ in plain]
+    offsets, row_bytes = kit.side_by_side([4 * width] * len(plain))
+    slots = kit.random_slots(tokens)
+    slots[1] = -1
+    twin, rows = kit.untouched(kit.ROWS, row_bytes), kit.untouched(kit.ROWS, row_bytes)
+    writer = RowWriter([width] * len(plain), dtype, offsets, plain)
+    writer.in_torch(twin, slots, values)
+    writer.in_triton(rows, slots, values)
+    twin[0] = rows[0] = kit.UNTOUCHED
+    assert torch.equal(rows, twin) and len(rows.unique(dim=0)) == tokens
+    layers = torch.randn(tokens, 3, width, device=kit.DEVICE).to(dtype)
+    at = torch.tensor([64, 256, 160], device=kit.DEVICE)
+    for reduction, kernel in ((PlainInt8(), Int8()), (PlainRound(3), Round(3)), (AtTheEnd(), Fp8())):
+        found = []
+        for one in (reduction, kernel):
+            found.append(kit.untouched(kit.ROWS, row_bytes))
+            reduce_layers_triton(found[-1], slots, layers, at, one, [0, 1, 2])
+        assert torch.equal(*found), "as with a kernel"
+        assert reduction.scratch(width, "float32") > 0 == kernel.scratch(width, "float32")
 
 
 NOT_FINITE = ("int8", "int8(affine)", "int8(32)", "fp8", "round(4)", "topk(8)", "topk(5,exact)", "topk(8,sample=9)")

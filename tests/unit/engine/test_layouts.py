@@ -15,12 +15,12 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.engine.messages import Open, Rows, StepMetadata
 from dmi_connector.engine.transfer import exporter as module
 from dmi_connector.engine.transfer.exporter import LAYOUTS_KEPT, Exporter
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.hooks import HOOKS
-from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.verify import verify_store
 from tests import storekit as kit
 from tests.exporterkit import DIMS, closing, make_exporter

@@ -20,6 +20,7 @@ from dmi_connector.engine.taps import op
 from dmi_connector.engine.taps.deferred import DeferredReductions
 from dmi_connector.engine.taps.inputs import write_inputs
 from dmi_connector.layout import RowField
+from tests.tapkit import RowMemory
 from tests.trackerkit import FakeRequest, ask, generate, make_tracker
 
 ITEM = SimpleNamespace(modality="image", identifier="one", mm_position=PlaceholderRange(offset=3, length=4))
@@ -95,9 +96,8 @@ def test_a_header_has_the_position_in_the_request_and_those_on_the_axes(
     """The first is vLLM's own. Of a run that it planned nothing for, no row is kept."""
     step = None if planned is None else SimpleNamespace(positions=torch.tensor(planned))
     rows, slots = torch.zeros(8, 128, dtype=torch.uint8), torch.tensor([3, 5, 1, -1])
-    owner = SimpleNamespace(step=step, rows=rows)
     forward: Any = Context()
-    forward.no_compile_layers, forward.slot_mapping = {"rows": owner}, {"rows": slots}
+    forward.no_compile_layers = {"rows": RowMemory(rows, slots, step)}
     monkeypatch.setattr(op.forward_context, "is_forward_context_available", lambda: True)
     monkeypatch.setattr(op.forward_context, "get_forward_context", lambda: forward)
     field = RowField("mrope_positions", 0, "int32", 3, 64)

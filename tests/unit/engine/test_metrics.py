@@ -21,10 +21,13 @@ from dmi_connector.args import CONNECTOR, CONNECTOR_MODULE
 from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.messages import Close, Open, Rows, StepMetadata
 from dmi_connector.engine.metrics import CaptureStats
+from dmi_connector.engine.transfer.chunk_transfer import Progress
 from dmi_connector.engine.transfer.exporter import Exporter
+from dmi_connector.engine.transfer.meter import Meter
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.client import StoreClient
+from dmi_connector.store.write.ring import Ring
 from tests.exporterkit import make_exporter as build_exporter
 from tests.storekit import IDS, PATIENCE, begin, send, until
 from tests.trackerkit import ask, make_tracker
@@ -89,6 +92,28 @@ def test_steps_without_work_do_not_touch_the_lane(make_exporter: MakeExporter) -
             exporter.before_forward(StepMetadata())
             exporter.after_forward(StepMetadata())
         assert touched == []
+
+
+def test_a_meter_needs_no_exporter() -> None:
+    """Rank 0 reports all counts of its client, another rank bytes alone. Levels have the rank in their key."""
+    client: Any = SimpleNamespace(counts=lambda: {"started": 2, "bytes_raw": 30, "bytes_stored": 20})
+    ring = Ring(1 << 20)
+    progress = Progress()
+    progress.counts["lost_rows"] = 7
+    first, second, alone = (
+        Meter(progress, client, ring, 0),
+        Meter(progress, client, ring, 1),
+        Meter(progress, None, ring, 0),
+    )
+    of_every_rank = {"bytes_raw": 30, "bytes_stored": 20, "lost_rows": 7}
+    for meter, counts in ((first, {"started": 2, **of_every_rank}), (second, of_every_rank), (alone, {"lost_rows": 7})):
+        stats = meter.take()
+        assert stats is not None and stats.data == counts and meter.take() is None
+    extent = ring.alloc(4096, 0)
+    assert extent is not None
+    stats = second.take()
+    assert stats is not None and stats.data == {"backlog_bytes.1": ring.used} and ring.used
+    os.close(ring.fd)
 
 
 def test_a_whole_capture_counts_as_complete_with_its_bytes(

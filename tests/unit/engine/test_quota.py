@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.cli.main import main
 from dmi_connector.engine.scheduler import quota as quota_module
 from dmi_connector.engine.scheduler.quota import FORGET_S, Quota, RequestBytes
@@ -32,7 +33,6 @@ from dmi_connector.store.format import completeness
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.locks import PartialLock, share
 from dmi_connector.store.format.paths import make_directory
-from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.index import find_captures, read_index
 from dmi_connector.store.write.client import StoreClient
 from dmi_connector.store.write.finish.commit import append_index
@@ -415,7 +415,7 @@ def test_prune_removes_the_oldest_stores_by_age_and_by_bytes(stores: Path, tmp_p
 
 READER = """
 import sys, time
-from dmi_connector.store.read.capture import open_capture
+from dmi_connector.captures.capture import open_capture
 capture = open_capture(sys.argv[1], 0)
 print("open", flush=True)
 sys.stdin.readline()

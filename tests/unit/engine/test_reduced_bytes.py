@@ -9,6 +9,7 @@ import pytest
 
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.model.architectures import ARCHITECTURES
+from dmi_connector.engine.owners import OWNERS
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
 from dmi_connector.hooks import HOOKS, ModelDims, parse_selection
 from dmi_connector.layout import hook_reductions, row_layouts
@@ -34,7 +35,7 @@ def layouts(hooks: str, reduce: dict[str, str]) -> tuple[int, ChunkLayout]:
     selection = parse_selection(options.hooks, DIMS)
     layouts = row_layouts(selection, DIMS, "bfloat16", 1, hook_reductions(options.reduce, selection, DIMS, 1))
     arch = ARCHITECTURES["Qwen3ForCausalLM"]
-    context = CaptureContext(options, arch, DIMS, selection, layouts, "bfloat16", 1, "draft")
+    context = CaptureContext(options, arch, DIMS, selection, layouts, "bfloat16", 1, OWNERS["draft"])
     return layouts[0].row_bytes, chunk_layout(context, dict(selection.hooks), 0)
 
 

@@ -62,9 +62,9 @@ def test_a_reset_of_the_prefix_cache_frees_the_blocks_that_are_kept(make: Make, 
     engine.add(PROMPT, 60)
     while len(engine.replies) < 3:
         engine.step()
-    assert engine.tracker.held
+    assert engine.tracker.slots.held
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert not engine.tracker.held and not engine.scheduler.running
+    assert not engine.tracker.slots.held and not engine.scheduler.running
     for _ in range(2):
         engine.add(PROMPT, 6)
     while len(engine.replies) < 6:

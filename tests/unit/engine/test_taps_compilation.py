@@ -84,8 +84,8 @@ def test_inductor_writes_no_buffer_twice() -> None:
         compilation_config=SimpleNamespace(inductor_compile_config={}),
         model_config=SimpleNamespace(enforce_eager=False),
     )
-    compilation.write_once(config)
-    compilation.write_once(config)  # for a second model of one engine
+    compilation.disable_buffer_reuse(config)
+    compilation.disable_buffer_reuse(config)  # for a second model of one engine
     once = config.compilation_config.inductor_compile_config
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
     library = torch.library.Library("dmi_test", "FRAGMENT")

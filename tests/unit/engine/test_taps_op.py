@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from dmi_connector.engine.taps import op
 from dmi_connector.engine.taps.deferred import DeferredReductions
 from dmi_connector.layout import RowField
 from dmi_connector.reduce import parse
+from tests import tapkit as kit
 
 
 @pytest.mark.parametrize(("spec", "taps"), [("none", 1), ("int8", 1), ("topk(16)", 2), ("rp(8)", 2)])
@@ -52,6 +54,33 @@ def test_kernels_of_other_steps_are_compiled_on_padding(
     monkeypatch.setattr(op.Tap, "write", fails)
     op.compile_others(place, rows, values, [0])
     assert "could not be compiled ahead (RuntimeError: no memory)" in caplog.text
+
+
+def test_two_models_have_places_of_their_own_and_a_freed_one_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that stands for nothing ends the op, and no row is written."""
+    rows, slots = torch.zeros(4, 256, dtype=torch.uint8), torch.tensor([1, 2])
+    kit.in_forward(monkeypatch, kit.ForwardContext(no_compile_layers={"rows": kit.RowMemory(rows, slots)}))
+    batches, token = [kit.batch(), kit.batch()], torch.zeros(1, dtype=torch.int32)
+
+    def write(tensor: torch.Tensor, value: float) -> None:
+        torch.ops.dmi.tap([torch.full((2, 4), value)], token, tensor, [0], False, "rows")
+
+    starts, tensors = (64, 128), [batch.tensor for batch in batches]
+    for batch, start in zip(batches, starts, strict=True):
+        batch.place.start = start
+    write(tensors[0], 1.0)
+    write(tensors[1], 2.0)
+    words = rows.view(torch.float32)
+    assert words[1:3, 16:20].eq(1).all() and words[1:3, 32:36].eq(2).all() and words.count_nonzero() == 16
+    batches.pop(0)
+    gc.collect()
+    before = rows.clone()
+    for tensor in (tensors[0], tensors[1].clone()):
+        with pytest.raises(KeyError):
+            write(tensor, 3.0)
+    assert rows.equal(before)
+    write(tensors[1], 4.0)
+    assert words[1:3, 32:36].eq(4).all()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from dmi_connector.engine.taps import op, overlap
 from dmi_connector.engine.taps.deferred import DeferredReductions
 from dmi_connector.layout import RowField
 from dmi_connector.reduce import parse
-from tests.tapkit import ForwardContext, in_forward
+from tests.tapkit import ForwardContext, RowMemory, in_forward
 
 
 class Streams:
@@ -56,7 +56,7 @@ def test_an_op_waits_for_the_branch_of_the_one_before(monkeypatch: pytest.Monkey
 
     def forward(*besides: bool, end: bool = True, join: bool = False) -> list[list[bool]]:
         """After each op (join: and what waits for it): which of the values are there yet."""
-        context = ForwardContext(no_compile_layers={"rows": SimpleNamespace(rows=rows)}, slot_mapping={"rows": slots})
+        context = ForwardContext(no_compile_layers={"rows": RowMemory(rows, slots)})
         in_forward(monkeypatch, context)
         values: list[weakref.ref[torch.Tensor]] = []
         there = []
@@ -113,9 +113,7 @@ def test_a_captured_step_writes_the_rows_of_an_uncaptured_one(spec: str, monkeyp
     rows = torch.zeros(tokens, 6 * row_bytes, dtype=torch.uint8, device=device)
     slots = torch.randperm(tokens, device=device)
     context = ForwardContext(
-        no_compile_layers={"rows": SimpleNamespace(rows=rows)},
-        slot_mapping={"rows": slots},
-        cudagraph_runtime_mode=CUDAGraphMode.NONE,
+        no_compile_layers={"rows": RowMemory(rows, slots)}, cudagraph_runtime_mode=CUDAGraphMode.NONE
     )
     in_forward(monkeypatch, context)
     deferred, tensors, places = DeferredReductions(fields, device), [], []

@@ -94,7 +94,7 @@ class World:
         )
         if self.each_step:
             self.tracker.keep_rows = -1
-        metadata = self.tracker.step(output, 0)
+        metadata = self.tracker.step(output)
         self.new = []
         for name, amount in scheduled.items():
             request = self.running[name]
@@ -285,9 +285,9 @@ def test_blocks_of_ended_requests_are_kept_while_others_run(
     assert [close.keeps_blocks for close in tracker.pending_closes] == [
         f"r{i}" if i < len(kept) else None for i in (0, 1)
     ]
-    assert [count for _, count in tracker.held.values()] == kept
-    tracker.freed(["r0", "other"])
-    assert [count for _, count in tracker.held.values()] == kept[1:]
+    assert [count for _, count in tracker.slots.held.values()] == kept
+    tracker.slots.freed(["r0", "other"])
+    assert [count for _, count in tracker.slots.held.values()] == kept[1:]
 
 
 def test_no_blocks_are_kept_for_a_sink_that_takes_no_rows(tmp_path: object) -> None:
@@ -322,5 +322,5 @@ def test_a_step_names_the_captures_that_were_preempted_and_no_other(
     for name in ("r0", "r1", "skip", "r2"):
         kv = {"dmi": {"enabled": False}} if name == "skip" else {}
         tracker.on_new_request(ask(kv, 20, name))  # type: ignore[arg-type]
-    assert sorted(tracker.step(output_of(preempted_req_ids=preempted), 0).preempted) == named
-    assert tracker.step(output_of(), 0).preempted == []
+    assert sorted(tracker.step(output_of(preempted_req_ids=preempted)).preempted) == named
+    assert tracker.step(output_of()).preempted == []

@@ -42,6 +42,7 @@ class Run:
         self.told: list[StepMetadata] = []
         self.blocks = self.life = 0
         self.known = False
+        tracker.slots.group = GROUP
         tracker.on_new_request(request)  # type: ignore[arg-type]
 
     def step(self, tokens: int, resumed: bool = False, ahead: int = 0) -> StepMetadata:
@@ -76,7 +77,7 @@ class Run:
             scheduled_cached_reqs=of_running,
         )
         self.tracker._rows_since = 1 << 61
-        self.told.append(self.tracker.step(output, GROUP))
+        self.told.append(self.tracker.step(output))
         request.num_computed_tokens += tokens + ahead
         if request.num_computed_tokens >= request.num_tokens:
             request.tokens.append(1000 + request.num_tokens)
@@ -265,10 +266,10 @@ def test_a_window_behind_the_first_turn_has_the_samples_in_it(tmp_path: Path) ->
 
 def test_no_blocks_are_kept_where_clients_may_send_an_id_again(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path, "resid_pre")
-    tracker.keep_rows, tracker._keep = 15, False
+    tracker.keep_rows, tracker.slots.keep = 15, False
     run = Run(tracker, ask({}, 20))
     run.step(20)
-    assert run.finish()[0].keeps_blocks is None and not tracker.held
+    assert run.finish()[0].keeps_blocks is None and not tracker.slots.held
 
 
 def test_an_open_names_what_the_store_has_to_know(tmp_path: Path) -> None:
@@ -324,7 +325,7 @@ def test_blocks_are_kept_while_more_rows_wait_than_staging_memory_takes(
             req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[]
         ),
     )
-    assert tracker.step(step, GROUP).closes == [close] and tracker.step(step, GROUP).closes == []
+    assert tracker.step(step).closes == [close] and tracker.step(step).closes == []
 
 
 def test_blocks_that_the_engine_has_freed_are_not_kept(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numcodecs import blosc
 
-from dmi_connector.store.write.arrays.blosc_frame import blosc_frame, recurs
+from dmi_connector.codecs import CODECS
+from dmi_connector.codecs.blosc_frame import recurs
 
 HEADER_BYTES = 16
 
@@ -27,7 +28,7 @@ def decoded(frame: bytes, dtype: str) -> np.ndarray:
 def test_blosc_decodes_every_frame(dtype: str, count: int, spread: int, seed: int) -> None:
     most = min(spread, int(np.iinfo(dtype).max))
     chunk = np.random.default_rng(seed).integers(0, most, count, dtype=dtype, endpoint=True)
-    frame = blosc_frame(chunk, "zstd")
+    frame = CODECS["zstd"].encode(chunk)
     assert len(frame) <= chunk.nbytes + HEADER_BYTES
     np.testing.assert_array_equal(decoded(frame, dtype), chunk)
 
@@ -35,13 +36,13 @@ def test_blosc_decodes_every_frame(dtype: str, count: int, spread: int, seed: in
 @pytest.mark.parametrize("count", [127, 128, 65536, 65537, 200_000])
 def test_frames_at_the_edges_of_plane_and_split_sizes_are_decoded(count: int) -> None:
     chunk = np.arange(count, dtype="u2") * 7
-    np.testing.assert_array_equal(decoded(blosc_frame(chunk, "zstd"), "u2"), chunk)
+    np.testing.assert_array_equal(decoded(CODECS["zstd"].encode(chunk), "u2"), chunk)
 
 
 def test_frames_of_different_sizes_do_not_overwrite_each_other() -> None:
     rng = np.random.default_rng(1)
     chunks = [rng.integers(0, 99, count, dtype="u2") for count in (5000, 70_000, 300, 70_000)]
-    frames = [blosc_frame(chunk, "zstd") for chunk in chunks]
+    frames = [CODECS["zstd"].encode(chunk) for chunk in chunks]
     for chunk, frame in zip(chunks, frames, strict=True):
         np.testing.assert_array_equal(decoded(frame, "u2"), chunk)
 
@@ -57,7 +58,7 @@ def test_recurring_rows_shrink_about_as_much_as_with_blosc(rows: str) -> None:
     number = {"every 7th": np.arange(128) % 7, "every 64th": np.arange(128) % 64}.get(rows, rng.zipf(1.3, 128) % 500)
     chunk = table[number]
     own = blosc.compress(chunk, b"zstd", 1, blosc.SHUFFLE, chunk.nbytes)
-    assert len(blosc_frame(chunk, "zstd")) < 1.02 * len(own) < chunk.nbytes / 2
+    assert len(CODECS["zstd"].encode(chunk)) < 1.02 * len(own) < chunk.nbytes / 2
 
 
 def test_recurs_needs_more_than_a_sixteenth_of_the_rows_to_begin_alike() -> None:
@@ -76,5 +77,5 @@ def test_recurs_needs_more_than_a_sixteenth_of_the_rows_to_begin_alike() -> None
 def test_a_frame_of_bfloat16_is_shorter_than_bloscs_own() -> None:
     bits = as_bf16(np.random.default_rng(2).standard_normal((128, 2560)))
     own = blosc.compress(bits, b"zstd", 1, blosc.SHUFFLE, bits.nbytes)
-    assert bits.nbytes / len(blosc_frame(bits, "zstd")) > 1.48 > bits.nbytes / len(own)
-    assert len(blosc_frame(np.zeros_like(bits), "zstd")) < 200
+    assert bits.nbytes / len(CODECS["zstd"].encode(bits)) > 1.48 > bits.nbytes / len(own)
+    assert len(CODECS["zstd"].encode(np.zeros_like(bits))) < 200

@@ -20,13 +20,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format import completeness, schema
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read import index
-from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
 from dmi_connector.store.read.index import find_captures, read_index
+from dmi_connector.store.read.reader import CaptureIncomplete
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.read.waiting import CaptureFailed
 from dmi_connector.store.write.arrays.row_check import RowCheck

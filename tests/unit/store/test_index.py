@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from dmi_connector.captures.captures import open_captures
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.paths import store_name
 from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read import index
-from dmi_connector.store.read.captures import open_captures
 from dmi_connector.store.read.index import IndexTail, find_captures
 from dmi_connector.store.write.finish.commit import append_index
 from tests import storekit as kit

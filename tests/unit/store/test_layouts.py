@@ -13,8 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.layout import ArraySpec, PayloadLayout
-from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.arrays.shard_writer import FileCache
 from dmi_connector.store.write.child_process import Child

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numcodecs import blosc
 
+from dmi_connector.captures.capture import open_capture
+from dmi_connector.codecs.blosc_frame import plain_header
 from dmi_connector.engine.sizing import write_settings
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.settings import ServerOptions
-from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.arrays.array_writer import ArrayWriter
-from dmi_connector.store.write.arrays.blosc_frame import plain_header
 from dmi_connector.store.write.arrays.plain import Costs
 from dmi_connector.store.write.arrays.shard_writer import FileCache, encode
 from dmi_connector.store.write.coordinator import writer_pool
@@ -46,17 +46,6 @@ ARRAYS = (
     ArraySpec("logits", "float32", (), 33, per_sample=True),
 )
 """The zeros after 44 rows of `mlp_post` are a hole in the file."""
-WRITER = """
-import itertools
-from dmi_connector.store.write import pace
-from dmi_connector.store.write.arrays import plain
-from dmi_connector.store.write import writer
-
-turns = itertools.cycle([True, True, False])
-plain.Costs.plain_next = lambda self: next(turns)
-pace.Pace.behind = property(lambda self: True)
-writer.main()
-"""
 MB = 1 << 20
 
 
@@ -81,9 +70,7 @@ def test_every_reader_reads_stores_of_plain_and_compressed_chunks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, codec: str, length: int
 ) -> None:
     """Two of three chunks are plain."""
-    (tmp_path / "plain_writer.py").write_text(WRITER)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(writer_pool, "WRITER", "plain_writer")
+    monkeypatch.setattr(writer_pool, "WRITER", "tests.plainwriter")
     stores, path = kit.Store(8 << 20), tmp_path / "a.zarr"
     values = stores.write(path, ARRAYS, length, 5, codec=codec)
     assert stores.shutdown() and verify_store(path) == []

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dmi_connector.captures.capture import open_capture
+from dmi_connector.captures.captures import captures_of, open_captures
 from dmi_connector.cli.main import main
 from dmi_connector.cli.plots import Stores
 from dmi_connector.layout import ArraySpec
@@ -20,9 +22,8 @@ from dmi_connector.store.format import object_store
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.object_store import RemoteDenied, RemoteError
 from dmi_connector.store.format.remote_path import RemotePath, place_of
-from dmi_connector.store.read.capture import CaptureIncomplete, open_capture
-from dmi_connector.store.read.captures import captures_of, open_captures
 from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.reader import CaptureIncomplete
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.finish.commit import append_index
 from tests import s3kit

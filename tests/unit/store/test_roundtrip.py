@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import tensorstore
 
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.settings import ServerOptions
-from dmi_connector.store.read.capture import open_capture
 from dmi_connector.store.read.verify import verify_dir, verify_store
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.ring import Extent

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.layout import ArraySpec, PayloadLayout
-from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.arrays.array_writer import ArrayWriter
 from dmi_connector.store.write.arrays.shard_writer import FileCache

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import pytest
 from dmi_connector.bulk.engine_process import Inbox, serve
 from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.recovery import not_uploaded, settle_left
+from dmi_connector.captures.capture import open_capture
+from dmi_connector.captures.captures import open_captures
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.option_values import OptionError
@@ -28,8 +31,6 @@ from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.locks import is_to_be_uploaded
 from dmi_connector.store.format.object_store import RemoteDenied
 from dmi_connector.store.format.remote_path import RemotePath, place_of
-from dmi_connector.store.read.capture import open_capture
-from dmi_connector.store.read.captures import open_captures
 from dmi_connector.store.read.files.remote_index import read_indexes
 from dmi_connector.store.read.index import CaptureInfo, find_captures
 from dmi_connector.store.read.verify import verify_store
@@ -378,6 +379,7 @@ def test_denied_uploads_are_recorded_and_capture_goes_on(
     assert len(open_captures(f"{BUCKET}/{prefix}")) == len(open_captures(tmp_path / "s")) == 2
 
 
+@pytest.mark.usefixtures("own_interpreters")
 def test_no_credential_is_written_anywhere(
     s3: s3kit.Proxy,
     make_client: MakeClient,
@@ -421,9 +423,16 @@ def group(pid: int) -> list[int]:
 
 def uploader(client: StoreClient) -> int:
     """The process id of a client's uploader."""
-    pids = [p for p in group(client.group) if b"write.uploader" in Path(f"/proc/{p}/cmdline").read_bytes()]
-    assert len(pids) == 1
-    return pids[0]
+    found: list[int] = []
+
+    def look() -> bool:
+        with suppress(FileNotFoundError):  # one has just ended
+            found[:] = [p for p in group(client.group) if Path(f"/proc/{p}/comm").read_text() == "dmi-uploader\n"]
+        return bool(found)
+
+    kit.until(look)  # it takes its name when it is up
+    [pid] = found
+    return pid
 
 
 def test_an_uploader_that_dies_is_replaced(

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from dmi_connector.analysis.export.zip import write_zip
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.captures import captures_of, open_captures
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.remote_path import RemotePath
-from dmi_connector.store.read.capture import Capture, open_capture
-from dmi_connector.store.read.captures import captures_of, open_captures
 from dmi_connector.store.read.files.store_files import MAPPED_BYTES
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.finish.upload import upload_store

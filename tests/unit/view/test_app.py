@@ -18,9 +18,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from dmi_connector.analysis.texts import Texts
+from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
-from dmi_connector.store.read.capture import Capture, open_capture
 from dmi_connector.view import data, lens
 from dmi_connector.view.app import MOST_TOKENS, make_app
 from dmi_connector.view.app import _Pages as make_pages

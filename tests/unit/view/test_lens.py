@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.cli.tiny_models import make_model
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
-from dmi_connector.store.read.capture import open_capture
 from dmi_connector.view.lens import end_of, lacking, predictions
 from tests import storekit as kit
 from tests import viewkit

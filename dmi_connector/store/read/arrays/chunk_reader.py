@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads, checks and decodes inner chunks in threads, and puts their rows where they belong."""
+"""Reads the planned rows of many shard files in threads."""
 
 from __future__ import annotations
 
@@ -7,30 +7,22 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numcodecs import blosc
-
-from dmi_connector.dtypes import numpy_dtype
-from dmi_connector.store.format.checksum import crc32c
-from dmi_connector.store.format.shard_index import EMPTY
+from dmi_connector.store.read.arrays.chunk import ABSENT, most_stored, read_piece
 from dmi_connector.store.read.arrays.hook_array import HookArray, Piece, ShardPieces
-from dmi_connector.store.read.files.store_files import HeldBytes, StoredFile
-from dmi_connector.store.read.files.thread_pool import Scratch, in_fetch_threads, in_threads, read_threads
+from dmi_connector.store.read.files.store_files import HeldBytes
+from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads, read_threads
 
 _LEAST_JOB, _MOST_JOB = 1 << 20, 16 << 20
-"""Decoded bytes that a thread takes at a time."""
+"""Decoded bytes of one job of a thread."""
 _MOST_RUN, _MOST_FETCHED = 8 << 20, 256 << 20
-"""Stored bytes of one request to an object store; decoded bytes that are planned at a time for it."""
-_ABSENT = int(EMPTY)
-_BFLOAT16 = numpy_dtype("bfloat16")
-_scratch = Scratch()
+"""Of an object store: stored bytes of one request; decoded bytes that are planned at a time."""
 
 
 def read_pieces(planned: Iterable[ShardPieces]) -> None:
-    """Read everything that is planned, of any number of arrays and stores.
+    """Read everything that is planned, from any number of arrays and stores.
 
-    Raises ValueError that names the file for a chunk that is damaged, FileNotFoundError for a shard that a complete
-    store lacks. What an incomplete store lacks becomes zeros.
+    Raises ValueError, with the name of the file, for a damaged chunk; FileNotFoundError for a shard that a complete
+    store lacks. Rows that an incomplete store lacks become zeros.
     """
     listed = list(planned)
     remote = [some for some in listed if some.array.files.remote]
@@ -42,8 +34,8 @@ def read_pieces(planned: Iterable[ShardPieces]) -> None:
 def read_blocks(plan: Callable[[int], Iterable[ShardPieces]], blocks: Sequence[int], nbytes: int) -> None:
     """Plan and read many blocks, each in the thread that reads it. Raises as `read_pieces` does.
 
-    plan: gives what is to be read for a block. blocks: of some `nbytes` each. To hold all plans at once would start
-    Python's search for circles of objects again and again.
+    plan: returns what to read for a block. blocks: numbers for `plan`. nbytes: decoded bytes of a block, about. If all
+    plans were held at once, they would trigger the garbage collector again and again.
     """
     if blocks and any(some.array.files.remote for some in plan(blocks[0])):
         most = max(1, _MOST_FETCHED // max(1, nbytes))
@@ -61,14 +53,14 @@ def read_blocks(plan: Callable[[int], Iterable[ShardPieces]], blocks: Sequence[i
 
 
 def _plan_all(plan: Callable[[int], Iterable[ShardPieces]], blocks: Sequence[int]) -> list[ShardPieces]:
-    """What is to be read for blocks. To plan one of another store is to ask a server for that store's metadata."""
+    """Plan many blocks, in threads: a plan may have to request the metadata of its store."""
     planned: list[ShardPieces] = []
     in_fetch_threads(lambda block: planned.extend(plan(block)), blocks)
     return planned
 
 
 def _jobs(planned: list[ShardPieces]) -> Iterator[list[ShardPieces]]:
-    """The work of one thread at a time: few pieces of a large shard, or several small shards."""
+    """Split the work into jobs: some pieces of a large shard, or several small shards."""
     total = sum(len(some.pieces) * some.array.chunk_bytes for some in planned)
     limit = min(max(_LEAST_JOB, total // (2 * read_threads())), _MOST_JOB)
     job: list[ShardPieces] = []
@@ -104,7 +96,7 @@ def _read_shard(some: ShardPieces) -> None:
             index = array.index(file, some.segment, some.shard)
             entries = [(index[piece.slot].tolist(), piece) for piece in some.pieces]
             for (offset, size), piece in sorted(entries, key=_offset):
-                _read_piece(array, file, offset, size, piece)
+                read_piece(array, file, offset, size, piece)
         except ValueError as error:
             raise _damaged(array, path, error) from error
 
@@ -121,7 +113,7 @@ def _without(some: ShardPieces, path: str, error: FileNotFoundError) -> None:
 
 @contextlib.contextmanager
 def _naming(array: HookArray, path: str) -> Iterator[None]:
-    """Errors of damage within the block name the file."""
+    """Add the name of the file to a ValueError that the block raises."""
     try:
         yield
     except ValueError as error:
@@ -133,7 +125,7 @@ def _damaged(array: HookArray, path: str, error: ValueError) -> ValueError:
 
 
 class _Run(NamedTuple):
-    """Chunks of one shard that lie one behind the other: one request fetches them."""
+    """Adjacent chunks of one shard, which one request fetches."""
 
     some: ShardPieces
     first: int
@@ -142,7 +134,7 @@ class _Run(NamedTuple):
 
 
 def _fetch(planned: list[ShardPieces]) -> None:
-    """Read from an object store: first all indexes that are not known, then all chunks, many requests at a time."""
+    """Read from an object store, many requests at a time: first all unknown indexes, then all chunks."""
     unknown = {
         (some.array, some.segment, some.shard): some
         for some in planned
@@ -162,9 +154,9 @@ def _fetch_index(some: ShardPieces) -> None:
 
 
 def _runs(some: ShardPieces) -> Iterator[_Run]:
-    """The requests for the pieces of a shard. Bytes between them are not asked for."""
+    """The requests for the pieces of a shard. They do not include bytes between the pieces."""
     array, path = some.array, some.array.path(some.segment, some.shard)
-    if not array.knows_index(some.segment, some.shard):  # an incomplete store lacks the file
+    if not array.knows_index(some.segment, some.shard):  # the file is missing, in an incomplete store
         _without(some, path, FileNotFoundError(path))
         return
     index = array.known_index(some.segment, some.shard)
@@ -172,9 +164,9 @@ def _runs(some: ShardPieces) -> Iterator[_Run]:
     run: _Run | None = None
     for entry in entries:
         (offset, size), piece = entry
-        if offset == _ABSENT or not 0 < size <= 2 * array.chunk_bytes + 1024:
+        if offset == ABSENT or not 0 < size <= most_stored(array):
             with _naming(array, path):
-                _read_piece(array, HeldBytes(b""), offset, size, piece)  # sets zeros, or says what is wrong
+                read_piece(array, HeldBytes(b""), offset, size, piece)  # sets zeros, or says what is wrong
             continue
         if run is not None and run.first + run.nbytes == offset and run.nbytes + size <= _MOST_RUN:
             run.entries.append(entry)
@@ -192,89 +184,8 @@ def _fetch_run(run: _Run) -> None:
     with array.files.open(path) as file, _naming(array, path):
         held = HeldBytes(file.read(run.first, run.nbytes), run.first)
         for (offset, size), piece in run.entries:
-            _read_piece(array, held, offset, size, piece)
+            read_piece(array, held, offset, size, piece)
 
 
 def _offset(entry: tuple[list[int], Piece]) -> int:
     return entry[0][0]
-
-
-def _read_piece(array: HookArray, file: StoredFile, offset: int, size: int, piece: Piece) -> None:
-    if offset == _ABSENT:
-        if array.complete:
-            raise ValueError(f"chunk {piece.slot} is missing")
-        piece.out[piece.places] = 0
-        return
-    if size < 4:
-        raise ValueError(f"the chunk at byte {offset} with {size} bytes lies outside the file")
-    target = _target(array, piece)
-    if array.compressed:
-        _decompress(array, file, offset, size, piece, target)
-    elif size != array.chunk_bytes + 4:
-        raise ValueError(f"the chunk has {size - 4} bytes, not {array.chunk_rows} x {array.columns} values")
-    elif target is not None:
-        rest = _scratch.take("rest", size - len(target))
-        file.read_into(offset, [target.data, rest.data])
-        crc = crc32c(target)
-        _check(crc32c(rest[:-4], crc) if len(rest) > 4 else crc, rest)
-    else:
-        raw = _scratch.take("raw", size)
-        file.read_into(offset, [raw.data])
-        body = raw[:-4]
-        _check(crc32c(body), raw)
-        _put(array, body, piece)
-
-
-def _target(array: HookArray, piece: Piece) -> np.ndarray | None:
-    """The bytes of the result that the first bytes of the decoded chunk are, uint8 [n]; None where they are not."""
-    if type(piece.places) is not slice or type(piece.rows) is not slice or piece.rows.start:
-        return None
-    rows = piece.out[piece.places]
-    if rows.dtype != array.bits or not rows.flags.c_contiguous:
-        return None
-    return rows.reshape(-1).view(np.uint8)
-
-
-def _check(found: int, end: np.ndarray) -> None:
-    if found != int.from_bytes(end[-4:], "little"):
-        raise ValueError("the chunk does not match its crc32c")
-
-
-def _decompress(
-    array: HookArray, file: StoredFile, offset: int, size: int, piece: Piece, target: np.ndarray | None
-) -> None:
-    if size > 2 * array.chunk_bytes + 1024:  # no codec takes so much: do not ask for the memory
-        raise ValueError(f"the chunk at byte {offset} with {size} bytes lies outside the file")
-    packed = _scratch.take("packed", size)
-    file.read_into(offset, [packed.data])
-    body = packed[:-4]
-    _check(crc32c(body), packed)
-    wanted = array.chunk_bytes
-    # A frame's header: decoded bytes at 4, bytes of the frame at 12. A frame that lies would be written past the end.
-    nbytes, _, length = body[4:16].view("<u4").tolist() if len(body) >= 16 else (0, 0, 0)
-    if nbytes != wanted or length != len(body):
-        raise ValueError(f"the chunk has {nbytes} bytes, not {array.chunk_rows} x {array.columns} values")
-    whole = target is not None and len(target) == wanted
-    raw = target if target is not None and whole else _scratch.take("raw", wanted)
-    try:
-        blosc.decompress(body, raw)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"the chunk cannot be decompressed ({error})") from error
-    if not whole:
-        _put(array, raw, piece)
-
-
-def _put(array: HookArray, raw: np.ndarray, piece: Piece) -> None:
-    """Copy the wanted rows of a decoded chunk (uint8), converted where `out` is wider."""
-    values = raw.view(array.bits).reshape(array.chunk_rows, array.columns)[piece.rows]
-    out = piece.out
-    if out.dtype == array.bits:
-        # Rows as single elements: numpy then copies each at once.
-        out.view(array.row)[:, 0][piece.places] = values.view(array.row)[:, 0]
-    elif array.dtype != _BFLOAT16:
-        out[piece.places] = values.view(array.dtype)
-    elif isinstance(piece.places, slice):
-        # The upper half of a float32 is a bfloat16. ml_dtypes' own conversion keeps Python's lock.
-        np.left_shift(values, 16, out=out.view("<u4")[piece.places], dtype="<u4", casting="unsafe")
-    else:
-        out.view("<u4")[piece.places] = np.left_shift(values, 16, dtype="<u4", casting="unsafe")

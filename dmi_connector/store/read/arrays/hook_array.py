@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One array of a store, read straight from its shard files: which chunk holds which rows, and where they go.
+"""The geometry of an array: which chunk of which shard file holds which rows, and where they go in the result.
 
-zarr-python reads the same arrays. This way is quicker: threads read, check and decode whole chunks, straight into the
-result where they can.
+zarr-python reads the same arrays. This is faster: threads read, check and decode whole chunks, directly into the result
+where possible.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dmi_connector.codecs import Codec, decoder_of
 from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.store.format.shard_index import read_index
 from dmi_connector.store.read.arrays.indexing import row_numbers
@@ -23,10 +25,10 @@ Slot = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """Rows of one inner chunk, and where they go.
+    """Rows of one inner chunk, and their place in the result.
 
-    slot: the chunk's place in the index of its shard. rows: of the chunk. out: [any, columns of the shard], in the bits
-    of the stored dtype, or float32. places: the rows of `out` that they become.
+    slot: of the chunk in the index of its shard. rows: which rows of the chunk. out: [any, columns of the shard], in
+    `HookArray.bits` or float32. places: the rows of `out` that receive them.
     """
 
     slot: Slot
@@ -46,11 +48,11 @@ class ShardPieces(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HookArray:
-    """The geometry of an array, as its zarr.json says.
+    """The geometry of an array, from its zarr.json.
 
-    shape: [layers, length, width]; of a per-sample array (logits) layers is 1. complete: whether its store lacks no
-    rows. layers: the model's numbers. reduce: settings of the reduction, None without one. shards: files of a segment.
-    part_layers: layers of a file, all of them where shards are slices of the width.
+    shape: [layers, length, width]; for a per-sample array (logits) layers is 1. shards: files per segment. part_layers:
+    layers per file, all of them where shards are slices of the width. codec: decodes the chunks. complete: whether the
+    store has all rows. layers: the model's numbers. reduce: settings of the reduction, None without one.
     """
 
     files: StoreFiles
@@ -62,7 +64,7 @@ class HookArray:
     segment_rows: int
     shards: int
     part_layers: int
-    compressed: bool
+    codec: Codec
     complete: bool
     layers: tuple[int, ...] = ()
     reduce: dict[str, Any] | None = None
@@ -84,7 +86,7 @@ class HookArray:
         (sharding,) = document["codecs"]
         shard = [int(n) for n in document["chunk_grid"]["configuration"]["chunk_shape"]]
         inner = [int(n) for n in sharding["configuration"]["chunk_shape"]]
-        codecs = [codec["name"] for codec in sharding["configuration"]["codecs"]]
+        codec = decoder_of([one["name"] for one in sharding["configuration"]["codecs"]])
         per_sample = len(shape) == 2
         if per_sample:
             shape, shard, inner = [1, *shape], [1, *shard], [1, *inner]
@@ -92,14 +94,13 @@ class HookArray:
         fits = (
             sharding["name"] == "sharding_indexed"
             and sharding["configuration"].get("index_location", "end") == "end"
-            and codecs in (["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
             and (one, inner_columns) == (1, columns)
             and (part == layers or (0 < part < layers and columns == width))
             and min(*shape[::2], chunk, columns) > 0 <= length
             and segment % chunk == 0
             and width % columns == 0
         )
-        if not fits:
+        if not fits or codec is None:
             raise ValueError("its shape, chunks or codecs are others")
         return cls(
             files,
@@ -111,7 +112,7 @@ class HookArray:
             segment,
             width // columns if part == layers else -(-layers // part),
             part,
-            "blosc" in codecs,
+            codec,
             complete,
             tuple(document.get("attributes", {}).get("layers", ())),
             document.get("attributes", {}).get("reduce"),
@@ -124,8 +125,23 @@ class HookArray:
 
     @functools.cached_property
     def by_layers(self) -> bool:
-        """Whether a shard has some of the layers, and not columns."""
+        """Whether a shard holds some of the layers, not some of the columns."""
         return self.part_layers < self.shape[0]
+
+    @property
+    def segments(self) -> int:
+        """Shard files along the token axis."""
+        return -(-self.shape[1] // self.segment_rows)
+
+    @property
+    def slots(self) -> Slot:
+        """Shape of a shard in inner chunks: (layers, chunks), (chunks,) of a per-sample array."""
+        chunks = self.segment_rows // self.chunk_rows
+        return (chunks,) if self.per_sample else (self.part_layers, chunks)
+
+    def first_layer(self, shard: int) -> int:
+        """Index along the layer axis of a shard's first layer."""
+        return shard * self.part_layers if self.by_layers else 0
 
     @functools.cached_property
     def row_bytes(self) -> int:
@@ -139,12 +155,12 @@ class HookArray:
 
     @functools.cached_property
     def bits(self) -> np.dtype:
-        """Unsigned integers as wide as the dtype. numpy copies these without Python's lock; bfloat16 it does not."""
+        """Unsigned integers as wide as the dtype. numpy releases the GIL while it copies these, not for bfloat16."""
         return np.dtype(f"<u{self.dtype.itemsize}")
 
     @functools.cached_property
     def row(self) -> np.dtype:
-        """A row of one layer in one shard as one element."""
+        """One element that holds a row of one layer in one shard."""
         return np.dtype((np.void, self.row_bytes))
 
     def path(self, segment: int, shard: int) -> str:
@@ -157,10 +173,7 @@ class HookArray:
         """The index of a shard file: uint64 [*slots, 2]. Raises ValueError when it is damaged."""
         found = self._indexes.get((segment, shard))
         if found is None:
-            chunks = self.segment_rows // self.chunk_rows
-            slots = (chunks,) if self.per_sample else (self.part_layers, chunks)
-            size = 16 * int(np.prod(slots)) + 4
-            found = read_index(file.read_end(size), slots)
+            found = read_index(file.read_end(16 * math.prod(self.slots) + 4), self.slots)
             self._indexes[segment, shard] = found
         return found
 
@@ -169,20 +182,30 @@ class HookArray:
         return (segment, shard) in self._indexes
 
     def known_index(self, segment: int, shard: int) -> np.ndarray:
-        """What `index` returned. Raises KeyError where it was not asked yet."""
+        """What `index` returned before. Raises KeyError if `index` was not called."""
         return self._indexes[segment, shard]
 
+    def chunks(self, segment: int, shard: int) -> Iterator[tuple[Slot, int, int]]:
+        """Every inner chunk of a shard file: its slot, its first row, one past its last row."""
+        layers = min(self.part_layers, self.shape[0] - self.first_layer(shard))
+        start = segment * self.segment_rows
+        stop = min(self.shape[1], start + self.segment_rows)
+        for n, first in enumerate(range(start, stop, self.chunk_rows)):
+            end = min(stop, first + self.chunk_rows)
+            for layer in range(layers):
+                yield (n,) if self.per_sample else (layer, n), first, end
+
     def rows(self, wanted: slice | Sequence[int] | np.ndarray | None) -> slice | np.ndarray:
-        """As `row_numbers` gives them; None: all rows. Raises IndexError as it does."""
+        """What `row_numbers` returns for `wanted`; all rows for None. Raises IndexError as it does."""
         return slice(0, self.shape[1]) if wanted is None else row_numbers(wanted, self.shape[1], self.name)
 
     def plan(
         self, layers: Iterable[int], rows: slice | np.ndarray, out: np.ndarray, places: np.ndarray | None = None
     ) -> Iterator[ShardPieces]:
-        """What is to be read for `out`, [layers, n, width].
+        """What to read for `out`, [layers, n, width].
 
-        layers: indexes along the layer axis. rows: what `rows` returned. places: rows of `out` for each of `rows`, by
-        default 0, 1, ... out: in `bits` of the stored dtype, or float32.
+        layers: indexes along the layer axis. rows: what `rows` returned. out: in `bits`, or float32. places: the row of
+        `out` for each of `rows`, by default 0, 1, ...
         """
         layers = list(layers)
         if isinstance(rows, slice) and rows.start >= rows.stop:
@@ -204,7 +227,7 @@ class HookArray:
                 yield self._of_shard(segment, shard, layers, chunks, out)
 
     def _holding(self, layers: list[int]) -> Iterable[int]:
-        """Numbers of the shards of a segment that have some of these layers."""
+        """Numbers of the shards of a segment that hold any of these layers."""
         return sorted({layer // self.part_layers for layer in layers}) if self.by_layers else range(self.shards)
 
     def _of_shard(
@@ -215,10 +238,8 @@ class HookArray:
         chunks: list[tuple[int, slice | np.ndarray, slice | np.ndarray]],
         out: np.ndarray,
     ) -> ShardPieces:
-        first = 0
-        if self.by_layers:
-            first = shard * self.part_layers
-        elif self.shards > 1:
+        first = self.first_layer(shard)
+        if not self.by_layers and self.shards > 1:
             out = out[..., shard * self.columns : (shard + 1) * self.columns]
         pieces = [
             Piece((number,) if self.per_sample else (layer - first, number), of_chunk, out[i], to)

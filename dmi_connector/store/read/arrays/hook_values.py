@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.reduce import Reduction
+from dmi_connector.reduce import Keeps, Reduction
 from dmi_connector.store.read.arrays.chunk_reader import read_pieces
 from dmi_connector.store.read.arrays.hook_array import HookArray, ShardPieces
-from dmi_connector.store.read.arrays.own_values import OTHER_VALUES
 from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
 from dmi_connector.store.read.files.store_files import StoreFiles
 from dmi_connector.store.read.hook_names import Source
@@ -91,7 +90,7 @@ class HookValues:
     def _form(self, name: str) -> tuple[int, Reduction | None]:
         """What tells decoded rows of an array from others: their width, and a reduction to other values."""
         reduced = self.reduced(name)
-        other = reduced is not None and isinstance(reduced.reduction, OTHER_VALUES)
+        other = reduced is not None and Keeps.VALUES not in reduced.reduction.keeps
         return self.width(name), reduced.reduction if reduced is not None and other else None
 
     def array(self, name: str) -> HookArray:

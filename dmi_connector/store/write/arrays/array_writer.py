@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays of one capture that one writer process has: payloads in, shard files and metadata out."""
+"""Writes the arrays of one capture that one writer process owns: from payloads to shard files and metadata."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dmi_connector.codecs import CODECS
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format import schema
@@ -31,7 +32,7 @@ FileList = dict[str, list[int]]
 def write_file(root: str, path: str, data: bytes, files: FileList, tail: bytes = b"") -> None:
     """Write one small file of a store, `data` and then `tail`, and add it to `files`. Raises OSError.
 
-    tail: what the file's checksum leaves out.
+    tail: bytes that the checksum of the file does not cover.
     """
     full = os.path.join(root, path)
     os.makedirs(os.path.dirname(full), exist_ok=True)
@@ -49,7 +50,7 @@ def plain_array(root: str, name: str, dtype: str, data: bytes, dimension: str, f
 
 
 def write_loss(error: Exception) -> Loss:
-    """The loss that an error stands for. A full disk fails for every file alike, so then no file is named."""
+    """The loss that an error causes. A full disk fails for every file, so the loss names none."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         text = f"{type(error).__name__}: [Errno {error.errno}] {error.strerror}"
@@ -57,21 +58,21 @@ def write_loss(error: Exception) -> Loss:
 
 
 def metadata_elsewhere(spec: ArraySpec, leads: bool) -> bool:
-    """Whether another rank or writer writes the metadata of an array. What this one lacks would then read as zeros."""
+    """Whether another rank or writer writes the metadata of an array. Rows that this one lacks then read as zeros."""
     return spec.rank > 0 or not leads
 
 
 _AGAIN = 8
-"""So many samples later a file of samples is finished: an engine that dropped a step samples its position once more."""
+"""A file of samples is finished this many samples later: an engine that dropped a step samples its position again."""
 
 
 class ArrayWriter:
     """Writes arrays of one capture into its partial directory, which is created if missing.
 
-    numbers: which arrays of the layout. about: facts of the capture for the journal, None where another writer keeps
-    them. leads: whether it writes the metadata of its arrays; else it has some segments of them, and another writer
-    leads. losses: what could not be written. bytes_raw, bytes_stored: bytes of the rows written, as they came and in
-    their files. costs: of its process, None to measure anew.
+    numbers: which arrays of the layout. about: facts of the capture for the journal, None if another writer's journal
+    has them. leads: whether it writes the metadata of its arrays; if not, it writes some segments of them, and another
+    writer leads. losses: what could not be written. bytes_raw, bytes_stored: bytes of the rows written, before encoding
+    and in their files. costs: measurements of this process, None to start without.
     """
 
     def __init__(
@@ -96,8 +97,8 @@ class ArrayWriter:
         self._end = 0  # one past the last row received
         self._short_end: int | None = None  # end of a chunk shorter than chunk_tokens, which must be the last
         self._positions: dict[str, dict[int, int]] = {}
-        # Segment directories are made later, everything above them only here: when a capture is removed, chunks that
-        # arrive later must fail and not bring its directory back.
+        # Segment directories are created later, their parents only here. So chunks that arrive after a capture was
+        # removed fail, and do not create its directory again.
         for spec in specs:
             os.makedirs(os.path.dirname(os.path.dirname(os.path.join(root, schema.shard_path(spec, 0)))), exist_ok=True)
         self._journal = Journal(root, specs, layout, cache, about, "" if leads else f"-{os.getpid()}")
@@ -108,7 +109,7 @@ class ArrayWriter:
         """Write token rows [first, first + count) of every array.
 
         payload: uint8, see `PayloadLayout`. token_ids: int32, for the journal. behind: do not compress if that is
-        quicker. Raises OSError, and ValueError for rows off the chunk grid.
+        faster. Raises OSError, and ValueError for rows off the chunk grid.
         """
         chunk = self._layout.chunk_tokens
         if len(token_ids) not in (0, 4 * count):
@@ -118,7 +119,7 @@ class ArrayWriter:
         self._end = max(self._end, first + count)
         if count < chunk:
             self._short_end = first + count
-        plain = behind and self._costs.plain_next()
+        plain = self._plain(behind)
         places = []
         for spec, base in self._arrays:
             if not spec.per_sample:
@@ -126,11 +127,15 @@ class ArrayWriter:
                 places.append(self._append(spec, payload[at : at + size], first, count, plain))
         self._journal.chunk(first, count, places, token_ids)
 
+    def _plain(self, behind: bool) -> bool:
+        """Whether to leave the next chunk uncompressed. behind: whether the writer is."""
+        return behind and CODECS[self._layout.codec].has_plain and self._costs.plain_next()
+
     def _append(self, spec: ArraySpec, data: np.ndarray, first: int, count: int, plain: bool) -> bytes:
         """Append the chunk of one array to its shard. Returns its places for the journal."""
         layout = self._layout
         block = data.view(f"u{spec.itemsize}").reshape(spec.local_layers, count, spec.local_width)
-        # A short first chunk is the only one: the finished store's chunks are then as long as it.
+        # If the first chunk is short, it is the only one, and the finished store has chunks of its length.
         rows = layout.chunk_tokens if first else count
         segment, within = divmod(first, layout.segment_tokens)
         shard = self._shard(spec, segment, (spec.shard_layers, layout.segment_tokens // layout.chunk_tokens))
@@ -145,7 +150,7 @@ class ArrayWriter:
     def _put(
         self, shard: ShardWriter, slots: Sequence[tuple[int, ...]], block: np.ndarray, rows: int | None, plain: bool
     ) -> None:
-        """Append one inner chunk for each slot, and note what that cost."""
+        """Append one inner chunk per slot, and add the time to `costs`."""
         encoding_s, began = 0.0, time.perf_counter()
 
         def encoded() -> Iterator[Encoded]:
@@ -164,15 +169,15 @@ class ArrayWriter:
     def rows(self, payload: np.ndarray, name: str, first: int, positions: Sequence[int], behind: bool = False) -> None:
         """Write rows from `first` on of a per-sample array, and the token position of each. behind: see `chunk`.
 
-        A row that comes again takes the place of the first, and those behind that are forgotten: the engine has dropped
-        the steps in which it sampled them.
+        A row that arrives again replaces the first one, and later rows are removed: the engine dropped the steps that
+        sampled them.
         """
         spec, count = self._by_name[name], len(positions)
         size = count * spec.token_bytes
         if not spec.per_sample or len(payload) < size:
             raise ValueError(f"{count} rows of {name!r} do not fit {len(payload)} bytes")
         block = payload[:size].view(f"u{spec.itemsize}").reshape(count, spec.local_width)
-        plain = behind and self._costs.plain_next()
+        plain = self._plain(behind)
         places = []
         for i, position in enumerate(positions):
             segment, slot = divmod(first + i, schema.SAMPLES_PER_SHARD)
@@ -200,7 +205,7 @@ class ArrayWriter:
         return self._shards[path]
 
     def _finish(self, spec: ArraySpec, segment: int, slots: tuple[int, ...] | None) -> None:
-        """Write the index of a shard. slots: the shape it is narrowed to, None to keep it."""
+        """Write the index of a shard. slots: the shape to which it is cut, None to keep it."""
         path = schema.shard_path(spec, segment)
         began = time.perf_counter()
         size, content = self._shards[path].close(slots)
@@ -217,7 +222,7 @@ class ArrayWriter:
     def close(self, length: int, samples: dict[str, int]) -> FileList:
         """Write the remaining indexes and the metadata with the true shapes. Returns the finished files.
 
-        Errors go to `losses`. An array with an error gets no metadata, so that it cannot be read as whole.
+        Errors go to `losses`. An array with an error gets no metadata, so it cannot be mistaken for a whole one.
         """
         self._journal.close(length, samples)
         if self._end > length or self._short_end not in (None, length):
@@ -261,7 +266,7 @@ class ArrayWriter:
             self.losses.append(Loss.of(Cause.SAMPLES_LOST, hook=spec.name, lost=lost, samples=length))
 
     def _drop_surplus(self, spec: ArraySpec, length: int) -> None:
-        """Forget rows past `length`: the engine may sample once more before it learns that a request has ended."""
+        """Remove rows past `length`: the engine may sample once more before it learns that a request ended."""
         known = self._positions.get(spec.name, {})
         for index in [i for i in known if i >= length]:
             del known[index]
@@ -272,7 +277,7 @@ class ArrayWriter:
                 os.unlink(os.path.join(self._root, path))
 
     def release(self) -> None:
-        """Close all files as they are."""
+        """Close all files, unfinished."""
         for shard in self._shards.values():
             shard.release()
         self._shards.clear()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a writer that falls behind stores chunks as they are, in plain frames of the codec.
+"""Decides whether a writer that is behind leaves chunks uncompressed.
 
-Compression takes most of a writer's time. Without it a writer is several times as fast, unless the disk is the limit:
-then it would be slower. So each writer measures what compression costs it, and what writing does.
+Compression takes most of a writer's time. Without it a writer is several times faster, unless the disk is the limit:
+then it is slower, as it writes more. So each writer measures the cost of compression and of writing.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 _REMEMBERED_BYTES = 1 << 28
-"""What was measured counts half after so many more bytes."""
+"""A measurement has half its weight after this many more bytes."""
 _LEAST_BYTES = 4 << 20
-"""As many must have been compressed: the first small arrays take longer."""
+"""Bytes that must be compressed before the first decision: the first small arrays take longer."""
 _PROBE = 32
-"""One chunk in so many is compressed nevertheless, so that what is known of compression stays true."""
+"""One chunk in this many is always compressed, to keep the measurement of compression up to date."""
 
 
 @dataclass
 class _Cost:
-    """Seconds that bytes took, how many these were, and how many came of them."""
+    """Seconds that a stage took, the bytes that it took in, and the bytes that it gave out."""
 
     seconds: float = 0.0
     took: float = 0.0
@@ -35,7 +35,7 @@ class _Cost:
 
 @dataclass
 class Costs:
-    """What compression and writing take of a writer's time."""
+    """The time that a writer spends on compression and on writing."""
 
     _compression: _Cost = field(default_factory=_Cost)
     _writing: _Cost = field(default_factory=_Cost)
@@ -43,7 +43,7 @@ class Costs:
     _plain: int = 0  # chunks since the last that was compressed
 
     def add(self, plain: bool, raw: int, stored: int, encoding_s: float, writing_s: float) -> None:
-        """Note how long it took to encode `raw` bytes and to write the `stored` bytes they became."""
+        """Add the time to encode `raw` bytes, and the time to write the `stored` bytes that they became."""
         self._compression.fade(raw)
         self._writing.fade(stored)
         self._writing.add(writing_s, stored, stored)
@@ -52,14 +52,14 @@ class Costs:
             self._compressed += raw
 
     def add_writing(self, seconds: float) -> None:
-        """Note what finishing a file took: some file systems write then."""
+        """Add the time to finish a file: some file systems write at that point."""
         self._writing.add(seconds, 0, 0)
 
     def plain_next(self) -> bool:
-        """Whether a chunk that comes while the writer is behind is to be plain.
+        """Whether to leave the next chunk uncompressed. Called while the writer is behind.
 
-        It is where compression takes longer than writing what it saves. The checksum of a plain chunk counts for
-        nothing: it takes 0.04 s a GB, compression 0.9 (two cores of a CPU).
+        True if compression takes longer than writing the bytes that it saves. The checksum of a plain chunk is ignored:
+        it takes 0.04 s per GB, compression 0.9 (two cores of a CPU).
         """
         packed, writing = self._compression, self._writing
         if self._compressed < _LEAST_BYTES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shard files: inner chunks are encoded and appended in the order they come; the index follows at the end."""
+"""Shard files: inner chunks are encoded and appended as they arrive; the index is written at the end."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dmi_connector.codecs import CODECS
 from dmi_connector.store.format.checksum import crc32c, crc32c_join, crc32c_of_zeros
 from dmi_connector.store.format.paths import no_follow
 from dmi_connector.store.format.shard_index import EMPTY, empty_index, index_bytes, shard_content
-from dmi_connector.store.write.arrays.blosc_frame import blosc_frame, plain_header
 
 Buffer = bytes | np.ndarray
 
 _WRITE_BYTES = 1 << 22
-"""Bytes written at a time: few enough that what the checksum has just read is still in a cache."""
+"""Bytes written at a time. So few are still in a cache after their checksum was computed."""
 _IOV_MAX = 1024
 """Linux takes at most this many buffers in one pwritev."""
 _HOLE_BYTES = 1 << 16
-"""Fewer zeros are written out: a hole costs a system call, and file systems keep whole pages."""
+"""Fewer zeros are written, not left as a hole: a hole costs a system call, and file systems store whole pages."""
 
 
 class _Scratch:
-    """Memory for short chunks that are filled up with zeros. Fresh memory for each would cost as many page faults."""
+    """Memory in which short chunks are filled up with zeros. It is reused: new memory would cost page faults."""
 
     def __init__(self, rows: int, columns: int, dtype: str) -> None:
         self._array = np.zeros((rows, columns), dtype)
@@ -45,7 +45,7 @@ _scratch = functools.lru_cache(maxsize=16)(_Scratch)
 
 
 class Encoded(NamedTuple):
-    """An inner chunk as its file holds it: `head`, `body`, then `zeros` zero bytes, then `crc`, the crc32c of them."""
+    """An inner chunk in its file: `head`, `body`, `zeros` zero bytes, and `crc`, the crc32c of these three."""
 
     head: bytes
     body: Buffer
@@ -54,20 +54,22 @@ class Encoded(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes in its file."""
+        """Its bytes in the file."""
         return len(self.head) + len(self.body) + self.zeros + 4
 
 
 def encode(chunk: np.ndarray, codec: str, rows: int | None = None, plain: bool = False) -> Encoded:
     """Encode one inner chunk, a C-contiguous array of unsigned integers as wide as the dtype.
 
-    rows: of the whole chunk; zeros stand for those that `chunk` lacks (default: it lacks none). plain: do not compress.
-    Then, and with codec "none", the body is a view of `chunk`, so that the bytes are not copied.
+    codec: a name in CODECS. rows: of the whole chunk; zeros fill the rows that `chunk` lacks (default: none). plain: do
+    not compress, if the codec can mark a chunk as uncompressed. The body of an uncompressed chunk is a view of `chunk`:
+    its bytes are not copied.
     """
+    its = CODECS[codec]
     zeros = 0 if rows is None else (rows - len(chunk)) * chunk[0].nbytes
-    if plain or codec == "none":
+    if not its.compresses or (plain and its.has_plain):
         body = chunk.reshape(-1).view(np.uint8)
-        head = b"" if codec == "none" else plain_header(chunk.itemsize, len(body) + zeros)
+        head = its.plain_head(chunk.itemsize, len(body) + zeros)
         crc = crc32c(body)
         if head:
             crc = crc32c_join(crc32c(head), crc, len(body))
@@ -75,12 +77,12 @@ def encode(chunk: np.ndarray, codec: str, rows: int | None = None, plain: bool =
     if zeros:
         assert rows is not None
         chunk = _scratch(rows, chunk.shape[1], chunk.dtype.str).filled(chunk)
-    packed = blosc_frame(chunk, codec)
+    packed = its.encode(chunk)
     return Encoded(b"", packed, 0, crc32c(packed))
 
 
 class FileCache:
-    """Open file descriptors. The least recently used is closed first, so that many captures fit one process."""
+    """Open file descriptors, at most `limit`. The least recently used one is closed first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -106,8 +108,8 @@ class FileCache:
 class ShardWriter:
     """Appends encoded inner chunks to one shard file and writes the index at `close`.
 
-    slots: shape of the shard in inner chunks, (layers, chunks) or (rows,). A failed append leaves no trace in the
-    index, and the next one cuts its bytes off. index: where each inner chunk lies so far, see shard_index.py.
+    slots: shape of the shard in inner chunks, (layers, chunks) or (rows,). index: the place of each inner chunk so far,
+    see shard_index.py. A failed append does not change the index, and the next append cuts its bytes off.
     """
 
     def __init__(self, path: str, slots: tuple[int, ...], files: FileCache) -> None:
@@ -120,13 +122,13 @@ class ShardWriter:
 
     @property
     def full(self) -> bool:
-        """Whether every inner chunk is there, so that only the index can follow."""
+        """Whether every inner chunk was appended."""
         return not bool((self.index[..., 0] == EMPTY).any())
 
     def append(self, slots: Sequence[tuple[int, ...]], chunks: Iterable[Encoded]) -> int:
         """Write encoded chunks for the given slots. Returns the bytes added, holes included. Raises OSError.
 
-        chunks: may be a generator; a chunk is written soon after it was encoded, while it is in a cache.
+        chunks: may be a generator. A chunk is then written while it is still in a cache.
         """
         fd = self._begin()
         entries: list[tuple[int, int]] = []
@@ -159,7 +161,7 @@ class ShardWriter:
         return bool(self.index[slot][0] != EMPTY)
 
     def take_back(self, slot: tuple[int, ...]) -> None:
-        """Forget a chunk and all that were appended after it. The next append begins where it began."""
+        """Remove a chunk and all that were appended after it. The next append overwrites them."""
         at = self.index[slot][0]
         before = self.index[..., 0] < at
         self._crcs = self._crcs[: 4 * int(before.sum())]
@@ -167,7 +169,7 @@ class ShardWriter:
         self._end, self._torn = int(at), True
 
     def close(self, slots: tuple[int, ...] | None = None) -> tuple[int, bytes]:
-        """Write the index, narrowed to the shape `slots`, and close the file.
+        """Write the index, cut to the shape `slots`, and close the file.
 
         Returns the size of the file and what its checksum covers. Raises OSError, and ValueError when a chunk lies
         outside `slots`.
@@ -189,7 +191,7 @@ class ShardWriter:
         self._files.close(self.path)
 
     def _begin(self) -> int:
-        """The descriptor, with what a failed write left cut off: its bytes would show through a hole."""
+        """The descriptor. Bytes of a failed write are cut off: they would remain in a hole of the next one."""
         fd = self._files.get(self.path)
         if self._torn:
             os.ftruncate(fd, self._end)

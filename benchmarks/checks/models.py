@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares every hook of every family of models with transformers, and writes the table of docs/MODELS.md.
+
+    python -m benchmarks.checks.models
+
+Runs tests/engine/test_models.py and test_multimodal.py in full: eager and compiled, rows of both owners, two
+tensor-parallel ranks. Results go to benchmarks/results/models.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from benchmarks.checks.check_gpu import LEAST_COSINE_OF_ARCH
+
+RESULTS = common.ROOT / "benchmarks" / "results" / "models.json"
+"""`found`: a `summary`. `gpu`: what GPUs gave, by hand.
+
+`gpu["models"]` has, by architecture, `model`: which in the table. `cosine`: least of a row with float32. `rows_below`:
+in models with experts the largest part of a hook's rows below LEAST_COSINE_OF_ARCH, else None. `same_tokens`: requests
+with stock vLLM's tokens. `gpu["speed"]` has how fast larger shapes decode.
+"""
+PAGE = common.ROOT / "docs" / "MODELS.md"
+BEGIN = "<!-- written by make models -->"
+"""Before the table in PAGE."""
+MODES = ("eager", "compiled", "eager, two ranks")
+
+
+def run(argv: list[str]) -> tuple[list[dict[str, Any]], int]:
+    """(what the tests found, pytest's exit status)."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.jsonl"
+        tests = [
+            "tests/engine/test_models.py",
+            "tests/engine/test_multimodal.py",
+            "-m",
+            "soak or not soak",
+            "-q",
+            *argv,
+        ]
+        env = {**os.environ, "MODELS_RESULT": str(out)}
+        status = subprocess.run(
+            [sys.executable, "-m", "pytest", *tests], cwd=common.ROOT, env=env, check=False
+        ).returncode
+        lines = out.read_text().splitlines() if out.exists() else []
+    return [json.loads(line) for line in lines], status
+
+
+def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each model: its architecture, the number of its hooks and, in each mode, the largest error and its hook.
+
+    An error is a part of the hook's largest value. found: what the tests found.
+    """
+    models = []
+    for name in dict.fromkeys(one["model"] for one in found):
+        mine = [one for one in found if one["model"] == name]
+        hooks = max(len(one["errors"]) for one in mine)
+        models.append({"model": name, "architecture": mine[0]["architecture"], "hooks": hooks})
+        for mode in MODES:
+            errors = [(error, hook) for one in mine if one["mode"] == mode for hook, error in one["errors"].items()]
+            if errors:
+                error, hook = max(errors, key=lambda pair: pair[0])
+                models[-1][mode] = [float(f"{error:.2g}"), hook]
+    return models
+
+
+def table(models: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
+    """A row for each model of a `summary`. gpu: by architecture, see RESULTS."""
+    lines = [["model", "architecture", "hooks", "eager", "compiled", "two ranks", "GPU, bf16"]]
+    for one in models:
+        name, architecture = one["model"], one["architecture"]
+        errors = [f"{one[mode][0]:.1e} (`{one[mode][1]}`)" if mode in one else "not run" for mode in MODES]
+        lines.append([f"`{name}`", f"`{architecture}`", str(one["hooks"]), *errors])
+        lines[-1].append(_on_gpu(gpu.get(architecture, {}), name))
+    return common.markdown(lines)
+
+
+def _on_gpu(found: dict[str, Any], name: str) -> str:
+    """What a GPU gave for the model `name` of an architecture."""
+    if found.get("model") != name:
+        return "not run"
+    values = f"cosine {found['cosine']:.5f}"
+    if found["rows_below"] is not None:
+        values = f"{1 - found['rows_below']:.1%} of rows ≥ {LEAST_COSINE_OF_ARCH}".replace("%", " %")
+    return f"{values}, tokens {found['same_tokens']}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    header = common.header("benchmarks.checks.models", argv)
+    found, status = run(argv)
+    gpu = json.loads(RESULTS.read_text())["gpu"]
+    common.save(RESULTS, {"header": header, "found": summary(found), "gpu": gpu})
+    common.write_table(PAGE, BEGIN, table(summary(found), gpu["models"]))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Summaries of results, one file for each table of the docs: what pages cite, without raw rounds.
+
+    python -m benchmarks.summary --out benchmarks/results/gpu-bursts.json one.json another.json
+    python -m benchmarks.summary --out benchmarks/results/gpu-busy.json one.json --only 'stock,hidden-states zstd'
+
+A summary has a run for each result file: machine, versions, commit and command as they were, medians, the least and the
+most, and the number of rounds. Of an engine that is always busy the ratios of all rounds are kept. Runs that OUT has
+under other names stay. `benchmarks.report` and `benchmarks.sustained --merged` read summaries too.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+
+Found = dict[str, Any]
+_HEADER = ("commit", "clean", "commit_note", "note", "command", "machine", "versions", "gpu")
+_CASE = ("requests", "prompt_tokens", "output_tokens", "tok_per_s", "stock_tok_per_s", "ratio", "GB_per_s",
+         "exported_GB", "stores", "stored_GB", "rows", "missing_rows", "verified", "not_run")  # fmt: skip
+_ENGINE = ("start_s", "hooks", "reduce", "bytes_per_token", "owner", "cudagraph_mode", "not_run", "failed")
+_CHECK = ("same_tokens_as_stock", "greedy_same", "seeded_same", "largest_tie", "beyond_tie", "unexplained", "requests",
+          "rows", "rows_missing", "problems", "experts", "top_k_gap", "attention_error", "stores", "choices",
+          "differing")  # fmt: skip
+
+
+def base_of(setup: str) -> str:
+    """The setup of stock that one is compared with."""
+    return "stock pieces" if setup.endswith("pieces") else "stock"
+
+
+def summarise(raw: Found) -> Found:
+    """One result file without its rounds. Raises ValueError for a file of another kind."""
+    if "of_limit" in raw:  # reading writes medians itself
+        return raw
+    header = {"header": raw.get("header") or _pick(raw, _HEADER)}
+    engines: Found = raw.get("engines", {})
+    if any("setups" in engine for engine in engines.values()):
+        limits = {name: round(value, 4) for name, value in raw.get("limits", {}).items()}
+        return {**header, "limits": limits, "engines": {name: _bursts(engine) for name, engine in engines.items()}}
+    if any("loads" in engine for engine in engines.values()):
+        return {**header, "engines": {name: _busy(name, engines) for name in engines}}
+    if "servers" in raw:
+        return {**header, "servers": {name: _rounds(runs) for name, runs in raw["servers"].items()}}
+    if "rounds" in raw:
+        rounds = {name: _rounds(runs) for name, runs in raw["rounds"].items()}
+        return {**header, "settings": raw["settings"], "rounds": rounds}
+    if checks := _checks(raw):
+        return {**header, **checks}
+    raise ValueError("it is no result of capture, sustained, data_parallel, bulk, reading, check_gpu or check_experts")
+
+
+def _pick(found: Found, names: Iterable[str]) -> Found:
+    return {name: found[name] for name in names if name in found}
+
+
+def _spread(values: list[float]) -> Found:
+    return {"rounds": len(values), "least": min(values), "most": max(values)}
+
+
+# ---- of each kind ------------------------------------------------------------------------------------------------
+
+
+def _bursts(engine: Found) -> Found:
+    """An engine of `benchmarks.capture`. Profiles are left out."""
+
+    def case(found: Found) -> Found:
+        kept = _pick(found, _CASE)
+        for name in ("tok_per_s", "ratio", "GB_per_s", "exported_GB", "stored_GB"):
+            if name in kept:
+                kept[name] = round(kept[name], 6)
+        return kept | (_spread(found["runs"]) if "runs" in found else {})
+
+    setups = {
+        name: {what: case(found) for what, found in cases.items() if not what.startswith("profile")}
+        for name, cases in engine["setups"].items()
+    }
+    return {**_pick(engine, _ENGINE), "setups": setups}
+
+
+def _busy(name: str, engines: Found) -> Found:
+    """A setup of `benchmarks.sustained`: each load's rounds, as ratios to stock's round just before."""
+    base = {} if name == base_of(name) else engines.get(base_of(name), {}).get("loads", {})
+    loads = {load: _load(runs, base.get(load, [])) for load, runs in engines[name].get("loads", {}).items()}
+    return {**_pick(engines[name], _ENGINE), "loads": loads}
+
+
+def _load(runs: list[Found], base: list[Found]) -> Found:
+    """Lists have an entry for each round."""
+    figures: dict[str, Callable[[Found], float]] = {
+        "tok_per_s": lambda one: one["tok_per_s"],
+        "sustained_tok_per_s": lambda one: float(one.get("sustained_tok_per_s") or one["tok_per_s"]),
+        "first_token_p50": lambda one: one["first_token_ms"]["p50"],
+        "between_tokens_p50": lambda one: one["between_tokens_ms"]["p50"],
+        "between_tokens_p99": lambda one: one["between_tokens_ms"]["p99"],
+    }
+    found: Found = {"rounds": len(runs)}
+    if not any("sustained_tok_per_s" in one for one in runs):
+        del figures["sustained_tok_per_s"]
+    for name, figure in figures.items():
+        mine, stock = ([figure(one) for one in some] for some in (runs, base))
+        ratios = [round(a / b, 6) for a, b in zip(mine, stock, strict=False)]
+        found[name if name.endswith("per_s") else f"{name}_ms"] = mine
+        if ratios:
+            found |= {f"{name}_of_stock": ratios, f"{name}_of_stock_median": round(statistics.median(ratios), 6)}
+    for name in ("exported_GB_per_s", "waiting_grows_GB_per_s", "writers_cores"):
+        if name in runs[0]:
+            found[name] = [one[name] for one in runs]
+    if "stores" in runs[0]:
+        found |= {name: sum(one.get(name) or 0 for one in runs) for name in ("stores", "vanished", "lost_rows")}
+        found["verified"] = all(one["verified"] for one in runs)
+    return found
+
+
+def _rounds(runs: list[Found]) -> Found:
+    """Rounds of a server (`benchmarks.data_parallel`), or of `dmi run` and `LLM.generate` (`benchmarks.bulk`)."""
+    speeds = [one["tok_per_s"] for one in runs]
+    sums: Found = {
+        name: round(sum(one[name] for one in runs), 3)
+        for name in ("seconds", "tokens", "answered", "stores", "vanished", "stored_GB")
+        if name in runs[0]
+    }
+    whole = {"verified": all(one["verified"] for one in runs)} if "verified" in runs[0] else {}
+    engines = {"by_engine": runs[-1]["by_engine"]} if "by_engine" in runs[0] else {}
+    return {"tok_per_s": round(statistics.median(speeds), 1), **_spread(speeds), **engines, **sums, **whole}
+
+
+def _checks(raw: Found) -> Found:
+    """Engines of check_gpu and check_experts, also where a file has several checks."""
+    found: Found = {}
+    for name, part in raw.items():
+        if isinstance(part, dict) and ("steps" in part or "choices" in part):
+            found[name] = _check(part)
+        elif isinstance(part, dict) and name != "header" and (inner := _checks(part)):
+            found[name] = {**_pick(part, ("command",)), **inner}
+    return found
+
+
+def _check(engine: Found) -> Found:
+    """What an engine's tokens and values were: of its hooks, the one that is farthest off."""
+    found = _pick(engine.get("facts", {}), ("v2_model_runner", "cudagraph_mode")) | _pick(engine, _CHECK)
+    if steps := engine.get("steps"):
+        found["steps_as_stock"] = steps["scheduled_tokens"] == steps["expected_tokens"] and not steps["draft_tokens"]
+    for name, worst in (("least_cosine", min), ("rows_below", max), ("largest_relative_error", max)):
+        if of_hook := engine.get(name):
+            hook = worst(of_hook, key=lambda one: of_hook[one])
+            found[name] = [round(of_hook[hook], 6), hook]
+    return found
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+def runs(path: Path) -> dict[str, Found]:
+    """The runs of a summary, or that of one result file."""
+    found: Found = json.loads(path.read_text())
+    return found["runs"] if "runs" in found else {path.stem: summarise(found)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = common.parser("benchmarks.summary", __doc__)
+    p.add_argument("files", nargs="+", type=Path, metavar="RESULTS.json")
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--only", help="comma-separated engines to keep (default: all)")
+    args = p.parse_args(argv)
+    only = args.only.split(",") if args.only else None
+    found: Found = {"runs": {}}
+    for path in [*filter(Path.exists, [args.out]), *args.files]:
+        try:
+            taken = runs(path)
+        except ValueError as error:
+            p.error(f"{path.name}: {error}")
+        if only and path != args.out:
+            for run in (run for run in taken.values() if "engines" in run):
+                run["engines"] = {name: engine for name, engine in run["engines"].items() if name in only}
+        found["runs"] |= taken
+    common.save(args.out, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

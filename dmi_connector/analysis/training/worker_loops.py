@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The position of a loop over a `TokenDataset`, and how worker processes number their loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Batch = torch.Tensor | dict[str, torch.Tensor]
+_MOST_WORKERS = 1024
+_SEED = (1 << 40) - 1
+"""The bits of a base seed that are compared."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """A loop is after `batch` batches of `epoch`, and ends before the epoch `end`; None: it does not end."""
+
+    epoch: int
+    batch: int
+    end: int | None
+
+
+class WorkerLoops:
+    """Numbers the loops of a torch DataLoader with workers, which does not tell the parent process about them.
+
+    The workers of one loop have the same base seed. Each writes the seed and the number of its first loop to one int64
+    of shared memory. That write is atomic, so the other workers of the loop take the same number.
+    """
+
+    def __init__(self) -> None:
+        self._first = torch.full((_MOST_WORKERS,), -1, dtype=torch.int64).share_memory_()
+        self._last = torch.full((_MOST_WORKERS,), -1, dtype=torch.int64).share_memory_()
+        self._own: tuple[int, int] | None = None  # seed and number of the newest loop of this process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._first, self._last = self._first.share_memory_(), self._last.share_memory_()
+
+    def start(self, info: Any, first: Position, after: Callable[[Position], Position]) -> Position:
+        """Where the loop of a worker begins. first: where the first loop begins. after: gives the begin of the next."""
+        for _ in range(self._number(int(info.seed) - int(info.id) & _SEED, int(info.id))):
+            first = after(first)
+        return first
+
+    def _number(self, seed: int, worker: int) -> int:
+        if self._own is not None and self._own[0] == seed:
+            number = self._own[1] + 1  # persistent workers keep their seed
+        else:
+            most = int(self._last.max())  # read before `_first`, and written behind it
+            noted = self._first.clone()
+            same = noted[(noted >= 0) & (noted & _SEED == seed)]
+            number = int(same[0]) >> 40 if len(same) else most + 1
+            self._first[worker] = number << 40 | seed
+        self._last[worker] = number
+        self._own = seed, number
+        return number

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computes attention weights from stored queries and keys. Fused attention kernels never write the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.store.read.reader import StoreReader
+
+
+@dataclass(frozen=True)
+class _How:
+    """How one layer attends.
+
+    window: a query sees at most this many tokens, its own included. chunk: a query sees only tokens of its own chunk,
+    of this many tokens. None: no such limit.
+    """
+
+    scale: float
+    soft_cap: float | None = None
+    window: int | None = None
+    chunk: int | None = None
+    alibi_slopes: Sequence[float] | None = None
+
+    @classmethod
+    def of(cls, capture: StoreReader, layer: int) -> _How:
+        """The attributes of a store, for one layer."""
+        facts = capture.attrs.get("attention", {})
+        window, chunk = (facts[name][layer] if name in facts else None for name in ("windows", "chunks"))
+        scale = facts.get("scale", float(capture.attrs["dims"]["head_dim"]) ** -0.5)
+        return cls(scale, facts.get("soft_cap"), window, chunk, facts.get("alibi_slopes"))
+
+    def scores(self, products: np.ndarray, head: int, first: int) -> np.ndarray:
+        """Scores before the softmax of products [queries, keys]; the first query is row `first`."""
+        scores = products * np.float32(self.scale)
+        if self.soft_cap:
+            scores = np.tanh(scores / np.float32(self.soft_cap)) * np.float32(self.soft_cap)
+        queries, keys = np.arange(first, first + len(scores))[:, None], np.arange(scores.shape[1])[None]
+        if self.alibi_slopes is not None:
+            scores += np.float32(self.alibi_slopes[head]) * (keys - queries).astype(np.float32)
+        hidden = keys > queries
+        if self.window:
+            hidden |= keys <= queries - self.window
+        if self.chunk:
+            hidden |= keys < queries // self.chunk * self.chunk
+        scores[hidden] = -np.inf
+        return scores
+
+
+def _check_model(capture: StoreReader) -> None:
+    """Raise ValueError for a model whose attention weights cannot be computed from stored hooks."""
+    facts = capture.attrs.get("attention", {})
+    if facts.get("sinks"):
+        raise ValueError(
+            f"{capture.path}: attention cannot be worked out: the model has attention sinks, which are not stored"
+        )
+    if facts.get("latent"):
+        raise ValueError(
+            f"{capture.path}: attention cannot be worked out: the model has latent attention, whose keys of heads "
+            "are made of kv_c with weights that are not stored"
+        )
+
+
+def seen_by_attention(capture: StoreReader) -> tuple[str, str]:
+    """The hooks of the queries and keys that attention multiplies: rotated ones, except without rotary embedding.
+
+    Older stores do not say whether their model has rotary embedding. There the hooks that they hold decide.
+    """
+    held = "q_rot" in capture or "k_rot" in capture or "q" not in capture
+    return ("q_rot", "k_rot") if capture.attrs.get("rotary", held) else ("q", "k")
+
+
+def query_rows(capture: StoreReader, queries: slice | None) -> range:
+    """Rows of a store, all by default; range(0) where `queries` selects none.
+
+    Raises ValueError for a step other than 1.
+    """
+    if queries is not None and not isinstance(queries, slice):
+        raise ValueError(f"queries {queries!r} is not valid; give a slice with step 1, as in slice(3, 4)")
+    rows = range(int(capture.attrs["num_tokens"]))[slice(None) if queries is None else queries]
+    if rows.step != 1:
+        raise ValueError(f"queries {queries} must be a slice with step 1")
+    return rows or range(0)
+
+
+def check_head(head: int | None, heads: int) -> None:
+    """Raise ValueError for a head that does not exist; None stands for all."""
+    if head is not None and not -heads <= head < heads:
+        raise ValueError(f"head {head} does not exist: the model has heads 0 to {heads - 1}")
+
+
+_QUERIES = 256
+"""Queries computed at a time per head, so that scores take little memory compared with the result."""
+
+
+def attention(capture: StoreReader, layer: int, head: int | None = None, queries: slice | None = None) -> np.ndarray:
+    """Attention weights of one layer, float32 [heads, queries, keys], or [queries, keys] for one `head`.
+
+    softmax(scale * q k') over the keys that each query sees (Vaswani et al., 2017), from `q_rot` and `k_rot`, or from
+    `q` and `k` for models without rotary embedding. Grouped heads share their keys. The store says how its layers
+    attend: scale, soft cap, sliding window, chunk, slopes of ALiBi. Older stores do not: those have full attention and
+    the scale 1 / sqrt(head_dim).
+
+    queries: rows of the store, all by default. Keys are all rows up to the last query.
+
+    Raises KeyError when queries or keys of the layer were not captured. Raises ValueError when earlier rows were not
+    captured, for a head that does not exist, for models with attention sinks or latent attention, whose keys are not
+    stored, for queries or keys that were stored as projections, and for image tokens that see later ones.
+    """
+    _check_model(capture)
+    names = seen_by_attention(capture)
+    if not all(name in capture for name in names):
+        preset = " (preset attention)" if names[0] == "q_rot" else ""
+        raise KeyError(f"{capture.path} lacks queries or keys of attention; capture {names[0]} and {names[1]}{preset}")
+    for name in names:
+        check_own_values(capture, name, layer)
+    how, dims = _How.of(capture, layer), capture.attrs["dims"]
+    heads, kv_heads, size = (int(dims[name]) for name in ("heads", "kv_heads", "head_dim"))
+    check_head(head, heads)
+    rows = query_rows(capture, queries)
+    if capture.attrs.get("attention", {}).get("image_blocks") and (capture.media[rows.start : rows.stop] >= 0).any():
+        raise ValueError(
+            f"{capture.path}: attention of image tokens cannot be worked out: in this model they see later tokens of "
+            "their image; name queries without them"
+        )
+    lacking = [r for r in capture.missing if r[0] < rows.stop]
+    if int(capture.attrs["start"]) or lacking:
+        raise ValueError(f"{capture.path} lacks rows before the queries, and attention needs all of them as keys")
+    q = capture.numpy(names[0], layer, slice(rows.start, rows.stop)).reshape(len(rows), heads, size)
+    k = capture.numpy(names[1], layer, slice(0, rows.stop)).reshape(rows.stop, kv_heads, size)
+    wanted = range(heads) if head is None else [range(heads)[head]]
+    weights = np.zeros((len(wanted), len(rows), rows.stop), np.float32)
+    for i, h in enumerate(wanted):
+        keys = k[:, h // (heads // kv_heads)].T
+        for first in range(0, len(rows), _QUERIES):
+            block = slice(first, min(first + _QUERIES, len(rows)))
+            scores = how.scores(q[block, h] @ keys, h, rows.start + block.start)
+            scores -= scores.max(axis=1, keepdims=True)
+            np.exp(scores, out=scores)
+            weights[i, block] = scores / scores.sum(axis=1, keepdims=True)
+    return weights if head is None else weights[0]

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`open_captures` finds the stores of a directory. `Captures` opens them one at a time."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
+
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.filters import Time, Where, between, holding, lengths, parse_time, whole, why_none
+from dmi_connector.captures.names import hook_and_layer
+from dmi_connector.captures.one_model import OneModel, is_named
+from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.captures.row_view import RowView, check_some
+from dmi_connector.store.format.remote_path import Given, RemotePath, place_of
+from dmi_connector.store.read.files.remote_index import list_prefix
+from dmi_connector.store.read.files.thread_pool import in_fetch_threads
+from dmi_connector.store.read.index import (
+    FINISHED,
+    CaptureInfo,
+    find_captures,
+    indexed_captures,
+    info_of,
+    is_store,
+    same_request,
+)
+from dmi_connector.store.read.metadata import NotACapture
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+
+logger = logging.getLogger(__name__)
+
+
+def open_captures(
+    directory: Given,
+    key: str | Collection[str] | None = None,
+    where: Where | None = None,
+    *,
+    request_id: str | None = None,
+    model: str | None = None,
+    after: Time | None = None,
+    before: Time | None = None,
+    prompt_len: range | SupportsIndex | None = None,
+    incomplete: bool = False,
+    hooks: str | Collection[str] | None = None,
+) -> Captures:
+    """The finished stores of a directory, by start time. Opens none of them: the directory's index is read.
+
+    directory: a path, or a URL such as s3://bucket/prefix. There, stores that no index names are opened once; a store
+    whose upload has not ended is left out.
+
+    A filter that is None accepts every store.
+
+    key: one key, or several. request_id: as in `find_captures`. model: the model's name, or the last part of its path.
+    after, before: when the request began, as ISO 8601, a datetime or a date; without a zone it is UTC. `after` itself
+    counts, `before` does not. prompt_len: tokens of the prompt, a number or a range. incomplete: also stores that lack
+    rows. where: called with each `CaptureInfo` that these filters let pass. hooks: what a store must have captured, as
+    in `Captures.filter`; it is looked for last, since the index does not have it.
+
+    Where no store passes the filters, a warning says why. Stores of a directory without an index are found by their
+    names (*.zarr), and each is opened once. Raises ValueError for a bad time or prompt_len, for a directory that
+    does not exist or whose stores are one level below, and for a store in place of a directory; KeyError for a hook
+    that none of the stores holds.
+    """
+    filters: dict[str, Any] = {"key": key, "request_id": request_id, "model": model, "after": after, "before": before}
+    filters |= {"prompt_len": prompt_len, "where": where}
+    given = filters | {"hooks": hooks}
+    found = _open(directory, incomplete, hooks, {name: value for name, value in filters.items() if value is not None})
+    if not len(found) and given != dict.fromkeys(given):
+        logger.warning("open_captures: %s", found.why_empty)
+    return found
+
+
+def _open(directory: Given, incomplete: bool, hooks: str | Collection[str] | None, given: dict[str, Any]) -> Captures:
+    """`open_captures` without its warning. given: its other filters that are not None."""
+    key, request_id, model = given.get("key"), given.get("request_id"), given.get("model")
+    prompt_len, where = given.get("prompt_len"), given.get("where")
+    place = place_of(directory)
+    if isinstance(place, RemotePath):
+        found = _remote(place)
+    else:
+        one = key if isinstance(key, str) else None
+        found = find_captures(place, one, request_id)
+    keys = {key} if isinstance(key, str) else key
+    allowed = None if prompt_len is None else lengths(prompt_len)
+    begin, end = parse_time("after", given.get("after")), parse_time("before", given.get("before"))
+    states = FINISHED if incomplete else FINISHED[:1]
+
+    def wanted(info: CaptureInfo) -> bool:
+        named = request_id is None or same_request(request_id, info.request_id)
+        kept = info.state in states and (keys is None or info.key in keys)
+        return kept and named and between(info.started, begin, end)
+
+    kept = [info for info in found if wanted(info) and is_there(info)]
+    if model is not None or allowed is not None or where is not None:
+        kept = [whole(info) for info in kept]
+    if model is not None:
+        kept = [info for info in kept if is_named(info.model, model)]
+    if allowed is not None:
+        kept = [info for info in kept if info.prompt_len in allowed]
+    kept = [info for info in kept if where is None or where(info)]
+    why = ""
+    if not kept:
+        every = find_captures(place) if isinstance(place, Path) and (key, request_id) != (None, None) else found
+        finished = [info for info in every if info.state in FINISHED and is_there(info)]
+        why = why_none(place, finished, given, incomplete)
+    directories = (place,) if isinstance(place, Path) else ()
+    return Captures(tuple(kept), model, directories, why).filter(hooks=hooks)
+
+
+def of_one_model(captures: Capture | Iterable[Capture]) -> Iterator[Capture]:
+    """Yield the captures. Raises ValueError at the first one of another model, as `check_one_model` does."""
+    one = OneModel(captures.model if isinstance(captures, Captures) else None)
+    for capture in [captures] if isinstance(captures, Capture) else captures:
+        one.check(capture.path, capture.attrs.get("model"))
+        yield capture
+
+
+def named_rows(captures: Captures, name: str, skip: int = 0) -> RowView:
+    """`Captures.rows` of a hook that is named as in `Captures.filter`.
+
+    Raises as that does. Raises KeyError for a name of TransformerLens that means another tensor in the first store's
+    model, ValueError for one whose hook was stored as other values.
+    """
+    check_some(captures.infos, name, captures.why_empty)
+    with captures[0] as first:
+        hook, layer = hook_and_layer(name, first.attrs)
+        view = captures.rows(hook, layer, skip)
+        if hook != name.partition("@")[0]:
+            check_own_values(first, hook, layer)  # the view refuses stores that were reduced in another way
+    return view
+
+
+def is_there(info: CaptureInfo) -> bool:
+    """Whether a finished store can be read: on this machine, or where it was uploaded to."""
+    return isinstance(info.store, RemotePath) or info.store.is_dir()
+
+
+def captures_of(
+    paths: Iterable[Given],
+    key: str | Collection[str] | None = None,
+    model: str | None = None,
+    incomplete: bool = False,
+) -> Captures:
+    """The captures of stores (`NAME.zarr`, `NAME.zip`), in their order, and of directories, by start time.
+
+    paths: paths and URLs.
+
+    key, model: as in `open_captures`. Raises CaptureIncomplete for a store that lacks rows; such stores of a directory
+    are left out, unless `incomplete` is true. Raises ValueError for what is neither a store nor a directory.
+    """
+    keys = {key} if isinstance(key, str) else key
+    infos: list[CaptureInfo] = []
+    directories: tuple[Path, ...] = ()
+    paths, why = list(paths), ""
+    for path in map(place_of, paths):
+        if is_store(path):
+            open_capture(path, timeout=0).close()
+            infos += [info for info in [info_of(path)] if keys is None or info.key in keys]
+        else:
+            found = _open(path, incomplete, None, {} if key is None else {"key": key})
+            infos += found.infos
+            why = why or found.why_empty
+            directories += found.directories
+    kept = infos if model is None else [info for info in map(whole, infos) if is_named(info.model, model)]
+    if infos and not kept:
+        why = why_none(place_of(paths[0]), infos, {"model": model}, incomplete)
+    return Captures(tuple(kept), model, directories, "" if kept else why)
+
+
+def _remote(place: RemotePath) -> list[CaptureInfo]:
+    """Captures below a prefix. Raises ValueError where nothing is."""
+    listed = list_prefix(place)
+    if not (listed.stores or listed.zips or listed.indexed):
+        raise ValueError(f"{place} holds no store and no index; give the prefix of stores, as in s3://bucket/captures")
+    known = {info.store.name: info for info in (indexed_captures(place) if listed.indexed else ())}
+    found = [known[name] for name in listed.stores if name in known]
+    unknown = [place / name for name in sorted((listed.stores - known.keys()) | listed.zips)]
+    opened: list[CaptureInfo] = []
+
+    def look(store: RemotePath) -> None:
+        if (info := _uploaded(store)) is not None:
+            opened.append(info)
+
+    in_fetch_threads(look, unknown)
+    return sorted([*found, *opened], key=lambda info: (info.started, info.store.name))
+
+
+def _uploaded(store: RemotePath) -> CaptureInfo | None:
+    """The `CaptureInfo` of a store; None for anything else, and before the root document is uploaded."""
+    try:
+        return info_of(store)
+    except NotACapture:
+        return None
+
+
+@dataclass(frozen=True)
+class Captures:
+    """Finished stores, none of them open. Made by `open_captures`.
+
+    `captures[3]` opens one, `captures[:100]` gives fewer. A loop opens one store at a time, and closes it when it asks
+    for the next. So memory does not grow with the stores, but for one `CaptureInfo` each.
+
+    model: the name by which all were chosen. None: they may be of several models. directories: of this machine, in
+    which they were looked for. why_empty: where there is none, the reason, as far as known.
+    """
+
+    infos: tuple[CaptureInfo, ...]
+    model: str | None = None
+    directories: tuple[Path, ...] = ()
+    why_empty: str = ""
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+    @overload
+    def __getitem__(self, number: int) -> Capture: ...
+    @overload
+    def __getitem__(self, number: slice) -> Captures: ...
+    def __getitem__(self, number: int | slice) -> Capture | Captures:
+        if isinstance(number, slice):
+            return replace(self, infos=self.infos[number])
+        try:
+            info = self.infos[operator.index(number)]
+        except TypeError as error:
+            raise TypeError(f"captures[{number!r}]: give the number of a store, or a slice") from error
+        except IndexError as error:
+            raise IndexError(f"captures[{number}] does not exist: there are {len(self)} stores") from error
+        return open_capture(info.store, timeout=0, allow_incomplete=True)
+
+    def __iter__(self) -> Iterator[Capture]:
+        for number in range(len(self)):
+            with self[number] as capture:
+                yield capture
+
+    def __repr__(self) -> str:
+        tokens = sum(info.num_tokens or 0 for info in self.infos)
+        return f"Captures({len(self)} stores, {tokens} tokens{': ' if self.why_empty else ''}{self.why_empty})"
+
+    def filter(self, where: Where | None = None, *, hooks: str | Collection[str] | None = None) -> Captures:
+        """Those whose `CaptureInfo` `where` accepts, and that captured all of `hooks`. None accepts every store.
+
+        hooks: one name or several, such as "resid_pre@3" (hook@layer), "q" (any layer of it) or "blocks.3.attn.hook_z".
+        A name of TransformerLens that means another tensor in a store's model leaves that store out. The root document
+        of each store that `where` accepts is read once. Raises ValueError where one cannot be read, and for a bad
+        layer, KeyError for a hook or layer that none of these stores holds.
+        """
+        kept = [info for info in map(whole, self.infos) if where(info)] if where is not None else self.infos
+        found, why = kept if hooks is None else holding(kept, hooks), self.why_empty
+        if kept and not found:
+            names = [hooks] if isinstance(hooks, str) else hooks or ()
+            why = f"none of {len(kept)} stores holds all of {', '.join(map(repr, names))}"
+        return replace(self, infos=tuple(found), why_empty=why)
+
+    def check_one_model(self) -> None:
+        """Raise ValueError where the stores are of several models. Stores chosen by `model` count as one model's."""
+        one = OneModel(self.model)
+        for info in map(whole, self.infos) if self.model is None else ():
+            one.check(info.store, info.model)
+
+    def progress(self, description: str | None = None) -> Iterator[Capture]:
+        """Go through the stores as a loop does, with a progress bar (tqdm) on standard error.
+
+        Raises ImportError without tqdm (`dmi_connector[progress]`).
+        """
+        try:
+            from tqdm.auto import tqdm
+        except ImportError as error:
+            raise ImportError("progress: tqdm is not installed; install dmi_connector[progress]") from error
+        yield from tqdm(self, desc=description, total=len(self), unit="store")
+
+    @overload
+    def table(self, to: Literal["pandas"] = "pandas") -> pandas.DataFrame: ...
+    @overload
+    def table(self, to: Literal["polars"]) -> polars.DataFrame: ...
+    def table(self, to: str = "pandas") -> pandas.DataFrame | polars.DataFrame:
+        """One row per store, with the fields of `CaptureInfo` as columns. Times are UTC, paths are text.
+
+        to: "pandas" or "polars". Raises ImportError without that library (`dmi_connector[pandas]`,
+        `dmi_connector[polars]`), ValueError for another name.
+        """
+        columns = self._columns()
+        times = ("started", "finished")
+        if to == "pandas":
+            try:
+                import pandas
+            except ImportError as error:
+                raise ImportError("table: pandas is not installed; install dmi_connector[pandas]") from error
+            kinds = {"bytes": "Int64", "num_tokens": "Int64", "prompt_len": "Int64"}
+            frame = pandas.DataFrame(columns).astype(kinds)
+            return frame.assign(**{n: pandas.to_datetime(frame[n], utc=True, format="ISO8601") for n in times})
+        if to == "polars":
+            try:
+                import polars
+            except ImportError as error:
+                raise ImportError("table: polars is not installed; install dmi_connector[polars]") from error
+            whole: dict[str, Any] = {"bytes": polars.Int64, "num_tokens": polars.Int64, "prompt_len": polars.Int64}
+            whole |= dict.fromkeys(("remove_local", "only_complete"), polars.Boolean)
+            made = polars.DataFrame(columns, schema={name: whole.get(name, polars.String) for name in columns})
+            return made.with_columns(polars.col(*times).str.to_datetime(time_zone="UTC", time_unit="us"))
+        raise ValueError(f"table: {to!r} is not valid; use 'pandas' or 'polars'")
+
+    def _columns(self) -> dict[str, list[Any]]:
+        rows = [{**vars(whole(info)), "store": str(info.store)} for info in self.infos]
+        return {name: [row[name] for row in rows] for name in CaptureInfo.__dataclass_fields__}
+
+    def rows(self, hook: str, layer: int | None = None, skip: int = 0) -> RowView:
+        """The rows of a hook in all stores, one after the other, as one long array that reads rows on use.
+
+        hook, layer: as in `Capture.numpy`. skip: rows that are left out at the start of each store, such as 1 for the
+        first token, whose norm is often large. Missing rows are left out.
+
+        Raises ValueError without a store, for stores of several models, and for logits; KeyError for a hook or layer
+        that the first store did not capture. Another store that did not is found when it is read, which then raises
+        KeyError: `filter(hooks=...)` leaves such stores out.
+        """
+        self.check_one_model()
+        check_some(self.infos, hook, self.why_empty)
+        return RowView(self.infos, hook, layer, skip)

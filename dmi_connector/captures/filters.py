@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The filters of `open_captures`, and why no store passes them."""
+
+from __future__ import annotations
+
+import datetime
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any, SupportsIndex
+
+from dmi_connector.captures.lens_names import ALL_NAMES, split_name, why_not_equal
+from dmi_connector.captures.names import holds
+from dmi_connector.hooks import HOOKS
+from dmi_connector.store.format.remote_path import Place, RemotePath
+from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads
+from dmi_connector.store.read.hook_names import HookTable
+from dmi_connector.store.read.index import CaptureInfo
+from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.wording import suggest
+
+Time = str | datetime.date
+Where = Callable[[CaptureInfo], bool]
+
+
+def whole(info: CaptureInfo) -> CaptureInfo:
+    """The same, with the fields that the index of older stores lacks."""
+    if info.prompt_len is not None and info.model is not None:
+        return info
+    attrs = read_attrs(info.store)
+    return replace(info, prompt_len=attrs["prompt_len"], model=attrs.get("model"))
+
+
+def holding(infos: Sequence[CaptureInfo], hooks: str | Collection[str]) -> list[CaptureInfo]:
+    """Those that captured all of these hooks. Raises KeyError for a name that is in none of them."""
+    wanted = [hooks] if isinstance(hooks, str) else list(hooks)
+    held: dict[int, set[str]] = {}
+    layers: dict[str, set[int]] = {}
+    reasons: dict[str, str] = {}
+
+    def look(number: int) -> None:
+        attrs = read_attrs(infos[number].store)
+        held[number] = {name for name in wanted if holds(name, attrs)}
+        for name in wanted:
+            if why := _other_tensor(name, attrs):
+                reasons.setdefault(name, why)
+        table = HookTable.of(attrs)
+        for name in table.names:
+            layers.setdefault(name, set()).update(table.layers(name))
+
+    remote = any(isinstance(info.store, RemotePath) for info in infos)
+    (in_fetch_threads if remote else in_threads)(look, range(len(infos)))
+    for name in wanted:
+        if infos and not any(name in names for names in held.values()):
+            raise KeyError(f"{name!r} is in none of {len(infos)} stores{reasons.get(name) or _lacking(name, layers)}")
+    return [info for number, info in enumerate(infos) if held[number] == {*wanted}]
+
+
+def _other_tensor(name: str, attrs: Mapping[str, Any]) -> str:
+    why = why_not_equal(split_name(name)[0], attrs)
+    return "" if why is None else f": {why}"
+
+
+def _lacking(name: str, layers: Mapping[str, Collection[int]]) -> str:
+    """The end of the error for a name that no store holds. layers: hook -> its layers in any of the stores."""
+    hook = ALL_NAMES.get(split_name(name)[0], name.partition("@")[0])
+    if layers.get(hook):
+        return f": {hook} has the layers {sorted(layers[hook])} there"
+    return f"{suggest(hook, [*layers, *HOOKS]) or ';'} they hold: {', '.join(layers)}"
+
+
+def why_none(place: Place, found: Sequence[CaptureInfo], given: Mapping[str, Any], incomplete: bool) -> str:
+    """Why no finished store passes the filters. found: the stores without filters. given: the filters."""
+    if not found:
+        return f"{place} holds no finished store"
+    asked = ", ".join(name if callable(value) else f"{name}={value!r}" for name, value in given.items())
+    if not incomplete and all(info.state == "incomplete" for info in found):
+        return f"all {len(found)} stores of {place} lack rows; incomplete=True takes them too"
+    keys = [key] if isinstance(key := given.get("key", ()), str) else list(key)
+    known = {info.key for info in found if info.key}
+    if not incomplete and any(info.state == "incomplete" and info.key in keys for info in found):
+        return f"stores of {place} with {asked} lack rows; incomplete=True takes them too"
+    near = next(filter(None, (suggest(key, known - {key}) for key in keys)), "")
+    if not near and "model" in given:
+        names = [model for info in found if (model := whole(info).model) is not None]
+        near = suggest(given["model"], [*names, *(PurePath(name).name for name in names)])
+    return f"none of {len(found)} stores of {place} passes {asked or 'the filters'}{near}"
+
+
+def lengths(prompt_len: range | SupportsIndex) -> range:
+    """The lengths that a filter accepts. Raises ValueError for anything but a whole number or a range."""
+    if isinstance(prompt_len, range):
+        return prompt_len
+    try:
+        length = operator.index(prompt_len)
+    except TypeError as error:
+        raise ValueError(f"prompt_len {prompt_len!r} is not valid; give a number of tokens, or a range") from error
+    return range(length, length + 1)
+
+
+def parse_time(name: str, value: Time | None) -> datetime.datetime | None:
+    """A time with a zone, UTC by default. name: of the filter, for the error. Raises ValueError for a bad time."""
+    try:
+        at = None if value is None else datetime.datetime.fromisoformat(str(value))
+    except ValueError as error:
+        raise ValueError(f"{name} {value!r} is no time; write it as in 2026-01-31 or 2026-01-31T12:00") from error
+    return at.replace(tzinfo=datetime.UTC) if at is not None and at.tzinfo is None else at
+
+
+def between(started: str, begin: datetime.datetime | None, end: datetime.datetime | None) -> bool:
+    """Whether a capture began in a span of time. False without a time in the index."""
+    if begin is None and end is None:
+        return True
+    try:
+        at = parse_time("started", started)
+    except ValueError:
+        return False
+    return at is not None and (begin is None or begin <= at) and (end is None or at < end)

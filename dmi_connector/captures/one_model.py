@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses to mix stores of different models: their rows differ in meaning, even where their shapes agree."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from dmi_connector.store.format.remote_path import Place
+
+
+def is_named(model: str | None, name: str) -> bool:
+    """Whether a store's model has a name, in full or as the last part of its path. None: the store names no model."""
+    return model is not None and name in (model, PurePath(model).name)
+
+
+class OneModel:
+    """Compares the models of stores, one after the other. chosen: the name by which a reader chose all of them, with
+    `open_captures(model=...)`: then they count as one model's, in whatever directories its copies lie.
+    """
+
+    def __init__(self, chosen: str | None = None) -> None:
+        self._chosen = chosen is not None
+        self._first: tuple[Place, str] | None = None
+
+    def check(self, store: Place, model: str | None) -> None:
+        """Raise ValueError for a store of another model than the stores before. None: it names no model."""
+        if self._chosen or model is None:
+            return
+        if self._first is None:
+            self._first = store, model
+        elif model != self._first[1]:
+            raise ValueError(
+                f"{store} is of the model {model}, {self._first[0]} of {self._first[1]}: their rows do not belong"
+                " together; name one model with open_captures(model=...), with --model of dmi export and dmi fit-pca,"
+                " or give its stores alone"
+            )

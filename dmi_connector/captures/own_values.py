@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses hooks whose reduction does not keep what a caller needs."""
+
+from __future__ import annotations
+
+from dmi_connector.reduce import Keeps
+from dmi_connector.store.read.reader import StoreReader
+
+
+def check_own_values(capture: StoreReader, hook: str, layer: int | None = None, needs: Keeps = Keeps.VALUES) -> None:
+    """Raise ValueError for a hook that was stored with a reduction that does not keep what the caller `needs`, KeyError
+    for one that was not captured. layer: as in `StoreReader.reduction`.
+    """
+    for array in dict.fromkeys(source.array for source in capture.sources(hook, layer)):
+        reduction = capture.reduction(array)
+        if reduction is not None and needs not in reduction.keeps:
+            raise ValueError(
+                f"{hook!r} was stored as {reduction.kind}, which this cannot be worked out from; capture it in full, or"
+                " as int8"
+            )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What reduced hooks give besides decoded rows: attention summaries, directions, restored rows, sums by neuron."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from dmi_connector.captures.attention import check_head
+from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.reduce.attn import AttentionSummary
+from dmi_connector.reduce.basis import BasisRef, LayerBasis
+from dmi_connector.reduce.tally import Tally
+from dmi_connector.store.format.pca_files import find_basis
+from dmi_connector.store.read.arrays.hook_values import Tokens
+from dmi_connector.store.read.hook_names import Source
+from dmi_connector.store.read.reader import StoreReader
+
+
+def attention_summary(
+    capture: StoreReader, layer: int, head: int | None = None, tokens: Tokens = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(positions, weights, entropy), see `Capture.attention_summary`."""
+    reduction = capture.reduction("pattern")
+    # What this returns is the content of this one reduction, so it asks for its class.
+    assert isinstance(reduction, AttentionSummary), "the pattern is stored in no other form"
+    check_head(head, capture.shape("pattern")[-1] // reduction.words)
+    parts = reduction.split(capture.numpy("pattern", layer, tokens))
+    return parts if head is None else (parts[0][:, head], parts[1][:, head], parts[2][:, head])
+
+
+def project(
+    capture: StoreReader, hook: str, direction: np.ndarray, layer: int | None, basis: str | os.PathLike[str] | None
+) -> np.ndarray:
+    """A direction of a hook's space in the space that the hook was projected to, float32 [k], see `Capture.project`."""
+    info = capture.attrs["hooks"][capture.sources(hook, layer)[0].array]
+    reduction, direction = capture.reduction(hook, layer), np.asarray(direction, np.float32)
+    if reduction is None or not reduction.projects:
+        raise ValueError(f"hook {hook!r} was not stored as a projection")
+    if direction.shape != (info["reduce"]["width"],):
+        raise ValueError(f"the direction has shape {direction.shape}, rows of {hook!r} ({info['reduce']['width']},)")
+    fitted = reduction.basis()
+    own = None if fitted is None else _basis(capture, hook, fitted, layer, basis)
+    return reduction.project(direction, own, int(info["shards"]))
+
+
+def restore(
+    capture: StoreReader, hook: str, layer: int | None, tokens: Tokens, basis: str | os.PathLike[str] | None
+) -> np.ndarray:
+    """Rows [tokens, width] of principal components in the hook's own space, see `Capture.restore`."""
+    reduction = capture.reduction(hook, layer)
+    fitted = None if reduction is None else reduction.basis()
+    if reduction is None or fitted is None:
+        raise ValueError(f"hook {hook!r} was not stored as principal components")
+    own = _basis(capture, hook, fitted, layer, basis)
+    scores = capture.numpy(hook, layer, tokens)
+    return reduction.restore(scores[0] if scores.ndim == 3 else scores, own)
+
+
+def tally(capture: StoreReader, hook: str, layer: int | None = None, tokens: Tokens = None) -> Tally:
+    """Sums of |x| of each neuron over rows of a hook; see `dmi_connector.importance`."""
+    if hook == "logits":
+        raise ValueError("logits have a row for each sampled token, not for each token; average numpy('logits')")
+    source = _only(capture, hook, layer, "neurons")
+    check_own_values(capture, hook, layer)
+    rows, reduced = capture.stored(source, tokens)
+    if reduced is None and rows.dtype.kind in "iu":
+        raise ValueError(f"{hook!r} holds whole numbers, which have no magnitude to average; name another hook")
+    if reduced is None:
+        return Tally.of(rows.astype(np.float32))
+    return reduced.reduction.tally_slices(reduced.slices(rows), reduced.width, reduced.dtype)
+
+
+def _basis(
+    capture: StoreReader, hook: str, fitted: BasisRef, layer: int | None, basis: str | os.PathLike[str] | None
+) -> LayerBasis:
+    """The basis of one layer of a hook: that of the array which holds it, with the layer's number there."""
+    source = _only(capture, hook, layer, "a basis")
+    layers = capture.attrs["hooks"][source.array]["layers"] or [0]
+    return find_basis(fitted.sha256, capture.path, basis).of(fitted.hook, layers[source.index], fitted.k)
+
+
+def _only(capture: StoreReader, hook: str, layer: int | None, what: str) -> Source:
+    """Where one layer of a hook lies. Raises ValueError where there are several and none is named."""
+    sources = capture.sources(hook, layer)
+    if len(sources) > 1:
+        raise ValueError(f"each layer of {hook!r} has {what} of its own; name one layer")
+    return sources[0]

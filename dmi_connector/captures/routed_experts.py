@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which experts each token was routed to, in the form of vLLM's `CompletionOutput.routed_experts`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dmi_connector.store.read.reader import StoreReader
+
+_MOST_UINT8 = 256
+"""Experts whose numbers fit into uint8, vLLM's limit for it."""
+_ROWS = 4096
+"""Rows that are read at a time."""
+
+
+def routed_experts(capture: StoreReader, prompt_start: int = 0, check: bool = True) -> np.ndarray:
+    """Experts [tokens - prompt_start, layers, top_k] as vLLM returns them with `enable_return_routed_experts`.
+
+    tokens: rows of the store; with `include_output_tokens` all tokens of the request but the last, which was never fed
+    to the model. layers: all of the model, zeros where a layer has no experts. By falling weight; uint8 for at most 256
+    experts, else uint16.
+
+    prompt_start: as `SamplingParams.routed_experts_prompt_start`, tokens of the prompt that are left out at its start,
+    all of the prompt at most.
+    check: refuse a layer with experts whose numbers are all zero, which a kernel that hides its routing leaves.
+
+    Raises KeyError without `topk_ids`. Raises ValueError for a store that lacks layers or rows, for one too old to say
+    how many experts the model has, for a bad prompt_start, and for a layer of zeros.
+    """
+    count, layers = _experts(capture)
+    held = capture.layers["topk_ids"] if "topk_ids" in capture else []
+    lacking = [layer for layer in layers if layer not in held]
+    if held and lacking:
+        raise ValueError(f"{capture.path} lacks topk_ids of layers {lacking}; capture all layers with experts")
+    first = _first_row(capture, prompt_start)
+    _, tokens, top_k = capture.shape("topk_ids")
+    dtype = np.dtype(np.uint8 if count <= _MOST_UINT8 else np.uint16)
+    found = np.zeros((max(tokens - first, 0), int(capture.attrs["num_layers"]), top_k), dtype)
+    for start in range(first, tokens, _ROWS):
+        rows = slice(start, min(start + _ROWS, tokens))
+        found[rows.start - first : rows.stop - first, held] = capture.numpy("topk_ids", tokens=rows).swapaxes(0, 1)
+    empty = [layer for layer in held if len(found) and not found[:, layer].any()]
+    if check and empty:
+        raise ValueError(
+            f"{capture.path}: experts of layers {empty} are all 0, as of a kernel that hides its routing; check=False"
+            " takes them as they are"
+        )
+    return found
+
+
+def _first_row(capture: StoreReader, prompt_start: int) -> int:
+    """The first row to return. Raises ValueError where it or a later row is not there."""
+    if prompt_start < 0:
+        raise ValueError(f"prompt_start {prompt_start} is not valid; use 0 or more tokens")
+    start, prompt = int(capture.attrs["start"]), capture.prompt_len
+    if start > prompt:
+        raise ValueError(
+            f"{capture.path} begins at position {start}, and prompt_start leaves out no more than the {prompt} tokens"
+            " of the prompt; read numpy('topk_ids') instead"
+        )
+    first = min(prompt_start, prompt) - start
+    if first < 0:
+        raise ValueError(
+            f"{capture.path} begins at position {start}, and prompt_start {prompt_start} asks for rows before it; give"
+            f" {start} or more"
+        )
+    lacking = [rows for rows in capture.missing if rows[1] > first]
+    if lacking:
+        raise ValueError(f"{capture.path} lacks rows {lacking} of the routing; read numpy('topk_ids') instead")
+    return first
+
+
+def _experts(capture: StoreReader) -> tuple[int, list[int]]:
+    """(number of experts, layers that have them)."""
+    facts = capture.attrs.get("experts")
+    if facts is not None:
+        return int(facts["count"]), list(facts["layers"])
+    capture.sources("topk_ids")  # a model without experts has none
+    if "router_logits" not in capture:
+        raise ValueError(
+            f"{capture.path} is too old to say how many experts the model has; read numpy('topk_ids') instead"
+        )
+    return capture.shape("router_logits")[-1], capture.layers["topk_ids"]

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of one hook in many stores, as one long array."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dmi_connector.captures.finite import FiniteCheck, not_finite
+from dmi_connector.dtypes import as_torch
+from dmi_connector.store.format.remote_path import Place
+from dmi_connector.store.read.arrays.chunk_reader import read_pieces
+from dmi_connector.store.read.arrays.hook_array import HookArray, ShardPieces
+from dmi_connector.store.read.arrays.indexing import each_of, row_numbers, split_index
+from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
+from dmi_connector.store.read.files.open_files import files_of
+from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads
+from dmi_connector.store.read.hook_names import HookTable
+from dmi_connector.store.read.index import CaptureInfo
+from dmi_connector.store.read.metadata import attrs_of, read_array, read_attrs
+from dmi_connector.store.read.reader import StoreReader, open_reader
+
+if TYPE_CHECKING:
+    import torch
+
+_ITERATED = 16 << 20
+"""Bytes that a loop over a view reads at a time."""
+_MOST_OPEN = 4096
+"""Maximum number of arrays whose metadata and shard indexes are kept, some kilobytes each."""
+
+
+def check_some(infos: Sequence[CaptureInfo], hook: str, why: str = "") -> None:
+    """Raise ValueError without a store to read a hook from. why: as in `Captures.why_empty`."""
+    if not infos:
+        raise ValueError(f"no store to read {hook!r} from; {why or 'none of them was kept'}")
+
+
+class RowView:
+    """Rows of one hook in many stores, [rows, width]; [layers, rows, width] for all layers. Made by `Captures.rows`.
+
+    `view[5]`, `view[10:20]`, `view[[7, 3, 7]]` and `view[mask, :10]` read rows as float32; integer hooks keep their
+    dtype. An index gives what numpy gives for an array of this shape. None and masks of several axes are refused. Rows
+    may be asked for in any order: each chunk is read once. `numpy.asarray` and functions of numpy read all of it, a
+    loop many rows at a time, `dask.array.from_array` what is computed. A view holds no lock on its stores: keep
+    retention and `dmi prune` away from them.
+
+    shape, dtype: of the array. layers: the layers that are read; [] for a hook that exists once.
+    """
+
+    def __init__(self, infos: Sequence[CaptureInfo], hook: str, layer: int | None = None, skip: int = 0) -> None:
+        check_some(infos, hook)
+        if skip < 0:
+            raise ValueError(f"skip {skip} is not valid; use 0 or more rows")
+        self.stores = tuple(info.store for info in infos)
+        self.hook, self.layer = hook, layer
+        self._complete = [info.state == "complete" for info in infos]
+        self._open: OrderedDict[int, tuple[HookArray, list[int]]] = OrderedDict()
+        self._lock = threading.Lock()
+        with open_reader(self.stores[0], timeout=0, allow_incomplete=True) as first:
+            self._array, self._layers, self.layers = _source(first, hook, layer)
+            self._reduced = StoredReduction.of(first.attrs["hooks"][self._array])
+            counted = hook == "resid_post" or (layer is not None and layer < 0)
+            self._depth = HookTable.of(first.attrs).num_layers if counted else None
+        array, _ = self._of(0)
+        if array.per_sample:
+            raise ValueError(f"{hook!r} has a row for each sampled token, not for each token; read it store by store")
+        self._stored_width, self.stored_dtype, self._settings = array.shape[2], array.dtype, array.reduce
+        self.width = self._stored_width if self._reduced is None else self._reduced.decoded_width
+        self._segment(infos, skip)
+
+    def _segment(self, infos: Sequence[CaptureInfo], skip: int) -> None:
+        """Runs of rows that are there: their store, their first row, and where they begin in the view."""
+        stores, firsts, counts = [], [], []
+        for number, info in enumerate(infos):
+            runs = [[0, info.num_tokens or 0]] if self._complete[number] else _present(read_attrs(info.store))
+            for start, stop in runs:
+                start = max(start, skip)
+                if start < stop:
+                    stores.append(number)
+                    firsts.append(start)
+                    counts.append(stop - start)
+        self._store = np.array(stores, np.int64)
+        self._first = np.array(firsts, np.int64)
+        self._begin = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the view as an array."""
+        return (len(self.layers), self._rows, self.width) if self._stacked else (self._rows, self.width)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return 3 if self._stacked else 2
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype that an index gives: float32, or that of an integer hook."""
+        whole = self._reduced is None and self.stored_dtype.kind in "iu"
+        return self.stored_dtype if whole else np.dtype(np.float32)
+
+    @property
+    def _rows(self) -> int:
+        return int(self._begin[-1])
+
+    @property
+    def _stacked(self) -> bool:
+        return self.layer is None and bool(self.layers)
+
+    def __repr__(self) -> str:
+        which = self.hook if self.layer is None else f"{self.hook} layer {self.layer}"
+        return f"RowView({which}, {self.shape}, {len(self.stores)} stores)"
+
+    def __getitem__(self, index: Any) -> Any:
+        axes = {"layer": len(self.layers), "row": self._rows} if self._stacked else {"row": self._rows}
+        (*layers, rows), rest = split_index(index, axes, f"the view of {self.hook!r}")
+        values = self._read(each_of(rows), [*each_of(layers[0])] if layers else [0], convert=True)
+        return (values if self._stacked else values[0])[rest]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        if self._stacked:
+            for layer in range(len(self)):
+                yield self[layer]
+            return
+        for rows in self.batches(max(1, _ITERATED // (self.width * self.dtype.itemsize))):
+            yield from rows
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(f"the view of {self.hook!r} is in files: an array of it is a copy; leave copy=False out")
+        return np.asarray(self.read(slice(None)), dtype)
+
+    def read(self, rows: slice | Sequence[int] | np.ndarray, convert: bool = True) -> np.ndarray:
+        """Rows [n, width] as float32, or with convert=False in the stored dtype; see `Capture.numpy`.
+
+        rows: a slice, a list of whole numbers, or a mask with a boolean for each row of the view. Of all layers:
+        [layers, n, width].
+
+        Raises IndexError for rows that are not there and for a mask of another length. Raises ValueError that names the
+        file for damaged values, and for a store whose rows are of another shape. Raises KeyError for a store that did
+        not capture the hook or layer.
+        """
+        values = self._read(self._numbers(rows), range(len(self._layers)), convert)
+        return values if self._stacked else values[0]
+
+    def _read(self, numbers: np.ndarray, layers: Sequence[int], convert: bool) -> np.ndarray:
+        """Rows of some of the view's layers, [layers, n, width]. layers: indexes into `self.layers`."""
+        dtype = self.stored_dtype
+        widened = convert and self._reduced is None and dtype.kind not in "iu" and dtype != np.float32
+        out = np.empty(
+            (len(layers), len(numbers), self._stored_width),
+            np.float32 if widened else np.dtype(f"<u{dtype.itemsize}"),
+        )
+        if out.size:
+            read_pieces(self._plan(numbers, out, layers))
+        values = out if widened else out.view(dtype)
+        return values if self._reduced is None else self._reduced.decode(values)
+
+    def torch(self, rows: slice | Sequence[int] | np.ndarray) -> torch.Tensor:
+        """Like `read`, as a torch tensor in the stored dtype."""
+        return as_torch(self.read(rows, convert=False))
+
+    def batches(self, size: int, finite: str = "keep") -> Iterator[np.ndarray]:
+        """All rows in order, `size` at a time; the last batch may be smaller.
+
+        finite: what happens to rows with a NaN or an infinity: "keep" gives them and "skip" leaves them out, both with
+        a warning that counts them (RuntimeWarning); "fail" raises NotFinite. Raises ValueError for a size below 1.
+        """
+        check = FiniteCheck(finite)
+        if size < 1:
+            raise ValueError(f"size {size} is not valid; use 1 row or more")
+        for first in range(0, self._rows, size):
+            rows = self.read(slice(first, first + size))
+            bad = not_finite(rows.swapaxes(0, -2))
+            check.see_all(self.stores, *self.origins(first + bad))
+            check.warn()
+            if finite != "skip" or not len(bad):
+                yield rows
+            elif len(bad) < rows.shape[-2]:
+                yield np.delete(rows, bad, axis=-2)
+        check.warn_all()
+
+    def origins(self, rows: slice | Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where rows come from: (number in `stores`, row of that store), both int64 [n]."""
+        numbers = self._numbers(rows)
+        run = np.searchsorted(self._begin, numbers, "right") - 1
+        return self._store[run], self._first[run] + numbers - self._begin[run]
+
+    def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The view, split where chunks end: (number in `stores`, first row there, rows) of each part, int64 [parts].
+
+        Chunks are as long as those of the store with the most rows.
+        """
+        ends = self._first + np.diff(self._begin)
+        chunk = self._of(int(self._store[np.argmax(ends)]))[0].chunk_rows if len(ends) else 1
+        counts = (ends - 1) // chunk - self._first // chunk + 1
+        run = np.repeat(np.arange(len(ends)), counts)
+        number = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
+        start = np.maximum((self._first[run] // chunk + number) * chunk, self._first[run])
+        stop = np.minimum((self._first[run] // chunk + number + 1) * chunk, ends[run])
+        return self._store[run], start, stop - start
+
+    def buffer(self, rows: int) -> np.ndarray:
+        """Memory for `rows` rows as they are stored, [layers, rows, stored width], for `plan_block`."""
+        return np.empty((len(self._layers), rows, self._stored_width), f"<u{self.stored_dtype.itemsize}")
+
+    def plan_block(self, store: int, first: int, places: np.ndarray, out: np.ndarray) -> Iterator[ShardPieces]:
+        """What `read_pieces` needs for `len(places)` rows of a store from row `first` on. places: where they go."""
+        array, layers = self._of(store)
+        return array.plan(layers, slice(first, first + len(places)), out, places)
+
+    def decoded(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of a `buffer`, [layers, n, stored width] -> values in the stored dtype; reduced hooks as float32."""
+        values = rows.view(self.stored_dtype)
+        values = values if self._reduced is None else self._reduced.decode(values)
+        return values if self._stacked else values[0]
+
+    def _numbers(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
+        return each_of(row_numbers(rows, self._rows, f"the view of {self.hook!r}"))
+
+    def _plan(self, numbers: np.ndarray, out: np.ndarray, layers: Sequence[int]) -> list[ShardPieces]:
+        """The pieces to read, grouped by store. layers: indexes into `self.layers`."""
+        stores, rows = self.origins(numbers)
+        order = np.lexsort((rows, stores))
+        ends = (np.flatnonzero(np.diff(stores[order], append=-1)) + 1).tolist()
+        used = stores[order[np.array(ends, np.int64) - 1]].tolist()
+        unknown = [store for store in used if store not in self._open]
+        (in_threads if isinstance(self.stores[0], Path) else in_fetch_threads)(self._of, unknown)
+        planned: list[ShardPieces] = []
+        start = 0
+        for store, end in zip(used, ends, strict=True):
+            array, known = self._of(store)
+            places = order[start:end]
+            planned += array.plan([known[i] for i in layers], array.rows(rows[places]), out, places)
+            start = end
+        return planned
+
+    def _of(self, store: int) -> tuple[HookArray, list[int]]:
+        """The array of a store, and the indexes of the wanted layers in it."""
+        with self._lock:
+            found = self._open.get(store)
+            if found is not None:
+                self._open.move_to_end(store)
+                return found
+        path = self.stores[store]
+        files = files_of(path)
+        try:
+            document = read_array(files, self._array)
+        except ValueError as error:
+            if self._array not in attrs_of(files)["hooks"]:
+                raise self._not_captured(path, ()) from error
+            raise
+        depth = None if self._depth is None else HookTable.of(attrs_of(files)).num_layers
+        if depth != self._depth:
+            raise ValueError(
+                f"{path} is of a model with {depth} layers, {self.stores[0]} of one with {self._depth}: layers of"
+                f" {self.hook!r} differ; name one model with open_captures(model=...)"
+            )
+        array = HookArray.parse(files, self._array, document, self._complete[store])
+        if not set(self._layers) <= {*array.layers, None}:
+            raise self._not_captured(path, array.layers)
+        layers = [array.layers.index(layer) for layer in self._layers if layer is not None] or [0]
+        if store and (array.shape[2], array.dtype, array.reduce) != (
+            self._stored_width,
+            self.stored_dtype,
+            self._settings,
+        ):
+            raise ValueError(f"{path} holds rows of {self.hook!r} of another width, dtype or reduction; leave it out")
+        with self._lock:
+            self._open[store] = array, layers
+            while len(self._open) > _MOST_OPEN:
+                self._open.popitem(last=False)
+        return array, layers
+
+    def _not_captured(self, path: Place, held: Collection[int]) -> KeyError:
+        """The error for a store that lacks the hook or layers. held: layers of the array there."""
+        names = [f"{self.hook}@{layer}" for layer in self.layers] or [self.hook]
+        lacking = [name for name, layer in zip(names, self._layers, strict=True) if layer not in held]
+        return KeyError(f"{path} did not capture {lacking}; leave such stores out with open_captures(hooks={names})")
+
+
+def _source(capture: StoreReader, hook: str, layer: int | None) -> tuple[str, list[int | None], list[int]]:
+    """(array that holds the hook, numbers of its wanted layers there, numbers of these layers for the reader)."""
+    sources = capture.sources(hook, layer)
+    names = {source.array for source in sources}
+    if len(names) > 1:
+        raise ValueError(f"hook {hook!r} lies in several arrays {sorted(names)}: name one layer")
+    array = names.pop()
+    stored = capture.attrs["hooks"][array]["layers"]
+    inside: list[int | None] = [stored[source.index] if stored else None for source in sources]
+    return array, inside, [source.layer for source in sources if source.layer is not None]
+
+
+def _present(attrs: dict[str, object]) -> list[list[int]]:
+    """The [start, stop) rows of an incomplete store that no hook lacks."""
+    missing, length = attrs["missing"], attrs["num_tokens"]
+    assert isinstance(missing, list) and isinstance(length, int)
+    runs, first = [], 0
+    for start, stop in [*sorted(missing), [length, length]]:
+        runs.append([first, start])
+        first = max(first, stop)
+    return runs

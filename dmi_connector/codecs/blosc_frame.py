@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes Blosc frames of zstd, twice as fast as Blosc does. Any reader of Blosc decodes them.
+
+Activations rarely repeat. The bytes of their exponents shrink, because some values are more frequent than others. At
+each level of zstd, Blosc spends most of the time searching for matches. With a search that gives up at once (matches of
+7 bytes or more, a table of 64 entries) little more than zstd's entropy coder runs, and the ratio even rises: for normal
+bfloat16 numbers from 1.43 to 1.50. Where rows repeat, as embeddings of a token do, zstd searches as at level 1.
+
+A frame has a header of 16 bytes, the offset of its only block, and the block. For each byte of an element the block
+holds a plane: the bytes of that significance of all elements. A plane is stored as its length and a zstd frame, or
+uncompressed where zstd gains nothing.
+
+A plain frame is a header and the uncompressed elements. Writers that are behind make plain frames (plain.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+
+import numpy as np
+
+_VERSION, _ZSTD_VERSION = 2, 1
+"""Versions of the frame format and of the compressor."""
+_SHUFFLED, _PLAIN, _ZSTD = 0x1, 0x2, 4 << 5
+"""Flags of the header: shuffled bytes, uncompressed elements, the compressor."""
+_HEADER = struct.Struct("<4B3I")
+"""Versions of format and compressor, flags, bytes of an element; bytes of all elements, of a block, of the frame."""
+_BEGIN = struct.Struct("<i")
+"""Offset of the block in the frame. A plain frame has none."""
+_LENGTH = struct.Struct("<i")
+"""Bytes of a compressed plane, before it."""
+LEAST_PLANE = 128
+"""Bytes of the smallest plane. Blosc's readers expect smaller blocks not to be split into planes."""
+_SPLIT_ELEMENTS = 1 << 16
+"""Elements split at a time, so that they stay in a core's own cache."""
+_RECURRING = 1 / 16
+"""zstd searches for matches if a larger share of a chunk's rows repeat."""
+
+
+def recurs(rows: np.ndarray) -> bool:
+    """Whether many rows of a chunk begin with the same 8 bytes as another row. Rows of zeros do not count."""
+    if rows.ndim < 2 or rows[0].nbytes < 8:
+        return True
+    heads = np.ascontiguousarray(rows.view("u1").reshape(len(rows), -1)[:, :8]).view("<u8")[:, 0].tolist()
+    there = [head for head in heads if head]
+    return len(there) - len(set(there)) > _RECURRING * len(heads)
+
+
+class _Planes:
+    """Compresses the planes of chunks. It reuses its memory: new memory for each chunk would cost page faults."""
+
+    def __init__(self) -> None:
+        import zstandard  # not needed to read a store
+
+        self._memory = np.empty(0, "u1")
+        params = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, search_log=1, window_log=17
+        )
+        self._zstd = zstandard.ZstdCompressor(compression_params=params)
+        self._searching = zstandard.ZstdCompressor(level=1)
+
+    def compressed(self, chunk: np.ndarray) -> list[bytes | memoryview]:
+        """The stored bytes of each plane of `chunk`, the least significant first. Valid until the next call."""
+        planes = self._split(chunk.reshape(-1))
+        zstd = self._searching if recurs(chunk) else self._zstd
+        found: list[bytes | memoryview] = []
+        for plane in planes:
+            packed = zstd.compress(plane)
+            found.append(packed if len(packed) < len(plane) else plane.data)
+        return found
+
+    def _split(self, elements: np.ndarray) -> np.ndarray:
+        size = elements.itemsize
+        if size == 1:
+            return elements.view("u1").reshape(1, -1)
+        if self._memory.size < elements.nbytes:
+            self._memory = np.empty(elements.nbytes, "u1")
+        planes = self._memory[: elements.nbytes].reshape(size, -1)
+        shifted = np.empty(min(_SPLIT_ELEMENTS, elements.size), elements.dtype)
+        for begin in range(0, elements.size, _SPLIT_ELEMENTS):
+            some = elements[begin : begin + _SPLIT_ELEMENTS]
+            end = begin + some.size
+            planes[0, begin:end] = some  # the cast keeps the lowest byte
+            for byte in range(1, size):
+                planes[byte, begin:end] = np.right_shift(some, 8 * byte, out=shifted[: some.size])
+        return planes
+
+
+_planes = functools.lru_cache(maxsize=1)(_Planes)
+"""One per process: a writer has one thread."""
+
+
+def frame_lengths(frame: np.ndarray) -> tuple[int, int]:
+    """(bytes of the elements, bytes of the frame), as the header of a frame (uint8) says; (0, 0) without a header."""
+    if len(frame) < _HEADER.size:
+        return 0, 0
+    nbytes, _, length = frame[4 : _HEADER.size].view("<u4").tolist()
+    return nbytes, length
+
+
+def plain_header(itemsize: int, nbytes: int) -> bytes:
+    """The header of a plain frame of `nbytes` bytes. Blosc decodes it whatever compressor the metadata name."""
+    return _HEADER.pack(_VERSION, _ZSTD_VERSION, _ZSTD | _PLAIN, itemsize, nbytes, nbytes, _HEADER.size + nbytes)
+
+
+def zstd_frame(chunk: np.ndarray) -> bytes:
+    """A frame of a C-contiguous array of unsigned integers [rows, columns] of LEAST_PLANE elements or more.
+
+    Bytes are shuffled where an element has several. Where nothing shrinks, it is a plain frame.
+    """
+    size, nbytes = chunk.itemsize, chunk.nbytes
+    planes = _planes().compressed(chunk)
+    begin = _HEADER.size + _BEGIN.size
+    length = begin + sum(_LENGTH.size + len(plane) for plane in planes)
+    if length >= _HEADER.size + nbytes:
+        return b"".join([plain_header(size, nbytes), chunk.reshape(-1).view("u1").data])
+    flags = _ZSTD | (_SHUFFLED if size > 1 else 0)
+    parts: list[bytes | memoryview] = [
+        _HEADER.pack(_VERSION, _ZSTD_VERSION, flags, size, nbytes, nbytes, length),
+        _BEGIN.pack(begin),
+    ]
+    for plane in planes:
+        parts += [_LENGTH.pack(len(plane)), plane]
+    return b"".join(parts)

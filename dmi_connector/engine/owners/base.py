@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of an owner of rows.
+
+`Owner` answers for an engine, `RowSlots` in the scheduler, `RowMemory` in a worker. The rest of the engine asks them
+and does not know which owner it has.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from dmi_connector.engine.messages import StepMetadata
+    from dmi_connector.hooks import ModelDims, Selection
+    from dmi_connector.layout import RowLayout
+    from dmi_connector.settings import ServerOptions
+
+
+class Context(Protocol):
+    """What owners read of `engine.context.CaptureContext`, which knows its owner."""
+
+    @property
+    def options(self) -> ServerOptions: ...
+
+    @property
+    def dims(self) -> ModelDims: ...
+
+    @property
+    def selection(self) -> Selection: ...
+
+    @property
+    def layout(self) -> RowLayout: ...
+
+    @property
+    def cache_layer(self) -> str: ...
+
+
+class Captured(Protocol):
+    """What owners read of `engine.scheduler.tracked_request.Tracked`."""
+
+    capture: int
+    blocks: list[int]
+
+
+class RowMemory(Protocol):
+    """A worker's memory of rows. It is registered under `CaptureContext.cache_layer` among vLLM's layers.
+
+    row_dtype: the model's. step: metadata of the running batch (query starts and vLLM's slots), None before the first.
+    poisons: whether the rows of a step are filled with UNWRITTEN before its forward. unpoisoned: slots of the step
+    whose rows are still to be filled.
+    """
+
+    row_dtype: torch.dtype
+    step: CommonAttentionMetadata | None
+    poisons: bool
+    unpoisoned: torch.Tensor | None
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        """uint8 [slots, row_bytes]. None until there is memory, as in vLLM's profiling run."""
+
+    def rows_and_slots(self, forward: ForwardContext) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(rows, int64 slots of the tokens of this forward; padding is negative). None where nothing is written."""
+
+    def poison_step(self) -> None:
+        """Fill the rows of the step with UNWRITTEN, once. Call it before the forward, and after freed rows are read."""
+
+
+class RowSlots(ABC):
+    """The scheduler's half: which slots the rows of a request have, and how long they keep them.
+
+    block_size: slots of a block of vLLM's cache group `group`. Blocks of that group are noted in `Tracked.blocks`.
+    """
+
+    def __init__(self, group: int, block_size: int) -> None:
+        self.group, self.block_size = group, block_size
+
+    def sample_slot(self, tracked: Captured, position: int) -> int:
+        """vLLM's slot of a token, by which the workers find its row of logits."""
+        return tracked.blocks[position // self.block_size] * self.block_size + position % self.block_size
+
+    @abstractmethod
+    def of(self, tracked: Captured, start: int, stop: int) -> np.ndarray:
+        """Where the rows of positions [start, stop) lie, int64 [stop - start]."""
+
+    @abstractmethod
+    def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """The connector's `get_num_new_matched_tokens`. computed: tokens of the request that the prefix cache has."""
+
+    @abstractmethod
+    def preempted(self, tracked: Captured, metadata: StepMetadata) -> None:
+        """A request was preempted: say in the step's message what becomes of its rows."""
+
+    @abstractmethod
+    def ended(self, request: Request, blocks: list[int], waiting: bool, others: bool) -> bool:
+        """A captured request ended. Returns whether vLLM keeps its blocks until workers name the request.
+
+        waiting: more rows wait to be gathered than staging memory takes. others: other captured requests run.
+        """
+
+    @abstractmethod
+    def freed(self, request_ids: Iterable[str]) -> None:
+        """The workers have gathered the rows of these ended requests."""
+
+    @abstractmethod
+    def take_release(self) -> bool:
+        """Whether rows must leave before the next forward because blocks were given back. True once."""
+
+    @abstractmethod
+    def bind(self, kv_cache_manager: KVCacheManager) -> None:
+        """vLLM's cache manager is made. It is the scheduler's own."""
+
+
+class Owner(ABC):
+    """Where the rows of an engine lie, and what depends on it. It has no state.
+
+    name: as `capture_args` takes it and stores say it. models: our classes for models of vLLM that it needs, {name in
+    vLLM's registry: "module:class"}. `models.py` makes them known to vLLM and sets their `capturing`.
+    """
+
+    name: ClassVar[str]
+    models: ClassVar[Mapping[str, str]] = {}
+
+    @abstractmethod
+    def fits(self, vllm_config: VllmConfig) -> bool:
+        """Whether the configuration has this owner. OWNERS says which one is asked first."""
+
+    # ---- at start ---------------------------------------------------------------------------------------------------
+
+    def features(self, vllm_config: VllmConfig) -> list[str]:
+        """The features of vLLM that it uses, keys of `contract_names.NAMES`."""
+        return []
+
+    @abstractmethod
+    def check(self, vllm_config: VllmConfig) -> None:
+        """Raises ValueError for a configuration that it does not support, with the fix."""
+
+    def ignored(self, vllm_config: VllmConfig, context: Context) -> str:
+        """A sentence on what chooses nothing in the configuration, or ""."""
+        return ""
+
+    def remedy(self, error: str) -> str:
+        """What to do where vLLM refuses a request with this error, or ""."""
+        return ""
+
+    # ---- the tapped model -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Called once the tapped model is built: add what this owner needs to it."""
+
+    def output(self, output: Any) -> Any:
+        """What the forward of the tapped model returns. output: what vLLM's own returns."""
+        return output
+
+    # ---- the connector's two halves ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def row_slots(self, context: Context, config: KVCacheConfig) -> RowSlots:
+        """The scheduler's half. Raises ValueError where the cache has no place for rows."""
+
+    @abstractmethod
+    def row_memory(self, context: Context, vllm_config: VllmConfig) -> RowMemory:
+        """The worker's half, once vLLM has made its caches. Raises ValueError for an unknown layout."""

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owner "draft": vLLM's cache-only draft model (its extract_hidden_states method) has the cache layer of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from dmi_connector.args import EXTRACT_HIDDEN_STATES, PLACEHOLDER_LAYERS
+from dmi_connector.engine.owners.paged import Paged
+from dmi_connector.wording import show
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+
+    from dmi_connector.engine.owners.base import Context
+
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+class Draft(Paged):
+    """vLLM's draft model owns the rows. It proposes no tokens: each request decodes one token a step."""
+
+    name: ClassVar[str] = "draft"
+    models: ClassVar[Mapping[str, str]] = {
+        "ExtractHiddenStatesModel": "dmi_connector.engine.owners.draft_model:DraftModel"
+    }
+
+    def fits(self, vllm_config: VllmConfig) -> bool:
+        speculative = vllm_config.speculative_config
+        return speculative is not None and speculative.method == EXTRACT_HIDDEN_STATES
+
+    def features(self, vllm_config: VllmConfig) -> list[str]:
+        return ["draft", f"draft on the V{2 if vllm_config.use_v2_model_runner else 1} runner"]
+
+    def check(self, vllm_config: VllmConfig) -> None:
+        super().check(vllm_config)
+        if vllm_config.model_config.runner_type == "pooling":
+            raise ValueError(
+                "runner: 'pooling' skips the step in which vLLM lets a draft's rows be exported; use owner='target'"
+            )
+        assert vllm_config.speculative_config is not None
+        schedule = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+        if vllm_config.use_v2_model_runner and not (schedule and all(entry[-1] == 0 for entry in schedule)):
+            raise ValueError(
+                f"speculative_config: num_speculative_tokens_per_batch_size is {schedule!r}; set it to [[1, 65536, 0]] "
+                "so that each request decodes one token a step (docs/FROM_VLLM.md; data parallelism turns it off: use "
+                "owner='target' there)"
+            )
+        self._check_whole_prompts(vllm_config)
+
+    def _check_whole_prompts(self, vllm_config: VllmConfig) -> None:
+        """Where prompts are not split over steps, the longest fits into a step.
+
+        vLLM raises max_num_batched_tokens for latent attention on a CPU, but by then the draft has set the scheduler's
+        limit.
+        """
+        scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+        limit = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+        if not scheduler.enable_chunked_prefill and limit < longest:
+            raise ValueError(
+                f"max_num_batched_tokens: a step takes {limit} tokens, and here vLLM does not split prompts over "
+                f"steps, so longer ones would wait for ever; set it to {longest} (max_model_len) or more, lower "
+                "max_model_len, or use owner='target'"
+            )
+
+    def ignored(self, vllm_config: VllmConfig, context: Context) -> str:
+        """A sentence on layer ids of the speculative config that are not those of the captured hidden states, or "".
+
+        Id i is the input of layer i, and the number of layers is the output of the last one. The ids that
+        `capture_args` gives stand for none: vLLM wants some.
+        """
+        speculative: Any = vllm_config.speculative_config
+        ids = getattr(speculative.draft_model_config.hf_config, _LAYER_IDS, None)
+        hooks, last = context.selection.hooks, context.dims.layers
+        captured = {*hooks.get("resid_pre", ()), *([last] if "resid_final" in hooks else ())}
+        if not ids or list(ids) == PLACEHOLDER_LAYERS or set(ids) == captured:
+            return ""
+        layers = "+".join(str(layer) for layer in sorted(set(ids) - {last}))
+        wanted = [*([f"resid_pre@{layers}"] if layers else []), *(["resid_final"] if last in ids else [])]
+        return (
+            f"{_LAYER_IDS}: {show(list(ids))} choose nothing here, hooks do; for these layers alone set hooks to "
+            f"{','.join(wanted)!r} and the ids to {PLACEHOLDER_LAYERS} (docs/FROM_VLLM.md)"
+        )
+
+    def remedy(self, error: str) -> str:
+        """vLLM refuses some sampling parameters beside any draft model."""
+        return "give --owner target" if "speculative decoding" in error else ""
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """vLLM loads the draft after the model, and asks the model for the interface of EAGLE-3. Taps do not use it."""
+        if not getattr(model, "supports_eagle3", False):
+            for name, value in {
+                "supports_eagle3": True,
+                "has_own_lm_head": False,
+                "has_own_embed_tokens": False,
+            }.items():
+                setattr(model, name, value)
+
+    def output(self, output: Any) -> Any:
+        """With one auxiliary tensor, which vLLM's proposer expects."""
+        return (output, [output]) if isinstance(output, torch.Tensor) else output

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows in pages of vLLM's cache: a cache layer of its own (row_cache.py) holds a row for each cached token.
+
+The layer shares its blocks with those of attention. So a row lies where its token's keys and values do: a prefix hit
+finds the row too, and a preempted or ended request loses both at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dmi_connector.engine.owners.base import Owner, RowMemory, RowSlots
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from dmi_connector.engine.messages import StepMetadata
+    from dmi_connector.engine.owners.base import Captured, Context
+
+HELD = 1 / 16
+"""Share of the cache that blocks of ended requests may hold while their rows wait for others."""
+
+
+class PagedSlots(RowSlots):
+    """Slots of rows in vLLM's blocks. Those of an ended request are kept until the workers have gathered its last rows.
+
+    blocks: of the whole cache. keep: whether blocks of ended requests may be kept. held: ended requests whose blocks
+    are kept, and how many blocks.
+    """
+
+    def __init__(self, context: Context, block_size: int, blocks: int, keep: bool = True, group: int = 0) -> None:
+        super().__init__(group, block_size)
+        self._context, self.keep = context, keep
+        self._in_block = np.arange(block_size)
+        self.held: dict[str, tuple[Request, int]] = {}
+        self._most_held = 0 if context.options.sink == "null" else int(blocks * HELD)
+        self._release = False
+
+    def of(self, tracked: Captured, start: int, stop: int) -> np.ndarray:
+        size = self.block_size
+        before = start // size
+        firsts = np.multiply(tracked.blocks[before : -(-stop // size)], size)
+        slots: np.ndarray = np.add.outer(firsts, self._in_block).ravel()
+        return slots[start - before * size : stop - before * size]
+
+    def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Nothing: rows of a prefix hit lie in its blocks."""
+        return 0, False
+
+    def preempted(self, tracked: Captured, metadata: StepMetadata) -> None:
+        """The forward that follows may overwrite its blocks, so its rows leave before. Others are computed again."""
+        metadata.preempted.append(tracked.capture)
+
+    def ended(self, request: Request, blocks: list[int], waiting: bool, others: bool) -> bool:
+        keeps = self._keeps(len(blocks), waiting, others)
+        if keeps:
+            self.held[request.request_id] = request, len(blocks)
+        return keeps
+
+    def _keeps(self, blocks: int, waiting: bool, others: bool) -> bool:
+        """Whether the blocks of an ended request are kept.
+
+        If staging memory is short, policy block keeps them in any case: reusing them would stall the GPU. Without
+        other requests no step may follow but the next.
+        """
+        if not blocks or not self.keep:
+            return False
+        if waiting:
+            return self._context.options.policy == "block"
+        return others and sum(count for _, count in self.held.values()) + blocks <= self._most_held
+
+    def freed(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.held.pop(request_id, None)
+
+    def take_release(self) -> bool:
+        release, self._release = self._release, False
+        return release
+
+    def bind(self, kv_cache_manager: KVCacheManager) -> None:
+        """Let a reset of the prefix cache free the blocks that are kept: vLLM refuses while one is in use.
+
+        Their rows leave before the next forward. Workers still name the requests when they have gathered them, and
+        vLLM then frees the blocks again, which does nothing.
+        """
+        reset = kv_cache_manager.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            given = [request for request, _ in self.held.values()]
+            self.held.clear()
+            self._release |= bool(given)
+            for request in given:
+                kv_cache_manager.free(request)
+            return reset()
+
+        kv_cache_manager.reset_prefix_cache = reset_prefix_cache
+
+
+class Paged(Owner):
+    """An owner whose rows lie in pages of vLLM's cache."""
+
+    def check(self, vllm_config: VllmConfig) -> None:
+        model = vllm_config.model_config
+        if model.is_hybrid:
+            raise ValueError(
+                f"model: {model.model!r} has Mamba or linear-attention layers, which need vLLM's hybrid cache manager; "
+                "DMIConnector does not support that; use a model with attention in every layer"
+            )
+
+    def row_slots(self, context: Context, config: KVCacheConfig) -> PagedSlots:
+        from vllm import envs
+
+        # While blocks of an ended request are kept, vLLM takes no other request of its id.
+        keep = not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
+        for index, group in enumerate(config.kv_cache_groups):
+            if context.cache_layer in group.layer_names:
+                return PagedSlots(context, group.kv_cache_spec.block_size, config.num_blocks, keep, index)
+        raise ValueError(
+            f"the cache layer {context.cache_layer!r} is in no KV cache group: the model was built without taps. "
+            "Is the dmi_connector plugin installed in this environment and allowed by VLLM_PLUGINS?"
+        )
+
+    def row_memory(self, context: Context, vllm_config: VllmConfig) -> RowMemory:
+        from dmi_connector.engine.owners.row_cache import CaptureLayer
+
+        layer = vllm_config.compilation_config.static_forward_context[context.cache_layer]
+        assert isinstance(layer, CaptureLayer)
+        layer.check_cache()
+        return layer

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owner "target": the served model has the cache layer of the rows."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dmi_connector.engine.owners.paged import Paged
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+
+    from dmi_connector.engine.owners.base import Context
+
+
+CHAINS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "dflash")
+"""Methods of `speculative_config` that propose one token after the other, so that rows of accepted tokens follow each
+other in the slots of a request."""
+
+
+def check_chain(vllm_config: VllmConfig) -> None:
+    """Raises ValueError for speculative decoding whose accepted rows could not be told from others."""
+    speculative: Any = vllm_config.speculative_config
+    if speculative.method not in CHAINS:
+        raise ValueError(
+            f"speculative_config: method {speculative.method!r} was not tried with capture; use one of "
+            f"{', '.join(CHAINS)}, or none"
+        )
+    tree = getattr(speculative, "speculative_token_tree", None)  # vLLM 0.31
+    chain = [(0,) * depth for depth in range(1, speculative.num_speculative_tokens + 1)]
+    if tree is not None and ast.literal_eval(tree) != chain:
+        raise ValueError(
+            f"speculative_config: speculative_token_tree {tree} proposes several tokens for a position, whose rows "
+            "would share a slot; leave it out"
+        )
+    if vllm_config.model_config.using_transformers_backend() and speculative.use_eagle():
+        raise ValueError(
+            f"speculative_config: method {speculative.method!r} runs modules of the model, which vLLM's Transformers "
+            "backend compiles as a whole, so the draft's values could not be told from the model's; use 'ngram' or "
+            "'draft_model'"
+        )
+
+
+class Target(Paged):
+    """The served model owns the rows. vLLM may draft tokens beside it."""
+
+    name: ClassVar[str] = "target"
+
+    def fits(self, vllm_config: VllmConfig) -> bool:
+        return True
+
+    def check(self, vllm_config: VllmConfig) -> None:
+        super().check(vllm_config)
+        if vllm_config.speculative_config is not None:
+            check_chain(vllm_config)
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        from dmi_connector.engine.owners.row_cache import CaptureLayer
+
+        model.dmi_rows = CaptureLayer(context)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding beside a capture: which draft tokens were accepted, and which of their logits are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dmi_connector.engine.messages import Accepted, Close, StepMetadata
+from dmi_connector.engine.scheduler.tracked_request import Tracked
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from dmi_connector.engine.owners.base import RowSlots
+
+
+class DraftTokens:
+    """Follows the draft tokens of captured requests. A tracker has one if the engine drafts.
+
+    A step computes a row for each draft token, at positions from `Request.num_tokens` on. That counts accepted tokens
+    only, and a rejected row is computed again. So after the forward of a step every row below num_tokens is final.
+    Before the forward every row below num_tokens - 1 is: the last token is an input of the step to come.
+
+    behind: steps whose results vLLM does not know yet when it schedules the next one: 1 with asynchronous scheduling.
+    """
+
+    def __init__(self, slots: RowSlots, behind: int) -> None:
+        self._slots, self._behind = slots, behind
+        self._steps = 0  # that computed tokens
+
+    def begin(
+        self, output: SchedulerOutput, tracked: Mapping[str, Tracked], logits: bool, metadata: StepMetadata
+    ) -> None:
+        """A step begins: take in the results of those before. `Tracked.blocks` are those of these steps.
+
+        logits: whether a scheduled request captures them.
+        """
+        metadata.decided = max(0, self._steps - self._behind) if logits else self._steps
+        for one in tracked.values():
+            if one.opened:
+                one.note_tokens()
+                if one.has_logits:
+                    metadata.accepted += self._accepted(one, one.request.num_tokens - 1)
+        self._steps += bool(output.num_scheduled_tokens)
+        for request_id, drafts in output.scheduled_spec_decode_tokens.items():
+            if request_id in tracked:
+                tracked[request_id].proposed += len(drafts)
+
+    def want_logits(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
+        """Keep the logits of this step if a token may be sampled from them that a capture wants.
+
+        computed: tokens of the request after this step, if all its draft tokens are accepted.
+        """
+        tracked.last_step = self._steps
+        last = tracked.request.num_tokens - 1
+        if tracked.has_logits and computed > last and tracked.params.start < computed and last < tracked.limit:
+            metadata.logits_step = self._steps
+
+    def close(self, tracked: Tracked, start: int, end: int, close: Close) -> None:
+        """Add what there is to say of drafts at the end of a capture of positions [start, end)."""
+        tracked.note_tokens()
+        close.attrs["draft_tokens"] = {"proposed": tracked.proposed, "accepted": len(tracked.drafted)}
+        close.draft_index = tracked.draft_index(start, end)
+        if tracked.has_logits:
+            close.accepted = self._accepted(tracked, end)
+            close.samples = tracked.samples_until(end)
+
+    def _accepted(self, tracked: Tracked, end: int) -> list[Accepted]:
+        """The accepted logits of positions below `end` that no message named yet. At most one message."""
+        first, end = max(tracked.decided, tracked.params.start), min(end, tracked.limit)
+        if first >= end:
+            return []
+        tracked.decided = end
+        numbers = [tracked.number_sample(position) for position in range(first, end)]
+        slots = np.array([self._slots.sample_slot(tracked, position) for position in range(first, end)], np.int64)
+        return [Accepted(tracked.capture, numbers[0], first, slots, tracked.last_step)]

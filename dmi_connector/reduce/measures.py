@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `dmi fidelity` measures: how rows that were reduced and decoded differ from the full ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+PAIRS = 512
+"""Rows whose cosines with each other are compared."""
+PROBES = 16
+"""Number of probes. A probe separates one frequent token from the others by the difference of their mean rows."""
+OF_VALUES = {
+    "cosine_least": "least cosine between a row and what is read back",
+    "cosine_median": "median of these",
+    "error": "norm of the difference as a share of the norm, all rows together",
+}
+"""The measures of `of_values`, with their meaning."""
+
+
+@dataclass(frozen=True)
+class ReducedRows:
+    """Rows of one layer of a hook, before and after a reduction.
+
+    rows: the full rows, float32 [n, width]. stored: [n, stored width]. decoded: float32 [n, decoded width]. tokens:
+    their token ids, int32 [n]. layer: 0 for a hook that exists once. dtype: of the values before.
+    """
+
+    rows: np.ndarray
+    stored: np.ndarray
+    decoded: np.ndarray
+    tokens: np.ndarray
+    layer: int
+    dtype: str
+
+
+def of_values(rows: ReducedRows) -> dict[str, float]:
+    """Of a reduction that keeps every value: cosines of rows, and the error."""
+    cosines = _row_cosines(rows.rows, rows.decoded)
+    least, median = float(cosines.min()), float(np.median(cosines))
+    return {"cosine_least": least, "cosine_median": median, "error": error(rows.rows, rows.decoded)}
+
+
+def _row_cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Cosines of rows that are not zero."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    there = norms > 0
+    return np.asarray((a * b).sum(1)[there] / norms[there])
+
+
+def error(a: np.ndarray, b: np.ndarray) -> float:
+    """Norm of the difference as a share of the norm of `a`, all rows together."""
+    return float(np.linalg.norm(a - b) / np.linalg.norm(a))
+
+
+def _unit(rows: np.ndarray) -> np.ndarray:
+    return np.asarray(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30))
+
+
+def pairs(rows: ReducedRows) -> float:
+    """Correlation of the cosines between rows, before and after."""
+    chosen = np.random.default_rng(0).permutation(len(rows.rows))[:PAIRS]
+    above = np.triu_indices(len(chosen), 1)
+    before, after = (_unit(x[chosen].astype(np.float64)) for x in (rows.rows, rows.decoded))
+    return float(np.corrcoef((before @ before.T)[above], (after @ after.T)[above])[0, 1])
+
+
+def probes(rows: ReducedRows, project: Callable[[np.ndarray], np.ndarray]) -> float:
+    """Correlation of probe scores, before and after: the least of the probes. project: takes a probe [width] to the
+    space of decoded rows.
+    """
+    ids, counts = np.unique(rows.tokens, return_counts=True)
+    scores = []
+    for token in ids[np.argsort(-counts, kind="stable")][:PROBES]:
+        mine = rows.tokens == token
+        if mine.all():
+            continue
+        probe = rows.rows[mine].mean(0) - rows.rows[~mine].mean(0)
+        scores.append(np.corrcoef(rows.rows @ probe, rows.decoded @ project(probe))[0, 1])
+    return float(min(scores, default=np.nan))
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Correlation of ranks."""
+    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks. Equal values share their mean rank."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return np.asarray((ends - (counts + 1) / 2)[inverse])

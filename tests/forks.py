@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of the store, forked from one that has imported their code: half a second of a core less for each.
+
+`forked` puts `Served` in the place of `subprocess.Popen` where the store starts a process. It asks a server, which is
+this module as a program and has one thread, so that it may fork. A coordinator forks its own children: they stay its
+children. The fixture `own_interpreters` lets a test start processes as an engine does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+from unittest import mock
+
+from dmi_connector.store.write import child_process
+from dmi_connector.store.write.client import COORDINATOR
+from dmi_connector.store.write.coordinator.writer_pool import WRITER
+from dmi_connector.store.write.finish.uploads import UPLOADER
+
+MODULES = (COORDINATOR, WRITER, UPLOADER)
+_REQUEST_BYTES = 1 << 18
+_OUT_OF_THE_WAY = 1000
+"""Descriptors that children are given have lower numbers."""
+
+
+def _run(command: Sequence[str], fds: Mapping[int, int], env: Mapping[str, str], group: bool) -> NoReturn:
+    """Be what `command` would start, in a process just forked. fds: {number there: descriptor of this process}."""
+    code = 1
+    try:
+        gc.freeze()  # what the parent has must not close descriptors of this process
+        high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for number, fd in fds.items()}
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) not in high.values():
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+        for number, fd in high.items():
+            os.dup2(fd, number)
+            os.close(fd)
+        if group:
+            os.setpgid(0, 0)
+        os.environ.clear()
+        os.environ.update(env)
+        _, _, _, module, *arguments = command
+        code = importlib.import_module(module).main(arguments)
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+class _Pipes:
+    """Standard input and output of a child, as `subprocess.Popen` has them, and the numbers of its descriptors."""
+
+    def __init__(self, pass_fds: Sequence[int]) -> None:
+        stdin, own_stdin = os.pipe()
+        own_stdout, stdout = os.pipe()
+        self.stdin, self.stdout = os.fdopen(own_stdin, "wb", 0), os.fdopen(own_stdout, "rb", 0)
+        self.fds = {0: stdin, 1: stdout, 2: 2, **{fd: fd for fd in pass_fds}}
+
+    def close(self) -> None:
+        """Close the child's ends here."""
+        os.close(self.fds[0])
+        os.close(self.fds[1])
+
+
+class Forked(_Pipes):
+    """Stands for `subprocess.Popen` in processes that were forked themselves."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        pass_fds: Sequence[int],
+        env: Mapping[str, str],
+        process_group: int | None,
+        **_: Any,
+    ) -> None:
+        super().__init__(pass_fds)
+        self.pid = os.fork()
+        if not self.pid:
+            _run(command, self.fds, env, process_group == 0)
+        self.close()
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+class Served(_Pipes):
+    """Stands for `subprocess.Popen` in the test process: asks the server. Other programs are started as ever."""
+
+    def __new__(cls, command: Sequence[str], **options: Any) -> Any:
+        if command[1:3] != ["-P", "-m"] or command[3] not in (*MODULES, "tests.plainwriter"):
+            return subprocess.Popen(command, **options)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        pass_fds: Sequence[int],
+        env: Mapping[str, str],
+        process_group: int | None,
+        **_: Any,
+    ) -> None:
+        super().__init__(pass_fds)
+        self._code: int | None = None
+        self._lock = threading.Lock()
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server.connect(_server())
+        request = {"command": command, "env": dict(env), "group": process_group == 0, "fds": list(self.fds)}
+        request |= {"directory": os.getcwd(), "umask": _umask(), "cores": sorted(os.sched_getaffinity(0))}
+        data = json.dumps(request).encode()
+        assert len(data) < _REQUEST_BYTES
+        socket.send_fds(self._server, [data], list(self.fds.values()))
+        self.close()
+        self.pid = int(self._server.recv(100))
+
+    def wait(self) -> int:
+        with self._lock:
+            if self._code is None:
+                self._code = int(self._server.recv(100))
+                self._server.close()
+        return self._code
+
+    def kill(self) -> None:
+        if self._code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def _umask() -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask:")]
+    return int(line.split()[1], 8)
+
+
+_started: tuple[int, str] | None = None
+"""Which process has started a server, and its address."""
+
+
+def _server() -> str:
+    global _started
+    if _started is None or _started[0] != os.getpid():
+        life, server_life = socket.socketpair()
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.forks", str(server_life.fileno())], pass_fds=[server_life.fileno()]
+        )
+        server_life.close()
+        _started = os.getpid(), life.recv(100).decode()
+        _lives.append(life)
+    return _started[1]
+
+
+_lives: list[socket.socket] = []
+"""A server ends when the other end of its socket is closed."""
+
+
+@contextlib.contextmanager
+def forked() -> Iterator[None]:
+    """Let the store's processes be forked, not started, meanwhile."""
+    with mock.patch.object(child_process, "subprocess", SimpleNamespace(Popen=Served, PIPE=subprocess.PIPE)):
+        yield
+
+
+# ---- the server ---------------------------------------------------------------------------------------------------
+
+
+def _fork(data: bytes, received: Sequence[int]) -> int:
+    request = json.loads(data)
+    pid = os.fork()
+    if not pid:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.chdir(request["directory"])
+        os.umask(request["umask"])
+        os.sched_setaffinity(0, request["cores"])
+        _run(request["command"], dict(zip(request["fds"], received, strict=True)), request["env"], request["group"])
+    for fd in received:
+        os.close(fd)
+    return pid
+
+
+def main(life: int) -> None:
+    """Fork a process for each request until the process that started the server has ended."""
+    for module in MODULES:
+        importlib.import_module(module)
+    child_process.subprocess = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)  # type: ignore[assignment]
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind("")  # the kernel chooses an abstract address
+    listener.listen(64)
+    wakeup, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(woken)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.write(life, listener.getsockname())
+    asked: dict[int, socket.socket] = {}
+    selector = selectors.DefaultSelector()
+    for source in (listener, wakeup, life):
+        selector.register(source, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj == life:
+                return
+            if key.fileobj is listener:
+                connection, _ = listener.accept()
+                data, received, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 100)
+                pid = _fork(data, received)
+                asked[pid] = connection
+                connection.send(str(pid).encode())
+            else:
+                os.read(wakeup, 1000)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                with asked.pop(ended[0]) as connection, contextlib.suppress(BrokenPipeError):
+                    connection.send(str(os.waitstatus_to_exitcode(ended[1])).encode())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TransformerLens' names of our hooks. tests/types compares the tensors with TransformerLens' own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dmi_connector.captures import lens_names as names
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.layout import ArraySpec
+from dmi_connector.store.format.completeness import Cause, Loss
+from tests import storekit as kit
+
+SPECS = tuple(ArraySpec(name, "float32", (0, 1), 8) for name in ("resid_pre", "q", "k", "attn_out"))
+SPECS += (ArraySpec("embed", "float32", (), 8),)
+Attrs = dict[str, Any]
+
+
+def capture(path: Path, **attrs: Any) -> Capture:
+    owner = kit.Store(1 << 20)
+    owner.write(path / "a.zarr", SPECS, 10, attrs={"num_layers": 2, **attrs})
+    assert owner.shutdown()
+    return open_capture(path / "a.zarr", timeout=0)
+
+
+def test_names_are_split_and_joined() -> None:
+    assert names.split_name("blocks.13.attn.hook_z") == ("attn.hook_z", 13)
+    assert names.split_name("ln_final.hook_out") == ("ln_final.hook_out", None)
+    assert names.split_name("blocks.x.hook_in") == ("blocks.x.hook_in", None)
+    assert names.full_name("attn.hook_z", 13) == "blocks.13.attn.hook_z"
+    assert names.full_name("hook_embed", None) == "hook_embed"
+
+
+@pytest.mark.parametrize(
+    ("hook", "layer", "name"),
+    [
+        ("resid_pre", 3, "blocks.3.hook_resid_pre"),
+        ("resid_post", 3, "blocks.3.hook_resid_post"),
+        ("z", 0, "blocks.0.attn.hook_z"),
+        ("mlp_post", 1, "blocks.1.mlp.hook_post"),
+        ("embed", None, "hook_embed"),
+        ("q", 3, None),
+    ],
+)
+def test_a_hook_has_the_name_that_the_hooked_transformer_gives_it(
+    hook: str, layer: int | None, name: str | None
+) -> None:
+    assert names.lens_name(hook, layer) == name
+
+
+@pytest.mark.parametrize(
+    ("attrs", "there", "absent"),
+    [
+        ({}, {"hook_embed", "attn.hook_v"}, {"attn.hook_q", "attn.hook_q_normed", "attn.hook_out"}),
+        ({"qk_norm": False}, {"attn.hook_q", "attn.k.hook_out"}, {"attn.hook_q_normed"}),
+        ({"qk_norm": True}, {"attn.hook_q_normed", "attn.k_norm.hook_out"}, {"attn.hook_q"}),
+        ({"hooks": {"attn_proj": {}}}, {"attn.hook_out", "ln1_post.hook_out", "ln2_post.hook_in"}, set()),
+        ({"architecture": "GraniteForCausalLM"}, {"hook_attn_out"}, {"hook_embed"}),
+        (
+            {"architecture": "Llama4ForCausalLM", "qk_norm": False},
+            {"hook_embed", "attn.hook_v"},
+            {"attn.hook_q", "attn.hook_rot_k"},
+        ),
+    ],
+)
+def test_names_depend_on_the_model(attrs: Attrs, there: set[str], absent: set[str]) -> None:
+    found = {name for name, _ in names.equal_hooks({"hooks": {}, **attrs})}
+    assert there <= found and not absent & found
+    why = {name: names.why_not_equal(name, {"hooks": {}, **attrs}) for name in there | absent}
+    assert {name for name, reason in why.items() if reason} == absent - {"attn.hook_out"}
+
+
+def test_reasons_say_what_to_take_instead() -> None:
+    old, normed, plain = {"hooks": {}}, {"hooks": {}, "qk_norm": True}, {"hooks": {}, "qk_norm": False}
+    assert "too old" in (names.why_not_equal("attn.hook_q", old) or "")
+    assert "behind the norm" in (names.why_not_equal("attn.q.hook_out", normed) or "")
+    assert "no norm" in (names.why_not_equal("attn.hook_k_normed", plain) or "")
+    bloom, llama4 = {"architecture": "BloomForCausalLM"}, {"architecture": "Llama4ForCausalLM"}
+    assert "resid_pre of layer 0" in (names.why_not_equal("hook_embed", bloom) or "")
+    assert "another order" in (names.why_not_equal("attn.hook_rot_q", llama4) or "")
+    assert "cap.numpy('logits')" in (names.why_not_equal("unembed.hook_out", old) or "")
+    assert names.why_not_equal("hook_resid_pre", old) is None and names.why_not_equal("nothing", old) is None
+
+
+def test_a_capture_reads_by_these_names(tmp_path: Path) -> None:
+    cap = capture(tmp_path, qk_norm=False)
+    for name, hook in (("attn.hook_q", "q"), ("attn.k.hook_out", "k"), ("hook_in", "resid_pre")):
+        np.testing.assert_array_equal(cap[f"blocks.1.{name}"], cap.numpy(hook, 1))
+    np.testing.assert_array_equal(cap["hook_embed"], cap.numpy("embed"))
+    np.testing.assert_array_equal(cap["hook_resid_pre"], cap.numpy("resid_pre"))
+    np.testing.assert_array_equal(cap["q"], cap.numpy("q"))
+
+
+def test_a_name_of_another_tensor_is_refused_with_the_reason(tmp_path: Path) -> None:
+    cap = capture(tmp_path, qk_norm=True, architecture="GraniteForCausalLM")
+    with pytest.raises(KeyError, match=r"'blocks.1.attn.hook_q' has no equal here: .*behind the norm"):
+        cap["blocks.1.attn.hook_q"]
+    with pytest.raises(KeyError, match=r"'hook_embed' has no equal here: embed is from before"):
+        cap["hook_embed"]
+    with pytest.raises(KeyError, match="suffixes that have"):
+        cap["blocks.1.hook_nothing"]
+
+
+# ---- the cache, without TransformerLens: tests/types has it with ---------------------------------------------------
+
+
+@pytest.fixture
+def cache_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """cache_of(specs, rows=10, **options): the cache of a store, over a stand-in for TransformerLens' own."""
+
+    class ActivationCache:
+        def __init__(self, cache_dict: Any, model: Any, has_batch_dim: bool) -> None:
+            self.cache_dict = cache_dict
+
+        def __getitem__(self, name: str) -> Any:
+            return self.cache_dict[name]
+
+    module = "dmi_connector.captures.activation_cache"
+    monkeypatch.setitem(sys.modules, "transformer_lens", SimpleNamespace(ActivationCache=ActivationCache))
+    monkeypatch.delitem(sys.modules, module, raising=False)
+
+    def make(specs: list[ArraySpec], rows: int = 10, **options: Any) -> Any:
+        owner = kit.Store(1 << 20)
+        attrs = {"num_layers": 2, "dims": {"heads": 2, "kv_heads": 1, "head_dim": 8}}
+        owner.write(tmp_path / "a.zarr", specs, rows, attrs=attrs, **options)
+        assert owner.shutdown()
+        return open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True).activation_cache()
+
+    yield make
+    sys.modules.pop(module, None)
+
+
+def of_attention(*layers: int, keys: tuple[int, ...] = ()) -> list[ArraySpec]:
+    return [ArraySpec("q_rot", "float32", layers, 16), ArraySpec("k_rot", "float32", keys or layers, 8)]
+
+
+def test_the_reason_for_an_absent_pattern_is_that_of_its_layer(cache_of: Callable[..., Any]) -> None:
+    cache = cache_of(of_attention(1))
+    assert "blocks.1.attn.hook_pattern" in cache.cache_dict
+    why = "it is worked out from q_rot and k_rot of layer 0, which were not both captured"
+    assert cache.why_absent("blocks.0.attn.hook_pattern") == why
+    with pytest.raises(KeyError, match=f"'blocks.0.attn.hook_pattern' is not in the cache: {why}"):
+        cache["blocks.0.attn.hook_pattern"]
+    assert cache.why_absent("attn.hook_pattern").endswith("name one, as in blocks.1.attn.hook_pattern")
+    assert cache.why_absent("attn.hook_rot_q").endswith("name one, as in blocks.1.attn.hook_rot_q")
+    assert all(cache.absent.values())
+
+
+def test_queries_and_keys_of_different_layers_give_no_pattern(cache_of: Callable[..., Any]) -> None:
+    cache = cache_of(of_attention(0, keys=(1,)))
+    assert cache.absent["attn.hook_pattern"].endswith("q_rot and k_rot of one layer, which were not both captured")
+
+
+@pytest.mark.parametrize(("lost", "there"), [([16, 24], True), ([15, 24], False)])
+def test_rows_that_lack_behind_the_end_are_no_keys_of_a_pattern(
+    cache_of: Callable[..., Any], lost: list[int], there: bool
+) -> None:
+    loss = Loss.of(Cause.ENDED_EARLY, [lost], finish="abort", end=16, expected=24)
+    cache = cache_of(of_attention(1), 16, losses=[loss])
+    assert ("blocks.1.attn.hook_pattern" in cache.cache_dict) is there
+    if there:
+        torch = pytest.importorskip("torch")
+        assert cache["blocks.1.attn.hook_pattern"].shape == torch.Size((1, 2, 16, 16))
+    else:
+        assert "the store lacks some" in cache.why_absent("blocks.1.attn.hook_pattern")

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make test` starts an engine for each kind of model, and `make models` one for each model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from dmi_connector.cli.tiny_models import _COMMON, ARCHS, FAMILIES
+from dmi_connector.cli.tiny_vision import WRAPPERS, wrapper_fields
+from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture, Latent
+from dmi_connector.engine.model.transformers_backend import generic
+from tests.engine import test_hooks_vs_transformers, test_models, test_multimodal
+from tests.engine.test_models import MODELS, NAMES
+
+FILES: tuple[Any, ...] = (test_hooks_vs_transformers, test_models, test_multimodal)
+_SIZES = {
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "n_head", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "intermediate_size_mlp", "n_inner", "ffn_dim", "word_embed_proj_dim", "rotary_dim"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+}
+_IN_THE_ROW = {"use_parallel_residual", "qk_layernorm", "tie_word_embeddings", "model_type"}
+"""Fields of a config that only give sizes, and those that only decide what the row of the model is."""
+Kind = tuple[object, ...]
+
+
+def model(name: str) -> tuple[Architecture, Any, dict[str, Any]]:
+    """The row of a tiny model, fitted to its config, the config, and the fields that we gave it."""
+    if name in WRAPPERS:
+        given = wrapper_fields(name, {})
+        config = AutoConfig.for_model(name, **given)
+        architecture = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name]
+        return ARCHITECTURES[architecture].fit(config.get_text_config()), config, given["text_config"]
+    arch, more = MODELS[name]
+    given = {**{**ARCHS, **FAMILIES}[arch], **more}
+    config = AutoConfig.for_model(arch, **{**_COMMON, **given})
+    architecture = NAMES.get(name) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    if architecture not in ARCHITECTURES:
+        return generic(architecture, config), config, given
+    row = ARCHITECTURES[architecture].fit(config)
+    return row.over_heads() if isinstance(row, Latent) and name.endswith("-heads") else row, config, given
+
+
+def kinds(name: str) -> set[Kind]:
+    """What a model is an example of: columns of its row, how these make a block, options of its config."""
+    row, config, given = model(name)
+    text = config.get_text_config()
+    dims = row.dims(text)
+    return {
+        ("class of rows", type(row).__name__),
+        ("Transformers backend", row.in_transformers),
+        ("block", bool(row.only), row.parallel, *map(bool, (row.ln1, row.ln2, row.attn_norm, row.mlp_norm))),
+        ("experts", "in some layers" if 0 < len(dims.moe_layers) < dims.layers else bool(dims.moe_layers)),
+        ("key and value heads", "one" if dims.kv_heads == 1 else dims.kv_heads < dims.heads),
+        ("windows", bool(given.get("sliding_window")) and len({*(getattr(text, "layer_types", None) or ())}) < 2),
+        ("vision tower", row.language and name),
+        *of_columns(row),
+        *of_config(given),
+    }
+
+
+def of_columns(row: Architecture) -> Iterator[Kind]:
+    for column in fields(Architecture):
+        value = getattr(row, column.name)
+        if column.name in ("layers", "embed", "final_norm") and row.language:
+            value = value.removeprefix(f"{row.language}.")
+        if column.name not in ("name", "base"):
+            usual = value == column.default
+            yield column.name, "default" if usual else bool(value) if isinstance(value, str | tuple) else value
+
+
+def of_config(given: dict[str, Any]) -> Iterator[Kind]:
+    for field, value in given.items():
+        if field == "rope_parameters":
+            yield from (("rope", key, value[key] if key == "rope_type" else "") for key in value)
+        elif field not in _SIZES | _IN_THE_ROW and (value is not None or field == "q_lora_rank"):
+            yield "config", field, value if isinstance(value, str | None) else ""
+
+
+def in_make_test() -> set[str]:
+    """Models of which `make test` starts an engine with all hooks."""
+    found = [c for file in FILES for c in file.CONFIGURATIONS if not getattr(c, "marks", ())]
+    return {name for name, _mode, _owner in found}
+
+
+EVERY = {*MODELS, *WRAPPERS}
+
+
+def test_each_kind_of_model_has_one_that_make_test_starts() -> None:
+    wanted, found = ({kind for name in names for kind in kinds(name)} for names in (EVERY, in_make_test()))
+    assert wanted - found == set(), "add a model to SHORT of tests/engine/test_models.py"
+
+
+def test_each_row_has_a_model_that_make_models_starts() -> None:
+    assert {model(name)[0].name for name in EVERY} >= ARCHITECTURES.keys()
+    started = [tuple(getattr(c, "values", [c])[0]) for file in FILES[1:] for c in file.CONFIGURATIONS]
+    assert sorted(started) == sorted(
+        (name, mode, owner) for name in EVERY for mode in ("eager", "compiled") for owner in ("draft", "target")
+    )
+
+
+@pytest.mark.parametrize("name", sorted(in_make_test() - ARCHS.keys()))
+def test_no_model_of_make_test_could_be_left_out(name: str) -> None:
+    rest = {kind for other in in_make_test() - {name} for kind in kinds(other)}
+    assert kinds(name) - rest, f"{name} shows nothing that no other one shows: leave it to make models"

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owners of rows: the engine asks them, and another one is a class and a line in each of two tables."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+pytest.importorskip("vllm")
+import dmi_connector.engine
+from dmi_connector import args, capture_args
+from dmi_connector.engine import models
+from dmi_connector.engine.owners import OWNERS, owner_of
+from dmi_connector.engine.owners.target import Target
+
+ENGINE = Path(dmi_connector.engine.__file__).parent
+
+
+class Made:
+    """Stands for a class of an owner that vLLM loads by name."""
+
+
+class Other(Target):
+    """Another owner."""
+
+    name: ClassVar[str] = "other"
+    models: ClassVar[dict[str, str]] = {"MadeModel": f"{__name__}:Made"}
+
+    def fits(self, vllm_config: Any) -> bool:
+        return bool(vllm_config.other)
+
+
+def config(method: str | None, *, v2: bool = True, runner: str = "generate", hybrid: bool = False, **more: Any) -> Any:
+    """What owners look at in a configuration. method: the speculative one, with a schedule of no drafts."""
+    speculative = SimpleNamespace(method=method, num_speculative_tokens_per_batch_size=[[1, 8, 0]])
+    scheduler = SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=64, enable_chunked_prefill=True)
+    model = SimpleNamespace(model="m", runner_type=runner, is_hybrid=hybrid, max_model_len=128)
+    return SimpleNamespace(
+        **{
+            "speculative_config": None if method is None else speculative,
+            "use_v2_model_runner": v2,
+            "scheduler_config": scheduler,
+            "model_config": model,
+            **more,
+        }
+    )
+
+
+def test_the_arguments_of_each_owner_are_known_and_no_others() -> None:
+    assert tuple(OWNERS) == args.OWNERS and all(OWNERS[name].name == name for name in OWNERS)
+
+
+def test_the_arguments_of_one_engine_are_not_those_of_another() -> None:
+    one, other = capture_args(), capture_args()
+    one["speculative_config"]["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"].append(2)
+    assert other == capture_args() != one
+
+
+@pytest.mark.parametrize(
+    ("method", "v2", "owner", "features"),
+    [
+        (None, True, "target", []),
+        ("ngram", True, "target", []),
+        (args.EXTRACT_HIDDEN_STATES, False, "draft", ["draft", "draft on the V1 runner"]),
+        (args.EXTRACT_HIDDEN_STATES, True, "draft", ["draft", "draft on the V2 runner"]),
+    ],
+)
+def test_the_configuration_tells_the_owner_and_what_it_uses(
+    method: str | None, v2: bool, owner: str, features: list[str]
+) -> None:
+    found = owner_of(config(method, v2=v2))
+    assert (found.name, found.features(config(method, v2=v2))) == (owner, features)
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "words"),
+    [
+        (None, {}, ""),
+        (None, {"runner": "pooling"}, ""),
+        (None, {"hybrid": True}, "model: 'm' has Mamba or linear-attention layers"),
+        ("ngram", {}, "speculative_config: method 'ngram' verifies several tokens a step"),
+        (args.EXTRACT_HIDDEN_STATES, {}, ""),
+        (args.EXTRACT_HIDDEN_STATES, {"hybrid": True}, "model: 'm' has Mamba or linear-attention layers"),
+        (args.EXTRACT_HIDDEN_STATES, {"runner": "pooling"}, "runner: 'pooling' skips the step .*owner='target'"),
+    ],
+)
+def test_an_owner_refuses_what_it_does_not_support(method: str | None, more: dict[str, Any], words: str) -> None:
+    given = config(method, **more)
+    if not words:
+        return owner_of(given).check(given)
+    with pytest.raises(ValueError, match=words):
+        owner_of(given).check(given)
+
+
+def test_a_draft_refuses_prompts_that_would_wait_for_ever() -> None:
+    given = config(args.EXTRACT_HIDDEN_STATES)
+    given.scheduler_config.enable_chunked_prefill = False
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens: a step takes 64 tokens.*set it to 128"):
+        owner_of(given).check(given)
+    given.scheduler_config.max_num_scheduled_tokens = 128
+    owner_of(given).check(given)
+
+
+def test_another_owner_is_asked_first_where_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"other": Other(), **OWNERS}
+    for name in list(OWNERS):
+        monkeypatch.delitem(OWNERS, name)
+    for name, owner in known.items():
+        monkeypatch.setitem(OWNERS, name, owner)
+    assert owner_of(config(None, other=True)).name == "other"
+    assert owner_of(config(None, other=False)).name == "target"
+    made = models.MadeModel
+    assert vars(models).pop("MadeModel") is made, "it is made once"
+    assert issubclass(made, Made) and made.__name__ == "MadeModel" and made.__module__ == models.__name__
+    assert (
+        made.capturing(SimpleNamespace(kv_transfer_config=None, cache_config=SimpleNamespace(kv_offloading_size=None)))
+        is None
+    )
+
+
+def test_what_no_owner_and_no_architecture_has_is_no_class() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'MadeModel'"):
+        _ = models.MadeModel
+
+
+def test_no_other_file_of_the_engine_asks_which_owner_it_has() -> None:
+    """No comparison with an owner's name."""
+    found = []
+    for path in ENGINE.rglob("*.py"):
+        if path.parent.name == "owners":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            sides += [node.value] if isinstance(node, ast.MatchValue) else []
+            if any(isinstance(side, ast.Constant) and side.value in OWNERS for side in sides):
+                found.append(f"{path}:{node.lineno}")
+    assert not found

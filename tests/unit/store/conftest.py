@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of repairs share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.repairkit import Writing
+
+
+@pytest.fixture
+def writer() -> Iterator[Writing]:
+    writing = Writing()
+    yield writing
+    writing.kill()

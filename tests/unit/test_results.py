@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other pages: each figure of their tables is in benchmarks/results, rounded as shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from decimal import ROUND_DOWN, Decimal
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from benchmarks import bulk, limits, node, report, scale
+from benchmarks.checks import models
+from dmi_connector.hooks import ModelDims, parse_selection
+from dmi_connector.layout import ArraySpec
+from tests import storekit
+from tests.resultkit import page, results, same, table
+
+RANKS = results("gpu-ranks.json")["runs"]
+
+
+# ---- docs/CORRECTNESS.md, docs/MODELS.md -------------------------------------------------------------------------
+
+CHECKS = results("checks.json")["runs"]
+
+
+def engines(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What each engine of a check gave, also where a run has several checks."""
+    for part in found.values():
+        if isinstance(part, dict) and ("steps_as_stock" in part or "choices" in part):
+            yield part
+        elif isinstance(part, dict):
+            yield from engines(part)
+
+
+def test_tokens_are_as_many_as_the_page_says() -> None:
+    lines = [row for row in table("CORRECTNESS.md", "| where | result |") if row[2].startswith(("`h", "`cpu"))]
+    named = {name for row in lines for name in re.findall(r"`([\w-]+)`", row[2])}
+    assert named == {name for name in CHECKS if name != "h100-vllm-0.33"}
+    for where, result, evidence in lines:
+        found = [one for name in re.findall(r"`([\w-]+)`", evidence) for one in engines(CHECKS[name])]
+        counts = {
+            one[kind] for one in found for kind in ("same_tokens_as_stock", "greedy_same", "seeded_same") if kind in one
+        }
+        said = set(re.findall(r"\d+ of \d+", result))
+        assert said and said <= counts, (where, said - counts)
+        if "chosen experts" in result:
+            same(re.findall(r"all ([\d,]+) chosen", result)[0], *(one["choices"] for one in found))
+            assert all(one["differing"] == 0 for one in found)
+        for one in found:
+            assert one.get("steps_as_stock", True) and not one.get("rows_missing") and not one.get("problems")
+
+
+def test_values_are_as_near_as_the_page_says() -> None:
+    found = [(name, one) for name, run in CHECKS.items() if name != "h100-vllm-0.33" for one in engines(run)]
+    rows = {one["rows"] for _, one in found if "rows" in one}
+    plain = [one["least_cosine"][0] for name, one in found if "least_cosine" in one and not one.get("experts")
+             and "reduced" not in name]  # fmt: skip
+    (reduced,) = (one["least_cosine"][0] for one in engines(CHECKS["h200-check-reduced"]) if "least_cosine" in one)
+    said = " ".join(page("CORRECTNESS.md").split("All ")[1].split())
+    assert rows == {5610} and said.startswith("5,610 rows")
+    least = [Decimal(repr(value)).quantize(Decimal("0.0001"), ROUND_DOWN) for value in (min(plain), reduced)]
+    assert "was {} or more; reduced {}.".format(*least) in said
+
+
+def test_the_page_about_models_has_the_table_of_the_results() -> None:
+    """Of a GPU it has the five models that ran there, and no other of their architectures."""
+    found = results("models.json")
+    gpu = found["gpu"]["models"]
+    text = models.table(found["found"], gpu)
+    assert text in models.PAGE.read_text()
+    ran = {line.split("`")[1] for line in text.splitlines()[2:] if not line.endswith("| not run |")}
+    assert ran == {one["model"] for one in gpu.values()} and len(ran) == 5
+    same_tokens = [list(map(int, one["same_tokens"].split(" of "))) for one in gpu.values()]
+    rows = {row[0]: row[1] for row in table("CORRECTNESS.md", "| where | result |") if row[2] == "`models.json`"}
+    (first, again) = rows.values()
+    assert first == "{} of {}".format(*map(sum, zip(*same_tokens, strict=True)))
+    assert again == gpu["GPTNeoXForCausalLM"]["stock_again"]["same_tokens_as_stock"]
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        (0, "Gemma 3 4B, 34 of 34 layers, H100"),
+        (1, "gpt-oss-20b, 12 of 24 layers, H100"),
+        (2, "DeepSeek-V2-Lite, 14 of 27 layers, H100"),
+        (3, "pythia, H200"),
+        (4, "qwen3-moe, H200"),
+    ],
+)
+def test_larger_shapes(row: int, name: str) -> None:
+    found = results("models.json")["gpu"]["speed"][name]
+    *_, card, stock, null, stores = table("MODELS.md", "| shapes | layers | GPU |")[row]
+    assert name.endswith(card)
+    cases = {s: report.measured(found, s)["decode32"] for s in ("stock", "hidden-states null", "hidden-states disk")}
+    speeds = [cases["stock"]["tok_per_s"], cases["hidden-states disk"]["stock_tok_per_s"]]
+    assert stock in [f"{speed:,.0f}" for speed in speeds]
+    if "no figure" not in null:
+        same(null, cases["hidden-states null"]["ratio"])
+    same(stores, cases["hidden-states disk"]["ratio"])
+
+
+# ---- docs/BULK.md, docs/READING.md -------------------------------------------------------------------------------
+
+
+def test_dmi_run_beside_generate() -> None:
+    found = results("cpu-bulk.json")
+    assert found["ratio"] >= bulk.TARGET and len(found["ratios"]) == 9 and found["header"]["clean"]
+    generate, run = table("BULK.md", "| | tokens/s | by `LLM.generate`")
+    speeds = {name: median(one["tok_per_s"] for one in of) for name, of in found["rounds"].items()}
+    same(generate[1], speeds["generate"])
+    same(" ".join(run[1:]), speeds["run"], found["ratio"], min(found["ratios"]), max(found["ratios"]))
+
+
+def test_reads_beside_their_limits() -> None:
+    run = results("cpu-reading.json")["runs"]["cpu-reading"]
+    rows = table("READING.md", "| read | of | GB/s |")
+    for row, one in zip(rows, run["of_limit"], strict=True):
+        values = run["median"][one["read"]], run["median"][one["limit"]], one["ratio"], one["ratio_processor_time"]
+        same(" ".join(row[2:]), *values)
+    ranks = results("cpu-reading.json")["runs"]["cpu-reading-ranks"]["of_limit"]
+    text = " ".join(page("READING.md").split())
+    for name, said in (
+        ("two ranks,", r"is read at (\S+) to (\S+) of the speed"),
+        ("two ranks by layer", r"at (\S+) to (\S+) \(run"),
+    ):
+        ratios = [one["ratio"] for one in ranks if one["read"].startswith(name)]
+        same(" ".join(re.findall(said, text)[0]), min(ratios), max(ratios))
+
+
+# ---- docs/SCALE.md -----------------------------------------------------------------------------------------------
+
+
+def test_the_page_about_scale_has_what_its_script_prints(tmp_path: Path) -> None:
+    """Its files a store are those of a real one, its hooks those of the selection."""
+    assert scale.tables(1e9, [1, 8, 64], 0.023) in page("SCALE.md")
+    hours, stored = scale.costs(scale.SELECTIONS[0], 1e9, 2)
+    assert hours == pytest.approx(189_440 / 6.4 / 3600, rel=1e-6) and stored == pytest.approx(6.4 / 1.5)
+    dims = ModelDims("Qwen3ForCausalLM", 36, 2560, 32, 8, 128, 9728, 151936)
+    hooks = ["hidden-states", "mlp_post@16-19,resid_post@16-19", "vllm-full,-logits"]
+    assert [one.arrays for one in scale.SELECTIONS] == [len(parse_selection(text, dims).hooks) for text in hooks]
+    stores = storekit.Store()
+    stores.write(tmp_path / "a.zarr", [ArraySpec("q", "bfloat16", (0, 1), 8), ArraySpec("z", "bfloat16", (0,), 8)], 200)
+    assert stores.shutdown()
+    files = [path for path in (tmp_path / "a.zarr").rglob("*") if path.is_file()]
+    assert len(files) == scale.FIXED_FILES + 2 * 2
+
+
+def test_the_page_about_scale_has_the_prediction_for_a_node() -> None:
+    """The rows of Qwen3-4B are those of the page's other tables. Each limit follows its formula."""
+    found, machine = results("cpu-node.json"), limits.Machine()
+    assert limits.node_table(found, machine, node.SHOWN) in page("SCALE.md") and found["header"]["clean"]
+    cases, codecs = list(found["rows"])[::3], ("zstd", "zstd", "lz4")
+    sizes = [one.token_bytes for one in scale.SELECTIONS]
+    assert [found["rows"][case]["DP 1"]["bytes"] for case in cases] == [pytest.approx(size, rel=1e-3) for size in sizes]
+    for case, codec in zip(cases, codecs, strict=True):
+        one, eight, tensor = (limits.node_limits(found, case, codec, at, machine) for at in ("DP 1", *node.SHOWN))
+        size = found["rows"][case]["DP 1"]["bytes"]
+        assert one["link"] == pytest.approx(50e9 / size) and eight["link"] == pytest.approx(8 * one["link"])
+        assert tensor["link"] < eight["link"] and tensor["writers"] < eight["writers"]
+        assert one["cores"] == pytest.approx(15 / 16 * one["writers"])
+        stored = eight["disk"] * size / found["costs"][case][codec]["DP 8"]["compression"]
+        assert stored == pytest.approx(20e9) and eight["disk"] < eight["memory"]
+    slow = replace(machine, core_cost=2 * machine.core_cost, disk=10)
+    slower, before = (limits.node_limits(found, cases[0], "zstd", "DP 8", one) for one in (slow, machine))
+    halved = {"cores", "writers", "coordinator", "index", "disk"}
+    assert {name for name in before if slower[name] == pytest.approx(before[name] / 2)} == halved
+
+
+def test_data_parallel_engines_in_one_directory() -> None:
+    with_prompts, rows = (128 + 384) / 384, (128 + 384 - 1) / 384
+    shown = table("SCALE.md", "| engines | stock |")
+    wanted = [(1, ["h200-two-servers", "h200-four-servers"]), (2, ["h200-two-servers"]), (4, ["h200-four-servers"])]
+    for row, (count, runs) in zip(shown, wanted, strict=False):
+        name = f"{count} engine{'s' * (count > 1)}"
+        speeds = [
+            [RANKS[run]["servers"][f"{kind}, {name}"]["tok_per_s"] for run in runs] for kind in ("stock", "capture")
+        ]
+        for text, of in zip(row[1:3], speeds, strict=True):
+            same(text, *(speed * with_prompts / 1e3 for speed in of))
+        same(row[3], *(speed * rows * scale.SELECTIONS[0].token_bytes / 1e9 for speed in speeds[1]))
+        assert re.findall(r"`([\w-]+)`", row[4]) == runs
+    speed = RANKS["h200-four-bulk"]["rounds"]["run"]["tok_per_s"]
+    same(shown[3][2], speed / 1e3)
+    same(shown[3][3], speed * scale.SELECTIONS[0].token_bytes / 1e9)
+
+
+def test_four_gpus_beside_the_prediction() -> None:
+    rows = {row[0]: row[2] for row in table("SCALE.md", "| | predicted | measured |")}
+    per_row = (128 + 384 - 1) / 384
+    small, large = (
+        [engine["loads"]["short64"] for name, engine in RANKS[run]["engines"].items() if name != "stock"]
+        for run in ("h200-four-sustained", "h200-four-70b")
+    )
+
+    def cpu_s(load: dict[str, Any]) -> list[float]:
+        """Of the writers, for 1,000 tokens."""
+        return [1e3 * c / s / per_row for c, s in zip(load["writers_cores"], load["tok_per_s"], strict=True)]
+
+    spent = [one for load in small for one in cpu_s(load)]
+    same(rows["Qwen3-4B, TP 4: CPU seconds of 1,000 tokens"].split(",")[0], min(spent), max(spent))
+    same(rows["Llama-3-70B, TP 4: the same"], median(cpu_s(large[0])))
+    speeds = [speed * per_row / 1e3 for load in small for speed in load["tok_per_s"]]
+    same(rows["Qwen3-4B, TP 4"].split(",")[0], min(speeds), max(speeds))
+    same(rows["Llama-3-70B, TP 4"].split(",")[0], median(large[0]["tok_per_s"]) * per_row / 1e3)
+
+
+def test_the_index_by_the_number_of_captures() -> None:
+    found = results("cpu-index.json")["entries"]
+    for row in table("SCALE.md", "| captures | index |"):
+        one = found[row[0].replace(",", "")]
+        same(row[1], one["index_bytes"] / 1e6)
+        for text, what in zip([row[2], row[3], row[4], row[6]], ("key", "request id", "all", "append"), strict=True):
+            if what in one:
+                same(text, one[what]["seconds"] * (1e3 if text.endswith("ms") else 1))
+            else:
+                assert text == "not run"
