@@ -253,7 +253,7 @@ def note_logits_of(tokens: torch.Tensor) -> None:
     if has_kv_transfer_group():
         connector = get_kv_transfer_group()
         if isinstance(connector, DMIConnector) and connector.exporter is not None:
-            connector.exporter.logits_of(tokens)
+            connector.exporter.logits.of_tokens(tokens)
 
 
 def offer_logits(logits: torch.Tensor) -> None:
@@ -262,4 +262,4 @@ def offer_logits(logits: torch.Tensor) -> None:
         return
     connector = get_kv_transfer_group()
     if isinstance(connector, DMIConnector) and connector.exporter is not None:
-        connector.exporter.logits(logits)
+        connector.exporter.logits.export(logits)

@@ -17,6 +17,9 @@ from dmi_connector.store.write.ring import Extent
 SampleRow = tuple[OpenCapture, str, int, int, int]
 """One row for `StoreClient.rows`."""
 
+Post = Callable[[Extent, Sequence[SampleRow]], None]
+"""Hands rows of an extent to the coordinator, which gives the extent back."""
+
 
 @dataclass
 class _Step:
@@ -30,13 +33,9 @@ class _Step:
 
 
 class DraftLogits:
-    """The logits of steps of which not all draft tokens are decided. Not thread-safe.
+    """The logits of steps of which not all draft tokens are decided. Not thread-safe."""
 
-    post: hands rows of an extent to the coordinator, which gives the extent back.
-    """
-
-    def __init__(self, post: Callable[[Extent, Sequence[SampleRow]], None]) -> None:
-        self._post = post
+    def __init__(self) -> None:
         self._steps: list[_Step] = []
 
     def add(self, step: int, extent: Extent, slots: np.ndarray, row_bytes: int) -> None:
@@ -48,14 +47,14 @@ class DraftLogits:
         """There is no room for the logits of a step."""
         self._steps.append(_Step(step, None, {}, 0))
 
-    def decide(self, accepted: Sequence[tuple[CaptureExport, Accepted]], decided: int) -> None:
+    def decide(self, accepted: Sequence[tuple[CaptureExport, Accepted]], decided: int, post: Post) -> None:
         """Hand on the accepted rows. What else steps up to number `decided` computed is not wanted."""
         for capture, message in accepted:
             for index, slot in enumerate(message.slots.tolist()):
                 self._accept(capture, message, index, slot)
         for step in self._steps:
             if step.number <= decided and step.extent is not None:
-                self._post(step.extent, step.accepted)
+                post(step.extent, step.accepted)
         self._steps = [step for step in self._steps if step.number > decided]
 
     def _accept(self, capture: CaptureExport, message: Accepted, index: int, slot: int) -> None:

@@ -7,21 +7,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from vllm.logger import init_logger
 
 from dmi_connector.engine import contract, sizing
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
-from dmi_connector.engine.messages import Close, Open, Report, Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import Close, Open, Report, Rows, StepMetadata
 from dmi_connector.engine.scheduler.quota import UNLIMITED
 from dmi_connector.engine.store_attributes import store_attributes
 from dmi_connector.engine.transfer.announcement import announce
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Parcel, Progress
-from dmi_connector.engine.transfer.draft_logits import DraftLogits, SampleRow
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
+from dmi_connector.engine.transfer.logits import LogitsExport, step_bytes
 from dmi_connector.engine.transfer.meter import Meter
 from dmi_connector.store.format.completeness import Cause
 from dmi_connector.store.write.client import StoreClient
@@ -34,12 +33,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.dmi_connector")
 
-_SLOT_BYTES = 8
-"""Bytes of a slot number behind rows of logits."""
-_STEPS_UNDECIDED = 3
-"""Steps whose logits lie in the ring at most, beside speculative decoding: the running one, one whose result is not
-known yet with asynchronous scheduling, and one that is handed on.
-"""
 FIRST_CAPTURES = 16
 """Captures of an untested vLLM whose ends end the check for values that no tap wrote."""
 LAYOUTS_KEPT = 64
@@ -61,9 +54,6 @@ class Exporter:
         self.captures: dict[int, CaptureExport] = {}
         self.layouts: dict[tuple[tuple[str, tuple[int, ...]], ...], ChunkLayout] = {}
         self.registered: dict[ChunkLayout, int] = {}  # layouts that the coordinator knows, by its numbers
-        self.samples: list[Sample] = []  # of this step
-        self._logits_step = 0  # its number, if logits of draft tokens are wanted
-        self._logits_at: torch.Tensor | None = None  # tokens of the step that have logits, int64 [samples]
         self.due: list[tuple[CaptureExport, Rows]] = []
         self.ending: list[tuple[CaptureExport, Close]] = []
         self.finished: set[str] = set()
@@ -76,9 +66,8 @@ class Exporter:
         self.trials = FIRST_CAPTURES if layer.poisons else 0  # captures that are still to be checked
         gpu = self.rows.is_cuda
         seqs = vllm_config.scheduler_config.max_num_seqs
-        logits = 0 if full.logits is None else seqs * (full.logits.token_bytes + 2 * _SLOT_BYTES)
-        if context.drafting is not None:
-            logits *= (1 + context.drafting.most) * _STEPS_UNDECIDED
+        drafts = 0 if context.drafting is None else context.drafting.most
+        logits = 0 if full.logits is None else step_bytes(full.logits.token_bytes, seqs, drafts)
         ranks = [chunk_layout(context, context.selection.hooks, r).payload.token_bytes for r in range(context.tp)]
         share = sizing.gpu_share(ranks, rank) if gpu else 1.0
         sizes = sizing.buffer_sizes(options, full.payload.token_bytes, gpu, logits, share)
@@ -88,7 +77,8 @@ class Exporter:
             writers = options.writers or sizing.default_writers(gpu, share)
             self.client = StoreClient(sizes.host, writers, sizing.write_settings(options, rank, gpu))
         self.ring = self.client.ring if self.client else Ring(sizes.host)
-        self.draft_logits = DraftLogits(self._post_samples)
+        post = None if self.client is None or full.logits is None else self.client.rows
+        self.logits = LogitsExport(self, post, drafts > 0)
         self.meter = Meter(self.progress, self.client, self.ring, rank)
         self.lane: DeviceLane | None = None
         if gpu and options.sink != "null":
@@ -115,10 +105,9 @@ class Exporter:
 
     def before_forward(self, metadata: StepMetadata) -> None:
         """Begin new captures and finish ended ones: the forward that follows may overwrite their freed blocks."""
-        self.samples, self._logits_step = metadata.samples, metadata.logits_step
         for message in metadata.opens:
             self._open(message)
-        self._decide(metadata)
+        self.logits.begin(metadata)
         closing = [(self.captures.pop(close.capture), close) for close in metadata.closes if not close.keeps_blocks]
         for capture, close in closing:
             self._add(capture, close.rows)
@@ -172,7 +161,7 @@ class Exporter:
 
     def before_sleep(self, closes: Sequence[Close]) -> None:
         """End captures, and let all rows leave the GPU: vLLM gives up its cache, and the memory of this object."""
-        self._decide(StepMetadata(closes=list(closes), decided=UNLIMITED))
+        self.logits.begin(StepMetadata(closes=list(closes), decided=UNLIMITED))
         for close in closes:
             capture = self.captures.pop(close.capture)
             self._add(capture, close.rows)
@@ -244,7 +233,7 @@ class Exporter:
     def _export_now(self, transfer: ChunkTransfer) -> None:
         """The whole way at once, on a CPU."""
         parcel = Parcel([transfer])
-        parcel.extent = self._room(parcel.nbytes)
+        parcel.extent = self.room(parcel.nbytes)
         if parcel.extent is None:
             parcel.lose(Cause.FELL_BEHIND)
             return
@@ -254,7 +243,7 @@ class Exporter:
         gather_rows_torch(self.rows, index, torch.from_numpy(transfer.table), payload)
         parcel.deliver()
 
-    def _room(self, nbytes: int) -> Extent | None:
+    def room(self, nbytes: int) -> Extent | None:
         """Ring memory. Under policy block it is waited for; under drop it is None if there is none now."""
         extent = self.ring.alloc(nbytes, 0.0)
         if extent is None and self.context.options.policy == "block":
@@ -290,7 +279,7 @@ class Exporter:
         if self.layer.poisons and message.length:
             self.trials -= 1
             self.layer.poisons = self.trials > 0
-        self._on_lane(lambda: self._close(capture, message))
+        self._after_copies(lambda: self._close(capture, message))
 
     def _close(self, capture: CaptureExport, message: Close) -> None:
         """Say where a capture ends. On a GPU this runs on the lane's thread."""
@@ -303,101 +292,7 @@ class Exporter:
         end = (message.length, samples, message.token_ids, message.attrs, losses)
         capture.out.close(*end, draft_index=message.draft_index)
 
-    # ---- logits -----------------------------------------------------------------------------------------------------
-
-    def logits(self, logits: torch.Tensor) -> None:
-        """Export the logits rows of captured requests. logits: [samples, vocab], in the order of the batch."""
-        if self.context.drafting is not None:
-            self._draft_logits(logits)
-            return
-        step, samples = self.layer.step, self.samples
-        self.samples = []  # prompt logprobs call compute_logits again in the same step
-        if not samples or step is None or self.client is None:
-            return
-        asked = ((s, self.captures[s.capture]) for s in samples)
-        # Every rank has the logits of the whole vocabulary, and one of them writes them.
-        wanted = {s.slot: (s, capture) for s, capture in asked if capture.layout.logits is not None}
-        if not wanted:
-            return
-        slots = step.slot_mapping[step.query_start_loc[1 : logits.shape[0] + 1].long() - 1]
-        deliver = lambda extent, slots, row_bytes: self._deliver_logits(extent, slots, row_bytes, wanted)  # noqa: E731
-        if not self._send_logits(logits, slots, deliver):
-            for sample, capture in wanted.values():
-                capture.lose(sample.position - capture.start, 1, Cause.FELL_BEHIND)
-
-    def _send_logits(
-        self, logits: torch.Tensor, slots: torch.Tensor, deliver: Callable[[Extent, np.ndarray, int], None]
-    ) -> bool:
-        """Copy logits and the slots of their tokens (int64 [samples]) into one extent of the ring.
-
-        deliver: called with the extent, the slots and the bytes of a row, once they are there. Returns False if the
-        ring has no room under policy drop.
-        """
-        logits = logits.to(self.layer.row_dtype).contiguous()
-        count, row_bytes = logits.shape[0], logits.shape[1] * logits.element_size()
-        nbytes = -(-count * row_bytes // 16) * 16 + _SLOT_BYTES * count
-        extent = self._room(nbytes)
-        if extent is None:
-            return False
-
-        def there() -> None:
-            self.progress.counts["bytes_exported"] += nbytes
-            deliver(extent, self.ring.view(extent)[nbytes - _SLOT_BYTES * count :].view(np.int64), row_bytes)
-
-        if self.lane is None:
-            _fill(torch.from_numpy(self.ring.view(extent)), logits, slots)
-            there()
-        else:
-            source = torch.empty(nbytes, dtype=torch.uint8, device=logits.device)
-            _fill(source, logits, slots)
-            self.lane.send_tensor(source, extent.offset, there)
-        return True
-
-    def _deliver_logits(
-        self, extent: Extent, slots: np.ndarray, row_bytes: int, wanted: dict[int, tuple[Sample, CaptureExport]]
-    ) -> None:
-        """Hand rows of logits that lie in the ring to the coordinator. wanted: by slot."""
-        found = []
-        for index, slot in enumerate(slots.tolist()):
-            if slot in wanted:
-                sample, capture = wanted[slot]
-                if capture.out is not None:
-                    found.append((capture.out, "logits", sample.index, sample.position, index * row_bytes))
-        self._post_samples(extent, found)
-
-    def _post_samples(self, extent: Extent, rows: Sequence[SampleRow]) -> None:
-        assert self.client is not None
-        self.client.rows(extent, rows)
-
-    # ---- logits beside speculative decoding -------------------------------------------------------------------------
-
-    def logits_of(self, tokens: torch.Tensor) -> None:
-        """Say which tokens of the step have logits. tokens: int [samples], numbers of tokens in the batch."""
-        self._logits_at = tokens
-
-    def _draft_logits(self, logits: torch.Tensor) -> None:
-        """Keep the logits of the step until the scheduler knows which draft tokens were accepted."""
-        step, at, number = self.layer.step, self._logits_at, self._logits_step
-        self._logits_step = 0  # prompt logprobs call compute_logits again in the same step
-        full = next(iter(self.layouts.values()))
-        if not number or step is None or at is None or self.client is None or full.logits is None:
-            return
-        if len(at) != len(logits):
-            raise RuntimeError(f"logits: vLLM computed {len(logits)} rows for {len(at)} tokens of a step with drafts")
-        add = lambda extent, slots, row_bytes: self.draft_logits.add(number, extent, slots, row_bytes)  # noqa: E731
-        if not self._send_logits(logits, step.slot_mapping[at.long()], add):
-            self._on_lane(lambda: self.draft_logits.lose(number))
-
-    def _decide(self, metadata: StepMetadata) -> None:
-        """Hand on the logits of accepted tokens."""
-        if self.context.drafting is None:
-            return
-        messages = [*metadata.accepted, *(one for close in metadata.closes for one in close.accepted)]
-        accepted = [(self.captures[message.capture], message) for message in messages]
-        accepted = [(capture, message) for capture, message in accepted if capture.layout.logits is not None]
-        self._on_lane(lambda: self.draft_logits.decide(accepted, metadata.decided))
-
-    def _on_lane(self, work: Callable[[], None]) -> None:
+    def _after_copies(self, work: Callable[[], None]) -> None:
         """Do what must follow the copies that are under way."""
         if self.lane is None:
             work()
@@ -425,10 +320,3 @@ class Exporter:
         if self.client is not None:
             self.client.shutdown(max(1.0, deadline - time.monotonic()))
         self.ring.close()
-
-
-def _fill(target: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write logits to the start and slots to the end of `target` (uint8)."""
-    size = logits.numel() * logits.element_size()
-    target[:size].view(logits.dtype).view(logits.shape).copy_(logits)
-    target[target.numel() - _SLOT_BYTES * slots.numel() :].view(torch.int64).copy_(slots)

@@ -275,8 +275,8 @@ def test_logits_go_to_the_captures_whose_last_slot_they_belong_to(make: Make) ->
     exporter.client = client  # type: ignore[assignment]
     exporter.before_forward(StepMetadata(samples=[Sample(1, 3, 22, 40), Sample(2, 0, 19, 7)]))
     logits = sampled(exporter, [[5, 6, 7], [30, 31], [40]])
-    exporter.logits(logits)
-    exporter.logits(logits)  # as prompt logprobs do
+    exporter.logits.export(logits)
+    exporter.logits.export(logits)  # as prompt logprobs do
     assert client.rows_given == [[(b, "logits", 0, 19, 0), (a, "logits", 3, 22, 2 * LOGIT_BYTES)]]
     assert client.bytes_given[0][: 3 * LOGIT_BYTES] == logits.numpy().tobytes()
     assert exporter.ring.used == 0
@@ -291,7 +291,7 @@ def test_a_rank_that_does_not_write_logits_takes_no_room_for_them(tmp_path: Path
     full = exporter.ring.alloc(exporter.ring.nbytes, 0)
     assert full is not None
     exporter.before_forward(StepMetadata(samples=[Sample(1, 0, 19, 7)]))
-    exporter.logits(sampled(exporter, [[6, 7]]))  # would wait for room for ever
+    exporter.logits.export(sampled(exporter, [[6, 7]]))  # would wait for room for ever
     assert client.rows_given == [] and lost(exporter.captures[1]) == []
 
 
@@ -303,7 +303,7 @@ def test_logits_without_room_are_lost_at_their_row_under_policy_drop(make: Make)
     full = exporter.ring.alloc(exporter.ring.nbytes, 0)
     assert full is not None
     exporter.before_forward(StepMetadata(samples=[Sample(1, 0, 19, 7)]))
-    exporter.logits(sampled(exporter, [[6, 7]]))
+    exporter.logits.export(sampled(exporter, [[6, 7]]))
     assert client.rows_given == [] and lost(exporter.captures[1]) == [(Cause.FELL_BEHIND, ((4, 5),))]
     assert exporter.take_report().lost == {1: [[4, 5]]}
 
@@ -479,7 +479,7 @@ def test_logits_take_the_lane_behind_the_rows_of_their_step(gpu: Any) -> None:
     exporter.client = client
     exporter.before_forward(StepMetadata(samples=[Sample(1, 0, 19, 7)]))
     exporter.after_forward(StepMetadata(chunks=[rows(1, 0)], gather=True))
-    exporter.logits(sampled(exporter, [[6, 7]]))
+    exporter.logits.export(sampled(exporter, [[6, 7]]))
     assert client.rows_given == []
     Event.link.set()
     kit.until(lambda: client.rows_given)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of logits on their way into the ring, with the slots of their tokens, which say whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from dmi_connector.engine.messages import Sample, StepMetadata
+from dmi_connector.engine.owners.base import RowMemory
+from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, Progress
+from dmi_connector.engine.transfer.draft_logits import DraftLogits, Post
+from dmi_connector.engine.transfer.gpu_lane import DeviceLane
+from dmi_connector.store.format.completeness import Cause
+from dmi_connector.store.write.ring import Extent, Ring
+
+_SLOT_BYTES = 8
+"""Bytes of a slot number behind rows of logits."""
+_STEPS_UNDECIDED = 3
+"""Steps whose logits lie in the ring at most, beside speculative decoding: the running one, one whose result is not
+known yet with asynchronous scheduling, and one that is handed on.
+"""
+
+
+class Worker(Protocol):
+    """What is read of an `Exporter`, which owns these."""
+
+    layer: RowMemory
+    ring: Ring
+    lane: DeviceLane | None
+    captures: dict[int, CaptureExport]
+    progress: Progress
+
+    def room(self, nbytes: int) -> Extent | None: ...
+
+
+def step_bytes(row_bytes: int, requests: int, drafts: int) -> int:
+    """Bytes of the ring that the logits of a step take at most. drafts: draft tokens per request at most."""
+    steps = _STEPS_UNDECIDED if drafts else 1
+    return requests * (row_bytes + 2 * _SLOT_BYTES) * (1 + drafts) * steps
+
+
+class LogitsExport:
+    """Exports rows of logits of captured requests. vLLM computes them after the forward of a step.
+
+    post: hands rows of an extent to the coordinator, which gives the extent back. None where this rank writes no
+    logits: every rank has those of the whole vocabulary. drafts: whether the engine drafts. Then a step computes logits
+    of draft tokens too, and they wait until the scheduler knows which were accepted.
+    """
+
+    def __init__(self, worker: Worker, post: Post | None, drafts: bool) -> None:
+        self._worker, self.post, self._drafts = worker, post, drafts
+        self._samples: list[Sample] = []
+        self._step = 0  # number of the running step, if logits of draft tokens are wanted
+        self._tokens: torch.Tensor | None = None
+        self._newest = self._decided = 0  # numbers of steps: the last with logits of drafts, the last that is decided
+        self.draft_logits = DraftLogits()
+
+    def begin(self, metadata: StepMetadata) -> None:
+        """A step begins. Hands on the logits of tokens that were accepted in those before."""
+        self._samples, self._step = metadata.samples, metadata.logits_step
+        messages = [*metadata.accepted, *(one for close in metadata.closes for one in close.accepted)]
+        post = self.post
+        if post is None or not (messages or self._newest > self._decided):
+            return
+        accepted = [(self._worker.captures[message.capture], message) for message in messages]
+        accepted = [(capture, message) for capture, message in accepted if capture.layout.logits is not None]
+        self._decided = metadata.decided
+        self._after_copies(lambda: self.draft_logits.decide(accepted, metadata.decided, post))
+
+    def of_tokens(self, tokens: torch.Tensor) -> None:
+        """Say which tokens of the step have logits. tokens: int [samples], numbers of tokens in the batch."""
+        self._tokens = tokens
+
+    def export(self, logits: torch.Tensor) -> None:
+        """Export the logits of a step, [samples, vocab] in the order of the batch. Raises RuntimeError."""
+        samples, number, step = self._samples, self._step, self._worker.layer.step
+        self._samples, self._step = [], 0  # prompt logprobs call compute_logits again in the same step
+        if step is None or self.post is None:
+            return
+        if self._drafts:
+            if number:
+                self._export_drafts(logits, number, step.slot_mapping)
+            return
+        asked = ((s, self._worker.captures[s.capture]) for s in samples)
+        wanted = {s.slot: (s, capture) for s, capture in asked if capture.layout.logits is not None}
+        if not wanted:
+            return
+        slots = step.slot_mapping[step.query_start_loc[1 : logits.shape[0] + 1].long() - 1]
+        deliver = lambda extent, slots, row_bytes: self._deliver(extent, slots, row_bytes, wanted)  # noqa: E731
+        if not self._send(logits, slots, deliver):
+            for sample, capture in wanted.values():
+                capture.lose(sample.position - capture.start, 1, Cause.FELL_BEHIND)
+
+    def _export_drafts(self, logits: torch.Tensor, number: int, slots: torch.Tensor) -> None:
+        """Keep the logits of a step until the scheduler knows which draft tokens were accepted."""
+        tokens = self._tokens
+        if tokens is None or len(tokens) != len(logits):
+            known = "unknown" if tokens is None else len(tokens)
+            raise RuntimeError(f"logits: a step with drafts has {len(logits)} rows for tokens of number {known}")
+        self._newest = number
+        add = lambda extent, slots, row_bytes: self.draft_logits.add(number, extent, slots, row_bytes)  # noqa: E731
+        if not self._send(logits, slots[tokens.long()], add):
+            self._after_copies(lambda: self.draft_logits.lose(number))
+
+    def _send(
+        self, logits: torch.Tensor, slots: torch.Tensor, deliver: Callable[[Extent, np.ndarray, int], None]
+    ) -> bool:
+        """Copy logits and the slots of their tokens (int64 [samples]) into one extent of the ring.
+
+        deliver: called with the extent, the slots and the bytes of a row, once they are there. Returns False if the
+        ring has no room under policy drop.
+        """
+        worker = self._worker
+        logits = logits.to(worker.layer.row_dtype).contiguous()
+        count, row_bytes = logits.shape[0], logits.shape[1] * logits.element_size()
+        nbytes = -(-count * row_bytes // 16) * 16 + _SLOT_BYTES * count
+        extent = worker.room(nbytes)
+        if extent is None:
+            return False
+
+        def there() -> None:
+            worker.progress.counts["bytes_exported"] += nbytes
+            deliver(extent, worker.ring.view(extent)[nbytes - _SLOT_BYTES * count :].view(np.int64), row_bytes)
+
+        if worker.lane is None:
+            _fill(torch.from_numpy(worker.ring.view(extent)), logits, slots)
+            there()
+        else:
+            source = torch.empty(nbytes, dtype=torch.uint8, device=logits.device)
+            _fill(source, logits, slots)
+            worker.lane.send_tensor(source, extent.offset, there)
+        return True
+
+    def _deliver(
+        self, extent: Extent, slots: np.ndarray, row_bytes: int, wanted: Mapping[int, tuple[Sample, CaptureExport]]
+    ) -> None:
+        """Hand rows of logits that lie in the ring to the coordinator. wanted: by slot."""
+        found = []
+        for index, slot in enumerate(slots.tolist()):
+            if slot in wanted:
+                sample, capture = wanted[slot]
+                if capture.out is not None:
+                    found.append((capture.out, "logits", sample.index, sample.position, index * row_bytes))
+        assert self.post is not None
+        self.post(extent, found)
+
+    def _after_copies(self, work: Callable[[], None]) -> None:
+        """Do what must follow the copies that are under way."""
+        if self._worker.lane is None:
+            work()
+        else:
+            self._worker.lane.then(work)
+
+
+def _fill(target: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write logits to the start and slots to the end of `target` (uint8)."""
+    size = logits.numel() * logits.element_size()
+    target[:size].view(logits.dtype).view(logits.shape).copy_(logits)
+    target[target.numel() - _SLOT_BYTES * slots.numel() :].view(torch.int64).copy_(slots)
