@@ -92,12 +92,13 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @contextmanager
-def engine(model: Path, in_process: bool = True, fork: bool = True, **kwargs: Any) -> Iterator[LLM]:
+def engine(model: Path, in_process: bool = True, fork: bool = False, **kwargs: Any) -> Iterator[LLM]:
     """A vLLM engine that is gone when the block ends.
 
     in_process: run scheduler and worker in this process, which saves the start of two and lets tests watch them and
     take single steps; False is vLLM's default. fork: processes of the engine are forked, as vLLM does on a GPU, not
-    spawned, as on a CPU: each that is spawned imports vLLM for twelve seconds.
+    spawned, as on a CPU: each that is spawned imports vLLM for twelve seconds. A forked worker that loads principal
+    components has waited for ever, where this process had compiled engines before.
     """
     from vllm import LLM
 

@@ -25,8 +25,6 @@ from tests.engine.harness import prompt
 
 MASK = [0, 0, 1, 1, 0, 0, 0, 1, 1]
 CHOICES = ["what", "no"]
-ONE_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-"""vLLM's engine in the process that `dmi run` starts: it has one of its own otherwise, as in `done`."""
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "what is it"}]
 
 
@@ -143,9 +141,8 @@ def test_flags_of_vllm_that_are_wrong(
     assert "unrecognized arguments: --max-modle-len" in capfd.readouterr().err
 
 
-def test_prompts_alone(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_alone(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """Without --max-tokens there are rows of the prompt only."""
-    monkeypatch.setenv(*ONE_PROCESS)
     prompts, out = bulkprocess.write_ids(tmp_path / "p.jsonl", 12), tmp_path / "out"
     asked = bulkprocess.command(tiny_model("qwen3"), tmp_path / "p.jsonl", out, "--shuffle", "3")
     del asked[asked.index("--max-tokens") : asked.index("--max-tokens") + 2]
@@ -174,9 +171,8 @@ def test_a_start_that_failed_says_why_and_binds_nothing(tiny_model: Callable[...
 
 
 def test_sampling_that_the_engine_refuses_ends_the_run_before_a_prompt_is_taken(
-    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(*ONE_PROCESS)
     model, out = tiny_model("qwen3"), tmp_path / "out"
     bulkprocess.write_ids(tmp_path / "p.jsonl", 3)
     wrong = bulkprocess.run(model, tmp_path / "p.jsonl", out, "--sampling", '{"allowed_token_ids": [100000]}')

@@ -62,7 +62,7 @@ class Engines:
         sizes = {"chunk_tokens": CHUNK, "segment_tokens": SEGMENT, "host_buffer_bytes": BUFFER}
         args: dict[str, Any] = capture_args(HOOKS, self._disk.path, **sizes, **options)
         args |= {"enforce_eager": True, "max_num_seqs": 32, "tensor_parallel_size": tensor_parallel_size}
-        with engine(self._model, in_process=False, distributed_executor_backend="mp", **args) as llm:
+        with engine(self._model, in_process=False, fork=True, distributed_executor_backend="mp", **args) as llm:
             yield Live(llm, Run(self._disk.path), self._oracle)
 
     def stop(self) -> None:

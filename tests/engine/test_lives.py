@@ -188,7 +188,7 @@ def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
         args: dict[str, Any] = capture_args(ALL_HOOKS, store_dir, owner, **SMALL)
         if owner == "target" or V2:
             args["logits_processors"] = [PROCESSOR]
-        return stack.enter_context(engine(tiny_model("qwen3"), in_process, **args, **LIMITS))
+        return stack.enter_context(engine(tiny_model("qwen3"), in_process, fork=True, **args, **LIMITS))
 
     for owner in OWNERS:
         run = runs[owner]

@@ -59,6 +59,7 @@ def run(
         with engine(
             tiny_model("qwen3"),
             in_process=False,
+            fork=True,
             enforce_eager=True,
             tensor_parallel_size=2,
             distributed_executor_backend="mp",
@@ -157,7 +158,7 @@ def test_routing_is_that_of_the_whole_model_however_experts_are_spread(
     run = Run(tmp_path)
     parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_expert_parallel": spread}
     args = capture_args(ALL_HOOKS, run.store_dir, "target", **SMALL)
-    with engine(tiny_model("qwen3_moe"), in_process=False, enforce_eager=True, **parallel, **args) as llm:
+    with engine(tiny_model("qwen3_moe"), in_process=False, fork=True, enforce_eager=True, **parallel, **args) as llm:
         generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in (33, 200)})
     for name in run.replies:
         length = len(run.replies[name].prompt_token_ids)

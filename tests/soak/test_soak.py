@@ -125,12 +125,12 @@ def touch_the_cache(llm: Any) -> None:
     llm.generate(prompts, [sampling_params(ask) for ask in asks], use_tqdm=False)
 
 
-def run_soak(model: Path, folder: Path, total: int, parts: int, touch: bool = False, fork: bool = False) -> Soak:
+def run_soak(model: Path, folder: Path, total: int, parts: int, touch: bool = False) -> Soak:
     soak, rng = Soak(), random.Random(0)
     before = {p.pid for kind in ROLES.values() for p in processes(kind)}  # a server of other tests may be up
     args = capture_args("vllm-full", folder, chunk_tokens=CHUNK, segment_tokens=SEGMENT, host_buffer_bytes=16 * MIB)
     args |= {"max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 30}
-    with engine(model, in_process=False, fork=fork, enforce_eager=True, **args) as llm:
+    with engine(model, in_process=False, enforce_eager=True, **args) as llm:
         if touch:
             touch_the_cache(llm)
         for part in range(parts):
@@ -159,7 +159,7 @@ def check(soak: Soak, warm: int, mib: float, worker_mib: float) -> None:
 
 
 def test_stores_are_sound_and_nothing_leaks_in_90_requests(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    soak = run_soak(tiny_model("qwen3"), tmp_path / "captures", total=90, parts=3, fork=True)
+    soak = run_soak(tiny_model("qwen3"), tmp_path / "captures", total=90, parts=3)
     # So early allocators still grow: this finds only what leaks hundreds of kB a request.
     check(soak, warm=1, mib=40, worker_mib=40)
 

@@ -169,7 +169,7 @@ OVERHEAD, REDUCED = "h200-overhead", "h200-overhead-reduced"
     ],
 )
 def test_bursts(row: int, run: str, setups: list[str]) -> None:
-    _, size, *shown, sink = table("PERFORMANCE.md", "| capture | MB a token |")[row]
+    _, size, *shown, sink = table("PERFORMANCE.md", "| capture | MB per token |")[row]
     found = [report.measured(BURSTS[run], setup) for setup in setups]
     for case, text in zip(("decode1", "decode32", "decode128", "prefill32"), shown, strict=True):
         same(text, *([one[case]["ratio"] for one in found] if text else []))
@@ -182,7 +182,7 @@ def test_bursts(row: int, run: str, setups: list[str]) -> None:
 
 def test_stock_beside_bursts_and_limits() -> None:
     cases = report.measured(BURSTS[OVERHEAD], "stock")
-    shown = table("PERFORMANCE.md", "| capture | MB a token |")[0][2:6]
+    shown = table("PERFORMANCE.md", "| capture | MB per token |")[0][2:6]
     for case, text in zip(("decode1", "decode32", "decode128", "prefill32"), shown, strict=True):
         same(text, cases[case]["tok_per_s"])
     found = BURSTS[OVERHEAD]["limits"]
@@ -190,7 +190,7 @@ def test_stock_beside_bursts_and_limits() -> None:
     disk = {
         c: report.measured(BURSTS[OVERHEAD], f"full disk {c}")["prefill32"]["GB_per_s"] for c in ("none", "lz4", "zstd")
     }
-    link, files, encoding = table("PERFORMANCE.md", "| limit | measured | reached |")
+    link, files, encoding = table("PERFORMANCE.md", "| limit | measured | part that capture reached |")
     same(link[1], found["link_d2h_GBps"])
     reached = [host[case]["GB_per_s"] / found["link_d2h_GBps"] for case in ("prefill32x4", "prefill32", "decode128")]
     same(" ".join(re.findall(r"0\.\d\d", link[2])), *reached)
@@ -227,7 +227,7 @@ def test_the_cost_is_drawn_by_bytes_of_a_token(tmp_path: Path) -> None:
     source = RESULTS / "gpu-curves.json"
     found = report.points(results("gpu-curves.json")["runs"])
     assert {case: len(points) for case, points in found.items()} == {"decode32": 6, "prefill8": 6}
-    said = page("PERFORMANCE.md").split("`resid_pre` alone, ")[1].split("Some")[0]
+    said = page("PERFORMANCE.md").split("`resid_pre` alone, ")[1].split("About")[0]
     ends = [found[case][at] for at in (0, -1) for case in ("decode32", "prefill8")]
     same(said, ends[0][0], ends[0][1], ends[1][1], ends[2][0], ends[2][1], ends[3][1])
     assert report.main([str(source), "--plot", str(tmp_path / "cost.svg")]) == 0

@@ -61,7 +61,7 @@ def test_values_are_as_near_as_the_page_says() -> None:
     plain = [one["least_cosine"][0] for name, one in found if "least_cosine" in one and not one.get("experts")
              and "reduced" not in name]  # fmt: skip
     (reduced,) = (one["least_cosine"][0] for one in engines(CHECKS["h200-check-reduced"]) if "least_cosine" in one)
-    said = " ".join(page("CORRECTNESS.md").split("All ")[1].split())
+    said = " ".join(page("CORRECTNESS.md").split("none of the ")[1].split())
     assert rows == {5610} and said.startswith("5,610 rows")
     least = [Decimal(repr(value)).quantize(Decimal("0.0001"), ROUND_DOWN) for value in (min(plain), reduced)]
     assert "was {} or more; reduced {}.".format(*least) in said
@@ -118,7 +118,7 @@ def test_dmi_run_beside_generate() -> None:
 
 def test_reads_beside_their_limits() -> None:
     run = results("cpu-reading.json")["runs"]["cpu-reading"]
-    rows = table("READING.md", "| read | of | GB/s |")
+    rows = table("READING.md", "| read | compared with | GB/s |")
     for row, one in zip(rows, run["of_limit"], strict=True):
         values = run["median"][one["read"]], run["median"][one["limit"]], one["ratio"], one["ratio_processor_time"]
         same(" ".join(row[2:]), *values)
