@@ -64,7 +64,7 @@ class Noted:
             payload = self.ring.view(extent)[offset : offset + noted.token_bytes * count]
             noted.chunks.append((first, count, payload.tobytes()))
 
-    def close(self, *what: Any) -> None:
+    def close(self, *what: Any, **_more: Any) -> None:
         self.closed.append(what)
 
 

@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -25,14 +26,16 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from dmi_connector.engine.connector import DMIConnector
+from dmi_connector.engine.context import Drafting
 from dmi_connector.engine.owners.paged import PagedSlots
 from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
+from dmi_connector.engine.transfer.logits import LogitsExport
 from dmi_connector.store.write.ring import Extent, Ring
 from tests.exporterkit import SMALL, make_exporter
 from tests.lanekit import Event, simulate
@@ -61,6 +64,8 @@ class Stored:
         self.ring, self.token_bytes, self.start = ring, token_bytes, start
         self.rows: dict[int, tuple[int, int]] = {}
         self.ends: list[tuple[Any, ...]] = []
+        self.draft_index: np.ndarray | None = None
+        self.logits: dict[int, tuple[int, int]] = {}
 
     def parcel(self, extent: Extent, parts: Sequence[tuple[Stored, int, int, int]]) -> None:
         for stored, first, count, offset in parts:
@@ -70,15 +75,16 @@ class Stored:
                 stored.rows[first + row] = token, position
         self.ring.release(extent)
 
-    def close(self, *what: Any) -> None:
+    def close(self, *what: Any, draft_index: np.ndarray | None = None) -> None:
         self.ends.append(what)
+        self.draft_index = draft_index
 
 
 class Engine:
     """An engine of one rank. Use it as vLLM's: `add`, `step`, `abort`.
 
     on_gpu: rows leave by the lane, over CPU memory (lanekit.py). sleeps: whether it may sleep. tokens: each next token,
-    random without it.
+    random without it. drafts: draft tokens per request in a step; most are accepted.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class Engine:
         hooks: str = "q",
         sleeps: bool = False,
         late: bool = False,
+        drafts: int = 0,
         tokens: Callable[[], int] | None = None,
     ) -> None:
         self.random = random.Random(seed)
@@ -106,15 +113,19 @@ class Engine:
         self.exporter = make_exporter(store_dir, blocks * BLOCK, SMALL, **options)
         self.exporter.ring.close()
         self.exporter.ring = Ring(1 << 20)
-        self.exporter.context = replace(self.exporter.context, may_sleep=sleeps)
+        drafting = Drafting("ngram", drafts, False) if drafts else None
+        self.exporter.context = replace(self.exporter.context, may_sleep=sleeps, drafting=drafting)
+        self.exporter.logits = LogitsExport(self.exporter, self._post if "logits" in hooks else None, drafts > 0)
         keep_rows = 1 << 60
         if on_gpu:
             self.exporter.lane = DeviceLane(self.exporter.ring, 1 << 14, self.exporter.rows)
             keep_rows = (1 << 13) // self.exporter.context.layout.row_bytes
-        self.tracker = Tracker(self.exporter.context, PagedSlots(self.exporter.context, BLOCK, blocks), keep_rows)
+        slots = PagedSlots(self.exporter.context, BLOCK, blocks)
+        self.tracker = Tracker(self.exporter.context, slots, keep_rows, behind=int(ahead))
         SchedulerHalf.tracker_given = self.tracker
+        model_config = ModelConfig(model=str(model), dtype="float32", max_model_len=256)
         config = VllmConfig(
-            model_config=ModelConfig(model=str(model), dtype="float32", max_model_len=256),
+            model_config=model_config,
             scheduler_config=SchedulerConfig(
                 max_num_seqs=8,
                 max_num_batched_tokens=64,
@@ -129,6 +140,14 @@ class Engine:
             ),
         )
         config.cache_config.num_gpu_blocks = blocks
+        if drafts:
+            config.speculative_config = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=drafts,
+                prompt_lookup_max=2,
+                target_model_config=model_config,
+                target_parallel_config=config.parallel_config,
+            )
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)])
         kind = AsyncScheduler if ahead else Scheduler
@@ -150,7 +169,8 @@ class Engine:
         self.replies: dict[str, Any] = {}
         self.aborted: set[str] = set()
         self.samples: list[tuple[int, int]] = []
-        self._late = late
+        self.grown: dict[str, list[int]] = {}  # tokens that each request was given, step by step
+        self._late, self._drafts = late, drafts
         self._ahead, self._queue = ahead, deque[tuple[Any, Any]]()
         self._batch: dict[str, dict[str, Any]] = {}  # what a runner knows of its requests
         self._free = self.free
@@ -197,10 +217,45 @@ class Engine:
             if self._ahead and len(self._queue) < 2 and output.total_num_scheduled_tokens:
                 return
         if self._queue:
-            answers = self.scheduler.update_from_output(*self._queue.popleft()).get(0)
+            output, result = self._queue.popleft()
+            before = {name: self.requests[name].num_tokens for name in output.num_scheduled_tokens}
+            answers = self.scheduler.update_from_output(output, result).get(0)
+            for name, tokens in before.items():
+                if grown := self.requests[name].num_tokens - tokens:
+                    self.grown.setdefault(name, []).append(grown)
+            if self._drafts and not self._ahead:
+                self._propose(list(before))
             for answer in answers.outputs if answers else ():
                 if answer.finish_reason is not None:
                     self.replies[answer.request_id] = answer.kv_transfer_params
+
+    def _propose(self, names: list[str]) -> None:
+        """What a drafter proposes behind a step: sometimes nothing."""
+        drafts = [self._draft() if self.random.random() < 0.8 else [] for _ in names]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+
+    def _draft(self) -> list[int]:
+        return [self._token() for _ in range(self._drafts)]
+
+    def _post(self, extent: Extent, rows: Sequence[tuple[Stored, str, int, int, int]]) -> None:
+        """Rows of logits of a store: each says of which token it is."""
+        for stored, _, index, position, offset in rows:
+            token, at = self.exporter.ring.view(extent)[offset : offset + 8].view(np.float32).astype(int).tolist()
+            assert index not in stored.logits and at == position, f"sample {index} is of {at}, not of {position}"
+            stored.logits[index] = token, position
+        self.exporter.ring.release(extent)
+
+    def _logits(self, counts: Sequence[tuple[int, int]], slots: Sequence[int]) -> None:
+        """What the model computes behind a forward. counts: of each request its tokens, and those with logits."""
+        ends = np.cumsum([0, *(tokens for tokens, _ in counts)])
+        of = [end - n + i for end, (_, n) in zip(ends[1:], counts, strict=True) for i in range(n)]
+        headers = self.exporter.rows.view(torch.int32)[torch.tensor(slots), :2]
+        step = SimpleNamespace(slot_mapping=torch.tensor(slots), query_start_loc=torch.from_numpy(ends))
+        self.exporter.layer.step = step  # type: ignore[assignment]
+        logits = torch.zeros(len(of), SMALL.vocab)
+        logits[:, :2] = headers[torch.tensor(of)].float()
+        self.exporter.logits.of_tokens(torch.tensor(of))
+        self.exporter.logits.export(logits)
 
     def drain(self) -> None:
         """Go on until nothing is left to do."""
@@ -219,7 +274,8 @@ class Engine:
             batch.pop(name, None)
         for new in output.scheduled_new_reqs:
             tokens = list(new.prefill_token_ids or new.prompt_token_ids)
-            batch[new.req_id] = {"blocks": list(new.block_ids[0]), "at": new.num_computed_tokens, "tokens": tokens}
+            at = new.num_computed_tokens
+            batch[new.req_id] = {"blocks": list(new.block_ids[0]), "at": at, "tokens": tokens, "drafts": self._draft()}
         cached = output.scheduled_cached_reqs
         for name, blocks, at in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
             known = batch[name]
@@ -228,19 +284,32 @@ class Engine:
                 known["tokens"] = list(cached.all_token_ids.get(name, known["tokens"]))
             elif blocks is not None:
                 known["blocks"] += blocks[0]
+            if self._drafts and name not in cached.resumed_req_ids and known["at"] >= len(known["tokens"]) - 1:
+                continue  # a runner knows what was accepted, and with `ahead` vLLM's scheduler does not yet
             known["at"] = at
         self.samples += [(sample.capture, sample.position) for sample in message.samples]
         self.worker.handle_preemptions(message)
         self.worker.bind_connector_metadata(message)
         headers, sampled = self.exporter.rows.view(torch.int32), {}
+        counts: list[tuple[int, int]] = []
+        slots: list[int] = []
         for name, count in output.num_scheduled_tokens.items():
             known = batch[name]
+            proposed = output.scheduled_spec_decode_tokens.get(name, [])
+            drafts = known["drafts"][: len(proposed)] if -1 in proposed else list(proposed)
+            inputs = known["tokens"] + drafts
             for position in range(known["at"], known["at"] + count):
                 slot = known["blocks"][position // BLOCK] * BLOCK + position % BLOCK
-                headers[slot, 0], headers[slot, 1] = known["tokens"][position], position
-            last = known["at"] + count >= len(known["tokens"])
-            sampled[name] = [self._token()] if last else []
-            known["tokens"] += sampled[name]
+                headers[slot, 0], headers[slot, 1] = inputs[position], position
+                slots.append(slot)
+            last = known["at"] + count >= len(inputs)
+            accepted = next((i for i, _ in enumerate(drafts) if self.random.random() < 0.3), len(drafts))
+            sampled[name] = [*drafts[:accepted], self._token()] if last else []
+            counts.append((count, 1 + len(drafts) if last else 1))
+            known["at"] += count - (len(drafts) - accepted if last else 0)
+            known["tokens"], known["drafts"] = known["tokens"] + sampled[name], self._draft() if self._drafts else []
+        if self._drafts and slots:
+            self._logits(counts, slots)
         if not self._late:
             self.worker.wait_for_save()
         result = self.worker.get_transfer_results(output.finished_req_ids)
@@ -273,9 +342,28 @@ class Engine:
             tokens = list(request.all_token_ids)
             if ids != tokens[stored.start : stored.start + length]:
                 found.append(f"{name}: its token ids are others")
+            if self._drafts:
+                found += self._faults_of_drafts(name, stored)
             for row in set(range(length)) - lost:
                 if stored.rows.get(row) != (ids[row], stored.start + row):
                     found.append(f"{name}: row {row} is {stored.rows.get(row)}, not {(ids[row], stored.start + row)}")
             if lost - set(range(length, len(tokens))):
                 found.append(f"{name}: rows {sorted(lost)} of {length} are lost")
+        return found
+
+    def _faults_of_drafts(self, name: str, stored: Stored) -> list[str]:
+        """What a store says of drafts, and its logits, against the tokens that the scheduler took."""
+        length, samples, *_ = stored.ends[0]
+        request, end = self.requests[name], stored.start + length
+        numbers = [n for grown in self.grown.get(name, []) for n in (*range(1, grown), 0)]
+        index = [*[0] * request.num_prompt_tokens, *numbers][stored.start : end]
+        found = []
+        if stored.draft_index is None or stored.draft_index.tolist() != index:
+            found.append(f"{name}: draft_index is {stored.draft_index}, not {index}")
+        first = max(request.num_prompt_tokens - 1, stored.start)
+        tokens = list(request.all_token_ids)
+        want = {i: (tokens[p], p) for i, p in enumerate(range(first, end))}
+        there = {i: row for i, row in stored.logits.items() if i < samples.get("logits", 0)}  # a store drops the others
+        if samples and (samples["logits"] != len(want) or there != want):
+            found.append(f"{name}: {samples} logits are {stored.logits}, not {want}")
         return found

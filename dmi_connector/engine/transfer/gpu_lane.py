@@ -31,7 +31,7 @@ import torch
 from vllm.logger import init_logger
 
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows
-from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Parcel
+from dmi_connector.engine.transfer.chunk_transfer import PAYLOAD_ALIGN, CaptureExport, ChunkTransfer, Parcel
 from dmi_connector.engine.transfer.gpu_copies import SliceCopier
 from dmi_connector.engine.transfer.pinning import SLICE_BYTES, PinnedRing
 from dmi_connector.store.format.completeness import Cause
@@ -273,7 +273,7 @@ class DeviceLane:
         together: list[ChunkTransfer] = []
         nbytes = 0
         for transfer in transfers:
-            size = transfer.nbytes
+            size = -(-transfer.nbytes // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
             if nbytes + size > most and together:
                 yield Parcel(together)
                 together, nbytes = [], 0

@@ -264,6 +264,7 @@ def with_logits(make: Make, policy: str = "block") -> tuple[Exporter, Client]:
     exporter = make(policy, hooks="q,logits")
     client = Client(exporter)
     exporter.client = client  # type: ignore[assignment]
+    exporter.logits.post = client.rows  # type: ignore[assignment]
     return exporter, client
 
 
@@ -273,6 +274,7 @@ def test_logits_go_to_the_captures_whose_last_slot_they_belong_to(make: Make) ->
     exporter.client = None
     a, b = begin(exporter, 1, 20), begin(exporter, 2, 20)
     exporter.client = client  # type: ignore[assignment]
+    exporter.logits.post = client.rows  # type: ignore[assignment]
     exporter.before_forward(StepMetadata(samples=[Sample(1, 3, 22, 40), Sample(2, 0, 19, 7)]))
     logits = sampled(exporter, [[5, 6, 7], [30, 31], [40]])
     exporter.logits.export(logits)
@@ -288,6 +290,7 @@ def test_a_rank_that_does_not_write_logits_takes_no_room_for_them(tmp_path: Path
     client = Client(exporter)
     begin(exporter, 1, 20)
     exporter.client = client  # type: ignore[assignment]
+    exporter.logits.post = client.rows  # type: ignore[assignment]
     full = exporter.ring.alloc(exporter.ring.nbytes, 0)
     assert full is not None
     exporter.before_forward(StepMetadata(samples=[Sample(1, 0, 19, 7)]))
@@ -300,6 +303,7 @@ def test_logits_without_room_are_lost_at_their_row_under_policy_drop(make: Make)
     exporter.client = None
     begin(exporter, 1, 20, start=15)
     exporter.client = client  # type: ignore[assignment]
+    exporter.logits.post = client.rows  # type: ignore[assignment]
     full = exporter.ring.alloc(exporter.ring.nbytes, 0)
     assert full is not None
     exporter.before_forward(StepMetadata(samples=[Sample(1, 0, 19, 7)]))
@@ -476,7 +480,8 @@ def test_logits_take_the_lane_behind_the_rows_of_their_step(gpu: Any) -> None:
     a = begin(exporter, 1, 20)
     noted = begin(exporter, 2, 20)
     client = Client(exporter)
-    exporter.client = client
+    exporter.client = client  # type: ignore[assignment]
+    exporter.logits.post = client.rows  # type: ignore[assignment]
     exporter.before_forward(StepMetadata(samples=[Sample(1, 0, 19, 7)]))
     exporter.after_forward(StepMetadata(chunks=[rows(1, 0)], gather=True))
     exporter.logits.export(sampled(exporter, [[6, 7]]))

@@ -29,16 +29,10 @@ def make(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Mo
     return lambda **more: Engine(tiny_model("qwen3"), tmp_path, monkeypatch, **more)
 
 
-@pytest.mark.parametrize("seed", range(16))
-def test_every_row_comes_from_its_slot_in_random_lives(make: Make, seed: int) -> None:
-    """Arrivals, prefix hits, aborts, preemptions in a small cache, resets of the prefix cache.
-
-    The last seeds: workers report before a step's rows are exported, as vLLM's V2 runner asks them to beside a draft.
-    """
-    kinds = {"ahead": seed % 4 != 0, "on_gpu": seed % 2 == 0, "late": seed >= 12}
-    engine = make(seed=seed, blocks=(24, 40, 120)[seed % 3], **kinds)
+def live(engine: Engine, steps: int) -> None:
+    """Arrivals, prefix hits, aborts, preemptions in a small cache, resets of the prefix cache; then all end."""
     random = engine.random
-    for _ in range(120):
+    for _ in range(steps):
         if random.random() < 0.35 and len(engine.requests) - len(engine.replies) < 12:
             first = random.choice([3, 4, 5])
             tokens = {"tokens": [random.choice([0, 5, 20, 300]), None]} if random.random() < 0.3 else None
@@ -50,7 +44,31 @@ def test_every_row_comes_from_its_slot_in_random_lives(make: Make, seed: int) ->
             engine.scheduler.reset_prefix_cache(reset_running_requests=random.random() < 0.5)
         engine.step()
     engine.drain()
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_every_row_comes_from_its_slot_in_random_lives(make: Make, seed: int) -> None:
+    """The last seeds: workers report before rows of a step are exported, as vLLM's V2 runner asks beside a draft."""
+    kinds = {"ahead": seed % 4 != 0, "on_gpu": seed % 2 == 0, "late": seed >= 12}
+    engine = make(seed=seed, blocks=(24, 40, 120)[seed % 3], **kinds)
+    live(engine, steps=120)
     assert engine.faults() == [] and engine.stored
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_and_logits_of_accepted_tokens_alone_are_stored_in_random_lives(make: Make, seed: int) -> None:
+    """Speculative decoding: rows of rejected drafts never leave, and each row of logits is of the right token."""
+    engine = make(
+        seed=seed,
+        drafts=1 + seed % 4,
+        hooks="q,logits",
+        blocks=(24, 40, 120)[seed % 3],
+        ahead=seed % 4 != 0,
+        on_gpu=seed % 2 == 0,
+        chunk=(1, 8)[seed % 5 == 0],
+    )
+    live(engine, steps=100)
+    assert engine.faults() == [] and any(max(grown) > 1 for grown in engine.grown.values())
 
 
 @pytest.mark.parametrize("ahead", [False, True])
