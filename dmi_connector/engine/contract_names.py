@@ -186,6 +186,40 @@ NAMES: dict[str, dict[str, Name]] = {
             "V2 runner: the schedule of 0 drafts, with which each request decodes one token a step",
         ),
     },
+    "speculative decoding": {
+        "draft_config": Name(
+            "vllm.config:SpeculativeConfig.__dataclass_fields__.draft_model_config",
+            "tells whether the model that is built is a draft, which is not captured",
+        ),
+        "target_config": Name(
+            "vllm.config:SpeculativeConfig.__dataclass_fields__.target_model_config",
+            "methods without a draft model give it as their draft",
+        ),
+        "shares_modules": Name(
+            "vllm.config:SpeculativeConfig.use_eagle",
+            "says whether the draft may run modules of the target, whose taps then rest",
+        ),
+        "scheduled_drafts": Name(
+            "vllm.v1.core.sched.output:SchedulerOutput.__dataclass_fields__.scheduled_spec_decode_tokens",
+            "how many draft tokens of a request a step verifies",
+        ),
+    },
+    "logits beside drafts on the V1 runner": {
+        "logits_of_v1": Name(
+            "vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_spec_decode_metadata",
+            "says which tokens of a step have logits",
+        ),
+    },
+    "logits beside drafts on the V2 runner": {
+        "logits_of_v2": Name(
+            "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample",
+            "is given the batch before logits are computed",
+        ),
+        "logits_indices": Name(
+            "vllm.v1.worker.gpu.input_batch:InputBatch.__dataclass_fields__.logits_indices",
+            "says which tokens of a step have logits",
+        ),
+    },
     "several ranks": {
         "answers": Name(
             "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc",

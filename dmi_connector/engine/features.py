@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from dmi_connector.args import EXTRACT_HIDDEN_STATES
 from dmi_connector.engine.owners import owner_of
 
 if TYPE_CHECKING:
@@ -43,7 +44,10 @@ def features_of(vllm_config: VllmConfig) -> list[str]:
 def features_of_hooks(vllm_config: VllmConfig, arch: Architecture, hooks: Iterable[str]) -> list[str]:
     """The features that these hooks of a model use."""
     chosen, cpu = set(hooks), vllm_config.device_config.device_type == "cpu"
+    drafts, v2 = vllm_config.speculative_config, vllm_config.use_v2_model_runner
+    drafted = "logits" in chosen and drafts is not None and drafts.method != EXTRACT_HIDDEN_STATES
     used = {
+        f"logits beside drafts on the V{2 if v2 else 1} runner": drafted,
         "vision tower": bool(arch.language),
         "attention summaries": "pattern" in chosen,
         "attention summaries on a CPU": "pattern" in chosen and cpu,

@@ -17,6 +17,7 @@ from typing import Any
 from dmi_connector import capture_args, open_capture
 from dmi_connector.cli.tiny_models import ENV, make_model
 from dmi_connector.store.format.schema import FORMAT_VERSION
+from tests.engine.drafts import NGRAM
 from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt
 
 SMALL = {"chunk_tokens": 8, "segment_tokens": 16}
@@ -36,9 +37,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "incomplete": ("float32", "resid_pre,q,logits", {"codec": "none", "max_request_bytes": 55_000}),
     "reduced": ("float32", "vllm-full,attention,pattern,-q_rot,-k_rot", {"codec": "lz4", "reduce": REDUCE}),
     "shared": ("float32", "hidden-states,z", {"codec": "zstd"}),
+    "drafted": ("float32", "resid_pre,logits", {"codec": "zstd"}),
 }
 """Of each directory: dtype, hooks and options."""
-RANKS = {"shared": {"in_process": False, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}}
+ENGINES: dict[str, dict[str, Any]] = {
+    "shared": {"in_process": False, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "drafted": {"speculative_config": NGRAM},
+}
 """Engine arguments of a directory."""
 
 
@@ -49,6 +54,8 @@ def facts(store: Path) -> dict[str, Any]:
         values = {hook: capture.numpy(hook) for hook in capture.hooks if hook != "resid_post"}
         digests = {hook: [list(v.shape), hashlib.sha256(v.tobytes()).hexdigest()] for hook, v in values.items()}
         named["loss_spans"] = capture.attrs["loss_spans"]
+        if "speculative" in capture.attrs:
+            named["draft_index"] = capture.draft_index.tolist()
         return {"store": store.name, **named, "token_ids": capture.token_ids.tolist(), "values": digests}
 
 
@@ -62,8 +69,9 @@ def main() -> None:
             run = Run(root / name)
             kv = {"include_output_tokens": True, "dmi": {"key": name, "loss_spans": [[2, 9], [15, 21]]}}
             args = capture_args(hooks, run.store_dir, "target", **SMALL, **options)
-            with engine(model, enforce_eager=True, dtype=dtype, **args, **RANKS.get(name, {})) as llm:
-                generate(llm, run, {name: Ask(prompt(21), kv, {"max_tokens": 6})})
+            with engine(model, enforce_eager=True, dtype=dtype, **args, **ENGINES.get(name, {})) as llm:
+                tokens = prompt(12) * 6 if name == "drafted" else prompt(21)
+                generate(llm, run, {name: Ask(tokens, kv, {"max_tokens": 120 if name == "drafted" else 6})})
             found[name] = facts(run.store(name))
         target = Path(__file__).parent / f"stores-{FORMAT_VERSION}"
         with tarfile.open(f"{target}.tar.xz", "w:xz") as archive:

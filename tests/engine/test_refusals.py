@@ -21,6 +21,7 @@ from dmi_connector.engine.features import features_of_hooks
 from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture
 from dmi_connector.engine.replaced import decomposed_experts
 from dmi_connector.engine.taps.batches import TapBatch
+from tests.engine.drafts import NGRAM
 from tests.engine.harness import Ask, Run, engine, generate, prompt
 from tests.engine.latent_cpu import KERNEL
 
@@ -435,14 +436,10 @@ def test_async_scheduling_is_accepted_where_vllm_has_it(model: Path, tmp_path: P
             {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
             r"pipeline_parallel_size: 2 .*use tensor_parallel_size",
         ),
-        (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
-            r"speculative_config: method 'ngram' .*capture_args",
-        ),
     ],
-    ids=["pipeline", "speculation"],
+    ids=["pipeline"],
 )
-def test_the_contract_refuses_pipeline_parallelism_and_ngram_drafts(
+def test_the_contract_refuses_pipeline_parallelism(
     model: Path, tmp_path: Path, args: dict[str, Any], reason: str
 ) -> None:
     config = vllm_config(model, tmp_path, **args)
@@ -499,6 +496,7 @@ def test_a_missing_name_is_refused_where_it_is_used_alone(
         ({"owner": "draft"}, {"draft", "draft on the V1 runner"}),
         ({"owner": "target", "enforce_eager": False}, {"compilation"}),
         ({"owner": "target", "tensor_parallel_size": 2}, {"several ranks"}),
+        ({"owner": "target", "speculative_config": NGRAM}, {"speculative decoding"}),
         ({"owner": "target", "model_impl": "transformers"}, {"Transformers backend"}),
     ],
     ids=lambda value: "" if isinstance(value, set) else "-".join(map(str, value.values())),
@@ -523,6 +521,29 @@ def test_names_of_the_hooks_in_use_are_looked_up(model: Path, tmp_path: Path) ->
     assert found == ["attention summaries", "attention summaries on a CPU", "routing of experts"]
     config.device_config.device_type = "cuda"
     assert features_of_hooks(config, text, ["pattern"]) == ["attention summaries"]
+    drafting = vllm_config(model, tmp_path, speculative_config=NGRAM)
+    assert features_of_hooks(drafting, text, ["q", "logits"]) == ["logits beside drafts on the V1 runner"]
+    assert features_of_hooks(drafting, text, ["q"]) == features_of_hooks(config, text, ["logits"]) == []
+
+
+def test_speculative_decoding_is_taken_as_far_as_it_was_tested(model: Path, tmp_path: Path) -> None:
+    config = vllm_config(model, tmp_path, speculative_config=NGRAM)
+    refusals.check(config)
+    drafting = capture_context(config).drafting
+    assert drafting is not None and (drafting.method, drafting.most) == ("ngram", NGRAM["num_speculative_tokens"])
+    config.speculative_config.speculative_token_tree = "[(0,), (0, 0), (0, 0, 0)]"  # of vLLM 0.31: a chain
+    refusals.check(config)
+    config.speculative_config.speculative_token_tree = "[(0,), (1,), (0, 0)]"
+    with pytest.raises(ValueError, match=r"speculative_token_tree .* several tokens for a position.*leave it out"):
+        refusals.check(config)
+    config.speculative_config.method = "medusa"
+    with pytest.raises(ValueError, match=r"speculative_config: method 'medusa' was not tried.*use one of ngram"):
+        refusals.check(config)
+    config.speculative_config.method, config.speculative_config.speculative_token_tree = "eagle3", None
+    config.model_config.model_impl = "transformers"
+    if config.model_config.using_transformers_backend():
+        with pytest.raises(ValueError, match=r"speculative_config: method 'eagle3' runs modules of the model"):
+            refusals.check(config)
 
 
 def test_routers_are_asked_for_kernels_that_do_not_route(monkeypatch: pytest.MonkeyPatch) -> None:

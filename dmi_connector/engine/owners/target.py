@@ -51,6 +51,9 @@ class Target(Paged):
     def fits(self, vllm_config: VllmConfig) -> bool:
         return True
 
+    def features(self, vllm_config: VllmConfig) -> list[str]:
+        return ["speculative decoding"] if vllm_config.speculative_config is not None else []
+
     def check(self, vllm_config: VllmConfig) -> None:
         super().check(vllm_config)
         if vllm_config.speculative_config is not None:

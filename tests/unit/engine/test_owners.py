@@ -64,7 +64,7 @@ def test_the_arguments_of_one_engine_are_not_those_of_another() -> None:
     ("method", "v2", "owner", "features"),
     [
         (None, True, "target", []),
-        ("ngram", True, "target", []),
+        ("ngram", True, "target", ["speculative decoding"]),
         (args.EXTRACT_HIDDEN_STATES, False, "draft", ["draft", "draft on the V1 runner"]),
         (args.EXTRACT_HIDDEN_STATES, True, "draft", ["draft", "draft on the V2 runner"]),
     ],
@@ -82,7 +82,7 @@ def test_the_configuration_tells_the_owner_and_what_it_uses(
         (None, {}, ""),
         (None, {"runner": "pooling"}, ""),
         (None, {"hybrid": True}, "model: 'm' has Mamba or linear-attention layers"),
-        ("ngram", {}, "speculative_config: method 'ngram' verifies several tokens a step"),
+        ("medusa", {}, "speculative_config: method 'medusa' was not tried with capture; use one of ngram"),
         (args.EXTRACT_HIDDEN_STATES, {}, ""),
         (args.EXTRACT_HIDDEN_STATES, {"hybrid": True}, "model: 'm' has Mamba or linear-attention layers"),
         (args.EXTRACT_HIDDEN_STATES, {"runner": "pooling"}, "runner: 'pooling' skips the step .*owner='target'"),

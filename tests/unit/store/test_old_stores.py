@@ -52,6 +52,8 @@ def test_an_old_store_reads_as_it_was_written(version: str, name: str, unpacked:
         assert facts == {key: wanted[key] for key in facts}
         assert capture.attrs.get("loss_spans") == wanted.get("loss_spans")  # since 1.4
         np.testing.assert_array_equal(capture.token_ids, wanted["token_ids"])
+        if "draft_index" in wanted:  # since 1.5
+            np.testing.assert_array_equal(capture.draft_index, wanted["draft_index"])
         assert set(wanted["values"]) == set(capture.hooks) - {"resid_post"}
         for hook, (shape, digest) in wanted["values"].items():
             values = capture.numpy(hook)
