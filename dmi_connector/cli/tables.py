@@ -32,6 +32,8 @@ ATTRIBUTES = (
     "prompt_len",
     "start",
     "seed",
+    "speculative",
+    "draft_tokens",
     "tp",
     "codec",
     "chunk_tokens",
