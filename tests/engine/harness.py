@@ -91,24 +91,30 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([length, seed]).integers(5, 512, length).tolist()
 
 
+_compiled = False
+"""Whether an engine in this process has compiled its model."""
+
+
 @contextmanager
 def engine(model: Path, in_process: bool = True, fork: bool = False, **kwargs: Any) -> Iterator[LLM]:
     """A vLLM engine that is gone when the block ends.
 
     in_process: run scheduler and worker in this process, which saves the start of two and lets tests watch them and
     take single steps; False is vLLM's default. fork: processes of the engine are forked, as vLLM does on a GPU, not
-    spawned, as on a CPU: each that is spawned imports vLLM for twelve seconds. A forked worker that loads principal
-    components has waited for ever, where this process had compiled engines before.
+    spawned, as on a CPU: each that is spawned imports vLLM for twelve seconds. Not in a process that has compiled a
+    model: its threads hold locks, for which a forked worker has waited for ever.
     """
+    global _compiled
     from vllm import LLM
 
     _find_kernels_once()
     with _classes_as_before(), _garbage_of_the_engine_alone():
         try:
             with pytest.MonkeyPatch.context() as patch:
-                if fork and not in_process and not runner.GPU:
+                if fork and not in_process and not _compiled and not runner.GPU:
                     forked = multiprocessing.get_context("fork")
                     patch.setattr(multiprocessing, "get_context", lambda _method=None: forked)
+                _compiled |= in_process and not kwargs.get("enforce_eager")
                 patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1")
                 patch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(END_SECONDS))
                 patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # in whole GiB, and it wins over the argument

@@ -45,7 +45,8 @@ def model(name: str) -> tuple[Architecture, Any, dict[str, Any]]:
     arch, more = MODELS[name]
     given = {**{**ARCHS, **FAMILIES}[arch], **more}
     config = AutoConfig.for_model(arch, **{**_COMMON, **given})
-    architecture = NAMES.get(name) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # where vLLM was imported, it has classes of its own for some configs
+    architecture = NAMES.get(name) or names.get(config.model_type) or names[arch]
     if architecture not in ARCHITECTURES:
         return generic(architecture, config), config, given
     row = ARCHITECTURES[architecture].fit(config)
