@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 REPEATED = prompt(12) * 6
 ASKS = {
-    "repeated": Ask(REPEATED, sampling={"max_tokens": 120}),
-    "plain": Ask(prompt(40), sampling={"max_tokens": 200}),
+    "repeated": Ask(REPEATED, sampling={"max_tokens": 100}),
+    "plain": Ask(prompt(40), sampling={"max_tokens": 80}),
     "narrow": Ask(
         REPEATED + prompt(3), {"include_output_tokens": True, "dmi": {"tokens": [70, 110]}}, {"max_tokens": 60}
     ),
@@ -36,7 +36,13 @@ THREE = Ask(
     {"n": 3, "temperature": 0.8, "max_tokens": 40},
 )
 PROMPT_ONLY = ("prompt",)
-CASES = ("ngram", "ngram-compiled", "draft_model", "eagle3", "eagle3-compiled")
+CASES = (
+    "ngram",
+    pytest.param("ngram-compiled", marks=pytest.mark.soak),
+    "draft_model",
+    pytest.param("eagle3", marks=pytest.mark.soak),
+    "eagle3-compiled",
+)
 
 
 def watch_samples(llm: LLM, run: Run) -> None:
