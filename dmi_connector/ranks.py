@@ -12,7 +12,7 @@ Place = tuple[str, int]
 """A hook and a layer."""
 
 _UNEVEN = 1.1
-"""A rank's row may be this many times as long as the mean."""
+"""Largest row of a rank, relative to the mean."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ def shard_of(hook: Hook, dims: ModelDims, tp: int, rank: int) -> HookShard:
 
 
 def writers_of_whole(nbytes: Mapping[Place, int], logits: int, dims: ModelDims, tp: int) -> dict[Place, int]:
-    """Which rank writes each layer of each hook that all ranks have whole, so that ranks have rows of about one length.
+    """Assign each layer of each replicated hook to one rank, so that row sizes are balanced.
 
     The largest hook is given out first, always to the rank that has the fewest bytes. While that leaves a rank with
-    more than _UNEVEN of the mean, the layers of its largest hook are shared out among all ranks, in runs. What gives
-    the shortest row of all that was tried is taken.
+    more than _UNEVEN of the mean, the layers of its largest hook are shared out among all ranks, in runs. The
+    assignment with the smallest largest row is returned.
 
     nbytes: on one rank, of each selected hook and layer, in the order of the rows. logits: bytes of a row of logits,
     which rank 0 writes.

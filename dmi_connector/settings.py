@@ -92,8 +92,8 @@ class ServerOptions:
     benchmarks. fsync: flush every store to the device before it gets its final name.
     file_mode: who may read stores, "private" (their owner), "group" or "world". allow_custom_save_path: requests may
     name a directory beneath save_path_roots. Limits, 0 for none: max_request_bytes of the raw rows of a request,
-    max_total_bytes of all stores, min_free_bytes of the file system. Stores are removed, oldest first, that are older
-    than retain_seconds, and while finished ones take more than retain_bytes; 0 keeps all.
+    max_total_bytes of all stores, min_free_bytes of the file system. Stores older than retain_seconds are removed, and
+    the oldest ones while finished stores take more than retain_bytes; 0 keeps all.
     shutdown_seconds: how long finishing what is under way may take when the engine ends.
     reduce: {hook patterns: reduction}, the first that matches a hook counts (docs/REDUCTIONS.md).
     check: "poison" fills rows with a pattern before each forward and lists rows as missing in which some of it is left.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`open_capture` opens a store. `Capture` adds to its reader what other modules of this room compute."""
+"""`open_capture` opens a store. `Capture` extends `StoreReader` with the functions of this package."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Capture(StoreReader):
         if not isinstance(name, str):
             raise KeyError(f"{name!r} is no name of a hook; write cap['q'], or cap.numpy('q', layer) for one layer")
         hook, layer = parse_name(name, self.attrs)
-        if hook != name:  # TransformerLens' name is that of the hook's own values
+        if hook != name:  # a name of TransformerLens means the values before reduction
             check_own_values(self, hook, layer)
         return self.numpy(hook, layer)
 
@@ -136,9 +136,9 @@ class Capture(StoreReader):
 
         It has each tensor that is the same in TransformerLens' cache of the unprocessed model, under all its names and
         in its shapes: `[batch, pos, d_model]`, by head `[batch, pos, head, d_head]`, patterns `[batch, head, query,
-        key]`, computed from queries and keys. batch is 1, or no dimension with batch_dim=False. pos are the rows of the
-        store. Each tensor is read on first use, and then kept. `cache.absent` and `cache.why_absent(name)` say why
-        others are not there.
+        key]`, computed from queries and keys. batch is 1; batch_dim=False removes it. pos counts the rows of the store.
+        Each tensor is read on first use, and then kept. `cache.absent` and `cache.why_absent(name)` say why others are
+        not there.
 
         model: of TransformerLens, with the same weights. With it the cache has `hook_scale` and `hook_normalized` of
         the norms, and the methods that need weights work.

@@ -39,7 +39,7 @@ class Codec(ABC):
 
     @property
     def has_plain(self) -> bool:
-        """Whether a chunk may be stored as `plain_head` and its bytes."""
+        """Whether a chunk may be stored uncompressed, as `plain_head` and its bytes."""
         return self.plain_gb_per_s is not None
 
     def metadata(self, itemsize: int, chunk_bytes: int) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ class Codec(ABC):
         """
 
     def plain_head(self, itemsize: int, nbytes: int) -> bytes:
-        """What is stored before the `nbytes` bytes of an uncompressed chunk. Only asked where `has_plain`."""
+        """What is stored before the `nbytes` bytes of an uncompressed chunk. Called only if `has_plain`."""
         raise NotImplementedError(f"codec {self.name!r} has no uncompressed chunks")
 
     def set_up_writer(self) -> None:  # noqa: B027, most codecs need nothing

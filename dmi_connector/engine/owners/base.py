@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of an owner of rows.
 
-`Owner` answers for an engine, `RowSlots` in the scheduler, `RowMemory` in a worker. The rest of the engine asks them
-and does not know which owner it has.
+`Owner` answers for an engine, `RowSlots` in the scheduler, `RowMemory` in a worker. The rest of the engine uses these
+interfaces only.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ class RowSlots(ABC):
 
     @abstractmethod
     def take_release(self) -> bool:
-        """Whether rows must leave before the next forward because blocks were given back. True once."""
+        """Whether rows must leave before the next forward because blocks were freed. False once it was read."""
 
     @abstractmethod
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
-        """vLLM's cache manager is made. It is the scheduler's own."""
+        """Called with the scheduler's KV cache manager once it exists."""
 
 
 class Owner(ABC):
@@ -136,7 +136,7 @@ class Owner(ABC):
 
     @abstractmethod
     def fits(self, vllm_config: VllmConfig) -> bool:
-        """Whether the configuration has this owner. OWNERS says which one is asked first."""
+        """Whether the configuration selects this owner. Owners are asked in the order of OWNERS."""
 
     # ---- at start ---------------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Owner(ABC):
         """Raises ValueError for a configuration that it does not support, with the fix."""
 
     def ignored(self, vllm_config: VllmConfig, context: Context) -> str:
-        """A sentence on what chooses nothing in the configuration, or ""."""
+        """A sentence that names settings without effect, or ""."""
         return ""
 
     def remedy(self, error: str) -> str:

@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 class DraftTokens:
     """Follows the draft tokens of captured requests. A tracker has one if the engine drafts.
 
-    A step computes a row for each draft token, at positions from `Request.num_tokens` on. That counts accepted tokens
-    only, and a rejected row is computed again. So after the forward of a step every row below num_tokens is final.
-    Before the forward every row below num_tokens - 1 is: the last token is an input of the step to come.
+    A step computes a row for each draft token, at positions from `Request.num_tokens` on. num_tokens counts accepted
+    tokens only, and a rejected position is computed again. So after the forward of a step every row below num_tokens is
+    final. Before the forward every row below num_tokens - 1 is: the last token is an input of the step to come.
 
-    behind: steps whose results vLLM does not know yet when it schedules the next one: 1 with asynchronous scheduling.
+    behind: steps in flight when vLLM schedules the next one: 1 with asynchronous scheduling.
     """
 
     def __init__(self, slots: RowSlots, behind: int) -> None:
         self._slots, self._behind = slots, behind
-        self._steps = 0  # that computed tokens
+        self._steps = 0  # steps with scheduled tokens
 
     def begin(
         self, output: SchedulerOutput, tracked: Mapping[str, Tracked], logits: bool, metadata: StepMetadata
     ) -> None:
-        """A step begins: take in the results of those before. `Tracked.blocks` are those of these steps.
+        """Process the results of earlier steps. `Tracked.blocks` must include their blocks.
 
         logits: whether a scheduled request captures them.
         """
@@ -50,7 +50,7 @@ class DraftTokens:
                 tracked[request_id].proposed += len(drafts)
 
     def want_logits(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
-        """Keep the logits of this step if a token may be sampled from them that a capture wants.
+        """Keep the logits of this step if a captured token may be sampled from them.
 
         computed: tokens of the request after this step, if all its draft tokens are accepted.
         """
@@ -69,7 +69,7 @@ class DraftTokens:
             close.samples = tracked.samples_until(end)
 
     def _accepted(self, tracked: Tracked, end: int) -> list[Accepted]:
-        """The accepted logits of positions below `end` that no message named yet. At most one message."""
+        """Accepted logits below `end` that were not sent yet: a list of at most one message."""
         first, end = max(tracked.decided, tracked.params.start), min(end, tracked.limit)
         if first >= end:
             return []

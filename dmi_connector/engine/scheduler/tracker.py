@@ -43,10 +43,10 @@ class Tracker:
     every STEPS_TOGETHER steps: a report takes the engine's time. Under policy drop they report in each step, so that
     responses name what is lost.
 
-    An engine that may sleep loses rows that wait, so in one they leave, and workers report, in each step.
+    Sleep discards rows that wait. In an engine that may sleep, rows leave and workers report in every step.
 
-    slots: where rows lie, which the owner of the rows knows. keep_rows: staging memory is short while more rows than
-    this wait to be gathered. behind: see `DraftTokens`.
+    slots: where rows lie, which the owner of the rows knows. keep_rows: with more rows than this to be gathered,
+    staging memory is short. behind: see `DraftTokens`.
     """
 
     def __init__(self, context: CaptureContext, slots: RowSlots, keep_rows: int, behind: int = 0) -> None:
@@ -57,14 +57,14 @@ class Tracker:
         self.tracked: dict[str, Tracked] = {}
         self.refused = RefusedRequests()
         self.pending_closes: list[Close] = []
-        self._since: list[SchedulerOutput] = []  # steps since chunks were looked for
-        self._before: list[SchedulerOutput] = []  # the step in which they were
-        self._rows_since = 0  # that came in them
-        self._taken = 0  # in so many of them, blocks that came are noted in `tracked`
+        self._since: list[SchedulerOutput] = []  # steps since the last look for chunks
+        self._before: list[SchedulerOutput] = []  # the step of that look
+        self._rows_since = 0  # tokens scheduled in `_since`
+        self._taken = 0  # entries of `_since` whose new blocks are in `tracked`
         self._with_logits = 0  # scheduled captures that must be looked at in each step
         self.handed = 0  # rows handed to the workers since the start
-        self._left = 0  # of these, rows that were told to leave
-        self._waited = 0  # steps since the first of the others
+        self._left = 0  # of `handed`: rows that were told to leave
+        self._waited = 0  # steps since rows wait to be told so
         self._unreported = 0  # steps since the workers reported
         self.gathered = 0  # rows that the slowest worker has gathered
         self._staged = False  # whether rows lie in a worker's staging memory
@@ -141,7 +141,7 @@ class Tracker:
                 self._take_blocks()
                 leaving = self.tracked[request_id]
                 self.slots.preempted(leaving, metadata)
-                if not self.context.may_sleep:  # a sleep may lie between; the request computes these rows once more
+                if not self.context.may_sleep:  # a sleep may come first; the request computes these rows again
                     computed = self._computed_before(request_id)
                     if self._drafts is not None:  # its last step may have computed rows of rejected tokens
                         computed = min(computed, leaving.request.num_tokens - 1)
@@ -334,7 +334,7 @@ class Tracker:
         return response
 
     def _close(self, tracked: Tracked) -> Close:
-        """The end of a capture. Its last sampled token was no input and has no row. Before the first there is none."""
+        """The end of a capture. The last sampled token was never an input and has no row."""
         request, params = tracked.request, tracked.params
         inputs = max(request.num_prompt_tokens, request.num_tokens - 1)
         end = max(min(request.num_computed_tokens, inputs, tracked.limit), tracked.exported)

@@ -6,7 +6,8 @@
     dmi::tap_join   lets the model wait for the tap before it (overlap.py)
     dmi::tap_end    ends a step's taps: reduces what they deferred (deferred.py)
 
-Each op mutates a one-element token buffer. That keeps it alive and in order under torch.compile, and costs nothing.
+Each op mutates a one-element token buffer. The mutation keeps torch.compile from removing or reordering the op, at no
+cost.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ _REDUCE_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Tap:
-    """Writes one set of values. at_once: tokens that it may write at a time. deferred: where some values are put."""
+    """Writes one set of values. at_once: most tokens per write. deferred: the buffer of values that are reduced at the
+    end of the step.
+    """
 
     writer: RowWriter
     at_once: int
@@ -98,7 +101,7 @@ class Place:
 
 
 _PLACES: weakref.WeakValueDictionary[int, Place] = weakref.WeakValueDictionary()
-"""By the address of the tensor that stands for the place. The model's taps own the places.
+"""By the address of the tensor that is its key. The model's taps own the places.
 
 Graphs of equal layers must be equal, so that vLLM compiles one for all of them. A number or a layer's name would be a
 constant of its graph, but a tensor is an input. Its value cannot tell the place: to read it from a GPU is to wait for

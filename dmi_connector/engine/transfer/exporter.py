@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.dmi_connector")
 
 FIRST_CAPTURES = 16
-"""Captures of an untested vLLM whose ends end the check for values that no tap wrote."""
+"""On an untested vLLM, the check for values that no tap wrote ends after so many captures."""
 LAYOUTS_KEPT = 64
-"""Layouts that are kept for captures to come: requests choose their hooks and layers, in more ways than fit memory."""
+"""Layouts that are kept for captures to come: requests choose hooks and layers, so their number is unbounded."""
 
 
 class Exporter:
@@ -43,8 +43,8 @@ class Exporter:
 
     On a CPU rows are copied to the ring at once. On a GPU they take the lane (gpu_lane.py); what finds no room waits in
     the cache. When a request ends meanwhile, either its blocks are kept until its rows are gathered (`ending`), or its
-    rows are gathered before the next forward. Rows of some steps wait for each other (`due`) until the scheduler says
-    that they leave.
+    rows are gathered before the next forward. Rows of several steps are collected in `due` until the scheduler orders
+    the gather.
     """
 
     def __init__(self, context: CaptureContext, layer: RowMemory, rank: int, vllm_config: VllmConfig) -> None:
@@ -135,7 +135,7 @@ class Exporter:
         Raises RuntimeError if the first captures of an untested vLLM lack values. Their stores say so.
         """
         if self.layer.poisons:
-            self.layer.unpoisoned = None  # in a step without a forward it would be that of an older one
+            self.layer.unpoisoned = None  # in a step without a forward it would hold the slots of an older step
         if self.progress.unwritten and (version := contract.untested()):
             raise RuntimeError(
                 f"vllm: no tap wrote {', '.join(self.progress.unwritten)} in version {version}, which was not tested "
@@ -284,7 +284,7 @@ class Exporter:
         """Say where a capture ends. On a GPU this runs on the lane's thread."""
         if capture.out is None:
             return
-        # The engine learns late of a stop: samples behind the end were never wanted.
+        # The engine learns of a stop late: samples past the end are discarded, not lost.
         lost = [part for loss in capture.losses if (part := loss.before(message.length)).rows]
         losses = message.losses + lost if self.rank == 0 else lost  # what the request lacks is rank 0's to say
         samples = {"logits": message.samples} if capture.layout.logits is not None else {}

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lane: the way of rows off the GPU.
+"""The lane: copies rows from the GPU to the ring.
 
     rows in the cache --gather kernel--> staging memory (GPU) --copies--> ring (pinned host memory) --> coordinator
 
-Chunks travel in parcels: one copy and one message for several. While staging and ring have room, the engine's thread
-issues a gather for the parcels of some steps. What finds no room waits for the lane's own thread, which gathers as
-staging drains; the rows stay in the cache and the engine goes on.
+Chunks are collected in parcels: several share one copy and one message. While staging and ring have room, the engine's
+thread issues a gather for the parcels of some steps. What finds no room waits for the lane's own thread, which gathers
+as staging drains; the rows stay in the cache and the engine goes on.
 
 All gathers run on the engine's stream, whichever thread launches them. Kernels on a second stream make later replays of
 CUDA graphs 5 % slower. On one stream no events are needed either: what was launched before a gather has been written.
@@ -13,7 +13,7 @@ CUDA graphs 5 % slower. On one stream no events are needed either: what was laun
 The copy engine works through a stream's queue in order, and each step's sampled tokens need it too. So copies are cut
 into slices that go to two streams in turn (gpu_copies.py).
 
-One thread gathers, issues copies and delivers, in rounds: each time it wakes up, the engine's thread may wait for it.
+One thread gathers, issues copies and delivers, in rounds, because each wake-up may stall the engine's thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = init_logger("vllm.dmi_connector")
 _ALIGN = 512
 """Alignment of staging memory in bytes."""
 _BREATH_S = 0.002
-"""The lane's thread lets work come together for this long."""
+"""Batching delay of the lane's thread, in seconds."""
 _ROUND = 4
 """A round waits for a quarter of the copies; the others keep the link busy until more is gathered."""
 PARCEL_BYTES = 128 << 20
@@ -298,7 +298,9 @@ class DeviceLane:
         return ready
 
     def _on_gpu(self, table: np.ndarray) -> torch.Tensor:
-        """A layout's table on the GPU, copied once. It goes with the layout, which transfers hold until they arrive."""
+        """A layout's table on the GPU, copied once. It is freed with the layout. Transfers keep the layout until they
+        are delivered.
+        """
         key = id(table)
         if key not in self._tables:
             self._tables[key] = torch.tensor(table, device=self.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of logits on their way into the ring, with the slots of their tokens, which say whose they are."""
+"""Rows of logits on their way into the ring, with the slots of their tokens, which identify the request."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dmi_connector.store.write.ring import Extent, Ring
 _SLOT_BYTES = 8
 """Bytes of a slot number behind rows of logits."""
 _STEPS_UNDECIDED = 3
-"""Steps whose logits lie in the ring at most, beside speculative decoding: the running one, one whose result is not
-known yet with asynchronous scheduling, and one that is handed on.
+"""Beside speculative decoding, most steps with logits in the ring: the running one, one in flight (asynchronous
+scheduling), and one that is delivered.
 """
 
 
 class Worker(Protocol):
-    """What is read of an `Exporter`, which owns these."""
+    """The attributes of `Exporter` that this module reads."""
 
     layer: RowMemory
     ring: Ring
@@ -46,9 +46,9 @@ def step_bytes(row_bytes: int, requests: int, drafts: int) -> int:
 class LogitsExport:
     """Exports rows of logits of captured requests. vLLM computes them after the forward of a step.
 
-    post: hands rows of an extent to the coordinator, which gives the extent back. None where this rank writes no
-    logits: every rank has those of the whole vocabulary. drafts: whether the engine drafts. Then a step computes logits
-    of draft tokens too, and they wait until the scheduler knows which were accepted.
+    post: hands rows of an extent to the coordinator, which gives the extent back. None on ranks that write no logits:
+    every rank has those of the whole vocabulary, and one writes them. drafts: whether the engine drafts. Then a step
+    computes logits of draft tokens too, and they wait until the scheduler knows which were accepted.
     """
 
     def __init__(self, worker: Worker, post: Post | None, drafts: bool) -> None:
@@ -56,7 +56,7 @@ class LogitsExport:
         self._samples: list[Sample] = []
         self._step = 0  # number of the running step, if logits of draft tokens are wanted
         self._tokens: torch.Tensor | None = None
-        self._newest = self._decided = 0  # numbers of steps: the last with logits of drafts, the last that is decided
+        self._newest = self._decided = 0  # step numbers: last with logits of drafts, last that is decided
         self.draft_logits = DraftLogits()
 
     def begin(self, metadata: StepMetadata) -> None:
@@ -100,7 +100,9 @@ class LogitsExport:
         tokens = self._tokens
         if tokens is None or len(tokens) != len(logits):
             known = "unknown" if tokens is None else len(tokens)
-            raise RuntimeError(f"logits: a step with drafts has {len(logits)} rows for tokens of number {known}")
+            raise RuntimeError(
+                f"logits: a step with draft tokens has {len(logits)} rows of logits, but {known} token indices"
+            )
         self._newest = number
         add = lambda extent, slots, row_bytes: self.draft_logits.add(number, extent, slots, row_bytes)  # noqa: E731
         if not self._send(logits, slots[tokens.long()], add):

@@ -24,14 +24,13 @@ from dmi_connector.store.format.linux import check_linux
 logger = logging.getLogger(__name__)
 
 LIFE_LOCK = "DMI_LIFE_LOCK"
-"""Environment variable that `dmi run` sets for its engines: paths of files on which all their processes hold shared
-locks while they live, with a colon between them. Whoever gets one exclusively knows that none of its processes writes
-any more.
+"""Environment variable that `dmi run` sets for its engines: paths of lock files, one per line. Each process of an
+engine holds a shared lock on them. An exclusive lock proves that all these processes have ended.
 """
 _life_locks: list[int] = []
 """Descriptors of these files: the locks end with the process."""
 _LOCKED_WITHIN_S = 10.0
-"""A writer locks the directory that it makes within this time."""
+"""A writer locks a new directory within this time."""
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
@@ -190,7 +189,7 @@ def hold_upload(store: str | os.PathLike[str]) -> int:
 
 
 def is_to_be_uploaded(store: str | os.PathLike[str]) -> bool:
-    """Whether a process that lives is to upload a finished store. Raises OSError, also where files have no locks."""
+    """Whether a live process will upload this finished store. Raises OSError, also where files have no locks."""
     fd = _open_document(store)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

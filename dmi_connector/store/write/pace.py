@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pacing: the share of their time that writers work. The coordinator sets it in shared memory; writers follow it.
+"""Pacing: the duty cycle of the writers. The coordinator sets it in shared memory; writers follow it.
 
 Writers on all cores slow an engine whatever their priority, because they share execution units and memory with it. So
 they work the minimum share of their time
@@ -25,8 +25,8 @@ SURE = 0.95
 SOON_S, LATE_S = 1.0, 3.0
 """Rows that have waited for SOON_S make a writer work more; for those that have waited for LATE_S it does not rest."""
 ROOM_BYTES = 16 << 30
-"""Of a larger ring only this much counts: what waits delays stores and the end of the engine. 16 writers with zstd take
-about 3 s for it.
+"""Largest ring that pacing counts with: a larger backlog would delay stores and the end of the engine. 16 writers with
+zstd take about 3 s for it.
 """
 _SLICE_S = 0.01
 """A resting writer looks this often whether the pace has changed."""
@@ -83,7 +83,7 @@ class Pace:
             self.fd = -1
 
     def rest(self, worked: float, generated: bool, since: float) -> None:
-        """Rest until `worked` seconds of work are no more than the share, which may change meanwhile.
+        """Rest until `worked` seconds are at most the share of all time. The share may change meanwhile.
 
         generated: whether the waiting rows are of generated tokens. since: when they began to wait (time.monotonic()).
         """

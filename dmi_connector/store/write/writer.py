@@ -120,7 +120,7 @@ class Writer:
 
     def _data(self, m: Message, write: Callable[[ArrayWriter, np.ndarray], None], rows: tuple[int, int] | None) -> None:
         """Write a payload, then free its memory. rows: what is lost if that fails."""
-        # Rest before, not after: then the writers do not all begin at once when rows come.
+        # Rest before the write, not after it, so that writers do not all start at once.
         self._pace.rest(self._worked, m["generated"], m["sent"])
         began = time.process_time()
         arrays = self._writers.get(m["id"])
@@ -251,7 +251,7 @@ def serve(writer: Writer, stdin: int) -> None:
         elif os.getppid() != parent:
             break  # a forked child of the engine may hold the pipe open, and then no end of input comes
         writer.poll()
-    while writer.commits:  # captures that lack nothing but other ranks
+    while writer.commits:  # commits that wait only for other ranks
         time.sleep(POLL_S)
         writer.poll()
 
@@ -264,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pace-fd", type=int, required=True, help="descriptor of the memory that holds the pace")
     parser.add_argument("--file-mode", choices=UMASKS, default="private", help="who may read the stores")
     parser.add_argument("--nice", type=int, default=WriteSettings.nice, help="nice level: the engine goes first")
-    parser.add_argument("--idle", action="store_true", help="run only where nothing else wants to")
+    parser.add_argument("--idle", action="store_true", help="run in the scheduling class SCHED_IDLE")
     args = parser.parse_args(argv)
     os.umask(UMASKS[args.file_mode])
     # Ctrl-C reaches the whole process group, but what is in the ring must still be written. The pipe ends the process.

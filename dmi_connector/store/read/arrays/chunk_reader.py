@@ -34,8 +34,8 @@ def read_pieces(planned: Iterable[ShardPieces]) -> None:
 def read_blocks(plan: Callable[[int], Iterable[ShardPieces]], blocks: Sequence[int], nbytes: int) -> None:
     """Plan and read many blocks, each in the thread that reads it. Raises as `read_pieces` does.
 
-    plan: returns what to read for a block. blocks: numbers for `plan`. nbytes: decoded bytes of a block, about. If all
-    plans were held at once, they would trigger the garbage collector again and again.
+    plan: returns what to read for a block. blocks: numbers for `plan`. nbytes: decoded bytes of a block, about. Plans
+    are not held all at once, since that triggers the garbage collector repeatedly.
     """
     if blocks and any(some.array.files.remote for some in plan(blocks[0])):
         most = max(1, _MOST_FETCHED // max(1, nbytes))
@@ -154,7 +154,7 @@ def _fetch_index(some: ShardPieces) -> None:
 
 
 def _runs(some: ShardPieces) -> Iterator[_Run]:
-    """The requests for the pieces of a shard. They do not include bytes between the pieces."""
+    """The requests for the pieces of a shard. Each request covers adjacent pieces, without gaps."""
     array, path = some.array, some.array.path(some.segment, some.shard)
     if not array.knows_index(some.segment, some.shard):  # the file is missing, in an incomplete store
         _without(some, path, FileNotFoundError(path))
@@ -166,7 +166,7 @@ def _runs(some: ShardPieces) -> Iterator[_Run]:
         (offset, size), piece = entry
         if offset == ABSENT or not 0 < size <= most_stored(array):
             with _naming(array, path):
-                read_piece(array, HeldBytes(b""), offset, size, piece)  # sets zeros, or says what is wrong
+                read_piece(array, HeldBytes(b""), offset, size, piece)  # writes zeros, or raises ValueError
             continue
         if run is not None and run.first + run.nbytes == offset and run.nbytes + size <= _MOST_RUN:
             run.entries.append(entry)

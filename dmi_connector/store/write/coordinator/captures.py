@@ -112,7 +112,7 @@ class Captures:
             if self._stopping:
                 raise RuntimeError("the coordinator is shut down: no capture can be opened")
             payload = self.pool.layout(layout)
-            # Rows of logits of all requests of a step travel together, so how many bytes come is not known.
+            # One payload holds the logits of all requests of a step, so the bytes to come are unknown.
             known = most_rows is not None and not payload.has_samples
             to_come = (most_rows or 0) * payload.token_bytes if known else _UNKNOWN_BYTES
             assignments, start = self.pool.assign_writers(payload), int(attrs.get("start", 0))
@@ -311,7 +311,7 @@ class Captures:
         self._forget_unused()
 
     def _forget_unused(self) -> None:
-        """Have layouts forgotten that no open capture has: only these are still sent to writers, by their number."""
+        """Forget layouts that no open capture uses: messages to writers name only layouts of open captures."""
         if self._unwanted:
             used = {r.layout_number for r in self._records.values() if r.state is State.OPEN}
             unused, self._unwanted = self._unwanted - used, self._unwanted & used
