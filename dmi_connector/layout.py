@@ -42,6 +42,9 @@ TOKEN_ARRAYS = {"token_ids": "int32", "positions": "int32", "phase": "uint8"}
 DRAFT_INDEX = "draft_index"
 """The 1-D array that stores of requests with speculative decoding have too."""
 
+DRAFT_UNKNOWN = 255
+"""In draft_index: the results of two steps came at once, and which of them drafted the token is not known."""
+
 ALL_TOKEN_ARRAYS = {**TOKEN_ARRAYS, DRAFT_INDEX: "uint8"}
 """Every 1-D array of tokens, with its dtype."""
 

@@ -242,6 +242,7 @@ class Engine:
         for stored, _, index, position, offset in rows:
             token, at = self.exporter.ring.view(extent)[offset : offset + 8].view(np.float32).astype(int).tolist()
             assert index not in stored.logits and at == position, f"sample {index} is of {at}, not of {position}"
+            assert not stored.ends, f"sample {index} came behind the end of its store, which drops it"
             stored.logits[index] = token, position
         self.exporter.ring.release(extent)
 

@@ -17,10 +17,6 @@ for one step as for all. Workers report as often.
 """
 
 
-EVERY_STEP = 1 << 62
-"""More than the number of any step."""
-
-
 @dataclass
 class Rows:
     """Rows to export. first: the number of the first row in the store. slots: where the rows lie, int64 [count]."""

@@ -41,7 +41,14 @@ class Tapped:
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         global _building
-        if _building or _is_draft(vllm_config) or not is_active(vllm_config):
+        if _is_draft(vllm_config):
+            _building, before = True, _building  # what a draft builds inside it is vLLM's own too
+            try:
+                super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+            finally:
+                _building = before
+            return
+        if _building or not is_active(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
             return
         _building = True

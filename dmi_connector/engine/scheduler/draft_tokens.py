@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
+from vllm.v1.request import RequestStatus
 
 from dmi_connector.engine.messages import Accepted, Close, StepMetadata
 from dmi_connector.engine.scheduler.tracked_request import Tracked
@@ -39,15 +40,28 @@ class DraftTokens:
         logits: whether a scheduled request captures them.
         """
         metadata.decided = max(0, self._steps - self._behind) if logits else self._steps
-        for one in tracked.values():
-            if one.opened:
-                one.note_tokens()
-                if one.has_logits:
-                    metadata.accepted += self._accepted(one, one.request.num_tokens - 1)
+        again = {new.req_id for new in output.scheduled_new_reqs} | set(output.scheduled_cached_reqs.resumed_req_ids)
+        for request_id, one in tracked.items():
+            if not one.opened:
+                continue
+            if one.has_logits and one.turn_ended:
+                metadata.accepted += self._accepted(one, one.request.num_computed_tokens)
+            one.note_tokens(mixed=request_id not in again and self._mixed(one))
+            if one.has_logits:
+                metadata.accepted += self._accepted(one, one.request.num_tokens - 1)
+            scheduled = request_id in output.num_scheduled_tokens
+            one.two_in_flight, one.in_flight = scheduled and one.in_flight and request_id not in again, scheduled
         self._steps += bool(output.num_scheduled_tokens)
         for request_id, drafts in output.scheduled_spec_decode_tokens.items():
             if request_id in tracked:
-                tracked[request_id].proposed += len(drafts)
+                tracked[request_id].scheduled += len(drafts)
+
+    def _mixed(self, tracked: Tracked) -> bool:
+        """Whether the tokens since the last look are of two steps. Both were in flight, and after a pause none is."""
+        request = tracked.request
+        if not self._behind or not tracked.two_in_flight or request.status != RequestStatus.RUNNING:
+            return False
+        return not request.num_output_placeholders
 
     def want_logits(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
         """Keep the logits of this step if a captured token may be sampled from them.
@@ -62,7 +76,7 @@ class DraftTokens:
     def close(self, tracked: Tracked, start: int, end: int, close: Close) -> None:
         """Add what there is to say of drafts at the end of a capture of positions [start, end)."""
         tracked.note_tokens()
-        close.attrs["draft_tokens"] = {"proposed": tracked.proposed, "accepted": len(tracked.drafted)}
+        close.attrs["draft_tokens"] = {"scheduled": tracked.scheduled, "accepted": len(tracked.drafted)}
         close.draft_index = tracked.draft_index(start, end)
         if tracked.has_logits:
             close.accepted = self._accepted(tracked, end)
@@ -74,6 +88,6 @@ class DraftTokens:
         if first >= end:
             return []
         tracked.decided = end
-        numbers = [tracked.number_sample(position) for position in range(first, end)]
+        numbers = [tracked.number_sample(position, tracked.turn) for position in range(first, end)]
         slots = np.array([self._slots.sample_slot(tracked, position) for position in range(first, end)], np.int64)
         return [Accepted(tracked.capture, numbers[0], first, slots, tracked.last_step)]

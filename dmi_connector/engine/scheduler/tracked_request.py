@@ -10,6 +10,7 @@ import numpy as np
 
 from dmi_connector.engine.scheduler.quota import UNLIMITED
 from dmi_connector.hooks import Selection
+from dmi_connector.layout import DRAFT_UNKNOWN
 from dmi_connector.request_options import CaptureParams
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class Tracked:
 
     Beside speculative decoding. last_step: the last step that computed tokens of it. decided: position up to which
     logits were accepted. drafted: positions of accepted draft tokens, and which draft token of its step each was, from
-    1 on. proposed: draft tokens that were scheduled.
+    1 on. scheduled: draft tokens that steps verified. in_flight,
+    two_in_flight: whether the last step computed tokens of it, and the one before too.
     """
 
     request: Request
@@ -45,9 +47,11 @@ class Tracked:
     last_step: int = 0
     decided: int = 0
     drafted: list[tuple[int, int]] = field(default_factory=list)
-    proposed: int = 0
-    _known: int = 0  # tokens when they were last looked at
-    _known_prompt: int = -1  # tokens of the prompt then
+    scheduled: int = 0
+    in_flight: bool = False
+    two_in_flight: bool = False
+    turn: int = -1  # tokens of the prompt of the turn whose tokens were last looked at
+    _known: int = 0  # tokens then
     _samples: int = 0  # rows of logits that were asked for
     _begun: int = -1  # tokens of the prompt of the turn that runs: a session's grows with each
     _turn: int = -1  # the same of the last sample
@@ -80,17 +84,26 @@ class Tracked:
         if self._begun != self.request.num_prompt_tokens:
             self._begun, self._samples = self.request.num_prompt_tokens, self.samples_until(computed)
 
-    def note_tokens(self) -> None:
+    @property
+    def turn_ended(self) -> bool:
+        """Whether a session got its next prompt since the last look. Computed tokens of the turn before are kept."""
+        return self.turn not in (-1, self.request.num_prompt_tokens)
+
+    def note_tokens(self, mixed: bool = False) -> None:
         """Look at the tokens that a step added: accepted drafts, and behind them one that was sampled.
 
         The last token may also be a draft, behind which a stop cut the others. It was no input, so it has no row.
+        mixed: they may be the result of two steps.
         """
         request = self.request
-        if request.num_prompt_tokens != self._known_prompt:  # a session's turn brings a prompt
-            self._known_prompt, self._known = request.num_prompt_tokens, request.num_prompt_tokens
+        inputs = request.num_computed_tokens if self.turn_ended else request.num_tokens - 1
+        for position in range(self._known, inputs) if self.turn >= 0 else ():
+            self.drafted.append((position, DRAFT_UNKNOWN if mixed else position - self._known + 1))
+        if self.turn != request.num_prompt_tokens:
+            self.turn = self._known = request.num_prompt_tokens
             self.decided = max(self.decided, request.num_prompt_tokens - 1)
-        for position in range(self._known, request.num_tokens - 1):
-            self.drafted.append((position, position - self._known + 1))
+            if not self.turn_ended and request.num_tokens > self._known:
+                self.note_tokens(mixed)
         self._known = max(self._known, request.num_tokens)
 
     def draft_index(self, start: int, end: int) -> np.ndarray:
@@ -101,10 +114,14 @@ class Tracked:
                 index[position - start] = number
         return index
 
-    def number_sample(self, position: int) -> int:
-        """The number of the row of logits of a position. Each turn of a session goes on where the one before ended."""
-        if self._turn != self.request.num_prompt_tokens:
-            self._turn, self._shift = self.request.num_prompt_tokens, position - self._samples
+    def number_sample(self, position: int, turn: int | None = None) -> int:
+        """The number of the row of logits of a position. Each turn of a session goes on where the one before ended.
+
+        turn: tokens of its prompt; None for the turn that runs.
+        """
+        turn = self.request.num_prompt_tokens if turn is None else turn
+        if self._turn != turn:
+            self._turn, self._shift = turn, position - self._samples
         number = position - self._shift
         self._samples = max(self._samples, number + 1)
         return number

@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from dmi_connector.engine import contract, sizing
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
-from dmi_connector.engine.messages import EVERY_STEP, Close, Open, Report, Rows, StepMetadata
+from dmi_connector.engine.messages import Close, Open, Report, Rows, StepMetadata
 from dmi_connector.engine.store_attributes import store_attributes
 from dmi_connector.engine.transfer.announcement import announce
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
@@ -160,7 +160,7 @@ class Exporter:
 
     def before_sleep(self, closes: Sequence[Close]) -> None:
         """End captures, and let all rows leave the GPU: vLLM gives up its cache, and the memory of this object."""
-        self.logits.begin(StepMetadata(closes=list(closes), decided=EVERY_STEP))
+        self.logits.begin(StepMetadata(closes=list(closes)))
         for close in closes:
             capture = self.captures.pop(close.capture)
             self._add(capture, close.rows)

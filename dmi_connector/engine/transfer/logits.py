@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,17 +12,20 @@ import torch
 from dmi_connector.engine.messages import Sample, StepMetadata
 from dmi_connector.engine.owners.base import RowMemory
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, Progress
-from dmi_connector.engine.transfer.draft_logits import DraftLogits, Post
+from dmi_connector.engine.transfer.draft_logits import DraftLogits
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.store.format.completeness import Cause
+from dmi_connector.store.write.client import OpenCapture
 from dmi_connector.store.write.ring import Extent, Ring
 
 _SLOT_BYTES = 8
 """Bytes of a slot number behind rows of logits."""
-_STEPS_UNDECIDED = 3
-"""Beside speculative decoding, most steps with logits in the ring: the running one, one in flight (asynchronous
-scheduling), and one that is delivered.
-"""
+SampleRow = tuple[OpenCapture, str, int, int, int]
+"""One row for `StoreClient.rows`."""
+Post = Callable[[Extent, Sequence[SampleRow]], None]
+"""Hands rows of an extent to the coordinator, which gives the extent back."""
+Wanted = tuple[CaptureExport, int, int]
+"""A row of logits of an accepted token: capture, number of the sample, position of the token."""
 
 
 class Worker(Protocol):
@@ -39,8 +42,7 @@ class Worker(Protocol):
 
 def step_bytes(row_bytes: int, requests: int, drafts: int) -> int:
     """Bytes of the ring that the logits of a step take at most. drafts: draft tokens per request at most."""
-    steps = _STEPS_UNDECIDED if drafts else 1
-    return requests * (row_bytes + 2 * _SLOT_BYTES) * (1 + drafts) * steps
+    return requests * (row_bytes + 2 * _SLOT_BYTES) * (1 + drafts)
 
 
 class LogitsExport:
@@ -56,20 +58,45 @@ class LogitsExport:
         self._samples: list[Sample] = []
         self._step = 0  # number of the running step, if logits of draft tokens are wanted
         self._tokens: torch.Tensor | None = None
-        self._newest = self._decided = 0  # step numbers: last with logits of drafts, last that is decided
         self.draft_logits = DraftLogits()
 
     def begin(self, metadata: StepMetadata) -> None:
-        """A step begins. Hands on the logits of tokens that were accepted in those before."""
+        """A step begins. Exports the logits of tokens that were accepted in those before."""
         self._samples, self._step = metadata.samples, metadata.logits_step
-        messages = [*metadata.accepted, *(one for close in metadata.closes for one in close.accepted)]
-        post = self.post
-        if post is None or not (messages or self._newest > self._decided):
+        if not self._drafts or self.post is None:
             return
-        accepted = [(self._worker.captures[message.capture], message) for message in messages]
-        accepted = [(capture, message) for capture, message in accepted if capture.layout.logits is not None]
-        self._decided = metadata.decided
-        self._after_copies(lambda: self.draft_logits.decide(accepted, metadata.decided, post))
+        messages = [*metadata.accepted, *(one for close in metadata.closes for one in close.accepted)]
+        wanted: list[Wanted] = []
+        slots: list[int] = []
+        last: list[int] = []
+        for message in messages:
+            capture = self._worker.captures[message.capture]
+            if capture.layout.logits is not None:
+                for index, slot in enumerate(message.slots.tolist()):
+                    wanted.append((capture, message.first + index, message.position + index))
+                    slots.append(slot)
+                    last.append(message.step)
+        if wanted:
+            self._export_accepted(wanted, self.draft_logits.take(slots, last))
+        self.draft_logits.drop(metadata.decided)
+
+    def _export_accepted(self, wanted: list[Wanted], taken: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """Export rows of accepted tokens, in the order of `wanted`."""
+        deliver = lambda extent, found, row_bytes: self._deliver_accepted(extent, found, row_bytes, wanted)  # noqa: E731
+        if taken is None or not self._send(taken[0], taken[1].long(), deliver):
+            for capture, _, position in wanted:
+                capture.lose(position - capture.start, 1, Cause.FELL_BEHIND)
+
+    def _deliver_accepted(self, extent: Extent, found: np.ndarray, row_bytes: int, wanted: list[Wanted]) -> None:
+        """Hand rows of accepted tokens that lie in the ring to the coordinator. found: 0 for a row that is none."""
+        rows: list[SampleRow] = []
+        for at, (capture, index, position) in enumerate(wanted):
+            if not found[at]:
+                capture.lose(position - capture.start, 1, Cause.FELL_BEHIND)
+            elif capture.out is not None:
+                rows.append((capture.out, "logits", index, position, at * row_bytes))
+        assert self.post is not None
+        self.post(extent, rows)
 
     def of_tokens(self, tokens: torch.Tensor) -> None:
         """Say which tokens of the step have logits. tokens: int [samples], numbers of tokens in the batch."""
@@ -83,7 +110,7 @@ class LogitsExport:
             return
         if self._drafts:
             if number:
-                self._export_drafts(logits, number, step.slot_mapping)
+                self._keep_drafts(logits, number, step.slot_mapping)
             return
         asked = ((s, self._worker.captures[s.capture]) for s in samples)
         wanted = {s.slot: (s, capture) for s, capture in asked if capture.layout.logits is not None}
@@ -95,7 +122,7 @@ class LogitsExport:
             for sample, capture in wanted.values():
                 capture.lose(sample.position - capture.start, 1, Cause.FELL_BEHIND)
 
-    def _export_drafts(self, logits: torch.Tensor, number: int, slots: torch.Tensor) -> None:
+    def _keep_drafts(self, logits: torch.Tensor, number: int, slots: torch.Tensor) -> None:
         """Keep the logits of a step until the scheduler knows which draft tokens were accepted."""
         tokens = self._tokens
         if tokens is None or len(tokens) != len(logits):
@@ -103,17 +130,15 @@ class LogitsExport:
             raise RuntimeError(
                 f"logits: a step with draft tokens has {len(logits)} rows of logits, but {known} token indices"
             )
-        self._newest = number
-        add = lambda extent, slots, row_bytes: self.draft_logits.add(number, extent, slots, row_bytes)  # noqa: E731
-        if not self._send(logits, slots[tokens.long()], add):
-            self._after_copies(lambda: self.draft_logits.lose(number))
+        kept = logits.to(self._worker.layer.row_dtype, copy=True)
+        self.draft_logits.add(number, kept, slots[tokens.long()].long())
 
     def _send(
         self, logits: torch.Tensor, slots: torch.Tensor, deliver: Callable[[Extent, np.ndarray, int], None]
     ) -> bool:
-        """Copy logits and the slots of their tokens (int64 [samples]) into one extent of the ring.
+        """Copy logits and a number for each (`slots`, int64 [samples]) into one extent of the ring.
 
-        deliver: called with the extent, the slots and the bytes of a row, once they are there. Returns False if the
+        deliver: called with the extent, the numbers and the bytes of a row, once they are there. Returns False if the
         ring has no room under policy drop.
         """
         worker = self._worker
@@ -149,13 +174,6 @@ class LogitsExport:
                     found.append((capture.out, "logits", sample.index, sample.position, index * row_bytes))
         assert self.post is not None
         self.post(extent, found)
-
-    def _after_copies(self, work: Callable[[], None]) -> None:
-        """Do what must follow the copies that are under way."""
-        if self._worker.lane is None:
-            work()
-        else:
-            self._worker.lane.then(work)
 
 
 def _fill(target: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor) -> None:

@@ -152,7 +152,9 @@ class StoreReader:
     @property
     def draft_index(self) -> np.ndarray:
         """uint8 [tokens]: which draft token of its step a generated token was, from 1 on; 0 if it was sampled, and in
-        the prompt. Raises KeyError without speculative decoding, and for a repaired store.
+        the prompt; 255 if that is not known (accepted, behind a pause of the engine).
+
+        Raises KeyError without speculative decoding, and for a repaired store.
         """
         if DRAFT_INDEX not in schema.token_arrays(self.attrs):
             raise KeyError("draft_index: the request ran without speculative decoding, or its store was repaired")

@@ -14,7 +14,7 @@ import numpy as np
 
 from dmi_connector.dtypes import FLOATS
 from dmi_connector.hooks import ALWAYS
-from dmi_connector.layout import DRAFT_INDEX, ArraySpec
+from dmi_connector.layout import DRAFT_INDEX, DRAFT_UNKNOWN, ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c, file_checksum
 from dmi_connector.store.format.paths import leaves_store
@@ -276,7 +276,8 @@ class _Check:
             yield self.problem("phase", f"it does not change from 0 to 1 at prompt_len {attrs['prompt_len']}")
         drafted, most = values.get(DRAFT_INDEX), attrs.get("speculative", {}).get("num_speculative_tokens", 0)
         if drafted is not None and len(drafted) == length:
-            wrong = np.flatnonzero((drafted > most) | ((drafted > 0) & (positions < attrs["prompt_len"])))
+            known = (drafted <= most) | (drafted == DRAFT_UNKNOWN)
+            wrong = np.flatnonzero(~known | ((drafted > 0) & (positions < attrs["prompt_len"])))
             if len(wrong):
                 yield self.problem(DRAFT_INDEX, f"row {wrong[0]} is draft token {drafted[wrong[0]]} of {most}")
 
