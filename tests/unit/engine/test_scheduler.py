@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -16,6 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
+from dmi_connector.layout import DRAFT_UNKNOWN
 from tests.lanekit import Event
 from tests.schedulerkit import Engine
 
@@ -195,6 +197,52 @@ def test_rows_of_later_turns_of_a_session_come_from_their_own_blocks(make: Make)
     assert len(known) > 3 and known == given[: len(known)], "the last ones are noted with later steps"
     engine.drain()
     assert engine.faults() == []
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_logits_of_every_turn_of_a_session_are_stored_beside_drafts(make: Make, on_gpu: bool) -> None:
+    """No step lies between the last one of a turn and the next prompt."""
+    numbers = count(5)
+    engine = make(ahead=False, on_gpu=on_gpu, drafts=3, hooks="q,logits", tokens=lambda: next(numbers))
+    name = engine.add(range(5, 15), 12, resumable=True)
+    request = engine.requests[name]
+    while request.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        engine.step()
+    first = list(range(9, request.num_computed_tokens))
+    more: Any = Request(
+        name, list(range(40, 60)), SamplingParams(max_tokens=20), None, block_hasher=engine.hasher, resumable=True
+    )
+    engine.scheduler.add_request(more)
+    request.resumable = False
+    second = request.num_prompt_tokens - 1
+    engine.drain()
+    engine.exporter.shutdown()
+    stored, tokens = engine.stored[name], list(request.all_token_ids)
+    length, samples, *_ = stored.ends[0]
+    positions = [*first, *range(second, length)]
+    assert samples == {"logits": len(positions)} and len(first) > 9
+    assert [stored.logits[index] for index in range(len(positions))] == [(tokens[at], at) for at in positions]
+
+
+def test_a_draft_of_two_steps_whose_results_came_at_once_is_unknown(make: Make) -> None:
+    """A pause lets the steps in flight end before another one is planned."""
+    engine = make(drafts=3, hooks="q,logits", tokens=lambda: 9)
+    name = engine.add(PROMPT, 60)
+    for _ in range(6):
+        engine.step()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    known = engine.requests[name].num_tokens
+    while engine.busy:
+        engine.step()
+    paused = engine.requests[name].num_tokens
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.drain()
+    index = engine.stored[name].draft_index
+    assert index is not None and paused > known + 1
+    unknown = [at for at, number in enumerate(index) if number == DRAFT_UNKNOWN]
+    assert unknown and set(unknown) <= set(range(known - 5, paused))
+    [fault] = engine.faults()
+    assert "draft_index" in fault, "rows and logits are right"
 
 
 def test_each_row_of_logits_is_asked_for_once(make: Make) -> None:
