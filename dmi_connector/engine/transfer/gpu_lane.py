@@ -298,9 +298,7 @@ class DeviceLane:
         return ready
 
     def _on_gpu(self, table: np.ndarray) -> torch.Tensor:
-        """A layout's table on the GPU, copied once. It is freed with the layout. Transfers keep the layout until they
-        are delivered.
-        """
+        """A layout's table on the GPU, copied once and freed with the layout. Transfers keep the layout."""
         key = id(table)
         if key not in self._tables:
             self._tables[key] = torch.tensor(table, device=self.device)
