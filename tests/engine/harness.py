@@ -96,13 +96,16 @@ _compiled = False
 
 
 @contextmanager
-def engine(model: Path, in_process: bool = True, fork: bool = False, **kwargs: Any) -> Iterator[LLM]:
+def engine(
+    model: Path, in_process: bool = True, fork: bool = False, end_seconds: int = END_SECONDS, **kwargs: Any
+) -> Iterator[LLM]:
     """A vLLM engine that is gone when the block ends.
 
     in_process: run scheduler and worker in this process, which saves the start of two and lets tests watch them and
     take single steps; False is vLLM's default. fork: processes of the engine are forked, as vLLM does on a GPU, not
     spawned, as on a CPU: each that is spawned imports vLLM for twelve seconds. Not in a process that has compiled a
-    model: its threads hold locks, for which a forked worker has waited for ever.
+    model: its threads hold locks, for which a forked worker has waited for ever. end_seconds: after them vLLM kills
+    workers that have not ended.
     """
     global _compiled
     from vllm import LLM
@@ -116,7 +119,7 @@ def engine(model: Path, in_process: bool = True, fork: bool = False, **kwargs: A
                     patch.setattr(multiprocessing, "get_context", lambda _method=None: forked)
                 _compiled |= in_process and not kwargs.get("enforce_eager")
                 patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1")
-                patch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(END_SECONDS))
+                patch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(end_seconds))
                 patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # in whole GiB, and it wins over the argument
                 llm = LLM(str(model), **{**ENGINE, "kv_cache_memory_bytes": CACHE_BYTES, **kwargs, **runner.ENGINE})
         except BaseException:
@@ -129,7 +132,7 @@ def engine(model: Path, in_process: bool = True, fork: bool = False, **kwargs: A
                 for _ in range(3):  # an engine in its own process takes these steps by itself
                     llm.llm_engine.step()
         finally:
-            llm.llm_engine.engine_core.shutdown(**({} if in_process else {"timeout": END_SECONDS}))
+            llm.llm_engine.engine_core.shutdown(**({} if in_process else {"timeout": end_seconds}))
             del llm
             gc.collect()
 

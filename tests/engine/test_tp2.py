@@ -60,6 +60,7 @@ def run(
             tiny_model("qwen3"),
             in_process=False,
             fork=True,
+            end_seconds=10,  # the other rank waits for the killed one for ever
             enforce_eager=True,
             tensor_parallel_size=2,
             distributed_executor_backend="mp",
