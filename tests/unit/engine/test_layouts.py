@@ -68,7 +68,7 @@ class Known:
 
     def open_capture(self, number: int, *_: object) -> Any:
         self.opened.append(self.layouts[number])
-        return SimpleNamespace(close=lambda *_: None)
+        return SimpleNamespace(close=lambda *_, **_more: None)
 
 
 def test_layouts_that_were_opened_last_are_kept_and_that_of_all_hooks(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_dynamo_sees_a_sum_of_the_last_terms_and_calls_no_update() -> None:
     model, field = Wrapper(), RowField("resid_final", 0, "float32", 4, 16)
     blocks = {"ln1": "input_layernorm", "o_proj": "attn", "mlp": "mlp"}
     context: Any = SimpleNamespace(
+        drafting=None,
         arch=Architecture("Some", f"{TRANSFORMERS}:Some", plain_norms=True, parallel=True, **blocks),
         dims=SimpleNamespace(layers=2),
         layout=SimpleNamespace(fields=[field], find=lambda name, _layer: field if name == "resid_final" else None),
