@@ -25,7 +25,7 @@ def check_chain(vllm_config: VllmConfig) -> None:
     speculative: Any = vllm_config.speculative_config
     if speculative.method not in CHAINS:
         raise ValueError(
-            f"speculative_config: method {speculative.method!r} was not tried with capture; use one of "
+            f"speculative_config: draft tokens of method {speculative.method!r} may not form a chain; use one of "
             f"{', '.join(CHAINS)}, or none"
         )
     tree = getattr(speculative, "speculative_token_tree", None)  # vLLM 0.31

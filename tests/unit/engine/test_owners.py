@@ -82,7 +82,7 @@ def test_the_configuration_tells_the_owner_and_what_it_uses(
         (None, {}, ""),
         (None, {"runner": "pooling"}, ""),
         (None, {"hybrid": True}, "model: 'm' has Mamba or linear-attention layers"),
-        ("medusa", {}, "speculative_config: method 'medusa' was not tried with capture; use one of ngram"),
+        ("medusa", {}, "speculative_config: draft tokens of method 'medusa' may not form a chain; use one of ngram"),
         (args.EXTRACT_HIDDEN_STATES, {}, ""),
         (args.EXTRACT_HIDDEN_STATES, {"hybrid": True}, "model: 'm' has Mamba or linear-attention layers"),
         (args.EXTRACT_HIDDEN_STATES, {"runner": "pooling"}, "runner: 'pooling' skips the step .*owner='target'"),
