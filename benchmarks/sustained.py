@@ -94,7 +94,6 @@ def all_setups(model: str) -> list[Sustained]:
     for method in drafts.METHODS:
         setups.append(Sustained(f"stock {method}", f"stock {method}", drafts=method))
         setups.append(ours(f"hidden-states zstd {method}", HIDDEN, "zstd", drafts=method))
-        setups.append(ours(f"hidden-states zstd {method} pieces", HIDDEN, "zstd", drafts=method, graphs=pieces))
     for name in MECHANISMS:
         setups.append(ours(f"hidden-states null without {name}", HIDDEN, without=name))
         setups.append(ours(f"hidden-states zstd without {name}", HIDDEN, "zstd", without=name))

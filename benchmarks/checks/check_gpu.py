@@ -292,7 +292,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     return {"requests": len(found["stores"]), "rows": rows, "rows_missing": missing, "problems": problems[:10],
             "least_cosine": cosine, "rows_below": {hook: float(np.mean(low)) for hook, low in below.items()},
             "experts": "router_logits" in cosine, "largest_relative_error": error, "top_k_gap": gap,
-            "attention_error": attention, "drafts": drafted}  # fmt: skip
+            "attention_error": attention, **({"drafts": drafted} if args.drafts else {})}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -320,7 +320,7 @@ def _failures(found: dict[str, Any]) -> list[str]:
     """What of one engine's findings is not as it should be."""
     steps = found["steps"]
     wrong = list(found.get("problems", []))
-    if found["drafts_of"]:
+    if found.get("drafts_of"):
         if not 1 < steps["largest_decode_step"] <= 1 + drafts.K or not steps["draft_tokens"]:
             wrong.append(f"steps: {steps}")
         if not found.get("drafts", {"rows_of_accepted": 1})["rows_of_accepted"]:
@@ -339,7 +339,7 @@ def _failures(found: dict[str, Any]) -> list[str]:
         wrong.append(f"attention weights are off by {found['attention_error']}")
     if found.get("rows_missing"):
         wrong.append(f"{found['rows_missing']} rows are missing")
-    judged = "seeded_same" in found and found["drafts_of"] != "eagle3"
+    judged = "seeded_same" in found and found.get("drafts_of") != "eagle3"
     return wrong + (token_failures(found, found.get("experts", False)) if judged else [])
 
 
@@ -380,10 +380,8 @@ def main(argv: list[str] | None = None) -> int:
         found = json.loads(part.read_text())
         part.unlink()
         stock = stock or found
-        results[name] = {k: found[k] for k in ("facts", "steps")} | {
-            "drafts_of": args.drafts,
-            "seconds": round(time.perf_counter() - begin, 1),
-        }
+        results[name] = {k: found[k] for k in ("facts", "steps")} | {"seconds": round(time.perf_counter() - begin, 1)}
+        results[name] |= {"drafts_of": args.drafts} if args.drafts else {}
         if name != "stock":
             results[name] |= _tokens(args, name, found, stock)
         common.save(args.out, results)  # transformers may take longer than there is time
