@@ -57,6 +57,20 @@ def test_every_row_comes_from_its_slot_in_random_lives(make: Make, seed: int) ->
     assert engine.faults() == [] and engine.stored
 
 
+@pytest.mark.parametrize("seed", range(16))
+def test_every_row_comes_from_its_page_in_random_lives(make: Make, seed: int) -> None:
+    """Rows in a pool: with room for all requests, for a few, and for hardly one beside the smallest step."""
+    engine = make(
+        seed=seed,
+        blocks=(24, 40, 120)[seed % 3],
+        pages=(9, 12, 20, 60)[seed % 4],
+        ahead=seed % 5 != 0,
+        on_gpu=seed % 2 == 0,
+    )
+    live(engine, steps=120)
+    assert engine.faults() == [] and engine.stored
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_and_logits_of_accepted_tokens_alone_are_stored_in_random_lives(make: Make, seed: int) -> None:
     """Speculative decoding: rows of rejected drafts never leave, and each row of logits is of the right token."""
