@@ -368,11 +368,8 @@ class Engine:
         """After the end: rows that are wrong, twice or nowhere, and whatever was not given back."""
         self.exporter.shutdown()
         found = [] if self.free == self._free else [f"{self._free - self.free} blocks are not free"]
-        left = {
-            "held": getattr(self.tracker.slots, "held", ()),
-            "tracked": self.tracker.tracked,
-            "captures": self.exporter.captures,
-        }
+        held = getattr(self.tracker.slots, "held", ())
+        left = {"held": held, "tracked": self.tracker.tracked, "captures": self.exporter.captures}
         found += [f"{name}: {list(what)}" for name, what in left.items() if what]
         for name, stored in self.stored.items():
             request = self.requests[name]

@@ -69,9 +69,9 @@ class Close:
 
     rows: its last rows. length: rows of the store. samples: rows of logits. attrs: root attributes of the store.
     losses: rows that were wanted but not computed. keeps_blocks: id of the request if its blocks are kept until these
-    rows are gathered, None if they are free already. stays: no block has these rows, so they may wait. draft_index: by row, which draft token of its step the token was,
-    from 1 on, and 0 for a sampled token and in the prompt; None without speculative decoding. accepted: its last
-    logits.
+    rows are gathered, None if they are free already. stays: no block has these rows, so they may wait. draft_index: by
+    row, which draft token of its step the token was, from 1 on, and 0 for a sampled token and in the prompt; None
+    without speculative decoding. accepted: its last logits.
     """
 
     capture: int

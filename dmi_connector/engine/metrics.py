@@ -30,7 +30,7 @@ COUNTERS = {
     ),
     "recomputed_tokens": (
         "recomputed_tokens",
-        "Cached tokens that were computed again because rows are wanted of them",
+        "Cached tokens that were computed again for their rows",
     ),
     "bytes_exported": ("exported_bytes", "Bytes brought from the cache to the host buffer"),
     "bytes_raw": ("raw_bytes", "Bytes of finished captures before compression"),

@@ -31,6 +31,7 @@ CONFIGURATIONS = {
     "draft, prefix caching": ("draft", True),
     "draft, no prefix caching": ("draft", False),
     "target, prefix caching": ("target", True),
+    "pool, prefix caching": ("pool", True),
 }
 
 

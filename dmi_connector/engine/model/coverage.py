@@ -38,8 +38,9 @@ class Coverage:
     """What the taps of one model have written in its first forward.
 
     fields: of a row. poison: whether rows are filled with UNWRITTEN before each forward writes them. first_at: byte of
-    a row that the first tap of a forward writes. tokens: of the running forward; None before the first. logits: whether compute_logits has run. header_first: whether the header is
-    written before the embedding, if that is selected, or behind it.
+    a row that the first tap of a forward writes. tokens: of the running forward; None before the first. logits: whether
+    compute_logits has run. header_first: whether the header is written before the embedding, if that is selected, or
+    behind it.
     """
 
     def __init__(self, fields: Iterable[RowField] = (), poison: bool = False, header_first: bool = False) -> None:

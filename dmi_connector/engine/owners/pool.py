@@ -68,8 +68,8 @@ class Pool(Owner):
             )
         if model.enable_sleep_mode or model.enable_cumem_allocator:
             raise ValueError(
-                "enable_sleep_mode: True (or enable_cumem_allocator) gives up the memory of the pool, which owner='pool' "
-                "does not support; remove it, or use owner='target'"
+                "enable_sleep_mode: sleep (here or with enable_cumem_allocator) gives up the memory of the pool, which "
+                "owner='pool' does not support; remove it, or use owner='target'"
             )
         if speculative is not None and speculative.method == EXTRACT_HIDDEN_STATES:
             raise ValueError(
