@@ -26,9 +26,12 @@ _LONG = [
     *((name, "compiled", "draft") for name in ("qwen2", "llama", "mistral", "qwen3_moe", "gpt2")),
     ("qwen3", "compiled", "target"),
     ("gpt2", "eager", "target"),
+    ("qwen3_moe", "compiled", "pool"),
+    ("gpt2", "eager", "pool"),
 ]
 CONFIGURATIONS: list[Any] = [
     ("qwen3", "compiled", "draft"),
+    ("qwen3", "compiled", "pool"),
     ("qwen3", "eager", "draft"),
     ("qwen2", "eager", "draft"),
     ("llama", "eager", "target"),

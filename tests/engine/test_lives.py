@@ -43,7 +43,7 @@ from tests.runner import ASYNC, V2
 if TYPE_CHECKING:
     from vllm import LLM
 
-OWNERS = ("draft", "target")
+OWNERS = ("draft", "target", "pool")
 HOOKS = hooks_of("qwen3")
 BUDGET = 80
 """Tokens of a step: pieces of prompts end beside the edges of chunks (32) and blocks (128)."""

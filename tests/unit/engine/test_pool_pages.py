@@ -47,8 +47,8 @@ def contexts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, CaptureConte
 
 @dataclass
 class Life(FakeRequest):
-    """A request in the model. blocks: of vLLM. left: tokens that it still generates. flight: tokens whose result is not
-    known yet. rows: positions of rows that were gathered. end: what its close says.
+    """A request in the model. blocks: of vLLM. left: tokens that it still generates. drafts: draft tokens of its next
+    step. rows: positions of rows that were gathered. length: rows that its close says.
     """
 
     resumable: bool = False
@@ -88,7 +88,7 @@ class Model:
         self.gathered = 0
         self.waiting: list[Life] = []
         self.running: list[Life] = []
-        self.results: deque[list[tuple[Life, int, int]]] = deque()
+        self.results: deque[list[tuple[Life, bool]]] = deque()  # whether each step samples a token of a request
         self.lives: dict[str, Life] = {}
         self.by_capture: dict[int, Life] = {}
         self.preempted: set[str] = set()
@@ -151,8 +151,11 @@ class Model:
 
     def ask(self, life: Life) -> int:
         """Tokens that a request could compute."""
-        in_flight = sum(one is life for step in self.results for one, *_ in step)
-        return life.num_tokens + in_flight + life.drafts - life.num_computed_tokens
+        return life.num_tokens + self.in_flight(life) + life.drafts - life.num_computed_tokens
+
+    def in_flight(self, life: Life) -> int:
+        """Tokens of it that are sampled and not known yet."""
+        return sum(one is life and samples for step in self.results for one, samples in step)
 
     def step(self) -> int:
         """Returns the tokens of the step."""
@@ -185,7 +188,7 @@ class Model:
         for life in [*self.waiting] if not self.preempted else []:
             if not budget or len(self.running) >= REQUESTS:
                 break
-            if any(one is life for step in self.results for one, *_ in step):
+            if self.in_flight(life):
                 continue  # its last result is on the way
             most = 0 if life.skip_reading_prefix_cache else (life.num_tokens - 1) // self.block
             hit = self.random.choice([0, self.random.randrange(most + 1)]) * self.block
@@ -227,16 +230,19 @@ class Model:
         )
         self.preempted.clear()
         self.work(self.tracker.step(output), [(self.lives[name], computed[name], n) for name, n in scheduled.items()])
+        if scheduled:
+            self.results.append([])
         for name, n in scheduled.items():
-            self.lives[name].num_computed_tokens += n
-        self.results.append([(self.lives[name], computed[name], n) for name, n in scheduled.items()])
-        if not self.ahead or len(self.results) > 1 or not scheduled:
+            life = self.lives[name]
+            self.results[-1].append((life, n == self.ask(life)))
+            life.num_computed_tokens += n
+        if self.results and (not self.ahead or len(self.results) > 1 or not scheduled):
             self.take_result()
         return sum(scheduled.values())
 
     def take_result(self) -> None:
-        for life, computed, n in self.results.popleft() if self.results else ():
-            if life.left < 0 or computed + n < life.num_tokens:
+        for life, samples in self.results.popleft():
+            if life.left < 0 or not samples:
                 continue  # it is gone, or its prompt goes on
             if self.drafts:
                 rejected = self.random.randrange(life.drafts + 1) if life.drafts else 0
@@ -305,10 +311,10 @@ class Model:
             if self.running and r.random() < 0.02:
                 self.preempt(r.choice(self.running))
             tokens = self.step()
-            idle = 0 if tokens or self.results else idle + 1
+            idle = 0 if tokens or self.results or not here else idle + 1
             if number >= steps and not (self.waiting or self.running or self.results):
                 break
-            assert idle < 6 or not self.waiting, f"{len(self.waiting)} wait for ever"
+            assert idle < 6, f"{len(self.waiting)} wait and {len(self.running)} run for ever"
         self.step()
         while self.due:
             self.gather()
