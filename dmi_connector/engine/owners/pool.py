@@ -95,7 +95,8 @@ class Pool(Owner):
         from dmi_connector.engine.owners.pool_pages import PoolSlots, StepLimits
 
         group, _, block_size = key_group(config)
-        return PoolSlots(context, group, block_size, config.num_blocks, StepLimits.of(vllm_config))
+        cache = sum(tensor.size for tensor in config.kv_cache_tensors)
+        return PoolSlots(context, group, block_size, config.num_blocks, StepLimits.of(vllm_config), cache)
 
     def row_memory(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> RowMemory:
         from dmi_connector.engine.owners.pool_memory import RowPool

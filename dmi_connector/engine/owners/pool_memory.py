@@ -66,6 +66,7 @@ class RowPool(StepRows, nn.Module):
         self._layer, self._lookup = layer, Lookup(size)
         with torch.inference_mode(False):
             self.table = torch.full((blocks * block_size // size,), -1, dtype=torch.int32, device=self._memory.device)
+            self.places(self.slots[:1])  # compiled now, not while a CUDA graph is captured
         watch_steps(layer, self, vllm_config)
 
     def rows_and_slots(self, forward: ForwardContext, first: bool) -> tuple[torch.Tensor, torch.Tensor] | None:

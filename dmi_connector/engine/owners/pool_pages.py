@@ -165,8 +165,8 @@ class _Rows:
 class PoolSlots(RowSlots):
     """Places of rows in a pool.
 
-    Until `sized` is called there are no pages. most: pages that a request has at most, beside those of its prompt in
-    one step.
+    Until `sized` is called there are no pages. blocks: of vLLM's cache. cache: its bytes. most: pages that a request
+    has at most, beside those of its prompt in one step.
 
     Deadlocks: a request is admitted only if all that are admitted, and a step of the smallest budget, have pages. Pages
     whose rows were handed to the workers count as free, because gathering them waits for no request.
@@ -175,9 +175,11 @@ class PoolSlots(RowSlots):
     eager: ClassVar[bool] = True
     stays: ClassVar[bool] = True
 
-    def __init__(self, context: Context, group: int, block_size: int, blocks: int, limits: StepLimits) -> None:
+    def __init__(
+        self, context: Context, group: int, block_size: int, blocks: int, limits: StepLimits, cache: int = 0
+    ) -> None:
         super().__init__(group, block_size)
-        self._context, self._blocks, self.limits = context, blocks, limits
+        self._context, self._blocks, self._cache, self.limits = context, blocks, cache, limits
         self.size = page_size(block_size)
         self._in_page = np.arange(self.size)
         self.most = limits.pages_of_request(context.options.chunk_tokens, self.size)
@@ -195,19 +197,23 @@ class PoolSlots(RowSlots):
         self._recomputed = 0
 
     def sized(self, pages: int) -> None:
+        if pages == self.pages.count:
+            return  # vLLM says it again, and pages may be in use
         self.pages = Pages(pages)
-        least = self.limits.floor(self.limits.requests)
-        tokens = self._blocks * self.block_size
-        rows = pages * self.size
-        row_bytes = self._context.layout.row_bytes
+        rows, limits = pages * self.size, self.limits
+        pool, least = rows * self._context.layout.row_bytes, limits.floor(limits.requests)
         logger.info(
-            "dmi_connector: pool of %d rows (%.2f GB) beside a cache of %d tokens: %d captured requests at once beside "
-            "steps of %d tokens, %d beside steps of %d; others wait. Chunks of %d tokens",
+            "dmi_connector: a pool of %d rows (%.2f GB) beside a cache of %d tokens (%.3f of what fits without it)",
             rows,
-            rows * row_bytes / 1e9,
-            tokens,
-            max(0, (pages - self._pages(self.limits.tokens)) // self.most),
-            self.limits.tokens,
+            pool / 1e9,
+            self._blocks * self.block_size,
+            self._cache / (self._cache + pool),
+        )
+        logger.info(
+            "dmi_connector: the pool holds %d captured requests beside steps of %d tokens, and %d beside steps of %d, "
+            "in chunks of %d tokens; more wait",
+            max(0, (pages - self._pages(limits.tokens)) // self.most),
+            limits.tokens,
             max(0, (pages - self._pages(least)) // self.most),
             least,
             self._context.options.chunk_tokens,

@@ -83,7 +83,8 @@ class Exporter:
         if gpu and options.sink != "null":
             self.lane = DeviceLane(self.ring, sizes.staging, self.rows, sizes.least_host)
             self.lane.warm_up(full.table)
-        announce(context, full, self.rows, sizes, self.lane, writers)
+        place = "pool" if layer.pages else "cache"
+        announce(context, full, self.rows, sizes, self.lane, writers, place)
 
     def _layout(self, hooks: dict[str, tuple[int, ...]]) -> ChunkLayout:
         """The layout of a selection. The first one, of all hooks, is kept; of others those that were opened last."""

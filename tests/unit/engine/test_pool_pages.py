@@ -42,7 +42,8 @@ def small_steps() -> Iterator[None]:
 def contexts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, CaptureContext]:
     """By tokens of a chunk."""
     root = tmp_path_factory.mktemp("stores")
-    return {chunk: make_tracker(root, "q", chunk_tokens=chunk, segment_tokens=chunk * 8, sink="host").context for chunk in (1, 8, 16, 24)}
+    options = {"hooks": "q", "sink": "host"}
+    return {n: make_tracker(root, chunk_tokens=n, segment_tokens=8 * n, **options).context for n in (1, 8, 16, 24)}
 
 
 @dataclass
@@ -210,9 +211,7 @@ class Model:
                 resumed.add(life.request_id)
                 given[life.request_id] = life.blocks
             else:
-                new.append(
-                    SimpleNamespace(req_id=life.request_id, block_ids=(life.blocks,), num_computed_tokens=hit)
-                )
+                new.append(SimpleNamespace(req_id=life.request_id, block_ids=(life.blocks,), num_computed_tokens=hit))
                 self.seen.add(life.request_id)
         old = [name for name in scheduled if name not in {one.req_id for one in new}]
         output: Any = SimpleNamespace(
