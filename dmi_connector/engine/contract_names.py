@@ -203,17 +203,9 @@ NAMES: dict[str, dict[str, Name]] = {
             "vllm.config:SchedulerConfig.__dataclass_fields__.max_num_batched_tokens",
             "read by the scheduler at the beginning of each step, and lowered while prompts are captured",
         ),
-        "ask_again": Name(
-            "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_num_new_matched_tokens",
-            "None holds a request back, and others pass it",
-        ),
         "skips_cache": Name(
             "vllm.v1.request:Request.get_skip_reading_prefix_cache",
             "sets the attribute skip_reading_prefix_cache, with which cached tokens are computed again for their rows",
-        ),
-        "pages_told": Name(
-            "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.set_xfer_handshake_metadata",
-            "tells the scheduler half how many pages the pools of the workers have",
         ),
     },
     "speculative decoding": {
