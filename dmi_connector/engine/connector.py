@@ -104,10 +104,13 @@ class DMIConnector(KVConnectorBase_V1):
         return worker.exporter if isinstance(worker, DMIConnector) else None
 
     def has_pending_push_work(self) -> bool:
-        """Whether rows still leave the GPU of another process, in an engine that may sleep.
+        """Whether rows still leave the GPU of another process, in an engine that may sleep, or a pool.
 
-        vLLM then goes on with empty steps, and begins no pause, in which it may sleep.
+        vLLM then goes on with empty steps, and begins no pause, in which it may sleep. Captures end in such steps: no
+        request whose blocks are kept has vLLM take them for a pool.
         """
+        if self.tracker.slots.stays:
+            return self.tracker.leaving
         return self.context.may_sleep and self.tracker.leaving and self._worker_here() is None
 
     def reset_cache(self) -> bool | None:

@@ -70,15 +70,17 @@ class RowMemory(Protocol):
 
     row_dtype: the model's. step: metadata of the running batch (query starts and vLLM's slots), None before the first.
     poisons: whether the rows of a step are filled with UNWRITTEN before its forward. unpoisoned: slots of the step
-    whose rows are still to be filled. pages: of a pool, which the scheduler gives to requests; 0 where rows lie in
-    vLLM's blocks.
+    whose rows are still to be filled.
     """
 
     row_dtype: torch.dtype
     step: CommonAttentionMetadata | None
     poisons: bool
     unpoisoned: torch.Tensor | None
-    pages: int
+
+    @property
+    def pages(self) -> int:
+        """Pages of a pool without the null page, which the scheduler gives to requests. 0 for rows in vLLM's blocks."""
 
     @property
     def rows(self) -> torch.Tensor | None:

@@ -108,7 +108,7 @@ class Exporter:
         for message in metadata.opens:
             self._open(message)
         self.logits.begin(metadata)
-        closing = []
+        closing: list[tuple[CaptureExport, Close]] = []
         for close in metadata.closes:
             if close.keeps_blocks:
                 continue
