@@ -74,7 +74,9 @@ class DMIConnector(KVConnectorBase_V1):
         self.tracker.slots.bind(kv_cache_manager)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        self.tracker.slots.sized(min(rank.count for rank in metadata.values() if isinstance(rank, RowPages)))
+        """metadata: by rank; {} where rows have no pages."""
+        if pages := [rank.count for rank in metadata.values() if isinstance(rank, RowPages)]:
+            self.tracker.slots.sized(min(pages))
 
     def on_new_request(self, request: Request) -> None:
         self.tracker.on_new_request(request)

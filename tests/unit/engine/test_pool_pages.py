@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.messages import Rows, StepMetadata
+from dmi_connector.engine.messages import RowPages, Rows, StepMetadata
 from dmi_connector.engine.owners import pool_pages
 from dmi_connector.engine.owners.pool_pages import Pages, PoolSlots, StepLimits, page_size, pages_of
 from dmi_connector.engine.scheduler.tracker import Tracker
@@ -374,3 +375,13 @@ def test_pages_are_used_again_in_the_order_in_which_their_rows_left() -> None:
     pages.gathered(10)
     assert (pages.take(), pages.take_need()) == (2, 0), "its rows are gathered"
     assert (pages.take(), pages.take_need(), pages.take_need()) == (1, 30, 0), "its rows have to be"
+
+
+def test_the_scheduler_half_hears_of_the_smallest_pool_and_of_none() -> None:
+    """vLLM calls it with nothing where no worker has something to say."""
+    heard: list[int] = []
+    connector = DMIConnector.__new__(DMIConnector)
+    connector.tracker = SimpleNamespace(slots=SimpleNamespace(sized=heard.append))  # type: ignore[assignment]
+    connector.set_xfer_handshake_metadata({})
+    connector.set_xfer_handshake_metadata({0: RowPages(9), 1: RowPages(7)})
+    assert heard == [7]
