@@ -10,7 +10,7 @@ from typing import Any
 
 from dmi_connector.hooks import check_names
 from dmi_connector.option_values import OptionError
-from dmi_connector.settings import ServerOptions
+from dmi_connector.settings import POOL, ServerOptions
 
 MAX_BATCH = 65536
 """More requests than any vLLM engine runs in one step."""
@@ -24,7 +24,7 @@ _DRAFT = {
     "num_speculative_tokens_per_batch_size": [[1, MAX_BATCH, 0]],  # no drafts at any batch size
     "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": PLACEHOLDER_LAYERS}},
 }
-OWNER_ARGS: dict[str, dict[str, Any]] = {"draft": {"speculative_config": _DRAFT}, "target": {}}
+OWNER_ARGS: dict[str, dict[str, Any]] = {"draft": {"speculative_config": _DRAFT}, "target": {}, POOL: {}}
 """Engine arguments that each owner of the rows needs besides the connector. `engine/owners/` has a class for each."""
 OWNERS = tuple(OWNER_ARGS)
 CONNECTOR, CONNECTOR_MODULE = "DMIConnector", "dmi_connector.engine.connector"
@@ -41,8 +41,8 @@ def capture_args(
 
     hooks: the selection, as in "hidden-states,mlp_post@10-20,-logits", or a list. store_dir: where stores are written.
     owner: "draft" gives `speculative_config` (vLLM's extract_hidden_states path, whose draft model owns the rows) and
-    `kv_transfer_config`; "target" gives only `kv_transfer_config`, and the served model owns the rows. options: the
-    other fields of `ServerOptions`.
+    `kv_transfer_config`; "target" gives only `kv_transfer_config`, and the served model owns the rows; so does "pool",
+    and rows lie in memory of their own. options: the other fields of `ServerOptions`.
 
     Raises OptionError for a bad option, and SelectionError for a hook that no model has. What the model has is checked
     when the engine starts.
@@ -51,6 +51,8 @@ def capture_args(
         raise OptionError(f"owner: {owner!r} is unknown; choose one of {', '.join(OWNERS)}")
     selection = hooks if isinstance(hooks, str) else list(hooks)
     extra = {"hooks": selection, "store_dir": os.path.abspath(store_dir), **options}
+    if owner == POOL:
+        extra["owner"] = POOL
     check_names(ServerOptions.parse(extra).hooks)
     transfer = {
         "kv_connector": CONNECTOR,

@@ -28,6 +28,9 @@ SINKS = ("disk", "host", "null")
 CHECKS = ("none", "poison")
 CUDA_GRAPHS = ("auto", "vllm")
 FILE_MODES = ("private", "group", "world")
+POOL = "pool"
+OWNERS = ("", POOL)
+"""Owners that the connector's options name. The others follow from vLLM's own."""
 _OF_VLLM = {
     "shared_storage_path": "did you mean 'store_dir'?",
     "num_writer_threads": "did you mean 'writers'?",
@@ -82,6 +85,7 @@ class ServerOptions:
     """What one server captures and how it stores it.
 
     hooks: the selection (see `hooks.parse_selection`). store_dir: directory of the stores, created when missing.
+    owner: "pool" keeps rows in a pool of their own of pool_bytes (0: by the size of the cache), "" in vLLM's cache.
     codec: of chunks, a name in `codecs.CODECS`. always_compress: writers compress even when they are behind.
     chunk_tokens: token rows of one compressed chunk. segment_tokens: rows of one shard file, a multiple of
     chunk_tokens. writers: writer processes, 0 for a choice by the machine's cores.
@@ -108,6 +112,8 @@ class ServerOptions:
 
     store_dir: str
     hooks: tuple[str, ...] = ("hidden-states",)
+    owner: str = ""
+    pool_bytes: int = 0
     codec: str = "zstd"
     always_compress: bool = False
     chunk_tokens: int = 128
@@ -166,10 +172,16 @@ class ServerOptions:
                 True,
                 "needs an upload, and there is none; give upload, as in s3://bucket/captures",
             )
+        owner = one_of("owner", extra.get("owner", cls.owner), OWNERS)
+        pool_bytes = integer("pool_bytes", extra.get("pool_bytes", 0), 0, _MOST_BYTES)
+        if pool_bytes and owner != POOL:
+            raise refuse("pool_bytes", pool_bytes, f"is of a pool, and there is none; give owner {POOL!r}")
         numbers = ("max_request_bytes", "max_total_bytes", "min_free_bytes", "retain_seconds", "retain_bytes")
         return cls(
             store_dir=_path("store_dir", extra.get("store_dir")),
             hooks=hook_items("hooks", extra.get("hooks", list(cls.hooks))),
+            owner=owner,
+            pool_bytes=pool_bytes,
             codec=one_of("codec", extra.get("codec", cls.codec), tuple(CODECS)),
             always_compress=boolean("always_compress", extra.get("always_compress", cls.always_compress)),
             chunk_tokens=chunk,

@@ -41,7 +41,7 @@ def make_exporter(
         model_config=SimpleNamespace(model="tiny"),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
-    layer: Any = SimpleNamespace(rows=rows, row_dtype=torch.float32, step=None, poisons=False)
+    layer: Any = SimpleNamespace(rows=rows, row_dtype=torch.float32, step=None, poisons=False, pages=0)
     return Exporter(context, layer, rank, config)
 
 

@@ -32,7 +32,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.context import Drafting
+from dmi_connector.engine.kernels.lookup import Lookup
 from dmi_connector.engine.owners.paged import PagedSlots
+from dmi_connector.engine.owners.pool_pages import PAGE, PoolSlots, StepLimits
 from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.engine.transfer.logits import LogitsExport
@@ -80,11 +82,33 @@ class Stored:
         self.draft_index = draft_index
 
 
+class Pool:
+    """Stands for a `RowPool`. table: page of each block of vLLM's cache."""
+
+    row_dtype, step, poisons, unpoisoned = torch.float32, None, False, None
+
+    def __init__(self, rows: torch.Tensor, blocks: int) -> None:
+        self.rows, self.pages = rows, len(rows) // PAGE - 1
+        self.table = torch.full((blocks,), -1, dtype=torch.int32)
+
+    def place(self, table: np.ndarray) -> None:
+        assert len(set(table[0].tolist())) == table.shape[1], "an entry changes twice"
+        self.table[torch.from_numpy(table[0])] = torch.from_numpy(table[1]).int()
+        used = self.table[self.table >= 0].tolist()
+        assert len(used) == len(set(used)), "a page has two blocks"
+
+    def places(self, slots: list[int]) -> list[int]:
+        found = torch.empty(len(slots), dtype=torch.int64)
+        Lookup(PAGE)(torch.tensor(slots, dtype=torch.int64), self.table, found)
+        return found.tolist()
+
+
 class Engine:
     """An engine of one rank. Use it as vLLM's: `add`, `step`, `abort`.
 
     on_gpu: rows leave by the lane, over CPU memory (lanekit.py). sleeps: whether it may sleep. tokens: each next token,
-    random without it. drafts: draft tokens per request in a step; most are accepted.
+    random without it. drafts: draft tokens per request in a step; most are accepted. pages: of a pool for the rows; 0
+    for rows in vLLM's blocks.
     """
 
     def __init__(
@@ -102,6 +126,7 @@ class Engine:
         sleeps: bool = False,
         late: bool = False,
         drafts: int = 0,
+        pages: int = 0,
         tokens: Callable[[], int] | None = None,
     ) -> None:
         self.random = random.Random(seed)
@@ -110,7 +135,7 @@ class Engine:
         if on_gpu:
             simulate(patch)
             Event.link.set()
-        self.exporter = make_exporter(store_dir, blocks * BLOCK, SMALL, **options)
+        self.exporter = make_exporter(store_dir, (pages + 1 if pages else blocks) * BLOCK, SMALL, **options)
         self.exporter.ring.close()
         self.exporter.ring = Ring(1 << 20)
         drafting = Drafting("ngram", drafts, False) if drafts else None
@@ -120,9 +145,6 @@ class Engine:
         if on_gpu:
             self.exporter.lane = DeviceLane(self.exporter.ring, 1 << 14, self.exporter.rows)
             keep_rows = (1 << 13) // self.exporter.context.layout.row_bytes
-        slots = PagedSlots(self.exporter.context, BLOCK, blocks)
-        self.tracker = Tracker(self.exporter.context, slots, keep_rows, behind=int(ahead))
-        SchedulerHalf.tracker_given = self.tracker
         model_config = ModelConfig(model=str(model), dtype="float32", max_model_len=256)
         config = VllmConfig(
             model_config=model_config,
@@ -148,6 +170,14 @@ class Engine:
                 target_model_config=model_config,
                 target_parallel_config=config.parallel_config,
             )
+        slots: Any = PagedSlots(self.exporter.context, BLOCK, blocks)
+        self.pool = None
+        if pages:
+            slots = PoolSlots(self.exporter.context, 0, BLOCK, blocks, StepLimits.of(config))
+            slots.sized(pages)
+            self.pool = self.exporter.layer = Pool(self.exporter.rows, blocks)  # type: ignore[assignment]
+        self.tracker = Tracker(self.exporter.context, slots, keep_rows, behind=int(ahead))
+        SchedulerHalf.tracker_given = self.tracker
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)])
         kind = AsyncScheduler if ahead else Scheduler
@@ -246,15 +276,18 @@ class Engine:
             stored.logits[index] = token, position
         self.exporter.ring.release(extent)
 
-    def _logits(self, counts: Sequence[tuple[int, int]], slots: Sequence[int]) -> None:
-        """What the model computes behind a forward. counts: of each request its tokens, and those with logits."""
+    def _logits(
+        self, counts: Sequence[tuple[int, int]], slots: Sequence[int], tokens: Sequence[tuple[int, int]]
+    ) -> None:
+        """What the model computes behind a forward. counts: of each request its tokens, and those with logits. slots,
+        tokens: of each token its slot, and what it is, at which position.
+        """
         ends = np.cumsum([0, *(tokens for tokens, _ in counts)])
         of = [end - n + i for end, (_, n) in zip(ends[1:], counts, strict=True) for i in range(n)]
-        headers = self.exporter.rows.view(torch.int32)[torch.tensor(slots), :2]
         step = SimpleNamespace(slot_mapping=torch.tensor(slots), query_start_loc=torch.from_numpy(ends))
         self.exporter.layer.step = step  # type: ignore[assignment]
         logits = torch.zeros(len(of), SMALL.vocab)
-        logits[:, :2] = headers[torch.tensor(of)].float()
+        logits[:, :2] = torch.tensor(tokens)[torch.tensor(of)].float()
         self.exporter.logits.of_tokens(torch.tensor(of))
         self.exporter.logits.export(logits)
 
@@ -262,7 +295,7 @@ class Engine:
         """Go on until nothing is left to do."""
         deadline = time.monotonic() + PATIENCE
         while self.busy:
-            held = list(self.tracker.slots.held)
+            held = list(getattr(self.tracker.slots, "held", ()))
             assert time.monotonic() < deadline, f"held {held}, {len(self.scheduler.running)} run"
             self.step()
             if not self.scheduler.running:
@@ -294,6 +327,7 @@ class Engine:
         headers, sampled = self.exporter.rows.view(torch.int32), {}
         counts: list[tuple[int, int]] = []
         slots: list[int] = []
+        tokens: list[tuple[int, int]] = []
         for name, count in output.num_scheduled_tokens.items():
             known = batch[name]
             proposed = output.scheduled_spec_decode_tokens.get(name, [])
@@ -301,8 +335,11 @@ class Engine:
             inputs = known["tokens"] + drafts
             for position in range(known["at"], known["at"] + count):
                 slot = known["blocks"][position // BLOCK] * BLOCK + position % BLOCK
-                headers[slot, 0], headers[slot, 1] = inputs[position], position
+                row = slot if self.pool is None else self.pool.places([slot])[0]
+                if row >= 0:
+                    headers[row, 0], headers[row, 1] = inputs[position], position
                 slots.append(slot)
+                tokens.append((inputs[position], position))
             last = known["at"] + count >= len(inputs)
             accepted = next((i for i, _ in enumerate(drafts) if self.random.random() < 0.3), len(drafts))
             sampled[name] = [*drafts[:accepted], self._token()] if last else []
@@ -310,7 +347,7 @@ class Engine:
             known["at"] += count - (len(drafts) - accepted if last else 0)
             known["tokens"], known["drafts"] = known["tokens"] + sampled[name], self._draft() if self._drafts else []
         if self._drafts and slots:
-            self._logits(counts, slots)
+            self._logits(counts, slots, tokens)
         if not self._late:
             self.worker.wait_for_save()
         result = self.worker.get_transfer_results(output.finished_req_ids)
@@ -331,7 +368,8 @@ class Engine:
         """After the end: rows that are wrong, twice or nowhere, and whatever was not given back."""
         self.exporter.shutdown()
         found = [] if self.free == self._free else [f"{self._free - self.free} blocks are not free"]
-        left = {"held": self.tracker.slots.held, "tracked": self.tracker.tracked, "captures": self.exporter.captures}
+        held = getattr(self.tracker.slots, "held", ())
+        left = {"held": held, "tracked": self.tracker.tracked, "captures": self.exporter.captures}
         found += [f"{name}: {list(what)}" for name, what in left.items() if what]
         for name, stored in self.stored.items():
             request = self.requests[name]

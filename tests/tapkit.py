@@ -45,7 +45,7 @@ class RowMemory:
     def __init__(self, rows: torch.Tensor, slots: torch.Tensor, step: object = None) -> None:
         self.rows, self.slots, self.step = rows, slots, step
 
-    def rows_and_slots(self, _forward: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows_and_slots(self, _forward: object, _first: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         return self.rows, self.slots
 
 

@@ -131,7 +131,7 @@ def _object(text: str) -> dict[str, Any]:
 
 def settings_of(options: argparse.Namespace, flags: Sequence[str]) -> RunSettings:
     """The settings of a command line. flags: those for vLLM. Raises OptionError and ValueError."""
-    names = ["owner", *(option.name for option in fields(ServerOptions) if option.name not in NOT_OURS)]
+    names = [option.name for option in fields(ServerOptions) if option.name not in NOT_OURS]
     capture = {name: value for name in names if (value := getattr(options, name)) is not None}
     leave_graphs(capture, flags)
     refuse_conflicts(flags, "dmi run")

@@ -36,11 +36,12 @@ _CHOICES = {
     "check": CHECKS,
     "cuda_graphs": CUDA_GRAPHS,
 }
-_OURS = {"owner", *(option.name for option in fields(ServerOptions))}
+_OURS = {option.name for option in fields(ServerOptions)}
 _ZERO = {
     "writers": "automatic",
     "host_buffer_bytes": "automatic",
     "staging_bytes": "automatic",
+    "pool_bytes": "automatic",
     "max_request_bytes": "no limit",
     "max_total_bytes": "no limit",
     "min_free_bytes": "no limit",
@@ -59,10 +60,10 @@ USAGE = """dmi serve MODEL [--hooks HOOKS] [--store-dir DIR] [--owner OWNER] [op
 def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = ()) -> None:
     """Add --owner and one flag for each field of `ServerOptions` but `leave_out`. The default of each is None."""
     parser.add_argument(
-        "--owner", choices=OWNERS, help="who owns the rows: draft (default) or target, see docs/CAPTURING.md"
+        "--owner", choices=OWNERS, help="where rows lie: draft (default), target or pool, see docs/CAPTURING.md"
     )
     for option in fields(ServerOptions):
-        if option.name in leave_out:
+        if option.name in leave_out or option.name == "owner":
             continue
         flag = "--" + option.name.replace("_", "-")
         default = ",".join(option.default) or "none" if isinstance(option.default, tuple) else option.default

@@ -11,6 +11,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -19,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 from vllm.logger import init_logger
 
 from dmi_connector.engine.context import capture_context
-from dmi_connector.engine.messages import Report, StepMetadata
+from dmi_connector.engine.messages import Report, RowPages, StepMetadata
 from dmi_connector.engine.metrics import CaptureProm, CaptureStats, described
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class DMIConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.context = capture_context(vllm_config)
-        slots = self.context.owner.row_slots(self.context, kv_cache_config)
+        slots = self.context.owner.row_slots(self.context, kv_cache_config, vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             from dmi_connector.engine import sizing
             from dmi_connector.engine.replaced import ask_one_rank
@@ -71,6 +72,11 @@ class DMIConnector(KVConnectorBase_V1):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self.tracker.slots.bind(kv_cache_manager)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """metadata: by rank; {} where rows have no pages."""
+        if pages := [rank.count for rank in metadata.values() if isinstance(rank, RowPages)]:
+            self.tracker.slots.sized(min(pages))
 
     def on_new_request(self, request: Request) -> None:
         self.tracker.on_new_request(request)
@@ -100,10 +106,13 @@ class DMIConnector(KVConnectorBase_V1):
         return worker.exporter if isinstance(worker, DMIConnector) else None
 
     def has_pending_push_work(self) -> bool:
-        """Whether rows still leave the GPU of another process, in an engine that may sleep.
+        """Whether rows still leave the GPU of another process, in an engine that may sleep, or a pool.
 
-        vLLM then goes on with empty steps, and begins no pause, in which it may sleep.
+        vLLM then goes on with empty steps, and begins no pause, in which it may sleep. Captures end in such steps: no
+        request whose blocks are kept has vLLM take them for a pool.
         """
+        if self.tracker.slots.stays:
+            return self.tracker.leaving
         return self.context.may_sleep and self.tracker.leaving and self._worker_here() is None
 
     def reset_cache(self) -> bool | None:
@@ -129,9 +138,14 @@ class DMIConnector(KVConnectorBase_V1):
         from dmi_connector.engine.transfer.exporter import Exporter
 
         self._check_coverage()
-        memory = self.context.owner.row_memory(self.context, self._vllm_config)
+        memory = self.context.owner.row_memory(self.context, self._kv_cache_config, self._vllm_config)
         rank = get_tensor_model_parallel_rank()
         self.exporter = Exporter(self.context, memory, rank, self._vllm_config)
+
+    def get_handshake_metadata(self) -> RowPages | None:
+        """Told to the scheduler half once, after the caches are made: how many pages the pool of this rank has."""
+        pages = 0 if self.exporter is None else self.exporter.layer.pages
+        return RowPages(pages) if pages else None
 
     def unregister_kv_caches(self) -> None:
         """Called by vLLM from 0.33 on before the caches are given up, in sleep too: rows that still lie there leave."""

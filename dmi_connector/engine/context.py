@@ -147,7 +147,9 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     coverage = Coverage(layouts[rank].fields, options.check == "poison", header_first=bool(arch.language))
     scales = arch.block_scale(model.hf_text_config), _embed_scale(arch, dims, model.dtype)
     rest = (may_sleep(model), *scales, arch.visual_layers(model.hf_config), _drafting(vllm_config), coverage)
-    return CaptureContext(options, arch, dims, selection, layouts, dtype, tp, owner_of(vllm_config), rank, *rest)
+    owner, given = owner_of(vllm_config), transfer.kv_connector_extra_config or {}
+    options = owner.options(options, given, layouts[rank].row_bytes)
+    return CaptureContext(options, arch, dims, selection, layouts, dtype, tp, owner, rank, *rest)
 
 
 def _rank(tp: int) -> int:

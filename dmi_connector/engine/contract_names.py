@@ -186,6 +186,28 @@ NAMES: dict[str, dict[str, Name]] = {
             "V2 runner: the schedule of 0 drafts, with which each request decodes one token a step",
         ),
     },
+    "pool": {
+        "metadata_builders": Name(
+            "vllm.v1.attention.backend:AttentionMetadataBuilder.build",
+            "wrapped, so that the metadata of every batch is seen: there is no cache layer of ours that gets it",
+        ),
+        "attention_spec": Name(
+            "vllm.v1.kv_cache_interface:AttentionSpec",
+            "tells the cache group whose slots stand for positions",
+        ),
+        "uniform_spec": Name(
+            "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs",
+            "a cache group of layers of several sizes, the first of which tells its kind",
+        ),
+        "step_budget": Name(
+            "vllm.config:SchedulerConfig.__dataclass_fields__.max_num_batched_tokens",
+            "read by the scheduler at the beginning of each step, and lowered while prompts are captured",
+        ),
+        "skips_cache": Name(
+            "vllm.v1.request:Request.get_skip_reading_prefix_cache",
+            "sets the attribute skip_reading_prefix_cache, with which cached tokens are computed again for their rows",
+        ),
+    },
     "speculative decoding": {
         "draft_config": Name(
             "vllm.config:SpeculativeConfig.__dataclass_fields__.draft_model_config",

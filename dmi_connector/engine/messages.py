@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from dmi_connector.store.format.completeness import Loss
 
@@ -65,9 +69,9 @@ class Close:
 
     rows: its last rows. length: rows of the store. samples: rows of logits. attrs: root attributes of the store.
     losses: rows that were wanted but not computed. keeps_blocks: id of the request if its blocks are kept until these
-    rows are gathered, None if they are free already. draft_index: by row, which draft token of its step the token was,
-    from 1 on, and 0 for a sampled token and in the prompt; None without speculative decoding. accepted: its last
-    logits.
+    rows are gathered, None if they are free already. stays: no block has these rows, so they may wait. draft_index: by
+    row, which draft token of its step the token was, from 1 on, and 0 for a sampled token and in the prompt; None
+    without speculative decoding. accepted: its last logits.
     """
 
     capture: int
@@ -78,6 +82,7 @@ class Close:
     attrs: dict[str, Any]
     losses: list[Loss]
     keeps_blocks: str | None = None
+    stays: bool = False
     draft_index: np.ndarray | None = None
     accepted: list[Accepted] = field(default_factory=list)
 
@@ -102,6 +107,10 @@ class StepMetadata(KVConnectorMetadata):
     gather: rows that wait for others leave now, those of this step too. report: each rank says what is new. release:
     kept blocks were given back, so their rows and all that wait leave before the forward.
 
+    Of rows in a pool of pages. table: entries of its table that change before the forward and their pages, int64
+    [2, entries]; None if none does. need: so many rows since the start are gathered before that, because their pages
+    are given out again.
+
     Beside speculative decoding a step computes logits of draft tokens too, and which of them are accepted is known
     later. logits_step: number of this step if its logits are wanted, else 0. accepted: logits of steps before that are
     part of a capture. decided: the other logits of steps up to this one are not.
@@ -120,6 +129,15 @@ class StepMetadata(KVConnectorMetadata):
     gather: bool = False
     report: bool = False
     release: bool = False
+    table: np.ndarray | None = None
+    need: int = 0
+
+
+@dataclass
+class RowPages(KVConnectorHandshakeMetadata):
+    """A worker's message to the scheduler at start: the pages of its pool, without the null page."""
+
+    count: int
 
 
 @dataclass

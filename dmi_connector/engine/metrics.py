@@ -28,6 +28,10 @@ COUNTERS = {
         "captures_cancelled",
         "Requests that ended before their first step, such as those aborted in the queue",
     ),
+    "recomputed_tokens": (
+        "recomputed_tokens",
+        "Cached tokens that were computed again for their rows",
+    ),
     "bytes_exported": ("exported_bytes", "Bytes brought from the cache to the host buffer"),
     "bytes_raw": ("raw_bytes", "Bytes of finished captures before compression"),
     "bytes_stored": ("stored_bytes", "Bytes of finished captures as written"),

@@ -74,7 +74,7 @@ def core_run(
                 watch_scheduler(llm, run)
                 run.block_size = llm.llm_engine.vllm_config.cache_config.block_size
                 core_requests(run, llm)
-                if owner == "target":
+                if owner != "draft":
                     generate(
                         llm,
                         run,

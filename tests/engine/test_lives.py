@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every life of a request, with rows owned by the draft and by the target: each gives its own rows, once and right.
+"""Every life of a request, with rows of each owner: each gives its own rows, once and right.
 
 An engine of each owner takes the same requests: prompts in uneven pieces, prefix hits, all the ways to end, aborts at
 every moment, and a crowd of mixed requests, in two engines of one program by turns. Preemption is in
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from dmi_connector import capture_args, find_captures
+from dmi_connector import capture_args, find_captures, open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.store.read.index import CaptureInfo
 from tests.engine.check import check_store, hooks_of
@@ -43,11 +43,13 @@ from tests.runner import ASYNC, V2
 if TYPE_CHECKING:
     from vllm import LLM
 
-OWNERS = ("draft", "target")
+OWNERS = ("draft", "target", "pool")
 HOOKS = hooks_of("qwen3")
 BUDGET = 80
 """Tokens of a step: pieces of prompts end beside the edges of chunks (32) and blocks (128)."""
 LIMITS = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 64, "num_gpu_blocks_override": 200, "enforce_eager": True}
+POOL_BYTES = 64 << 20
+"""Some of the crowd wait for room in the pool."""
 PROCESSOR = f"tests.engine.force_token{'_v2' if V2 else ''}:ForceToken"
 CROWD = int(os.environ.get("TEST_CROWD", 40))
 
@@ -185,8 +187,9 @@ def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
 
     def start(name: str, owner: str, in_process: bool = True) -> LLM:
         store_dir = runs[name].store_dir
-        args: dict[str, Any] = capture_args(ALL_HOOKS, store_dir, owner, **SMALL)
-        if owner == "target" or V2:
+        pool = {"pool_bytes": POOL_BYTES} if owner == "pool" else {}
+        args: dict[str, Any] = capture_args(ALL_HOOKS, store_dir, owner, **SMALL, **pool)
+        if owner != "draft" or V2:
             args["logits_processors"] = [PROCESSOR]
         return stack.enter_context(engine(tiny_model("qwen3"), in_process, fork=True, **args, **LIMITS))
 
@@ -265,9 +268,21 @@ def test_prompts_computed_in_uneven_pieces_have_right_values(run: Run, twin: Ora
         ("after-narrow", 2),
     ],
 )
-def test_rows_of_cached_blocks_are_exported_again(run: Run, twin: Oracle, name: str, blocks: int) -> None:
-    assert run.replies[name].num_cached_tokens == blocks * BLOCK, "not the hit this test is about"
+def test_rows_of_cached_blocks_are_exported_again(run: Run, owner: str, twin: Oracle, name: str, blocks: int) -> None:
+    """In a pool they are not kept, so these tokens are computed again."""
+    again = {"recomputed_tokens": blocks * BLOCK} if owner == "pool" else {}
+    assert run.replies[name].num_cached_tokens == (0 if again else blocks * BLOCK), "not the hit this test is about"
+    attributes = open_capture(found(run, name).store).attrs
+    assert {key: attributes[key] for key in attributes if key == "recomputed_tokens"} == again
     check(run, name, twin)
+
+
+def test_a_store_of_a_pool_equals_that_of_the_target(runs: dict[str, Run]) -> None:
+    """Of a request that is alone in each of its steps, so that both engines compute the same to the bit."""
+    target, pool = (open_capture(found(runs[owner], "probe").store) for owner in ("target", "pool"))
+    assert set(target) == set(pool) and set(HOOKS) <= set(target)
+    for name in target:
+        assert np.array_equal(target[name], pool[name], equal_nan=target[name].dtype.kind == "f"), name
 
 
 def test_a_narrowed_capture_stays_narrow_and_a_disabled_one_has_no_store(run: Run, twin: Oracle) -> None:
@@ -351,7 +366,8 @@ def test_each_of_many_mixed_requests_has_exactly_its_own_rows(runs: dict[str, Ru
 def test_all_engines_give_the_same_tokens(runs: dict[str, Run]) -> None:
     sampled = {"three", *(f"crowd-{index}" for index in range(6, CROWD, 8))}
     crowd = sum(index % 8 != 6 for index in range(CROWD))
-    for a, b, least in (("draft", "target", crowd + 14), ("draft", "beside", crowd)):
+    pairs = (("draft", "target", crowd + 14), ("draft", "beside", crowd), ("target", "pool", crowd + 14))
+    for a, b, least in pairs:
         shared = set(runs[a].replies) & set(runs[b].replies) - sampled
         assert len(shared) >= least
         assert {n: runs[a].tokens(n) for n in shared} == {n: runs[b].tokens(n) for n in shared}

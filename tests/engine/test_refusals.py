@@ -352,7 +352,7 @@ def test_draft_tokens_under_the_v2_runner_are_refused(
         capture_context(config)
 
 
-@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize("owner", [owner for owner in OWNERS if owner != "pool"])
 def test_sleep_mode_is_refused_with_reductions(model: Path, tmp_path: Path, owner: str) -> None:
     configs = [vllm_config(model, tmp_path, extra, owner=owner) for extra in ({"reduce": {"*": "int8"}}, {})]
     for config in configs:  # as an argument it needs a GPU
@@ -497,6 +497,7 @@ def test_a_missing_name_is_refused_where_it_is_used_alone(
         ({"owner": "target", "enforce_eager": False}, {"compilation"}),
         ({"owner": "target", "tensor_parallel_size": 2}, {"several ranks"}),
         ({"owner": "target", "speculative_config": NGRAM}, {"speculative decoding"}),
+        ({"owner": "pool", "speculative_config": NGRAM}, {"pool", "speculative decoding"}),
         ({"owner": "target", "model_impl": "transformers"}, {"Transformers backend"}),
     ],
     ids=lambda value: "" if isinstance(value, set) else "-".join(map(str, value.values())),

@@ -76,6 +76,8 @@ def test_each_server_option_is_read() -> None:
     given = {
         "store_dir": "/x",
         "hooks": ["q"],
+        "owner": "pool",
+        "pool_bytes": 12,
         "codec": "lz4",
         "always_compress": True,
         "chunk_tokens": 64,

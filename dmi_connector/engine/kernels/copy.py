@@ -73,11 +73,18 @@ def copy_rows_torch(
 
 
 @triton.jit
-def _copy(row, x, stride, width: tl.constexpr, start, token, block, real, keep, BLOCK: tl.constexpr):
+def _copy(
+    row, x, stride, width: tl.constexpr, start, token, block, real, keep, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     columns = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = columns < width
-    # The load does not wait for the slots: only the store needs them. Most rows are not read again soon (.cs).
-    value = tl.load(x + token * stride + columns, mask=inside & real)
+    # In decode steps the load does not wait for the slots: only the store needs them. In larger steps it does, so that
+    # tokens without a row are not read. Most rows are not read again soon (.cs).
+    if TOKENS == 1:
+        loaded = inside & real
+    else:
+        loaded = inside & keep
+    value = tl.load(x + token * stride + columns, mask=loaded)
     tl.store(row + start + columns, value, mask=inside & keep, cache_modifier=".cs")
 
 
@@ -100,4 +107,6 @@ def copy_rows_kernel(
     row = rows + slot * row_stride
     for i in tl.static_range(len(WIDTHS)):
         if (block >= FIRSTS[i]) & (block < FIRSTS[i + 1]):
-            _copy(row, values[i], strides[i], WIDTHS[i], offsets[i], token, block - FIRSTS[i], real, keep, BLOCK)
+            _copy(
+                row, values[i], strides[i], WIDTHS[i], offsets[i], token, block - FIRSTS[i], real, keep, TOKENS, BLOCK
+            )

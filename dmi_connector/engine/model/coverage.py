@@ -37,9 +37,10 @@ def poison(rows: torch.Tensor, slots: torch.Tensor) -> None:
 class Coverage:
     """What the taps of one model have written in its first forward.
 
-    fields: of a row. poison: whether rows are filled with UNWRITTEN before each forward writes them. tokens: of the
-    running forward; None before the first. logits: whether compute_logits has run. header_first: whether the header is
-    written before the embedding, if that is selected, or behind it.
+    fields: of a row. poison: whether rows are filled with UNWRITTEN before each forward writes them. first_at: byte of
+    a row that the first tap of a forward writes. tokens: of the running forward; None before the first. logits: whether
+    compute_logits has run. header_first: whether the header is written before the embedding, if that is selected, or
+    behind it.
     """
 
     def __init__(self, fields: Iterable[RowField] = (), poison: bool = False, header_first: bool = False) -> None:
@@ -49,7 +50,7 @@ class Coverage:
         embed = next((f for f in self._fields.values() if f.hook == "embed"), TOKEN_IDS)
         first = TOKEN_IDS if header_first else embed
         self._begins = frozenset((TOKEN_IDS.offset, first.offset))
-        self.poisoned_at = first.offset if poison else None
+        self.first_at, self.poisons = first.offset, poison
         self.tokens: int | None = None
         self._forward: Callable[[], object | None] = lambda: None
         self.checked = False

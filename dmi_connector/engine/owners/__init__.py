@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dmi_connector.engine.owners.draft import Draft
+from dmi_connector.engine.owners.pool import Pool
 from dmi_connector.engine.owners.target import Target
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from dmi_connector.engine.owners.base import Owner
 
-OWNERS: dict[str, Owner] = {owner.name: owner for owner in (Draft(), Target())}
+OWNERS: dict[str, Owner] = {owner.name: owner for owner in (Draft(), Target(), Pool())}
 """By name. `args.OWNER_ARGS` has the same names. Of those that a configuration fits, the first one is its owner."""
 
 

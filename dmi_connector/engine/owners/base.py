@@ -8,7 +8,7 @@ interfaces only.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
     from dmi_connector.engine.messages import StepMetadata
     from dmi_connector.hooks import ModelDims, Selection
     from dmi_connector.layout import RowLayout
+    from dmi_connector.request_options import CaptureParams
     from dmi_connector.settings import ServerOptions
 
 
@@ -34,6 +36,9 @@ class Context(Protocol):
 
     @property
     def options(self) -> ServerOptions: ...
+
+    @property
+    def may_sleep(self) -> bool: ...
 
     @property
     def dims(self) -> ModelDims: ...
@@ -53,6 +58,11 @@ class Captured(Protocol):
 
     capture: int
     blocks: list[int]
+    request: Request
+    params: CaptureParams
+
+    @property
+    def limit(self) -> int: ...
 
 
 class RowMemory(Protocol):
@@ -69,11 +79,21 @@ class RowMemory(Protocol):
     unpoisoned: torch.Tensor | None
 
     @property
+    def pages(self) -> int:
+        """Pages of a pool without the null page, which the scheduler gives to requests. 0 for rows in vLLM's blocks."""
+
+    @property
     def rows(self) -> torch.Tensor | None:
         """uint8 [slots, row_bytes]. None until there is memory, as in vLLM's profiling run."""
 
-    def rows_and_slots(self, forward: ForwardContext) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(rows, int64 slots of the tokens of this forward; padding is negative). None where nothing is written."""
+    def rows_and_slots(self, forward: ForwardContext, first: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(rows, int64 slots of the tokens of this forward; padding is negative). None where nothing is written.
+
+        first: the first tap of a forward asks.
+        """
+
+    def place(self, table: np.ndarray) -> None:
+        """Change entries of the table of a pool, see `StepMetadata.table`."""
 
     def poison_step(self) -> None:
         """Fill the rows of the step with UNWRITTEN, once. Call it before the forward, and after freed rows are read."""
@@ -83,7 +103,12 @@ class RowSlots(ABC):
     """The scheduler's half: which slots the rows of a request have, and how long they keep them.
 
     block_size: slots of a block of vLLM's cache group `group`. Blocks of that group are noted in `Tracked.blocks`.
+    eager: the blocks of a step are noted, and `cover` is called, before its forward. stays: rows of an ended request
+    stay where they are until they are gathered.
     """
+
+    eager: ClassVar[bool] = False
+    stays: ClassVar[bool] = False
 
     def __init__(self, group: int, block_size: int) -> None:
         self.group, self.block_size = group, block_size
@@ -101,8 +126,12 @@ class RowSlots(ABC):
         """The connector's `get_num_new_matched_tokens`. computed: tokens of the request that the prefix cache has."""
 
     @abstractmethod
-    def preempted(self, tracked: Captured, metadata: StepMetadata) -> None:
-        """A request was preempted: say in the step's message what becomes of its rows."""
+    def preempted(self, tracked: Captured, computed: int, metadata: StepMetadata) -> int:
+        """A request was preempted: say in the step's message what becomes of its rows.
+
+        computed: tokens that steps since the last look for chunks are known to have computed, 0 if it was in none.
+        Returns the position up to which its rows are there.
+        """
 
     @abstractmethod
     def ended(self, request: Request, blocks: list[int], waiting: bool, others: bool) -> bool:
@@ -110,6 +139,43 @@ class RowSlots(ABC):
 
         waiting: more rows wait to be gathered than staging memory takes. others: other captured requests run.
         """
+
+    def arrived(self, tracked: Captured) -> None:  # noqa: B027
+        """A request is to be captured."""
+
+    def handed(self, tracked: Captured, stop: int, rows: int) -> None:  # noqa: B027
+        """Rows of positions below `stop` were handed to the workers. rows: handed since the start, these included."""
+
+    def captured(self, tracked: Captured) -> int:
+        """Position up to which a request that was preempted still has its rows."""
+        return 0
+
+    def cover(self, output: SchedulerOutput, gathered: int) -> Iterable[tuple[Captured, int]]:
+        """Give rows of this step a place, if `eager`. gathered: rows that the workers have gathered since the start.
+
+        Yields requests whose rows cannot wait for the next look for chunks, and what they have computed after the step.
+        """
+        return ()
+
+    def look(self, tracked: Captured, computed: int) -> None:  # noqa: B027
+        """A running request is looked at, once in some steps. computed: its tokens after this step."""
+
+    def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:  # noqa: B027
+        """The message of a step is complete but for what the owner has to say, and vLLM has planned the step."""
+
+    def forget(self, tracked: Captured) -> None:  # noqa: B027
+        """A request that had arrived ended, and its last rows were handed."""
+
+    def attributes(self, tracked: Captured) -> dict[str, Any]:
+        """Root attributes of the store of a request that ends."""
+        return {}
+
+    def take_counts(self) -> dict[str, int]:
+        """What changed since the last call, by key of `metrics.COUNTERS`."""
+        return {}
+
+    def sized(self, pages: int) -> None:  # noqa: B027
+        """The workers have pools of so many pages, see `RowMemory.pages`."""
 
     @abstractmethod
     def freed(self, request_ids: Iterable[str]) -> None:
@@ -158,6 +224,10 @@ class Owner(ABC):
 
     # ---- the tapped model -------------------------------------------------------------------------------------------
 
+    def options(self, options: ServerOptions, given: Container[str], row_bytes: int) -> ServerOptions:
+        """Options with the defaults of this owner. given: the names of those that the configuration has."""
+        return options
+
     @abstractmethod
     def attach(self, model: nn.Module, context: Context) -> None:
         """Called once the tapped model is built: add what this owner needs to it."""
@@ -169,9 +239,9 @@ class Owner(ABC):
     # ---- the connector's two halves ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def row_slots(self, context: Context, config: KVCacheConfig) -> RowSlots:
+    def row_slots(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> RowSlots:
         """The scheduler's half. Raises ValueError where the cache has no place for rows."""
 
     @abstractmethod
-    def row_memory(self, context: Context, vllm_config: VllmConfig) -> RowMemory:
+    def row_memory(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> RowMemory:
         """The worker's half, once vLLM has made its caches. Raises ValueError for an unknown layout."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from dmi_connector.args import EXTRACT_HIDDEN_STATES, PLACEHOLDER_LAYERS
+from dmi_connector.engine.owners.asked import asked
 from dmi_connector.engine.owners.paged import Paged
 from dmi_connector.wording import show
 
@@ -31,7 +32,8 @@ class Draft(Paged):
 
     def fits(self, vllm_config: VllmConfig) -> bool:
         speculative = vllm_config.speculative_config
-        return speculative is not None and speculative.method == EXTRACT_HIDDEN_STATES
+        drafts = speculative is not None and speculative.method == EXTRACT_HIDDEN_STATES
+        return drafts and not asked(vllm_config)
 
     def features(self, vllm_config: VllmConfig) -> list[str]:
         return ["draft", f"draft on the V{2 if vllm_config.use_v2_model_runner else 1} runner"]

@@ -53,9 +53,13 @@ class PagedSlots(RowSlots):
         """Nothing: rows of a prefix hit lie in its blocks."""
         return 0, False
 
-    def preempted(self, tracked: Captured, metadata: StepMetadata) -> None:
-        """The forward that follows may overwrite its blocks, so its rows leave before. Others are computed again."""
+    def preempted(self, tracked: Captured, computed: int, metadata: StepMetadata) -> int:
+        """The forward that follows may overwrite its blocks, so its rows leave before. Others are computed again.
+
+        In an engine that may sleep none is said to leave: a sleep may come first.
+        """
         metadata.preempted.append(tracked.capture)
+        return 0 if self._context.may_sleep else computed
 
     def ended(self, request: Request, blocks: list[int], waiting: bool, others: bool) -> bool:
         keeps = self._keeps(len(blocks), waiting, others)
@@ -113,7 +117,7 @@ class Paged(Owner):
                 "DMIConnector does not support that; use a model with attention in every layer"
             )
 
-    def row_slots(self, context: Context, config: KVCacheConfig) -> PagedSlots:
+    def row_slots(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> PagedSlots:
         from vllm import envs
 
         # While blocks of an ended request are kept, vLLM takes no other request of its id.
@@ -126,7 +130,7 @@ class Paged(Owner):
             "Is the dmi_connector plugin installed in this environment and allowed by VLLM_PLUGINS?"
         )
 
-    def row_memory(self, context: Context, vllm_config: VllmConfig) -> RowMemory:
+    def row_memory(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> RowMemory:
         from dmi_connector.engine.owners.row_cache import CaptureLayer
 
         layer = vllm_config.compilation_config.static_forward_context[context.cache_layer]

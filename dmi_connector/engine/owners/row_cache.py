@@ -14,9 +14,10 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Comm
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheSpec
 
 from dmi_connector.engine import contract
-from dmi_connector.engine.model.coverage import poison
+from dmi_connector.engine.owners.step import StepRows
 
 if TYPE_CHECKING:
+    import numpy as np
     from vllm.forward_context import ForwardContext
 
     from dmi_connector.engine.owners.base import Context
@@ -48,27 +49,23 @@ class CaptureBackend(stock.CacheOnlyAttentionBackend):
         return CaptureMetadataBuilder
 
 
-class CaptureLayer(nn.Module, AttentionLayerBase):
+class CaptureLayer(StepRows, nn.Module, AttentionLayerBase):
     """A paged cache layer with one "head" whose vector is a whole row.
 
-    rows: uint8 [slots, row_bytes], a view of the cache; None until vLLM binds it. step: metadata of the running batch
-    (query starts and slots). poisons: whether the rows of a step are filled with UNWRITTEN before its forward, as for
-    the first captures of an untested vLLM. unpoisoned: slots of the step whose rows are still to be filled.
+    rows: uint8 [slots, row_bytes], a view of the cache; None until vLLM binds it.
     """
+
+    pages: ClassVar[int] = 0
 
     def __init__(self, context: Context) -> None:
         super().__init__()
         vllm_config = get_current_vllm_config()
         self.layer_name = context.cache_layer
         self.context = context
-        self.row_dtype: torch.dtype = vllm_config.model_config.dtype
+        self.begin_steps(vllm_config)
         self.head_size = context.layout.row_bytes // self.row_dtype.itemsize
         self.num_heads = 1
         self.kv_cache = torch.tensor([])
-        self.step: CommonAttentionMetadata | None = None
-        self.poisons = bool(contract.untested())
-        self.unpoisoned: torch.Tensor | None = None
-        self._built_last = not vllm_config.use_v2_model_runner
         self.impl = CaptureBackend.get_impl_cls()(1, self.head_size, "auto", self.row_dtype)
         layers = vllm_config.compilation_config.static_forward_context
         if self.layer_name in layers:
@@ -83,25 +80,15 @@ class CaptureLayer(nn.Module, AttentionLayerBase):
         # Not stored: vLLM replaces the cache after profiling, and a stored view would keep the old one alive.
         return cache.view(-1, self.head_size).view(torch.uint8)
 
-    def rows_and_slots(self, forward: ForwardContext) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def rows_and_slots(self, forward: ForwardContext, first: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         """vLLM's own slots of the layer. It has none for a profiling run."""
         slots = forward.slot_mapping.get(self.layer_name) if isinstance(forward.slot_mapping, dict) else None
         rows = self.rows
         return None if rows is None or slots is None else (rows, slots)
 
-    def planned(self, step: CommonAttentionMetadata) -> None:
-        """The metadata of a step is built. The V2 runner does so before rows of freed blocks are read, V1 after it."""
-        self.step = step
-        if self.poisons:
-            self.unpoisoned = step.slot_mapping
-            if self._built_last:
-                self.poison_step()
-
-    def poison_step(self) -> None:
-        """Fill the rows of the step with UNWRITTEN, once. Call it before the forward, and after freed rows are read."""
-        slots, self.unpoisoned = self.unpoisoned, None
-        if slots is not None and (rows := self.rows) is not None:
-            poison(rows, slots)
+    def place(self, table: np.ndarray) -> None:
+        """There is no table: rows lie in vLLM's blocks."""
+        raise RuntimeError(f"a table of {table.shape[1]} entries was sent to an engine whose rows have no pages")
 
     def check_cache(self) -> None:
         """Raises ValueError unless slot s of the cache is row s: [blocks, 1, slots, head_size] in one piece."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dmi_connector.engine.owners.asked import asked
 from dmi_connector.engine.owners.paged import Paged
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Target(Paged):
     name: ClassVar[str] = "target"
 
     def fits(self, vllm_config: VllmConfig) -> bool:
-        return True
+        return not asked(vllm_config)
 
     def features(self, vllm_config: VllmConfig) -> list[str]:
         return ["speculative decoding"] if vllm_config.speculative_config is not None else []

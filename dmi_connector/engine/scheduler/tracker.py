@@ -92,6 +92,7 @@ class Tracker:
                     "prompt_embeds: requests without token ids cannot be captured; send token ids or text"
                 )
             self.tracked[request_id] = self._track(request, params)
+            self.slots.arrived(self.tracked[request_id])
         except (OptionError, SelectionError) as error:
             self.refused.add(request_id, str(error))
         except Exception as error:  # whatever a client sent, the engine goes on
@@ -140,12 +141,10 @@ class Tracker:
             if request_id in self.tracked:
                 self._take_blocks()
                 leaving = self.tracked[request_id]
-                self.slots.preempted(leaving, metadata)
-                if not self.context.may_sleep:  # a sleep may come first; the request computes these rows again
-                    computed = self._computed_before(request_id)
-                    if self._drafts is not None:  # its last step may have computed rows of rejected tokens
-                        computed = min(computed, leaving.request.num_tokens - 1)
-                    self._export_chunks(leaving, computed, metadata.leaving)
+                computed = self.slots.preempted(leaving, self._computed_before(request_id), metadata)
+                if self._drafts is not None:  # its last step may have computed rows of rejected tokens
+                    computed = min(computed, leaving.request.num_tokens - 1)
+                self._export_chunks(leaving, computed, metadata.leaving)
         if output.scheduled_new_reqs:
             self._take_blocks()  # of steps before: a new request may have the id of an old one
         self._since.append(output)
@@ -159,6 +158,10 @@ class Tracker:
                     tracked.opened = True
                     self._with_logits += tracked.has_logits
                     metadata.opens.append(self._open(tracked))
+        if self.slots.eager:
+            self._take_blocks()
+            for prompt, computed in self.slots.cover(output, self.gathered):
+                self._export_chunks(self.tracked[prompt.request.request_id], computed, metadata.chunks)
         # A quarter of the staging memory is taken at a time.
         if self._with_logits or len(self._since) >= self._steps or self._rows_since > self.keep_rows // 2:
             self._take_blocks()
@@ -167,11 +170,13 @@ class Tracker:
             for request_id, tracked in self.tracked.items():
                 if tracked.opened:
                     computed = tracked.request.num_computed_tokens + scheduled.get(request_id, 0)
+                    self.slots.look(tracked, computed)
                     self._export_chunks(tracked, computed, metadata.chunks)
                     if self._with_logits and request_id in scheduled:
                         take = self._take_sample if self._drafts is None else self._drafts.want_logits
                         take(tracked, computed, metadata)
         self._plan(metadata)
+        self.slots.plan(output, metadata)
         return metadata
 
     def _plan(self, metadata: StepMetadata) -> None:
@@ -243,7 +248,9 @@ class Tracker:
     def _rows(self, tracked: Tracked, start: int, stop: int) -> Rows:
         """The rows of positions [start, stop)."""
         self.handed += stop - start
-        return Rows(tracked.capture, start - tracked.params.start, self.slots.of(tracked, start, stop))
+        rows = Rows(tracked.capture, start - tracked.params.start, self.slots.of(tracked, start, stop))
+        self.slots.handed(tracked, stop, self.handed)
+        return rows
 
     def _open(self, tracked: Tracked) -> Open:
         request = tracked.request
@@ -297,6 +304,7 @@ class Tracker:
             return False, None
         self.quota.ended(tracked.path, nothing=not tracked.opened)
         if not tracked.opened:
+            self.slots.forget(tracked)
             self._counts["cancelled"] += 1
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
         self._with_logits -= tracked.has_logits
@@ -305,13 +313,14 @@ class Tracker:
         self.pending_closes.append(close)
         waiting = self.handed - self.gathered > self.keep_rows
         keep = self.slots.ended(request, blocks, waiting, others=bool(self.tracked))
-        close.keeps_blocks = request_id if keep else None
+        close.keeps_blocks, close.stays = request_id if keep else None, self.slots.stays
+        self.slots.forget(tracked)
         return keep, self._response(tracked, close)
 
     def take_counts(self) -> dict[str, int]:
         """Requests that ended without a capture since the last call, by key of `metrics.COUNTERS`."""
         counts, self._counts = self._counts, Counter()
-        return dict(counts)
+        return dict(counts + Counter(self.slots.take_counts()))
 
     def _response(self, tracked: Tracked, close: Close) -> dict[str, Any]:
         """What the response says in `kv_transfer_params`."""
@@ -337,7 +346,8 @@ class Tracker:
         """The end of a capture. The last sampled token was never an input and has no row."""
         request, params = tracked.request, tracked.params
         inputs = max(request.num_prompt_tokens, request.num_tokens - 1)
-        end = max(min(request.num_computed_tokens, inputs, tracked.limit), tracked.exported)
+        computed = max(request.num_computed_tokens, self.slots.captured(tracked))
+        end = max(min(computed, inputs, tracked.limit), tracked.exported)
         expected = min(inputs, tracked.wanted)
         chunk = self.context.options.chunk_tokens
         rows = [self._rows(tracked, at, min(at + chunk, end)) for at in range(tracked.exported, end, chunk)]
@@ -360,7 +370,7 @@ class Tracker:
             length=end - start,
             samples=tracked.samples_until(end),
             token_ids=list(request.all_token_ids[start:end]),
-            attrs={**attrs, **later_media(request, tracked.media, self.context)},
+            attrs={**attrs, **self.slots.attributes(tracked), **later_media(request, tracked.media, self.context)},
             losses=losses,
         )
         if self._drafts is not None:

@@ -118,13 +118,16 @@ def stand_for(tensor: torch.Tensor, place: Place) -> None:
     _PLACES[tensor.data_ptr()] = place
 
 
-def rows_and_slots(cache_layer: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(rows, slots of this step's tokens). None in a profiling run, when there is no cache yet, and outside."""
+def rows_and_slots(cache_layer: str, first: bool = False) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(rows, slots of this step's tokens). None in a profiling run, when there is no cache yet, and outside.
+
+    first: this is the first tap of a forward.
+    """
     if not forward_context.is_forward_context_available():
         return None
     forward = forward_context.get_forward_context()
     memory = forward.no_compile_layers.get(cache_layer)
-    return None if memory is None else memory.rows_and_slots(forward)
+    return None if memory is None else memory.rows_and_slots(forward, first)
 
 
 def _tap(
@@ -144,11 +147,12 @@ def _tap(
     if not forward_context.is_forward_context_available():
         return  # nothing that runs outside a forward belongs to a row
     where.coverage.wrote(where.start, offsets, values[0].shape[0], forward_context.get_forward_context())
-    found = rows_and_slots(cache_layer)
+    first = where.start + offsets[0] == where.coverage.first_at
+    found = rows_and_slots(cache_layer, first)
     if found is None:
         return
     rows, slots = found
-    if where.start + offsets[0] == where.coverage.poisoned_at:
+    if first and where.coverage.poisons:
         poison(rows, slots[: values[0].shape[0]])
     known = len(where.taps)
     tap = where.tap(values, offsets)

@@ -23,16 +23,17 @@ def announce(
     sizes: BufferSizes,
     lane: DeviceLane | None,
     writers: int,
+    place: str,
 ) -> None:
-    """Log what the selection costs and which limit will bind."""
+    """Log what the selection costs and which limit will bind. place: where rows lie, in words."""
     options = context.options
     logger.info(
-        "dmi_connector: %d hooks of %s, %s rows: %.3f MB a token in the cache (%d tokens fit), "
-        "%.3f MB a token exported",
+        "dmi_connector: %d hooks of %s, %s rows: %.3f MB a token in the %s (%d tokens fit), %.3f MB a token exported",
         sum(len(layers) for layers in context.selection.hooks.values()),
         context.arch.name,
         context.owner.name,
         context.layout.row_bytes / 1e6,
+        place,
         rows.shape[0],
         full.payload.token_bytes / 1e6,
     )

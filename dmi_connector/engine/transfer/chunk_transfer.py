@@ -30,7 +30,7 @@ class Progress:
             "blocked_seconds": 0.0,
         }
         self.unwritten: list[str] = []  # hooks that no tap wrote, of the first chunk in which some were found
-        self.gathered = 0  # rows whose gather is issued, as last reported
+        self.gathered = 0  # rows whose gather is issued, as last counted
         self._new: deque[int] = deque()  # not yet in `gathered`; the lane's thread appends too
         self._lost: dict[int, list[list[int]]] = {}
 
@@ -49,10 +49,15 @@ class Progress:
         """Whether rows were given up that no report names."""
         return bool(self._lost)
 
-    def report(self) -> Report:
-        """What is new for the scheduler."""
+    def count(self) -> int:
+        """Rows whose gather is issued. Only for the engine's thread."""
         while self._new:
             self.gathered += self._new.popleft()
+        return self.gathered
+
+    def report(self) -> Report:
+        """What is new for the scheduler."""
+        self.count()
         report = Report(self.gathered, self._lost)
         self._lost = {}
         return report

@@ -43,8 +43,8 @@ class Exporter:
 
     On a CPU rows are copied to the ring at once. On a GPU they take the lane (gpu_lane.py); what finds no room waits in
     the cache. When a request ends meanwhile, either its blocks are kept until its rows are gathered (`ending`), or its
-    rows are gathered before the next forward. Rows of several steps are collected in `due` until the scheduler orders
-    the gather.
+    rows are gathered before the next forward. Rows in a pool wait without blocks, also in `ending`. Rows of several
+    steps are collected in `due` until the scheduler orders the gather.
     """
 
     def __init__(self, context: CaptureContext, layer: RowMemory, rank: int, vllm_config: VllmConfig) -> None:
@@ -83,7 +83,8 @@ class Exporter:
         if gpu and options.sink != "null":
             self.lane = DeviceLane(self.ring, sizes.staging, self.rows, sizes.least_host)
             self.lane.warm_up(full.table)
-        announce(context, full, self.rows, sizes, self.lane, writers)
+        place = "pool" if layer.pages else "cache"
+        announce(context, full, self.rows, sizes, self.lane, writers, place)
 
     def _layout(self, hooks: dict[str, tuple[int, ...]]) -> ChunkLayout:
         """The layout of a selection. The first one, of all hooks, is kept; of others those that were opened last."""
@@ -107,9 +108,13 @@ class Exporter:
         for message in metadata.opens:
             self._open(message)
         self.logits.begin(metadata)
-        closing = [(self.captures.pop(close.capture), close) for close in metadata.closes if not close.keeps_blocks]
-        for capture, close in closing:
+        closing: list[tuple[CaptureExport, Close]] = []
+        for close in metadata.closes:
+            if close.keeps_blocks:
+                continue
+            capture = self.captures.pop(close.capture)
             self._add(capture, close.rows)
+            (self.ending if close.stays else closing).append((capture, close))
         for rows in metadata.leaving:
             self._add(self.captures[rows.capture], [rows])
         if closing or metadata.preempted:
@@ -126,6 +131,11 @@ class Exporter:
             for capture, _ in self.ending:
                 self._flush(capture)
             self._end_gathered()
+        if metadata.need > self.progress.count():
+            self._export_due()
+            self._gather_until(metadata.need)
+        if metadata.table is not None:
+            self.layer.place(metadata.table)
         if self.layer.poisons:
             self.layer.poison_step()
 
@@ -259,6 +269,14 @@ class Exporter:
         self.lane.flush(capture, drop)
         self.progress.counts["blocked_seconds"] += 0.0 if drop else time.perf_counter() - began
         capture.waiting.clear()
+
+    def _gather_until(self, need: int) -> None:
+        """Gather until so many rows have been since the start: their pages are given out again."""
+        if self.lane is None:
+            return
+        drop, began = self.context.options.policy == "drop", time.perf_counter()
+        self.lane.gather_until(lambda: self.progress.count() >= need, drop)
+        self.progress.counts["blocked_seconds"] += 0.0 if drop else time.perf_counter() - began
 
     def _end_gathered(self) -> None:
         """End captures whose blocks are not needed any more."""

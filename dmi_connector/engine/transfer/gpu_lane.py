@@ -209,6 +209,22 @@ class DeviceLane:
                 if mine:
                     self._changed.wait(_BREATH_S)
 
+    def gather_until(self, done: Callable[[], bool], drop: bool) -> None:
+        """Gather what waits, in order, until `done`: memory of these rows is about to be reused.
+
+        drop: give up what finds no room, do not wait for it.
+        """
+        with self._changed:
+            self.stream = torch.cuda.current_stream(self.device)
+            while self.waiting and not done():
+                issued = self._issue(self.waiting)
+                for _ in range(issued):
+                    self.waiting.popleft()
+                if drop and not issued:
+                    self.waiting.popleft().lose(Cause.FELL_BEHIND)
+                elif not issued:
+                    self._changed.wait(_BREATH_S)
+
     def send_tensor(self, source: torch.Tensor, offset: int, deliver: Callable[[], None]) -> None:
         """Copy `source` (uint8, 1-D, ready on the current stream) to ring byte `offset`, then call `deliver`."""
         ready = torch.cuda.Event()

@@ -54,7 +54,7 @@ def test_a_forward_that_writes_every_hook_once_passes() -> None:
 def test_poison_is_put_where_the_first_write_of_a_forward_goes(header_first: bool) -> None:
     """The header is written before the embedding in models whose embeddings are made before the forward."""
     coverage = Coverage(FIELDS, poison=True, header_first=header_first)
-    assert coverage.poisoned_at == (0 if header_first else EMBED.offset)
+    assert coverage.first_at == (0 if header_first else EMBED.offset)
     for _ in range(2):
         for offsets in ([0, 4], [64]) if header_first else ([64], [0, 4]):
             coverage.wrote(0, offsets, TOKENS, coverage)
@@ -151,5 +151,5 @@ def test_logits_must_have_passed() -> None:
 
 @pytest.mark.parametrize(("fields", "first"), [(FIELDS, 64), (FIELDS[1:], 0)])
 def test_rows_are_filled_before_the_first_write(fields: list[RowField], first: int) -> None:
-    assert Coverage(fields, poison=True).poisoned_at == first
-    assert Coverage(fields).poisoned_at is None
+    assert Coverage(fields, poison=True).first_at == Coverage(fields).first_at == first
+    assert Coverage(fields, poison=True).poisons and not Coverage(fields).poisons

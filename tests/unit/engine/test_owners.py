@@ -34,17 +34,30 @@ class Other(Target):
         return bool(vllm_config.other)
 
 
-def config(method: str | None, *, v2: bool = True, runner: str = "generate", hybrid: bool = False, **more: Any) -> Any:
-    """What owners look at in a configuration. method: the speculative one, with a schedule of no drafts."""
+def config(
+    method: str | None,
+    *,
+    v2: bool = True,
+    runner: str = "generate",
+    hybrid: bool = False,
+    owner: str = "",
+    sleep: bool = False,
+    **more: Any,
+) -> Any:
+    """What owners look at in a configuration. method: the speculative one, with a schedule of no drafts. owner: the
+    option of the connector.
+    """
     speculative = SimpleNamespace(method=method, num_speculative_tokens_per_batch_size=[[1, 8, 0]])
     scheduler = SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=64, enable_chunked_prefill=True)
-    model = SimpleNamespace(model="m", runner_type=runner, is_hybrid=hybrid, max_model_len=128)
+    sleeps = {"enable_sleep_mode": sleep, "enable_cumem_allocator": False}
+    model = SimpleNamespace(model="m", runner_type=runner, is_hybrid=hybrid, max_model_len=128, **sleeps)
     return SimpleNamespace(
         **{
             "speculative_config": None if method is None else speculative,
             "use_v2_model_runner": v2,
             "scheduler_config": scheduler,
             "model_config": model,
+            "kv_transfer_config": SimpleNamespace(kv_connector_extra_config={"owner": owner} if owner else {}),
             **more,
         }
     )
@@ -61,19 +74,23 @@ def test_the_arguments_of_one_engine_are_not_those_of_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "v2", "owner", "features"),
+    ("method", "v2", "asked", "owner", "features"),
     [
-        (None, True, "target", []),
-        ("ngram", True, "target", ["speculative decoding"]),
-        (args.EXTRACT_HIDDEN_STATES, False, "draft", ["draft", "draft on the V1 runner"]),
-        (args.EXTRACT_HIDDEN_STATES, True, "draft", ["draft", "draft on the V2 runner"]),
+        (None, True, "", "target", []),
+        ("ngram", True, "", "target", ["speculative decoding"]),
+        (args.EXTRACT_HIDDEN_STATES, False, "", "draft", ["draft", "draft on the V1 runner"]),
+        (args.EXTRACT_HIDDEN_STATES, True, "", "draft", ["draft", "draft on the V2 runner"]),
+        (None, True, "pool", "pool", ["pool"]),
+        ("ngram", False, "pool", "pool", ["pool", "speculative decoding"]),
+        (args.EXTRACT_HIDDEN_STATES, True, "pool", "pool", ["pool", "speculative decoding"]),
     ],
 )
 def test_the_configuration_tells_the_owner_and_what_it_uses(
-    method: str | None, v2: bool, owner: str, features: list[str]
+    method: str | None, v2: bool, asked: str, owner: str, features: list[str]
 ) -> None:
-    found = owner_of(config(method, v2=v2))
-    assert (found.name, found.features(config(method, v2=v2))) == (owner, features)
+    given = config(method, v2=v2, owner=asked)
+    found = owner_of(given)
+    assert (found.name, found.features(given)) == (owner, features)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +103,11 @@ def test_the_configuration_tells_the_owner_and_what_it_uses(
         (args.EXTRACT_HIDDEN_STATES, {}, ""),
         (args.EXTRACT_HIDDEN_STATES, {"hybrid": True}, "model: 'm' has Mamba or linear-attention layers"),
         (args.EXTRACT_HIDDEN_STATES, {"runner": "pooling"}, "runner: 'pooling' skips the step .*owner='target'"),
+        (None, {"owner": "pool"}, ""),
+        (None, {"owner": "pool", "hybrid": True}, "model: 'm' has Mamba or linear-attention layers"),
+        (None, {"owner": "pool", "sleep": True}, "enable_sleep_mode: .*owner='pool' does not support.*owner='target'"),
+        (args.EXTRACT_HIDDEN_STATES, {"owner": "pool"}, "speculative_config: .*owner='draft' needs.*leave"),
+        ("medusa", {"owner": "pool"}, "speculative_config: draft tokens of method 'medusa' may not form a chain"),
     ],
 )
 def test_an_owner_refuses_what_it_does_not_support(method: str | None, more: dict[str, Any], words: str) -> None:

@@ -57,6 +57,58 @@ def test_every_row_comes_from_its_slot_in_random_lives(make: Make, seed: int) ->
     assert engine.faults() == [] and engine.stored
 
 
+@pytest.mark.parametrize("seed", range(16))
+def test_every_row_comes_from_its_page_in_random_lives(make: Make, seed: int) -> None:
+    """Rows in a pool: with room for all requests, for a few, and for hardly one beside the smallest step."""
+    engine = make(
+        seed=seed,
+        blocks=(24, 40, 120)[seed % 3],
+        pages=(9, 12, 20, 60)[seed % 4],
+        ahead=seed % 5 != 0,
+        on_gpu=seed % 2 == 0,
+    )
+    live(engine, steps=120)
+    assert engine.faults() == [] and engine.stored
+
+
+def test_captures_whose_rows_wait_in_a_pool_end_without_further_requests(make: Make) -> None:
+    """Staging memory holds few of them, and the link stands still when the last request ends."""
+    engine = make(on_gpu=True, pages=200, tokens=lambda: 9)
+    Event.link.clear()
+    for _ in range(6):
+        engine.add(PROMPT, 60)
+    while len(engine.replies) < 6:
+        engine.step()
+    for _ in range(20):
+        engine.step()
+    assert engine.exporter.ending and engine.busy
+    Timer(0.1, Event.link.set).start()
+    engine.drain()
+    assert not engine.exporter.ending
+    assert engine.faults() == [] and len(engine.stored) == 6
+
+
+def test_a_request_that_is_aborted_while_it_waits_for_a_pool_gives_its_place_to_others(make: Make) -> None:
+    engine = make(pages=9, tokens=lambda: 9)
+    names = [engine.add(PROMPT, 20) for _ in range(4)]
+    engine.add([7] * 30, 20, {"enabled": False})
+    for _ in range(6):
+        engine.step()
+    assert len(engine.scheduler.running) == 2 and list(engine.stored) == names[:1], "the one without a capture passes"
+    engine.abort(names[1])
+    engine.drain()
+    assert list(engine.stored) == [names[0], *names[2:]] and engine.faults() == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_and_logits_of_accepted_tokens_come_from_a_pool(make: Make, seed: int) -> None:
+    """Drafts are rejected, and the places of their rows are written again."""
+    kinds = {"blocks": (24, 40, 120)[seed % 3], "pages": (24, 60)[seed % 2], "drafts": 1 + seed % 4}
+    engine = make(seed=seed, hooks="q,logits", ahead=seed % 4 != 0, on_gpu=seed % 2 == 0, **kinds)
+    live(engine, steps=80)
+    assert engine.faults() == [] and any(max(grown) > 1 for grown in engine.grown.values())
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_and_logits_of_accepted_tokens_alone_are_stored_in_random_lives(make: Make, seed: int) -> None:
     """Speculative decoding: rows of rejected drafts never leave, and each row of logits is of the right token."""

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owner that the options of the connector name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def asked(vllm_config: VllmConfig) -> str:
+    """The option `owner`, "" where the rest of the configuration tells the owner."""
+    transfer = vllm_config.kv_transfer_config
+    extra = None if transfer is None else transfer.kv_connector_extra_config
+    return str(extra.get("owner", "")) if isinstance(extra, dict) else ""

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owner "pool": rows lie in pages of our own, beside vLLM's cache. Only tokens that are being captured have one.
+
+A row's place follows from its request and position, never from the batch:
+
+    scheduler   position -> page of the request (pool_pages.py), which stays its own until the page's rows are gathered
+                vLLM's blocks of the request -> entries of the table: slot // PAGE -> page
+                changed entries travel in the step's message (`StepMetadata.table`)
+    worker      before the forward: gather what the message needs, change the table     (exporter.py, pool_memory.py)
+                first tap of the forward: vLLM's slots -> slots of the pool, for all tokens    (kernels/lookup.py)
+                every tap: rows[slots[token]] = values; -1, of a token without a row, is skipped
+                later: chunks of rows -> staging memory -> ring, as for the other owners
+
+All of it runs on the engine's stream, so that a page is written again only after its rows were gathered. `need` in the
+message says how many rows must have been gathered before the forward, because their pages are given out again.
+
+A request is admitted when the pool holds the most rows that it can have at a time (`PoolSlots.most`). Steps may have
+more tokens of prompts than the pool has rows: while prompts are captured, the scheduler half lowers vLLM's token budget
+to what the pool holds beside the admitted requests. So a page is free whenever one is needed, and nothing waits for
+another request.
+
+Rows of cached tokens are not kept. A captured request computes such tokens again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dmi_connector.args import EXTRACT_HIDDEN_STATES
+from dmi_connector.engine.owners.asked import asked
+from dmi_connector.engine.owners.base import Owner, RowMemory, RowSlots
+from dmi_connector.engine.owners.target import check_chain
+from dmi_connector.settings import POOL
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from dmi_connector.engine.owners.base import Context
+    from dmi_connector.settings import ServerOptions
+
+LARGE_ROW = 500_000
+"""Bytes. Chunks of larger rows are shorter, since each request holds up to a chunk of them."""
+_CHUNK, _SHORT_CHUNK = 64, 32
+"""Default `chunk_tokens`: of rows up to LARGE_ROW, and of larger ones."""
+
+
+class Pool(Owner):
+    """Rows in pages of our own. vLLM may draft tokens beside it."""
+
+    name: ClassVar[str] = POOL
+
+    def fits(self, vllm_config: VllmConfig) -> bool:
+        return asked(vllm_config) == POOL
+
+    def features(self, vllm_config: VllmConfig) -> list[str]:
+        return ["pool", *(["speculative decoding"] if vllm_config.speculative_config is not None else [])]
+
+    def check(self, vllm_config: VllmConfig) -> None:
+        model, speculative = vllm_config.model_config, vllm_config.speculative_config
+        if model.is_hybrid:
+            raise ValueError(
+                f"model: {model.model!r} has Mamba or linear-attention layers, which need vLLM's hybrid cache manager; "
+                "DMIConnector does not support that; use a model with attention in every layer"
+            )
+        if model.enable_sleep_mode or model.enable_cumem_allocator:
+            raise ValueError(
+                "enable_sleep_mode: sleep (here or with enable_cumem_allocator) gives up the memory of the pool, which "
+                "owner='pool' does not support; remove it, or use owner='target'"
+            )
+        if speculative is not None and speculative.method == EXTRACT_HIDDEN_STATES:
+            raise ValueError(
+                f"speculative_config: method {EXTRACT_HIDDEN_STATES!r} is what owner='draft' needs, and owner='pool' "
+                "has rows without it; leave speculative_config out"
+            )
+        if speculative is not None:
+            check_chain(vllm_config)
+
+    def options(self, options: ServerOptions, given: Container[str], row_bytes: int) -> ServerOptions:
+        """Chunks are small, so that they fill up in the pool and requests hold few rows."""
+        if "chunk_tokens" in given:
+            return options
+        return replace(options, chunk_tokens=_CHUNK if row_bytes <= LARGE_ROW else _SHORT_CHUNK)
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Made before vLLM measures how much memory is left for its cache."""
+        from dmi_connector.engine.owners.pool_memory import RowPool
+
+        model.dmi_rows = RowPool(context)
+
+    def row_slots(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> RowSlots:
+        from dmi_connector.engine.owners.pool_pages import PoolSlots, StepLimits
+
+        group, _, block_size = key_group(config)
+        cache = sum(tensor.size for tensor in config.kv_cache_tensors)
+        return PoolSlots(context, group, block_size, config.num_blocks, StepLimits.of(vllm_config), cache)
+
+    def row_memory(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> RowMemory:
+        from dmi_connector.engine.owners.pool_memory import RowPool
+
+        pool = vllm_config.compilation_config.static_forward_context[context.cache_layer]
+        assert isinstance(pool, RowPool)
+        _, layer, block_size = key_group(config)
+        pool.follow(layer, block_size, config.num_blocks, vllm_config)
+        return pool
+
+
+def key_group(config: KVCacheConfig) -> tuple[int, str, int]:
+    """(number, first layer, slots of a block) of the cache group whose slots stand for positions.
+
+    Raises ValueError where no group has a slot for each token.
+    """
+    from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
+
+    for index, group in enumerate(config.kv_cache_groups):
+        spec: Any = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            spec = next(iter(spec.kv_cache_specs.values()))
+        if isinstance(spec, AttentionSpec):
+            return index, group.layer_names[0], group.kv_cache_spec.block_size
+    raise ValueError("model: no layer has an attention cache, whose slots owner='pool' needs; use owner='target'")

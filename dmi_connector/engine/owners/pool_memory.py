@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker half of a pool: the rows, the table from vLLM's slots to pages, and the slots of the running step."""
+
+from __future__ import annotations
+
+import weakref
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.config import VllmConfig, get_current_vllm_config
+
+from dmi_connector.engine.kernels.lookup import Lookup
+from dmi_connector.engine.owners.pool_pages import PAGE, StepLimits, page_size
+from dmi_connector.engine.owners.pool_size import pool_rows
+from dmi_connector.engine.owners.step import StepRows
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from dmi_connector.engine.owners.base import Context
+
+_PADDING = 512
+"""Tokens by which vLLM may pad a step beyond `max_num_batched_tokens`."""
+
+
+class RowPool(StepRows, nn.Module):
+    """Rows of pages, registered under `CaptureContext.cache_layer` among vLLM's layers. It is no cache layer of vLLM.
+
+    rows: uint8 [(1 + pages) * page size, row_bytes]. Page 0 is the null page: torch writes there what has no row.
+    table: int32 [slots of the cache / page size], the page of each run of vLLM's slots, or -1. It has one entry until
+    vLLM has made its cache. slots: int64 [tokens], the slots of the running step. Graphs hold its address.
+    """
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        vllm_config = get_current_vllm_config()
+        self.begin_steps(vllm_config)
+        limits = StepLimits.of(vllm_config)
+        count = pool_rows(context.options, context.layout.row_bytes, limits, vllm_config)
+        with torch.inference_mode(False):
+            self._memory = torch.empty(PAGE + count, context.layout.row_bytes, dtype=torch.uint8)
+            self.table = torch.full((1,), -1, dtype=torch.int32)
+            self.slots = torch.full((limits.stock + _PADDING,), -1, dtype=torch.int64)
+        self._lookup = Lookup(PAGE)
+        self._layer = ""
+        layers = vllm_config.compilation_config.static_forward_context
+        if context.cache_layer in layers:
+            raise ValueError(f"Duplicate layer name: {context.cache_layer}")
+        layers[context.cache_layer] = self
+
+    @property
+    def rows(self) -> torch.Tensor:
+        return self._memory
+
+    @property
+    def pages(self) -> int:
+        return len(self._memory) // self._lookup.size - 1
+
+    def follow(self, layer: str, block_size: int, blocks: int, vllm_config: VllmConfig) -> None:
+        """vLLM has made its cache: take slots of `layer`, of so many blocks."""
+        size = page_size(block_size)
+        self._layer, self._lookup = layer, Lookup(size)
+        with torch.inference_mode(False):
+            self.table = torch.full((blocks * block_size // size,), -1, dtype=torch.int32, device=self._memory.device)
+            self.places(self.slots[:1])  # compiled now, not while a CUDA graph is captured
+        watch_steps(layer, self, vllm_config)
+
+    def rows_and_slots(self, forward: ForwardContext, first: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The first tap of a forward looks the slots of all its tokens up."""
+        slots = _slots_of(forward, self._layer)
+        if slots is None:
+            return None
+        if len(slots) > len(self.slots):
+            raise RuntimeError(f"a step has {len(slots)} tokens, more than the {len(self.slots)} that the pool expects")
+        if first:
+            self._lookup(slots, self.table, self.slots)
+        return self._memory, self.slots[: len(slots)]
+
+    def places(self, slots: torch.Tensor) -> torch.Tensor:
+        found = torch.empty_like(slots)
+        self._lookup(slots, self.table, found)
+        return found
+
+    def place(self, table: np.ndarray) -> None:
+        """On the engine's stream, so that it follows what was launched before."""
+        changed = torch.from_numpy(table)
+        if self.table.is_cuda:
+            changed = changed.pin_memory().to(self.table.device, non_blocking=True)
+        self.table.index_copy_(0, changed[0], changed[1].int())
+
+
+def _slots_of(forward: ForwardContext, layer: str) -> torch.Tensor | None:
+    """vLLM's slots of a layer in a forward. None in a profiling run. layer: "" for any, before there is a cache."""
+    slots: Any = forward.slot_mapping
+    if not isinstance(slots, dict):
+        return None
+    found: torch.Tensor | None = slots.get(layer) if layer else next(iter(slots.values()), None)
+    return found
+
+
+_watching: dict[str, weakref.ref[RowPool]] = {}
+"""Pools by the layer whose metadata they see. A process has one engine at a time."""
+
+
+def watch_steps(layer: str, pool: RowPool, vllm_config: VllmConfig) -> None:
+    """Tell a pool the metadata of each batch: the builder of an attention layer gets it from either runner."""
+    _watching[layer] = weakref.ref(pool)
+    attention: Any = vllm_config.compilation_config.static_forward_context[layer]
+    builder = attention.get_attn_backend().get_builder_cls()
+    if not hasattr(builder.build, "dmi_tells"):
+        builder.build = _telling(builder.build)
+
+
+def _telling(build: Any) -> Any:
+    @wraps(build)
+    def told(
+        self: Any, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any
+    ) -> Any:
+        for layer, known in [*_watching.items()]:
+            if layer in self.layer_names and (pool := known()) is not None:
+                pool.planned(common_attn_metadata)
+        return build(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
+
+    told.dmi_tells = True  # type: ignore[attr-defined]
+    return told

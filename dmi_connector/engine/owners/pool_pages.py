@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler half of a pool: which pages the rows of a request have, who is admitted, and how long prompts may be."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from vllm.logger import init_logger
+
+from dmi_connector.engine.messages import STEPS_TOGETHER, StepMetadata
+from dmi_connector.engine.owners.base import RowSlots
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from dmi_connector.engine.owners.base import Captured, Context
+
+logger = init_logger("vllm.dmi_connector")
+
+PAGE = 16
+"""Positions of a page, if blocks of vLLM are a multiple of it. A page never reaches over two blocks."""
+_PROMPT_TOKENS, _SPARE_REQUESTS = 256, 64
+"""Smallest budget of a step beside the tokens that running requests decode, and beside those of so many more."""
+
+
+def page_size(block_size: int) -> int:
+    """Positions of a page."""
+    return math.gcd(PAGE, block_size)
+
+
+@dataclass
+class StepLimits:
+    """What limits a step of vLLM's scheduler.
+
+    scheduler: its configuration, whose `max_num_batched_tokens` is read at the beginning of each step. stock: what it
+    was at start. tokens: of a step. requests: that run at once. of_request: tokens of a decoding request in a step,
+    draft tokens included. whole: prompts, or images in them, are not split over steps, so a step is never made smaller.
+    """
+
+    scheduler: Any
+    tokens: int
+    requests: int
+    of_request: int = 1
+    whole: bool = False
+    stock: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stock = self.scheduler.max_num_batched_tokens
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> StepLimits:
+        scheduler, drafts = vllm_config.scheduler_config, vllm_config.speculative_config
+        tokens = scheduler.max_num_batched_tokens
+        if scheduler.max_num_scheduled_tokens is not None:
+            tokens = min(tokens, scheduler.max_num_scheduled_tokens)
+        of_request = 1 if drafts is None else 1 + drafts.num_speculative_tokens + drafts.max_num_new_slots_for_drafting
+        images = vllm_config.model_config.is_multimodal_model and scheduler.disable_chunked_mm_input
+        whole = not scheduler.enable_chunked_prefill or images
+        return cls(scheduler, tokens, scheduler.max_num_seqs, of_request, whole)
+
+    def floor(self, requests: int) -> int:
+        """Tokens that a step has at least while prompts are captured. requests: that run."""
+        if self.whole:
+            return self.tokens
+        return min(self.tokens, requests * self.of_request + _PROMPT_TOKENS)
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens of a decoding request between two looks at it."""
+        return STEPS_TOGETHER * self.of_request
+
+    def pages_of_request(self, chunk: int, size: int = PAGE) -> int:
+        """Pages that a request has at a time at most, but for those of its prompt in one step.
+
+        It has the beginning of a chunk, what it decodes between two looks, and places for as many tokens to come. In
+        its prompt it has the beginning of a chunk before the step, and a part of a page behind it.
+        """
+        decoding = pages_of(chunk - 1 + 2 * self.lookahead + 2 * self.of_request, size)
+        return max(decoding, pages_of(chunk - 1 + self.lookahead + size - 1, size))
+
+    def pages_of_step(self, tokens: int, size: int = PAGE) -> int:
+        """Pages for so many tokens of prompts in a step, beside those that requests are admitted with."""
+        return -(-tokens // size)
+
+    def least_pages(self, chunk: int, requests: int = 1) -> int:
+        """Pages for so many captured requests at once, whatever else runs."""
+        return self.pages_of_step(self.floor(self.requests)) + requests * self.pages_of_request(chunk)
+
+
+def pages_of(rows: int, size: int = PAGE) -> int:
+    """Pages that so many rows take at most, wherever the first one begins."""
+    return (rows + size - 2) // size + 1
+
+
+class Pages:
+    """Pages by number, given out and taken back in the order in which their rows are handed to the workers.
+
+    count: of pages, without page 0, where torch puts what has no row. free: pages without rows. Behind them, `_handed`:
+    (rows handed since the start, page), to be used again once so many rows are gathered.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.free = deque(range(1, count + 1))
+        self._handed: deque[tuple[int, int]] = deque()
+        self._need = 0
+
+    def take(self) -> int:
+        """A page. Admission sees to it that there is one."""
+        if self.free:
+            return self.free.popleft()
+        if not self._handed:
+            raise RuntimeError("the pool has no free page, although every request was admitted with room")
+        self._need, page = self._handed.popleft()
+        return page
+
+    def give_back(self, page: int, handed: int) -> None:
+        """Take a page back. handed: rows handed since the start when its last row was."""
+        self._handed.append((handed, page))
+
+    def gathered(self, rows: int) -> None:
+        """So many rows are gathered since the start."""
+        while self._handed and self._handed[0][0] <= rows:
+            self.free.append(self._handed.popleft()[1])
+
+    def take_need(self) -> int:
+        """Rows that must be gathered before pages taken since the last call are written."""
+        need, self._need = self._need, 0
+        return need
+
+
+@dataclass(eq=False)
+class _Rows:
+    """The rows of one request.
+
+    first: number of `pages[0]`: page n has positions from n * size on. entries: of the table, -1 for a page that is not
+    in it. captured: position up to which a preempted request has its rows. exported: position up to which rows were
+    handed to the workers. seen: tokens that were computed when it was last looked at. ahead: position up to which rows
+    have a place as soon as vLLM gives blocks. reads_cache: what the request says of the prefix cache. recomputed:
+    cached tokens that are computed again.
+    """
+
+    tracked: Captured
+    first: int
+    reads_cache: bool
+    pages: list[int] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
+    captured: int = 0
+    exported: int = 0
+    seen: int = 0
+    ahead: int = 0
+    admitted: bool = False
+    recomputed: int = 0
+
+
+class PoolSlots(RowSlots):
+    """Places of rows in a pool.
+
+    Until `sized` is called there are no pages. blocks: of vLLM's cache. cache: its bytes. most: pages that a request
+    has at most, beside those of its prompt in one step.
+
+    Deadlocks: a request is admitted only if all that are admitted, and a step of the smallest budget, have pages. Pages
+    whose rows were handed to the workers count as free, because gathering them waits for no request.
+    """
+
+    eager: ClassVar[bool] = True
+    stays: ClassVar[bool] = True
+
+    def __init__(
+        self, context: Context, group: int, block_size: int, blocks: int, limits: StepLimits, cache: int = 0
+    ) -> None:
+        super().__init__(group, block_size)
+        self._context, self._blocks, self._cache, self.limits = context, blocks, cache, limits
+        self.size = page_size(block_size)
+        self._in_page = np.arange(self.size)
+        self.most = limits.pages_of_request(context.options.chunk_tokens, self.size)
+        self._lookahead = limits.lookahead
+        self._behind = int(limits.of_request > 1)  # rows of the last known token may be of a rejected one
+        self.pages = Pages(0)
+        self._rows: dict[str, _Rows] = {}
+        self._prompts: dict[str, _Rows] = {}  # admitted requests that have tokens of prompts to compute
+        self._waiting = 0  # requests that are not admitted
+        self._running = 0  # requests of the last step
+        self._handed_rows = 0
+        self._given: list[tuple[int, int, int]] = []  # (rows handed, page, entry) since the last `cover`
+        self._table: dict[int, int] = {}  # entries that change before the forward
+        self._skip: list[Request] = []  # requests that must not read the prefix cache
+        self._recomputed = 0
+
+    def sized(self, pages: int) -> None:
+        if pages == self.pages.count:
+            return  # vLLM says it again, and pages may be in use
+        self.pages = Pages(pages)
+        rows, limits = pages * self.size, self.limits
+        pool, least = rows * self._context.layout.row_bytes, limits.floor(limits.requests)
+        logger.info(
+            "dmi_connector: a pool of %d rows (%.2f GB) beside a cache of %d tokens (%.3f of what fits without it)",
+            rows,
+            pool / 1e9,
+            self._blocks * self.block_size,
+            self._cache / (self._cache + pool),
+        )
+        logger.info(
+            "dmi_connector: the pool holds %d captured requests beside steps of %d tokens, and %d beside steps of %d, "
+            "in chunks of %d tokens; more wait",
+            max(0, (pages - self._pages(limits.tokens)) // self.most),
+            limits.tokens,
+            max(0, (pages - self._pages(least)) // self.most),
+            least,
+            self._context.options.chunk_tokens,
+        )
+
+    # ---- places -----------------------------------------------------------------------------------------------------
+
+    def of(self, tracked: Captured, start: int, stop: int) -> np.ndarray:
+        rows = self._rows[tracked.request.request_id]
+        before = start // self.size
+        pages = rows.pages[before - rows.first : -(-stop // self.size) - rows.first]
+        slots: np.ndarray = np.add.outer(np.multiply(pages, self.size), self._in_page).ravel()
+        return slots[start - before * self.size : stop - before * self.size]
+
+    def _entry(self, tracked: Captured, page: int) -> int:
+        """The entry of the table of page `page` of a request."""
+        at = page * self.size
+        return (tracked.blocks[at // self.block_size] * self.block_size + at % self.block_size) // self.size
+
+    def _cover(self, rows: _Rows, stop: int) -> None:
+        """Give the rows of positions below `stop` a place, as far as vLLM has given blocks."""
+        tracked = rows.tracked
+        stop = min(stop, tracked.limit, len(tracked.blocks) * self.block_size)
+        last = rows.first + len(rows.pages) - 1
+        if rows.pages and rows.entries[-1] < 0 and last * self.size < stop and rows.captured < (last + 1) * self.size:
+            self._enter(rows, last, rows.pages[-1])  # it was preempted in the middle of this page
+        while (page := rows.first + len(rows.pages)) * self.size < stop:
+            rows.pages.append(self.pages.take())
+            rows.entries.append(-1)
+            self._enter(rows, page, rows.pages[-1])
+
+    def _enter(self, rows: _Rows, page: int, place: int) -> None:
+        entry = rows.entries[page - rows.first] = self._entry(rows.tracked, page)
+        self._table[entry] = place
+
+    def cover(self, output: SchedulerOutput, gathered: int) -> list[tuple[Captured, int]]:
+        """Returns the requests of which tokens of a prompt are computed."""
+        for handed, page, entry in self._given:
+            if entry >= 0:
+                self._table[entry] = -1
+            self.pages.give_back(page, handed)
+        self._given.clear()
+        self.pages.gathered(gathered)
+        scheduled = output.num_scheduled_tokens
+        prompts: list[tuple[Captured, int]] = []
+        for request_id in [*self._prompts]:
+            if request_id in scheduled:
+                rows = self._prompts[request_id]
+                request = rows.tracked.request
+                rows.seen = rows.ahead = request.num_computed_tokens + scheduled[request_id]
+                if rows.seen >= request.num_tokens and not request.resumable:
+                    del self._prompts[request_id]
+                    rows.ahead += self._lookahead
+                self._cover(rows, rows.ahead)
+                prompts.append((rows.tracked, rows.seen))
+        cached = output.scheduled_cached_reqs
+        for request_id in compress(cached.req_ids, cached.new_block_ids):  # most are given none
+            if (known := self._rows.get(request_id)) is not None:
+                self._cover(known, known.ahead)
+        return prompts
+
+    def look(self, tracked: Captured, computed: int) -> None:
+        request_id = tracked.request.request_id
+        if request_id not in self._prompts:
+            rows = self._rows[request_id]
+            rows.seen, rows.ahead = computed, computed + self._lookahead
+            self._cover(rows, rows.ahead)
+
+    def handed(self, tracked: Captured, stop: int, rows: int) -> None:
+        mine, self._handed_rows = self._rows[tracked.request.request_id], rows
+        mine.exported = stop
+        whole = stop // self.size - mine.first
+        if whole > 0:
+            self._give(mine, whole)
+
+    def _give(self, rows: _Rows, count: int) -> None:
+        """The first `count` pages of a request are not needed any more once their rows are gathered."""
+        self._given += [(self._handed_rows, *of) for of in zip(rows.pages[:count], rows.entries[:count], strict=True)]
+        del rows.pages[:count], rows.entries[:count]
+        rows.first += count
+
+    # ---- the lives of requests --------------------------------------------------------------------------------------
+
+    def arrived(self, tracked: Captured) -> None:
+        request = tracked.request
+        first = tracked.params.start // self.size
+        self._rows[request.request_id] = _Rows(tracked, first, not request.skip_reading_prefix_cache)
+        self._waiting += 1
+        self._choose_budget()
+
+    def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """None, "ask again later", of a request that has to wait for room, or to compute cached tokens again."""
+        rows = self._rows.get(request.request_id)
+        if rows is None:
+            return 0, False
+        if not self._admit(rows):
+            if request.skip_reading_prefix_cache:  # with which vLLM takes None for 0
+                request.skip_reading_prefix_cache = False
+                self._skip.append(request)
+            return None, False
+        low = max(rows.tracked.params.start, rows.captured)
+        if low < min(computed, rows.tracked.limit):
+            rows.recomputed += computed
+            self._recomputed += computed
+            self._skip.append(request)  # not now: vLLM would take None for 0
+            return None, False
+        return 0, False
+
+    def _admit(self, rows: _Rows) -> bool:
+        """Whether a request may begin in a step of the present budget."""
+        step = self._pages(min(self.limits.tokens, self.limits.scheduler.max_num_batched_tokens))
+        if self._admitted_pages + (0 if rows.admitted else self.most) + step > self.pages.count:
+            return False
+        if not rows.admitted:
+            rows.admitted = True
+            self._waiting -= 1
+            self._prompts[rows.tracked.request.request_id] = rows
+        return True
+
+    @property
+    def _admitted_pages(self) -> int:
+        return (len(self._rows) - self._waiting) * self.most
+
+    def _pages(self, tokens: int) -> int:
+        return self.limits.pages_of_step(tokens, self.size)
+
+    def preempted(self, tracked: Captured, computed: int, metadata: StepMetadata) -> int:
+        """Its rows stay: the tail, which is less than a chunk, waits in its pages."""
+        request = tracked.request
+        rows = self._rows[request.request_id]
+        computed = min(max(computed, rows.seen), request.num_tokens - self._behind, tracked.limit)
+        rows.captured = max(rows.captured, rows.exported, computed)
+        rows.seen = rows.ahead = 0
+        for index, entry in enumerate(rows.entries):
+            if entry >= 0:
+                self._table[entry] = rows.entries[index] = -1
+        kept = max(0, -(-rows.captured // self.size) - rows.first)
+        self._given += [(self._handed_rows, page, -1) for page in rows.pages[kept:]]
+        del rows.pages[kept:], rows.entries[kept:]
+        self._prompts[request.request_id] = rows
+        request.skip_reading_prefix_cache = not rows.reads_cache
+        return rows.captured
+
+    def captured(self, tracked: Captured) -> int:
+        return self._rows[tracked.request.request_id].captured
+
+    def attributes(self, tracked: Captured) -> dict[str, Any]:
+        recomputed = self._rows[tracked.request.request_id].recomputed
+        return {"recomputed_tokens": recomputed} if recomputed else {}
+
+    def ended(self, request: Request, blocks: list[int], waiting: bool, others: bool) -> bool:
+        return False
+
+    def forget(self, tracked: Captured) -> None:
+        request_id = tracked.request.request_id
+        rows = self._rows.pop(request_id)
+        self._give(rows, len(rows.pages))
+        self._waiting -= not rows.admitted
+        self._prompts.pop(request_id, None)
+
+    # ---- the end of a pass of vLLM's scheduler ----------------------------------------------------------------------
+
+    def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+        """Say what of the table changes, and choose the budget of the next pass."""
+        if self._table:
+            metadata.table = np.array([[*self._table], [*self._table.values()]], np.int64)
+            self._table = {}
+        metadata.need = self.pages.take_need()
+        for request in self._skip:
+            request.skip_reading_prefix_cache = True
+        self._skip.clear()
+        self._running = len(output.num_scheduled_tokens)
+        self._choose_budget()
+
+    def _choose_budget(self) -> None:
+        """The next step has no more tokens than the pool has rows for, if prompts are to be captured in it.
+
+        Room is left for requests that wait, as many as may run and fit beside the smallest budget.
+        """
+        limits, spare = self.limits, self.pages.count - self._admitted_pages
+        tokens = limits.tokens
+        if self._prompts or self._waiting:
+            floor = limits.floor(min(limits.requests, self._running + _SPARE_REQUESTS))
+            room = max(0, (spare - self._pages(floor)) // self.most)
+            more = min(self._waiting, max(0, limits.requests - self._running), room)
+            if self._prompts or more:
+                tokens = min(tokens, (spare - more * self.most) * self.size)
+        limits.scheduler.max_num_batched_tokens = limits.stock if tokens >= limits.tokens else tokens
+
+    def take_counts(self) -> dict[str, int]:
+        recomputed, self._recomputed = self._recomputed, 0
+        return {"recomputed_tokens": recomputed}
+
+    # ---- nothing of vLLM's is kept ----------------------------------------------------------------------------------
+
+    def freed(self, request_ids: Iterable[str]) -> None:
+        """No block of vLLM is kept."""
+
+    def take_release(self) -> bool:
+        return False
+
+    def bind(self, kv_cache_manager: KVCacheManager) -> None:
+        """No block of vLLM is kept."""

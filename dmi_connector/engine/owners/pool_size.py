@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many rows a pool has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dmi_connector.engine.owners.pool_pages import PAGE, StepLimits
+from dmi_connector.option_values import OptionError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from dmi_connector.settings import ServerOptions
+
+_SHARES = ((2_000_000, 0.128), (500_000, 0.095), (0, 0.045))
+"""(bytes of a row, default share of the memory for the cache), the first of which a row is larger."""
+_GUARANTEED = 16
+"""Captured requests at once, whatever else runs, that a pool of the default size has room for."""
+_STEPS = 2
+"""A default pool is never larger than so many whole steps, and all requests that may run."""
+
+
+def pool_rows(options: ServerOptions, row_bytes: int, limits: StepLimits, vllm_config: VllmConfig) -> int:
+    """Rows of the pool, a multiple of PAGE, beside the null page.
+
+    Raises OptionError if `pool_bytes` is too small for a step and one request.
+    """
+    chunk = options.chunk_tokens
+    least = limits.least_pages(chunk)
+    if options.pool_bytes:
+        pages = options.pool_bytes // (row_bytes * PAGE) - 1
+        if pages < least:
+            raise OptionError(
+                f"pool_bytes: {options.pool_bytes} has {max(0, pages) * PAGE} rows, too few for one captured request "
+                f"beside a step; give at least {(least + 1) * row_bytes * PAGE}, or lower max_num_seqs, "
+                "max_num_batched_tokens or chunk_tokens, or choose fewer hooks"
+            )
+        return pages * PAGE
+    share = next(share for size, share in _SHARES if row_bytes > size)
+    pages = int(_cache_bytes(vllm_config) * share) // (row_bytes * PAGE)
+    requests = limits.requests
+    most = _STEPS * limits.pages_of_step(limits.tokens) + requests * limits.pages_of_request(chunk)
+    return max(min(pages, most), limits.least_pages(chunk, min(requests, _GUARANTEED))) * PAGE
+
+
+def _cache_bytes(vllm_config: VllmConfig) -> int:
+    """Memory that vLLM would give its cache, about: the model is built, its largest step is not yet measured."""
+    cache = vllm_config.cache_config
+    if cache.kv_cache_memory_bytes:
+        return int(cache.kv_cache_memory_bytes)
+    if vllm_config.device_config.device_type == "cpu":
+        from vllm import envs
+
+        return (envs.VLLM_CPU_KVCACHE_SPACE or 4) << 30
+    _, total = torch.cuda.mem_get_info()
+    return max(0, int(total * cache.gpu_memory_utilization) - torch.cuda.memory_allocated())

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's half of a pool: which row a token has, and what it sees of batches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.model.coverage import UNWRITTEN
+from dmi_connector.engine.owners import pool_memory
+from dmi_connector.engine.owners.pool_memory import RowPool
+from dmi_connector.settings import ServerOptions
+
+LAYER = "model.layers.0.attn"
+
+
+class Builder:
+    """Stands for the metadata builder of an attention backend."""
+
+    def __init__(self, *layers: str) -> None:
+        self.layer_names = list(layers)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> tuple[Any, bool]:
+        return common_attn_metadata, fast_build
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(pool_memory, "_watching", {})
+    backend = SimpleNamespace(get_builder_cls=lambda: Builder)
+    attention = SimpleNamespace(get_attn_backend=lambda: backend)
+    found = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.float32, is_multimodal_model=False),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=40, max_num_scheduled_tokens=None, max_num_seqs=2, enable_chunked_prefill=True
+        ),
+        speculative_config=None,
+        use_v2_model_runner=True,
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=1 << 20),
+        compilation_config=SimpleNamespace(static_forward_context={LAYER: attention}),
+    )
+    found.scheduler_config.disable_chunked_mm_input = False
+    monkeypatch.setattr(pool_memory, "get_current_vllm_config", lambda: found)
+    return found
+
+
+@pytest.fixture
+def pool(config: Any) -> RowPool:
+    options = ServerOptions.parse({"store_dir": "/x", "owner": "pool", "chunk_tokens": 8})
+    context: Any = SimpleNamespace(options=options, layout=SimpleNamespace(row_bytes=32), cache_layer="dmi_rows.1")
+    return RowPool(context)
+
+
+def forward(*slots: int, layer: str = LAYER) -> Any:
+    return SimpleNamespace(slot_mapping={layer: torch.tensor(slots)})
+
+
+def test_tokens_have_rows_where_the_table_has_pages(pool: RowPool, config: Any) -> None:
+    assert config.compilation_config.static_forward_context["dmi_rows.1"] is pool
+    assert pool.rows.shape == ((1 + pool.pages) * 16, 32)
+    assert pool.rows_and_slots(SimpleNamespace(slot_mapping=None), True) is None, "a profiling run"
+    found = pool.rows_and_slots(forward(0, 40, -1, layer="any"), True)
+    assert found is not None and found[1].tolist() == [-1, -1, -1], "before there is a cache"
+    pool.follow(LAYER, 32, 10, config)
+    pool.place(np.array([[2, 5], [3, 1]]))
+    rows, slots = pool.rows_and_slots(forward(33, 80, 95, 0, -1), True) or pytest.fail("there are rows")
+    assert rows is pool.rows and slots.tolist() == [3 * 16 + 1, 16, 31, -1, -1]
+    address = slots.data_ptr()
+    pool.place(np.array([[2], [-1]]))
+    rows, slots = pool.rows_and_slots(forward(33, 80), False) or pytest.fail("there are rows")
+    assert slots.tolist() == [49, 16], "a later tap of the same forward looks nothing up"
+    rows, slots = pool.rows_and_slots(forward(33, 80), True) or pytest.fail("there are rows")
+    assert slots.tolist() == [-1, 16] and slots.data_ptr() == address, "graphs hold the address"
+    assert pool.rows_and_slots(forward(1, layer="another"), True) is None
+
+
+def test_blocks_smaller_than_a_page_have_smaller_pages(pool: RowPool, config: Any) -> None:
+    pages = pool.pages
+    pool.follow(LAYER, 8, 10, config)
+    assert pool.pages == 2 * pages + 1 and len(pool.table) == 10
+
+
+def test_a_longer_step_than_vllm_announced_is_an_error(pool: RowPool, config: Any) -> None:
+    pool.follow(LAYER, 16, 10, config)
+    with pytest.raises(RuntimeError, match="a step has 600 tokens, more than the 552 that the pool expects"):
+        pool.rows_and_slots(forward(*range(600)), True)
+
+
+def test_the_pool_sees_the_metadata_of_each_batch_of_its_layer(
+    pool: RowPool, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Builder, "build", Builder.build)
+    for _ in range(2):  # two engines of one process
+        pool.follow(LAYER, 16, 10, config)
+    step = SimpleNamespace(slot_mapping=torch.tensor([16, -1]))
+    assert Builder("another").build(0, step) == (step, False) and pool.step is None
+    assert Builder("another", LAYER).build(0, common_attn_metadata=step, fast_build=True) == (step, True)
+    assert pool.step is step and pool.unpoisoned is None
+    pool.poisons = True
+    pool.place(np.array([[1], [2]]))
+    pool.rows.zero_()
+    Builder(LAYER).build(0, step)
+    pool.poison_step()
+    filled = (pool.rows.view(torch.int16) == UNWRITTEN).all(1)
+    assert filled.nonzero().flatten().tolist() == [0, 32], "the null page takes what has no row"
+    seen = pool.step
+    pool_memory._watching[LAYER] = lambda: None  # type: ignore[assignment]
+    Builder(LAYER).build(0, SimpleNamespace())
+    assert pool.step is seen, "an engine that is gone sees nothing"

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places of rows in a pool against a model of vLLM's scheduler and of a worker, in random histories.
+
+The model worker gathers rows as late as it may, so a page that is written too early gives a wrong row.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.connector import DMIConnector
+from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.messages import RowPages, Rows, StepMetadata
+from dmi_connector.engine.owners import pool_pages
+from dmi_connector.engine.owners.pool_pages import Pages, PoolSlots, StepLimits, page_size, pages_of
+from dmi_connector.engine.scheduler.tracker import Tracker
+from tests.trackerkit import FakeRequest, make_tracker
+
+TOKENS, REQUESTS = 48, 4
+"""Tokens of a step, and requests that run at once."""
+LONGEST = 130
+"""Tokens of a request."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_steps() -> Iterator[None]:
+    """The smallest budget is one of these small steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_pages, "_PROMPT_TOKENS", 6)
+        patch.setattr(pool_pages, "_SPARE_REQUESTS", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def contexts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, CaptureContext]:
+    """By tokens of a chunk."""
+    root = tmp_path_factory.mktemp("stores")
+    options = {"hooks": "q", "sink": "host"}
+    return {n: make_tracker(root, chunk_tokens=n, segment_tokens=8 * n, **options).context for n in (1, 8, 16, 24)}
+
+
+@dataclass
+class Life(FakeRequest):
+    """A request in the model. blocks: of vLLM. left: tokens that it still generates. drafts: draft tokens of its next
+    step. rows: positions of rows that were gathered. length: rows that its close says.
+    """
+
+    resumable: bool = False
+    skip_reading_prefix_cache: bool = False
+    status: Any = None
+    num_output_placeholders: int = 0
+    blocks: list[int] = field(default_factory=list)
+    left: int = 0
+    drafts: int = 0
+    captured: bool = True
+    rows: list[int] = field(default_factory=list)
+    length: int | None = None
+    start: int = 0
+
+
+class Model:
+    """vLLM's scheduler, cache and runner, and a worker, of one history."""
+
+    def __init__(self, seed: int, contexts: dict[int, CaptureContext]) -> None:
+        self.random = r = random.Random(seed)
+        context = contexts[r.choice([*contexts])]
+        self.block = r.choice([8, 16, 16, 32])
+        self.size = page_size(self.block)
+        self.ahead = r.random() < 0.6
+        self.drafts = 0 if self.ahead or r.random() < 0.6 else r.randrange(1, 4)
+        self.config = SimpleNamespace(max_num_batched_tokens=TOKENS)
+        limits = StepLimits(self.config, TOKENS, REQUESTS, 1 + self.drafts, whole=r.random() < 0.1)
+        self.free = list(range(1, 1 + -(-LONGEST // self.block) * r.choice([1, 2, 4])))
+        self.slots = PoolSlots(context, 0, self.block, len(self.free) + 1, limits)
+        least = limits.pages_of_step(limits.floor(REQUESTS), self.size) + self.slots.most
+        pages = least + r.choice([0, 0, 1, self.slots.most, 4 * self.slots.most, 200])
+        self.slots.sized(pages)
+        self.tracker = Tracker(context, self.slots, r.choice([4, 40, 1 << 60]), behind=int(self.ahead))
+        self.memory: dict[int, tuple[str, int]] = {}
+        self.table: dict[int, int] = {}
+        self.due: deque[Rows] = deque()
+        self.gathered = 0
+        self.waiting: list[Life] = []
+        self.running: list[Life] = []
+        self.results: deque[list[tuple[Life, bool]]] = deque()  # whether each step samples a token of a request
+        self.lives: dict[str, Life] = {}
+        self.by_capture: dict[int, Life] = {}
+        self.preempted: set[str] = set()
+        self.seen: set[str] = set()  # requests that the runner knows
+        self.lowest = TOKENS
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def add(self) -> None:
+        r, name = self.random, f"r{len(self.lives)}"
+        longest = TOKENS if self.slots.limits.whole else LONGEST
+        prompt = r.randrange(1, longest * 2 // 3)
+        kv: Any = {"include_output_tokens": r.random() < 0.8}
+        start = 0
+        if r.random() < 0.3:
+            start = r.randrange(0, prompt)
+            kv["dmi"] = {"tokens": [start, r.choice([None, start + 1 + r.randrange(60)])]}
+        captured = r.random() < 0.8
+        life = Life(name, kv if captured else None, list(range(prompt)), prompt)
+        life.left, life.captured, life.start = min(r.randrange(1, 40), longest - prompt), captured, start
+        life.skip_reading_prefix_cache = r.random() < 0.1
+        if not captured:
+            life.kv_transfer_params = {"dmi": {"enabled": False}}
+        self.lives[name] = life
+        self.tracker.on_new_request(life)  # type: ignore[arg-type]
+        if name in self.tracker.tracked:
+            self.by_capture[self.tracker.tracked[name].capture] = life
+        self.waiting.append(life)
+
+    def end(self, life: Life) -> None:
+        for queue in (self.waiting, self.running):
+            if life in queue:
+                queue.remove(life)
+        before = len(self.tracker.pending_closes)
+        self.tracker.finish(life, life.blocks)  # type: ignore[arg-type]
+        for close in self.tracker.pending_closes[before:]:
+            life.length = close.length
+        self.free += life.blocks
+        self.random.shuffle(self.free)
+        life.blocks, life.left = [], -1
+        self.seen.discard(life.request_id)
+
+    def preempt(self, life: Life) -> None:
+        self.running.remove(life)
+        self.waiting.insert(0, life)
+        self.free += life.blocks
+        life.blocks, life.num_computed_tokens = [], 0
+        life.drafts = 0
+        self.preempted.add(life.request_id)
+
+    # ---- a pass of the scheduler ------------------------------------------------------------------------------------
+
+    def give(self, life: Life, tokens: int) -> list[int] | None:
+        more = -(-(life.num_computed_tokens + tokens) // self.block) - len(life.blocks)
+        if more > len(self.free):
+            return None
+        given = [self.free.pop() for _ in range(max(0, more))]
+        life.blocks += given
+        return given
+
+    def ask(self, life: Life) -> int:
+        """Tokens that a request could compute."""
+        return life.num_tokens + self.in_flight(life) + life.drafts - life.num_computed_tokens
+
+    def in_flight(self, life: Life) -> int:
+        """Tokens of it that are sampled and not known yet."""
+        return sum(one is life and samples for step in self.results for one, samples in step)
+
+    def step(self) -> int:
+        """Returns the tokens of the step."""
+        budget = self.config.max_num_batched_tokens
+        self.lowest = min(self.lowest, budget)
+        scheduled: dict[str, int] = {}
+        given: dict[str, list[int]] = {}
+        computed: dict[str, int] = {}
+        for life in [*self.running]:
+            if life not in self.running or not budget:
+                continue
+            n = min(self.ask(life), budget)
+            if n <= 0:
+                continue
+            blocks = self.give(life, n)
+            while blocks is None:
+                victim = self.running[-1]
+                if victim.request_id in scheduled:
+                    budget += scheduled.pop(victim.request_id)
+                self.preempt(victim)
+                if victim is life:
+                    break
+                blocks = self.give(life, n)
+            if blocks is not None:
+                scheduled[life.request_id], given[life.request_id] = n, blocks
+                computed[life.request_id] = life.num_computed_tokens
+                budget -= n
+        new: list[Any] = []
+        resumed: set[str] = set()
+        for life in [*self.waiting] if not self.preempted else []:
+            if not budget or len(self.running) >= REQUESTS:
+                break
+            if self.in_flight(life):
+                continue  # its last result is on the way
+            most = 0 if life.skip_reading_prefix_cache else (life.num_tokens - 1) // self.block
+            hit = self.random.choice([0, self.random.randrange(most + 1)]) * self.block
+            answer, _ = self.slots.matched(life, hit)  # type: ignore[arg-type]
+            if life.skip_reading_prefix_cache:
+                answer = 0
+            if answer is None:
+                continue
+            life.num_computed_tokens = hit
+            n = min(life.num_tokens - hit, budget)
+            if (self.slots.limits.whole and n < life.num_tokens - hit) or self.give(life, n) is None:
+                life.num_computed_tokens = 0
+                break
+            self.waiting.remove(life)
+            self.running.append(life)
+            scheduled[life.request_id], computed[life.request_id] = n, hit
+            budget -= n
+            if life.request_id in self.seen:
+                resumed.add(life.request_id)
+                given[life.request_id] = life.blocks
+            else:
+                new.append(SimpleNamespace(req_id=life.request_id, block_ids=(life.blocks,), num_computed_tokens=hit))
+                self.seen.add(life.request_id)
+        old = [name for name in scheduled if name not in {one.req_id for one in new}]
+        output: Any = SimpleNamespace(
+            preempted_req_ids=set(self.preempted) or None,
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=old,
+                new_block_ids=[(given[name],) if given[name] else None for name in old],
+                resumed_req_ids=resumed,
+                num_computed_tokens=[computed[name] for name in old],
+            ),
+            scheduled_spec_decode_tokens={},
+        )
+        self.preempted.clear()
+        self.work(self.tracker.step(output), [(self.lives[name], computed[name], n) for name, n in scheduled.items()])
+        if scheduled:
+            self.results.append([])
+        for name, n in scheduled.items():
+            life = self.lives[name]
+            self.results[-1].append((life, n == self.ask(life)))
+            life.num_computed_tokens += n
+        if self.results and (not self.ahead or len(self.results) > 1 or not scheduled):
+            self.take_result()
+        return sum(scheduled.values())
+
+    def take_result(self) -> None:
+        for life, samples in self.results.popleft():
+            if life.left < 0 or not samples:
+                continue  # it is gone, or its prompt goes on
+            if self.drafts:
+                rejected = self.random.randrange(life.drafts + 1) if life.drafts else 0
+                if life.num_computed_tokens:
+                    life.num_computed_tokens -= rejected
+                grown = 1 + life.drafts - rejected
+            else:
+                grown = 1
+            grown = min(grown, life.left)
+            life.tokens += [7] * grown
+            life.left -= grown
+            life.drafts = self.random.randrange(self.drafts + 1) if life.num_computed_tokens else 0
+            life.drafts = min(life.drafts, max(0, life.left - 1))
+            if not life.left:
+                life.num_computed_tokens = min(life.num_computed_tokens, life.num_tokens)
+                self.end(life)
+
+    # ---- the worker -------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        rows = self.due.popleft()
+        life = self.by_capture[rows.capture]
+        for index, slot in enumerate(rows.slots.tolist()):
+            position = life.start + rows.first + index
+            found = self.memory.get(slot)
+            assert found == (life.request_id, position), f"{life.request_id} {position} at {slot}: {found}"
+            life.rows.append(position)
+        self.gathered += len(rows.slots)
+
+    def work(self, message: StepMetadata, tokens: list[tuple[Life, int, int]]) -> None:
+        for close in message.closes:
+            assert close.stays and not close.keeps_blocks
+            self.due += close.rows
+        self.due += message.leaving
+        while self.gathered < message.need:
+            self.gather()
+        if message.table is not None:
+            entries, pages = message.table.tolist()
+            assert len(set(entries)) == len(entries)
+            self.table.update(zip(entries, pages, strict=True))
+            used = [page for page in self.table.values() if page >= 0]
+            assert len(used) == len(set(used)) and 0 not in used, "a page has two places"
+        for life, first, count in tokens:
+            for position in range(first, first + count):
+                slot = life.blocks[position // self.block] * self.block + position % self.block
+                page = self.table.get(slot // self.size, -1)
+                if page >= 0:
+                    assert life.captured, "a row of a request that is not captured"
+                    self.memory[page * self.size + slot % self.size] = life.request_id, position
+        self.due += message.chunks
+        while self.due and self.random.random() < 0.3:
+            self.gather()
+        if message.report or self.random.random() < 0.2:
+            self.tracker.gathered = self.gathered
+
+    # ---- a history --------------------------------------------------------------------------------------------------
+
+    def live(self, steps: int) -> None:
+        r, idle = self.random, 0
+        for number in range(100_000):
+            if number < steps and r.random() < 0.4 and len(self.waiting) < 5:
+                self.add()
+            here = [*self.waiting, *self.running]
+            if here and r.random() < 0.03:
+                self.end(r.choice(here))
+            if self.running and r.random() < 0.02:
+                self.preempt(r.choice(self.running))
+            tokens = self.step()
+            idle = 0 if tokens or self.results or not here else idle + 1
+            if number >= steps and not (self.waiting or self.running or self.results):
+                break
+            assert idle < 6, f"{len(self.waiting)} wait and {len(self.running)} run for ever"
+        self.step()
+        while self.due:
+            self.gather()
+
+    def check(self) -> None:
+        """Every row came once, and everything was given back."""
+        for life in self.lives.values():
+            if life.length is None:
+                assert not life.rows
+                continue
+            assert life.rows == list(range(life.start, life.start + life.length)), life.request_id
+        assert not self.slots._rows and not self.slots._prompts and self.slots._waiting == 0
+        self.tracker.gathered = self.gathered
+        self.step()
+        assert sorted(self.slots.pages.free) == list(range(1, self.slots.pages.count + 1)), "a page is lost"
+        assert all(page < 0 for page in self.table.values()), "an entry is left"
+        assert self.config.max_num_batched_tokens == TOKENS
+
+
+def run(seeds: range, contexts: dict[int, CaptureContext]) -> tuple[int, int]:
+    """(rows that were captured, histories in which steps were made smaller)."""
+    rows = lowered = 0
+    for seed in seeds:
+        model = Model(seed, contexts)
+        try:
+            model.live(model.random.randrange(5, 40))
+            model.check()
+        except Exception as error:
+            raise AssertionError(f"history {seed}: {error}") from error
+        rows += sum(len(life.rows) for life in model.lives.values())
+        lowered += model.lowest < TOKENS
+    return rows, lowered
+
+
+def test_every_row_comes_once_from_its_page_in_random_histories(contexts: dict[int, CaptureContext]) -> None:
+    rows, lowered = run(range(400), contexts)
+    assert rows > 10_000 and lowered > 50
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(20))
+def test_every_row_comes_once_in_many_histories(contexts: dict[int, CaptureContext], part: int) -> None:
+    run(range(1000 + 5000 * part, 1000 + 5000 * (part + 1)), contexts)
+
+
+@pytest.mark.parametrize(("rows", "pages"), [(1, 1), (2, 2), (16, 2), (17, 2), (18, 3), (97, 7)])
+def test_rows_take_so_many_pages_at_most(rows: int, pages: int) -> None:
+    assert pages_of(rows) == pages == max(len({(at + i) // 16 for i in range(rows)}) for at in range(16))
+
+
+def test_pages_are_used_again_in_the_order_in_which_their_rows_left() -> None:
+    pages = Pages(2)
+    assert [pages.take(), pages.take(), pages.take_need()] == [1, 2, 0]
+    with pytest.raises(RuntimeError, match="the pool has no free page"):
+        pages.take()
+    pages.give_back(2, 10)
+    pages.give_back(1, 30)
+    pages.gathered(10)
+    assert (pages.take(), pages.take_need()) == (2, 0), "its rows are gathered"
+    assert (pages.take(), pages.take_need(), pages.take_need()) == (1, 30, 0), "its rows have to be"
+
+
+def test_the_scheduler_half_hears_of_the_smallest_pool_and_of_none() -> None:
+    """vLLM calls it with nothing where no worker has something to say."""
+    heard: list[int] = []
+    connector = DMIConnector.__new__(DMIConnector)
+    connector.tracker = SimpleNamespace(slots=SimpleNamespace(sized=heard.append))  # type: ignore[assignment]
+    connector.set_xfer_handshake_metadata({})
+    connector.set_xfer_handshake_metadata({0: RowPages(9), 1: RowPages(7)})
+    assert heard == [7]

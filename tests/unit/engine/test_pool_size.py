@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many rows a pool has, and how small it may be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.owners import OWNERS
+from dmi_connector.engine.owners.pool_pages import PAGE, StepLimits
+from dmi_connector.engine.owners.pool_size import pool_rows
+from dmi_connector.option_values import OptionError
+from dmi_connector.settings import ServerOptions
+
+GIB = 1 << 30
+
+
+def limits(tokens: int = 8192, requests: int = 256, **more: Any) -> StepLimits:
+    return StepLimits(SimpleNamespace(max_num_batched_tokens=tokens), tokens, requests, **more)
+
+
+def rows(cache_bytes: int, row_bytes: int, of: StepLimits, **options: Any) -> int:
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=cache_bytes))
+    given = ServerOptions.parse({"store_dir": "/x", "owner": "pool", "chunk_tokens": 64, **options})
+    return pool_rows(given, row_bytes, of, config)
+
+
+@pytest.mark.parametrize(("row_bytes", "share"), [(189_504, 0.045), (1_290_000, 0.095), (2_559_040, 0.128)])
+def test_a_pool_takes_a_share_of_the_cache_by_the_size_of_its_rows(row_bytes: int, share: float) -> None:
+    cache = 125 * GIB
+    found = rows(cache, row_bytes, limits())
+    assert found % PAGE == 0 and 0 <= cache * share - found * row_bytes < PAGE * row_bytes
+
+
+def test_a_pool_is_no_larger_than_all_that_may_run_and_no_smaller_than_some_requests() -> None:
+    small, of = 1024, limits(tokens=512, requests=4)
+    assert rows(125 * GIB, small, of) == (2 * 512 // PAGE + 4 * of.pages_of_request(64)) * PAGE
+    assert rows(1 << 20, small, of) == of.least_pages(64, 4) * PAGE
+    many = limits(requests=256)
+    assert rows(1 << 20, small, many) == many.least_pages(64, 16) * PAGE
+
+
+def test_a_pool_of_a_given_size_has_room_for_a_request_beside_a_step() -> None:
+    of, row_bytes = limits(tokens=2048, requests=8), 4096
+    least = of.least_pages(64)
+    assert rows(GIB, row_bytes, of, pool_bytes=(least + 1) * PAGE * row_bytes) == least * PAGE
+    with pytest.raises(OptionError, match=rf"pool_bytes: .* give at least {(least + 1) * PAGE * row_bytes}, or lower"):
+        rows(GIB, row_bytes, of, pool_bytes=(least + 1) * PAGE * row_bytes - 1)
+    assert limits(tokens=2048, requests=8, whole=True).least_pages(64) > least, "a whole step has to fit"
+
+
+def test_draft_tokens_need_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limits(of_request=5).pages_of_request(64) > limits().pages_of_request(64)
+    assert limits(of_request=5).floor(100) == 756 and limits().floor(100) == 356 and limits(tokens=99).floor(100) == 99
+
+
+def test_chunks_of_large_rows_are_short_unless_they_are_given() -> None:
+    pool, options = OWNERS["pool"], ServerOptions.parse({"store_dir": "/x", "owner": "pool"})
+    assert [pool.options(options, (), size).chunk_tokens for size in (500_000, 500_001)] == [64, 32]
+    given = ServerOptions.parse({"store_dir": "/x", "owner": "pool", "chunk_tokens": 128})
+    assert pool.options(given, {"chunk_tokens": 128}, 10).chunk_tokens == 128
+    assert OWNERS["target"].options(options, (), 10) is options
+
+
+def test_the_size_of_a_pool_needs_a_pool() -> None:
+    with pytest.raises(OptionError, match="pool_bytes: 5 is of a pool, and there is none; give owner 'pool'"):
+        ServerOptions.parse({"store_dir": "/x", "pool_bytes": 5})
+    with pytest.raises(OptionError, match="owner: 'target' is unknown"):
+        ServerOptions.parse({"store_dir": "/x", "owner": "target"})
