@@ -23,7 +23,8 @@ FINISHED = ("complete", "incomplete")
 """States of finished stores."""
 _ADDED = re.compile(r"(_[0-9]+)?(-|\Z)")
 """What vLLM adds behind a request id, up to the end or a dash."""
-_DRAFTS = ("draft_tokens_scheduled", "draft_tokens_accepted")
+_DRAFTS = {"draft_tokens_scheduled": "scheduled", "draft_tokens_accepted": "accepted"}
+"""Counts of draft tokens: their names here, and in the attribute `draft_tokens` of a store."""
 _OF_END = ("state", "reason", "finished", "bytes", "num_tokens", "prompt_len", "model", *_DRAFTS)
 """What the line of a store's end tells of it."""
 _STORES = (".zarr", ".zarr" + PARTIAL_SUFFIX)
@@ -293,9 +294,10 @@ def info_of(store: Place) -> CaptureInfo:
     )
 
 
-def drafts_of(attrs: Mapping[str, Any]) -> dict[str, int]:
+def drafts_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
     """The counts of draft tokens in the root attributes of a store, as `CaptureInfo` and the index name them."""
-    return {f"draft_tokens_{name}": count for name, count in attrs.get("draft_tokens", {}).items()}
+    counts = attrs.get("draft_tokens", {})
+    return {name: counts[key] for name, key in _DRAFTS.items() if key in counts}
 
 
 def merge_line(known: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
