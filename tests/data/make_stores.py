@@ -55,7 +55,7 @@ def facts(store: Path) -> dict[str, Any]:
         digests = {hook: [list(v.shape), hashlib.sha256(v.tobytes()).hexdigest()] for hook, v in values.items()}
         named["loss_spans"] = capture.attrs["loss_spans"]
         if "speculative" in capture.attrs:
-            named["draft_index"] = capture.draft_index.tolist()
+            named |= {"draft_index": capture.draft_index.tolist(), "draft_tokens": capture.attrs["draft_tokens"]}
         return {"store": store.name, **named, "token_ids": capture.token_ids.tolist(), "values": digests}
 
 

@@ -105,8 +105,10 @@ def lives(llm: LLM, run: Run) -> None:
         "aborted": Ask(REPEATED, KEYED, {"max_tokens": 300}),
         "bystander": Ask(REPEATED, sampling={"max_tokens": 90}),
     }
-    asks["grammar"] = Ask(prompt(30), sampling={"structured_outputs": regex, "max_tokens": 60, "ignore_eos": False})
-    if V2:  # vLLM's V1 runner on a CPU fails on seeded requests with drafts
+    grammar = {"structured_outputs": regex, "max_tokens": 60, "ignore_eos": False}
+    if not V2:  # vLLM's V2 kernel for grammars does not run in Triton's interpreter
+        asks["grammar"] = Ask(prompt(30), sampling=grammar)
+    else:  # vLLM's V1 runner on a CPU fails on seeded requests with drafts
         asks |= {"seeded": Ask(prompt(50), sampling=seeded), "seeded-again": Ask(prompt(50), sampling=seeded)}
     submit(llm, asks)
     while "aborted" not in run.replies or len(run.replies["aborted"].outputs[0].token_ids) < 20:
@@ -195,12 +197,12 @@ def test_the_forward_of_a_draft_writes_no_row(run: Run) -> None:
 
 @pytest.mark.parametrize("run", CASES[:1], indirect=True)
 def test_aborts_grammars_and_seeds_act_as_without_drafts(run: Run) -> None:
-    tokens = run.replies["grammar"].outputs[0].token_ids
-    assert len(tokens) > 3, "a grammar that leaves no choice drafts nothing"
     [aborted] = find_captures(run.store_dir, key="keyed")
     assert aborted.state == "complete" and open_capture(aborted.store).attrs["finish_reason"] == "abort"
     if V2:
         assert run.tokens("seeded") == run.tokens("seeded-again")
+    else:
+        assert len(run.replies["grammar"].outputs[0].token_ids) > 3, "with less to generate nothing is drafted"
 
 
 @pytest.mark.soak

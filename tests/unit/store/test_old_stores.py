@@ -54,6 +54,8 @@ def test_an_old_store_reads_as_it_was_written(version: str, name: str, unpacked:
         np.testing.assert_array_equal(capture.token_ids, wanted["token_ids"])
         if "draft_index" in wanted:  # since 1.5
             np.testing.assert_array_equal(capture.draft_index, wanted["draft_index"])
+            counts = {"scheduled": found.draft_tokens_scheduled, "accepted": found.draft_tokens_accepted}
+            assert capture.attrs["draft_tokens"] == wanted["draft_tokens"] == counts
         assert set(wanted["values"]) == set(capture.hooks) - {"resid_post"}
         for hook, (shape, digest) in wanted["values"].items():
             values = capture.numpy(hook)
