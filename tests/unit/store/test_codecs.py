@@ -124,7 +124,7 @@ def test_codecs_of_one_zarr_codec_decode_each_others_chunks() -> None:
 
 
 def test_the_docs_name_each_codec() -> None:
-    """docs/FORMAT.md section 3 and docs/CAPTURING.md the codecs, docs/OPERATIONS.md the Zarr codecs that are allowed."""
+    """FORMAT.md and CAPTURING.md name the codecs, OPERATIONS.md the Zarr codecs that metadata may have."""
     stored = (DOCS / "FORMAT.md").read_text().split("## 3. Codecs")[1].split("\n## ")[0]
     assert [name for name in CODECS if f"| `{name}` |" not in stored] == []
     [option] = [line for line in (DOCS / "CAPTURING.md").read_text().splitlines() if line.startswith("| `codec` |")]
