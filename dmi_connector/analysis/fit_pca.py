@@ -37,15 +37,15 @@ def fit_pca(
 ) -> dict[str, Any]:
     """Fit a basis of `rank` components for each layer of `hooks`, and write all to `out`, a new safetensors file.
 
-    It reads the stores once for each hook and layer, and needs 8 width² bytes of memory. Missing rows are left out,
-    and so are rows that hold a NaN or an infinity: a warning says how many.
-    layers: numbers of the model's layers, negative from its last; None: all that were captured. model: only stores of
-    this one, as in `open_captures`; None: all are of one model.
+    It reads the stores once for each hook and layer, and needs 8 width² bytes of memory. Missing rows are skipped. So
+    are rows with a NaN or an infinity; a warning says how many.
+    layers: layer numbers; negative numbers count from the last layer; None: all captured layers. model: uses only
+    stores of this model, as in `open_captures`; None: all stores must be of one model.
 
     Returns {"HOOK.LAYER": share of the variance kept, 0 to 1}. Raises ValueError for hooks that cannot be reduced, are
-    stored reduced or differ between stores, stores of several models, a model of which no store is, too few rows, no
-    finite row, or a rank beyond the width; KeyError for a hook or layer that was not captured; FileExistsError;
-    OSError, before the fit, where `out` cannot be written.
+    stored reduced or differ between stores, stores of several models, a model without a store, too few rows, no finite
+    row, or a rank above the width; KeyError for a hook or layer that was not captured; FileExistsError;
+    OSError, before the fit, if `out` cannot be written.
     """
     for hook in hooks:
         _check(hook)
@@ -65,7 +65,7 @@ def fit_pca(
 
 
 def _opened(store: Given) -> Capture:
-    """One store, which may lack rows. Thousands are not open at once: each keeps a file open."""
+    """Open one store, which may lack rows. Open few at a time: each keeps a file descriptor open."""
     return open_capture(store, 0, allow_incomplete=True)
 
 
@@ -93,7 +93,7 @@ def _check_whole(capture: Capture, hook: str) -> None:
 
 @contextmanager
 def _new_file(out: Path) -> Iterator[Path]:
-    """A path to write to, which gets the name `out` at the end. Raises OSError at once where no file can be made."""
+    """Yield a temporary path, which is renamed to `out` at the end. Raises OSError first if it cannot be created."""
     if os.path.lexists(out):
         raise FileExistsError(f"{out} exists; give a new name")
     if not out.parent.is_dir():
@@ -101,7 +101,7 @@ def _new_file(out: Path) -> Iterator[Path]:
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         partial.touch()
-        partial.unlink()  # a fit takes long, and a killed one leaves nothing
+        partial.unlink()  # a fit takes long; if it is killed, no empty file is left
     except OSError as error:
         raise OSError(f"fit-pca: {out} cannot be written ({error.strerror}); give another -o") from error
     try:
@@ -137,15 +137,15 @@ def _fit(
             about[hook] = {"width": len(basis.mean), "k": rank, "layers": wanted}
     try:
         save_file(tensors, out, metadata={METADATA: json.dumps({"hooks": about, "stores": len(stores)})})
-    except SafetensorError as error:  # such as for want of space
+    except SafetensorError as error:  # such as a full disk
         raise OSError(f"fit-pca: the basis cannot be written ({error}); give another -o") from error
     return kept
 
 
 def _rows(stores: Sequence[Given], hook: str, layer: int | None) -> Iterator[np.ndarray]:
-    """The rows that are neither missing nor hold a value that is not finite, in blocks [n, width].
+    """Yield the rows that are present and finite, in blocks [n, width].
 
-    Logs how many are not finite. Raises ValueError where none is finite.
+    Logs how many are not finite. Raises ValueError if none is finite.
     """
     where = hook if layer is None else f"{hook} layer {layer}"
     count, bad = 0, 0

@@ -27,8 +27,9 @@ def token_labels(capture: Capture, tokenizer: str | os.PathLike[str] | None = No
 def labeller(
     model: str | os.PathLike[str] | None, tokenizer: str | os.PathLike[str] | None = None
 ) -> Callable[[int], str]:
-    """A function that gives a short label of a token id, see `token_labels`. model: the one that the store names, None
-    where it names none.
+    """Return a function from a token id to its short label, see `token_labels`.
+
+    model: the model that the store names, None if it names none.
     """
     core = find_tokenizer(tokenizer, model)
     if core is None:
@@ -37,13 +38,13 @@ def labeller(
 
 
 def name_of_values(hook: str) -> str:
-    """What the values of a hook's rows are called: neurons of an MLP, dimensions of all else."""
+    """The word for one value of a row of this hook: "neuron" for hooks inside the MLP, else "dimension"."""
     return "neuron" if hook in _NEURONS else "dimension"
 
 
 def _label_of(token: int, text: str) -> str:
-    """`text` short enough for an axis, spaces visible; the token's id where it is not all printable."""
+    """`text` cut to fit an axis, with visible spaces. The token's id if a character cannot be printed."""
     if not text or "\N{REPLACEMENT CHARACTER}" in text or not text.isprintable():
         return f"[{token}]"
-    shown = text.replace(" ", "·").replace("$", r"\$")  # matplotlib reads mathematics between two dollars
+    shown = text.replace(" ", "·").replace("$", r"\$")  # matplotlib parses text between two dollar signs as math
     return shown if len(shown) <= _LONGEST_LABEL else shown[: _LONGEST_LABEL - 1] + "…"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each layer, and the model in the end, predicts: logit lens, entropy, surprise."""
+"""Next-token predictions of each layer and of the model: logit lens, entropy, surprise."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dmi_connector.captures.own_values import check_own_values
 class Lens:
     """What the residual stream predicts at each layer. Made by `logit_lens`.
 
-    layers: a label for each; "final" is the stream after the last layer, and so the model's output. ids: int32
-    [layers, tokens, top], the likeliest next tokens by falling probability. probabilities: float32 of that shape.
-    chance: float32 [layers, tokens], the probability of the token that "final" finds likeliest. entropy: float32
-    [layers, tokens], in nats. divergence: float32 [layers, tokens], KL(final || layer) in nats. Values of missing rows
-    are NaN, their ids -1. So are those of rows that hold a NaN or an infinity.
+    layers: a label for each; "final" is the stream after the last layer, which gives the model's output. ids: int32
+    [layers, tokens, top], the likeliest next tokens, in descending order of probability. probabilities: float32,
+    same shape. chance: float32 [layers, tokens], the probability of the likeliest token of "final". entropy: float32
+    [layers, tokens], in nats. divergence: float32 [layers, tokens], KL(final || layer) in nats. Missing rows, and rows
+    with a NaN or an infinity, have NaN as values and -1 as ids.
     """
 
     layers: list[str]
@@ -35,11 +35,11 @@ class Lens:
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """How sure the model was of each next token. Made by `uncertainty`.
+    """The entropy and surprise of each next token. Made by `uncertainty`.
 
     rows: int64 [n], rows of the store. entropy: float32 [n], of the next token's distribution at temperature 1, in
-    nats. surprise: float32 [n], -log of the probability of the token that came next, in nats; NaN where the store lacks
-    it.
+    nats. surprise: float32 [n], -log of the probability of the token that came next, in nats; NaN if that token
+    is not in the store.
     """
 
     rows: np.ndarray
@@ -48,13 +48,13 @@ class Uncertainty:
 
 
 def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens:
-    """Read the residual stream that enters each layer as if it were the last one's (nostalgebraist, 2020).
+    """The logit lens (nostalgebraist, 2020): what each layer's residual stream predicts.
 
-    Final norm and unembedding are applied to `resid_pre` of each captured layer and to `resid_final`. Memory holds one
-    block of logits, not those of all tokens.
+    Applies the final norm and the unembedding to `resid_pre` of each captured layer and to `resid_final`. Only one
+    block of logits is in memory at a time.
 
-    Raises KeyError without `resid_final`. Raises ValueError for rows of another width than the model's, for
-    projections, and for `top` outside 1 to the vocabulary.
+    Raises KeyError without `resid_final`. Raises ValueError if the width of the rows is not the model's, for
+    projections, and if `top` is below 1 or above the vocabulary size.
     """
     if not 1 <= top <= len(unembedding.weight):
         raise ValueError(f"top {top} is not valid; use 1 to {len(unembedding.weight)}, the vocabulary")
@@ -81,8 +81,8 @@ def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens
 
 
 def likeliest(log_probabilities: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(The `count` likeliest tokens of each row, their probabilities), both [n, count], by falling probability. Of a
-    row with NaN: -1 and NaN.
+    """(ids of the `count` likeliest tokens of each row, their probabilities), both [n, count], in descending order of
+    probability. A row with a NaN gets -1 and NaN.
 
     log_probabilities: [n, vocabulary]. count: at most the vocabulary.
     """
@@ -96,10 +96,10 @@ def likeliest(log_probabilities: np.ndarray, count: int) -> tuple[np.ndarray, np
 
 
 def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Uncertainty:
-    """Entropy of the next token's distribution, and surprise at the token that came, row by row.
+    """Entropy of the next token's distribution, and surprise of the actual next token, for each row.
 
-    Without `unembedding` they come from the captured `logits`: one row for each sampled token. With it they come from
-    `resid_final`: one for each row of the store that is not missing. Raises KeyError when the hook was not captured,
+    Without `unembedding` they are computed from the captured `logits`, for each sampled token. With it they are
+    computed from `resid_final`, for each row that is not missing. Raises KeyError if the hook was not captured,
     ValueError for projections.
     """
     ids = capture.token_ids

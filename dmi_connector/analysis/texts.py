@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of tokens, where there is a tokenizer."""
+"""Decodes single tokens to text, if there is a tokenizer."""
 
 from __future__ import annotations
 
@@ -23,35 +23,37 @@ _CONTROL = re.compile(r"[\u0000-\u0008\u000b-\u001f\u007f]")
 
 
 class Texts:
-    """The texts of single tokens, with the tokenizer of `find_tokenizer`; without one tokens have only their ids."""
+    """Decodes single tokens with the tokenizer that `find_tokenizer` returns. There may be none."""
 
     def __init__(self, chosen: PathLike | None, model: PathLike | None = None) -> None:
         self._core = find_tokenizer(chosen, model)
 
     def of(self, ids: Iterable[int]) -> list[str] | None:
-        """One text for each id, spaces included; None without a tokenizer.
+        """The text of each token id, with its spaces; None without a tokenizer.
 
-        A token that is a part of a character has the replacement character.
+        A token that holds only some bytes of a character decodes to U+FFFD, the replacement character.
         """
         if self._core is None:
             return None
-        # Some decoders drop the space in front of the first token, so each is decoded behind another one.
+        # Some decoders drop the space before the first token, so each token is decoded after another one.
         before, plain = self._anchor
         decoded = self._core.decode_batch([[*before, i] for i in ids], skip_special_tokens=False)
         return [text[len(plain) :] for text in decoded]
 
     @functools.cached_property
     def _anchor(self) -> tuple[list[int], str]:
-        """Ids of a text, and the text that they decode to."""
+        """Token ids to put before each token, and the text that they decode to."""
         assert self._core is not None
         ids = self._core.encode("a", add_special_tokens=False).ids[:1]
         return ids, self._core.decode(ids, skip_special_tokens=False)
 
 
 def find_tokenizer(chosen: PathLike | None, model: PathLike | None = None) -> Tokenizer | None:
-    """The tokenizer of the directory `chosen`, else that of the directory `model`, if it is there; None without one.
+    """Load the tokenizer from the directory `chosen`, or if that is None from `model`.
 
-    Raises ValueError for a `chosen` without `tokenizer.json`, or where the package tokenizers is missing.
+    Returns None if `model` has no tokenizer, or if the package tokenizers is missing.
+
+    Raises ValueError if `chosen` has no `tokenizer.json`, or is given without the package tokenizers.
     """
     installed = importlib.util.find_spec("tokenizers") is not None
     if chosen is None:
@@ -77,9 +79,9 @@ def _load(directory: Path) -> Tokenizer:
 
 
 def shown(text: str | None, token: int) -> tuple[str, bool]:
-    """What a token looks like, and whether that is its id in brackets, because its text cannot be printed.
+    """(how to display a token, whether that is its id in brackets). The id replaces text that cannot be printed.
 
-    text: None without a tokenizer; the id then stands for it. `dmi view` shows tokens by the same rule.
+    text: of the token; None without a tokenizer: the id without brackets is displayed. `dmi view` has the same rule.
     """
     if text is None:
         return str(token), False

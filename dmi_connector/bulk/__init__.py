@@ -1,29 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline capture of a whole set of prompts: `dmi run`.
+"""Offline capture of a set of prompts: `dmi run`.
 
-The way of a prompt:
+Modules, in the order in which a prompt passes them:
 
-    sources      reads rows of the input one by one: JSON lines, Parquet, a data set saved by Hugging Face's library
-    order        gives each row a position: the order of the input, or a permutation; a limit; a share
-    prompts      makes a prompt of a row, or says why that cannot be done (rejects)
-    run          hands prompts to engines as these have room, and waits for the store of each
-    engines      processes with an engine each (engine_process; engine/offline/feed.py talks to vLLM)
-    engine_log   why an engine ended, from its log
-    manifest     one line for each prompt whose store is whole
+    sources      reads the input row by row: JSON lines, Parquet, or a saved Hugging Face data set
+    order        gives each row a position, in the order of the input or shuffled; applies the limit and the share
+    prompts      turns a row into a prompt, or rejects it with a reason
+    run          submits prompts to engines that have room, and waits for the store of each prompt
+    engines      processes with one engine each (engine_process; engine/offline/feed.py calls vLLM)
+    engine_log   reads from an engine's log why it ended
+    manifest     one line for each prompt whose store is complete
 
-The position of a prompt is in the key of its store: RUN-POSITION. So what a killed run has left can be told from the
-names of stores and the manifest alone. A run that starts again (recovery) waits until no process of the killed one
-lives, looks at both, and goes on:
+The key of a prompt's store is RUN-POSITION. So the names of the stores and the manifest show what a killed run has
+left to do. A run that is started again (recovery) waits until all processes of the killed run have exited, reads both,
+and continues:
 
     store                                   line      what happens
-    complete and sound                      yes       done
-    complete and sound                      no        done: its line is added when the row is read again
-    unfinished, incomplete or damaged       no        removed, done again
-    none                                    yes       done: somebody has removed the store
-    none                                    no        done again
+    complete and undamaged                  yes       done
+    complete and undamaged                  no        done: its line is added when the row is read again
+    unfinished, incomplete or damaged       no        removed; the prompt is captured again
+    none                                    yes       done: the user has removed the store
+    none                                    no        the prompt is captured again
 
-Three locks make that safe. A run holds `.run.lock` alone, so that no other run works on the same share. All processes
-that its engines consist of hold `.life.lock` together, until the last one has ended (store/format/locks.py). Runs hold
-`.settings.lock` together: nobody replaces the settings of a run that is alive. Engine processes end with the run, also
-when it is killed; writers finish first what they can.
+Three locks make that safe. A run holds `.run.lock` exclusively, so that no other run works on the same share. All
+processes of its engines hold a shared lock on `.life.lock` until they exit (store/format/locks.py). Each run holds a
+shared lock on `.settings.lock`, so that the settings of an active run are not replaced. Engine processes exit with the
+run, even if it is killed. Writers first write the rows that they have received.
 """

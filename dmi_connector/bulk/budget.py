@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a run may have on disk at a time."""
+"""Limits the disk space that the stores of a run take."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 from dmi_connector.store.write.finish.retention import StoreSizes, measure
 
 _LEAST_S, _SHARE = 1.0, 10.0
-"""Stores are measured again after this many seconds at least, and after this many times as long as measuring took."""
+"""The shortest time between two measurements, in seconds, and as a multiple of the time that the last one took."""
 _BASE = 4096
-"""Bytes of a store's root document that the index does not count, about."""
+"""Approximate size of a store's root document, which the index does not count. Bytes."""
 
 
 class Budget:
     """Says whether there is room for one more prompt.
 
-    Each prompt in flight counts as much as the largest store that was seen. Before one was seen, one prompt is let in
-    at a time. The stores in `out` are measured when there seems to be no room: somebody may have removed some.
+    Each prompt in flight counts as the largest store so far. Until the first store is finished, one prompt is allowed
+    at a time. When there seems to be no room, the stores in `out` are measured again: the user may have removed some.
 
-    max_bytes: of the stores in `out`. min_free_bytes: that stay free on the file system. 0 for no limit.
+    max_bytes: limit of the stores in `out`. min_free_bytes: must stay free on the file system. 0: no limit.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Budget:
             self._measure()
 
     def stored(self, nbytes: int) -> None:
-        """A store of so many bytes was finished."""
+        """Count a finished store of `nbytes` bytes."""
         self._used += nbytes + _BASE
         self._largest = max(self._largest, nbytes + _BASE)
 

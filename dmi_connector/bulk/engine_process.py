@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process with one engine. `engines.py` starts it, sends it prompts and reads what became of them.
+"""A process with one engine. `engines.py` starts it, sends it prompts and reads their results.
 
-In: {"start": ...} first, then {"position", "key", "prompt"}; the end of input ends it. Out: {"ready": process id,
-"max_num_seqs"}, {"refused": position, "why"}, {"ended": position, ...}, {"failed": why}, {"bye": 0}.
+Input: {"start": ...} first, then {"position", "key", "prompt"}. At the end of the input the process exits.
+Output: {"ready": process id, "max_num_seqs"}, {"refused": position, "why"}, {"ended": position, ...}, {"failed": why},
+{"bye": 0}.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dmi_connector.store.write.finish.upload import check_upload
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, write_all
 
 _MOST_PER_STEP = 64
-"""Prompts that are added between two steps at most: tokenizing more would make the engine wait."""
+"""At most this many prompts are added between two steps, so that the engine does not wait for the tokenizer."""
 
 
 class Inbox:
@@ -32,7 +33,7 @@ class Inbox:
         self.ended = False
 
     def take(self, most: int, wait: bool) -> list[Message]:
-        """Up to `most` messages. wait: for the first, or the end of input."""
+        """Up to `most` messages. wait: block until there is one, or the input ends."""
         while not self.ended and len(self._messages) < most:
             blocks = wait and not self._messages
             if not select.select([self._fd], [], [], None if blocks else 0)[0]:
@@ -45,13 +46,13 @@ class Inbox:
 
     @property
     def over(self) -> bool:
-        """Whether no message will come."""
+        """Whether the input has ended and all messages were taken."""
         return self.ended and not self._messages
 
 
 def serve(inbox: Inbox, start: Message) -> Iterator[Message]:
-    """Run an engine until the end of input. Gives its answers. Raises OptionError before the engine starts where its
-    uploads would all fail.
+    """Run an engine until the end of the input, and yield its answers. Raises OptionError before the engine starts if
+    uploads are configured and would fail.
     """
     if url := start["capture"].get("upload"):
         check_upload(url)

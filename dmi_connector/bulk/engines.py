@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines in processes of their own: what a run sees of them, and those of this machine, each with its devices."""
+"""The interface between a run and its engines, and engines in processes on this machine, each with its own GPUs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from dmi_connector.store.write.messages import Message
 PROCESS = "dmi_connector.bulk.engine_process"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _AHEAD = 2.0
-"""Prompts that an engine has at a time, times those that it runs at a time: its queue never gets empty."""
+"""Prompts submitted to an engine at a time, as a multiple of max_num_seqs, so that its queue is never empty."""
 _END_S = 600.0
-"""Time for an engine to end after its last prompt, before it is killed."""
+"""Seconds after its last prompt until an engine that has not exited is killed."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a prompt in an engine.
+    """The result of a prompt.
 
-    engine: its name. prompt_tokens, generated_tokens, finish_reason: of its request. store: path of its store, if it is
-    known. refused: why the engine did not take the prompt. error: why it is not captured.
+    engine: name of the engine. prompt_tokens, generated_tokens, finish_reason: of its request. store: path of its
+    store, if known. refused: why the engine refused the prompt. error: why the request is not captured.
     """
 
     position: int
@@ -46,11 +46,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Death:
-    """An engine that has ended too early.
+    """An engine that exited too early.
 
-    positions: prompts that it had. life: path of the lock on which its processes alone hold a part while they live.
-    With that, its prompts are done again by other engines once nobody writes any more. None: by the next start.
-    began: it was ready for prompts.
+    positions: of the prompts that it had. life: path of the file on which only this engine's processes hold a shared
+    lock. Once they have exited, other engines run its prompts. None: the next start of the run does. began: whether it
+    was ready for prompts.
     """
 
     name: str
@@ -61,35 +61,35 @@ class Death:
 
 
 class Engines(Protocol):
-    """Engines as a run sees them."""
+    """The interface of engines for a run."""
 
     def start(self) -> None:
-        """Start them, unless that was done."""
+        """Start the engines, unless they were started."""
 
     def room(self) -> int:
-        """How many more prompts they should have."""
+        """The number of prompts that should be submitted now."""
 
     def submit(self, position: int, key: str, prompt: Mapping[str, Any]) -> None:
-        """Hand a prompt to the engine with the most room."""
+        """Send a prompt to the engine with the most room."""
 
     def events(self, timeout: float) -> list[Answer | Death]:
         """What has happened since the last call; waits up to `timeout` seconds for the first."""
 
     def finish(self) -> None:
-        """No more prompts come: the engines end after those that they have."""
+        """Let the engines exit when they have finished their prompts. No more prompts may be submitted."""
 
     def starting(self) -> list[Path]:
-        """Logs of engines that are started and not ready for prompts. [] once one is ready."""
+        """Logs of the engines that are starting. [] once one engine is ready for prompts."""
 
     def alive(self) -> bool:
-        """Whether an engine has not ended, or none was started yet."""
+        """Whether an engine is running, or none was started yet."""
 
     def close(self) -> None:
-        """End them now."""
+        """Stop all engines now."""
 
 
 class EngineChild(Protocol):
-    """The process of an engine, on this machine (`Child`) or elsewhere. status: 0 if it ended in order."""
+    """The process of an engine, on this machine (`Child`) or elsewhere. status: its exit status, 0 for success."""
 
     status: int | None
 
@@ -97,21 +97,21 @@ class EngineChild(Protocol):
         """Queue a message."""
 
     def finish(self) -> None:
-        """Let it end after the messages queued so far."""
+        """Let it exit after the messages queued so far."""
 
     def kill(self) -> None:
         """Kill it."""
 
     def join(self, timeout: float) -> bool:
-        """Wait for its end; kill it after `timeout` seconds. Returns whether it ended by itself."""
+        """Wait until it exits, and kill it after `timeout` seconds. Returns whether it exited by itself."""
 
 
 @dataclass(eq=False)
 class Engine:
     """An engine of a pool.
 
-    log: its log. logged: bytes that were in it before. window: prompts that it should have, 0 before it is ready. has:
-    those that it has.
+    log: its log. logged: size of the log before the engine started, in bytes. window: the number of prompts that it
+    should have at a time; 0 before it is ready. has: positions of the prompts that it has.
     """
 
     child: EngineChild
@@ -128,7 +128,7 @@ class Engine:
 
 
 class EnginePool(ABC):
-    """Spreads prompts over engines that speak as `engine_process` does. Subclasses start their processes."""
+    """Distributes prompts over engines with the protocol of `engine_process`. Subclasses start the processes."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[EngineChild, Message | str]] = queue.SimpleQueue()
@@ -150,7 +150,7 @@ class EnginePool(ABC):
 
     def room(self) -> int:
         if any(e.alive and not e.window for e in self._engines):
-            return 0  # all begin together, so that each has its part of a small set of prompts
+            return 0  # wait until all are ready, so that a small set of prompts is shared evenly
         return max((e.window - len(e.has) for e in self._engines if e.alive), default=0)
 
     def submit(self, position: int, key: str, prompt: Mapping[str, Any]) -> None:
@@ -210,7 +210,7 @@ class EnginePool(ABC):
         return not self._engines or any(engine.alive for engine in self._engines)
 
     def answered(self) -> list[int]:
-        """Prompts that each engine has answered, [] if none was started."""
+        """The number of finished prompts of each engine. [] if none was started."""
         return [engine.answered for engine in self._engines]
 
     def close(self) -> None:
@@ -224,8 +224,8 @@ class EnginePool(ABC):
 class EngineProcesses(EnginePool):
     """Engines in processes on this machine.
 
-    count: of engines. start: `RunSettings.engine_message`. out: directory of logs. life: path of the lock on which all
-    their processes hold a part while they live. Raises ValueError where the devices do not suffice.
+    count: of engines. start: `RunSettings.engine_message`. out: directory of logs. life: path of the file on which all
+    their processes hold a shared lock until they exit. Raises ValueError if there are fewer GPUs than engines.
     """
 
     def __init__(self, count: int, start: Message, out: Path, life: Path, suffix: str = "") -> None:
@@ -249,7 +249,7 @@ class EngineProcesses(EnginePool):
 
 
 def visible_devices() -> list[str]:
-    """The devices that this process may use, [] on a machine without GPUs."""
+    """The GPUs visible to this process, [] on a machine without GPUs."""
     named = os.environ.get(_DEVICES)
     if named is not None:
         return [device.strip() for device in named.split(",") if device.strip()]
@@ -260,7 +260,10 @@ def visible_devices() -> list[str]:
 
 
 def device_shares(count: int, devices: Sequence[str]) -> list[list[str]]:
-    """Devices for each of `count` engines: the same number for each, [] where there are none. Raises ValueError."""
+    """The GPUs of each of `count` engines, the same number for each. [] for one engine or without GPUs.
+
+    Raises ValueError if there are fewer GPUs than engines.
+    """
     if not devices or count == 1:
         return [[] for _ in range(count)]
     each = len(devices) // count

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of prompts whose stores are whole: one JSON object a line, only ever appended to.
+"""The manifest: one JSON line for each prompt whose store is complete. Lines are only appended.
 
-A line may be lacking where a run was killed: its store then tells that the prompt is done (recovery.py).
+After a run was killed, the line of a complete store may be missing. recovery.py then finds the store.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 _TAIL = 1 << 16
 """Bytes that are read at a time to find the end of the last whole line."""
 _LINES, _SECONDS = 256, 1.0
-"""Lines that wait at most, and for how long."""
+"""A flush is due after this many lines, or this long after the first of them."""
 
 
 class Positions:
-    """A set of positions: a bit for each number up to the largest."""
+    """A set of positions, stored as a bitmap."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -38,13 +38,13 @@ class Positions:
         return True
 
     def discard(self, position: int) -> None:
-        """Take a position out."""
+        """Remove a position, if it is in the set."""
         if position in self:
             self._bits[position >> 3] &= ~(1 << (position & 7))
             self._count -= 1
 
     def below(self, limit: int | None) -> int:
-        """How many are less than `limit`. None: all."""
+        """The number of positions below `limit`. None: of all."""
         if limit is None:
             return self._count
         at, bits = limit >> 3, (1 << (limit & 7)) - 1
@@ -65,7 +65,7 @@ class Positions:
 
 
 def cannot_write(path: Path, error: OSError) -> OSError:
-    """The error of a file in the directory of a run, with its name and what to do."""
+    """The error for a file in a run's directory that cannot be written. It names the file and the fix."""
     return OSError(
         f"--out {path.parent}: {path.name} cannot be written ({error.strerror or error}); make room there, or change"
         " its mode, and start the same command again"
@@ -73,7 +73,7 @@ def cannot_write(path: Path, error: OSError) -> OSError:
 
 
 class Manifest:
-    """Appends lines, several at a time, each time in one write that is flushed to the device."""
+    """Appends lines to the manifest in batches. Each batch is written and then flushed with fsync."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,7 +83,7 @@ class Manifest:
         self._cut_torn_line()
 
     def _cut_torn_line(self) -> None:
-        """Remove what is behind the last end of a line: the process that wrote it was killed."""
+        """Remove an unfinished last line: the process that wrote it was killed."""
         end = os.fstat(self._fd).st_size
         while end:
             begin = max(0, end - _TAIL)
@@ -95,13 +95,13 @@ class Manifest:
         os.ftruncate(self._fd, end)
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Append a line with the next `flush`."""
+        """Buffer a line. `flush` writes it."""
         if not self._lines:
             self._since = time.monotonic()
         self._lines.append(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
 
     def flush(self, now: bool = True) -> None:
-        """Write the lines that wait. now: False writes only if many wait, or have waited long. Raises OSError."""
+        """Write the buffered lines. now: False writes them only if a flush is due. Raises OSError."""
         due = len(self._lines) >= _LINES or time.monotonic() - self._since > _SECONDS
         if not self._lines or not (now or due):
             return
@@ -115,5 +115,5 @@ class Manifest:
             raise cannot_write(self.path, error) from error
 
     def close(self) -> None:
-        """Close the file. Lines that wait are lost: flush before."""
+        """Close the file. Buffered lines are lost: call `flush` before."""
         os.close(self._fd)

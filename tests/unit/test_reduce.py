@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from dmi_connector.reduce import ReduceError, from_settings, parse
+from dmi_connector.reduce import KINDS, ReduceError, from_settings, parse
 from dmi_connector.reduce.base import Reduction
 from dmi_connector.reduce.basis import METADATA, load
 from dmi_connector.reduce.fp8 import Fp8
@@ -32,6 +32,9 @@ SPECS = [
     "rp(16)",
     "rp(16,sign,seed=7)",
 ]
+"""Each kind but those that need a file or a hook of their own."""
+IN_PART = ("int8(32)", "round", "topk")
+"""In a row that is not finite, these read as NaN or as the value itself only where the value was, or in its group."""
 
 
 def rows(tokens: int = 9, width: int = 50, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -58,6 +61,34 @@ def roundtrip(reduction: Reduction, x: torch.Tensor) -> np.ndarray:
 def test_a_reduction_is_rebuilt_from_its_settings(spec: str) -> None:
     reduction = parse(spec)
     assert reduction is not None and from_settings(reduction.settings()) == reduction
+
+
+def test_each_kind_is_in_the_list() -> None:
+    found = {spec.partition("(")[0] for spec in SPECS}
+    assert found == {kind for kind, reduction in KINDS.items() if not reduction.only} - {"pca"}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_rows_of_bytes_are_a_multiple_of_4_long(spec: str) -> None:
+    reduction = parse(spec)
+    assert reduction is not None
+    if reduction.stored_dtype("float32") == "uint8":
+        for width in range(16, 80):
+            assert reduction.stored_width(width, "float32") % 4 == 0, width
+            roundtrip(reduction, rows(width=width, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_row_that_is_not_finite_does_not_read_as_one_that_is(spec: str, value: float) -> None:
+    """As docs/REDUCTIONS.md says. Other rows stay as they are."""
+    reduction, x = parse(spec), rows(dtype=torch.float32)
+    assert reduction is not None
+    before = roundtrip(reduction, x)
+    x[3, 7] = value
+    read = roundtrip(reduction, x)
+    assert np.isnan(read[3]).all() if not spec.startswith(IN_PART) else not np.isfinite(read[3]).all()
+    assert np.array_equal(np.delete(read, 3, 0), np.delete(before, 3, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from dmi_connector.hooks import HOOKS, PRESETS, SelectionError, parse_selection
 from dmi_connector.option_values import OptionError
-from dmi_connector.request_options import CaptureParams
+from dmi_connector.request_options import _OPTIONS, CaptureParams
 from dmi_connector.settings import ServerOptions
 from tests.trackerkit import DIMS, ask, generate, make_tracker
 
 SERVER = [f.name for f in fields(ServerOptions)]
-REQUEST = ["key", "hooks", "layers", "tokens", "enabled", "save_path"]
+REQUEST = list(_OPTIONS)
 RELATED = {"chunk_tokens": "segment_tokens"}  # a value may be fine by itself, but not beside another option's
 
 # Any code point, lone surrogates among them: JSON lets a client send these.
@@ -138,7 +138,8 @@ requests = junk | st.fixed_dictionaries(
         "dmi": junk
         | st.fixed_dictionaries(
             {},
-            optional={
+            optional=dict.fromkeys(REQUEST, junk)
+            | {
                 "key": st.just("ok") | junk,
                 "hooks": st.lists(items, max_size=3) | junk,
                 "layers": st.lists(st.integers(-3, 2), max_size=3) | junk,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of stores, by which trainers pair files with the rows of a data set."""
+"""Numbers the exported files, so that trainers can match them with the rows of a data set."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LARGEST_DIGITS = 18
 def number_captures(captures: Captures, number_by: str) -> list[int]:
     """The number of each capture.
 
-    number_by: "order" numbers them as they began. "key" takes the request's key, which is a whole number then. "row"
-    takes the row of the input from the manifest of `dmi run`, "id" the id that the row had there, a whole number too.
+    number_by: "order" numbers them in the order in which their requests began. "key" uses the request's key, "row" the
+    row of the input of `dmi run` (from its manifest), "id" the id of that row.
 
-    Raises ValueError where one has no such number, and where two have the same.
+    Raises ValueError if a key or id is no integer, if the manifest lacks a store, or if two captures have one number.
     """
     infos = captures.infos
     if number_by == "order":
@@ -37,7 +37,7 @@ def number_captures(captures: Captures, number_by: str) -> list[int]:
 
 
 def run_entries(captures: Captures) -> dict[str, dict[str, Any]]:
-    """Lines of the manifests of `dmi run` beside the stores: {name of a store without its suffix: its latest line}."""
+    """Lines of the manifests of `dmi run` in the stores' directories: {store name without suffix: its last line}."""
     beside = {info.store.parent for info in captures.infos if isinstance(info.store, Path)}
     found: dict[str, dict[str, Any]] = {}
     for directory in sorted(beside.union(captures.directories)):
@@ -49,7 +49,7 @@ def run_entries(captures: Captures) -> dict[str, dict[str, Any]]:
 
 
 def order_is_no_row(captures: Captures) -> str | None:
-    """What to know of the numbers of "order" in a run's directory: None where they are the rows of its input."""
+    """A warning if the numbers of "order" are not the rows of the input of `dmi run`, else None."""
     entries = run_entries(captures)
     if not entries or not any(info.store.stem in entries for info in captures.infos):
         return None

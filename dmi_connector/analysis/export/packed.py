@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of one hook in contexts of equal length, as data sets of autoencoders have them."""
+"""Packs the rows of one hook into contexts of equal length, the format of data sets for autoencoders."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dmi_connector.store.read.arrays.shard_reader import decode_plain
 from dmi_connector.store.read.files.open_files import files_of
 
 _STEP_BYTES = 16 << 20
-"""float32 bytes that are read at a time."""
+"""Bytes of float32 values read at a time."""
 
 
 class PackedRows:
-    """The rows of all stores one after the other, cut into contexts of `context_size` rows.
+    """The rows of all stores, concatenated and split into contexts of `context_size` rows.
 
-    hook: such as "resid_pre@3"; in place of a negative layer it has the layer's number. skip: rows left out at the
+    hook: such as "resid_pre@3". A negative layer is replaced by its number. skip: rows left out at the
     start of each store. finite: what happens to contexts with values that are not finite. name: TransformerLens' name
     of the hook, or its own. contexts: their number. left: rows that do not fill a context.
 
-    Raises ValueError for a hook without a layer, for projections and summaries, and where no context is full.
+    Raises ValueError for a hook without a layer, for projections and summaries, and if no context is full.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class PackedRows:
         return rows.astype(np.float32, copy=False).reshape(-1, self.context_size, self.width)
 
     def batches(self, first: int, stop: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Contexts [first, stop), `step` at a time: (the context behind them, those of `read` that are wanted, their
-        tokens). The next ones are read while some are written.
+        """Contexts [first, stop), `step` at a time: (first context after the batch, the `wanted` contexts of `read`,
+        their `token_ids`). The next batch is read ahead in a thread.
         """
 
         def read(begin: int) -> tuple[int, np.ndarray, np.ndarray]:
@@ -87,9 +87,10 @@ class PackedRows:
                 yield (end, values, ids) if wanted.all() else (end, values[wanted], ids[wanted])
 
     def wanted(self, first: int, stop: int, bad: np.ndarray) -> np.ndarray:
-        """bool [contexts]: which of contexts [first, stop) are to be written.
+        """bool [contexts]: which of the contexts [first, stop) are written.
 
-        bad: int64 [n], rows of them that are not finite. Raises NotFinite as `finite` says.
+        bad: int64 [n], the rows that are not finite, counted from the first of these contexts. Raises NotFinite as
+        `finite` says.
         """
         self._finite.see_all(self._view.stores, *self._view.origins(first * self.context_size + bad))
         wanted = np.ones(stop - first, bool)
@@ -98,7 +99,7 @@ class PackedRows:
         return wanted
 
     def warnings(self, written: int) -> tuple[str, ...]:
-        """Contexts that were left out or kept, in words. Raises NotFinite where none was written."""
+        """A warning with the number of contexts left out or stores kept. Raises NotFinite if no context was written."""
         if not written:
             store, row = next(iter(self._finite.first.items()))
             raise NotFinite(f"export: no context is left: row {row} of {store} holds {WHAT}, as do others")
@@ -107,7 +108,7 @@ class PackedRows:
         return (f"{len(self._finite.first)} stores kept: {WHAT}",) if self._finite.first else ()
 
     def token_ids(self, first: int, stop: int) -> np.ndarray:
-        """Their tokens, int32 [contexts, context_size]."""
+        """Token ids of contexts [first, stop), int32 [contexts, context_size]."""
         stores, rows = self._view.origins(slice(first * self.context_size, stop * self.context_size))
         ids = np.empty(len(rows), np.int32)
         for store in np.unique(stores):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes one file for each store, so that a run which ended early can go on."""
+"""Writes one file for each store, so that an interrupted export can continue."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dmi_connector.store.format.remote_path import Place
 
 Progress = Callable[[int, int], None]
 PARTIAL = ".partial"
-"""Behind the name of a file that is being written."""
+"""Suffix of a file that is being written."""
 NOTE = ".dmi-export.json"
-"""What an output directory was written from, and with which options."""
+"""The file that records which stores and options an output directory was written from."""
 
 
 class LeftOut(ValueError):
-    """A store of which no file can be made, while others of its set are fine. what: as in "no token to train on"."""
+    """One store cannot be exported; the others can. what: the reason, as in "no token to train on"."""
 
     def __init__(self, store: Place, what: str, fix: str) -> None:
         super().__init__(f"{store} holds {what}; {fix}")
@@ -34,7 +34,7 @@ class LeftOut(ValueError):
 
 
 def refuse_later_part(capture: Capture) -> None:
-    """Raise LeftOut for a store that lacks the first tokens of its request: its first row would pass as the first."""
+    """Raise LeftOut for a store that lacks the first tokens: trainers would take its first row for token 0."""
     if capture.attrs.get("start", 0):
         fix = "capture all tokens (dmi.tokens from 0 on)"
         raise LeftOut(capture.path, "no rows of the first tokens of its request", fix)
@@ -42,9 +42,9 @@ def refuse_later_part(capture: Capture) -> None:
 
 @dataclass(frozen=True)
 class Done:
-    """What an export did. written, kept: files, or rows of a data set, that it wrote or found there. out: the result.
-    notes: what it wrote, in words, in place of the counts. warnings: what the user should know of it. not_finite: the
-    first row with values that are not finite of each store that has such.
+    """The result of an export. out: the directory or file. written, kept: files that it wrote, and that were there
+    already. notes: replace these counts in the command's output. warnings: for the user. not_finite: by store, the
+    first row with a NaN or an infinity.
     """
 
     out: Path
@@ -65,14 +65,14 @@ def export_each(
     finite: FiniteCheck,
     number_by: str = "order",
 ) -> Done:
-    """Write a file for each store, one store open at a time. Files that are there are kept.
+    """Write one file per store, with one store open at a time. Existing files are kept.
 
-    path_of: the file of a number, below `out`. write: writes one store to a path, or raises LeftOut: such stores are
-    counted, as are those for which it raises NotFinite where `finite` skips them. settings: on which the files depend.
-    finite: what `write` found not finite. number_by: see `number_captures`.
+    path_of: the path of file number N, relative to `out`. write: writes one store to a path. If it raises LeftOut, or
+    NotFinite with policy "skip", the store is left out and counted. settings: the options on which the files depend.
+    finite: the check that `write` uses. number_by: see `number_captures`.
 
-    Raises ValueError for an output directory that was written with other settings or from other stores, for numbers
-    that `number_captures` does not find, and where all stores are left out; NotFinite as `finite` says.
+    Raises ValueError if the output directory was written with other settings or from other stores, if
+    `number_captures` does, and if all stores are left out; NotFinite as `finite` says.
     """
     numbers = number_captures(captures, number_by)
     done = _export(captures, numbers, out, path_of, write, progress, {**settings, "number_by": number_by}, finite)
@@ -89,7 +89,7 @@ def export_by_name(
     settings: Mapping[str, Any],
     finite: FiniteCheck,
 ) -> Done:
-    """Like `export_each`, with files that have the names of the stores. Raises ValueError for stores of one name."""
+    """Like `export_each`, but files are named like the stores. Raises ValueError if two stores have one name."""
     names = [f"{info.store.stem}{suffix}" for info in captures.infos]
     if len(set(names)) < len(names):
         raise ValueError("export: several stores have the same name; export their directories one by one")
@@ -122,7 +122,7 @@ def _export(
                 with captures[done] as capture, whole(path) as partial:
                     before = len(finite.first)
                     write(capture, partial)
-                    # Without a file no note, and no file has its name before the note is there.
+                    # The note is written before the first file is renamed, and only if a file was written.
                     if not written or len(finite.first) > before:
                         write_note(out, settings, stores, finite)
                 written += 1
@@ -145,7 +145,7 @@ def _export(
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory where it is missing. Raises OSError that names it, also for one that cannot be written."""
+    """Create a directory, if it does not exist. Raises OSError if it cannot be created or is not writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -155,14 +155,14 @@ def make_directory(path: Path) -> None:
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise FileExistsError where something has the name of a file to write."""
+    """Raise FileExistsError if `path` exists."""
     if os.path.lexists(path):
         raise FileExistsError(f"export: {path} exists; give a new name")
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A path to write to, which gets its name at the end of the `with` block, and is removed if that fails."""
+    """Yield a temporary path. It is renamed to `path` at the end of the `with` block, or removed after an exception."""
     partial = path.with_name(path.name + PARTIAL)
     make_directory(partial.parent)
     try:
@@ -174,7 +174,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def check_note(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the output directory notes; None where it notes nothing. Raises ValueError for other settings."""
+    """The note of the output directory, None if there is none. Raises ValueError if it has other settings."""
     path = out / NOTE
     if not path.exists():
         return None
@@ -187,20 +187,20 @@ def check_note(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def write_note(out: Path, settings: Mapping[str, Any], stores: Any, finite: FiniteCheck) -> None:
-    """Note what an output directory is written from, and which of its stores are not finite."""
+    """Write the note: settings, stores, and which stores are not finite."""
     noted = {"settings": dict(settings), "stores": stores, "not_finite": finite.first}
     with whole(out / NOTE) as partial:
         partial.write_bytes(json.dumps(noted, indent=1).encode() + b"\n")
 
 
 def note_not_finite(out: Path, finite: FiniteCheck) -> None:
-    """Note again which stores are not finite, where a note is."""
+    """Update the list of stores that are not finite in an existing note."""
     noted = json.loads((out / NOTE).read_bytes())
     write_note(out, noted["settings"], noted["stores"], finite)
 
 
 def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures, finite: FiniteCheck) -> None:
-    """Note from which stores an output that is one whole is written. `finite` learns what earlier runs saw.
+    """Write the note of a format whose files form one data set. `finite` gets what earlier runs found.
 
     Raises ValueError for a directory that was written with other settings or from other stores.
     """
@@ -214,13 +214,13 @@ def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures, finit
 
 
 def _not_finite_of(noted: Mapping[str, Any], captures: Captures) -> dict[str, int]:
-    """What a note says of these stores."""
+    """The first rows that are not finite, from a note, for these stores."""
     names = set(_names(captures))
     return {name: row for name, row in noted.get("not_finite", {}).items() if name in names}
 
 
 def _with_noted(out: Path, noted: Mapping[str, int], stores: dict[str, int]) -> dict[str, int]:
-    """The numbers of stores, and those that earlier runs noted. Raises ValueError where one would change."""
+    """The numbers of stores, and those from earlier runs. Raises ValueError if a number would change."""
     owners = {number: name for name, number in stores.items()}
     for name, number in noted.items():
         if stores.get(name, number) != number or owners.get(number, name) != name:

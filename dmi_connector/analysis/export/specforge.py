@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export of stores as the offline features that SpecForge trains EAGLE-3 drafts on: `rows_A-B/data_N.ckpt`."""
+"""Exports stores as SpecForge's offline features for training EAGLE-3 drafts: `rows_A-B/data_N.ckpt`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dmi_connector.dtypes import as_torch
 from dmi_connector.store.format.remote_path import Place
 
 _GROUP = 2000
-"""Files of one directory, as in SpecForge's own preparation."""
+"""Files per directory, the same as in SpecForge's own scripts."""
 
 
 def features(capture: Capture, layers: Sequence[int] | None, loss: str, finite: FiniteCheck) -> dict[str, torch.Tensor]:
@@ -34,10 +34,12 @@ def features(capture: Capture, layers: Sequence[int] | None, loss: str, finite: 
     input_ids, loss_mask: int64 [tokens]. hidden_state: [1, tokens, hidden], the output of the final norm, to which
     SpecForge applies the head. aux_hidden_state: [1, tokens, layers x hidden]. Both in the stored dtype.
 
-    layers: auxiliary layer ids; None: all of resid_pre. loss: "generated" trains on generated tokens, "all" on all,
-    "spans" on those of the request's `dmi.loss_spans` and on generated ones. Raises ValueError for a store without
-    final_ln or an auxiliary layer, and for projections; LeftOut for one without tokens to train on, without
-    `loss_spans` for "spans", or without the first tokens of its request; NotFinite as `finite` says.
+    layers: auxiliary layer ids; None: all captured layers of resid_pre. loss: which tokens loss_mask selects:
+    "generated" ones, "all", or "spans": generated tokens and those in the request's `dmi.loss_spans`.
+
+    Raises ValueError for a store without final_ln or an auxiliary layer, and for projections. Raises LeftOut for a
+    store without tokens to train on, without `loss_spans` for "spans", or without the first tokens of its request.
+    Raises NotFinite as `finite` says.
     """
     refuse_later_part(capture)
     known = _aux_ids(capture.path, capture.attrs)
@@ -100,8 +102,8 @@ def export(
 ) -> Done:
     """Write `out/rows_A-B/data_N.ckpt`, or `.ckpt.gz`, each with the `features` of a request.
 
-    layers: None: those of the first store, which all others have too. Stores without a token to train on, or without
-    the first tokens of their request, are left out.
+    layers: None: the layers of the first store; all stores must have the same. Stores without a token to train on, or
+    without the first tokens of their request, are left out.
     """
     ids = ids_of_all(captures, _aux_ids if layers is None else _all_ids, layers)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers on the same weights, to compare captured values with."""
+"""Computes hooks with transformers on the same weights. Captured values are compared with them."""

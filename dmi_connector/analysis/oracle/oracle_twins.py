@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which module of a transformers model gives each hook, by type of model. `transformers_oracle.py` reads them there."""
+"""For each type of transformers model, the module whose input or output is a hook. transformers_oracle.py reads it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 ONCE = ("embed", "resid_final", "final_ln")
-"""Hooks that exist once. `Oracle.run` gives them a layer axis of length 1."""
+"""Hooks that a model has once, not per layer. `Oracle.run` returns them with a layer axis of length 1."""
 
 
 @dataclass(frozen=True)
 class Point:
     """Where to read a hook: the input or output of a module.
 
-    module: path in a decoder layer, or in the base model for hooks of ONCE. side: "in" or "out"; of a tuple the first
-    element counts. part: of a projection of queries, keys and values, which of them it is: "q", "k" or "v".
+    module: path in a decoder layer, or in the base model for hooks of ONCE. side: "in" or "out"; the first
+    element of a tuple is used. part: "q", "k" or "v" of a fused projection of queries, keys and values.
     """
 
     name: str
@@ -26,16 +26,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Twin:
-    """Where transformers has the hooks of one type of model.
+    """The modules of one type of transformers model that compute the hooks.
 
-    points: in a layer; those of which a layer has no module are left out, and of two with one name the later counts.
-    once: in the base model. layers: its list of layers. attn: the attention module of a layer. gate: the router of a
-    layer, which returns scores, weights and experts. by_head: the fused projection has queries, keys and values of one
-    head side by side. norms_heads: q_norm and k_norm get [heads, tokens, head_dim]. attends: the method of the
-    attention module that gets rotated queries and keys, in models that do not ask transformers' attention interface.
-    scale: field of the config by which the output of a block is multiplied. weights_scale: field by which transformers
-    multiplies the weights of experts, and vLLM the sum of their outputs. latent: attention is latent (k_pe is a part of
-    each head's keys).
+    points: in a layer. A point whose module a layer does not have is skipped. If two points have the same name, the
+    later one is used. once: points in the base model. layers: path of the list of layers in the base model. attn: the
+    attention module of a layer. gate: the router of a layer, which returns scores, weights and experts. by_head: in the
+    fused projection, queries, keys and values are interleaved by head. norms_heads: q_norm and k_norm get [heads,
+    tokens, head_dim]. attends: the method of the attention module that gets rotated queries and keys, in models that do
+    not use transformers' attention interface. scale: field of the config by which the output of a block is multiplied.
+    weights_scale: field of the config. transformers multiplies the weights of the experts by it, vLLM the sum of the
+    experts' outputs. latent: multi-head latent attention (k_pe is a part of each head's keys).
     """
 
     points: tuple[Point, ...]
@@ -52,7 +52,7 @@ class Twin:
     latent: bool = False
 
     def but(self, *points: Point, **changes: Any) -> Twin:
-        """The same with other points of these names, and other fields."""
+        """A copy in which `points` replace those of the same name, and `changes` replace other fields."""
         names = {point.name for point in points}
         kept = tuple(point for point in self.points if point.name not in names)
         return replace(self, points=kept + points, **changes)
@@ -125,7 +125,7 @@ TWINS = {
     "glm4_moe": replace(LLAMA, weights_scale="routed_scaling_factor"),
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
-    # vLLM gives transformers' class for V3 these names once it has read a config of V3.2 or Kimi K2.
+    # When vLLM reads a config of V3.2 or Kimi K2, it sets `model_type` of transformers' class for V3 to these.
     "deepseek_v32": _LATENT,
     "kimi_k2": _LATENT,
     "glm4_moe_lite": _LATENT,
@@ -225,4 +225,4 @@ TWINS = {
     "flex_olmo": _OLMO,
     "starcoder2": LLAMA.but(Point("mlp_post", "mlp.c_proj", "in")),
 }
-"""By `model_type` of the config. Others are looked for as in Llama."""
+"""By `model_type` of the config. LLAMA is used for all other types."""

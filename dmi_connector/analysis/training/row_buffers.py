@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for the rows that a `TokenDataset` reads at a time."""
+"""Reusable buffers for the rows that `TokenDataset` reads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dmi_connector.captures.row_view import RowView
 
 
 class RowBuffers:
-    """Buffers of `most` rows of each hook, which are used again when nobody has a part of them any more.
+    """Buffers of `most` rows for each hook. A buffer is reused once no view of it exists.
 
-    Fresh memory for each would cost as many page faults. A copy in another process begins without a buffer.
+    Newly allocated buffers would cause page faults. When pickled to another process, it starts without buffers.
     """
 
     def __init__(self, views: dict[str, RowView], most: int) -> None:
@@ -25,13 +25,13 @@ class RowBuffers:
         return RowBuffers, (self._views, self._most)
 
     def take(self, rows: int) -> dict[str, np.ndarray]:
-        """name -> [1, rows, stored width]."""
+        """Buffers by hook name, each [1, rows, stored width]."""
         return {name: self._free(name)[:, :rows] for name in self._views}
 
     def _free(self, name: str) -> np.ndarray:
         made = self._made[name]
         for i in range(len(made)):
-            # The list and the call hold a reference each. Each part of the buffer, numpy's or torch's, holds another.
+            # The list and the argument of getrefcount hold one reference each. Each numpy or torch view holds one more.
             if sys.getrefcount(made[i]) == 2:
                 return made[i]
         made.append(self._views[name].buffer(self._most))
@@ -44,5 +44,5 @@ def part_of(rows: dict[str, np.ndarray], start: int, count: int) -> dict[str, np
 
 
 def length_of(parts: list[dict[str, np.ndarray]]) -> int:
-    """Rows of all parts."""
+    """The total number of rows of `parts`."""
     return sum(next(iter(part.values())).shape[1] for part in parts)

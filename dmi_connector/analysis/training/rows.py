@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a capture there are, and whether a hook has one row a token."""
+"""Which rows of a capture are present, and whether a hook has one row per token."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ def present_rows(capture: Capture) -> np.ndarray:
 
 
 def known_tokens(capture: Capture) -> np.ndarray:
-    """bool [tokens]: of which rows the token is known. A salvaged store may have 0 in the place of lost ones."""
+    """bool [tokens]: for which rows the token id is known. A salvaged store has 0 for a token id that was lost."""
     if Cause.TOKEN_IDS_UNKNOWN.value[1] not in (capture.attrs["reason"] or ""):
         return np.ones(len(capture.token_ids), bool)
     return (capture.token_ids != 0) | present_rows(capture)
 
 
 def attribute(capture: Capture, name: str) -> Any:
-    """A root attribute that stores of this package have. Raises ValueError for a store of another writer without it."""
+    """A root attribute that this package writes. Raises ValueError if another program wrote the store without it."""
     if name not in capture.attrs:
         raise ValueError(f"{capture.path} has no attribute {name!r}, which is needed here; capture it again")
     return capture.attrs[name]
 
 
 def check_one_layer(capture: Capture, hook: str, layer: int | None) -> None:
-    """Raise ValueError for a hook that has not one row a token, KeyError for one that was not captured."""
+    """Raise ValueError for a hook that does not have one row per token, KeyError for one that was not captured."""
     if hook == "logits":
         raise ValueError("logits have a row for each sampled token, not for each token; name another hook")
     check_layer(capture, hook, layer)
 
 
 def check_layer(capture: Capture, hook: str, layer: int | None) -> None:
-    """Raise ValueError where several layers were captured and none is named, KeyError for what was not captured."""
+    """Raise ValueError if several layers were captured and `layer` is None, KeyError if it was not captured."""
     if len(capture.sources(hook, layer)) > 1:
         raise ValueError(f"{hook!r} has the layers {capture.layers[hook]} in {capture.path}; name one of them")
 

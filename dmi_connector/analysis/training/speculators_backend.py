@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains with speculators on stores, without an export: the hidden-states backend `dmi`.
+"""The hidden-states backend `dmi` of speculators, which reads stores directly. No export is needed.
 
 Importing this module registers the backend. speculators looks for backends before it parses its arguments, so run its
 training through this module:
@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 
 class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
-    """Hidden states of stores. store_dir: a directory of stores. layers: auxiliary layer ids, None for all captured.
-    number_by: how stores are numbered, see `dmi export`. finite: what happens to stores with values that are not
-    finite: "skip" leaves their samples out, "keep" gives them, "fail" raises NotFinite. The first two are logged.
+    """Reads hidden states from stores. store_dir: a directory of stores. layers: auxiliary layer ids, None for all
+    captured. number_by: how stores are numbered, see `dmi export`. finite: what happens to stores with a NaN or an
+    infinity. "skip" leaves their samples out and "keep" returns them; both are logged. "fail" raises NotFinite.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | SampleUnavailable | None:
         """`hidden_states` [tokens, layers, hidden], the last layer last, and `token_ids` int64 [tokens].
 
-        None where there is no store of this number, SampleUnavailable where it is left out. Raises ValueError for a
-        store that lacks a layer, has others than those before, or lacks the first tokens of its request.
+        None if no store has this number; SampleUnavailable if it is left out. Raises ValueError for a store that lacks
+        a layer, has other layers than the first store, or lacks the first tokens of its request.
         """
         if self._stores is None:
             self.setup()
@@ -79,9 +79,9 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
             return self._tensors(capture)
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor] | SampleUnavailable:
-        """The same of a request that was just answered. hs_transfer_params: its `kv_transfer_params`.
+        """The tensors of a request that vLLM has just served. hs_transfer_params: `kv_transfer_params` of the response.
 
-        Raises ValueError where these name no store.
+        Raises ValueError if they name no store.
         """
         store = hs_transfer_params.get("dmi_store")
         if store is None:
@@ -132,14 +132,14 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def from_train_args(args: argparse.Namespace, data_path: str) -> StoreTransfer:
-        """The transfer of parsed options. Raises ValueError without a directory of stores."""
+        """Make a `StoreTransfer` from parsed options. Raises ValueError without a directory of stores."""
         if args.dmi_store_dir is None:
             raise ValueError("--dmi-store-dir is missing; give the directory of stores")
         return StoreTransfer(args.dmi_store_dir, args.dmi_layers, args.dmi_number_by, args.dmi_finite)
 
     @staticmethod
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
-        """The `kv_transfer_config` of a server that captures: of owner "target"."""
+        """The `kv_transfer_config` of a server that captures, with `owner="target"`."""
         return capture_args(args.dmi_hooks, args.dmi_store_dir, owner="target")["kv_transfer_config"]
 
 
@@ -152,7 +152,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The module by its name: processes of the data loader have to find its classes.
+    # Import the module by its name instead of __main__, so that data loader workers can unpickle its classes.
     from dmi_connector.analysis.training import speculators_backend
 
     speculators_backend.main()

@@ -12,12 +12,12 @@ import torch
 Batch = torch.Tensor | dict[str, torch.Tensor]
 _MOST_WORKERS = 1024
 _SEED = (1 << 40) - 1
-"""The bits of a base seed that are compared."""
+"""Mask: the lowest 40 bits of base seeds are compared."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """A loop is after `batch` batches of `epoch`, and ends before the epoch `end`; None: it does not end."""
+    """A loop has returned `batch` batches of `epoch`, and ends before epoch `end`. None: it is endless."""
 
     epoch: int
     batch: int
@@ -41,7 +41,9 @@ class WorkerLoops:
         self._first, self._last = self._first.share_memory_(), self._last.share_memory_()
 
     def start(self, info: Any, first: Position, after: Callable[[Position], Position]) -> Position:
-        """Where the loop of a worker begins. first: where the first loop begins. after: gives the begin of the next."""
+        """Where the loop of a worker begins. first: where the first loop begins. after: returns where the next loop
+        begins.
+        """
         for _ in range(self._number(int(info.seed) - int(info.id) & _SEED, int(info.id))):
             first = after(first)
         return first
@@ -50,7 +52,7 @@ class WorkerLoops:
         if self._own is not None and self._own[0] == seed:
             number = self._own[1] + 1  # persistent workers keep their seed
         else:
-            most = int(self._last.max())  # read before `_first`, and written behind it
+            most = int(self._last.max())  # read before `_first`, and written after it
             noted = self._first.clone()
             same = noted[(noted >= 0) & (noted & _SEED == seed)]
             number = int(same[0]) >> 40 if len(same) else most + 1

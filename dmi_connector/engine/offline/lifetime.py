@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a process with its parent. vLLM's engine process outlives a killed client, with the GPU's memory."""
+"""Kills a process when its parent exits. Else vLLM's engine process outlives a killed client and holds GPU memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it ends (Linux, prctl(2)).
 
-    parent: the process that started it. If that has ended already, this one ends now. Raises OSError.
+    parent: pid of the process that started this one. If it has exited already, this process exits now. Raises
+    OSError if prctl fails.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):

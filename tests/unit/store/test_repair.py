@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from dmi_connector.cli.main import main
+from dmi_connector.codecs import CODECS
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.index import find_captures
 from dmi_connector.store.read.verify import verify_store
@@ -40,7 +41,7 @@ from tests.repairkit import (
 # ---- killed writers -------------------------------------------
 
 
-@pytest.mark.parametrize("codec", ["none", "lz4", "zstd"])
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("chunks", "tail"), [(1, 0), (2, 0), (3, 0), (8, 0), (0, 7), (1, 7), (5, 1)])
 def test_every_chunk_of_a_killed_writer_is_salvaged(
     writer: Writing, tmp_path: Path, codec: str, chunks: int, tail: int

@@ -16,6 +16,7 @@ import pytest
 import tensorstore
 
 from dmi_connector.captures.capture import open_capture
+from dmi_connector.codecs import CODECS
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.read.verify import verify_dir, verify_store
@@ -45,7 +46,7 @@ def stores() -> Iterator[kit.Store]:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("codec", ["none", "lz4", "zstd"])
+@pytest.mark.parametrize("codec", CODECS)
 def test_every_dtype_and_length_reads_as_it_was_written(
     stores: kit.Store, tmp_path: Path, codec: str, length: int
 ) -> None:
