@@ -40,6 +40,7 @@ settings.load_profile("suite")
 
 
 _PROGRAMS = "engine/test_bulk serve/test_faults serve/test_owners serve/test_serve soak/test_bulk_kills"
+_PROGRAMS += " unit/engine/test_plugin"
 _FORKED = "engine/test_tp2 engine/test_faults engine/test_lives engine/test_tokens_and_steps soak/test_soak"
 _COMPILED = "reduce attention bf16 compile_hash compiled_tokens coverage hooks_vs_transformers lora speculative"
 SHARE_ENGINES = {

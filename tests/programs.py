@@ -22,9 +22,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
+import pytest
 from setproctitle import getproctitle, setproctitle
 
 from tests import forks
+from tests.waits import sleep_while_waiting
 
 MODULE = "tests.programs"
 ENGINE = "dmi_connector.bulk.engine_process"
@@ -33,14 +35,13 @@ _IMPORTS = (
     "vllm.entrypoints.llm",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
-    "dmi_connector.engine.connector",
     "dmi_connector.cli.main",
     ENGINE,
 )
 
 
 class Program:
-    """`command` is sys.executable, -m, a module, and its arguments."""
+    """`command`: sys.executable, -m, a module, and its arguments, or sys.executable, -c, and code."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ def _execv(_path: str, command: Sequence[str]) -> None:
 
 
 def _be(command: Sequence[str]) -> int:
-    """Do what `python [-P] -m MODULE ARGUMENTS...` does."""
+    """Do what `python [-P] -m MODULE ARGUMENTS...` does, or `python -c CODE`."""
     from vllm.logger import _configure_vllm_root_logger
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -134,9 +135,12 @@ def _be(command: Sequence[str]) -> int:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path and path not in sys.path]
     importlib.invalidate_caches()
-    module = command.index("-m") + 1
-    sys.argv = [command[0], *command[module + 1 :]]
     try:
+        if command[1] == "-c":
+            exec(compile(command[2], "<string>", "exec"), {"__name__": "__main__"})
+            return 0
+        module = command.index("-m") + 1
+        sys.argv = [command[0], *command[module + 1 :]]
         runpy.run_module(command[module], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if isinstance(end.code, str):
@@ -156,6 +160,7 @@ def main(life: int) -> None:
     forked = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _method=None: forked  # type: ignore[assignment]
     child_process.subprocess = SimpleNamespace(Popen=_popen, PIPE=subprocess.PIPE)  # type: ignore[assignment]
+    sleep_while_waiting(pytest.MonkeyPatch())
     os.execv = _execv  # type: ignore[assignment]
     forks.serve(life, _be)
 
