@@ -26,6 +26,7 @@ import pytest
 from setproctitle import getproctitle, setproctitle
 
 from tests import forks
+from tests.runner import GPU
 from tests.waits import sleep_while_waiting
 
 MODULE = "tests.programs"
@@ -41,7 +42,13 @@ _IMPORTS = (
 
 
 class Program:
-    """`command`: sys.executable, -m, a module, and its arguments, or sys.executable, -c, and code."""
+    """`command`: sys.executable, -m, a module, and its arguments, or sys.executable, -c, and code.
+
+    On a GPU it is started as ever: what has imported vLLM there may not be forked.
+    """
+
+    def __new__(cls, command: Sequence[str], *, group: bool = False, **options: Any) -> Any:
+        return subprocess.Popen(command, process_group=0 if group else None, **options) if GPU else super().__new__(cls)
 
     def __init__(
         self,
