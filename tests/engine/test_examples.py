@@ -17,9 +17,7 @@ def test_the_probe_beats_its_baselines_and_shuffled_keys_are_found(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path_factory.mktemp("p")  # a short name: vLLM puts sockets there, whose paths have 107 characters
-    text, pictures = notebookkit.execute(
-        notebookkit.read("linear_probe"), monkeypatch, TMPDIR=str(directory), VLLM_ENABLE_V1_MULTIPROCESSING="0"
-    )
+    text, pictures = notebookkit.execute(notebookkit.read("linear_probe"), monkeypatch, TMPDIR=str(directory))
     (stores,) = directory.glob("*/captures")
     assert len(open_captures(stores)) == 200 and "200 captures, 100 of them of 'answer'" in text, text
     right, embedding, shuffled = map(float, re.findall(r"(\d\.\d\d) right; embedding (\S+), shuffled (\S+)", text)[0])
