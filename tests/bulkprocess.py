@@ -15,6 +15,7 @@ import numpy as np
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.run_manifest import read_manifest
 from dmi_connector.store.read.verify import verify_store
+from tests import programs
 
 ROOT = Path(__file__).parents[1]
 FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "32"]
@@ -27,13 +28,12 @@ def command(model: Path, prompts: Path, out: Path, *more: str) -> list[str]:
 
 
 def run(model: Path, prompts: Path, out: Path, *more: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    asked = command(model, prompts, out, *more)
-    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    return programs.run(command(model, prompts, out, *more), ROOT, timeout)
 
 
-def start(model: Path, prompts: Path, out: Path, log: Path, *more: str) -> subprocess.Popen[bytes]:
+def start(model: Path, prompts: Path, out: Path, log: Path, *more: str) -> programs.Program:
     with open(log, "ab") as file:
-        return subprocess.Popen(command(model, prompts, out, *more), cwd=ROOT, stdout=file, stderr=file)
+        return programs.Program(command(model, prompts, out, *more), cwd=ROOT, stdout=file, stderr=file)
 
 
 def write_ids(path: Path, count: int, seed: int = 0) -> dict[int, list[int]]:

@@ -39,15 +39,27 @@ settings.register_profile("suite", **_patient, derandomize=True)
 settings.load_profile("suite")
 
 
-_COMPILED = "attention bf16 compile_hash compiled_tokens coverage hooks_vs_transformers lora reduce"
+_PROGRAMS = "engine/test_bulk serve/test_faults serve/test_owners serve/test_serve soak/test_bulk_kills"
+_PROGRAMS += " unit/engine/test_plugin"
+_FORKED = "engine/test_tp2 engine/test_faults engine/test_lives engine/test_tokens_and_steps soak/test_soak"
+_COMPILED = "reduce attention bf16 compile_hash compiled_tokens coverage hooks_vs_transformers lora speculative"
 SHARE_ENGINES = {
+    **{f"tests/{name}.py": "programs" for name in _PROGRAMS.split()},
     **{f"tests/engine/test_{name}.py": "compiled" for name in _COMPILED.split()},
-    "tests/serve/test_owners.py": "server",
-    "tests/serve/test_serve.py": "server",
 }
-"""Files that stay in one test process, and what they share: engines of a fixture, or what the first compiled engine of
-a process prepares for all, such as the compiler's imports.
+"""Files that stay in one test process, and what they share: servers of a fixture and the process that programs are
+forked from (programs.py), or what the first compiled engine of a process prepares for all, such as the compiler's
+imports.
 """
+FIRST = tuple(dict.fromkeys((*(f"tests/{name}.py" for name in f"{_PROGRAMS} {_FORKED}".split()), *SHARE_ENGINES)))
+"""Files that come before all others: what takes longest, so that no test process is idle at the end. Engines in forked
+processes come before those that are compiled in this one, which may not be forked any more then.
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of FIRST come first, the others as they were."""
+    items.sort(key=lambda item: FIRST.index(path) if (path := item.nodeid.split("::")[0]) in FIRST else len(FIRST))
 
 
 def scope_of(nodeid: str) -> str:

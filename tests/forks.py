@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -33,13 +33,27 @@ from dmi_connector.store.write.client import COORDINATOR
 from dmi_connector.store.write.coordinator.writer_pool import WRITER
 from dmi_connector.store.write.finish.uploads import UPLOADER
 
+MODULE = "tests.forks"
 MODULES = (COORDINATOR, WRITER, UPLOADER)
 _REQUEST_BYTES = 1 << 18
 _OUT_OF_THE_WAY = 1000
 """Descriptors that children are given have lower numbers."""
 
 
-def _run(command: Sequence[str], fds: Mapping[int, int], env: Mapping[str, str], group: bool) -> NoReturn:
+def main_of(command: Sequence[str]) -> int:
+    """Call the `main` of the module in `command`."""
+    _, _, _, module, *arguments = command
+    code: int = importlib.import_module(module).main(arguments)
+    return code
+
+
+def _run(
+    command: Sequence[str],
+    fds: Mapping[int, int],
+    env: Mapping[str, str],
+    group: bool,
+    be: Callable[[Sequence[str]], int] = main_of,
+) -> NoReturn:
     """Be what `command` would start, in a process just forked. fds: {number there: descriptor of this process}."""
     code = 1
     try:
@@ -56,15 +70,15 @@ def _run(command: Sequence[str], fds: Mapping[int, int], env: Mapping[str, str],
             os.setpgid(0, 0)
         os.environ.clear()
         os.environ.update(env)
-        _, _, _, module, *arguments = command
-        code = importlib.import_module(module).main(arguments)
+        code = be(command)
         threading._shutdown()
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(OSError):
-            sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         os._exit(code)
 
 
@@ -84,7 +98,9 @@ class _Pipes:
 
 
 class Forked(_Pipes):
-    """Stands for `subprocess.Popen` in processes that were forked themselves."""
+    """Stands for `subprocess.Popen` in processes that were forked themselves. be: what the process does."""
+
+    be = staticmethod(main_of)
 
     def __init__(
         self,
@@ -98,7 +114,7 @@ class Forked(_Pipes):
         super().__init__(pass_fds)
         self.pid = os.fork()
         if not self.pid:
-            _run(command, self.fds, env, process_group == 0)
+            _run(command, self.fds, env, process_group == 0, self.be)
         self.close()
 
     def wait(self) -> int:
@@ -128,15 +144,8 @@ class Served(_Pipes):
         super().__init__(pass_fds)
         self._code: int | None = None
         self._lock = threading.Lock()
-        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._server.connect(_server())
-        request = {"command": command, "env": dict(env), "group": process_group == 0, "fds": list(self.fds)}
-        request |= {"directory": os.getcwd(), "umask": _umask(), "cores": sorted(os.sched_getaffinity(0))}
-        data = json.dumps(request).encode()
-        assert len(data) < _REQUEST_BYTES
-        socket.send_fds(self._server, [data], list(self.fds.values()))
+        self._server, self.pid = ask(MODULE, command, env, self.fds, process_group == 0)
         self.close()
-        self.pid = int(self._server.recv(100))
 
     def wait(self) -> int:
         with self._lock:
@@ -151,26 +160,43 @@ class Served(_Pipes):
                 os.kill(self.pid, signal.SIGKILL)
 
 
+def ask(
+    module: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    fds: Mapping[int, int],
+    group: bool,
+    directory: Path | None = None,
+) -> tuple[socket.socket, int]:
+    """Have the server `module` fork a process. Returns where its exit status will be told, and its process id."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.connect(_server(module))
+    request = {"command": command, "env": dict(env), "group": group, "fds": list(fds), "umask": _umask()}
+    request |= {"directory": str(directory or Path.cwd()), "cores": sorted(os.sched_getaffinity(0))}
+    data = json.dumps(request).encode()
+    assert len(data) < _REQUEST_BYTES
+    socket.send_fds(server, [data], list(fds.values()))
+    return server, int(server.recv(100))
+
+
 def _umask() -> int:
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask:")]
     return int(line.split()[1], 8)
 
 
-_started: tuple[int, str] | None = None
-"""Which process has started a server, and its address."""
+_started: dict[tuple[int, str], str] = {}
+"""Address of each server, by the process that has started it, and its module."""
 
 
-def _server() -> str:
-    global _started
-    if _started is None or _started[0] != os.getpid():
+def _server(module: str) -> str:
+    started = os.getpid(), module
+    if started not in _started:
         life, server_life = socket.socketpair()
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.forks", str(server_life.fileno())], pass_fds=[server_life.fileno()]
-        )
+        subprocess.Popen([sys.executable, "-m", module, str(server_life.fileno())], pass_fds=[server_life.fileno()])
         server_life.close()
-        _started = os.getpid(), life.recv(100).decode()
+        _started[started] = life.recv(100).decode()
         _lives.append(life)
-    return _started[1]
+    return _started[started]
 
 
 _lives: list[socket.socket] = []
@@ -187,7 +213,7 @@ def forked() -> Iterator[None]:
 # ---- the server ---------------------------------------------------------------------------------------------------
 
 
-def _fork(data: bytes, received: Sequence[int]) -> int:
+def _fork(data: bytes, received: Sequence[int], be: Callable[[Sequence[str]], int]) -> int:
     request = json.loads(data)
     pid = os.fork()
     if not pid:
@@ -196,17 +222,23 @@ def _fork(data: bytes, received: Sequence[int]) -> int:
         os.chdir(request["directory"])
         os.umask(request["umask"])
         os.sched_setaffinity(0, request["cores"])
-        _run(request["command"], dict(zip(request["fds"], received, strict=True)), request["env"], request["group"])
+        fds = dict(zip(request["fds"], received, strict=True))
+        _run(request["command"], fds, request["env"], request["group"], be)
     for fd in received:
         os.close(fd)
     return pid
 
 
 def main(life: int) -> None:
-    """Fork a process for each request until the process that started the server has ended."""
+    """Be a server of the store's processes."""
     for module in MODULES:
         importlib.import_module(module)
     child_process.subprocess = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)  # type: ignore[assignment]
+    serve(life, main_of)
+
+
+def serve(life: int, be: Callable[[Sequence[str]], int]) -> None:
+    """Fork a process for each request until the process that started the server has ended. be: what it does."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind("")  # the kernel chooses an abstract address
     listener.listen(64)
@@ -226,7 +258,7 @@ def main(life: int) -> None:
             if key.fileobj is listener:
                 connection, _ = listener.accept()
                 data, received, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 100)
-                pid = _fork(data, received)
+                pid = _fork(data, received, be)
                 asked[pid] = connection
                 connection.send(str(pid).encode())
             else:

@@ -55,6 +55,13 @@ class Mistake(NamedTuple):
     quick: tuple[str, str] = ("", "")
 
 
+def shorter(notebook: nbformat.NotebookNode, text: str, instead: str) -> nbformat.NotebookNode:
+    """The notebook with another value in the one place that has `text`: it trains for fewer steps."""
+    [cell] = [cell for cell in notebook.cells if text in cell.source]
+    cell.source = cell.source.replace(text, instead)
+    return notebook
+
+
 def execute(
     notebook: nbformat.NotebookNode, monkeypatch: pytest.MonkeyPatch, mistakes: Sequence[Mistake] = (), **env: str
 ) -> tuple[str, int]:

@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from dmi_connector.engine.offline.lifetime import end_with_parent
+from dmi_connector.engine.offline.lifetime import end_forks_with_this, end_with_parent
 from dmi_connector.store.write.finish.upload import check_upload
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, write_all
 
@@ -82,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--log", required=True, help="file for its output")
     args = parser.parse_args(argv)
     end_with_parent(args.parent)
+    end_forks_with_this()
     # Ctrl-C reaches the whole process group. The run lets prompts in flight end; the end of input ends the process.
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -21,6 +21,7 @@ import pytest
 
 from dmi_connector.hooks import HOOKS, USUAL
 from tests import runner
+from tests.waits import sleep_while_waiting
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -117,6 +118,7 @@ def engine(
                 if fork and not in_process and not _compiled and not runner.GPU:
                     forked = multiprocessing.get_context("fork")
                     patch.setattr(multiprocessing, "get_context", lambda _method=None: forked)
+                    sleep_while_waiting(patch)
                 _compiled |= in_process and not kwargs.get("enforce_eager")
                 patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1")
                 patch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(end_seconds))

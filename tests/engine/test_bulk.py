@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi run` as a user starts it: texts, chats and token ids, bad rows, the values in stores, prompts alone."""
+"""`dmi run` as a process: texts, chats and token ids, bad rows, the values in stores, prompts alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from dmi_connector import open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.bulk.settings import RUN_NAME, settle
-from dmi_connector.cli.main import main
 from dmi_connector.store.read.run_manifest import read_manifest
 from tests import bulkprocess
 from tests.bulkprocess import TOKENS, check_whole, told, why
@@ -131,18 +130,15 @@ def test_other_settings_are_refused_before_an_engine_starts(
     assert result.returncode == 2 and "was begun with" in result.stderr and "'lz4'" in result.stderr, result.stderr
 
 
-def test_flags_of_vllm_that_are_wrong(
-    tiny_model: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_of_vllm_that_are_wrong(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """They end the run with vLLM's message."""
     bulkprocess.write_ids(tmp_path / "p.jsonl", 12)
-    asked = bulkprocess.command(tiny_model("qwen3"), tmp_path / "p.jsonl", tmp_path / "out", "--max-modle-len", "9")
-    assert main(asked[asked.index("run") :]) == 2
-    assert "unrecognized arguments: --max-modle-len" in capfd.readouterr().err
+    wrong = bulkprocess.run(tiny_model("qwen3"), tmp_path / "p.jsonl", tmp_path / "out", "--max-modle-len", "9")
+    assert wrong.returncode == 2 and "unrecognized arguments: --max-modle-len" in wrong.stderr, wrong.stderr
 
 
 def test_prompts_alone(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """Without --max-tokens there are rows of the prompt only."""
+    """Without --max-tokens there are rows of the prompt only. A user starts it so; others are forked (programs.py)."""
     prompts, out = bulkprocess.write_ids(tmp_path / "p.jsonl", 12), tmp_path / "out"
     asked = bulkprocess.command(tiny_model("qwen3"), tmp_path / "p.jsonl", out, "--shuffle", "3")
     del asked[asked.index("--max-tokens") : asked.index("--max-tokens") + 2]

@@ -56,7 +56,7 @@ def plain(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     run = Run(tmp_path_factory.mktemp("plain"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # to send look_inside
-        with engine(tiny_model("qwen3"), in_process=False, enforce_eager=True) as llm:
+        with engine(tiny_model("qwen3"), in_process=False, fork=True, enforce_eager=True) as llm:
             [run.facts["worker"]] = llm.collective_rpc(look_inside)
             generate(llm, run, ASKS)
     return run

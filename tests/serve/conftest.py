@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two real servers for all tests of this directory, one after the other: rows of the draft, then rows of the target.
 
-The second runs two data-parallel engines and a logits processor, which vLLM takes with rows of the target only.
+The first is started as a user does. The second is forked (tests/programs.py): it runs two data-parallel engines and a
+logits processor, which vLLM takes with rows of the target only.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import pytest
 from openai import OpenAI
 
 from tests.ports import free_port
+from tests.programs import Program
 
 MODEL = "tiny"
 START_SECONDS = 900
@@ -42,7 +44,7 @@ class Server:
     log: Path
 
 
-def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _wait(process: subprocess.Popen[bytes] | Program, url: str, log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -82,11 +84,13 @@ def server(
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # of the logits processor
     environment = {**os.environ, "VLLM_CACHE_ROOT": str(vllm_cache_root), "PYTHONPATH": paths}
     environment["VLLM_LOGGING_LEVEL"] = "INFO"  # says when a request was aborted
+    process: subprocess.Popen[bytes] | Program
     with log.open("wb") as out:
-        # In a session of its own, so that the engine's processes can be ended with it if it hangs.
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        # In a group of its own, so that the engine's processes can be ended with it if it hangs.
+        if owner == "draft":
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, process_group=0)
+        else:
+            process = Program(command, stdout=out, stderr=out, env=environment, group=True)
     try:
         _wait(process, f"http://127.0.0.1:{port}/health", log)
         yield Server(

@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from dmi_connector.cli.tiny_models import make_model
 from tests.engine.faults import MANY, check_rows, gone, group_of, kill, processes, runs
 from tests.engine.test_configs import CONFIGS, EXPECTED
 from tests.ports import free_port
+from tests.programs import Program
 from tests.serve.conftest import MODEL, _wait
 
 SECONDS = 90
@@ -57,7 +57,7 @@ def register() -> None:
 class Served:
     """client: points at the server. folder: where it writes. oracle: of its model."""
 
-    process: subprocess.Popen[bytes]
+    process: Program
     client: OpenAI
     folder: Path
     oracle: Oracle
@@ -84,9 +84,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, known_models: None, vllm_ca
     paths = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "VLLM_CACHE_ROOT": str(vllm_cache_root), "PYTHONPATH": paths}
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, cwd=root, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        process = Program(command, cwd=root, stdout=out, stderr=out, env=environment, group=True)
     try:
         _wait(process, f"http://127.0.0.1:{port}/health", log)
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=600)

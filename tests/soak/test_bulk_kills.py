@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 from dmi_connector.store.read.run_manifest import read_manifest
 from tests.bulkprocess import check_whole, run, start, told, why, write_ids
 from tests.engine.faults import gone, group_of, until
+from tests.programs import Program
 
 MANY = 20_000
 """Prompts: far more than are captured before a test kills the run."""
@@ -35,7 +35,7 @@ def begun(out: Path) -> int:
     return len(list(out.glob("*.zarr"))) + len(list(out.glob("*.partial")))
 
 
-def wait_for_stores(process: subprocess.Popen[bytes], out: Path, count: int, finished: bool = False) -> bool:
+def wait_for_stores(process: Program, out: Path, count: int, finished: bool = False) -> bool:
     """Wait until there are so many stores, finished or at least begun. Returns whether the run still lives."""
 
     def stores() -> int:
@@ -55,7 +55,7 @@ def rows(out: Path) -> set[int]:
     return {entry["row"] for entry in read_manifest(out / "manifest.jsonl")}
 
 
-def kill_run(process: subprocess.Popen[bytes], everything: bool) -> None:
+def kill_run(process: Program, everything: bool) -> None:
     """Kill a run, or all processes that belong to it. What is left of it ends by itself."""
     family = group_of(psutil.Process(process.pid))
     for victim in family if everything else family[:1]:
@@ -119,7 +119,7 @@ def test_killed_engines_and_runs_lose_no_prompt(tiny_model: Callable[..., Path],
     assert wait_for_stores(process, out, 12), why(out, log.read_text())
     children = [p for p in psutil.Process(process.pid).children() if "engine_process" in " ".join(p.cmdline())]
     assert len(children) == 2
-    first = next(p for p in children if str(out / "engine-0.log") in p.cmdline())
+    first = next(p for p in children if str(out / "engine-0.log") in " ".join(p.cmdline()))
     first.kill()
     until(lambda: "engine_ended" in log.read_text(), "the run does not tell of the engine's death")
     many = begun(out)

@@ -130,7 +130,7 @@ def run_soak(model: Path, folder: Path, total: int, parts: int, touch: bool = Fa
     before = {p.pid for kind in ROLES.values() for p in processes(kind)}  # a server of other tests may be up
     args = capture_args("vllm-full", folder, chunk_tokens=CHUNK, segment_tokens=SEGMENT, host_buffer_bytes=16 * MIB)
     args |= {"max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 30}
-    with engine(model, in_process=False, enforce_eager=True, **args) as llm:
+    with engine(model, in_process=False, fork=not touch, enforce_eager=True, **args) as llm:
         if touch:
             touch_the_cache(llm)
         for part in range(parts):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 
@@ -22,11 +21,9 @@ from tests.notebookkit import Mistake
 TOKENS = np.random.default_rng(0).integers(10, 500, 40).tolist()
 
 
-def run(
-    name: str, stores: Path, monkeypatch: pytest.MonkeyPatch, *mistakes: Mistake, env: str = "DMI_STORE"
-) -> tuple[str, int]:
-    """What a notebook prints, and its pictures. env: names `stores`."""
-    return notebookkit.execute(notebookkit.read(name), monkeypatch, mistakes, **{env: str(stores)})
+def run(name: str, store: Path, monkeypatch: pytest.MonkeyPatch, *mistakes: Mistake) -> tuple[str, int]:
+    """What a notebook prints, and its pictures."""
+    return notebookkit.execute(notebookkit.read(name), monkeypatch, mistakes, DMI_STORE=str(store))
 
 
 def test_attention_is_that_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,15 +57,21 @@ def test_the_first_look_reads_the_ends_of_families(
 
 # ---- of a model that was trained for some seconds -------------------------------------------------------------------
 
-many = functools.partial(run, env="DMI_CAPTURES")
+
+def many(
+    name: str, stores: Path, monkeypatch: pytest.MonkeyPatch, shorter: tuple[str, str], *mistakes: Mistake
+) -> tuple[str, int]:
+    """What a notebook prints, and its pictures, with fewer steps. With all: tests/engine/test_examples.py."""
+    notebook = notebookkit.shorter(notebookkit.read(name), *shorter)
+    return notebookkit.execute(notebook, monkeypatch, mistakes, DMI_CAPTURES=str(stores))
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    model = make_model("qwen3", tmp_path_factory.mktemp("trained"), num_hidden_layers=4, intermediate_size=256)
+    model = make_model("qwen3", tmp_path_factory.mktemp("trained"), num_hidden_layers=2, intermediate_size=256)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the notebooks: with more, other work on the cores makes it many times slower
-    losses = train(model, texts()[0])
+    losses = train(model, texts()[0], steps=300, batch=4)
     torch.set_num_threads(threads)
     assert np.mean(losses[-10:]) < 0.5 * losses[0], "it learnt nothing"
     return Oracle(model)
@@ -86,7 +89,7 @@ def test_the_autoencoder_explains_more_than_its_baselines(
     stores = oraclestore.write_many(trained, tmp_path, prompts(90, 128).tolist(), ["mlp_post"])
     mixed = "test = test[:, np.random.default_rng(1).permutation(width)]"  # neurons of another order than in training
     mistake = Mistake("class SAE", mixed, r"AssertionError\S*: every baseline")
-    text, pictures = many("sae", stores, monkeypatch, mistake)
+    text, pictures = many("sae", stores, monkeypatch, ("STEPS = 512, 8, 500", "STEPS = 512, 8, 250"), mistake)
     explains = dict(re.findall(r"^(.+?) +explains (-?\d\.\d+)$", text, re.M))
     assert len(explains) == 4 and float(explains.pop("SAE")) > 0.8, text
     assert all(float(value) < 0.9 for value in explains.values()) and pictures == 2, text
@@ -105,10 +108,10 @@ def test_the_draft_head_learns_from_files_that_are_the_captures(
     value += " one['aux_hidden_state'][0, 5, 7] += 1e-3; torch.save(one, path)"
     others = "for one in features.values(): one['aux_hidden_state'] = one['aux_hidden_state'].roll(40, 1)"
     mistakes = (
-        Mistake("def surprise", others, r"AssertionError\S*: the draft head", ("epochs=15", "epochs=5")),
+        Mistake("def surprise", others, r"AssertionError\S*: the draft head", ("epochs=6", "epochs=3")),
         Mistake('export("specforge")', value),
     )
-    text, pictures = many("drafter_data", stores, monkeypatch, *mistakes)
+    text, pictures = many("drafter_data", stores, monkeypatch, ("epochs=15", "epochs=6"), *mistakes)
     assert "120 requests agree with their captures" in text and pictures == 1, text
     right = {name: float(value) for name, value in re.findall(r"^(.+?) +guesses (\d\.\d+)", text, re.M)}
     assert right["most frequent"] < right["bigram"] < right["draft head"], text

@@ -36,6 +36,22 @@ def test_the_suite_says_at_its_end_what_was_missing(pytestconfig: pytest.Config)
 
 def test_files_that_share_engines_exist_and_stay_in_one_process(pytestconfig: pytest.Config) -> None:
     (suite,) = (p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "SHARE_ENGINES"))
-    assert [path for path in suite.SHARE_ENGINES if not (pytestconfig.rootpath / path).exists()] == []
+    assert [path for path in suite.FIRST if not (pytestconfig.rootpath / path).exists()] == []
     files = ("tests/engine/test_reduce.py", "tests/engine/test_attention.py", "tests/unit/test_reduce.py")
     assert [suite.scope_of(f"{file}::test_x[1]") for file in files] == ["compiled", "compiled", files[2]]
+
+
+def test_long_files_come_first_and_engines_are_forked_before_a_model_is_compiled(pytestconfig: pytest.Config) -> None:
+    """Several processes of an engine are forked, unless one of another scope has compiled a model there."""
+    (suite,) = (p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "FIRST"))
+    files = ["tests/unit/test_a.py", "tests/engine/test_attention.py", "tests/engine/test_reduce.py"]
+    items = [SimpleNamespace(nodeid=f"{file}::test_x[{i}]") for i in "ba" for file in (*files, suite.FIRST[0])]
+    suite.pytest_collection_modifyitems(items)
+    wanted = [suite.FIRST[0], files[2], files[1], files[0]]
+    assert [item.nodeid for item in items] == [f"{file}::test_x[{i}]" for file in wanted for i in "ba"]
+    engines = pytestconfig.rootpath.glob("tests/*/test_*.py")
+    forked = {str(path.relative_to(pytestconfig.rootpath)) for path in engines if "fork=" in path.read_text()}
+    forked.discard("tests/unit/test_suite.py")
+    compiled = next(i for i, path in enumerate(suite.FIRST) if suite.scope_of(path) == "compiled")
+    assert len(forked) > 3 and forked <= {*suite.FIRST[:compiled], "tests/engine/test_reduce.py"}
+    assert suite.FIRST[compiled] == "tests/engine/test_reduce.py", "its ranks are forked before it compiles"

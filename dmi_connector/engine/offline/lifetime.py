@@ -22,3 +22,17 @@ def end_with_parent(parent: int) -> None:
         raise OSError(number, f"prctl: the process cannot be tied to its parent: {os.strerror(number)}")
     if os.getppid() != parent:
         os._exit(1)
+
+
+def end_forks_with_this() -> None:
+    """Tie every process that this one forks, and those that they fork, each to the one that forks it.
+
+    Spawned processes of vLLM load its plugins, where ours ties them. Forked ones have them loaded already.
+    """
+    forks = 0
+
+    def before() -> None:
+        nonlocal forks
+        forks = os.getpid()
+
+    os.register_at_fork(before=before, after_in_child=lambda: end_with_parent(forks))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import io
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -405,6 +406,28 @@ def test_the_plugin_ties_engine_processes_to_the_run(tmp_path: Path) -> None:
     until(lambda: is_free(lock))
     parent.wait()
     parent.stdout.close()
+
+
+def test_forked_processes_are_tied_where_the_plugin_is_loaded_already() -> None:
+    """vLLM forks its engine's process and that forks its worker, neither of which loads the plugin."""
+    code = "import multiprocessing, time; from dmi_connector.engine.offline.lifetime import end_forks_with_this as e; "
+    code += "e(); c = multiprocessing.get_context('fork'); from tests.unit.bulk.test_settings import forks as f; "
+    code += "c.Process(target=f, args=(1,)).start(); time.sleep(10**6)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
+    assert parent.stdout is not None and parent.stdout.readline() == b"runs\n"
+    parent.kill()
+    assert parent.stdout.read() == b"", "both have ended"
+    parent.wait()
+    parent.stdout.close()
+
+
+def forks(more: int) -> None:
+    """Fork so many processes, each from the one before it; the last one says that it runs."""
+    if more:
+        multiprocessing.get_context("fork").Process(target=forks, args=(more - 1,)).start()
+    else:
+        print("runs", flush=True)
+    time.sleep(10**6)
 
 
 def is_free(lock: Path) -> bool:

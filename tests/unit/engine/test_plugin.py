@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
 pytest.importorskip("vllm")
+
+from tests import programs
 
 SCRIPT = """
 import sys
@@ -34,5 +35,5 @@ print("all well")
 
 
 def test_the_name_of_the_connector_is_registered_and_its_module_imported_where_it_is_chosen() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=600)
+    done = programs.run([sys.executable, "-c", SCRIPT], timeout=600)
     assert done.stdout.endswith("all well\n"), done.stderr
