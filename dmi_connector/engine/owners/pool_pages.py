@@ -78,14 +78,16 @@ class StepLimits:
         """Tokens of a decoding request between two looks at it."""
         return STEPS_TOGETHER * self.of_request
 
-    def pages_of_request(self, chunk: int, size: int = PAGE) -> int:
+    def pages_of_request(self, chunk: int, size: int = PAGE, aligned: bool = True) -> int:
         """Pages that a request has at a time at most, but for those of its prompt in one step.
 
-        It has the beginning of a chunk, what it decodes between two looks, and places for as many tokens to come. In
-        its prompt it has the beginning of a chunk before the step, and a part of a page behind it.
+        Behind a look it has the beginning of a chunk, tokens of two steps that are not known yet, and places for what
+        it decodes in this step and until the next look. In its prompt it has the beginning of a chunk before the step,
+        places until the next look, and a part of a page behind them. aligned: chunks begin where pages begin.
         """
-        decoding = pages_of(chunk - 1 + 2 * self.lookahead + 2 * self.of_request, size)
-        return max(decoding, pages_of(chunk - 1 + self.lookahead + size - 1, size))
+        decoding, prompt = chunk - 1 + 3 * self.of_request + self.lookahead, chunk - 1 + self.lookahead + size - 1
+        most = max(decoding, prompt)
+        return -(-most // size) if aligned else pages_of(most, size)
 
     def pages_of_step(self, tokens: int, size: int = PAGE) -> int:
         """Pages for so many tokens of prompts in a step, beside those that requests are admitted with."""
@@ -93,7 +95,8 @@ class StepLimits:
 
     def least_pages(self, chunk: int, requests: int = 1) -> int:
         """Pages for so many captured requests at once, whatever else runs."""
-        return self.pages_of_step(self.floor(self.requests)) + requests * self.pages_of_request(chunk)
+        of_request = self.pages_of_request(chunk, aligned=False)
+        return self.pages_of_step(self.floor(self.requests)) + requests * of_request
 
 
 def pages_of(rows: int, size: int = PAGE) -> int:
@@ -145,12 +148,14 @@ class _Rows:
     first: number of `pages[0]`: page n has positions from n * size on. entries: of the table, -1 for a page that is not
     in it. captured: position up to which a preempted request has its rows. exported: position up to which rows were
     handed to the workers. seen: tokens that were computed when it was last looked at. ahead: position up to which rows
-    have a place as soon as vLLM gives blocks. reads_cache: what the request says of the prefix cache. recomputed:
-    cached tokens that are computed again.
+    have a place as soon as vLLM gives blocks. most: see `StepLimits.pages_of_request`. admitted: whether so many pages
+    are there for it. reads_cache: what the request says of the prefix cache. recomputed: cached tokens that are
+    computed again.
     """
 
     tracked: Captured
     first: int
+    most: int
     reads_cache: bool
     pages: list[int] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
@@ -182,7 +187,10 @@ class PoolSlots(RowSlots):
         self._context, self._blocks, self._cache, self.limits = context, blocks, cache, limits
         self.size = page_size(block_size)
         self._in_page = np.arange(self.size)
-        self.most = limits.pages_of_request(context.options.chunk_tokens, self.size)
+        self._chunk = context.options.chunk_tokens
+        self.most = limits.pages_of_request(self._chunk, self.size, aligned=False)
+        self._usual = limits.pages_of_request(self._chunk, self.size, aligned=self._chunk % self.size == 0)
+        self._admitted_pages = 0
         self._lookahead = limits.lookahead
         self._behind = int(limits.of_request > 1)  # rows of the last known token may be of a rejected one
         self.pages = Pages(0)
@@ -212,11 +220,11 @@ class PoolSlots(RowSlots):
         logger.info(
             "dmi_connector: the pool holds %d captured requests beside steps of %d tokens, and %d beside steps of %d, "
             "in chunks of %d tokens; more wait",
-            max(0, (pages - self._pages(limits.tokens)) // self.most),
+            max(0, (pages - self._pages(limits.tokens)) // self._usual),
             limits.tokens,
-            max(0, (pages - self._pages(least)) // self.most),
+            max(0, (pages - self._pages(least)) // self._usual),
             least,
-            self._context.options.chunk_tokens,
+            self._chunk,
         )
 
     # ---- places -----------------------------------------------------------------------------------------------------
@@ -251,12 +259,8 @@ class PoolSlots(RowSlots):
 
     def cover(self, output: SchedulerOutput, gathered: int) -> list[tuple[Captured, int]]:
         """Returns the requests of which tokens of a prompt are computed."""
-        for handed, page, entry in self._given:
-            if entry >= 0:
-                self._table[entry] = -1
-            self.pages.give_back(page, handed)
-        self._given.clear()
         self.pages.gathered(gathered)
+        self._take_back()
         scheduled = output.num_scheduled_tokens
         prompts: list[tuple[Captured, int]] = []
         for request_id in [*self._prompts]:
@@ -278,9 +282,18 @@ class PoolSlots(RowSlots):
     def look(self, tracked: Captured, computed: int) -> None:
         request_id = tracked.request.request_id
         if request_id not in self._prompts:
+            self._take_back()
             rows = self._rows[request_id]
             rows.seen, rows.ahead = computed, computed + self._lookahead
             self._cover(rows, rows.ahead)
+
+    def _take_back(self) -> None:
+        """Take back pages whose rows leave before the forward, or behind the one before."""
+        for handed, page, entry in self._given:
+            if entry >= 0:
+                self._table[entry] = -1
+            self.pages.give_back(page, handed)
+        self._given.clear()
 
     def handed(self, tracked: Captured, stop: int, rows: int) -> None:
         mine, self._handed_rows = self._rows[tracked.request.request_id], rows
@@ -299,8 +312,9 @@ class PoolSlots(RowSlots):
 
     def arrived(self, tracked: Captured) -> None:
         request = tracked.request
-        first = tracked.params.start // self.size
-        self._rows[request.request_id] = _Rows(tracked, first, not request.skip_reading_prefix_cache)
+        start = tracked.params.start
+        most = self.most if start % self.size else self._usual
+        self._rows[request.request_id] = _Rows(tracked, start // self.size, most, not request.skip_reading_prefix_cache)
         self._waiting += 1
         self._choose_budget()
 
@@ -325,17 +339,14 @@ class PoolSlots(RowSlots):
     def _admit(self, rows: _Rows) -> bool:
         """Whether a request may begin in a step of the present budget."""
         step = self._pages(min(self.limits.tokens, self.limits.scheduler.max_num_batched_tokens))
-        if self._admitted_pages + (0 if rows.admitted else self.most) + step > self.pages.count:
+        if self._admitted_pages + (0 if rows.admitted else rows.most) + step > self.pages.count:
             return False
         if not rows.admitted:
             rows.admitted = True
+            self._admitted_pages += rows.most
             self._waiting -= 1
             self._prompts[rows.tracked.request.request_id] = rows
         return True
-
-    @property
-    def _admitted_pages(self) -> int:
-        return (len(self._rows) - self._waiting) * self.most
 
     def _pages(self, tokens: int) -> int:
         return self.limits.pages_of_step(tokens, self.size)
@@ -372,6 +383,7 @@ class PoolSlots(RowSlots):
         rows = self._rows.pop(request_id)
         self._give(rows, len(rows.pages))
         self._waiting -= not rows.admitted
+        self._admitted_pages -= rows.most if rows.admitted else 0
         self._prompts.pop(request_id, None)
 
     # ---- the end of a pass of vLLM's scheduler ----------------------------------------------------------------------
