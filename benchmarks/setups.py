@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.without import MECHANISMS
+
 FULL = "vllm-full,-logits"
 HIDDEN = "hidden-states"
 BEFORE = ", before"
@@ -41,6 +43,7 @@ CASES = {
     "decode8": Case(8, 64, 128),
     "decode32": Case(32, 64, 128),
     "decode128": Case(128, 64, 128),
+    "decode128x48": Case(128, 16, 48),
     "decode32x1500": Case(32, 64, 1500),
     "prefill8x128": Case(8, 128, 1),
     "prefill8": Case(8, 512, 1),
@@ -48,8 +51,8 @@ CASES = {
     "prefill32": Case(32, 512, 1),
     "prefill32x4": Case(128, 512, 1),
 }
-_USUAL = tuple(case for case in CASES if case != "decode32x1500")
-"""Those measured unless others are named: that one takes minutes."""
+_USUAL = tuple(case for case in CASES if case not in ("decode32x1500", "decode128x48"))
+"""Those measured unless others are named: one takes minutes, one is for two engines of the full surface on 80 GB."""
 PROFILED = "decode32"
 PROFILE = f"profile {PROFILED}"
 
@@ -61,7 +64,7 @@ class Setup:
     hooks: selection, "" for an engine without our connector. reduce: pairs of the option. slow: one writer and a host
     buffer of two chunks, so that the sink is far slower than the link. share: minimum share of time that writers work
     while the engine decodes, 0 for the package's own. owner: of the rows, "" for that of the run. profile: whether
-    decode is profiled too, where it is among the cases.
+    decode is profiled too, where it is among the cases. without: a mechanism of `benchmarks.without` that is off.
     """
 
     name: str
@@ -76,6 +79,7 @@ class Setup:
     reduce: tuple[tuple[str, str], ...] = ()
     owner: str = ""
     profile: bool = True
+    without: str = ""
 
     @property
     def stores(self) -> bool:
@@ -162,9 +166,9 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
         Setup("hidden-states disk", "hidden", HIDDEN, codec=default_codec, cases=(*everything, "decode32x1500")),
         Setup("hidden-states disk none", "hidden", HIDDEN, codec="none", cases=everything),
         Setup("hidden target disk", "hidden-target", HIDDEN, codec=default_codec, cases=everything, owner="target"),
-        Setup("full null", "full", FULL, sink="null", cases=null),
+        Setup("full null", "full", FULL, sink="null", cases=(*null, "decode128x48")),
         Setup("full disk none", "full", FULL, codec="none", cases=none),
-        Setup("full host", "full", FULL, sink="host", cases=(*everything, "prefill32x4")),
+        Setup("full host", "full", FULL, sink="host", cases=(*everything, "prefill8", "prefill32x4", "decode128x48")),
         Setup("full target null", "full-target", FULL, sink="null", cases=everything, owner="target"),
         Setup("full target host", "full-target", FULL, sink="host", cases=("decode32", "prefill32x4"), owner="target"),
         Setup("full target disk none", "full-target", FULL, codec="none", cases=none, owner="target"),
@@ -186,6 +190,12 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
             Setup(f"{name} disk none", name, FULL, codec="none", cases=("decode32", "prefill32"), reduce=rules),
             Setup(f"{name} disk none unpaced", name, FULL, codec="none", share=1.0, cases=_ONE, reduce=rules),
         ]
+    bursts = ("decode1", "decode32", "decode128x48", "prefill8")
+    setups += [
+        Setup(f"full {sink} without {name}", f"full without {name}", FULL, sink=sink, cases=bursts, without=name)
+        for name in MECHANISMS
+        for sink in ("null", "host")
+    ]
     summaries = (("pattern", "attn(8)"),)
     setups.append(Setup("attn null", "attn", "pattern", sink="null", cases=(*decode, "prefill32"), reduce=summaries))
     if "hooks" in curves:

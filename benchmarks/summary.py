@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
+from benchmarks.drafts import METHODS
 
 Found = dict[str, Any]
 _HEADER = ("commit", "clean", "commit_note", "note", "command", "machine", "versions", "gpu")
@@ -27,12 +28,12 @@ _CASE = ("requests", "prompt_tokens", "output_tokens", "tok_per_s", "stock_tok_p
 _ENGINE = ("start_s", "hooks", "reduce", "bytes_per_token", "owner", "cudagraph_mode", "not_run", "failed")
 _CHECK = ("same_tokens_as_stock", "greedy_same", "seeded_same", "largest_tie", "beyond_tie", "unexplained", "requests",
           "rows", "rows_missing", "problems", "experts", "top_k_gap", "attention_error", "stores", "choices",
-          "differing")  # fmt: skip
+          "differing", "drafts_of", "drafts")  # fmt: skip
 
 
 def base_of(setup: str) -> str:
     """The setup of stock that one is compared with."""
-    return "stock pieces" if setup.endswith("pieces") else "stock"
+    return next((f"stock {last}" for last in ("pieces", *METHODS) if setup.endswith(f" {last}")), "stock")
 
 
 def summarise(raw: Found) -> Found:
@@ -146,7 +147,11 @@ def _check(engine: Found) -> Found:
     """What an engine's tokens and values were: of its hooks, the one that is farthest off."""
     found = _pick(engine.get("facts", {}), ("v2_model_runner", "cudagraph_mode")) | _pick(engine, _CHECK)
     if steps := engine.get("steps"):
-        found["steps_as_stock"] = steps["scheduled_tokens"] == steps["expected_tokens"] and not steps["draft_tokens"]
+        if engine.get("drafts_of"):
+            found |= _pick(steps, ("draft_tokens", "largest_decode_step"))
+        else:
+            as_stock = steps["scheduled_tokens"] == steps["expected_tokens"] and not steps["draft_tokens"]
+            found["steps_as_stock"] = as_stock
     for name, worst in (("least_cosine", min), ("rows_below", max), ("largest_relative_error", max)):
         if of_hook := engine.get(name):
             hook = worst(of_hook, key=lambda one: of_hook[one])

@@ -28,14 +28,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks import common
+from benchmarks import common, drafts
 from benchmarks.capture import note, serve_engine
 from benchmarks.engine import Bench
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms
 from benchmarks.report import busy_rounds, busy_table
 from benchmarks.setups import FULL, HIDDEN, REDUCE, Setup
 from benchmarks.summary import runs
-from benchmarks.without import IN_ENGINE, MECHANISMS
+from benchmarks.without import MECHANISMS
 from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile, worker_python_us, worker_writers_s
 
 MODULE = "benchmarks.sustained"
@@ -45,13 +45,13 @@ _GROWS = 0.02
 
 @dataclass(frozen=True)
 class Sustained(Setup):
-    """graphs: CUDA graph mode of its engine, "" for that of --engine-args. without: a mechanism that is off. writers: 0
-    for the default number.
+    """graphs: CUDA graph mode of its engine, "" for that of --engine-args. writers: 0 for the default number. drafts:
+    speculative decoding by a method of `benchmarks.drafts`.
     """
 
     graphs: str = ""
-    without: str = ""
     writers: int = 0
+    drafts: str = ""
 
 
 def _narrow(model: str) -> str:
@@ -94,6 +94,9 @@ def all_setups(model: str) -> list[Sustained]:
         ours("hidden-states zstd draft pieces", HIDDEN, "zstd", "draft", graphs=pieces),
         ours("full null pieces", FULL, graphs=pieces),
     ]
+    for method in drafts.METHODS:
+        setups.append(Sustained(f"stock {method}", f"stock {method}", drafts=method))
+        setups.append(ours(f"hidden-states zstd {method}", HIDDEN, "zstd", drafts=method))
     for name in MECHANISMS:
         setups.append(ours(f"hidden-states null without {name}", HIDDEN, without=name))
         setups.append(ours(f"hidden-states zstd without {name}", HIDDEN, "zstd", without=name))
@@ -109,9 +112,11 @@ class Busy(Bench):
         engine_args = {**args.engine_args}
         graphs = {"cudagraph_mode": setup.graphs} if setup.graphs else {}
         engine_args["compilation_config"] = {**engine_args.get("compilation_config", {}), **graphs}
-        if setup.without:
-            place = "scheduler_cls" if setup.without in IN_ENGINE else "worker_extension_cls"
-            engine_args[place] = f"benchmarks.without.{setup.without}"
+        if setup.drafts:
+            folder = Path(args.store_dir).absolute().with_name(f"dmi-{setup.drafts}-{os.getpid()}")
+            engine_args["speculative_config"] = drafts.speculative_config(
+                setup.drafts, args.model, folder, weights=False
+            )
         options = {"sink": setup.sink, "codec": setup.codec, **args.options} if setup.hooks else {}
         if setup.writers:
             options["writers"] = setup.writers

@@ -127,11 +127,12 @@ class Engine:
         late: bool = False,
         drafts: int = 0,
         pages: int = 0,
+        policy: str = "block",
         tokens: Callable[[], int] | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self._token = tokens or (lambda: STOP if self.random.random() < 0.03 else self.random.randrange(5, 30))
-        options = {"chunk_tokens": chunk, "hooks": hooks, "sink": "host"}
+        options = {"chunk_tokens": chunk, "hooks": hooks, "sink": "host", "policy": policy}
         if on_gpu:
             simulate(patch)
             Event.link.set()

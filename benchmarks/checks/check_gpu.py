@@ -16,6 +16,10 @@ prefix-cache hits. It records:
 Of reduced hooks (engine "reduced") it compares what a store gives with what the reduction keeps of transformers'
 values; attention summaries, with the patterns that the same store's q_rot and k_rot give. Engine "pca" reduces some
 hooks by a basis that is fitted on the stores of the engine before it. Both name hooks of Qwen3.
+With --drafts the engines draft tokens (`benchmarks.drafts`), stock too, and prompts repeat themselves. Then a step
+computes several tokens of a request: steps are recorded, not judged, but for a draft that was never accepted. With
+"eagle3" vLLM accepts drafts by chance, so tokens are counted, not judged.
+
 Exit status 1: tokens differ by more than rounding, more was computed than needed, rows are missing, a store has
 problems or values are off: a row's cosine below LEAST_COSINE, a larger value left out by top k than rounding explains,
 an attention weight.
@@ -35,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import common
+from benchmarks import common, drafts
 from benchmarks.checks.same_tokens import MOST_TIE, MOST_TIE_OF_ARCH, compare_tokens, token_failures
 
 MODULE = "benchmarks.checks.check_gpu"
@@ -72,6 +76,8 @@ REDUCE = {
     "pattern": "attn(8)",
     "*": "int8",
 }
+PERIOD = 12
+"""Tokens after which prompts repeat themselves with --drafts."""
 MOST_THREADS = 8
 """Of transformers on the CPU: a model this small is slower on all 64 cores of a node."""
 PCA_HOOKS = ("resid_mid", "q", "mlp_post")
@@ -84,9 +90,10 @@ def sizes_of(arch: str, head_dim: int = SIZES["head_dim"], heads: int = 0) -> di
     return {**SIZES, "head_dim": head_dim, **more} if arch == "qwen3" else SIZES_OF_ARCH.get(arch, {})
 
 
-def _prompts() -> list[dict[str, list[int]]]:
+def _prompts(period: int = 0) -> list[dict[str, list[int]]]:
+    """period: 0, or each prompt repeats its first tokens."""
     rng = np.random.default_rng(0)
-    return [{"prompt_token_ids": rng.integers(10, 500, n).tolist()} for n in LENGTHS]
+    return [{"prompt_token_ids": np.resize(rng.integers(10, 500, period or n), n).tolist()} for n in LENGTHS]
 
 
 def _count_tokens(llm: Any) -> dict[str, int]:
@@ -110,8 +117,8 @@ def _count_tokens(llm: Any) -> dict[str, int]:
     return counts
 
 
-def _generate(llm: Any) -> tuple[list[Any], list[bool]]:
-    """Outputs of greedy, seeded and repeated greedy rounds, and which of them are seeded."""
+def _generate(llm: Any, period: int) -> tuple[list[Any], list[bool]]:
+    """Outputs of greedy, seeded and repeated greedy rounds, and which of them are seeded. period: of the prompts."""
     from vllm import SamplingParams
 
     extra = {"kv_transfer_params": {"include_output_tokens": True}}
@@ -120,7 +127,7 @@ def _generate(llm: Any) -> tuple[list[Any], list[bool]]:
     seeded = [SamplingParams(temperature=0.9, top_p=0.9, seed=100 + i, **fields) for i in range(len(LENGTHS))]
     outputs, are_seeded = [], []
     for params in (greedy, seeded, greedy):
-        outputs += llm.generate(_prompts(), params, use_tqdm=False)
+        outputs += llm.generate(_prompts(period), params, use_tqdm=False)
         are_seeded += [params is seeded] * len(LENGTHS)
     return outputs, are_seeded
 
@@ -140,9 +147,12 @@ def child(args: argparse.Namespace) -> None:
         }
         hooks, owner, reduce = reduces.get(args.child, (args.hooks, args.child, {}))
         extra = capture_args(hooks, args.store_dir, owner, chunk_tokens=64, reduce=reduce)
+    if args.drafts:
+        folder = Path(f"{args.model}-{args.drafts}")
+        extra["speculative_config"] = drafts.speculative_config(args.drafts, args.model, folder, weights=True)
     llm = LLM(args.model, **{**ENGINE, "enforce_eager": args.eager, **args.engine_args, **extra})
     counts = _count_tokens(llm)
-    outputs, seeded = _generate(llm)
+    outputs, seeded = _generate(llm, PERIOD if args.drafts else 0)
     cached = sum(o.num_cached_tokens or 0 for o in outputs)
     # The last sampled token is no input.
     needed = sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs)
@@ -236,6 +246,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     below: dict[str, list[int]] = {}
     error: dict[str, float] = {}
     missing, rows, problems, attention, gap = 0, 0, [], None, 0.0
+    drafted = {"scheduled": 0, "accepted": 0, "rows_of_accepted": 0}
     for store, prompt, tokens in zip(found["stores"], found["prompts"], found["tokens"], strict=True):
         ids = prompt + tokens
         capture, name = open_capture(store, timeout=10, allow_incomplete=True), Path(store).name
@@ -247,6 +258,10 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
         missing += expected - len(capture.token_ids)
         if list(capture.token_ids) != ids[:expected]:
             problems.append(f"{name}: token ids differ")
+        if counts := capture.attrs.get("draft_tokens"):
+            drafted["scheduled"] += counts["scheduled"]
+            drafted["accepted"] += counts["accepted"]
+            drafted["rows_of_accepted"] += int(np.count_nonzero(capture.draft_index))
         if "pattern" in capture.hooks:
             attention = float(np.maximum(attention or 0.0, _attention_error(capture)))
         reference = expect(tuple(ids))
@@ -269,7 +284,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(want, axis=-1)
             cosines = (got * want).sum(-1) / np.maximum(norms, 1e-30)
             least = float(cosines.min())
-            limit = LEAST_COSINE if args.arch == "qwen3" else LEAST_COSINE_OF_ARCH
+            limit = args.least_cosine or (LEAST_COSINE if args.arch == "qwen3" else LEAST_COSINE_OF_ARCH)
             below.setdefault(hook, []).extend((~(cosines >= limit)).ravel().tolist())
             worst = float((np.abs(got - want).max(-1) / np.maximum(np.abs(want).max(-1), 1e-30)).max())
             cosine[hook] = float(np.minimum(cosine.get(hook, 1.0), least))
@@ -277,7 +292,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     return {"requests": len(found["stores"]), "rows": rows, "rows_missing": missing, "problems": problems[:10],
             "least_cosine": cosine, "rows_below": {hook: float(np.mean(low)) for hook, low in below.items()},
             "experts": "router_logits" in cosine, "largest_relative_error": error, "top_k_gap": gap,
-            "attention_error": attention}  # fmt: skip
+            "attention_error": attention, **({"drafts": drafted} if args.drafts else {})}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -293,6 +308,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--arch", default="qwen3", help="a family of dmi_connector.cli.tiny_models (default: %(default)s)")
     p.add_argument("--heads", type=int, default=0, help="of Qwen3: a multiple of the ranks (0: four)")
     p.add_argument("--head-dim", type=int, default=SIZES["head_dim"], help="with 128 steps run as one CUDA graph each")
+    p.add_argument("--drafts", choices=drafts.METHODS, help="draft tokens in all engines; of ours, owner target alone")
+    p.add_argument(
+        "--least-cosine", type=float, default=0.0, help="instead of LEAST_COSINE, where caches are quantised"
+    )
     p.add_argument("--eager", action="store_true")
     return p
 
@@ -301,10 +320,16 @@ def _failures(found: dict[str, Any]) -> list[str]:
     """What of one engine's findings is not as it should be."""
     steps = found["steps"]
     wrong = list(found.get("problems", []))
-    if steps["scheduled_tokens"] != steps["expected_tokens"] or steps["largest_decode_step"] != 1:
-        wrong.append(f"steps: {steps}")
-    if steps["draft_tokens"]:
-        wrong.append(f"{steps['draft_tokens']} draft tokens were computed")
+    if found.get("drafts_of"):
+        if not 1 < steps["largest_decode_step"] <= 1 + drafts.K or not steps["draft_tokens"]:
+            wrong.append(f"steps: {steps}")
+        if not found.get("drafts", {"rows_of_accepted": 1})["rows_of_accepted"]:
+            wrong.append(f"no draft token was accepted: {found['drafts']}")
+    else:
+        if steps["scheduled_tokens"] != steps["expected_tokens"] or steps["largest_decode_step"] != 1:
+            wrong.append(f"steps: {steps}")
+        if steps["draft_tokens"]:
+            wrong.append(f"{steps['draft_tokens']} draft tokens were computed")
     below = found.get("rows_below", {})
     most = MOST_FLIPPED if found.get("experts") else 0.0
     wrong += [f"{hook}: {part:.2%} of rows have a lower cosine" for hook, part in below.items() if not part <= most]
@@ -314,7 +339,8 @@ def _failures(found: dict[str, Any]) -> list[str]:
         wrong.append(f"attention weights are off by {found['attention_error']}")
     if found.get("rows_missing"):
         wrong.append(f"{found['rows_missing']} rows are missing")
-    return wrong + (token_failures(found, found.get("experts", False)) if "seeded_same" in found else [])
+    judged = "seeded_same" in found and found.get("drafts_of") != "eagle3"
+    return wrong + (token_failures(found, found.get("experts", False)) if judged else [])
 
 
 def _tokens(args: argparse.Namespace, name: str, found: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
@@ -355,6 +381,7 @@ def main(argv: list[str] | None = None) -> int:
         part.unlink()
         stock = stock or found
         results[name] = {k: found[k] for k in ("facts", "steps")} | {"seconds": round(time.perf_counter() - begin, 1)}
+        results[name] |= {"drafts_of": args.drafts} if args.drafts else {}
         if name != "stock":
             results[name] |= _tokens(args, name, found, stock)
         common.save(args.out, results)  # transformers may take longer than there is time

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_COUNTS = ("bytes", "num_tokens", "prompt_len", "draft_tokens_scheduled", "draft_tokens_accepted")
+"""Columns of `Captures.table` that are whole numbers, or empty."""
+
 
 def open_captures(
     directory: Given,
@@ -292,7 +295,7 @@ class Captures:
                 import pandas
             except ImportError as error:
                 raise ImportError("table: pandas is not installed; install dmi_connector[pandas]") from error
-            kinds = {"bytes": "Int64", "num_tokens": "Int64", "prompt_len": "Int64"}
+            kinds = dict.fromkeys(_COUNTS, "Int64")
             frame = pandas.DataFrame(columns).astype(kinds)
             return frame.assign(**{n: pandas.to_datetime(frame[n], utc=True, format="ISO8601") for n in times})
         if to == "polars":
@@ -300,7 +303,7 @@ class Captures:
                 import polars
             except ImportError as error:
                 raise ImportError("table: polars is not installed; install dmi_connector[polars]") from error
-            whole: dict[str, Any] = {"bytes": polars.Int64, "num_tokens": polars.Int64, "prompt_len": polars.Int64}
+            whole: dict[str, Any] = dict.fromkeys(_COUNTS, polars.Int64)
             whole |= dict.fromkeys(("remove_local", "only_complete"), polars.Boolean)
             made = polars.DataFrame(columns, schema={name: whole.get(name, polars.String) for name in columns})
             return made.with_columns(polars.col(*times).str.to_datetime(time_zone="UTC", time_unit="us"))

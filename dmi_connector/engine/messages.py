@@ -112,8 +112,10 @@ class StepMetadata(KVConnectorMetadata):
     are given out again.
 
     Beside speculative decoding a step computes logits of draft tokens too, and which of them are accepted is known
-    later. logits_step: number of this step if its logits are wanted, else 0. accepted: logits of steps before that are
-    part of a capture. decided: the other logits of steps up to this one are not.
+    later. logits_step: number of this step if its logits are wanted, else 0. logits_slots: slots of the tokens of
+    captures whose logits may be accepted. Not all of them need be in this step: with asynchronous scheduling it is not
+    yet known which tokens the step before accepted. accepted: logits of steps before that are part of a capture.
+    decided: the other logits of steps up to this one are not.
     """
 
     opens: list[Open] = field(default_factory=list)
@@ -124,6 +126,7 @@ class StepMetadata(KVConnectorMetadata):
     samples: list[Sample] = field(default_factory=list)
     accepted: list[Accepted] = field(default_factory=list)
     logits_step: int = 0
+    logits_slots: list[int] = field(default_factory=list)
     decided: int = 0
     idle: bool = False
     gather: bool = False

@@ -18,8 +18,9 @@ from tests.runner import ATOL
 
 
 def hooks_of(arch: str) -> list[str]:
-    """The hooks a tiny model of `arch` (of ARCHS) has and can give in full."""
-    has = {None, "moe" if arch == "qwen3_moe" else "dense", *USUAL} - ({"rotary"} if arch == "gpt2" else set())
+    """The hooks a tiny model of `arch` (of ARCHS, or GLM-4-MoE) has and can give in full."""
+    mlp = {"qwen3_moe": ("moe",), "glm4_moe": ("dense", "moe")}.get(arch, ("dense",))
+    has = {None, *mlp, *USUAL} - ({"rotary"} if arch == "gpt2" else set())
     return [name for name, hook in HOOKS.items() if hook.only in has and name != "pattern"]
 
 
@@ -73,13 +74,14 @@ def check_store(
     layers: dict[str, list[int]] | None = None,
     greedy: bool = True,
     missing: Sequence[list[int]] = (),
+    by_number: bool = False,
 ) -> dict[str, float]:
     """Check a whole store against the oracle's forward over `tokens` (prompt and all generated tokens).
 
     hooks: exactly those the store must hold. rows: the positions it must hold, by default all with a row (the
     last token was never an input). layers: hook -> captured layers where not all. greedy: the logits' argmax
-    must be the token that followed. missing: row ranges that the store must say it lacks. Returns the largest error
-    by hook.
+    must be the token that followed. missing: row ranges that the store must say it lacks. by_number: compare experts
+    by number, as `relative_errors` does. Returns the largest error by hook.
     """
     name = path.name
     start, stop = rows or (0, len(tokens) - 1)
@@ -100,11 +102,21 @@ def check_store(
         else:
             expected = want[hook][:, start:stop]
             if HOOKS[hook].scope == "layer":
-                picked = (layers or {}).get(hook) or list(range(oracle.config.num_hidden_layers))
+                there = [*range(oracle.config.num_hidden_layers)]
+                there = there[-len(expected) :] if HOOKS[hook].only == "moe" else there[: len(expected)]
+                picked = (layers or {}).get(hook) or there
                 assert capture.layers[hook] == picked, f"{name}: {hook} has layers {capture.layers[hook]}"
-                expected = expected[picked]
+                expected = expected[[there.index(layer) for layer in picked]]
             else:
                 expected = expected[0]
+        if by_number and hook in ("topk_ids", "topk_weights"):
+            value, expected = (
+                np.take_along_axis(values, ids.argsort(-1), -1)
+                for values, ids in (
+                    (value, capture.numpy("topk_ids")),
+                    (expected, want["topk_ids"][:, start:stop]),
+                )
+            )
         for index, (got, ref) in enumerate(zip(value, expected, strict=False)):
             layer = f" layer {capture.layers[hook][index]}" if HOOKS[hook].scope == "layer" else f" row {index}"
             same(got, ref, f"{name}: {hook}{layer}")

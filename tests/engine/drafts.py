@@ -4,56 +4,190 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests import runner
+from tests.engine.harness import engine
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import LLM
 
 K = 3
 """Draft tokens of a step."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+RANDOM = ("eagle", "eagle3", "mtp", "dflash")
+"""Methods whose drafts here are all but never right."""
+SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.6, 0.4]}
+"""With it vLLM accepts drafts at random, whatever the target says. On a CPU its V1 runner cannot."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, an architecture of `tiny_model` in the directory `model`, and the `speculative_config` of its draft."""
+
+    arch: str
+    model: Path
+    config: dict[str, Any]
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether drafts are accepted that the target would not have sampled."""
+        return "rejection_sample_method" in self.config
+
+
+class _Weights:
+    """Random weights of one draft model, by name."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._generator = torch.Generator().manual_seed(1)
+        self.made: dict[str, torch.Tensor] = {}
+
+    def matrix(self, name: str, *shape: int) -> None:
+        import torch
+
+        self.made[f"{name}.weight"] = torch.randn(*shape, generator=self._generator) / math.sqrt(shape[-1])
+
+    def norms(self, size: int, *names: str) -> None:
+        import torch
+
+        self.made |= {f"{name}.weight": torch.ones(size) for name in names}
+
+    def layer(self, prefix: str, config: dict[str, Any], inputs: int) -> None:
+        """Attention and MLP of a layer whose attention reads `inputs` values."""
+        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        width = config.get("head_dim") or hidden // heads
+        self.matrix(f"{prefix}self_attn.q_proj", heads * width, inputs)
+        self.matrix(f"{prefix}self_attn.k_proj", kv_heads * width, inputs)
+        self.matrix(f"{prefix}self_attn.v_proj", kv_heads * width, inputs)
+        self.matrix(f"{prefix}self_attn.o_proj", hidden, heads * width)
+        self.matrix(f"{prefix}mlp.gate_proj", inner, hidden)
+        self.matrix(f"{prefix}mlp.up_proj", inner, hidden)
+        self.matrix(f"{prefix}mlp.down_proj", hidden, inner)
+        self.norms(hidden, f"{prefix}post_attention_layernorm")
+
+    def save(self, path: Path, config: dict[str, Any]) -> Path:
+        from safetensors.torch import save_file
+
+        path.mkdir(exist_ok=True)
+        save_file(self.made, path / "model.safetensors", {"format": "pt"})
+        (path / "config.json").write_text(json.dumps(config))
+        return path
+
+
+def _config(model: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return config
+
+
+def make_eagle(target: Path, path: Path) -> Path:
+    """An EAGLE head for a tiny Llama. Returns its directory."""
+    config, weights = _config(target), _Weights()
+    hidden = config["hidden_size"]
+    weights.layer("layers.0.", config, hidden)
+    weights.matrix("fc", hidden, 2 * hidden)
+    return weights.save(path, {**config, "num_hidden_layers": 1})
 
 
 def make_eagle3(target: Path, path: Path) -> Path:
-    """An EAGLE3 head of random weights for a tiny Llama. Returns its directory."""
-    import torch
-    from safetensors.torch import save_file
-
-    config = json.loads((target / "config.json").read_text())
-    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    width = config.get("head_dim") or hidden // heads
-    generator = torch.Generator().manual_seed(1)
-
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * 0.05
-
-    layer = "midlayer."
-    weights = {
-        f"{layer}self_attn.q_proj.weight": weight(heads * width, 2 * hidden),
-        f"{layer}self_attn.k_proj.weight": weight(kv_heads * width, 2 * hidden),
-        f"{layer}self_attn.v_proj.weight": weight(kv_heads * width, 2 * hidden),
-        f"{layer}self_attn.o_proj.weight": weight(hidden, heads * width),
-        f"{layer}mlp.gate_proj.weight": weight(inner, hidden),
-        f"{layer}mlp.up_proj.weight": weight(inner, hidden),
-        f"{layer}mlp.down_proj.weight": weight(hidden, inner),
-        **{f"{layer}{norm}.weight": torch.ones(hidden) for norm in ("input_layernorm", "hidden_norm")},
-        f"{layer}post_attention_layernorm.weight": torch.ones(hidden),
-        "norm.weight": torch.ones(hidden),
-        "fc.weight": weight(hidden, 3 * hidden),
-        "lm_head.weight": weight(vocab, hidden),
-    }
-    path.mkdir(exist_ok=True)
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    """An EAGLE-3 head for a tiny Llama. Returns its directory."""
+    config, weights = _config(target), _Weights()
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    weights.layer("midlayer.", config, 2 * hidden)
+    weights.norms(hidden, "midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
+    weights.matrix("fc", hidden, 3 * hidden)
+    weights.matrix("lm_head", vocab, hidden)
     own = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": vocab}
-    (path / "config.json").write_text(json.dumps({**config, **own, "tie_word_embeddings": False}))
-    return path
+    return weights.save(path, {**config, **own, "tie_word_embeddings": False})
 
 
-def speculative_config(method: str, tiny_model: Callable[..., Path], folder: Path) -> tuple[str, dict[str, Any]]:
-    """(architecture of the target, `speculative_config`) of a method."""
-    if method == "ngram":
-        return "qwen3", NGRAM
-    if method == "draft_model":  # the target itself: all drafts are accepted
-        return "qwen3", {"method": method, "model": str(tiny_model("qwen3")), "num_speculative_tokens": K}
-    head = make_eagle3(tiny_model("llama"), folder / "eagle3")
-    return "llama", {"method": "eagle3", "model": str(head), "num_speculative_tokens": K}
+def make_dflash(target: Path, path: Path) -> Path:
+    """A DFlash draft for a tiny Qwen3, which drafts all tokens in one forward. Returns its directory."""
+    config, weights = _config(target), _Weights()
+    hidden, read = config["hidden_size"], [0, 2]
+    weights.layer("layers.0.", config, hidden)
+    weights.norms(config["head_dim"], "layers.0.self_attn.q_norm", "layers.0.self_attn.k_norm")
+    weights.norms(hidden, "layers.0.input_layernorm", "hidden_norm", "norm")
+    weights.matrix("fc", hidden, len(read) * hidden)
+    own = {"architectures": ["DFlashDraftModel"], "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    return weights.save(path, {**config, **own, "dflash_config": {"mask_token_id": 4, "target_layer_ids": read}})
+
+
+def make_mtp(target: Path, path: Path) -> Path:
+    """A tiny GLM-4-MoE with a layer for MTP behind its own. Returns its directory."""
+    import torch
+    from safetensors.torch import load_file
+
+    config, weights = _config(target), _Weights()
+    weights.made = load_file(target / "model.safetensors")
+    layer, last = (f"model.layers.{config['num_hidden_layers'] - back}" for back in (0, 1))
+    inside = [name for name in weights.made if name.startswith(f"{last}.")]
+    weights.made |= {layer + name.removeprefix(last): weights.made[name].clone() for name in inside}
+    weights.made |= {f"{layer}.shared_head.{name}.weight": weights.made[of].clone() for name, of in SHARED.items()}
+    weights.made[f"{layer}.embed_tokens.weight"] = weights.made["model.embed_tokens.weight"].clone()
+    hidden = config["hidden_size"]
+    weights.norms(hidden, f"{layer}.enorm", f"{layer}.hnorm")
+    weights.made[f"{layer}.eh_proj.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1)
+    shutil.copytree(target, path)  # with its tokenizer
+    return weights.save(path, config)
+
+
+SHARED = {"norm": "model.norm.weight", "head": "lm_head.weight"}
+"""What a layer for MTP has of the target."""
+
+
+def make_pair(method: str, tiny_model: Callable[..., Path], folder: Path) -> Pair:
+    """A target and a draft of a method. Weights of drafts are random."""
+    arch = {"mtp": "glm4_moe", "eagle": "llama", "eagle3": "llama"}.get(method, "qwen3")
+    target = tiny_model(arch)
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": K}
+    if method in ("ngram", "ngram_gpu"):
+        config = {**NGRAM, "method": method}
+    elif method == "mtp":
+        target = make_mtp(target, folder / method)
+    elif method == "draft_model":  # the target itself: all drafts are accepted
+        config["model"] = str(target)
+    else:
+        make = {"eagle": make_eagle, "eagle3": make_eagle3, "dflash": make_dflash}[method]
+        config["model"] = str(make(target, folder / method))
+    if runner.V2 and method in RANDOM:
+        config |= SYNTHETIC
+    return Pair(arch, target, config)
+
+
+@contextmanager
+def drafting(pair: Pair, **args: Any) -> Iterator[LLM]:
+    """`harness.engine` with a draft. vLLM's V2 n-gram kernel does not run in Triton's interpreter: see `_propose`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if runner.V2:
+            from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+
+            patch.setattr(NgramGPUSpeculator, "propose", _propose)
+        with engine(pair.model, speculative_config=pair.config, **args) as llm:
+            yield llm
+
+
+def _propose(self: Any, input_batch: Any, *_args: Any, dummy_run: bool = False, **_more: Any) -> torch.Tensor:
+    """What follows the last place that ends as a request does, and as much of its last token as is wanting."""
+    import torch
+
+    for number, index in enumerate(() if dummy_run else input_batch.idx_mapping[: input_batch.num_reqs].tolist()):
+        length = int(self.req_states.total_len.gpu[index])
+        tokens, found = self.req_states.all_token_ids.gpu[index, :length].tolist(), []
+        for size in range(self.max_n, self.min_n - 1, -1):
+            ends = (at for at in range(length - 1, size - 1, -1) if tokens[at - size : at] == tokens[length - size :])
+            found = found or next((tokens[at : at + self.num_speculative_steps] for at in ends), [])
+        missing = self.num_speculative_steps - len(found)
+        self.drafts[number] = torch.tensor([*found, *tokens[-1:] * missing])
+    return self.drafts[: input_batch.num_reqs]

@@ -17,7 +17,7 @@ from dmi_connector.args import OWNERS
 from dmi_connector.cli.tiny_models import make_model
 from tests import runner
 from tests.engine.check import check_header, check_store, hooks_of, reference, same
-from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
+from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, finish, generate, prompt, step, submit
 
 HOOKS = hooks_of("qwen3")
 CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "ExampleConnector")
@@ -127,6 +127,24 @@ def test_rows_before_and_after_sleep_are_true(
         generate(llm, run, {f"after-{name}": ask for name, ask in asks.items()})
     for name in run.replies:
         check_store(run.store(name), twin, run.tokens(name), int(name.partition("-")[2]), HOOKS)
+
+
+@pytest.mark.skipif(not runner.GPU, reason="vLLM's sleep mode needs a GPU")
+def test_a_request_that_sleep_keeps_has_all_its_rows(
+    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path
+) -> None:
+    """Its cache is gone, so vLLM computes its tokens again."""
+    run = Run(tmp_path)
+    args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, "target", **SMALL)
+    with engine(tiny_model("qwen3"), in_process=False, enforce_eager=True, enable_sleep_mode=True, **args) as llm:
+        submit(llm, {"kept": Ask(prompt(130), sampling={"max_tokens": 250})})
+        for _ in range(5):
+            step(llm, run)
+        assert llm.llm_engine.has_unfinished_requests(), "it ended before sleep"
+        llm.sleep(1, mode="keep")
+        llm.wake_up()
+        finish((llm, run))
+    check_store(run.store("kept"), oracle("qwen3"), run.tokens("kept"), 130, HOOKS)
 
 
 def test_redundant_experts_are_captured_by_the_models_numbers(

@@ -16,7 +16,8 @@ from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from tests import runner
 from tests.adapters import RANK, make_adapter
 from tests.engine.check import check_store, cosines, hooks_of
-from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
+from tests.engine.drafts import NGRAM
+from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt, watch_scheduler
 
 ADAPTERS = ("first", "second")
 REQUESTS = {"none": None, "first": "first", "second": "second", "first-long": "first", "none-long": None}
@@ -31,8 +32,9 @@ ENGINES = [
     ("llama", "eager", "target"),
     pytest.param("qwen2", "compiled", "draft", marks=pytest.mark.soak),
     pytest.param("qwen3", "eager", "draft", marks=pytest.mark.soak),
+    pytest.param("llama", "eager", "target beside n-gram", marks=pytest.mark.soak),
 ]
-"""Each architecture, mode and owner; in the long part each pair of mode and owner."""
+"""Each architecture, mode and owner; in the long part each pair of mode and owner, and draft tokens."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,10 @@ def test_each_request_of_a_batch_has_the_values_of_its_adapter(
     from vllm.lora.request import LoRARequest
 
     run, tiny = Run(tmp_path), adapters(arch)
+    owner, _, drafts = owner.partition(" beside ")
     args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, **SMALL)
+    if drafts:
+        args["speculative_config"] = NGRAM
     wanted = {name: LoRARequest(name, 1 + i, str(tiny.folders[name])) for i, name in enumerate(ADAPTERS)}
     lora = {"enable_lora": True, "max_loras": SLOTS, "max_lora_rank": RANK, "enforce_eager": mode == "eager"}
     asks = {
@@ -93,8 +98,10 @@ def test_each_request_of_a_batch_has_the_values_of_its_adapter(
         lora["dtype"] = "bfloat16"  # vLLM's kernels for adapters take no float32
     again = LoRARequest("first", 1, str(tiny.folders["reloaded"]), load_inplace=True)
     with engine(tiny.model, **args, **lora) as llm:
+        watch_scheduler(llm, run)
         generate(llm, run, asks)
         generate(llm, run, {"reloaded": Ask(prompt(40), lora=again), "second-still": asks["second"]})
+    assert bool(run.drafts) == bool(drafts)
     for name, adapter in REQUESTS.items():
         check(run, name, tiny.oracles[adapter], arch)
         assert open_capture(run.store(name)).attrs["adapter"] == adapter

@@ -13,7 +13,21 @@ import pytest
 from dmi_connector import capture_args, find_captures
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from tests.engine.check import check_store, hooks_of
-from tests.engine.harness import ALL_HOOKS, CHUNK, SMALL, Ask, Run, engine, finish, generate, prompt, step, submit
+from tests.engine.drafts import make_pair
+from tests.engine.harness import (
+    ALL_HOOKS,
+    CHUNK,
+    SMALL,
+    Ask,
+    Run,
+    engine,
+    finish,
+    generate,
+    prompt,
+    step,
+    submit,
+    watch_scheduler,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -32,6 +46,7 @@ CONFIGURATIONS = {
     "draft, no prefix caching": ("draft", False),
     "target, prefix caching": ("target", True),
     "pool, prefix caching": ("pool", True),
+    "target beside a draft model, chunks of 1": ("target", True),
 }
 
 
@@ -63,17 +78,30 @@ def storm(llm: LLM, run: Run) -> None:
     run.facts["counts"] = counts
 
 
-@pytest.fixture(scope="module", params=CONFIGURATIONS)
+def _long(name: str) -> bool:
+    return "draft model" in name
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.soak if _long(name) else ()) for name in CONFIGURATIONS],
+)
 def run(
     request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
     run = Run(tmp_path_factory.mktemp("preemption"))
     owner, caching = CONFIGURATIONS[request.param]
     run.facts["owner"] = owner
-    args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, **SMALL)
+    drafts, run.facts["chunk"] = _long(request.param), 1 if _long(request.param) else CHUNK
+    args: dict[str, Any] = capture_args(
+        ALL_HOOKS, run.store_dir, owner, **{**SMALL, "chunk_tokens": run.facts["chunk"]}
+    )
+    if drafts:
+        args["speculative_config"] = make_pair("draft_model", tiny_model, run.store_dir).config
     args |= {"num_gpu_blocks_override": BLOCKS, "enable_prefix_caching": caching}
     run.facts["preempted"] = []
     with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
+        watch_scheduler(llm, run)
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         schedule = scheduler.schedule
 
@@ -93,6 +121,7 @@ def run(
         run.facts["victim"] = victim
         finish((llm, run))
         storm(llm, run)
+    assert bool(run.drafts) == drafts
     return run
 
 
@@ -108,10 +137,12 @@ def test_a_request_aborted_while_preempted_keeps_its_whole_chunks(run: Run, orac
         [capture] = find_captures(run.store_dir, key=name)
         tokens, options = run.tokens(name), {}
         if name == run.facts["victim"]:
-            known = len(tokens) - 1
-            rows = known // CHUNK * CHUNK
-            assert not run.replies[name].finished and len(ask.prompt) < known and rows < known, "it shows less"
-            options = {} if run.facts["owner"] == "pool" else {"rows": (0, rows), "missing": [[rows, known]]}
+            known, chunk = len(tokens) - 1, run.facts["chunk"]
+            rows = known // chunk * chunk
+            assert not run.replies[name].finished and len(ask.prompt) < known, "it shows less"
+            assert rows < known or chunk == 1, "it shows less"
+            if run.facts["owner"] != "pool":
+                options = {"rows": (0, rows), "missing": [[rows, known]] if rows < known else []}
         check_store(capture.store, oracle("qwen3"), tokens, len(ask.prompt), hooks_of("qwen3"), **options)
 
 

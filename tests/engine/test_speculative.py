@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,20 @@ import pytest
 from dmi_connector import capture_args, find_captures, open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from tests.engine.check import check_store, hooks_of
-from tests.engine.drafts import K, speculative_config
-from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt, watch_scheduler
+from tests.engine.drafts import RANDOM, K, Pair, drafting, make_pair
+from tests.engine.harness import (
+    ALL_HOOKS,
+    SMALL,
+    Ask,
+    Run,
+    finish,
+    generate,
+    prompt,
+    step,
+    submit,
+    watch_scheduler,
+)
+from tests.runner import V2
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -36,13 +49,16 @@ THREE = Ask(
     {"n": 3, "temperature": 0.8, "max_tokens": 40},
 )
 PROMPT_ONLY = ("prompt",)
-CASES = (
-    "ngram",
-    pytest.param("ngram-compiled", marks=pytest.mark.soak),
-    "draft_model",
-    pytest.param("eagle3", marks=pytest.mark.soak),
-    "eagle3-compiled",
-)
+SAMPLED = ("three", "grammar", "seeded", "seeded-again")
+"""Not the best tokens by the model's logits."""
+WATCHED = 8
+"""Steps in which the rows are compared before and after the draft has run."""
+KEYED = {"include_output_tokens": True, "dmi": {"key": "keyed"}}
+CASES = ["ngram", "draft_model", "eagle3-compiled"]
+LONG = ["ngram-compiled", "draft_model-compiled", "eagle3", "eagle", "mtp", "mtp-compiled", "dflash", "dflash-compiled"]
+if V2:
+    # vLLM's V1 runner has ngram_gpu on a GPU alone. Compiled models are those of V1.
+    CASES, LONG = ["ngram_gpu", "draft_model", "eagle3", "eagle", "mtp", "dflash"], []
 
 
 def watch_samples(llm: LLM, run: Run) -> None:
@@ -59,18 +75,59 @@ def watch_samples(llm: LLM, run: Run) -> None:
     scheduler.update_from_output = recorded
 
 
-@pytest.fixture(scope="module", params=CASES)
+def watch_draft(llm: LLM, run: Run) -> None:
+    """Note for some steps whether the rows changed while the draft model ran."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    drafter = worker.model_runner.speculator if V2 else worker.model_runner.drafter
+    connector: Any = get_kv_transfer_group()
+    propose, rows, changed = drafter.propose, connector.exporter.rows, run.facts.setdefault("changed", [])
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if len(changed) >= WATCHED:
+            return propose(*args, **kwargs)
+        before = rows.clone()
+        proposed = propose(*args, **kwargs)
+        changed.append(not rows.equal(before))
+        return proposed
+
+    drafter.propose = watched
+
+
+def lives(llm: LLM, run: Run) -> None:
+    """What else may happen to a request, beside others."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    regex = StructuredOutputsParams(regex="(the model|reads a prompt| and )+")
+    seeded = {"temperature": 0.8, "seed": 3, "max_tokens": 40}
+    asks = {
+        "aborted": Ask(REPEATED, KEYED, {"max_tokens": 300}),
+        "bystander": Ask(REPEATED, sampling={"max_tokens": 90}),
+    }
+    asks["grammar"] = Ask(prompt(30), sampling={"structured_outputs": regex, "max_tokens": 60, "ignore_eos": False})
+    if V2:  # vLLM's V1 runner on a CPU fails on seeded requests with drafts
+        asks |= {"seeded": Ask(prompt(50), sampling=seeded), "seeded-again": Ask(prompt(50), sampling=seeded)}
+    submit(llm, asks)
+    while "aborted" not in run.replies or len(run.replies["aborted"].outputs[0].token_ids) < 20:
+        step(llm, run)
+    llm.llm_engine.abort_request(["aborted"])
+    finish((llm, run))
+
+
+@pytest.fixture(scope="module", params=[*CASES, *(pytest.param(case, marks=pytest.mark.soak) for case in LONG)])
 def run(
     request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
     method, _, compiled = request.param.partition("-")
     run = Run(tmp_path_factory.mktemp("speculative"))
-    arch, config = speculative_config(method, tiny_model, tmp_path_factory.mktemp("draft"))
-    run.facts |= {"arch": arch, "method": method}
+    pair = make_pair(method, tiny_model, tmp_path_factory.mktemp("draft"))
+    run.facts |= {"pair": pair, "method": method, "compiled": bool(compiled)}
     args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, "target", **SMALL)
-    with engine(tiny_model(arch), enforce_eager=not compiled, speculative_config=config, **args) as llm:
+    with drafting(pair, enforce_eager=not compiled, **args) as llm:
         watch_scheduler(llm, run)
         watch_samples(llm, run)
+        watch_draft(llm, run)
         generate(llm, run, ASKS)
         # Alone: on a CPU, vLLM 0.32 samples greedy requests at random in a batch that has others and drafts.
         generate(llm, run, {"three": THREE})
@@ -86,29 +143,33 @@ def run(
                 "scored": Ask(prompt(300), sampling={"prompt_logprobs": 1}),
             },
         )
+        if request.param == CASES[0]:
+            lives(llm, run)
     return run
 
 
 def test_every_store_is_whole_and_right(run: Run, oracle: Callable[..., Oracle]) -> None:
     assert run.drafts, "nothing was drafted: this test shows nothing"
-    arch = run.facts["arch"]
+    pair: Pair = run.facts["pair"]
+    arch = pair.arch
     for name, reply in run.replies.items():
         prompt_len = len(reply.prompt_token_ids)
         rows = {"narrow": (70, 110)}.get(name, (0, prompt_len) if name in PROMPT_ONLY else None)
-        greedy, stores = True, [run.store(name)]
-        if name == "three":
-            greedy, stores = False, [capture.store for capture in find_captures(run.store_dir, key="three")]
+        greedy = not pair.synthetic and name not in SAMPLED
+        keyed = {"three": "three", "aborted": "keyed"}.get(name)
+        stores = [c.store for c in find_captures(run.store_dir, key=keyed)] if keyed else [run.store(name)]
         outputs = {tuple(one.token_ids[:-1]): [*reply.prompt_token_ids, *one.token_ids] for one in reply.outputs}
         for store in stores:
             generated = tuple(open_capture(store).token_ids.tolist()[prompt_len:])
             tokens = outputs[generated] if name == "three" else run.tokens(name)
-            check_store(store, oracle(arch), tokens, prompt_len, hooks_of(arch), rows=rows, greedy=greedy)
+            options = {"rows": rows, "greedy": greedy, "by_number": arch == "glm4_moe"}
+            check_store(store, oracle(arch), tokens, prompt_len, hooks_of(arch), **options)
 
 
 def test_draft_index_says_which_tokens_were_drafted(run: Run) -> None:
     most = 0
     for name, reply in run.replies.items():
-        if name == "three" or name in PROMPT_ONLY:
+        if name in ("three", "aborted", *PROMPT_ONLY):
             continue
         capture = open_capture(run.store(name))
         steps = run.facts["samples"][reply.kv_transfer_params["dmi_request_id"]]
@@ -117,10 +178,38 @@ def test_draft_index_says_which_tokens_were_drafted(run: Run) -> None:
         start, prompt_len = int(capture.attrs["start"]), capture.prompt_len
         end = start + int(capture.attrs["num_tokens"])
         assert capture.draft_index.tolist() == [*[0] * prompt_len, *numbers][start:end], name
-        assert capture.attrs["speculative"] == {"method": run.facts["method"], "num_speculative_tokens": K}
+        assert capture.attrs["speculative"] == {"method": run.facts["method"], "num_speculative_tokens": K}, name
         most = max(most, int(capture.draft_index.max(initial=0)))
         counts = capture.attrs["draft_tokens"]
         assert 0 <= counts["accepted"] <= counts["scheduled"] and counts["accepted"] >= np.count_nonzero(
             capture.draft_index
         )
-    assert most == (K if run.facts["method"] != "eagle3" else most), "no step accepted all drafts"
+    unlikely = run.facts["method"] in RANDOM and not run.facts["pair"].synthetic
+    assert unlikely or most == K, "no step accepted all drafts"
+
+
+def test_the_forward_of_a_draft_writes_no_row(run: Run) -> None:
+    """Whatever weights it has, such as those that a trainer loads while it serves."""
+    assert run.facts["changed"] == [False] * WATCHED
+
+
+@pytest.mark.parametrize("run", CASES[:1], indirect=True)
+def test_aborts_grammars_and_seeds_act_as_without_drafts(run: Run) -> None:
+    tokens = run.replies["grammar"].outputs[0].token_ids
+    assert len(tokens) > 3, "a grammar that leaves no choice drafts nothing"
+    [aborted] = find_captures(run.store_dir, key="keyed")
+    assert aborted.state == "complete" and open_capture(aborted.store).attrs["finish_reason"] == "abort"
+    if V2:
+        assert run.tokens("seeded") == run.tokens("seeded-again")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("run", CASES[:2], indirect=True)
+def test_tokens_are_those_of_a_stock_engine_with_the_same_draft(run: Run) -> None:
+    stock = Run(run.store_dir / "none")
+    pair: Pair = run.facts["pair"]
+    with drafting(pair, enforce_eager=not run.facts["compiled"]) as llm:
+        generate(llm, stock, {name: replace(ask, kv=None) for name, ask in ASKS.items()})
+    for name in ASKS:
+        assert stock.tokens(name) == run.tokens(name), name
+    assert all(reply.kv_transfer_params is None for reply in stock.replies.values())

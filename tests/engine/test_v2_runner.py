@@ -35,6 +35,7 @@ CASES = [
             "faults",
             "hooks_vs_transformers",
             "multimodal",
+            "speculative",
         )
     ),
 ]

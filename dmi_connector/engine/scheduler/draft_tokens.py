@@ -64,14 +64,15 @@ class DraftTokens:
         return not request.num_output_placeholders
 
     def want_logits(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
-        """Keep the logits of this step if a captured token may be sampled from them.
+        """Keep logits of this step from which a captured token may be sampled.
 
         computed: tokens of the request after this step, if all its draft tokens are accepted.
         """
         tracked.last_step = self._steps
-        last = tracked.request.num_tokens - 1
-        if tracked.has_logits and computed > last and tracked.params.start < computed and last < tracked.limit:
+        first, end = max(tracked.request.num_tokens - 1, tracked.params.start), min(computed, tracked.limit)
+        if tracked.has_logits and first < end:
             metadata.logits_step = self._steps
+            metadata.logits_slots += [self._slots.sample_slot(tracked, position) for position in range(first, end)]
 
     def close(self, tracked: Tracked, start: int, end: int, close: Close) -> None:
         """Add what there is to say of drafts at the end of a capture of positions [start, end)."""

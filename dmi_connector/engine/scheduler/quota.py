@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.hooks import HOOKS, Selection, hook_dtype
-from dmi_connector.layout import TOKEN_ARRAYS
+from dmi_connector.layout import ALL_TOKEN_ARRAYS, TOKEN_ARRAYS
 from dmi_connector.option_values import OptionError
 from dmi_connector.ranks import shard_of
 from dmi_connector.settings import ServerOptions
@@ -34,12 +34,12 @@ The coordinator's note names the stores that were finished since then, also if n
 that was finished earlier is named no more, and must not count a second time. Rows of one that nobody has begun to write
 by then lie in the host buffer, so they cannot be many.
 """
-_TOKEN_ARRAY_BYTES = sum(ITEMSIZE[dtype] for dtype in TOKEN_ARRAYS.values())
 
 
 def row_bytes(context: CaptureContext, selection: Selection) -> tuple[int, int]:
     """(bytes of a token's row, bytes of a row of logits) of `selection` over all ranks, after reduction."""
-    row, sample = _TOKEN_ARRAY_BYTES, 0
+    arrays = TOKEN_ARRAYS if context.drafting is None else ALL_TOKEN_ARRAYS
+    row, sample = sum(ITEMSIZE[dtype] for dtype in arrays.values()), 0
     for name, layers in selection.hooks.items():
         hook = HOOKS[name]
         if hook.scope == "sampled":

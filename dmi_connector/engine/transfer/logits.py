@@ -12,7 +12,7 @@ import torch
 from dmi_connector.engine.messages import Sample, StepMetadata
 from dmi_connector.engine.owners.base import RowMemory
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, Progress
-from dmi_connector.engine.transfer.draft_logits import DraftLogits
+from dmi_connector.engine.transfer.draft_logits import DraftLogits, rows_of
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.store.format.completeness import Cause
 from dmi_connector.store.write.client import OpenCapture
@@ -57,12 +57,13 @@ class LogitsExport:
         self._worker, self.post, self._drafts = worker, post, drafts
         self._samples: list[Sample] = []
         self._step = 0  # number of the running step, if logits of draft tokens are wanted
+        self._slots: list[int] = []  # of the tokens whose logits these are
         self._tokens: torch.Tensor | None = None
         self.draft_logits = DraftLogits()
 
     def begin(self, metadata: StepMetadata) -> None:
         """A step begins. Exports the logits of tokens that were accepted in those before."""
-        self._samples, self._step = metadata.samples, metadata.logits_step
+        self._samples, self._step, self._slots = metadata.samples, metadata.logits_step, metadata.logits_slots
         if not self._drafts or self.post is None:
             return
         messages = [*metadata.accepted, *(one for close in metadata.closes for one in close.accepted)]
@@ -123,15 +124,15 @@ class LogitsExport:
                 capture.lose(sample.position - capture.start, 1, Cause.FELL_BEHIND)
 
     def _keep_drafts(self, logits: torch.Tensor, number: int, slots: torch.Tensor) -> None:
-        """Keep the logits of a step until the scheduler knows which draft tokens were accepted."""
+        """Keep logits of a step until the scheduler knows which draft tokens were accepted."""
         tokens = self._tokens
         if tokens is None or len(tokens) != len(logits):
             known = "unknown" if tokens is None else len(tokens)
             raise RuntimeError(
                 f"logits: a step with draft tokens has {len(logits)} rows of logits, but {known} token indices"
             )
-        kept = logits.to(self._worker.layer.row_dtype, copy=True)
-        self.draft_logits.add(number, kept, slots[tokens.long()].long())
+        dtype, found = self._worker.layer.row_dtype, slots[tokens.long()].long()
+        self.draft_logits.add(number, *rows_of(self._slots, logits, found, dtype))
 
     def _send(
         self, logits: torch.Tensor, slots: torch.Tensor, deliver: Callable[[Extent, np.ndarray, int], None]

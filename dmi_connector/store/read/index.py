@@ -23,7 +23,9 @@ FINISHED = ("complete", "incomplete")
 """States of finished stores."""
 _ADDED = re.compile(r"(_[0-9]+)?(-|\Z)")
 """What vLLM adds behind a request id, up to the end or a dash."""
-_OF_END = ("state", "reason", "finished", "bytes", "num_tokens", "prompt_len", "model")
+_DRAFTS = {"draft_tokens_scheduled": "scheduled", "draft_tokens_accepted": "accepted"}
+"""Counts of draft tokens: their names here, and in the attribute `draft_tokens` of a store."""
+_OF_END = ("state", "reason", "finished", "bytes", "num_tokens", "prompt_len", "model", *_DRAFTS)
 """What the line of a store's end tells of it."""
 _STORES = (".zarr", ".zarr" + PARTIAL_SUFFIX)
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
@@ -38,7 +40,8 @@ class CaptureInfo:
     may make a store of it. reason: why it is not complete. started, finished: ISO 8601, UTC. bytes: size of
     the finished store without its root `zarr.json`. num_tokens: its rows. prompt_len: tokens of the prompt. model: its
     name. The last two are None before the end, and where a line of format 1.1 or older lacks them; `open_captures`
-    fills these in.
+    fills these in. draft_tokens_scheduled, draft_tokens_accepted: draft tokens of a request with speculative decoding
+    that steps verified, and those that were accepted; None before the end, and without speculative decoding.
 
     upload: of a server with the option `upload`: "pending", "done" or "failed"; None without it. url: where the store
     is uploaded to. upload_reason: why that failed. remove_local: whether the local copy goes after it. only_complete:
@@ -62,6 +65,8 @@ class CaptureInfo:
     upload_reason: str | None = None
     remove_local: bool = False
     only_complete: bool = False
+    draft_tokens_scheduled: int | None = None
+    draft_tokens_accepted: int | None = None
 
 
 def read_index(directory: Given, word: str | None = None) -> Iterable[dict[str, Any]]:
@@ -285,7 +290,14 @@ def info_of(store: Place) -> CaptureInfo:
         num_tokens=attrs["num_tokens"],
         prompt_len=attrs["prompt_len"],
         model=attrs.get("model"),
+        **drafts_of(attrs),
     )
+
+
+def drafts_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """The counts of draft tokens in the root attributes of a store, as `CaptureInfo` and the index name them."""
+    counts = attrs.get("draft_tokens", {})
+    return {name: counts[key] for name, key in _DRAFTS.items() if key in counts}
 
 
 def merge_line(known: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,6 +328,7 @@ def _info(directory: Place, line: Mapping[str, Any]) -> CaptureInfo:
         upload_reason=line.get("upload_reason"),
         remove_local=line.get("remove_local") is True,
         only_complete=line.get("only_complete") is True,
+        **{name: line.get(name) for name in _DRAFTS},
     )
 
 

@@ -281,6 +281,22 @@ def test_the_table_has_a_row_for_each_store(directory: Path) -> None:
         captures.table("arrow")  # type: ignore[call-overload]
 
 
+def test_the_table_counts_draft_tokens(directory: Path, tmp_path: Path) -> None:
+    """By the index, and in its absence by the stores. Requests without speculative decoding have none."""
+    shutil.copytree(directory, tmp_path / "drafts")
+    stores, counts = kit.Store(), {"scheduled": 12, "accepted": 7}
+    stores.write(tmp_path / "drafts" / "drafted.zarr", [kit.Q], 20, attrs={"draft_tokens": counts})
+    assert stores.shutdown()
+    indexed = open_captures(tmp_path / "drafts").table()
+    (tmp_path / "drafts" / INDEX_NAME).unlink()
+    for frame in (indexed, open_captures(tmp_path / "drafts").table()):
+        found = frame[["draft_tokens_scheduled", "draft_tokens_accepted"]]
+        assert found.loc[frame["num_tokens"] == 20].to_numpy().tolist() == [[12, 7]]
+        assert found.loc[frame["num_tokens"] != 20].isna().all(axis=None) and {*map(str, found.dtypes)} == {"Int64"}
+    rate = open_captures(tmp_path / "drafts").table("polars").drop_nulls("draft_tokens_scheduled")
+    assert rate["draft_tokens_accepted"].to_list() == [7]
+
+
 def test_an_empty_selection_has_an_empty_table(directory: Path) -> None:
     captures = open_captures(directory, key="nobody")
     assert len(captures.table()) == len(captures.table("polars")) == len(captures) == 0

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.context import CaptureContext, Drafting
 from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.engine.owners import OWNERS
 from dmi_connector.engine.scheduler.quota import row_bytes
@@ -77,4 +78,7 @@ HOOKS = "embed,resid_pre,q,k,mlp_post,logits"
 def test_limits_count_the_bytes_of_all_ranks(tp: int, tmp_path: Path) -> None:
     """embed once, and of each of 3 layers: resid_pre 256, q 8 heads of 32, k 2 heads, mlp_post 512; token arrays 9."""
     context = make_context(tmp_path, HOOKS, 3, tp)
-    assert row_bytes(context, context.selection) == (4 * (256 + 3 * (256 + 8 * 32 + 2 * 32 + 512)) + 9, 4 * 512)
+    row = 4 * (256 + 3 * (256 + 8 * 32 + 2 * 32 + 512)) + 9
+    assert row_bytes(context, context.selection) == (row, 4 * 512)
+    drafting = replace(context, drafting=Drafting("ngram", 3, False))
+    assert row_bytes(drafting, context.selection) == (row + 1, 4 * 512), "draft_index"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.transfer.draft_logits import DraftLogits
+from dmi_connector.engine.transfer.draft_logits import DraftLogits, rows_of
 
 
 def add(held: DraftLogits, step: int, *slots: int) -> None:
@@ -47,3 +47,20 @@ def test_steps_are_kept_until_they_are_decided() -> None:
     assert take(held, [39, 40, 41], [2, 2, 1]) == [None, [1, 40], None]
     held.drop(1)
     assert take(held, [40, 41], [2, 2]) == [None, [2, 41]]
+
+
+@pytest.mark.parametrize("wanted", [[41], [43, 99, 41], [40, 41, 42, 43, 99]])
+def test_only_logits_that_a_capture_may_need_are_kept(wanted: list[int]) -> None:
+    """Slot 99 is that of a token which another step computed."""
+    slots = torch.tensor([40, 41, 42, 43])
+    logits = torch.stack([slots.float(), slots.float() + 0.5], 1)
+    rows, kept = rows_of(wanted, logits, slots, torch.float16)
+    assert len(rows) == len(kept) == min(len(wanted), 4) and rows.dtype == torch.float16
+    held = DraftLogits()
+    held.add(1, rows, kept)
+    logits.zero_()  # vLLM changes its own in place
+    taken = held.take(wanted, [1] * len(wanted))
+    assert taken is not None and taken[1].tolist() == [slot != 99 for slot in wanted]
+    assert [row for row, there in zip(taken[0].tolist(), taken[1], strict=True) if there] == [
+        [slot, slot + 0.5] for slot in wanted if slot != 99
+    ]

@@ -10,6 +10,7 @@ from threading import Timer
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -295,6 +296,50 @@ def test_a_draft_of_two_steps_whose_results_came_at_once_is_unknown(make: Make) 
     assert unknown and set(unknown) <= set(range(known - 5, paused))
     [fault] = engine.faults()
     assert "draft_index" in fault, "rows and logits are right"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_only_logits_of_captured_requests_are_kept(make: Make, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    """With asynchronous scheduling also those of as many tokens as the step before may have accepted."""
+    engine, kept = make(drafts=3, hooks="q,logits", ahead=ahead), []
+    held = engine.exporter.logits.draft_logits
+    add = held.add
+
+    def noted(number: int, logits: torch.Tensor, slots: torch.Tensor) -> None:
+        kept.append(len(logits))
+        add(number, logits, slots)
+
+    monkeypatch.setattr(held, "add", noted)
+    engine.add(PROMPT, 40)
+    for _ in range(5):
+        engine.add(PROMPT, 60, {"enabled": False})
+    engine.drain()
+    assert engine.faults() == [] and len(engine.stored) == 1 and max(kept) == (8 if ahead else 4)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_response_names_logits_that_found_no_room(make: Make, ahead: bool) -> None:
+    """As it names other rows: those that were lost before the last step. The store lists all."""
+    engine = make(drafts=3, hooks="q,logits", ahead=ahead, policy="drop", tokens=lambda: 9)
+    name = engine.add(PROMPT, 60)
+    send, logits = engine.exporter.logits._send, engine.exporter.logits
+
+    def take_steps(number: int, room: bool) -> None:
+        logits._send = send if room else lambda *_: False  # type: ignore[method-assign]
+        for _ in range(number):
+            engine.step()
+
+    take_steps(5, room=True)
+    take_steps(4, room=False)
+    take_steps(3, room=True)
+    assert name not in engine.replies
+    logits._send = send  # type: ignore[method-assign]
+    engine.drain()
+    *_, losses = engine.stored[name].ends[0]
+    lost = {row for loss in losses for start, stop in loss.rows for row in range(start, stop)}
+    named = {row for start, stop in engine.replies[name]["dmi_missing"] for row in range(start, stop)}
+    assert named == lost and len(lost) > 4
+    assert lost.isdisjoint(position for _, position in engine.stored[name].logits.values())
 
 
 def test_each_row_of_logits_is_asked_for_once(make: Make) -> None:

@@ -22,6 +22,7 @@ from dmi_connector.store.format import completeness, schema
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json
 from dmi_connector.store.format.paths import no_follow
+from dmi_connector.store.read.index import drafts_of
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.arrays.array_writer import FileList, plain_array
 from dmi_connector.store.write.arrays.journal import holds_rows, is_journal
@@ -67,7 +68,7 @@ def finish_line(name: str, attrs: dict[str, Any]) -> dict[str, Any]:
     state = "complete" if attrs["complete"] else "incomplete"
     line = {"event": "finish", "store": name, "state": state, "reason": attrs["reason"]}
     line |= {k: attrs.get(k) for k in ("key", "request_id", "created", "finished", "num_tokens", *FOUND_BY)}
-    return {**line, "bytes": schema.listed_bytes(attrs)}
+    return {**line, **drafts_of(attrs), "bytes": schema.listed_bytes(attrs)}
 
 
 def append_finish(final: str, attrs: dict[str, Any], bytes_raw: int) -> None:
