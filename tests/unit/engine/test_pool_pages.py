@@ -19,8 +19,9 @@ pytest.importorskip("vllm")
 from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.messages import RowPages, Rows, StepMetadata
-from dmi_connector.engine.owners import pool_pages
-from dmi_connector.engine.owners.pool_pages import Pages, PoolSlots, StepLimits, page_size, pages_of
+from dmi_connector.engine.owners import pool_limits, pool_pages
+from dmi_connector.engine.owners.pool_limits import StepLimits, page_size, pages_of
+from dmi_connector.engine.owners.pool_pages import Pages, PoolSlots
 from dmi_connector.engine.scheduler.tracker import Tracker
 from tests.trackerkit import FakeRequest, make_tracker
 
@@ -34,7 +35,7 @@ LONGEST = 130
 def small_steps() -> Iterator[None]:
     """The smallest budget is one of these small steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool_pages, "_PROMPT_TOKENS", 6)
+        patch.setattr(pool_limits, "_PROMPT_TOKENS", 6)
         patch.setattr(pool_pages, "_SPARE_REQUESTS", 1)
         yield
 
