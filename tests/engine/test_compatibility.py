@@ -117,13 +117,12 @@ def test_weights_that_are_loaded_while_serving_give_their_own_values(
 
 @pytest.mark.skipif(not runner.GPU, reason="vLLM's sleep mode needs a GPU")
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("owner", NO_DRAFT)
 def test_rows_before_and_after_sleep_are_true(
-    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path, level: int, owner: str
+    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path, level: int
 ) -> None:
     """What ended before sleep is exported before the engine gives up its memory."""
     run, twin = Run(tmp_path), oracle("qwen3")
-    args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, owner, **SMALL)
+    args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, "target", **SMALL)
     asks = {f"{length}": Ask(prompt(length)) for length in (40, 130, 200)}
     with engine(tiny_model("qwen3"), in_process=False, enforce_eager=True, enable_sleep_mode=True, **args) as llm:
         generate(llm, run, {f"before-{name}": ask for name, ask in asks.items()})
@@ -137,13 +136,12 @@ def test_rows_before_and_after_sleep_are_true(
 
 
 @pytest.mark.skipif(not runner.GPU, reason="vLLM's sleep mode needs a GPU")
-@pytest.mark.parametrize("owner", NO_DRAFT)
 def test_a_request_that_sleep_keeps_has_all_its_rows(
-    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path, owner: str
+    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path
 ) -> None:
     """Its cache is gone, so vLLM computes its tokens again."""
     run = Run(tmp_path)
-    args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, owner, **SMALL)
+    args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, "target", **SMALL)
     with engine(tiny_model("qwen3"), in_process=False, enforce_eager=True, enable_sleep_mode=True, **args) as llm:
         submit(llm, {"kept": Ask(prompt(130), sampling={"max_tokens": 250})})
         for _ in range(5):
