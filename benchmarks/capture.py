@@ -221,7 +221,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--curves", default="", help=f"comma-separated growth curves, beside the cases: {', '.join(CURVES)}")
     p.add_argument("--repeat", type=int, default=5, help="rounds of each case (default: %(default)s)")
     p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of all cases, for small machines")
-    p.add_argument("--owner", default="draft", choices=["draft", "target"], help="of the rows")
+    p.add_argument("--owner", default="draft", choices=["draft", "target", "pool"], help="of the rows")
     p.add_argument("--dtype", default="bfloat16")
     p.add_argument("--max-model-len", type=int, default=2048)
     p.add_argument("--default-codec", default="zstd", help="of setups that name none")

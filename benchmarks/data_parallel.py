@@ -222,7 +222,7 @@ def parser() -> argparse.ArgumentParser:
         "--engines", type=numbers, default="2", help="data-parallel engines of the larger servers, as in 2,4"
     )
     p.add_argument("--hooks", default=HIDDEN)
-    p.add_argument("--owner", default="target", choices=("draft", "target"))
+    p.add_argument("--owner", default="target", choices=("draft", "target", "pool"))
     p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options of ours")
     p.add_argument("--load", default="short64", help=f"of each engine: {', '.join(LOADS)}")
     p.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: %(default)s)")

@@ -34,7 +34,8 @@ from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.context import Drafting
 from dmi_connector.engine.kernels.lookup import Lookup
 from dmi_connector.engine.owners.paged import PagedSlots
-from dmi_connector.engine.owners.pool_pages import PAGE, PoolSlots, StepLimits
+from dmi_connector.engine.owners.pool_limits import PAGE, StepLimits
+from dmi_connector.engine.owners.pool_pages import PoolSlots
 from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.engine.transfer.logits import LogitsExport

@@ -20,6 +20,7 @@ from tests.engine.check import check_header, check_store, hooks_of, reference, s
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, finish, generate, prompt, step, submit
 
 HOOKS = hooks_of("qwen3")
+NO_DRAFT = ["target", pytest.param("pool", marks=pytest.mark.soak)]
 CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "ExampleConnector")
 """Of vLLM: they load keys and values that were computed before."""
 
@@ -59,10 +60,11 @@ def test_a_feature_that_would_lose_rows_is_refused_with_the_fix(
         pytest.fail("the engine started")
 
 
+@pytest.mark.parametrize("owner", NO_DRAFT)
 def test_an_embedding_engine_captures_all_rows_of_its_prompts(
-    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path
+    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path, owner: str
 ) -> None:
-    args: dict[str, Any] = capture_args("vllm-full,attention,-logits", tmp_path, "target", **SMALL)
+    args: dict[str, Any] = capture_args("vllm-full,attention,-logits", tmp_path, owner, **SMALL)
     prompts = [prompt(100), prompt(33)]
     with engine(tiny_model("qwen3"), runner="pooling", enforce_eager=True, **args) as llm:
         replies = llm.embed([{"prompt_token_ids": ids} for ids in prompts], use_tqdm=False)
@@ -78,13 +80,14 @@ def test_an_embedding_engine_captures_all_rows_of_its_prompts(
             same(value, want[hook] if value.ndim == 3 else want[hook][0], hook)
 
 
+@pytest.mark.parametrize("owner", NO_DRAFT)
 def test_structured_output_and_priorities_change_no_row(
-    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path
+    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path, owner: str
 ) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
     run, twin = Run(tmp_path), oracle("qwen3")
-    args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, "target", **SMALL)
+    args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, owner, **SMALL)
     choice = {"structured_outputs": StructuredOutputsParams(choice=["hello", "world"]), "ignore_eos": False}
     with engine(tiny_model("qwen3"), enforce_eager=True, scheduling_policy="priority", **args) as llm:
         generate(llm, run, {"choice": Ask(prompt(40), sampling=choice), "free": Ask(prompt(50))})
@@ -93,11 +96,14 @@ def test_structured_output_and_priorities_change_no_row(
     check_store(run.store("free"), twin, run.tokens("free"), 50, HOOKS)
 
 
-def test_weights_that_are_loaded_while_serving_give_their_own_values(known_models: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("owner", NO_DRAFT)
+def test_weights_that_are_loaded_while_serving_give_their_own_values(
+    known_models: None, tmp_path: Path, owner: str
+) -> None:
     """As trainers by reinforcement do between rounds. (Of tied embeddings vLLM reloads one on a CPU.)"""
     run = Run(tmp_path / "captures")
     one, other = (make_model("qwen3", tmp_path / f"{i}", seed=i, tie_word_embeddings=False) for i in (0, 7))
-    args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, "target", **SMALL)
+    args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, **SMALL)
     with engine(one, enforce_eager=True, **args) as llm:
         generate(llm, run, {"before": Ask(prompt(40))})
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})

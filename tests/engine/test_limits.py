@@ -17,8 +17,10 @@ from tests.engine.harness import CHUNK, SEGMENT, Ask, Run, engine, generate, pro
 ROW = 2 * 3 * 64 * 4 + 9  # bytes: 2 hooks, 3 layers, width 64, float32; and the token arrays
 
 
-@pytest.fixture(scope="module")
-def run(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+@pytest.fixture(scope="module", params=["target", pytest.param("pool", marks=pytest.mark.soak)])
+def run(
+    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
     run = Run(tmp_path_factory.mktemp("limits") / "stores")
     root = run.store_dir.parent / "root"
     root.mkdir()
@@ -26,7 +28,7 @@ def run(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
     options = {"max_request_bytes": 100 * ROW, "max_total_bytes": 400_000, "min_free_bytes": 1}
     options |= {"allow_custom_save_path": True, "save_path_roots": [str(root)]}
     chunks = {"chunk_tokens": CHUNK, "segment_tokens": SEGMENT, "codec": "none"}
-    args = capture_args("resid_pre,mlp_out", run.store_dir, owner="target", **options, **chunks)
+    args = capture_args("resid_pre,mlp_out", run.store_dir, owner=request.param, **options, **chunks)
     grow = {"max_tokens": 30}
     with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
         generate(

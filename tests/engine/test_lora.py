@@ -32,6 +32,7 @@ ENGINES = [
     ("llama", "eager", "target"),
     pytest.param("qwen2", "compiled", "draft", marks=pytest.mark.soak),
     pytest.param("qwen3", "eager", "draft", marks=pytest.mark.soak),
+    pytest.param("llama", "compiled", "pool", marks=pytest.mark.soak),
     pytest.param("llama", "eager", "target beside n-gram", marks=pytest.mark.soak),
 ]
 """Each architecture, mode and owner; in the long part each pair of mode and owner, and draft tokens."""

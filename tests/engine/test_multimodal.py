@@ -19,7 +19,6 @@ import pytest
 
 from dmi_connector import capture_args, open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle, largest
-from dmi_connector.args import OWNERS
 from dmi_connector.cli.tiny_models import make_model
 from dmi_connector.cli.tiny_vision import WRAPPERS
 from tests.engine.check import relative_errors
@@ -33,6 +32,8 @@ MOST = 1e-5
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 EVEN = {"qwen2_5_vl": {"text_config": {**_HEADS, "hidden_size": 128}, "vision_config": {"out_hidden_size": 128}}}
 """Heads that two ranks can share, where those alone are not enough: of Qwen2.5 they give the size of a head."""
+OWNERS = ("draft", "target")
+"""In a pool rows are written by the same taps."""
 _ALL = [(name, mode, owner) for name in WRAPPERS for mode in ("eager", "compiled") for owner in OWNERS]
 _SHORT = [(name, "eager", OWNERS[i % 2]) for i, name in enumerate(WRAPPERS)]
 

@@ -56,9 +56,10 @@ WATCHED = 8
 KEYED = {"include_output_tokens": True, "dmi": {"key": "keyed"}}
 CASES = ["ngram", "draft_model", "eagle3-compiled"]
 LONG = ["ngram-compiled", "draft_model-compiled", "eagle3", "eagle", "mtp", "mtp-compiled", "dflash", "dflash-compiled"]
+LONG += ["ngram-pool", "eagle3-compiled-pool"]
 if V2:
     # vLLM's V1 runner has ngram_gpu on a GPU alone. Compiled models are those of V1.
-    CASES, LONG = ["ngram_gpu", "draft_model", "eagle3", "eagle", "mtp", "dflash"], []
+    CASES, LONG = ["ngram_gpu", "draft_model", "eagle3", "eagle", "mtp", "dflash"], ["eagle3-pool"]
 
 
 def watch_samples(llm: LLM, run: Run) -> None:
@@ -121,11 +122,12 @@ def lives(llm: LLM, run: Run) -> None:
 def run(
     request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    method, _, compiled = request.param.partition("-")
+    method, *more = request.param.split("-")
+    compiled, owner = "compiled" in more, "pool" if "pool" in more else "target"
     run = Run(tmp_path_factory.mktemp("speculative"))
     pair = make_pair(method, tiny_model, tmp_path_factory.mktemp("draft"))
-    run.facts |= {"pair": pair, "method": method, "compiled": bool(compiled)}
-    args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, "target", **SMALL)
+    run.facts |= {"pair": pair, "method": method, "compiled": compiled}
+    args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, **SMALL)
     with drafting(pair, enforce_eager=not compiled, **args) as llm:
         watch_scheduler(llm, run)
         watch_samples(llm, run)

@@ -32,6 +32,7 @@ LATE = [1, 2]
 SELECTIONS = {
     "all": (ALL_HOOKS, hooks_of("qwen3"), "draft"),
     "all, target": (ALL_HOOKS, hooks_of("qwen3"), "target"),
+    "all, pool": (ALL_HOOKS, hooks_of("qwen3"), "pool"),
     "shared": ("hidden-states,z", ["resid_pre", "resid_final", "z"], "draft"),
 }
 
@@ -41,6 +42,7 @@ SELECTIONS = {
     params=[
         pytest.param("all", marks=pytest.mark.soak),
         pytest.param("all, target", marks=pytest.mark.soak),
+        pytest.param("all, pool", marks=pytest.mark.soak),
         "shared",
     ],
 )

@@ -27,10 +27,8 @@ from tests.programs import Program
 MODEL = "tiny"
 START_SECONDS = 900
 ROOT = Path(__file__).parents[2]
-OWNERS = {
-    "draft": [],
-    "target": ["--data-parallel-size", "2", "--logits-processors", "tests.engine.force_token:ForceToken"],
-}
+_TWO_ENGINES = ["--data-parallel-size", "2", "--logits-processors", "tests.engine.force_token:ForceToken"]
+OWNERS = {"draft": [], "target": _TWO_ENGINES, "pool": _TWO_ENGINES}
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def _cause(log: Path) -> str:
     return "\n".join([*errors[:20], "...", text[-1500:]])
 
 
-@pytest.fixture(scope="session", params=OWNERS)
+@pytest.fixture(scope="session", params=["draft", "target", pytest.param("pool", marks=pytest.mark.soak)])
 def server(
     request: pytest.FixtureRequest,
     tiny_model: Callable[..., Path],

@@ -153,7 +153,8 @@ class RowSlots(ABC):
     def cover(self, output: SchedulerOutput, gathered: int) -> Iterable[tuple[Captured, int]]:
         """Give rows of this step a place, if `eager`. gathered: rows that the workers have gathered since the start.
 
-        Yields requests whose rows cannot wait for the next look for chunks, and what they have computed after the step.
+        Returns requests whose rows cannot wait for the next look for chunks, each with its tokens after the step. Their
+        rows are handed after the looks of the step.
         """
         return ()
 

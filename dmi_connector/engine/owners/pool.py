@@ -92,7 +92,8 @@ class Pool(Owner):
         model.dmi_rows = RowPool(context)
 
     def row_slots(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> RowSlots:
-        from dmi_connector.engine.owners.pool_pages import PoolSlots, StepLimits
+        from dmi_connector.engine.owners.pool_limits import StepLimits
+        from dmi_connector.engine.owners.pool_pages import PoolSlots
 
         group, _, block_size = key_group(config)
         cache = sum(tensor.size for tensor in config.kv_cache_tensors)

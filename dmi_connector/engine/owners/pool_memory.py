@@ -13,7 +13,7 @@ from torch import nn
 from vllm.config import VllmConfig, get_current_vllm_config
 
 from dmi_connector.engine.kernels.lookup import Lookup
-from dmi_connector.engine.owners.pool_pages import PAGE, StepLimits, page_size
+from dmi_connector.engine.owners.pool_limits import PAGE, StepLimits, page_size
 from dmi_connector.engine.owners.pool_size import pool_rows
 from dmi_connector.engine.owners.step import StepRows
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from vllm.logger import init_logger
 
-from dmi_connector.engine.messages import STEPS_TOGETHER, StepMetadata
+from dmi_connector.engine.messages import StepMetadata
 from dmi_connector.engine.owners.base import RowSlots
+from dmi_connector.engine.owners.pool_limits import StepLimits, page_size
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -26,79 +25,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.dmi_connector")
 
-PAGE = 16
-"""Positions of a page, if blocks of vLLM are a multiple of it. A page never reaches over two blocks."""
-_PROMPT_TOKENS, _SPARE_REQUESTS = 256, 64
-"""Smallest budget of a step beside the tokens that running requests decode, and beside those of so many more."""
-
-
-def page_size(block_size: int) -> int:
-    """Positions of a page."""
-    return math.gcd(PAGE, block_size)
-
-
-@dataclass
-class StepLimits:
-    """What limits a step of vLLM's scheduler.
-
-    scheduler: its configuration, whose `max_num_batched_tokens` is read at the beginning of each step. stock: what it
-    was at start. tokens: of a step. requests: that run at once. of_request: tokens of a decoding request in a step,
-    draft tokens included. whole: prompts, or images in them, are not split over steps, so a step is never made smaller.
-    """
-
-    scheduler: Any
-    tokens: int
-    requests: int
-    of_request: int = 1
-    whole: bool = False
-    stock: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stock = self.scheduler.max_num_batched_tokens
-
-    @classmethod
-    def of(cls, vllm_config: VllmConfig) -> StepLimits:
-        scheduler, drafts = vllm_config.scheduler_config, vllm_config.speculative_config
-        tokens = scheduler.max_num_batched_tokens
-        if scheduler.max_num_scheduled_tokens is not None:
-            tokens = min(tokens, scheduler.max_num_scheduled_tokens)
-        of_request = 1 if drafts is None else 1 + drafts.num_speculative_tokens + drafts.max_num_new_slots_for_drafting
-        images = vllm_config.model_config.is_multimodal_model and scheduler.disable_chunked_mm_input
-        whole = not scheduler.enable_chunked_prefill or images
-        return cls(scheduler, tokens, scheduler.max_num_seqs, of_request, whole)
-
-    def floor(self, requests: int) -> int:
-        """Tokens that a step has at least while prompts are captured. requests: that run."""
-        if self.whole:
-            return self.tokens
-        return min(self.tokens, requests * self.of_request + _PROMPT_TOKENS)
-
-    @property
-    def lookahead(self) -> int:
-        """Tokens of a decoding request between two looks at it."""
-        return STEPS_TOGETHER * self.of_request
-
-    def pages_of_request(self, chunk: int, size: int = PAGE) -> int:
-        """Pages that a request has at a time at most, but for those of its prompt in one step.
-
-        It has the beginning of a chunk, what it decodes between two looks, and places for as many tokens to come. In
-        its prompt it has the beginning of a chunk before the step, and a part of a page behind it.
-        """
-        decoding = pages_of(chunk - 1 + 2 * self.lookahead + 2 * self.of_request, size)
-        return max(decoding, pages_of(chunk - 1 + self.lookahead + size - 1, size))
-
-    def pages_of_step(self, tokens: int, size: int = PAGE) -> int:
-        """Pages for so many tokens of prompts in a step, beside those that requests are admitted with."""
-        return -(-tokens // size)
-
-    def least_pages(self, chunk: int, requests: int = 1) -> int:
-        """Pages for so many captured requests at once, whatever else runs."""
-        return self.pages_of_step(self.floor(self.requests)) + requests * self.pages_of_request(chunk)
-
-
-def pages_of(rows: int, size: int = PAGE) -> int:
-    """Pages that so many rows take at most, wherever the first one begins."""
-    return (rows + size - 2) // size + 1
+_SPARE_REQUESTS = 64
+"""The smallest budget has room for tokens of so many more requests than run."""
 
 
 class Pages:
@@ -145,12 +73,14 @@ class _Rows:
     first: number of `pages[0]`: page n has positions from n * size on. entries: of the table, -1 for a page that is not
     in it. captured: position up to which a preempted request has its rows. exported: position up to which rows were
     handed to the workers. seen: tokens that were computed when it was last looked at. ahead: position up to which rows
-    have a place as soon as vLLM gives blocks. reads_cache: what the request says of the prefix cache. recomputed:
-    cached tokens that are computed again.
+    have a place as soon as vLLM gives blocks. most: see `StepLimits.pages_of_request`. admitted: whether so many pages
+    are there for it. reads_cache: what the request says of the prefix cache. recomputed: cached tokens that are
+    computed again.
     """
 
     tracked: Captured
     first: int
+    most: int
     reads_cache: bool
     pages: list[int] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
@@ -182,7 +112,10 @@ class PoolSlots(RowSlots):
         self._context, self._blocks, self._cache, self.limits = context, blocks, cache, limits
         self.size = page_size(block_size)
         self._in_page = np.arange(self.size)
-        self.most = limits.pages_of_request(context.options.chunk_tokens, self.size)
+        self._chunk = context.options.chunk_tokens
+        self.most = limits.pages_of_request(self._chunk, self.size, aligned=False)
+        self._usual = limits.pages_of_request(self._chunk, self.size, aligned=self._chunk % self.size == 0)
+        self._admitted_pages = 0
         self._lookahead = limits.lookahead
         self._behind = int(limits.of_request > 1)  # rows of the last known token may be of a rejected one
         self.pages = Pages(0)
@@ -212,11 +145,11 @@ class PoolSlots(RowSlots):
         logger.info(
             "dmi_connector: the pool holds %d captured requests beside steps of %d tokens, and %d beside steps of %d, "
             "in chunks of %d tokens; more wait",
-            max(0, (pages - self._pages(limits.tokens)) // self.most),
+            max(0, (pages - self._pages(limits.tokens)) // self._usual),
             limits.tokens,
-            max(0, (pages - self._pages(least)) // self.most),
+            max(0, (pages - self._pages(least)) // self._usual),
             least,
-            self._context.options.chunk_tokens,
+            self._chunk,
         )
 
     # ---- places -----------------------------------------------------------------------------------------------------
@@ -251,12 +184,8 @@ class PoolSlots(RowSlots):
 
     def cover(self, output: SchedulerOutput, gathered: int) -> list[tuple[Captured, int]]:
         """Returns the requests of which tokens of a prompt are computed."""
-        for handed, page, entry in self._given:
-            if entry >= 0:
-                self._table[entry] = -1
-            self.pages.give_back(page, handed)
-        self._given.clear()
         self.pages.gathered(gathered)
+        self._take_back()
         scheduled = output.num_scheduled_tokens
         prompts: list[tuple[Captured, int]] = []
         for request_id in [*self._prompts]:
@@ -278,9 +207,18 @@ class PoolSlots(RowSlots):
     def look(self, tracked: Captured, computed: int) -> None:
         request_id = tracked.request.request_id
         if request_id not in self._prompts:
+            self._take_back()
             rows = self._rows[request_id]
             rows.seen, rows.ahead = computed, computed + self._lookahead
             self._cover(rows, rows.ahead)
+
+    def _take_back(self) -> None:
+        """Take back pages whose rows leave before the forward, or behind the one before."""
+        for handed, page, entry in self._given:
+            if entry >= 0:
+                self._table[entry] = -1
+            self.pages.give_back(page, handed)
+        self._given.clear()
 
     def handed(self, tracked: Captured, stop: int, rows: int) -> None:
         mine, self._handed_rows = self._rows[tracked.request.request_id], rows
@@ -299,8 +237,9 @@ class PoolSlots(RowSlots):
 
     def arrived(self, tracked: Captured) -> None:
         request = tracked.request
-        first = tracked.params.start // self.size
-        self._rows[request.request_id] = _Rows(tracked, first, not request.skip_reading_prefix_cache)
+        start = tracked.params.start
+        most = self.most if start % self.size else self._usual
+        self._rows[request.request_id] = _Rows(tracked, start // self.size, most, not request.skip_reading_prefix_cache)
         self._waiting += 1
         self._choose_budget()
 
@@ -325,17 +264,14 @@ class PoolSlots(RowSlots):
     def _admit(self, rows: _Rows) -> bool:
         """Whether a request may begin in a step of the present budget."""
         step = self._pages(min(self.limits.tokens, self.limits.scheduler.max_num_batched_tokens))
-        if self._admitted_pages + (0 if rows.admitted else self.most) + step > self.pages.count:
+        if self._admitted_pages + (0 if rows.admitted else rows.most) + step > self.pages.count:
             return False
         if not rows.admitted:
             rows.admitted = True
+            self._admitted_pages += rows.most
             self._waiting -= 1
             self._prompts[rows.tracked.request.request_id] = rows
         return True
-
-    @property
-    def _admitted_pages(self) -> int:
-        return (len(self._rows) - self._waiting) * self.most
 
     def _pages(self, tokens: int) -> int:
         return self.limits.pages_of_step(tokens, self.size)
@@ -372,6 +308,7 @@ class PoolSlots(RowSlots):
         rows = self._rows.pop(request_id)
         self._give(rows, len(rows.pages))
         self._waiting -= not rows.admitted
+        self._admitted_pages -= rows.most if rows.admitted else 0
         self._prompts.pop(request_id, None)
 
     # ---- the end of a pass of vLLM's scheduler ----------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dmi_connector.engine.owners.pool_pages import PAGE, StepLimits
+from dmi_connector.engine.owners.pool_limits import PAGE, StepLimits
 from dmi_connector.option_values import OptionError
 
 if TYPE_CHECKING:

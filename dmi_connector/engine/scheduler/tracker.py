@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
+from collections.abc import Iterable
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from dmi_connector.engine.owners.base import RowSlots
+    from dmi_connector.engine.owners.base import Captured, RowSlots
 
 logger = logging.getLogger("vllm.dmi_connector")
 
@@ -158,10 +159,10 @@ class Tracker:
                     tracked.opened = True
                     self._with_logits += tracked.has_logits
                     metadata.opens.append(self._open(tracked))
+        prompts: Iterable[tuple[Captured, int]] = ()
         if self.slots.eager:
             self._take_blocks()
-            for prompt, computed in self.slots.cover(output, self.gathered):
-                self._export_chunks(self.tracked[prompt.request.request_id], computed, metadata.chunks)
+            prompts = self.slots.cover(output, self.gathered)
         # A quarter of the staging memory is taken at a time.
         if self._with_logits or len(self._since) >= self._steps or self._rows_since > self.keep_rows // 2:
             self._take_blocks()
@@ -170,11 +171,16 @@ class Tracker:
             for request_id, tracked in self.tracked.items():
                 if tracked.opened:
                     computed = tracked.request.num_computed_tokens + scheduled.get(request_id, 0)
-                    self.slots.look(tracked, computed)
-                    self._export_chunks(tracked, computed, metadata.chunks)
+                    if self.slots.eager:  # what leaves before the forward gives its places to rows of the forward
+                        self._export_final(tracked, metadata.leaving)
+                        self.slots.look(tracked, computed)
+                    else:
+                        self._export_chunks(tracked, computed, metadata.chunks)
                     if self._with_logits and request_id in scheduled:
                         take = self._take_sample if self._drafts is None else self._drafts.want_logits
                         take(tracked, computed, metadata)
+        for prompt, computed in prompts:
+            self._export_chunks(self.tracked[prompt.request.request_id], computed, metadata.chunks)
         self._plan(metadata)
         self.slots.plan(output, metadata)
         return metadata
@@ -235,6 +241,11 @@ class Tracker:
         tracked.due = tracked.exported + chunk
         if tracked.due > tracked.limit:
             tracked.due = UNLIMITED  # the rest goes when the request ends
+
+    def _export_final(self, tracked: Tracked, chunks: list[Rows]) -> None:
+        """Add the chunks of which every row is there before this step."""
+        computed = tracked.request.num_computed_tokens
+        self._export_chunks(tracked, min(computed, tracked.request.num_tokens - 1), chunks)
 
     def _take_sample(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
         """Ask for the logits of the last computed position, if a token is sampled from it."""

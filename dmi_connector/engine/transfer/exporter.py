@@ -277,6 +277,8 @@ class Exporter:
         drop, began = self.context.options.policy == "drop", time.perf_counter()
         self.lane.gather_until(lambda: self.progress.count() >= need, drop)
         self.progress.counts["blocked_seconds"] += 0.0 if drop else time.perf_counter() - began
+        if self.progress.count() < need:
+            raise RuntimeError(f"rows {self.progress.count()} to {need} of the pool were not handed to this worker")
 
     def _end_gathered(self) -> None:
         """End captures whose blocks are not needed any more."""

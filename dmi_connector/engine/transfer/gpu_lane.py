@@ -196,34 +196,27 @@ class DeviceLane:
         drop: give up what finds no room, do not wait for it.
         """
         with self._changed:
-            mine = [t for t in self.waiting if t.capture is capture]
+            mine = deque(t for t in self.waiting if t.capture is capture)
             if mine:
-                self.stream = torch.cuda.current_stream(self.device)
                 self.waiting = deque(t for t in self.waiting if t.capture is not capture)
-            while mine:
-                mine = mine[self._issue(mine) :]
-                if mine and drop:
-                    for transfer in mine:
-                        transfer.lose(Cause.FELL_BEHIND)
-                    return
-                if mine:
-                    self._changed.wait(_BREATH_S)
+                self._gather_now(mine, lambda: False, drop)
 
     def gather_until(self, done: Callable[[], bool], drop: bool) -> None:
-        """Gather what waits, in order, until `done`: memory of these rows is about to be reused.
-
-        drop: give up what finds no room, do not wait for it.
-        """
+        """Gather what waits, in order, until `done`: pages of these rows are about to be reused. drop: see `flush`."""
         with self._changed:
-            self.stream = torch.cuda.current_stream(self.device)
-            while self.waiting and not done():
-                issued = self._issue(self.waiting)
-                for _ in range(issued):
-                    self.waiting.popleft()
-                if drop and not issued:
-                    self.waiting.popleft().lose(Cause.FELL_BEHIND)
-                elif not issued:
-                    self._changed.wait(_BREATH_S)
+            self._gather_now(self.waiting, done, drop)
+
+    def _gather_now(self, transfers: deque[ChunkTransfer], done: Callable[[], bool], drop: bool) -> None:
+        """Gather transfers in order until `done`. What is gathered or given up is taken off `transfers`."""
+        self.stream = torch.cuda.current_stream(self.device)
+        while transfers and not done():
+            issued = self._issue(transfers)
+            for _ in range(issued):
+                transfers.popleft()
+            if drop and not issued:
+                transfers.popleft().lose(Cause.FELL_BEHIND)
+            elif not issued:
+                self._changed.wait(_BREATH_S)
 
     def send_tensor(self, source: torch.Tensor, offset: int, deliver: Callable[[], None]) -> None:
         """Copy `source` (uint8, 1-D, ready on the current stream) to ring byte `offset`, then call `deliver`."""

@@ -466,6 +466,53 @@ def test_a_capture_whose_blocks_are_free_is_gathered_before_the_forward(gpu: Any
     assert [(loss.cause, loss.rows) for loss in b.closed[0][4]] == [(Cause.FELL_BEHIND, ((8, 12),))]
 
 
+class Table:
+    """Stands for a pool: notes the rows that are gathered when its table changes."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self.exporter, self.changes = exporter, []  # type: ignore[var-annotated]
+        self.rows, self.row_dtype, self.step, self.poisons, self.pages = exporter.rows, torch.float32, None, False, 3
+        exporter.layer = self  # type: ignore[assignment]
+
+    def place(self, table: np.ndarray) -> None:
+        self.changes.append((table.tolist(), self.exporter.progress.count()))
+
+
+def test_pages_are_given_out_again_once_their_rows_are_gathered(gpu: Any) -> None:
+    """Rows of an ended request wait like others, and the table changes behind what the step needs."""
+    exporter = gpu()
+    _, b = fill(exporter, 1, 2)
+    table = Table(exporter)
+    entries = np.array([[7], [2]])
+    exporter.before_forward(StepMetadata(table=entries, closes=[closing(2, 16, rows=[rows(2, 12)], stays=True)]))
+    assert table.changes == [([[7], [2]], 8)] and b.closed == [], "nothing is needed, so nothing is waited for"
+    timer = threading.Timer(0.02, Event.link.set)
+    timer.start()
+    exporter.before_forward(StepMetadata(table=entries, need=20))
+    timer.join()
+    assert table.changes[1][1] >= 20 and exporter.progress.counts["blocked_seconds"] > 0
+    exporter.after_forward(StepMetadata())
+    kit.until(lambda: b.closed)
+    assert [first for first, *_ in b.chunks] == [8, 12] and exporter.take_finished() == set()
+
+
+def test_under_policy_drop_no_step_waits_for_pages(gpu: Any) -> None:
+    exporter = gpu("drop")
+    fill(exporter, 1, 2)
+    table = Table(exporter)
+    exporter.before_forward(StepMetadata(table=np.array([[7], [2]]), need=12))
+    assert table.changes == [([[7], [2]], 12)] and exporter.progress.counts["blocked_seconds"] == 0
+    assert lost(exporter.captures[1]) == [(Cause.FELL_BEHIND, ((8, 12),))] and lost(exporter.captures[2]) == []
+
+
+def test_on_a_cpu_rows_leave_before_their_pages_are_given_out_again(make: Make) -> None:
+    exporter = make()
+    noted = begin(exporter, 1, 20)
+    table = Table(exporter)
+    exporter.before_forward(StepMetadata(leaving=[rows(1, 0)], table=np.array([[7], [2]]), need=4))
+    assert table.changes == [([[7], [2]], 4)] and [first for first, *_ in noted.chunks] == [0]
+
+
 def test_a_shutdown_ends_captures_whose_blocks_were_kept(gpu: Any) -> None:
     exporter = gpu()
     _, b = fill(exporter, 1, 2)

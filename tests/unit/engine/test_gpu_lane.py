@@ -203,6 +203,26 @@ def test_a_flush_gathers_the_chunks_of_one_capture_first(make: Callable[[int, in
     timer.join()
 
 
+def test_chunks_are_gathered_in_order_until_there_is_enough(make: Callable[[int, int], Lane]) -> None:
+    """Under policy drop the first of those without room are lost."""
+    Event.link.clear()
+    lane = make(2, 32)
+    chunks = [lane.chunk(n) for n in range(6)]
+    lane.lane.send(chunks)
+    kit.until(lambda: not chunks[1].waits)
+    lane.lane.gather_until(lambda: not chunks[2].waits, drop=True)
+    assert lost(*chunks) == [(2, BEHIND)] and [p.waits for p in chunks] == [False] * 3 + [True] * 3
+    lane.lane.gather_until(lambda: True, drop=True)
+    assert len(lane.lane.waiting) == 3, "nothing was needed"
+    timer = threading.Timer(0.05, Event.link.set)
+    timer.start()
+    lane.lane.gather_until(lambda: not chunks[4].waits, drop=False)
+    assert not chunks[3].waits and not chunks[4].waits
+    kit.until(lambda: len(lane.delivered) == 5)
+    assert lane.delivered == [*map(lane.wanted, (0, 1, 3, 4, 5))]
+    timer.join()
+
+
 def test_a_failure_costs_one_capture(
     make: Callable[[int, int], Lane], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,8 +19,9 @@ pytest.importorskip("vllm")
 from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.messages import RowPages, Rows, StepMetadata
-from dmi_connector.engine.owners import pool_pages
-from dmi_connector.engine.owners.pool_pages import Pages, PoolSlots, StepLimits, page_size, pages_of
+from dmi_connector.engine.owners import pool_limits, pool_pages
+from dmi_connector.engine.owners.pool_limits import StepLimits, page_size, pages_of
+from dmi_connector.engine.owners.pool_pages import Pages, PoolSlots
 from dmi_connector.engine.scheduler.tracker import Tracker
 from tests.trackerkit import FakeRequest, make_tracker
 
@@ -34,7 +35,7 @@ LONGEST = 130
 def small_steps() -> Iterator[None]:
     """The smallest budget is one of these small steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool_pages, "_PROMPT_TOKENS", 6)
+        patch.setattr(pool_limits, "_PROMPT_TOKENS", 6)
         patch.setattr(pool_pages, "_SPARE_REQUESTS", 1)
         yield
 
@@ -84,7 +85,7 @@ class Model:
         pages = least + r.choice([0, 0, 1, self.slots.most, 4 * self.slots.most, 200])
         self.slots.sized(pages)
         self.tracker = Tracker(context, self.slots, r.choice([4, 40, 1 << 60]), behind=int(self.ahead))
-        self.memory: dict[int, tuple[str, int]] = {}
+        self.memory: dict[int, tuple[str, int, bool]] = {}  # request, position, whether of a token that was taken
         self.table: dict[int, int] = {}
         self.due: deque[Rows] = deque()
         self.gathered = 0
@@ -214,6 +215,7 @@ class Model:
             else:
                 new.append(SimpleNamespace(req_id=life.request_id, block_ids=(life.blocks,), num_computed_tokens=hit))
                 self.seen.add(life.request_id)
+        self.prompts = {name for name in scheduled if name in self.slots._prompts}
         old = [name for name in scheduled if name not in {one.req_id for one in new}]
         output: Any = SimpleNamespace(
             preempted_req_ids=set(self.preempted) or None,
@@ -229,7 +231,11 @@ class Model:
             scheduled_spec_decode_tokens={},
         )
         self.preempted.clear()
-        self.work(self.tracker.step(output), [(self.lives[name], computed[name], n) for name, n in scheduled.items()])
+        message = self.tracker.step(output)
+        for name, rows in self.slots._rows.items():
+            prompt = scheduled.get(name, 0) if name in self.prompts else 0
+            assert len(rows.pages) <= rows.most + prompt // self.size, f"{name} has {len(rows.pages)} pages"
+        self.work(message, [(self.lives[name], computed[name], n) for name, n in scheduled.items()])
         if scheduled:
             self.results.append([])
         for name, n in scheduled.items():
@@ -249,6 +255,10 @@ class Model:
                 if life.num_computed_tokens:
                     life.num_computed_tokens -= rejected
                 grown = 1 + life.drafts - rejected
+                taken = range(life.num_tokens, life.num_tokens + grown - 1)
+                for slot, (name, position, _) in self.memory.items():
+                    if name == life.request_id and position in taken:
+                        self.memory[slot] = name, position, True
             else:
                 grown = 1
             grown = min(grown, life.left)
@@ -268,7 +278,7 @@ class Model:
         for index, slot in enumerate(rows.slots.tolist()):
             position = life.start + rows.first + index
             found = self.memory.get(slot)
-            assert found == (life.request_id, position), f"{life.request_id} {position} at {slot}: {found}"
+            assert found == (life.request_id, position, True), f"{life.request_id} {position} at {slot}: {found}"
             life.rows.append(position)
         self.gathered += len(rows.slots)
 
@@ -291,7 +301,8 @@ class Model:
                 page = self.table.get(slot // self.size, -1)
                 if page >= 0:
                     assert life.captured, "a row of a request that is not captured"
-                    self.memory[page * self.size + slot % self.size] = life.request_id, position
+                    known = position < life.num_tokens + self.in_flight(life)
+                    self.memory[page * self.size + slot % self.size] = life.request_id, position, known
         self.due += message.chunks
         while self.due and self.random.random() < 0.3:
             self.gather()

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.owners import OWNERS
-from dmi_connector.engine.owners.pool_pages import PAGE, StepLimits
+from dmi_connector.engine.owners.pool_limits import PAGE, StepLimits
 from dmi_connector.engine.owners.pool_size import pool_rows
 from dmi_connector.option_values import OptionError
 from dmi_connector.settings import ServerOptions

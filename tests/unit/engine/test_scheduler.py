@@ -89,6 +89,34 @@ def test_captures_whose_rows_wait_in_a_pool_end_without_further_requests(make: M
     assert engine.faults() == [] and len(engine.stored) == 6
 
 
+def test_cached_tokens_are_computed_again_for_their_rows_in_a_pool(make: Make) -> None:
+    """The metric and the store say how many. Requests without a capture read them from the cache."""
+    engine = make(pages=60, tokens=lambda: 9)
+    taken: list[dict[str, int]] = []
+    take = engine.tracker.take_counts
+    engine.tracker.take_counts = lambda: taken.append(take()) or taken[-1]  # type: ignore[func-returns-value,method-assign]
+    cached: dict[str, int] = {}
+    execute = engine._execute
+
+    def noted(output: Any) -> Any:
+        cached.update({new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs})
+        return execute(output)
+
+    engine._execute = noted  # type: ignore[method-assign]
+    first = engine.add(PROMPT, 3)
+    engine.drain()
+    again = engine.add(PROMPT, 3)
+    behind = engine.add(PROMPT, 3, {"tokens": [32, None]})
+    silent = engine.add(PROMPT, 3, {"enabled": False})
+    engine.drain()
+    assert [counts for counts in taken if counts] == [{"recomputed_tokens": 32}]
+    attributes = {name: engine.stored[name].ends[0][3] for name in (first, again, behind)}
+    assert attributes[again]["recomputed_tokens"] == 32
+    assert all("recomputed_tokens" not in attributes[name] for name in (first, behind))
+    assert cached == {first: 0, again: 0, behind: 32, silent: 32}
+    assert engine.faults() == []
+
+
 def test_a_request_that_is_aborted_while_it_waits_for_a_pool_gives_its_place_to_others(make: Make) -> None:
     engine = make(pages=9, tokens=lambda: 9)
     names = [engine.add(PROMPT, 20) for _ in range(4)]

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What limits a step of vLLM's scheduler, and how many pages of a pool follow from that."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dmi_connector.engine.messages import STEPS_TOGETHER
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PAGE = 16
+"""Positions of a page, if blocks of vLLM are a multiple of it. A page never reaches over two blocks."""
+_PROMPT_TOKENS = 256
+"""Smallest budget of a step beside the tokens that running requests decode."""
+
+
+def page_size(block_size: int) -> int:
+    """Positions of a page."""
+    return math.gcd(PAGE, block_size)
+
+
+@dataclass
+class StepLimits:
+    """What limits a step of vLLM's scheduler.
+
+    scheduler: its configuration, whose `max_num_batched_tokens` is read at the beginning of each step. stock: what it
+    was at start. tokens: of a step. requests: that run at once. of_request: tokens of a decoding request in a step,
+    draft tokens included. whole: prompts, or images in them, are not split over steps, so a step is never made smaller.
+    """
+
+    scheduler: Any
+    tokens: int
+    requests: int
+    of_request: int = 1
+    whole: bool = False
+    stock: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stock = self.scheduler.max_num_batched_tokens
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> StepLimits:
+        scheduler, drafts = vllm_config.scheduler_config, vllm_config.speculative_config
+        tokens = scheduler.max_num_batched_tokens
+        if scheduler.max_num_scheduled_tokens is not None:
+            tokens = min(tokens, scheduler.max_num_scheduled_tokens)
+        of_request = 1 if drafts is None else 1 + drafts.num_speculative_tokens + drafts.max_num_new_slots_for_drafting
+        images = vllm_config.model_config.is_multimodal_model and scheduler.disable_chunked_mm_input
+        whole = not scheduler.enable_chunked_prefill or images
+        return cls(scheduler, tokens, scheduler.max_num_seqs, of_request, whole)
+
+    def floor(self, requests: int) -> int:
+        """Tokens that a step has at least while prompts are captured. requests: that run."""
+        if self.whole:
+            return self.tokens
+        return min(self.tokens, requests * self.of_request + _PROMPT_TOKENS)
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens of a decoding request between two looks at it."""
+        return STEPS_TOGETHER * self.of_request
+
+    def pages_of_request(self, chunk: int, size: int = PAGE, aligned: bool = True) -> int:
+        """Pages that a request has at a time at most, but for those of its prompt in one step.
+
+        Behind a look it has the beginning of a chunk, tokens of two steps that are not known yet, and places for what
+        it decodes in this step and until the next look. In its prompt it has the beginning of a chunk before the step,
+        places until the next look, and a part of a page behind them. aligned: chunks begin where pages begin.
+        """
+        decoding, prompt = chunk - 1 + 3 * self.of_request + self.lookahead, chunk - 1 + self.lookahead + size - 1
+        most = max(decoding, prompt)
+        return -(-most // size) if aligned else pages_of(most, size)
+
+    def pages_of_step(self, tokens: int, size: int = PAGE) -> int:
+        """Pages for so many tokens of prompts in a step, beside those that requests are admitted with."""
+        return -(-tokens // size)
+
+    def least_pages(self, chunk: int, requests: int = 1) -> int:
+        """Pages for so many captured requests at once, whatever else runs."""
+        of_request = self.pages_of_request(chunk, aligned=False)
+        return self.pages_of_step(self.floor(self.requests)) + requests * of_request
+
+
+def pages_of(rows: int, size: int = PAGE) -> int:
+    """Pages that so many rows take at most, wherever the first one begins."""
+    return (rows + size - 2) // size + 1
