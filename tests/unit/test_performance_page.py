@@ -94,6 +94,18 @@ def test_vllm_0_33() -> None:
     same(shown.split("stock ")[1].split("tokens/s")[0], median(engines["stock"]["loads"]["short64"]["tok_per_s"]))
     same(" ".join(re.findall(r"stores (0\.\d+)|flight\s+(0\.\d+)", shown)[0][:1]), speeds[0])
     same(re.findall(r"256 in\s+flight (0\.\d+)", shown)[0], speeds[1])
+    again = BUSY["h100-busy"]["engines"]
+    same(re.findall(r"stock (10,703)", shown)[0], median(again["stock"]["loads"]["short64"]["tok_per_s"]))
+    same(re.findall(r"10,703: (0\.\d+)", shown)[0], median(ratios([again[ZSTD]["loads"]["short64"]])))
+
+
+def test_speculative_decoding() -> None:
+    engines = BUSY["h100-busy-drafts"]["engines"]
+    shown = page("PERFORMANCE.md").split("**Speculative decoding**")[1].split("(run")[0]
+    load = engines[f"{ZSTD} eagle3"]["loads"]["short64"]
+    same(" ".join(re.findall(r"\d\d,\d{3}", shown)), *engines["stock eagle3"]["loads"]["short64"]["tok_per_s"])
+    same(" ".join(re.findall(r"0\.\d\d", shown.split("tokens/s:")[1])), *ratios([load]))
+    assert load["verified"] and not load["lost_rows"]
 
 
 def test_several_gpus() -> None:
@@ -213,13 +225,16 @@ def test_vllms_own_extraction() -> None:
     for row, run, setup in (
         (0, "h200-ehs", "ehs"),
         (1, "h200-ehs", "hidden-states disk"),
+        (3, "h100-ehs", "ehs"),
+        (4, "h100-ehs", "hidden-states disk"),
         (2, OVERHEAD, "hidden-states disk"),
     ):
         _, *shown, named = table("FROM_VLLM.md", "| | decode, batch 1")[row]
         cases = report.measured(BURSTS[run], setup)
         stock = report.measured(BURSTS[run], "stock")
         for case, text in zip(("decode1", "decode32", "decode128", "prefill32"), shown, strict=True):
-            same(text, cases[case].get("ratio", cases[case]["tok_per_s"] / stock[case]["tok_per_s"]))
+            if text or case in cases:
+                same(text, cases[case].get("ratio", cases[case]["tok_per_s"] / stock[case]["tok_per_s"]))
         assert named == f"`{run}`"
 
 
