@@ -15,10 +15,12 @@ from dmi_connector.captures.filters import Time, Where, between, holding, length
 from dmi_connector.captures.names import hook_and_layer
 from dmi_connector.captures.one_model import OneModel, is_named
 from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.captures.row_choice import Mask, RowChoice
 from dmi_connector.captures.row_view import RowView, check_some
 from dmi_connector.store.format.remote_path import Given, RemotePath, place_of
 from dmi_connector.store.read.files.remote_index import list_prefix
 from dmi_connector.store.read.files.thread_pool import in_fetch_threads
+from dmi_connector.store.read.hook_names import Layers
 from dmi_connector.store.read.index import (
     FINISHED,
     CaptureInfo,
@@ -122,16 +124,19 @@ def of_one_model(captures: Capture | Iterable[Capture]) -> Iterator[Capture]:
         yield capture
 
 
-def named_rows(captures: Captures, name: str, skip: int = 0) -> RowView:
-    """`Captures.rows` of a hook that is named as in `Captures.filter`.
+def named_rows(
+    captures: Captures, name: str, choice: RowChoice | None = None, beside: RowView | None = None
+) -> RowView:
+    """`Captures.rows` of a hook that is named as in `Captures.filter`. beside: a view that has the same rows.
 
     Raises as that does. Raises KeyError for a name of TransformerLens that means another tensor in the first store's
     model, ValueError for one whose hook was stored as other values.
     """
+    captures.check_one_model()
     check_some(captures.infos, name, captures.why_empty)
     with captures[0] as first:
         hook, layer = hook_and_layer(name, first.attrs)
-        view = captures.rows(hook, layer, skip)
+        view = RowView(captures.infos, hook, layer, choice, beside)
         if hook != name.partition("@")[0]:
             check_own_values(first, hook, layer)  # the view refuses stores that were reduced in another way
     return view
@@ -310,16 +315,29 @@ class Captures:
         rows = [{**vars(whole(info)), "store": str(info.store)} for info in self.infos]
         return {name: [row[name] for row in rows] for name in CaptureInfo.__dataclass_fields__}
 
-    def rows(self, hook: str, layer: int | None = None, skip: int = 0) -> RowView:
+    def rows(
+        self,
+        hook: str,
+        layer: Layers = None,
+        skip: int = 0,
+        *,
+        phase: str | None = None,
+        after: int | Collection[int] | None = None,
+        mask: Mask | None = None,
+        last: int | None = None,
+    ) -> RowView:
         """The rows of a hook in all stores, one after the other, as one long array that reads rows on use.
 
-        hook, layer: as in `Capture.numpy`. skip: rows that are left out at the start of each store, such as 1 for the
-        first token, whose norm is often large. Missing rows are left out.
+        hook, layer: as in `Capture.numpy`; `logits` have a row for each sampled token. skip: rows that are left out at
+        the start of each store. phase: "prompt" or "generated". after: a token id, or several: rows behind the first
+        row with one of them; none of a store without one. mask: a function of an open `Capture` that returns a boolean
+        for each of its rows (of logits: for each sample). last: at most so many rows of each store, the last that pass
+        the others. Missing rows are left out. phase, after and mask read the token arrays of each store once.
 
-        Raises ValueError without a store, for stores of several models, and for logits; KeyError for a hook or layer
-        that the first store did not capture. Another store that did not is found when it is read, which then raises
-        KeyError: `filter(hooks=...)` leaves such stores out.
+        Raises ValueError without a store, for stores of several models, and for options that are not valid; KeyError
+        for a hook or layer that the first store did not capture. Another store that did not is found when it is read,
+        which then raises KeyError: `filter(hooks=...)` leaves such stores out.
         """
         self.check_one_model()
         check_some(self.infos, hook, self.why_empty)
-        return RowView(self.infos, hook, layer, skip)
+        return RowView(self.infos, hook, layer, RowChoice(skip, phase, after, mask, last))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-Batch = torch.Tensor | dict[str, torch.Tensor]
+Batch = torch.Tensor | dict[str, Any]
 _MOST_WORKERS = 1024
 _SEED = (1 << 40) - 1
 """The bits of a base seed that are compared."""
