@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
+from dmi_connector.captures import tables
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.captures.filters import Time, Where, between, holding, lengths, parse_time, whole, why_none
 from dmi_connector.captures.names import hook_and_layer
@@ -17,6 +18,7 @@ from dmi_connector.captures.one_model import OneModel, is_named
 from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.captures.row_choice import Mask, RowChoice
 from dmi_connector.captures.row_view import RowView, check_some
+from dmi_connector.captures.tables import Decode
 from dmi_connector.store.format.remote_path import Given, RemotePath, place_of
 from dmi_connector.store.read.files.remote_index import list_prefix
 from dmi_connector.store.read.files.thread_pool import in_fetch_threads
@@ -31,10 +33,12 @@ from dmi_connector.store.read.index import (
     same_request,
 )
 from dmi_connector.store.read.metadata import NotACapture
+from dmi_connector.wording import suggest
 
 if TYPE_CHECKING:
     import pandas
     import polars
+    import xarray
 
 logger = logging.getLogger(__name__)
 
@@ -209,8 +213,9 @@ def _uploaded(store: RemotePath) -> CaptureInfo | None:
 class Captures:
     """Finished stores, none of them open. Made by `open_captures`.
 
-    `captures[3]` opens one, `captures[:100]` gives fewer. A loop opens one store at a time, and closes it when it asks
-    for the next. So memory does not grow with the stores, but for one `CaptureInfo` each.
+    `captures[3]` opens one, as `captures["key"]` and `captures["NAME.zarr"]` do; `captures[:100]` gives fewer. A loop
+    opens one store at a time, and closes it when it asks for the next. So memory does not grow with the stores, but for
+    one `CaptureInfo` each.
 
     model: the name by which all were chosen. None: they may be of several models. directories: of this machine, in
     which they were looked for. why_empty: where there is none, the reason, as far as known.
@@ -225,12 +230,14 @@ class Captures:
         return len(self.infos)
 
     @overload
-    def __getitem__(self, number: int) -> Capture: ...
+    def __getitem__(self, number: int | str) -> Capture: ...
     @overload
     def __getitem__(self, number: slice) -> Captures: ...
-    def __getitem__(self, number: int | slice) -> Capture | Captures:
+    def __getitem__(self, number: int | slice | str) -> Capture | Captures:
         if isinstance(number, slice):
             return replace(self, infos=self.infos[number])
+        if isinstance(number, str):
+            number = self._number(number)
         try:
             info = self.infos[operator.index(number)]
         except TypeError as error:
@@ -238,6 +245,17 @@ class Captures:
         except IndexError as error:
             raise IndexError(f"captures[{number}] does not exist: there are {len(self)} stores") from error
         return open_capture(info.store, timeout=0, allow_incomplete=True)
+
+    def _number(self, name: str) -> int:
+        """That of the store with a name (NAME.zarr or NAME), or of the only one with a key. Raises KeyError."""
+        for of in (lambda info: info.store.name, lambda info: info.store.stem, lambda info: info.key):
+            found = [number for number, info in enumerate(self.infos) if of(info) == name]
+            if len(found) > 1:
+                raise KeyError(f"{len(found)} stores are named {name!r}; choose them with open_captures(key={name!r})")
+            if found:
+                return found[0]
+        near = suggest(name, [known for info in self.infos for known in (info.store.name, info.key) if known])
+        raise KeyError(f"no store of {len(self)} has the name or key {name!r}{near}")
 
     def __iter__(self) -> Iterator[Capture]:
         for number in range(len(self)):
@@ -281,39 +299,38 @@ class Captures:
         yield from tqdm(self, desc=description, total=len(self), unit="store")
 
     @overload
-    def table(self, to: Literal["pandas"] = "pandas") -> pandas.DataFrame: ...
+    def table(self, to: Literal["pandas"] = "pandas", text: Decode | None = None) -> pandas.DataFrame: ...
     @overload
-    def table(self, to: Literal["polars"]) -> polars.DataFrame: ...
-    def table(self, to: str = "pandas") -> pandas.DataFrame | polars.DataFrame:
+    def table(self, to: Literal["polars"], text: Decode | None = None) -> polars.DataFrame: ...
+    def table(self, to: str = "pandas", text: Decode | None = None) -> pandas.DataFrame | polars.DataFrame:
         """One row per store, with the fields of `CaptureInfo` as columns. Times are UTC, paths are text.
+
+        Stores of `dmi run` also have `row` (number of the row in the input), `id` and `finish_reason`, from the
+        manifests beside them; they are null for other stores. text: makes text of a list of token ids, such as
+        `tokenizer.decode`; adds `prompt`, and opens each store.
 
         to: "pandas" or "polars". Raises ImportError without that library (`dmi_connector[pandas]`,
         `dmi_connector[polars]`), ValueError for another name.
         """
-        columns = self._columns()
-        times = ("started", "finished")
-        if to == "pandas":
-            try:
-                import pandas
-            except ImportError as error:
-                raise ImportError("table: pandas is not installed; install dmi_connector[pandas]") from error
-            kinds = {"bytes": "Int64", "num_tokens": "Int64", "prompt_len": "Int64"}
-            frame = pandas.DataFrame(columns).astype(kinds)
-            return frame.assign(**{n: pandas.to_datetime(frame[n], utc=True, format="ISO8601") for n in times})
-        if to == "polars":
-            try:
-                import polars
-            except ImportError as error:
-                raise ImportError("table: polars is not installed; install dmi_connector[polars]") from error
-            whole: dict[str, Any] = {"bytes": polars.Int64, "num_tokens": polars.Int64, "prompt_len": polars.Int64}
-            whole |= dict.fromkeys(("remove_local", "only_complete"), polars.Boolean)
-            made = polars.DataFrame(columns, schema={name: whole.get(name, polars.String) for name in columns})
-            return made.with_columns(polars.col(*times).str.to_datetime(time_zone="UTC", time_unit="us"))
-        raise ValueError(f"table: {to!r} is not valid; use 'pandas' or 'polars'")
+        return tables.of_captures(self.infos, self.directories, to, text)
 
-    def _columns(self) -> dict[str, list[Any]]:
-        rows = [{**vars(whole(info)), "store": str(info.store)} for info in self.infos]
-        return {name: [row[name] for row in rows] for name in CaptureInfo.__dataclass_fields__}
+    def token_table(self, to: str = "pandas", text: Decode | None = None) -> Any:
+        """One row per token that is not missing, with the columns store (its name), key, row, position, token_id and
+        phase (0: prompt, 1: generated), as `to` says. text: makes text of a list of one token id; adds `text`.
+
+        Reads the token arrays of each store. Raises as `table`.
+        """
+        return tables.of_tokens(self.infos, to, text)
+
+    def xarray(self, hooks: str | Sequence[str], padded: bool = False) -> xarray.Dataset:
+        """Hooks of all stores as one lazy xarray Dataset, see `captures.many_xarray.dataset`."""
+        from dmi_connector.captures.many_xarray import dataset
+
+        names = [hooks] if isinstance(hooks, str) else hooks
+        views: dict[str, RowView] = {}
+        for name in names:
+            views[name] = named_rows(self, name, None, next(iter(views.values()), None))
+        return dataset(self.infos, views, padded)
 
     def rows(
         self,
