@@ -13,26 +13,23 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 from dmi_connector.captures import tables
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.captures.filters import Time, Where, between, holding, lengths, parse_time, whole, why_none
+from dmi_connector.captures.finding import below_prefix, is_unreadable, opening
 from dmi_connector.captures.names import hook_and_layer
 from dmi_connector.captures.one_model import OneModel, is_named
 from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.captures.row_choice import Mask, RowChoice
 from dmi_connector.captures.row_view import RowView, check_some
 from dmi_connector.captures.tables import Decode
-from dmi_connector.store.format.remote_path import Given, RemotePath, place_of
-from dmi_connector.store.read.files.remote_index import list_prefix
-from dmi_connector.store.read.files.thread_pool import in_fetch_threads
+from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
 from dmi_connector.store.read.hook_names import Layers
 from dmi_connector.store.read.index import (
     FINISHED,
     CaptureInfo,
     find_captures,
-    indexed_captures,
     info_of,
     is_store,
     same_request,
 )
-from dmi_connector.store.read.metadata import NotACapture
 from dmi_connector.wording import suggest
 
 if TYPE_CHECKING:
@@ -41,6 +38,8 @@ if TYPE_CHECKING:
     import xarray
 
 logger = logging.getLogger(__name__)
+_NAMED = 5
+"""Maximum number of stores that a warning names."""
 
 
 def open_captures(
@@ -55,6 +54,7 @@ def open_captures(
     prompt_len: range | SupportsIndex | None = None,
     incomplete: bool = False,
     hooks: str | Collection[str] | None = None,
+    on_error: Literal["raise", "skip"] = "raise",
 ) -> Captures:
     """The finished stores of a directory, by start time. Opens none of them: the directory's index is read.
 
@@ -69,6 +69,10 @@ def open_captures(
     rows. where: called with each `CaptureInfo` that these filters let pass. hooks: what a store must have captured, as
     in `Captures.filter`; it is looked for last, since the index does not have it.
 
+    on_error: "skip" leaves out stores that cannot be opened, such as those with damaged metadata: a warning counts and
+    names them, and `Captures.skipped` lists them. Each store is opened once for that. Damaged values are found when
+    they are read, or by dmi verify.
+
     Where no store passes the filters, a warning says why. Stores of a directory without an index are found by their
     names (*.zarr), and each is opened once. Raises ValueError for a bad time or prompt_len, for a directory that
     does not exist or whose stores are one level below, and for a store in place of a directory; KeyError for a hook
@@ -77,22 +81,37 @@ def open_captures(
     filters: dict[str, Any] = {"key": key, "request_id": request_id, "model": model, "after": after, "before": before}
     filters |= {"prompt_len": prompt_len, "where": where}
     given = filters | {"hooks": hooks}
-    found = _open(directory, incomplete, hooks, {name: value for name, value in filters.items() if value is not None})
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error {on_error!r} is not valid; use 'raise' or 'skip'")
+    kept = {name: value for name, value in filters.items() if value is not None}
+    found = _open(directory, incomplete, hooks, kept, on_error)
+    if found.skipped:
+        named = ", ".join(f"{store} ({why})" for store, why in found.skipped[:_NAMED])
+        logger.warning("open_captures: %d stores cannot be opened, left out: %s", len(found.skipped), named)
     if not len(found) and given != dict.fromkeys(given):
         logger.warning("open_captures: %s", found.why_empty)
     return found
 
 
-def _open(directory: Given, incomplete: bool, hooks: str | Collection[str] | None, given: dict[str, Any]) -> Captures:
+def _open(
+    directory: Given,
+    incomplete: bool,
+    hooks: str | Collection[str] | None,
+    given: dict[str, Any],
+    on_error: str = "raise",
+) -> Captures:
     """`open_captures` without its warning. given: its other filters that are not None."""
     key, request_id, model = given.get("key"), given.get("request_id"), given.get("model")
     prompt_len, where = given.get("prompt_len"), given.get("where")
     place = place_of(directory)
     if isinstance(place, RemotePath):
-        found = _remote(place)
+        found = below_prefix(place, on_error)
+    elif on_error == "skip":
+        found = find_captures(place, on_error=on_error)  # of those that cannot be opened no key is known
     else:
         one = key if isinstance(key, str) else None
         found = find_captures(place, one, request_id)
+    skipped = [(info.store, info.reason or "") for info in found if on_error == "skip" and is_unreadable(info)]
     keys = {key} if isinstance(key, str) else key
     allowed = None if prompt_len is None else lengths(prompt_len)
     begin, end = parse_time("after", given.get("after")), parse_time("before", given.get("before"))
@@ -104,6 +123,9 @@ def _open(directory: Given, incomplete: bool, hooks: str | Collection[str] | Non
         return kept and named and between(info.started, begin, end)
 
     kept = [info for info in found if wanted(info) and is_there(info)]
+    if on_error == "skip":
+        kept, others = opening(kept)
+        skipped += others
     if model is not None or allowed is not None or where is not None:
         kept = [whole(info) for info in kept]
     if model is not None:
@@ -117,7 +139,7 @@ def _open(directory: Given, incomplete: bool, hooks: str | Collection[str] | Non
         finished = [info for info in every if info.state in FINISHED and is_there(info)]
         why = why_none(place, finished, given, incomplete)
     directories = (place,) if isinstance(place, Path) else ()
-    return Captures(tuple(kept), model, directories, why).filter(hooks=hooks)
+    return Captures(tuple(kept), model, directories, why, tuple(skipped)).filter(hooks=hooks)
 
 
 def of_one_model(captures: Capture | Iterable[Capture]) -> Iterator[Capture]:
@@ -183,32 +205,6 @@ def captures_of(
     return Captures(tuple(kept), model, directories, "" if kept else why)
 
 
-def _remote(place: RemotePath) -> list[CaptureInfo]:
-    """Captures below a prefix. Raises ValueError where nothing is."""
-    listed = list_prefix(place)
-    if not (listed.stores or listed.zips or listed.indexed):
-        raise ValueError(f"{place} holds no store and no index; give the prefix of stores, as in s3://bucket/captures")
-    known = {info.store.name: info for info in (indexed_captures(place) if listed.indexed else ())}
-    found = [known[name] for name in listed.stores if name in known]
-    unknown = [place / name for name in sorted((listed.stores - known.keys()) | listed.zips)]
-    opened: list[CaptureInfo] = []
-
-    def look(store: RemotePath) -> None:
-        if (info := _uploaded(store)) is not None:
-            opened.append(info)
-
-    in_fetch_threads(look, unknown)
-    return sorted([*found, *opened], key=lambda info: (info.started, info.store.name))
-
-
-def _uploaded(store: RemotePath) -> CaptureInfo | None:
-    """The `CaptureInfo` of a store; None for anything else, and before the root document is uploaded."""
-    try:
-        return info_of(store)
-    except NotACapture:
-        return None
-
-
 @dataclass(frozen=True)
 class Captures:
     """Finished stores, none of them open. Made by `open_captures`.
@@ -218,13 +214,15 @@ class Captures:
     one `CaptureInfo` each.
 
     model: the name by which all were chosen. None: they may be of several models. directories: of this machine, in
-    which they were looked for. why_empty: where there is none, the reason, as far as known.
+    which they were looked for. why_empty: where there is none, the reason, as far as known. skipped: (store, reason) of
+    each that was left out because it cannot be opened, with on_error="skip".
     """
 
     infos: tuple[CaptureInfo, ...]
     model: str | None = None
     directories: tuple[Path, ...] = ()
     why_empty: str = ""
+    skipped: tuple[tuple[Place, str], ...] = ()
 
     def __len__(self) -> int:
         return len(self.infos)
@@ -241,7 +239,7 @@ class Captures:
         try:
             info = self.infos[operator.index(number)]
         except TypeError as error:
-            raise TypeError(f"captures[{number!r}]: give the number of a store, or a slice") from error
+            raise TypeError(f"captures[{number!r}]: give the number, the name or the key of a store, or a slice") from error
         except IndexError as error:
             raise IndexError(f"captures[{number}] does not exist: there are {len(self)} stores") from error
         return open_capture(info.store, timeout=0, allow_incomplete=True)
@@ -264,7 +262,8 @@ class Captures:
 
     def __repr__(self) -> str:
         tokens = sum(info.num_tokens or 0 for info in self.infos)
-        return f"Captures({len(self)} stores, {tokens} tokens{': ' if self.why_empty else ''}{self.why_empty})"
+        left = f", {len(self.skipped)} skipped" if self.skipped else ""
+        return f"Captures({len(self)} stores, {tokens} tokens{left}{': ' if self.why_empty else ''}{self.why_empty})"
 
     def filter(self, where: Where | None = None, *, hooks: str | Collection[str] | None = None) -> Captures:
         """Those whose `CaptureInfo` `where` accepts, and that captured all of `hooks`. None accepts every store.
