@@ -239,7 +239,9 @@ class Captures:
         try:
             info = self.infos[operator.index(number)]
         except TypeError as error:
-            raise TypeError(f"captures[{number!r}]: give the number, the name or the key of a store, or a slice") from error
+            raise TypeError(
+                f"captures[{number!r}]: give the number, the name or the key of a store, or a slice"
+            ) from error
         except IndexError as error:
             raise IndexError(f"captures[{number}] does not exist: there are {len(self)} stores") from error
         return open_capture(info.store, timeout=0, allow_incomplete=True)

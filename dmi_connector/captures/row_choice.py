@@ -98,7 +98,7 @@ class RowChoice:
         if self.phase is not None:
             kept &= fields["phase"] == PHASES[self.phase]
         if self.after is not None:
-            markers = [self.after] if np.ndim(self.after) == 0 else list(self.after)  # type: ignore[arg-type]
+            markers = list(self.after) if isinstance(self.after, Collection) else [self.after]
             found = np.flatnonzero(np.isin(fields["token_ids"], markers))
             kept[: found[0] + 1 if len(found) else count] = False
         if self.mask is not None:

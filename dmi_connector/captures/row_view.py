@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from dmi_connector.captures.finite import FiniteCheck, not_finite
-from dmi_connector.captures.row_choice import RowChoice
+from dmi_connector.captures.row_choice import RowChoice, Runs
 from dmi_connector.captures.token_fields import DTYPES, IN_STORE, store_fields
 from dmi_connector.dtypes import as_torch
 from dmi_connector.store.format.remote_path import Place
@@ -84,6 +84,7 @@ class RowView:
         self.sampled = array.per_sample
         self._stored_width, self.stored_dtype, self._settings = array.shape[2], array.dtype, array.reduce
         self.width = self._stored_width if self._reduced is None else self._reduced.decoded_width
+        self.runs: Runs
         if beside is not None and beside.sampled == self.sampled:
             self.runs = beside.runs
         else:
@@ -136,7 +137,7 @@ class RowView:
 
     @property
     def _stacked(self) -> bool:
-        return bool(self.layers) and np.ndim(self.layer) == (self.layer is not None)
+        return bool(self.layers) and (self.layer is None or np.ndim(self.layer) == 1)
 
     def __repr__(self) -> str:
         which = self.hook if self.layer is None else f"{self.hook} layer {self.layer}"

@@ -60,7 +60,7 @@ def store_fields(store: Place, names: Collection[str], complete: bool, sampled: 
         rows = at - (positions[0] if len(positions) else 0)
         there = (at >= 0) & (rows >= 0) & (rows < len(positions))
         # A token behind the last row was generated.
-        absent = {"phase": 1, "positions": at}
+        absent: dict[str, int | np.ndarray] = {"phase": 1, "positions": at}
         found = {
             name: _taken(values, rows, there, absent.get(name, -1)) for name, values in found.items() if name in names
         }

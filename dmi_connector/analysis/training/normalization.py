@@ -60,7 +60,8 @@ class Normalization:
         blocks = (np.delete(part, not_finite(part), axis=0) for part in parts)
         if kind == "whiten":
             basis, _ = fit_components((block for block in blocks if len(block)), rows.width)
-            std = np.maximum(basis.std.astype(np.float64), _LEAST_STD * max(float(basis.std[0]), np.finfo("f4").tiny))
+            least = _LEAST_STD * max(float(basis.std[0]), float(np.finfo("f4").tiny))
+            std = np.maximum(basis.std.astype(np.float64), least)
             components = basis.components.astype(np.float64)
             return cls(kind, basis.mean, matrix=((components / std) @ components.T).astype(np.float32))
         norms = np.concatenate([np.linalg.norm(block.astype(np.float64), axis=1) for block in blocks] or [np.empty(0)])
