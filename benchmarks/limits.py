@@ -223,9 +223,10 @@ def epoch_chunks(data: TokenDataset) -> list[ShardPieces]:
     """The chunks of the first epoch in their order."""
     (view,) = data.views.values()
     out = view.buffer(CHUNK)
-    store, first, count = data._blocks
-    blocks = data._stream(0, 0, 1).blocks.tolist()
-    return [p for b in blocks for p in view.plan_block(int(store[b]), int(first[b]), np.arange(count[b]), out)]
+    store, _, count = data._blocks
+    begin = np.cumsum(count) - count
+    blocks = data.order.stream(0, 0, 1).blocks.tolist()
+    return [p for b in blocks for p in view.plan_block(int(store[b]), int(begin[b]), np.arange(count[b]), out)]
 
 
 def write_alone(path: Path, values: np.ndarray, nbytes: int) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dmi_connector.captures.attention import attention
-from dmi_connector.captures.names import parse_name
+from dmi_connector.captures.names import hook_and_layer
 from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.captures.reduced import attention_summary, project, restore, tally
 from dmi_connector.captures.routed_experts import routed_experts
@@ -18,6 +18,7 @@ from dmi_connector.dtypes import as_torch
 from dmi_connector.reduce.tally import Tally
 from dmi_connector.store.format.remote_path import Given
 from dmi_connector.store.read.arrays.hook_values import Tokens
+from dmi_connector.store.read.hook_names import Layers
 from dmi_connector.store.read.reader import StoreReader, finished_store
 
 if TYPE_CHECKING:
@@ -52,16 +53,16 @@ class Capture(StoreReader):
     prompt. num_layers: of the model; negative layer numbers count from there. attrs: the root attribute
     (docs/FORMAT.md, section 5).
 
-    `capture["q"]` and `capture["blocks.3.attn.hook_z"]` are short for `numpy`; `in` says whether these names are there,
-    and a loop gives the names of `hooks`. `dmi prune` and retention do not remove the store until `close` or the end of
-    a `with` block.
+    `capture["q"]`, `capture["q@3"]` (layer 3) and `capture["blocks.3.attn.hook_z"]` are short for `numpy`; `in` says
+    whether these names are there, and a loop gives the names of `hooks`. `dmi prune` and retention do not remove the
+    store until `close` or the end of a `with` block.
     """
 
     def __getitem__(self, name: str) -> np.ndarray:
         if not isinstance(name, str):
-            raise KeyError(f"{name!r} is no name of a hook; write cap['q'], or cap.numpy('q', layer) for one layer")
-        hook, layer = parse_name(name, self.attrs)
-        if hook != name:  # a name of TransformerLens means the values before reduction
+            raise KeyError(f"{name!r} is no name of a hook; write cap['q'], or cap['q@3'] for one layer")
+        hook, layer = hook_and_layer(name, self.attrs)
+        if hook != name.partition("@")[0]:  # a name of TransformerLens means the values before reduction
             check_own_values(self, hook, layer)
         return self.numpy(hook, layer)
 
@@ -70,12 +71,12 @@ class Capture(StoreReader):
         if not isinstance(name, str):
             return False
         try:
-            hook, layer = parse_name(name, self.attrs)
-        except KeyError:  # a name of TransformerLens that means another tensor
+            hook, layer = hook_and_layer(name, self.attrs)
+        except (KeyError, ValueError):  # a name of TransformerLens that means another tensor, or no layer
             return False
         return self._table.holds(hook, layer)
 
-    def torch(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> torch.Tensor:
+    def torch(self, hook: str, layer: Layers = None, tokens: Tokens = None) -> torch.Tensor:
         """Like `numpy`, as a torch tensor in the stored dtype."""
         return as_torch(self.numpy(hook, layer, tokens, convert=False))
 

@@ -5,39 +5,41 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
+from dmi_connector.captures import tables
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.captures.filters import Time, Where, between, holding, lengths, parse_time, whole, why_none
+from dmi_connector.captures.finding import below_prefix, is_unreadable, opening
 from dmi_connector.captures.names import hook_and_layer
 from dmi_connector.captures.one_model import OneModel, is_named
 from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.captures.row_choice import Mask, RowChoice
 from dmi_connector.captures.row_view import RowView, check_some
-from dmi_connector.store.format.remote_path import Given, RemotePath, place_of
-from dmi_connector.store.read.files.remote_index import list_prefix
-from dmi_connector.store.read.files.thread_pool import in_fetch_threads
+from dmi_connector.captures.tables import Decode
+from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
+from dmi_connector.store.read.hook_names import Layers
 from dmi_connector.store.read.index import (
     FINISHED,
     CaptureInfo,
     find_captures,
-    indexed_captures,
     info_of,
     is_store,
     same_request,
 )
-from dmi_connector.store.read.metadata import NotACapture
+from dmi_connector.wording import suggest
 
 if TYPE_CHECKING:
     import pandas
     import polars
+    import xarray
 
 logger = logging.getLogger(__name__)
-
-_COUNTS = ("bytes", "num_tokens", "prompt_len", "draft_tokens_scheduled", "draft_tokens_accepted")
-"""Columns of `Captures.table` that are whole numbers, or empty."""
+_NAMED = 5
+"""Maximum number of stores that a warning names."""
 
 
 def open_captures(
@@ -52,6 +54,7 @@ def open_captures(
     prompt_len: range | SupportsIndex | None = None,
     incomplete: bool = False,
     hooks: str | Collection[str] | None = None,
+    on_error: Literal["raise", "skip"] = "raise",
 ) -> Captures:
     """The finished stores of a directory, by start time. Opens none of them: the directory's index is read.
 
@@ -66,6 +69,10 @@ def open_captures(
     rows. where: called with each `CaptureInfo` that these filters let pass. hooks: what a store must have captured, as
     in `Captures.filter`; it is looked for last, since the index does not have it.
 
+    on_error: "skip" leaves out stores that cannot be opened, such as those with damaged metadata: a warning counts and
+    names them, and `Captures.skipped` lists them. Each store is opened once for that. Damaged values are found when
+    they are read, or by dmi verify.
+
     Where no store passes the filters, a warning says why. Stores of a directory without an index are found by their
     names (*.zarr), and each is opened once. Raises ValueError for a bad time or prompt_len, for a directory that
     does not exist or whose stores are one level below, and for a store in place of a directory; KeyError for a hook
@@ -74,22 +81,37 @@ def open_captures(
     filters: dict[str, Any] = {"key": key, "request_id": request_id, "model": model, "after": after, "before": before}
     filters |= {"prompt_len": prompt_len, "where": where}
     given = filters | {"hooks": hooks}
-    found = _open(directory, incomplete, hooks, {name: value for name, value in filters.items() if value is not None})
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error {on_error!r} is not valid; use 'raise' or 'skip'")
+    kept = {name: value for name, value in filters.items() if value is not None}
+    found = _open(directory, incomplete, hooks, kept, on_error)
+    if found.skipped:
+        named = ", ".join(f"{store} ({why})" for store, why in found.skipped[:_NAMED])
+        logger.warning("open_captures: %d stores cannot be opened, left out: %s", len(found.skipped), named)
     if not len(found) and given != dict.fromkeys(given):
         logger.warning("open_captures: %s", found.why_empty)
     return found
 
 
-def _open(directory: Given, incomplete: bool, hooks: str | Collection[str] | None, given: dict[str, Any]) -> Captures:
+def _open(
+    directory: Given,
+    incomplete: bool,
+    hooks: str | Collection[str] | None,
+    given: dict[str, Any],
+    on_error: str = "raise",
+) -> Captures:
     """`open_captures` without its warning. given: its other filters that are not None."""
     key, request_id, model = given.get("key"), given.get("request_id"), given.get("model")
     prompt_len, where = given.get("prompt_len"), given.get("where")
     place = place_of(directory)
     if isinstance(place, RemotePath):
-        found = _remote(place)
+        found = below_prefix(place, on_error)
+    elif on_error == "skip":
+        found = find_captures(place, on_error=on_error)  # of those that cannot be opened no key is known
     else:
         one = key if isinstance(key, str) else None
         found = find_captures(place, one, request_id)
+    skipped = [(info.store, info.reason or "") for info in found if on_error == "skip" and is_unreadable(info)]
     keys = {key} if isinstance(key, str) else key
     allowed = None if prompt_len is None else lengths(prompt_len)
     begin, end = parse_time("after", given.get("after")), parse_time("before", given.get("before"))
@@ -101,6 +123,9 @@ def _open(directory: Given, incomplete: bool, hooks: str | Collection[str] | Non
         return kept and named and between(info.started, begin, end)
 
     kept = [info for info in found if wanted(info) and is_there(info)]
+    if on_error == "skip":
+        kept, others = opening(kept)
+        skipped += others
     if model is not None or allowed is not None or where is not None:
         kept = [whole(info) for info in kept]
     if model is not None:
@@ -114,7 +139,7 @@ def _open(directory: Given, incomplete: bool, hooks: str | Collection[str] | Non
         finished = [info for info in every if info.state in FINISHED and is_there(info)]
         why = why_none(place, finished, given, incomplete)
     directories = (place,) if isinstance(place, Path) else ()
-    return Captures(tuple(kept), model, directories, why).filter(hooks=hooks)
+    return Captures(tuple(kept), model, directories, why, tuple(skipped)).filter(hooks=hooks)
 
 
 def of_one_model(captures: Capture | Iterable[Capture]) -> Iterator[Capture]:
@@ -125,16 +150,19 @@ def of_one_model(captures: Capture | Iterable[Capture]) -> Iterator[Capture]:
         yield capture
 
 
-def named_rows(captures: Captures, name: str, skip: int = 0) -> RowView:
-    """`Captures.rows` of a hook that is named as in `Captures.filter`.
+def named_rows(
+    captures: Captures, name: str, choice: RowChoice | None = None, beside: RowView | None = None
+) -> RowView:
+    """`Captures.rows` of a hook that is named as in `Captures.filter`. beside: a view that has the same rows.
 
     Raises as that does. Raises KeyError for a name of TransformerLens that means another tensor in the first store's
     model, ValueError for one whose hook was stored as other values.
     """
+    captures.check_one_model()
     check_some(captures.infos, name, captures.why_empty)
     with captures[0] as first:
         hook, layer = hook_and_layer(name, first.attrs)
-        view = captures.rows(hook, layer, skip)
+        view = RowView(captures.infos, hook, layer, choice, beside)
         if hook != name.partition("@")[0]:
             check_own_values(first, hook, layer)  # the view refuses stores that were reduced in another way
     return view
@@ -177,65 +205,57 @@ def captures_of(
     return Captures(tuple(kept), model, directories, "" if kept else why)
 
 
-def _remote(place: RemotePath) -> list[CaptureInfo]:
-    """Captures below a prefix. Raises ValueError where nothing is."""
-    listed = list_prefix(place)
-    if not (listed.stores or listed.zips or listed.indexed):
-        raise ValueError(f"{place} holds no store and no index; give the prefix of stores, as in s3://bucket/captures")
-    known = {info.store.name: info for info in (indexed_captures(place) if listed.indexed else ())}
-    found = [known[name] for name in listed.stores if name in known]
-    unknown = [place / name for name in sorted((listed.stores - known.keys()) | listed.zips)]
-    opened: list[CaptureInfo] = []
-
-    def look(store: RemotePath) -> None:
-        if (info := _uploaded(store)) is not None:
-            opened.append(info)
-
-    in_fetch_threads(look, unknown)
-    return sorted([*found, *opened], key=lambda info: (info.started, info.store.name))
-
-
-def _uploaded(store: RemotePath) -> CaptureInfo | None:
-    """The `CaptureInfo` of a store; None for anything else, and before the root document is uploaded."""
-    try:
-        return info_of(store)
-    except NotACapture:
-        return None
-
-
 @dataclass(frozen=True)
 class Captures:
     """Finished stores, none of them open. Made by `open_captures`.
 
-    `captures[3]` opens one, `captures[:100]` gives fewer. A loop opens one store at a time, and closes it when it asks
-    for the next. So memory does not grow with the stores, but for one `CaptureInfo` each.
+    `captures[3]` opens one, as `captures["key"]` and `captures["NAME.zarr"]` do; `captures[:100]` gives fewer. A loop
+    opens one store at a time, and closes it when it asks for the next. So memory does not grow with the stores, but for
+    one `CaptureInfo` each.
 
     model: the name by which all were chosen. None: they may be of several models. directories: of this machine, in
-    which they were looked for. why_empty: where there is none, the reason, as far as known.
+    which they were looked for. why_empty: where there is none, the reason, as far as known. skipped: (store, reason) of
+    each that was left out because it cannot be opened, with on_error="skip".
     """
 
     infos: tuple[CaptureInfo, ...]
     model: str | None = None
     directories: tuple[Path, ...] = ()
     why_empty: str = ""
+    skipped: tuple[tuple[Place, str], ...] = ()
 
     def __len__(self) -> int:
         return len(self.infos)
 
     @overload
-    def __getitem__(self, number: int) -> Capture: ...
+    def __getitem__(self, number: int | str) -> Capture: ...
     @overload
     def __getitem__(self, number: slice) -> Captures: ...
-    def __getitem__(self, number: int | slice) -> Capture | Captures:
+    def __getitem__(self, number: int | slice | str) -> Capture | Captures:
         if isinstance(number, slice):
             return replace(self, infos=self.infos[number])
+        if isinstance(number, str):
+            number = self._number(number)
         try:
             info = self.infos[operator.index(number)]
         except TypeError as error:
-            raise TypeError(f"captures[{number!r}]: give the number of a store, or a slice") from error
+            raise TypeError(
+                f"captures[{number!r}]: give the number, the name or the key of a store, or a slice"
+            ) from error
         except IndexError as error:
             raise IndexError(f"captures[{number}] does not exist: there are {len(self)} stores") from error
         return open_capture(info.store, timeout=0, allow_incomplete=True)
+
+    def _number(self, name: str) -> int:
+        """That of the store with a name (NAME.zarr or NAME), or of the only one with a key. Raises KeyError."""
+        for of in (lambda info: info.store.name, lambda info: info.store.stem, lambda info: info.key):
+            found = [number for number, info in enumerate(self.infos) if of(info) == name]
+            if len(found) > 1:
+                raise KeyError(f"{len(found)} stores are named {name!r}; choose them with open_captures(key={name!r})")
+            if found:
+                return found[0]
+        near = suggest(name, [known for info in self.infos for known in (info.store.name, info.key) if known])
+        raise KeyError(f"no store of {len(self)} has the name or key {name!r}{near}")
 
     def __iter__(self) -> Iterator[Capture]:
         for number in range(len(self)):
@@ -244,7 +264,8 @@ class Captures:
 
     def __repr__(self) -> str:
         tokens = sum(info.num_tokens or 0 for info in self.infos)
-        return f"Captures({len(self)} stores, {tokens} tokens{': ' if self.why_empty else ''}{self.why_empty})"
+        left = f", {len(self.skipped)} skipped" if self.skipped else ""
+        return f"Captures({len(self)} stores, {tokens} tokens{left}{': ' if self.why_empty else ''}{self.why_empty})"
 
     def filter(self, where: Where | None = None, *, hooks: str | Collection[str] | None = None) -> Captures:
         """Those whose `CaptureInfo` `where` accepts, and that captured all of `hooks`. None accepts every store.
@@ -279,50 +300,62 @@ class Captures:
         yield from tqdm(self, desc=description, total=len(self), unit="store")
 
     @overload
-    def table(self, to: Literal["pandas"] = "pandas") -> pandas.DataFrame: ...
+    def table(self, to: Literal["pandas"] = "pandas", text: Decode | None = None) -> pandas.DataFrame: ...
     @overload
-    def table(self, to: Literal["polars"]) -> polars.DataFrame: ...
-    def table(self, to: str = "pandas") -> pandas.DataFrame | polars.DataFrame:
+    def table(self, to: Literal["polars"], text: Decode | None = None) -> polars.DataFrame: ...
+    def table(self, to: str = "pandas", text: Decode | None = None) -> pandas.DataFrame | polars.DataFrame:
         """One row per store, with the fields of `CaptureInfo` as columns. Times are UTC, paths are text.
+
+        Stores of `dmi run` also have `row` (number of the row in the input), `id` and `finish_reason`, from the
+        manifests beside them; they are null for other stores. text: makes text of a list of token ids, such as
+        `tokenizer.decode`; adds `prompt`, and opens each store.
 
         to: "pandas" or "polars". Raises ImportError without that library (`dmi_connector[pandas]`,
         `dmi_connector[polars]`), ValueError for another name.
         """
-        columns = self._columns()
-        times = ("started", "finished")
-        if to == "pandas":
-            try:
-                import pandas
-            except ImportError as error:
-                raise ImportError("table: pandas is not installed; install dmi_connector[pandas]") from error
-            kinds = dict.fromkeys(_COUNTS, "Int64")
-            frame = pandas.DataFrame(columns).astype(kinds)
-            return frame.assign(**{n: pandas.to_datetime(frame[n], utc=True, format="ISO8601") for n in times})
-        if to == "polars":
-            try:
-                import polars
-            except ImportError as error:
-                raise ImportError("table: polars is not installed; install dmi_connector[polars]") from error
-            whole: dict[str, Any] = dict.fromkeys(_COUNTS, polars.Int64)
-            whole |= dict.fromkeys(("remove_local", "only_complete"), polars.Boolean)
-            made = polars.DataFrame(columns, schema={name: whole.get(name, polars.String) for name in columns})
-            return made.with_columns(polars.col(*times).str.to_datetime(time_zone="UTC", time_unit="us"))
-        raise ValueError(f"table: {to!r} is not valid; use 'pandas' or 'polars'")
+        return tables.of_captures(self.infos, self.directories, to, text)
 
-    def _columns(self) -> dict[str, list[Any]]:
-        rows = [{**vars(whole(info)), "store": str(info.store)} for info in self.infos]
-        return {name: [row[name] for row in rows] for name in CaptureInfo.__dataclass_fields__}
+    def token_table(self, to: str = "pandas", text: Decode | None = None) -> Any:
+        """One row per token that is not missing, with the columns store (its name), key, row, position, token_id and
+        phase (0: prompt, 1: generated), as `to` says. text: makes text of a list of one token id; adds `text`.
 
-    def rows(self, hook: str, layer: int | None = None, skip: int = 0) -> RowView:
+        Reads the token arrays of each store. Raises as `table`.
+        """
+        return tables.of_tokens(self.infos, to, text)
+
+    def xarray(self, hooks: str | Sequence[str], padded: bool = False) -> xarray.Dataset:
+        """Hooks of all stores as one lazy xarray Dataset, see `captures.many_xarray.dataset`."""
+        from dmi_connector.captures.many_xarray import dataset
+
+        names = [hooks] if isinstance(hooks, str) else hooks
+        views: dict[str, RowView] = {}
+        for name in names:
+            views[name] = named_rows(self, name, None, next(iter(views.values()), None))
+        return dataset(self.infos, views, padded)
+
+    def rows(
+        self,
+        hook: str,
+        layer: Layers = None,
+        skip: int = 0,
+        *,
+        phase: str | None = None,
+        after: int | Collection[int] | None = None,
+        mask: Mask | None = None,
+        last: int | None = None,
+    ) -> RowView:
         """The rows of a hook in all stores, one after the other, as one long array that reads rows on use.
 
-        hook, layer: as in `Capture.numpy`. skip: rows that are left out at the start of each store, such as 1 for the
-        first token, whose norm is often large. Missing rows are left out.
+        hook, layer: as in `Capture.numpy`; `logits` have a row for each sampled token. skip: rows that are left out at
+        the start of each store. phase: "prompt" or "generated". after: a token id, or several: rows behind the first
+        row with one of them; none of a store without one. mask: a function of an open `Capture` that returns a boolean
+        for each of its rows (of logits: for each sample). last: at most so many rows of each store, the last that pass
+        the others. Missing rows are left out. phase, after and mask read the token arrays of each store once.
 
-        Raises ValueError without a store, for stores of several models, and for logits; KeyError for a hook or layer
-        that the first store did not capture. Another store that did not is found when it is read, which then raises
-        KeyError: `filter(hooks=...)` leaves such stores out.
+        Raises ValueError without a store, for stores of several models, and for options that are not valid; KeyError
+        for a hook or layer that the first store did not capture. Another store that did not is found when it is read,
+        which then raises KeyError: `filter(hooks=...)` leaves such stores out.
         """
         self.check_one_model()
         check_some(self.infos, hook, self.why_empty)
-        return RowView(self.infos, hook, layer, skip)
+        return RowView(self.infos, hook, layer, RowChoice(skip, phase, after, mask, last))

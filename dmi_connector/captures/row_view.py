@@ -8,11 +8,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from dmi_connector.captures.finite import FiniteCheck, not_finite
+from dmi_connector.captures.row_choice import RowChoice, Runs
+from dmi_connector.captures.token_fields import DTYPES, IN_STORE, store_fields
 from dmi_connector.dtypes import as_torch
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.arrays.chunk_reader import read_pieces
@@ -21,10 +23,11 @@ from dmi_connector.store.read.arrays.indexing import each_of, row_numbers, split
 from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
 from dmi_connector.store.read.files.open_files import files_of
 from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads
-from dmi_connector.store.read.hook_names import HookTable
+from dmi_connector.store.read.hook_names import HookTable, Layers
 from dmi_connector.store.read.index import CaptureInfo
-from dmi_connector.store.read.metadata import attrs_of, read_array, read_attrs
+from dmi_connector.store.read.metadata import attrs_of, read_array
 from dmi_connector.store.read.reader import StoreReader, open_reader
+from dmi_connector.wording import suggest
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +45,8 @@ def check_some(infos: Sequence[CaptureInfo], hook: str, why: str = "") -> None:
 
 
 class RowView:
-    """Rows of one hook in many stores, [rows, width]; [layers, rows, width] for all layers. Made by `Captures.rows`.
+    """Rows of one hook in many stores, [rows, width]; [layers, rows, width] for several layers. Made by
+    `Captures.rows`.
 
     `view[5]`, `view[10:20]`, `view[[7, 3, 7]]` and `view[mask, :10]` read rows as float32; integer hooks keep their
     dtype. An index gives what numpy gives for an array of this shape. None and masks of several axes are refused. Rows
@@ -50,44 +54,52 @@ class RowView:
     loop many rows at a time, `dask.array.from_array` what is computed. A view holds no lock on its stores: keep
     retention and `dmi prune` away from them.
 
-    shape, dtype: of the array. layers: the layers that are read; [] for a hook that exists once.
+    `view.tokens([5])` gives token id, position, phase, store and key of rows.
+
+    shape, dtype: of the array. layers: the layers that are read; [] for a hook that exists once. stores: where the rows
+    are. sampled: whether it has a row for each sampled token, as logits have, not for each token.
     """
 
-    def __init__(self, infos: Sequence[CaptureInfo], hook: str, layer: int | None = None, skip: int = 0) -> None:
+    def __init__(
+        self,
+        infos: Sequence[CaptureInfo],
+        hook: str,
+        layer: Layers = None,
+        choice: RowChoice | None = None,
+        beside: RowView | None = None,
+    ) -> None:
         check_some(infos, hook)
-        if skip < 0:
-            raise ValueError(f"skip {skip} is not valid; use 0 or more rows")
         self.stores = tuple(info.store for info in infos)
         self.hook, self.layer = hook, layer
+        self._keys = np.array([info.key for info in infos], object)
         self._complete = [info.state == "complete" for info in infos]
         self._open: OrderedDict[int, tuple[HookArray, list[int]]] = OrderedDict()
         self._lock = threading.Lock()
         with open_reader(self.stores[0], timeout=0, allow_incomplete=True) as first:
             self._array, self._layers, self.layers = _source(first, hook, layer)
             self._reduced = StoredReduction.of(first.attrs["hooks"][self._array])
-            counted = hook == "resid_post" or (layer is not None and layer < 0)
+            counted = hook == "resid_post" or (layer is not None and np.min(layer) < 0)
             self._depth = HookTable.of(first.attrs).num_layers if counted else None
         array, _ = self._of(0)
-        if array.per_sample:
-            raise ValueError(f"{hook!r} has a row for each sampled token, not for each token; read it store by store")
+        self.sampled = array.per_sample
         self._stored_width, self.stored_dtype, self._settings = array.shape[2], array.dtype, array.reduce
         self.width = self._stored_width if self._reduced is None else self._reduced.decoded_width
-        self._segment(infos, skip)
+        self.runs: Runs
+        if beside is not None and beside.sampled == self.sampled:
+            self.runs = beside.runs
+        else:
+            self.runs = (choice or RowChoice()).of(infos, self._counts(infos), self.sampled)
 
-    def _segment(self, infos: Sequence[CaptureInfo], skip: int) -> None:
-        """Runs of rows that are there: their store, their first row, and where they begin in the view."""
-        stores, firsts, counts = [], [], []
-        for number, info in enumerate(infos):
-            runs = [[0, info.num_tokens or 0]] if self._complete[number] else _present(read_attrs(info.store))
-            for start, stop in runs:
-                start = max(start, skip)
-                if start < stop:
-                    stores.append(number)
-                    firsts.append(start)
-                    counts.append(stop - start)
-        self._store = np.array(stores, np.int64)
-        self._first = np.array(firsts, np.int64)
-        self._begin = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    def _counts(self, infos: Sequence[CaptureInfo]) -> list[int]:
+        """The rows of each store. The index does not have those of logits."""
+        counts = [info.num_tokens or 0 for info in infos]
+
+        def look(number: int) -> None:
+            counts[number] = self._of(number)[0].shape[1]
+
+        if self.sampled:
+            (in_threads if isinstance(self.stores[0], Path) else in_fetch_threads)(look, range(len(infos)))
+        return counts
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict(), "_lock": None}
@@ -121,11 +133,11 @@ class RowView:
 
     @property
     def _rows(self) -> int:
-        return int(self._begin[-1])
+        return self.runs.rows
 
     @property
     def _stacked(self) -> bool:
-        return self.layer is None and bool(self.layers)
+        return bool(self.layers) and (self.layer is None or np.ndim(self.layer) == 1)
 
     def __repr__(self) -> str:
         which = self.hook if self.layer is None else f"{self.hook} layer {self.layer}"
@@ -180,54 +192,94 @@ class RowView:
         """Like `read`, as a torch tensor in the stored dtype."""
         return as_torch(self.read(rows, convert=False))
 
-    def batches(self, size: int, finite: str = "keep") -> Iterator[np.ndarray]:
+    @overload
+    def batches(self, size: int, finite: str = "keep") -> Iterator[np.ndarray]: ...
+    @overload
+    def batches(self, size: int, finite: str = "keep", *, tokens: bool) -> Iterator[Any]: ...
+    def batches(self, size: int, finite: str = "keep", *, tokens: bool = False) -> Iterator[Any]:
         """All rows in order, `size` at a time; the last batch may be smaller.
 
         finite: what happens to rows with a NaN or an infinity: "keep" gives them and "skip" leaves them out, both with
-        a warning that counts them (RuntimeWarning); "fail" raises NotFinite. Raises ValueError for a size below 1.
+        a warning that counts them (RuntimeWarning); "fail" raises NotFinite. tokens: give pairs of a batch and what
+        `tokens` returns of its rows. Raises ValueError for a size below 1.
         """
         check = FiniteCheck(finite)
         if size < 1:
             raise ValueError(f"size {size} is not valid; use 1 row or more")
         for first in range(0, self._rows, size):
+            numbers = np.arange(first, min(first + size, self._rows))
             rows = self.read(slice(first, first + size))
-            bad = not_finite(rows.swapaxes(0, -2))
-            check.see_all(self.stores, *self.origins(first + bad))
+            bad = not_finite(rows.swapaxes(0, -2), minus_infinity=self.hook == "logits")
+            check.see_all(self.stores, *self.origins(numbers[bad]))
             check.warn()
-            if finite != "skip" or not len(bad):
-                yield rows
-            elif len(bad) < rows.shape[-2]:
-                yield np.delete(rows, bad, axis=-2)
+            if finite == "skip" and len(bad):
+                rows, numbers = np.delete(rows, bad, axis=-2), np.delete(numbers, bad)
+            if len(numbers):
+                yield (rows, self.tokens(numbers)) if tokens else rows
         check.warn_all()
 
     def origins(self, rows: slice | Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where rows come from: (number in `stores`, row of that store), both int64 [n]."""
-        numbers = self._numbers(rows)
-        run = np.searchsorted(self._begin, numbers, "right") - 1
-        return self._store[run], self._first[run] + numbers - self._begin[run]
+        return self.runs.origins(self._numbers(rows))
+
+    def tokens(
+        self, rows: slice | Sequence[int] | np.ndarray = slice(None), fields: Collection[str] = tuple(DTYPES)
+    ) -> dict[str, np.ndarray]:
+        """What is known of the tokens of rows: field -> [n]. Reads the token arrays of their stores.
+
+        fields: of these. token_ids: int32. next_token_ids: int32, the token behind it, -1 if the store does not have
+        it. positions: int32, in the request. phase: uint8, 0 for prompt tokens, 1 for generated ones. store: int64,
+        number in `stores`. row: int64, row of that store; of logits, the sample. key: the request's key, or None.
+
+        Raises ValueError for another field and for a damaged store, IndexError as `read`.
+        """
+        unknown = [name for name in fields if name not in DTYPES]
+        if unknown:
+            raise ValueError(f"fields: {unknown[0]!r} is not known{suggest(unknown[0], DTYPES) or ';'} use {[*DTYPES]}")
+        stores, places = self.origins(rows)
+        found = {name: np.empty(len(stores), DTYPES[name]) for name in fields}
+        for name, values in (("store", stores), ("row", places), ("key", self._keys[stores])):
+            if name in found:
+                found[name] = values
+        read = [name for name in fields if name in IN_STORE]
+        order = np.argsort(stores, kind="stable")
+        ends = np.flatnonzero(np.diff(stores[order], append=-1)) + 1
+        parts = np.split(order, ends[:-1]) if len(order) and read else []
+
+        def look(part: np.ndarray) -> None:
+            for name, values in self.store_tokens(int(stores[part[0]]), read).items():
+                found[name][part] = values[places[part]]
+
+        (in_threads if isinstance(self.stores[0], Path) else in_fetch_threads)(look, parts)
+        return found
+
+    def store_tokens(self, store: int, fields: Collection[str]) -> dict[str, np.ndarray]:
+        """Fields that are read from a store, for each of its rows; see `tokens`."""
+        return store_fields(self.stores[store], fields, self._complete[store], self.sampled)
+
+    def keys(self, stores: np.ndarray) -> np.ndarray:
+        """The keys of stores by their numbers, object [n]."""
+        return np.asarray(self._keys[stores])
 
     def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The view, split where chunks end: (number in `stores`, first row there, rows) of each part, int64 [parts].
+        """The view in parts, each of one chunk: (number in `stores`, first row there, rows) of each part, int64.
 
         Chunks are as long as those of the store with the most rows.
         """
-        ends = self._first + np.diff(self._begin)
-        chunk = self._of(int(self._store[np.argmax(ends)]))[0].chunk_rows if len(ends) else 1
-        counts = (ends - 1) // chunk - self._first // chunk + 1
-        run = np.repeat(np.arange(len(ends)), counts)
-        number = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
-        start = np.maximum((self._first[run] // chunk + number) * chunk, self._first[run])
-        stop = np.minimum((self._first[run] // chunk + number + 1) * chunk, ends[run])
-        return self._store[run], start, stop - start
+        ends = self.runs.firsts + np.diff(self.runs.begins)
+        chunk = self._of(int(self.runs.stores[np.argmax(ends)]))[0].chunk_rows if len(ends) else 1
+        return self.runs.blocks(chunk)
 
     def buffer(self, rows: int) -> np.ndarray:
         """Memory for `rows` rows as they are stored, [layers, rows, stored width], for `plan_block`."""
         return np.empty((len(self._layers), rows, self._stored_width), f"<u{self.stored_dtype.itemsize}")
 
-    def plan_block(self, store: int, first: int, places: np.ndarray, out: np.ndarray) -> Iterator[ShardPieces]:
-        """What `read_pieces` needs for `len(places)` rows of a store from row `first` on. places: where they go."""
+    def plan_block(self, store: int, begin: int, places: np.ndarray, out: np.ndarray) -> Iterator[ShardPieces]:
+        """What `read_pieces` needs for `len(places)` rows of the view from `begin` on, which are of one store. places:
+        where they go.
+        """
         array, layers = self._of(store)
-        return array.plan(layers, slice(first, first + len(places)), out, places)
+        return array.plan(layers, self.runs.span(begin, len(places)), out, places)
 
     def decoded(self, rows: np.ndarray) -> np.ndarray:
         """Rows of a `buffer`, [layers, n, stored width] -> values in the stored dtype; reduced hooks as float32."""
@@ -299,7 +351,7 @@ class RowView:
         return KeyError(f"{path} did not capture {lacking}; leave such stores out with open_captures(hooks={names})")
 
 
-def _source(capture: StoreReader, hook: str, layer: int | None) -> tuple[str, list[int | None], list[int]]:
+def _source(capture: StoreReader, hook: str, layer: Layers) -> tuple[str, list[int | None], list[int]]:
     """(array that holds the hook, numbers of its wanted layers there, numbers of these layers for the reader)."""
     sources = capture.sources(hook, layer)
     names = {source.array for source in sources}
@@ -309,14 +361,3 @@ def _source(capture: StoreReader, hook: str, layer: int | None) -> tuple[str, li
     stored = capture.attrs["hooks"][array]["layers"]
     inside: list[int | None] = [stored[source.index] if stored else None for source in sources]
     return array, inside, [source.layer for source in sources if source.layer is not None]
-
-
-def _present(attrs: dict[str, object]) -> list[list[int]]:
-    """The [start, stop) rows of an incomplete store that no hook lacks."""
-    missing, length = attrs["missing"], attrs["num_tokens"]
-    assert isinstance(missing, list) and isinstance(length, int)
-    runs, first = [], 0
-    for start, stop in [*sorted(missing), [length, length]]:
-        runs.append([first, start])
-        first = max(first, stop)
-    return runs

@@ -4,21 +4,31 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 from dmi_connector.cli import places
+from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.index import is_store
 from dmi_connector.store.read.metadata import read_attrs
-from dmi_connector.store.read.verify import begun_stores, stores_of, unseen, verify_store
+from dmi_connector.store.read.verify import Problem, begun_stores, stores_of, unseen, verify_store
 
 _FEW = 10
 """Up to so many stores have a line each."""
+_LOG_EVERY_S = 10
+"""Seconds between lines of progress where there is no terminal."""
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dmi verify`."""
     parser.add_argument("paths", metavar="STORE|DIR|URL", nargs="+")
     parser.add_argument("--verbose", action="store_true", help=f"a line for each store, as for {_FEW} and fewer")
+    parser.add_argument("--quiet", action="store_true", help="print only what is wrong: no progress, no counts")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that check (default: 1)")
     parser.set_defaults(run=run_verify)
 
 
@@ -30,9 +40,13 @@ def run_verify(options: argparse.Namespace) -> int:
     begun = {parent: begun_stores(parent) for parent in {store.absolute().parent for store in stores}}
     damaged, not_finite, incomplete, old = 0, 0, 0, 0
     every = options.verbose or len(stores) <= _FEW
-    for number, store in enumerate(stores):
-        _progress(f"{number} of {len(stores)} checked, {damaged} damaged")
-        problems = verify_store(store, begun[store.absolute().parent])
+    if options.jobs < 1:
+        raise ValueError(f"--jobs {options.jobs} is not valid; use 1 or more")
+    every = every and not options.quiet
+    show = _Progress(options.quiet)
+    work = [(store, _line_of(store, begun)) for store in stores]
+    for number, (store, problems) in enumerate(zip(stores, _checked(work, options.jobs), strict=True)):
+        show(f"{number + 1} of {len(stores)} checked, {damaged} damaged")
         harmed = any(problem.damage for problem in problems)
         damaged, not_finite = damaged + harmed, not_finite + (bool(problems) and not harmed)
         lines = list(map(str, problems))
@@ -44,19 +58,54 @@ def run_verify(options: argparse.Namespace) -> int:
                 lacking = None if attrs["complete"] else f"but incomplete: {attrs['reason']}"
                 lines.append(", ".join(filter(None, (f"{store}: {verdict}", lacking, unseen(attrs)))))
         if lines:
-            _progress("")
+            show.clear()
             print("\n".join(lines))
-    _progress("")
+    show.clear()
     counts = [f"{len(stores)} checked", f"{damaged} damaged"]
     counts += [f"{not_finite} not finite"] if not_finite else []
     if not every:
         counts += [f"{incomplete} incomplete"] if incomplete else []
         counts += [f"{old} of an old format, in which some damage is not seen"] if old else []
-    print(", ".join(counts))
+    if not options.quiet:
+        print(", ".join(counts))
     return 1 if damaged else 3 if not_finite else 0
 
 
-def _progress(text: str) -> None:
-    """Write over the last line of a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+def _line_of(store: Place, begun: dict[Place, dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """What the index of its directory says of a store, by its name."""
+    lines = begun[store.absolute().parent]
+    return {store.name: lines[store.name]} if store.name in lines else {}
+
+
+def _check(work: tuple[Place, dict[str, dict[str, Any]]]) -> list[Problem]:
+    return verify_store(*work)
+
+
+def _checked(work: Sequence[tuple[Place, dict[str, dict[str, Any]]]], jobs: int) -> Iterator[list[Problem]]:
+    """The problems of each store, in their order."""
+    if jobs == 1 or len(work) < 2:
+        yield from map(_check, work)
+        return
+    with ProcessPoolExecutor(min(jobs, len(work)), multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_check, work)
+
+
+class _Progress:
+    """Writes over the last line of a terminal; elsewhere, as in the log of a job, a new line now and then."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._shown = quiet, time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if self._quiet:
+            return
+        if sys.stderr.isatty():
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self._shown >= _LOG_EVERY_S:
+            self._shown = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Remove the line from a terminal."""
+        if sys.stderr.isatty():
+            self("")

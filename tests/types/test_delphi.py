@@ -70,6 +70,13 @@ MAKE: dict[str, Callable[[Path], Encode]] = {
     "standard": lambda path: of_sae_lens("StandardSAE", "StandardSAEConfig", path),
     "without-b_dec": lambda path: of_sae_lens("StandardSAE", "StandardSAEConfig", path, apply_b_dec_to_input=False),
     "jumprelu": lambda path: of_sae_lens("JumpReLUSAE", "JumpReLUSAEConfig", path),
+    "gated": lambda path: of_sae_lens("GatedSAE", "GatedSAEConfig", path),
+    "rescaled": lambda path: of_sae_lens(
+        "StandardSAE", "StandardSAEConfig", path, normalize_activations="constant_norm_rescale"
+    ),
+    "layer-norm": lambda path: of_sae_lens(
+        "StandardSAE", "StandardSAEConfig", path, normalize_activations="layer_norm"
+    ),
     "topk": lambda path: of_sae_lens("TopKSAE", "TopKSAEConfig", path, k=5),
     "topk-rescaled": lambda path: of_sae_lens("TopKSAE", "TopKSAEConfig", path, k=5, rescale_acts_by_decoder_norm=True),
     "sparsify": of_sparsify,

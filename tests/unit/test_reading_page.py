@@ -15,11 +15,11 @@ from dmi_connector.layout import ArraySpec
 from tests import storekit as kit
 
 PAGE = (Path(__file__).parents[2] / "docs/READING.md").read_text()
-SNIPPETS = re.findall(r"^## (.+?)$|^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+SNIPPETS = re.findall(r"^##+ (.+?)$|^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 LAYERS, WIDTH, LENGTH = 13, 8, 1500
 ARRAYS = tuple(
     ArraySpec(name, "bfloat16", tuple(range(LAYERS)), WIDTH) for name in ("q", "resid_pre", "attn_out", "resid_mid")
-)
+) + (ArraySpec("logits", "float32", (), 50),)
 MEDIA = [{"modality": "image", "hash": "a", "positions": [[7, 71]]}]
 
 
@@ -31,7 +31,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(4):
         names = {"key": "run-1" if i < 3 else "run-2", "request_id": f"r{i}"}
         attrs = {"num_layers": LAYERS, "media": MEDIA}
-        owner.write(folder / "captures" / f"{i}.zarr", ARRAYS, LENGTH, attrs=attrs, **names)
+        owner.write(folder / "captures" / f"{i}.zarr", ARRAYS, LENGTH, 2, attrs=attrs, **names)
     assert owner.shutdown()
     return folder
 
@@ -81,6 +81,16 @@ def test_many_stores_are_one_array(stores: Path, monkeypatch: pytest.MonkeyPatch
 def test_batches_come_for_training(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = run("Batches for training", stores, monkeypatch)
     assert names["batch"].shape == (4096, WIDTH) and names["data"].num_tokens == 4 * (LENGTH - 1)
+
+
+def test_rows_are_chosen(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = run("Choosing rows", stores, monkeypatch)
+    assert names["ends"].shape == (4, WIDTH) and names["labels"].tolist() == ["run-1"] * 3 + ["run-2"]
+    assert len(names["seen"]["row"]) == 4 * LENGTH // 4
+
+
+def test_log_probabilities_are_computed(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("Log-probabilities", stores, monkeypatch)["found"].logprobs.shape == (8, 3)
 
 
 def test_a_dataset_is_computed(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:

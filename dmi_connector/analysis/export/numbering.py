@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from dmi_connector.captures.captures import Captures
+from dmi_connector.captures.tables import run_entries as entries_beside
 from dmi_connector.store.read.index import CaptureInfo
-from dmi_connector.store.read.run_manifest import MANIFESTS, read_manifest
+from dmi_connector.store.read.run_manifest import MANIFESTS
 
 NUMBERINGS = ("order", "key", "row", "id")
 """Values of --number-by."""
@@ -37,15 +37,8 @@ def number_captures(captures: Captures, number_by: str) -> list[int]:
 
 
 def run_entries(captures: Captures) -> dict[str, dict[str, Any]]:
-    """Lines of the manifests of `dmi run` in the stores' directories: {store name without suffix: its last line}."""
-    beside = {info.store.parent for info in captures.infos if isinstance(info.store, Path)}
-    found: dict[str, dict[str, Any]] = {}
-    for directory in sorted(beside.union(captures.directories)):
-        for path in sorted(directory.glob(MANIFESTS)):
-            for entry in read_manifest(path):
-                if isinstance(entry.get("store"), str):
-                    found[entry["store"].removesuffix(".zarr")] = entry
-    return found
+    """Lines of the manifests of `dmi run` beside the stores: {name of a store without its suffix: its latest line}."""
+    return entries_beside(captures.infos, captures.directories)
 
 
 def order_is_no_row(captures: Captures) -> str | None:

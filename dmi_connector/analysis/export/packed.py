@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,9 +12,7 @@ from dmi_connector.captures.captures import Captures, named_rows
 from dmi_connector.captures.finite import WHAT, FiniteCheck, NotFinite, not_finite
 from dmi_connector.captures.lens_names import lens_name, split_name, why_not_equal
 from dmi_connector.captures.own_values import check_own_values
-from dmi_connector.store.format.remote_path import Place
-from dmi_connector.store.read.arrays.shard_reader import decode_plain
-from dmi_connector.store.read.files.open_files import files_of
+from dmi_connector.captures.row_choice import RowChoice
 
 _STEP_BYTES = 16 << 20
 """Bytes of float32 values read at a time."""
@@ -35,8 +32,11 @@ class PackedRows:
         self, captures: Captures, hook: str, context_size: int, skip: int = 0, finite: FiniteCheck | None = None
     ) -> None:
         self._finite = FiniteCheck() if finite is None else finite
-        self._view = named_rows(captures, hook, skip)
+        self._view = named_rows(captures, hook, RowChoice(skip))
         found, layer = self._view.hook, self._view.layer
+        assert layer is None or isinstance(layer, int)
+        if self._view.sampled:
+            raise ValueError(f"{hook!r} has a row for each sampled token, not for each token; name another hook")
         if len(self._view.shape) == 3:
             raise ValueError(
                 f"{hook!r} has layers {self._view.layers}; name one, as in '{hook}@{self._view.layers[0]}'"
@@ -108,18 +108,6 @@ class PackedRows:
         return (f"{len(self._finite.first)} stores kept: {WHAT}",) if self._finite.first else ()
 
     def token_ids(self, first: int, stop: int) -> np.ndarray:
-        """Token ids of contexts [first, stop), int32 [contexts, context_size]."""
-        stores, rows = self._view.origins(slice(first * self.context_size, stop * self.context_size))
-        ids = np.empty(len(rows), np.int32)
-        for store in np.unique(stores):
-            there = stores == store
-            ids[there] = _token_ids(self._view.stores[store])[rows[there]]
-        return ids.reshape(-1, self.context_size)
-
-
-@functools.lru_cache(maxsize=4)
-def _token_ids(store: Place) -> np.ndarray:
-    try:
-        return decode_plain(files_of(store), "token_ids", "int32")
-    except ValueError as error:
-        raise ValueError(f"{store}/token_ids: {error}") from error
+        """Their tokens, int32 [contexts, context_size]."""
+        rows = slice(first * self.context_size, stop * self.context_size)
+        return self._view.tokens(rows, ["token_ids"])["token_ids"].reshape(-1, self.context_size)

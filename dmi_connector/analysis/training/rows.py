@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.captures.capture import Capture
-from dmi_connector.store.format.completeness import Cause
+from dmi_connector.captures.token_fields import known_ids, rows_present
 
 BLOCK = 4096
 """Rows read at a time."""
@@ -16,17 +16,12 @@ BLOCK = 4096
 
 def present_rows(capture: Capture) -> np.ndarray:
     """bool [tokens]: which rows are not missing."""
-    there = np.ones(len(capture.token_ids), bool)
-    for start, stop in capture.missing:
-        there[start:stop] = False
-    return there
+    return rows_present(capture.attrs)
 
 
 def known_tokens(capture: Capture) -> np.ndarray:
-    """bool [tokens]: for which rows the token id is known. A salvaged store has 0 for a token id that was lost."""
-    if Cause.TOKEN_IDS_UNKNOWN.value[1] not in (capture.attrs["reason"] or ""):
-        return np.ones(len(capture.token_ids), bool)
-    return (capture.token_ids != 0) | present_rows(capture)
+    """bool [tokens]: of which rows the token is known. A salvaged store may have 0 in the place of lost ones."""
+    return known_ids(capture.attrs, capture.token_ids)
 
 
 def attribute(capture: Capture, name: str) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -18,30 +18,23 @@ try:
 except ImportError as error:
     raise ImportError("TokenDataset: torch is not installed; install dmi_connector[torch]") from error
 
+from dmi_connector.analysis.training.batch_order import BatchOrder, Group, Stream
+from dmi_connector.analysis.training.normalization import Given, of_views, save_normalizations
 from dmi_connector.analysis.training.row_buffers import RowBuffers, length_of, part_of
 from dmi_connector.analysis.training.worker_loops import Batch, Position, WorkerLoops
 from dmi_connector.captures.captures import Captures, named_rows, open_captures
 from dmi_connector.captures.finite import WHAT, FiniteCheck, NotFinite, not_finite
+from dmi_connector.captures.row_choice import Mask, RowChoice
+from dmi_connector.captures.row_view import RowView
+from dmi_connector.captures.token_fields import DTYPES, IN_STORE
 from dmi_connector.dtypes import as_numpy, as_torch
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.arrays.chunk_reader import read_blocks
 from dmi_connector.store.read.arrays.hook_array import ShardPieces
 from dmi_connector.store.read.files.thread_pool import read_threads, set_read_threads
 
-
-@dataclass(frozen=True)
-class _Stream:
-    """What one worker of one rank reads in one epoch, in this order.
-
-    blocks: numbers of blocks. ends: tokens up to the end of each. batches: that it gives. seed: of its shuffling.
-    groups: (number, first token, one past the last token) of each part that is read at once.
-    """
-
-    blocks: np.ndarray
-    ends: np.ndarray
-    batches: int
-    seed: tuple[int, ...]
-    groups: list[tuple[int, int, int]]
+_ROW = "number of the row"
+"""Where `_read` puts the number that each row has in the view. No hook has this name."""
 
 
 class TokenBatches(IterableDataset[Batch]):
@@ -58,23 +51,35 @@ class TokenBatches(IterableDataset[Batch]):
         buffer_tokens: int = 1 << 16,
         epochs: int | None = 1,
         skip: int = 0,
+        phase: str | None = None,
+        after: int | Collection[int] | None = None,
+        mask: Mask | None = None,
+        last: int | None = None,
         dtype: torch.dtype | None = None,
         finite: str = "skip",
+        normalize: Given | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
         super().__init__()
         found = captures if isinstance(captures, Captures) else open_captures(captures)
         names = [hooks] if isinstance(hooks, str) else list(hooks)
+        self.fields = [name for name in names if name in DTYPES]
+        names = [name for name in names if name not in DTYPES]
         if not names or batch_size < 1 or buffer_tokens < batch_size:
             raise ValueError(
-                f"hooks {names}, batch_size {batch_size} and buffer_tokens {buffer_tokens} do not fit; name a hook, and"
-                " let the buffer hold a batch"
+                f"hooks {hooks!r}, batch_size {batch_size} and buffer_tokens {buffer_tokens} do not fit; name a hook,"
+                " and let the buffer hold a batch"
             )
-        self.views = {name: named_rows(found, name, skip) for name in names}
-        for name, view in self.views.items():
+        choice = RowChoice(skip, phase, after, mask, last)
+        self.views: dict[str, RowView] = {}
+        self._view = named_rows(found, names[0], choice)
+        for name in names:
+            view = self.views[name] = named_rows(found, name, choice, self._view)
             if len(view.shape) == 3:
                 raise ValueError(f"{name!r} has layers {view.layers}; name one, as in '{name}@{view.layers[0]}'")
+            if view.sampled != self._view.sampled:
+                raise ValueError(f"{name!r} and {names[0]!r} do not have rows of the same tokens; batch logits alone")
         self.single = isinstance(hooks, str)
         self.batch_size, self.buffer_tokens = batch_size, buffer_tokens
         self.seed, self.shuffle, self.epochs, self.dtype = seed, shuffle, epochs, dtype
@@ -83,7 +88,10 @@ class TokenBatches(IterableDataset[Batch]):
         self.world_size = own_size if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is outside the world of {self.world_size}")
-        self._blocks = next(iter(self.views.values())).blocks()
+        self._blocks = self._view.blocks()
+        self.order = BatchOrder(self._blocks[2], batch_size, buffer_tokens, seed, shuffle, self.rank, self.world_size)
+        self.normalization = of_views(self.views, normalize, seed)
+        self._begins = np.cumsum(self._blocks[2]) - self._blocks[2]  # of each block in the view
         most = self.buffer_tokens + int(max(self._blocks[2], default=0))
         self._memory = RowBuffers(self.views, min(self.num_tokens, most))
         self._finite = FiniteCheck(finite)
@@ -93,12 +101,14 @@ class TokenBatches(IterableDataset[Batch]):
     def config(self) -> dict[str, Any]:
         """The settings, as plain values."""
         names = ("batch_size", "seed", "shuffle", "buffer_tokens", "epochs", "rank", "world_size")
-        return {"hooks": list(self.views), "tokens": self.num_tokens, **{name: getattr(self, name) for name in names}}
+        plain = {name: getattr(self, name) for name in names}
+        normalized = {name: one.kind for name, one in self.normalization.items()}
+        return {"hooks": [*self.views, *self.fields], "tokens": self.num_tokens, **plain, "normalize": normalized}
 
     @property
     def remote(self) -> bool:
         """Whether some stores lie in an object store."""
-        return any(isinstance(store, RemotePath) for store in next(iter(self.views.values())).stores)
+        return any(isinstance(store, RemotePath) for store in self._view.stores)
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +117,19 @@ class TokenBatches(IterableDataset[Batch]):
 
     def batches(self, epoch: int = 0, workers: int = 1) -> int:
         """Batches that this rank gives in an epoch. Raises ValueError when there are too few tokens for one each."""
-        return self._stream(epoch, 0, workers).batches * workers
+        return self.order.stream(epoch, 0, workers).batches * workers
+
+    def __len__(self) -> int:
+        """Batches of the next loop in one process, those that `finite` leaves out included. Raises TypeError for
+        endless epochs, as torch expects, and ValueError where there are too few tokens.
+        """
+        return self._length(self._next, 1)
+
+    def _length(self, at: Position, workers: int) -> int:
+        """Batches of a loop from a position on."""
+        if at.end is None:
+            raise TypeError("a data set with epochs=None has no length: its batches never end")
+        return sum(self.batches(epoch, workers) for epoch in range(at.epoch, at.end)) - at.batch
 
     @property
     def not_finite(self) -> dict[str, int]:
@@ -115,6 +137,14 @@ class TokenBatches(IterableDataset[Batch]):
         epoch. Where a DataLoader has workers, these count: use `loader`.
         """
         return dict(self._finite.rows)
+
+    def save_normalization(self, path: str | os.PathLike[str]) -> None:
+        """Write `normalization` to a safetensors file, for `normalize` of another data set. Raises ValueError without
+        one, OSError.
+        """
+        if not self.normalization:
+            raise ValueError("the data set has no normalisation; make it with normalize='mean_norm' or 'whiten'")
+        save_normalizations(path, self.normalization)
 
     # ---- resume -----------------------------------------------------------------------------------------------------
 
@@ -174,11 +204,14 @@ class TokenBatches(IterableDataset[Batch]):
 
     def _print(self) -> str:
         """A digest of everything that determines the order, except ranks and workers."""
-        names = [store.name for store in next(iter(self.views.values())).stores]
+        names = [store.name for store in self._view.stores]
         facts = (names, list(self.views), self.batch_size, self.buffer_tokens, self.seed, self.shuffle)
         digest = hashlib.sha256(repr(facts).encode())
-        for part in self._blocks:
+        runs = self._view.runs
+        for part in (*self._blocks, runs.firsts, runs.begins):
             digest.update(part.tobytes())
+        for one in self.normalization.values():
+            digest.update(one.digest.encode())
         return digest.hexdigest()
 
     # ---- iteration --------------------------------------------------------------------------------------------------
@@ -212,32 +245,15 @@ class TokenBatches(IterableDataset[Batch]):
         with ThreadPoolExecutor(1, "dmi-prefetch") as ahead:
             while at.end is None or at.epoch < at.end:
                 self._at = at
-                stream = self._stream(at.epoch, worker, workers)
+                stream = self.order.stream(at.epoch, worker, workers)
                 for given in self._batches(stream, at.batch, memory, ahead):
                     self._at = at = replace(at, batch=at.batch + 1)
                     yield given
                 at = replace(at, epoch=at.epoch + 1, batch=0)
         self._at = self._begin(at.epoch)
 
-    def _stream(self, epoch: int, worker: int, workers: int) -> _Stream:
-        counts = self._blocks[2]
-        order = np.arange(len(counts))
-        if self.shuffle:
-            np.random.default_rng((self.seed, epoch)).shuffle(order)
-        streams = self.world_size * workers
-        number = self.rank * workers + worker
-        parts = [order[i::streams] for i in range(streams)]
-        least = min(int(counts[part].sum()) for part in parts) // self.batch_size
-        if not least:
-            raise ValueError(
-                f"{self.num_tokens} tokens are too few for batches of {self.batch_size} in {streams} workers; use a"
-                " smaller batch_size, or fewer workers"
-            )
-        ends = np.cumsum(counts[parts[number]])
-        return _Stream(parts[number], ends, least, (self.seed, epoch, number), self._groups(ends))
-
     def _batches(
-        self, stream: _Stream, first: int, memory: RowBuffers, ahead: ThreadPoolExecutor
+        self, stream: Stream, first: int, memory: RowBuffers, ahead: ThreadPoolExecutor
     ) -> Iterator[Batch | None]:
         """The batches of an epoch, starting with number `first`. While one buffer is used, the next is read."""
         size = self.batch_size
@@ -260,7 +276,7 @@ class TokenBatches(IterableDataset[Batch]):
                 )
                 first, rest = first + 1, []
                 del part
-                yield self._given(whole, stream, first - 1)
+                yield self._given(whole)
                 del whole
                 if read is None and i + 1 < len(wanted):
                     # Not before: only now has the caller let go of the last batch of the buffer before this one.
@@ -269,69 +285,65 @@ class TokenBatches(IterableDataset[Batch]):
             if read is None and i + 1 < len(wanted):
                 read = ahead.submit(self._read, stream, wanted[i + 1], memory)
 
-    def _groups(self, block_ends: np.ndarray) -> list[tuple[int, int, int]]:
-        """The groups of a `_Stream`. block_ends: tokens up to the end of each block."""
-        most = self.buffer_tokens
-        of_block = (block_ends - 1) // most
-        last = np.flatnonzero(np.diff(of_block, append=of_block[-1] + 1))
-        ends = block_ends[last].tolist()
-        return [(i, begin, end) for i, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))]
-
-    def _places(self, stream: _Stream, group: tuple[int, int, int]) -> np.ndarray:
-        """Where each token of a group goes in its buffer."""
-        number, begin, end = group
-        places = np.arange(end - begin)
-        if self.shuffle:
-            np.random.default_rng((*stream.seed, number)).shuffle(places)
-        return places
-
-    def _read(self, stream: _Stream, group: tuple[int, int, int], memory: RowBuffers) -> dict[str, np.ndarray]:
-        """The rows of one group, mixed: name -> [1, rows, stored width]."""
+    def _read(self, stream: Stream, group: Group, memory: RowBuffers) -> dict[str, np.ndarray]:
+        """The rows of one group, mixed: name -> [1, rows, stored width]. `_ROW`: their numbers in the view, and the
+        fields of their tokens, [1, rows].
+        """
         _, begin, end = group
-        places = self._places(stream, group)
+        places = self.order.places(stream, group)
         found = memory.take(end - begin)
         first, last = np.searchsorted(stream.ends, [begin, end - 1], "right").tolist()
 
         blocks = stream.blocks[first : last + 1]
-        stores, rows, counts = (part[blocks].tolist() for part in self._blocks)
+        stores, counts = self._blocks[0][blocks].tolist(), self._blocks[2][blocks].tolist()
+        begins = self._begins[blocks]
         stops = (stream.ends[first : last + 1] - begin).tolist()
+        row_bytes = sum(buffer[:, :1].nbytes for buffer in found.values())
+        read = [name for name in self.fields if name in IN_STORE]
+        more = {name: np.empty((1, end - begin), DTYPES[name]) for name in read}
+        more[_ROW] = np.empty((1, end - begin), np.int64)
+        more[_ROW][0, places] = np.repeat(begins - np.cumsum([0, *counts[:-1]]), counts) + np.arange(end - begin)
 
         def plan(i: int) -> Iterator[ShardPieces]:
             there = places[stops[i] - counts[i] : stops[i]]
             for name, view in self.views.items():
-                yield from view.plan_block(stores[i], rows[i], there, found[name])
+                yield from view.plan_block(stores[i], int(begins[i]), there, found[name])
+            if read:
+                span = self._view.runs.span(int(begins[i]), counts[i])
+                for name, values in self._view.store_tokens(stores[i], read).items():
+                    more[name][0, there] = values[span]
 
-        row_bytes = sum(buffer[:, :1].nbytes for buffer in found.values())
         read_blocks(plan, range(len(blocks)), row_bytes * max(counts))
-        return found
+        return found | more
 
-    def _given(self, rows: dict[str, np.ndarray], stream: _Stream, number: int) -> Batch | None:
-        """The batch of some rows, number `number` of a stream; None where no row of it is left."""
-        tensors = {name: as_torch(self.views[name].decoded(part)) for name, part in rows.items()}
+    def _given(self, rows: dict[str, np.ndarray]) -> Batch | None:
+        """The batch of some rows; None where no row of it is left."""
+        numbers = rows[_ROW][0]
+        tensors = {name: as_torch(view.decoded(rows[name])) for name, view in self.views.items()}
+        tensors |= {name: one.apply(tensors[name]) for name, one in self.normalization.items()}
         if self.dtype is not None:
             tensors = {name: tensor.to(self.dtype) for name, tensor in tensors.items()}
-        bad = np.unique(np.concatenate([not_finite(as_numpy(_of_numpy(tensor))) for tensor in tensors.values()]))
+        bad = np.unique(np.concatenate([self._bad(name, tensor) for name, tensor in tensors.items()]))
+        fields = {name: rows[name][0] for name in self.fields if name in rows}
         if len(bad):
-            self._see(stream, number * self.batch_size + bad)
+            self._finite.see_all(self._view.stores, *self._view.origins(numbers[bad]))
             if self._finite.policy == "skip":
-                left = torch.from_numpy(np.delete(np.arange(self.batch_size), bad))
-                if not len(left):
+                kept = np.delete(np.arange(len(numbers)), bad)
+                if not len(kept):
                     self._refuse_fewer_batches()
                     return None
-                tensors = {name: tensor[left] for name, tensor in tensors.items()}
-        return next(iter(tensors.values())) if self.single else tensors
+                tensors = {name: tensor[torch.from_numpy(kept)] for name, tensor in tensors.items()}
+                fields, numbers = {name: values[kept] for name, values in fields.items()}, numbers[kept]
+        if self.single:
+            return next(iter(tensors.values()))
+        stores, own = self._view.origins(numbers) if self.fields else (numbers, numbers)
+        fields |= {"store": stores, "row": own}
+        batch: dict[str, Any] = {name: torch.from_numpy(fields[name]) for name in self.fields if name != "key"}
+        return tensors | batch | ({"key": self._view.keys(stores).tolist()} if "key" in self.fields else {})
 
-    def _see(self, stream: _Stream, places: np.ndarray) -> None:
-        """Count rows that are not finite. places: of them in the order of the stream, int64 [n], rising."""
-        for group in stream.groups:
-            _, begin, end = group
-            inside = places[(places >= begin) & (places < end)] - begin
-            if len(inside):
-                tokens = begin + np.argsort(self._places(stream, group))[inside]
-                block = np.searchsorted(stream.ends, tokens, "right")
-                stores, rows, counts = (part[stream.blocks[block]] for part in self._blocks)
-                view = next(iter(self.views.values()))
-                self._finite.see_all(view.stores, stores, rows + counts - (stream.ends[block] - tokens))
+    def _bad(self, name: str, tensor: torch.Tensor) -> np.ndarray:
+        """The rows of a tensor that are not finite."""
+        return not_finite(as_numpy(_of_numpy(tensor)), minus_infinity=self.views[name].hook == "logits")
 
     def _refuse_fewer_batches(self) -> None:
         if self.world_size > 1:

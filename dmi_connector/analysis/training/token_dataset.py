@@ -12,21 +12,25 @@ from dmi_connector.analysis.training.token_loader import TokenLoader
 class TokenDataset(TokenBatches):
     """Batches of rows of hooks in many stores. Give it to a `DataLoader` with batch_size=None, or loop over it.
 
-    With one hook a batch is a tensor [batch_size, width], with several a dict of them, in which row i of each is of the
-    same token. Tensors have the stored dtype, or `dtype`; reduced hooks are decoded to float32.
+    With one hook a batch is a tensor [batch_size, width], with a list of hooks a dict of them, in which row i of each
+    is of the same token. Tensors have the stored dtype, or `dtype`; reduced hooks are decoded to float32.
 
     captures: from `open_captures`, or a directory. hooks: such as "resid_pre@3" (hook@layer), "resid_final" or
-    "blocks.3.attn.hook_z".
+    "blocks.3.attn.hook_z"; "logits" alone. In a list also fields of `RowView.tokens`, which come beside the rows: one
+    value for each in tensors of the field's dtype, keys as a list.
 
     Order: chunks of tokens are drawn from all stores at random; those of `buffer_tokens` are read together, and their
     tokens mixed. The same seed gives the same batches; it depends on the numbers of ranks and workers. Each epoch has
     another order, and so has each loop: it begins with the epoch after those of the loop before, see `set_epoch`.
     Tokens that do not fill a batch are left out of that epoch. shuffle=False: the order of the stores.
 
-    epochs: how often one loop gives all tokens; None: without end. skip: rows that are left out at the start of each
-    store. finite: what happens to rows with a NaN or an infinity, also one that only `dtype` makes: "skip" leaves them
-    out, so that a batch has fewer rows, and a batch of such rows alone does not come; "keep" gives them; "fail" raises
-    NotFinite. The first two warn (RuntimeWarning), and `not_finite` counts them.
+    epochs: how often one loop gives all tokens; None: without end. skip, phase, after, mask, last: which rows of each
+    store there are, see `Captures.rows`. finite: what happens to rows with a NaN or an infinity, also one that only
+    `dtype` makes: "skip" leaves them out, so that a batch has fewer rows, and a batch of such rows alone does not come;
+    "keep" gives them; "fail" raises NotFinite. The first two warn (RuntimeWarning), and `not_finite` counts them.
+    normalize: "mean_norm", "whiten", a file of `save_normalization`, or `normalization` of another data set. The first
+    two are fitted on rows of this one when it is made. Batches are float32 then, unless `dtype` is given. See
+    `Normalization`.
     rank, world_size: of this process; by default those of torch.distributed, if that is initialised. Ranks and workers
     read different tokens, and give equally many batches.
 

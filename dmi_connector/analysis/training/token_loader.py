@@ -42,6 +42,10 @@ class TokenLoader:
         """Go on after the batches of `state`. Raises ValueError for a state of other tokens, settings or workers."""
         self.dataset._go_on_at(self.dataset._checked(state, max(1, self.workers)))
 
+    def __len__(self) -> int:
+        """Batches of the loop that would begin now; see `TokenDataset.__len__`."""
+        return self.dataset._length(self._at(), max(1, self.workers))
+
     def __iter__(self) -> Iterator[Batch]:
         """Raises ValueError where there are fewer batches than workers, before a worker starts."""
         at = self._at()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-Batch = torch.Tensor | dict[str, torch.Tensor]
+Batch = torch.Tensor | dict[str, Any]
 _MOST_WORKERS = 1024
 _SEED = (1 << 40) - 1
 """Mask: the lowest 40 bits of base seeds are compared."""

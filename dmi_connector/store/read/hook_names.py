@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from dmi_connector.hooks import ALIASES
 from dmi_connector.wording import suggest
 
 RESID_POST = "resid_post"
+Layers = int | Sequence[int] | None
+"""One layer number, several, or all."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,16 @@ class HookTable:
             return sources[0]
         return next((source for source in sources if source.layer == number), None)
 
+    def chosen(self, name: str, layer: Layers) -> list[Source]:
+        """All layers of a hook, one, or those of a list in its order. Raises as `source`, ValueError for no layer."""
+        if layer is None:
+            return self.sources(name)
+        if np.ndim(layer) != 1:
+            return [self.source(name, layer)]  # type: ignore[arg-type]
+        if not len(layer):  # type: ignore[arg-type]
+            raise ValueError("layer [] names no layer; give layer numbers, or None for all")
+        return [self.source(name, one) for one in layer]  # type: ignore[union-attr]
+
     def source(self, name: str, layer: int) -> Source:
         """One layer of a hook; negative layers count from the model's last. A hook that exists once has layer 0.
 
@@ -94,7 +108,7 @@ class HookTable:
         try:
             layer = operator.index(layer)
         except TypeError as error:
-            raise ValueError(f"layer {layer!r} is not valid; give one layer number, or None for all") from error
+            raise ValueError(f"layer {layer!r} is not valid; give layer numbers, or None for all") from error
         source = self._find(self.sources(name), layer)
         if source is not None:
             return source

@@ -140,7 +140,9 @@ def unrecorded_stores(directory: Path) -> list[Path]:
     return [s for s in stores if s.is_dir() and (info := _scanned_or_failed(s)) and info.state in FINISHED]
 
 
-def find_captures(directory: Given, key: str | None = None, request_id: str | None = None) -> list[CaptureInfo]:
+def find_captures(
+    directory: Given, key: str | None = None, request_id: str | None = None, on_error: str = "raise"
+) -> list[CaptureInfo]:
     """Captures of a store directory, in the order they began. key, request_id: only those, if given.
 
     directory: a path, or a URL such as s3://bucket/prefix.
@@ -154,14 +156,16 @@ def find_captures(directory: Given, key: str | None = None, request_id: str | No
     only where the index has none. Such a store that cannot be read has the state "failed".
 
     Raises ValueError for a directory that is not there (a server makes its own when it starts), for one whose stores
-    lie one level below, for a store, and in a directory without an index for a store that is damaged.
+    lie one level below, for a store, and in a directory without an index for a store that is damaged; with
+    on_error="skip" that store has the state "failed" instead.
     """
     place = place_of(directory)
     if isinstance(place, RemotePath):
         return indexed_captures(place, key, request_id)
     check_directory(place)
     if not (place / INDEX_NAME).exists():
-        return _wanted(map(_scanned, _unnamed(place)), key, request_id)
+        look = _scanned if on_error == "raise" else _scanned_or_failed
+        return _wanted(map(look, _unnamed(place)), key, request_id)
     word = key if key is not None else request_id
     others = _unnamed(place) if word is None else []  # looked for before the index is read: one may end meanwhile
     lines = _lines(place, word)

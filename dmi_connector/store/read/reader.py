@@ -21,7 +21,7 @@ from dmi_connector.store.read.arrays.hook_values import HookValues, Tokens
 from dmi_connector.store.read.arrays.shard_reader import decode_plain
 from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
 from dmi_connector.store.read.files.open_files import files_of, zarr_store_of
-from dmi_connector.store.read.hook_names import HookTable, Source
+from dmi_connector.store.read.hook_names import HookTable, Layers, Source
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.waiting import wait_for
 
@@ -209,24 +209,24 @@ class StoreReader:
         assert isinstance(array, zarr.Array)
         return array
 
-    def numpy(self, hook: str, layer: int | None = None, tokens: Tokens = None, convert: bool = True) -> np.ndarray:
+    def numpy(self, hook: str, layer: Layers = None, tokens: Tokens = None, convert: bool = True) -> np.ndarray:
         """Decoded values as float32; integer hooks keep their dtype.
 
-        Shape: [tokens, width] for one layer, [layers, tokens, width] for `layer=None`. Hooks that exist once, and
-        logits, are always [tokens, width].
+        Shape: [tokens, width] for one layer, [layers, tokens, width] for `layer=None` and for a list of layers, in its
+        order. Hooks that exist once, and logits, are always [tokens, width].
 
-        layer: a layer number of the model, negative from its last. tokens: rows of the store, as a slice or a sequence
-        of indexes (for logits: samples). convert: False leaves floats in the stored dtype (bfloat16 is that of
-        ml_dtypes), which is quicker; reduced hooks are decoded to float32 all the same.
+        layer: a layer number of the model, negative from its last, or a list of them. tokens: rows of the store, as a
+        slice or a sequence of indexes (for logits: samples). convert: False leaves floats in the stored dtype (bfloat16
+        is that of ml_dtypes), which is quicker; reduced hooks are decoded to float32 all the same.
 
         Raises KeyError for a hook or layer that was not captured, IndexError for rows that are not there, ValueError
-        for several layers in the place of one, for all layers of `resid_post` where these were reduced to different
-        rows, and, with the file's name, for damaged values, FileNotFoundError for a file that is gone.
+        for what is no layer number, for an empty list, for layers of `resid_post` that were reduced to different rows,
+        and, with the file's name, for damaged values, FileNotFoundError for a file that is gone.
         """
         sources = self.sources(hook, layer)
         self._values.check_one_form(hook, sources)
         values = self._values.decoded(sources, tokens, convert)
-        return values[0] if layer is not None or sources[0].layer is None else values
+        return values if sources[0].layer is not None and (layer is None or np.ndim(layer)) else values[0]
 
     def stored(self, source: Source, tokens: Tokens = None) -> tuple[np.ndarray, StoredReduction | None]:
         """Rows [tokens, stored width] of one of `sources`, not decoded, and the reduction that was applied to them.
@@ -236,10 +236,10 @@ class StoreReader:
         (rows,) = self._values.stored({source.array: [source.index]}, tokens)
         return rows, self._values.reduced(source.array)
 
-    def sources(self, hook: str, layer: int | None = None) -> list[Source]:
-        """Where a hook lies, or one layer of it: arrays, and indexes along their layer axes. Raises KeyError."""
+    def sources(self, hook: str, layer: Layers = None) -> list[Source]:
+        """Where a hook lies, or some layers of it: arrays, and indexes along their layer axes. Raises KeyError."""
         try:
-            return self._table.sources(hook) if layer is None else [self._table.source(hook, layer)]
+            return self._table.chosen(hook, layer)
         except KeyError as error:
             raise KeyError(f"{self.path}: {error.args[0]}") from error
 

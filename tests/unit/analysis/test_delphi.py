@@ -83,10 +83,46 @@ def test_an_encoder_of_each_architecture_gives_its_latents(save: Save) -> None:
     assert ((found > 0).sum(1) <= 3).all() and (found > 0).sum() > 50
 
 
+def test_a_gated_encoder_gives_the_magnitudes_of_open_latents(save: Save) -> None:
+    rng = np.random.default_rng(2)
+    tensors = {name: rng.standard_normal(LATENTS, dtype=np.float32) for name in ("b_gate", "r_mag", "b_mag")}
+    folder = save({"architecture": "gated"}, leave_out=("b_enc",), **tensors)
+    rows, t = rng.standard_normal((50, WIDTH), dtype=np.float32), load_file(folder / "sae_weights.safetensors")
+    inner = (rows - t["b_dec"]).astype("f8")
+    magnitudes = np.maximum(inner @ (t["W_enc"] * np.exp(t["r_mag"])) + t["b_mag"], 0)
+    want = np.where(inner @ t["W_enc"] + t["b_gate"] > 0, magnitudes, 0)
+    np.testing.assert_allclose(SparseEncoder.load(folder).encode(rows), want, rtol=1e-3, atol=1e-4)
+    assert 0 < (want > 0).sum() < (magnitudes > 0).sum()
+
+
+@pytest.mark.parametrize("kind", ["batchtopk", "matryoshka_batchtopk"])
+def test_a_batch_topk_encoder_keeps_latents_above_the_threshold_of_its_training(save: Save, kind: str) -> None:
+    rows = np.random.default_rng(1).standard_normal((50, WIDTH), dtype=np.float32)
+    folder = save({"architecture": kind, "k": 2.5}, topk_threshold=np.array(0.9, np.float64))
+    want = dense(rows, folder)
+    np.testing.assert_allclose(SparseEncoder.load(folder).encode(rows), np.where(want > 0.9, want, 0), atol=1e-5)
+
+
+def test_rows_are_normalised_as_the_encoder_was_trained(save: Save) -> None:
+    rows = 3 + 5 * np.random.default_rng(1).standard_normal((50, WIDTH), dtype=np.float32)
+    scaled = rows * np.sqrt(WIDTH) / np.linalg.norm(rows, axis=1, keepdims=True)
+    centred = rows - rows.mean(1, keepdims=True)
+    layer = centred / (np.sqrt((centred**2).sum(1, keepdims=True) / (WIDTH - 1)) + 1e-5)
+    digests = set()
+    for norm, normed in (("none", rows), ("constant_norm_rescale", scaled), ("layer_norm", layer)):
+        folder = save({"normalize_activations": norm})
+        encoder = SparseEncoder.load(folder)
+        np.testing.assert_allclose(encoder.encode(rows), dense(normed, folder), rtol=1e-4, atol=1e-4)
+        digests.add(encoder.digest)
+    assert len(digests) == 3
+
+
 def test_what_an_encoder_cannot_do_is_named(save: Save, tmp_path: Path) -> None:
     for config, words in (
-        ({"architecture": "gated"}, "architecture 'gated'"),
-        ({"normalize_activations": "layer_norm"}, "normalize_activations 'layer_norm'"),
+        ({"architecture": "temporal"}, "architecture 'temporal'"),
+        ({"normalize_activations": "expected_average_only_in"}, "normalize_activations 'expected_average_only_in'"),
+        ({"architecture": "gated"}, "holds no b_gate of floats"),
+        ({"architecture": "batchtopk", "k": 3}, "holds no topk_threshold of floats"),
     ):
         with pytest.raises(ValueError, match=words):
             SparseEncoder.load(save(config))

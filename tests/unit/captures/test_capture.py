@@ -135,15 +135,39 @@ def test_an_unknown_hook_or_layer_is_refused(
         written[0].numpy(hook, layer)
 
 
-@pytest.mark.parametrize("layer", [[0, 2], slice(0, 2), 0.0, "2", np.array([0, 2])])
-def test_several_layers_in_the_place_of_one_are_refused(written: tuple[Capture, kit.Values], layer: Any) -> None:
+@pytest.mark.parametrize("layer", [[[0, 2]], slice(0, 2), 0.0, "2", [0.5]])
+def test_what_is_no_layer_is_refused(written: tuple[Capture, kit.Values], layer: Any) -> None:
     cap, _ = written
+    named = layer[0] if layer == [0.5] else layer
     for read in (cap.numpy, cap.torch, cap.sources):
-        with pytest.raises(
-            ValueError, match=re.escape(f"layer {layer!r} is not valid; give one layer number, or None")
-        ):
+        with pytest.raises(ValueError, match=re.escape(f"layer {named!r} is not valid; give layer numbers, or None")):
             read("z", layer)
+    with pytest.raises(ValueError, match=r"layer \[\] names no layer"):
+        cap.numpy("z", [])
     np.testing.assert_array_equal(cap.numpy("z", np.int64(2)), cap.numpy("z", 2))
+
+
+def test_a_list_of_layers_gives_them_in_its_order(written: tuple[Capture, kit.Values]) -> None:
+    cap, v = written
+    np.testing.assert_array_equal(cap.numpy("resid_pre", [3, 0, -1]), v["resid_pre"][[3, 0, 3]])
+    np.testing.assert_array_equal(cap.numpy("resid_pre", np.array([2]), [7, 5]), v["resid_pre"][[2], 7:4:-2])
+    post = np.concatenate([v["resid_pre"][1:], v["resid_final"]])
+    np.testing.assert_array_equal(cap.numpy("resid_post", [0, 3, 2]), post[[0, 3, 2]])
+    np.testing.assert_array_equal(cap.torch("z", [2, 0]).numpy(), v["z"][::-1])
+    np.testing.assert_array_equal(cap.numpy("embed", [0]), v["embed"][0])
+    with pytest.raises(KeyError, match=r"no layer 1 in this store; it has \[0, 2\]"):
+        cap.numpy("z", [0, 1])
+
+
+def test_a_name_may_have_its_layer(written: tuple[Capture, kit.Values]) -> None:
+    cap, v = written
+    np.testing.assert_array_equal(cap["z@2"], v["z"][1])
+    np.testing.assert_array_equal(cap["resid_post@-1"], v["resid_final"][0])
+    assert "z@2" in cap and "z@-2" in cap and "z@1" not in cap and "z@x" not in cap and "zz@1" not in cap
+    with pytest.raises(KeyError, match="no layer 1"):
+        cap["z@1"]
+    with pytest.raises(ValueError, match="'z@x' names no layer"):
+        cap["z@x"]
 
 
 def test_foreign_names_without_a_hook_and_absent_logits_are_refused(written: tuple[Capture, kit.Values]) -> None:

@@ -529,16 +529,18 @@ def test_a_view_can_be_pickled(view: RowView) -> None:
 def test_blocks_are_whole_chunks_and_hold_each_row_once(directory: Path) -> None:
     view = open_captures(directory, incomplete=True).rows("z", 1, skip=3)
     stores, first, counts = view.blocks()
-    found = [(s, f + i) for s, f, n in zip(stores, first, counts, strict=True) for i in range(n)]
-    every = view.origins(slice(None))
-    assert found == list(zip(every[0].tolist(), every[1].tolist(), strict=True))
-    assert (first // 32 == (first + counts - 1) // 32).all()
+    begins = np.cumsum(counts) - counts
+    assert counts.sum() == len(view)
+    for store, start, begin, count in zip(stores, first, begins, counts, strict=True):
+        of_stores, rows = view.origins(np.arange(begin, begin + count))
+        assert set(of_stores.tolist()) == {store} and rows[0] == start and len(set((rows // 32).tolist())) == 1
+        span = view.runs.span(int(begin), int(count))
+        assert np.array_equal(np.arange(400)[span], rows)
 
 
 def test_what_no_view_can_hold_is_refused(directory: Path) -> None:
     captures = open_captures(directory)
     for hook, layer, skip, error, message in [
-        ("logits", None, 0, ValueError, "a row for each sampled token"),
         ("resid_post", None, 0, ValueError, "lies in several arrays"),
         ("resid_pre", 5, 0, KeyError, "no layer 5"),
         ("resid_pri", 0, 0, KeyError, "did you mean 'resid_pre'"),

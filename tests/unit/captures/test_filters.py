@@ -307,13 +307,13 @@ def test_wrong_indexes_of_captures_are_explained(parent: Path) -> None:
     captures = open_captures(parent / "captures")
     cap = captures[0]
     for index in (("q", 1), 1, None, slice(3)):
-        with pytest.raises(KeyError, match=r"is no name of a hook; write cap\['q'\], or cap\.numpy\('q', layer\)"):
+        with pytest.raises(KeyError, match=r"is no name of a hook; write cap\['q'\], or cap\['q@3'\]"):
             cap[index]  # type: ignore[index]
     for number in (500, 2, -3):
         with pytest.raises(IndexError, match=rf"captures\[{number}\] does not exist: there are 2 stores"):
             captures[number]
-    for wrong in ("a", None, 1.0):
-        with pytest.raises(TypeError, match=r"give the number of a store, or a slice"):
+    for wrong in ((0, 1), None, 1.0):
+        with pytest.raises(TypeError, match=r"give the number, the name or the key of a store, or a slice"):
             captures[wrong]  # type: ignore[call-overload]
     assert captures[np.int64(-1)].path.name == "b.zarr"
 

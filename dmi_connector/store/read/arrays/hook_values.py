@@ -43,8 +43,11 @@ class HookValues:
         by_array = {name: [s.index for s in sources if s.array == name] for name in _arrays(sources)}
         if any("reduce" in self._attrs["hooks"][name] for name in by_array):
             parts = [self._decoded(name, indexes, tokens) for name, indexes in by_array.items()]
-            return parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return self.stored(by_array, tokens, convert)
+            values = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        else:
+            values = self.stored(by_array, tokens, convert)
+        order = [i for name in by_array for i, source in enumerate(sources) if source.array == name]
+        return values if order == sorted(order) else values[np.argsort(order)]
 
     def stored(self, by_array: dict[str, list[int]], tokens: Tokens, convert: bool = False) -> np.ndarray:
         """Rows as they are stored, or as float32, [layers, tokens, width]: the layers of several arrays in order.

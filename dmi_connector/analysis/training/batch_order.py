@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of the tokens of a `TokenDataset`: which worker of which rank reads which blocks, mixed in which way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+Group = tuple[int, int, int]
+"""(number, first token, one past the last token) of a part of a stream that is read at once."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What one worker of one rank reads in one epoch, in this order.
+
+    blocks: numbers of blocks. ends: tokens up to the end of each. batches: that it gives. seed: of its shuffling.
+    """
+
+    blocks: np.ndarray
+    ends: np.ndarray
+    batches: int
+    seed: tuple[int, ...]
+    groups: list[Group]
+
+
+@dataclass(frozen=True, eq=False)
+class BatchOrder:
+    """The order that seed, sizes, ranks and workers determine. counts: rows of each block, int64."""
+
+    counts: np.ndarray
+    batch_size: int
+    buffer_tokens: int
+    seed: int
+    shuffle: bool
+    rank: int
+    world_size: int
+
+    def stream(self, epoch: int, worker: int, workers: int) -> Stream:
+        """That of one worker. Raises ValueError where a worker would get less than a batch."""
+        order = np.arange(len(self.counts))
+        if self.shuffle:
+            np.random.default_rng((self.seed, epoch)).shuffle(order)
+        streams = self.world_size * workers
+        number = self.rank * workers + worker
+        parts = [order[i::streams] for i in range(streams)]
+        least = min(int(self.counts[part].sum()) for part in parts) // self.batch_size
+        if not least:
+            raise ValueError(
+                f"{self.counts.sum()} tokens are too few for batches of {self.batch_size} in {streams} workers; use a"
+                " smaller batch_size, or fewer workers"
+            )
+        ends = np.cumsum(self.counts[parts[number]])
+        return Stream(parts[number], ends, least, (self.seed, epoch, number), self._groups(ends))
+
+    def _groups(self, block_ends: np.ndarray) -> list[Group]:
+        """block_ends: tokens up to the end of each block."""
+        of_block = (block_ends - 1) // self.buffer_tokens
+        last = np.flatnonzero(np.diff(of_block, append=of_block[-1] + 1))
+        ends = block_ends[last].tolist()
+        return [(i, begin, end) for i, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))]
+
+    def places(self, stream: Stream, group: Group) -> np.ndarray:
+        """Where each token of a group goes in its buffer."""
+        number, begin, end = group
+        places = np.arange(end - begin)
+        if self.shuffle:
+            np.random.default_rng((*stream.seed, number)).shuffle(places)
+        return places

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses rows of stores: of one phase, by a mask, behind a token, the last ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.token_fields import plain_array, rows_present, store_fields
+from dmi_connector.store.format.remote_path import RemotePath
+from dmi_connector.store.read.files.open_files import files_of
+from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads
+from dmi_connector.store.read.index import CaptureInfo
+from dmi_connector.store.read.metadata import read_attrs
+
+PHASES = {"prompt": 0, "generated": 1}
+Mask = Callable[[Capture], Any]
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """Which rows of each store a view has. A row must pass all that is given.
+
+    skip: rows that are left out at the start of each store, such as 1 for the first token, whose norm is often large.
+    phase: "prompt" or "generated". after: a token id, or several: rows behind the first row with one of them, such as
+    those behind </think>; none of a store without one. mask: a function of an open `Capture` that returns a boolean for
+    each of its rows (of logits: for each sample). last: at most so many rows of each store, the last that pass the
+    others: `last=1` is the last token, with phase="prompt" that of the prompt.
+
+    Rows that the store lacks are left out at the end, so that "the last row" is never another one. All but skip and
+    last read the token arrays of every store once. Raises ValueError for values that are not valid.
+    """
+
+    skip: int = 0
+    phase: str | None = None
+    after: int | Collection[int] | None = None
+    mask: Mask | None = None
+    last: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.skip < 0:
+            raise ValueError(f"skip {self.skip} is not valid; use 0 or more rows")
+        if self.phase is not None and self.phase not in PHASES:
+            raise ValueError(f"phase {self.phase!r} is not valid; use 'prompt' or 'generated'")
+        if self.last is not None and self.last < 1:
+            raise ValueError(f"last {self.last} is not valid; use 1 row or more")
+
+    def of(self, infos: Sequence[CaptureInfo], counts: Sequence[int], sampled: bool = False) -> Runs:
+        """The chosen rows of stores. counts: their rows, or of logits their samples. Raises ValueError for a mask of
+        another shape, and for damaged token arrays.
+        """
+        found: list[np.ndarray] = [np.empty((0, 2), np.int64)] * len(infos)
+
+        def look(number: int) -> None:
+            found[number] = self._runs(infos[number], counts[number], sampled)
+
+        if self._reads or not all(info.state == "complete" for info in infos):
+            remote = any(isinstance(info.store, RemotePath) for info in infos)
+            (in_fetch_threads if remote else in_threads)(look, range(len(infos)))
+        else:
+            for number in range(len(infos)):
+                look(number)
+        stores = np.repeat(np.arange(len(infos)), [len(runs) for runs in found])
+        runs = np.concatenate(found) if found else np.empty((0, 2), np.int64)
+        return Runs(stores, runs[:, 0], np.concatenate([[0], np.cumsum(runs[:, 1] - runs[:, 0])]))
+
+    @property
+    def _reads(self) -> bool:
+        """Whether it needs what is in the stores."""
+        return (self.phase, self.after, self.mask) != (None, None, None)
+
+    def _runs(self, info: CaptureInfo, count: int, sampled: bool) -> np.ndarray:
+        """int64 [runs, 2]: [start, stop) of runs of chosen rows of one store, in order."""
+        complete = info.state == "complete"
+        if complete and not self._reads:
+            start = self.skip if self.last is None else max(self.skip, count - self.last)
+            return np.array([[start, count]] if start < count else [], np.int64).reshape(-1, 2)
+        kept = self._chosen(info, count, complete, sampled)
+        if self.last is not None:
+            kept[np.flatnonzero(kept)[: -self.last]] = False
+        if not complete and sampled:
+            kept &= plain_array(info.store, files_of(info.store), "logits_positions", "int32") >= 0
+        elif not complete:
+            kept &= rows_present(read_attrs(info.store))
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]]).astype(np.int8)))
+        return edges.astype(np.int64).reshape(-1, 2)
+
+    def _chosen(self, info: CaptureInfo, count: int, complete: bool, sampled: bool) -> np.ndarray:
+        """bool [rows]: which rows pass all but `last`."""
+        kept = np.arange(count) >= self.skip
+        wanted = {"phase": self.phase, "token_ids": self.after}
+        names = [name for name, value in wanted.items() if value is not None]
+        fields = store_fields(info.store, names, complete, sampled) if names else {}
+        if self.phase is not None:
+            kept &= fields["phase"] == PHASES[self.phase]
+        if self.after is not None:
+            markers = list(self.after) if isinstance(self.after, Collection) else [self.after]
+            found = np.flatnonzero(np.isin(fields["token_ids"], markers))
+            kept[: found[0] + 1 if len(found) else count] = False
+        if self.mask is not None:
+            with open_capture(info.store, timeout=0, allow_incomplete=True) as capture:
+                given = np.asarray(self.mask(capture))
+            if given.dtype != bool or given.shape != (count,):
+                raise ValueError(
+                    f"mask: it returned {given.dtype} of shape {given.shape} for {info.store}; return a boolean for"
+                    f" each of its {count} rows"
+                )
+            kept &= given
+        return kept
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Runs of consecutive rows of stores, in the order of a view, int64.
+
+    stores: number of the store of each run. firsts: its first row there. begins: where it begins in the view, and at
+    the end the rows of the view.
+    """
+
+    stores: np.ndarray
+    firsts: np.ndarray
+    begins: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        """Rows of the view."""
+        return int(self.begins[-1])
+
+    def origins(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(number of the store, row of that store) of rows of the view, both int64 [n]."""
+        run = np.searchsorted(self.begins, numbers, "right") - 1
+        return self.stores[run], self.firsts[run] + numbers - self.begins[run]
+
+    def span(self, begin: int, count: int) -> slice | np.ndarray:
+        """The rows in their store of `count` rows of the view from `begin` on, which are of one store."""
+        run = int(self.begins.searchsorted(begin, "right")) - 1
+        if begin + count <= self.begins[run + 1]:
+            first = int(self.firsts[run] + begin - self.begins[run])
+            return slice(first, first + count)
+        return self.origins(np.arange(begin, begin + count))[1]
+
+    def blocks(self, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(store, first row there, rows) of each part of the view that lies in one chunk of `chunk` rows, int64."""
+        ends = self.firsts + np.diff(self.begins)
+        counts = (ends - 1) // chunk - self.firsts // chunk + 1
+        run = np.repeat(np.arange(len(ends)), counts)
+        number = self.firsts[run] // chunk + np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
+        start = np.maximum(number * chunk, self.firsts[run])
+        stop = np.minimum((number + 1) * chunk, ends[run])
+        store = self.stores[run]
+        new = np.flatnonzero((np.diff(store, prepend=-1) != 0) | (np.diff(number, prepend=-1) != 0))
+        rows = np.add.reduceat(stop - start, new) if len(new) else np.empty(0, np.int64)
+        return store[new], start[new], rows
