@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,13 @@ def many(
     """What a notebook prints, and its pictures, with fewer steps. With all: tests/engine/test_examples.py."""
     notebook = notebookkit.shorter(notebookkit.read(name), *shorter)
     return notebookkit.execute(notebook, monkeypatch, mistakes, DMI_CAPTURES=str(stores))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gradients() -> Iterator[None]:
+    """An engine in this process has switched them off."""
+    with torch.enable_grad():
+        yield
 
 
 @pytest.fixture(scope="module")
