@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("dmi_connector", "tests", "pyproject.toml", "README.md")
-COPIED += ("docs/HOOKS.md", "docs/CONTRACT.md", "docs/TYPES.md")
+COPIED += ("docs/*.md", "CONTRIBUTING.md")
 REASONS = json.loads((ROOT / "tests/mutants/survivors.json").read_text())
 """Why each survivor may live."""
 FOUND = ("killed", "timeout", "segfault")
