@@ -30,7 +30,10 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "tokens to train on: generated (default), all, or spans: generated and those in loss_spans",
     },
     "prompt_start": {"type": int, "metavar": "N", "help": "tokens of the prompt to leave out (default: 0)"},
-    "hook": {"metavar": "HOOK", "help": "such as resid_pre@12 or blocks.12.hook_resid_pre"},
+    "hook": {
+        "metavar": "HOOK",
+        "help": "such as resid_pre@12 or blocks.12.hook_resid_pre; several, with commas, for numpy and parquet",
+    },
     "context_size": {"type": int, "metavar": "N", "help": "rows of a context (default: 128, delphi 256)"},
     "skip": {"type": int, "metavar": "N", "help": "rows to leave out at the start of each store (default: 0)"},
     "sae": {"metavar": "PATH", "help": "safetensors of an autoencoder with its cfg.json, or their directory"},

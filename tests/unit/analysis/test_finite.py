@@ -11,6 +11,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
@@ -41,6 +42,8 @@ ATTRS = {"num_layers": 3, "experts": {"count": 8, "layers": [0, 1, 2]}}
 FLAGS: dict[str, list[str]] = {
     "delphi": ["--hook", "resid_pre@1", "--context-size", "10", "--splits", "1"],
     "specforge": ["--loss", "all"],
+    "numpy": ["--hook", "resid_pre@1"],
+    "parquet": ["--hook", "resid_pre@1"],
 }
 FORMATS = [name for name in TARGETS if name != "saelens"]
 """saelens needs datasets: tests/types/test_sae_lens.py."""
@@ -120,6 +123,10 @@ def written(to: str, out: Path) -> dict[str, list[np.ndarray]]:
             found[name] = [tensor.float().numpy() for tensor in torch.load(path).values()]
         elif path.suffix == ".npy":
             found[name] = [np.load(path)]
+        elif path.suffix == ".npz":
+            found[name] = [np.load(path)["resid_pre@1"]]
+        elif path.suffix == ".parquet":
+            found[name] = [np.array(pq.read_table(path)["resid_pre@1"].to_pylist())]
         elif path.suffix == ".zip":
             with open_capture(path) as capture:
                 found[name] = [capture.numpy(hook) for hook in STREAM]

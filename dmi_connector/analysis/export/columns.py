@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks as columns beside the tokens of a store, for exports with one row per token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dmi_connector.analysis.export.progress import row_blocks
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.captures import Captures, named_rows
+from dmi_connector.captures.finite import FiniteCheck
+
+TOKENS = ("token_ids", "positions", "phase")
+"""Arrays of each store: int32, int32, and uint8 (0: prompt, 1: generated)."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One hook in one layer. name: as the user gave it. width: values of a row; heads lie side by side."""
+
+    name: str
+    hook: str
+    layer: int | None
+    width: int
+
+    def blocks(self, capture: Capture, finite: FiniteCheck) -> Iterator[np.ndarray]:
+        """The rows as float32 [n, width] (bfloat16 and float16 too) or in their integer dtype, part by part.
+
+        Raises NotFinite as `finite` says.
+        """
+        for rows in row_blocks(len(capture.token_ids)):
+            values = finite.check(capture.path, capture.numpy(self.hook, self.layer, rows), rows.start)
+            yield values.reshape(len(values), self.width)
+
+
+def columns_of(captures: Captures, hooks: str) -> list[Column]:
+    """The columns of comma-separated hooks, such as "resid_pre@3,q@3".
+
+    Raises ValueError for a hook of several layers, and for one that has no row for each token; KeyError for a hook that
+    the stores lack.
+    """
+    found = []
+    for name in hooks.split(","):
+        view = named_rows(captures, name)
+        if view.sampled:
+            raise ValueError(f"{name!r} has a row for each sampled token, not for each token; name another hook")
+        if len(view.shape) == 3:
+            raise ValueError(f"{name!r} has layers {view.layers}; name one, as in '{name}@{view.layers[0]}'")
+        layer = view.layers[0] if view.layer is not None and view.layers else None
+        found.append(Column(name, view.hook, layer, view.width))
+    return found

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi export --to numpy` and `--to parquet`: hooks beside the tokens of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from dmi_connector import open_capture
+from dmi_connector.cli.main import main
+from dmi_connector.layout import ArraySpec
+from tests import snippets
+from tests import storekit as kit
+
+ROWS = 300
+"""More than are read at a time."""
+SPECS = [
+    ArraySpec("resid_pre", "bfloat16", (0, 1), 16),
+    ArraySpec("q", "bfloat16", (0, 1), 8),
+    ArraySpec("resid_final", "bfloat16", (), 16),
+    ArraySpec("logits", "float32", (), 20, per_sample=True),
+]
+HOOKS = "resid_pre@1,q@0,resid_final"
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("columns")
+    owner = kit.Store(1 << 22)
+    for name, key in (("a", "mine"), ("b", None)):
+        owner.write(folder / f"{name}.zarr", SPECS, ROWS, attrs={"num_layers": 2}, key=key)
+    assert owner.shutdown()
+    yield folder
+
+
+def test_arrays_of_numpy_are_those_of_the_store(stores: Path, tmp_path: Path) -> None:
+    assert main(["export", str(stores), "--to", "numpy", "--hook", HOOKS, "-o", str(tmp_path)]) == 0
+    for name in "ab":
+        with np.load(tmp_path / f"{name}.npz") as found, open_capture(stores / f"{name}.zarr") as capture:
+            assert found.files == ["token_ids", "positions", "phase", *HOOKS.split(",")]
+            for array in ("token_ids", "positions", "phase"):
+                assert np.array_equal(found[array], getattr(capture, array)) and len(found[array]) == ROWS
+            assert np.array_equal(found["resid_pre@1"], capture.numpy("resid_pre", 1))
+            assert np.array_equal(found["q@0"], capture.numpy("q", 0).reshape(ROWS, 8))
+            assert np.array_equal(found["resid_final"], capture.numpy("resid_final"))
+            assert found["resid_pre@1"].dtype == np.float32
+
+
+def test_a_table_of_parquet_has_a_row_per_token(stores: Path, tmp_path: Path) -> None:
+    assert main(["export", str(stores), "--to", "parquet", "--hook", HOOKS, "-o", str(tmp_path)]) == 0
+    for name, key in (("a", "mine"), ("b", None)):
+        table = pq.read_table(tmp_path / f"{name}.parquet")
+        assert table.column_names == ["key", "token_ids", "positions", "phase", *HOOKS.split(",")]
+        with open_capture(stores / f"{name}.zarr") as capture:
+            assert table["key"].to_pylist() == [key] * ROWS
+            for array in ("token_ids", "positions", "phase"):
+                assert np.array_equal(table[array].to_numpy(), getattr(capture, array))
+            assert np.array_equal(np.array(table["resid_pre@1"].to_pylist(), np.float32), capture.numpy("resid_pre", 1))
+            assert np.array_equal(
+                np.array(table["q@0"].to_pylist(), np.float32), capture.numpy("q", 0).reshape(ROWS, 8)
+            )
+
+
+@pytest.mark.parametrize("to", ["numpy", "parquet"])
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [("resid_pre", "name one, as in 'resid_pre@0'"), ("logits", "a row for each sampled token"), ("z@0", "z")],
+)
+def test_hooks_that_are_no_column_are_refused(
+    stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str, hook: str, words: str
+) -> None:
+    assert main(["export", str(stores), "--to", to, "--hook", hook, "-o", str(tmp_path / "out")]) == 2
+    assert words in capsys.readouterr().err
+    assert not [*tmp_path.rglob("*.npz"), *tmp_path.rglob("*.parquet")]
+
+
+def test_the_pages_commands_work(stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "captures").symlink_to(stores)
+    for words in snippets.commands("numpy and Parquet"):
+        assert main([word.replace("@12", "@1") for word in words[1:]]) == 0
+    assert [len(list(Path("data", folder).glob("?.*"))) for folder in ("arrays", "rows")] == [2, 2]
