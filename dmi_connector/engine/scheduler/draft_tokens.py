@@ -34,34 +34,40 @@ class DraftTokens:
 
     def begin(
         self, output: SchedulerOutput, tracked: Mapping[str, Tracked], logits: bool, metadata: StepMetadata
-    ) -> None:
+    ) -> int:
         """Process the results of earlier steps. `Tracked.blocks` must include their blocks.
 
-        logits: whether a scheduled request captures them.
+        logits: whether a scheduled request captures them. Returns how many rows are new: the tokens of this step
+        without its draft tokens, and the draft tokens of earlier steps that turned out to be accepted. Called in each
+        step for each request, so what is rare is looked at last.
         """
+        scheduled, rows = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         metadata.decided = max(0, self._steps - self._behind) if logits else self._steps
         again = {new.req_id for new in output.scheduled_new_reqs} | set(output.scheduled_cached_reqs.resumed_req_ids)
         for request_id, one in tracked.items():
             if not one.opened:
                 continue
-            if one.has_logits and one.turn_ended:
+            if logits and one.has_logits and one.turn_ended:
                 metadata.accepted += self._accepted(one, one.request.num_computed_tokens)
-            one.note_tokens(mixed=request_id not in again and self._mixed(one))
-            if one.has_logits:
+            # Tokens of two steps came together if both were in flight, and after a pause none is.
+            mixed = (
+                one.two_in_flight
+                and not one.request.num_output_placeholders
+                and self._behind > 0
+                and request_id not in again
+                and one.request.status == RequestStatus.RUNNING
+            )
+            rows += one.note_tokens(mixed)
+            if logits and one.has_logits:
                 metadata.accepted += self._accepted(one, one.request.num_tokens - 1)
-            scheduled = request_id in output.num_scheduled_tokens
-            one.two_in_flight, one.in_flight = scheduled and one.in_flight and request_id not in again, scheduled
-        self._steps += bool(output.num_scheduled_tokens)
+            now = request_id in scheduled
+            one.two_in_flight, one.in_flight = now and one.in_flight and request_id not in again, now
+        self._steps += bool(scheduled)
         for request_id, drafts in output.scheduled_spec_decode_tokens.items():
+            rows -= len(drafts)
             if request_id in tracked:
                 tracked[request_id].scheduled += len(drafts)
-
-    def _mixed(self, tracked: Tracked) -> bool:
-        """Whether the tokens since the last look are of two steps. Both were in flight, and after a pause none is."""
-        request = tracked.request
-        if not self._behind or not tracked.two_in_flight or request.status != RequestStatus.RUNNING:
-            return False
-        return not request.num_output_placeholders
+        return rows
 
     def want_logits(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
         """Keep logits of this step from which a captured token may be sampled.
@@ -77,7 +83,7 @@ class DraftTokens:
     def close(self, tracked: Tracked, start: int, end: int, close: Close) -> None:
         """Add what there is to say of drafts at the end of a capture of positions [start, end)."""
         tracked.note_tokens()
-        close.attrs["draft_tokens"] = {"scheduled": tracked.scheduled, "accepted": len(tracked.drafted)}
+        close.attrs["draft_tokens"] = {"scheduled": tracked.scheduled, "accepted": tracked.accepted}
         close.draft_index = tracked.draft_index(start, end)
         if tracked.has_logits:
             close.accepted = self._accepted(tracked, end)

@@ -16,6 +16,10 @@ from dmi_connector.request_options import CaptureParams
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+_NUMBERS = bytes(range(1, DRAFT_UNKNOWN))
+"""Numbers of the draft tokens of a step."""
+_UNKNOWN = bytes([DRAFT_UNKNOWN])
+
 
 @dataclass
 class Tracked:
@@ -27,8 +31,8 @@ class Tracked:
     blocks in the cache group of the rows.
 
     Beside speculative decoding. last_step: the last step that computed tokens of it. decided: position up to which
-    logits were accepted. drafted: positions of accepted draft tokens, and which draft token of its step each was, from
-    1 on. scheduled: draft tokens that steps verified. in_flight,
+    logits were accepted. drafted: for each position which draft token of its step it was, as in `Close.draft_index`, up
+    to the last accepted one. accepted: their number. scheduled: draft tokens that steps verified. in_flight,
     two_in_flight: whether the last step computed tokens of it, and the one before too.
     """
 
@@ -46,7 +50,8 @@ class Tracked:
     blocks: list[int] = field(default_factory=list)
     last_step: int = 0
     decided: int = 0
-    drafted: list[tuple[int, int]] = field(default_factory=list)
+    drafted: bytearray = field(default_factory=bytearray)
+    accepted: int = 0
     scheduled: int = 0
     in_flight: bool = False
     two_in_flight: bool = False
@@ -89,29 +94,34 @@ class Tracked:
         """Whether a session got its next prompt since the last look. Computed tokens of the turn before are kept."""
         return self.turn not in (-1, self.request.num_prompt_tokens)
 
-    def note_tokens(self, mixed: bool = False) -> None:
+    def note_tokens(self, mixed: bool = False) -> int:
         """Look at the tokens that a step added: accepted drafts, and behind them one that was sampled.
 
         The last token may also be a draft, behind which a stop cut the others. It was no input, so it has no row.
-        mixed: they may be the result of two steps.
+        mixed: they may be the result of two steps. Returns the number of accepted drafts.
         """
-        request = self.request
-        inputs = request.num_computed_tokens if self.turn_ended else request.num_tokens - 1
-        for position in range(self._known, inputs) if self.turn >= 0 else ():
-            self.drafted.append((position, DRAFT_UNKNOWN if mixed else position - self._known + 1))
-        if self.turn != request.num_prompt_tokens:
+        request, known, before = self.request, self._known, self.accepted
+        turned = self.turn != request.num_prompt_tokens
+        inputs = request.num_computed_tokens if turned and self.turn_ended else request.num_tokens - 1
+        if inputs > known and self.turn >= 0:
+            count = inputs - known
+            self.accepted += count
+            if len(self.drafted) < known:
+                self.drafted += bytes(known - len(self.drafted))
+            self.drafted[known:inputs] = (b"" if mixed else _NUMBERS[:count]).ljust(count, _UNKNOWN)
+        if turned:
             self.turn = self._known = request.num_prompt_tokens
             self.decided = max(self.decided, request.num_prompt_tokens - 1)
             if not self.turn_ended and request.num_tokens > self._known:
                 self.note_tokens(mixed)
         self._known = max(self._known, request.num_tokens)
+        return self.accepted - before
 
     def draft_index(self, start: int, end: int) -> np.ndarray:
         """uint8 [end - start]: `Close.draft_index` of positions [start, end)."""
         index = np.zeros(end - start, np.uint8)
-        for position, number in self.drafted:
-            if start <= position < end:
-                index[position - start] = number
+        known = np.frombuffer(self.drafted[start:end], np.uint8)
+        index[: len(known)] = known
         return index
 
     def number_sample(self, position: int, turn: int | None = None) -> int:

@@ -137,7 +137,9 @@ class Tracker:
         if self._drafts is not None:
             if self._with_logits:
                 self._take_blocks()
-            self._drafts.begin(output, self.tracked, bool(self._with_logits), metadata)
+            self._rows_since += self._drafts.begin(output, self.tracked, bool(self._with_logits), metadata)
+        else:
+            self._rows_since += output.total_num_scheduled_tokens
         for request_id in output.preempted_req_ids or ():
             if request_id in self.tracked:
                 self._take_blocks()
@@ -149,7 +151,6 @@ class Tracker:
         if output.scheduled_new_reqs:
             self._take_blocks()  # of steps before: a new request may have the id of an old one
         self._since.append(output)
-        self._rows_since += output.total_num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             tracked = self.tracked.get(new.req_id)
             if tracked is not None:
