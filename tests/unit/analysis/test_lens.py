@@ -283,14 +283,14 @@ def test_what_follows_from_a_lost_token_is_not_known(case: Case, monkeypatch: py
 
 
 def test_a_salvaged_store_has_0_where_a_token_is_lost() -> None:
-    capture: Any = SimpleNamespace(token_ids=np.array([4, 0, 0, 0, 7]), missing=[[1, 3]])
+    capture: Any = SimpleNamespace(token_ids=np.array([4, 0, 0, 0, 7]))
     for sentence, known in (
         (Cause.TOKEN_IDS_UNKNOWN.value[1], [True, False, False, True, True]),
         ("rows did not find room", [True] * 5),
     ):
-        capture.attrs = {"reason": f"salvaged; {sentence}; and more"}
+        capture.attrs = {"reason": f"salvaged; {sentence}; and more", "num_tokens": 5, "missing": [[1, 3]]}
         assert known_tokens(capture).tolist() == known
-    capture.attrs = {"reason": None}
+    capture.attrs = {"reason": None, "num_tokens": 5, "missing": []}
     assert known_tokens(capture).all()
 
 
