@@ -113,7 +113,7 @@ class Busy(Bench):
         graphs = {"cudagraph_mode": setup.graphs} if setup.graphs else {}
         engine_args["compilation_config"] = {**engine_args.get("compilation_config", {}), **graphs}
         if setup.drafts:
-            folder = Path(args.store_dir).absolute().with_name(f"dmi-{setup.drafts}-{os.getpid()}")
+            folder = Path(args.store_dir).absolute() / f"{setup.engine} head"
             engine_args["speculative_config"] = drafts.speculative_config(
                 setup.drafts, args.model, folder, weights=False
             )

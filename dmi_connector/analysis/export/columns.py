@@ -12,6 +12,7 @@ from dmi_connector.analysis.export.progress import row_blocks
 from dmi_connector.captures.capture import Capture
 from dmi_connector.captures.captures import Captures, named_rows
 from dmi_connector.captures.finite import FiniteCheck
+from dmi_connector.captures.row_view import RowView
 
 TOKENS = ("token_ids", "positions", "phase")
 """Arrays of each store: int32, int32, and uint8 (0: prompt, 1: generated)."""
@@ -27,28 +28,34 @@ class Column:
     width: int
 
     def blocks(self, capture: Capture, finite: FiniteCheck) -> Iterator[np.ndarray]:
-        """The rows as float32 [n, width] (bfloat16 and float16 too) or in their integer dtype, part by part.
-
-        Raises NotFinite as `finite` says.
-        """
-        for rows in row_blocks(len(capture.token_ids)):
+        """The rows of each of `parts`, [n, width]: float32, or stored integers. Raises NotFinite as `finite` says."""
+        for rows in parts(capture):
             values = finite.check(capture.path, capture.numpy(self.hook, self.layer, rows), rows.start)
             yield values.reshape(len(values), self.width)
+
+
+def parts(capture: Capture) -> list[slice]:
+    """Slices of rows to read at a time: at least one, which is empty if the store has no rows."""
+    return [*row_blocks(len(capture.token_ids))] or [slice(0, 0)]
+
+
+def check_column(view: RowView, name: str) -> None:
+    """Raise ValueError for a hook of several layers, and for one that has no row for each token."""
+    if view.sampled:
+        raise ValueError(f"{name!r} has a row for each sampled token, not for each token; name another hook")
+    if len(view.shape) == 3:
+        raise ValueError(f"{name!r} has layers {view.layers}; name one, as in '{name}@{view.layers[0]}'")
 
 
 def columns_of(captures: Captures, hooks: str) -> list[Column]:
     """The columns of comma-separated hooks, such as "resid_pre@3,q@3".
 
-    Raises ValueError for a hook of several layers, and for one that has no row for each token; KeyError for a hook that
-    the stores lack.
+    Raises ValueError as `check_column` does; KeyError for a hook that the stores lack.
     """
     found = []
-    for name in hooks.split(","):
+    for name in dict.fromkeys(hooks.split(",")):
         view = named_rows(captures, name)
-        if view.sampled:
-            raise ValueError(f"{name!r} has a row for each sampled token, not for each token; name another hook")
-        if len(view.shape) == 3:
-            raise ValueError(f"{name!r} has layers {view.layers}; name one, as in '{name}@{view.layers[0]}'")
+        check_column(view, name)
         layer = view.layers[0] if view.layer is not None and view.layers else None
         found.append(Column(name, view.hook, layer, view.width))
     return found

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from dmi_connector.analysis.export.columns import check_column
 from dmi_connector.captures.captures import Captures, named_rows
 from dmi_connector.captures.finite import WHAT, FiniteCheck, NotFinite, not_finite
 from dmi_connector.captures.lens_names import lens_name, split_name, why_not_equal
@@ -35,12 +36,7 @@ class PackedRows:
         self._view = named_rows(captures, hook, RowChoice(skip))
         found, layer = self._view.hook, self._view.layer
         assert layer is None or isinstance(layer, int)
-        if self._view.sampled:
-            raise ValueError(f"{hook!r} has a row for each sampled token, not for each token; name another hook")
-        if len(self._view.shape) == 3:
-            raise ValueError(
-                f"{hook!r} has layers {self._view.layers}; name one, as in '{hook}@{self._view.layers[0]}'"
-            )
+        check_column(self._view, hook)
         with captures[0] as first:
             named = lens_name(found, layer)
             if named is not None and why_not_equal(split_name(named)[0], first.attrs) is not None:

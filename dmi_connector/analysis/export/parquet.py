@@ -11,8 +11,8 @@ try:
 except ImportError as error:
     raise ImportError("parquet: pyarrow is not installed; install dmi_connector[run]") from error
 
-from dmi_connector.analysis.export.columns import TOKENS, columns_of
-from dmi_connector.analysis.export.progress import Done, Progress, export_by_name, row_blocks
+from dmi_connector.analysis.export.columns import TOKENS, columns_of, parts
+from dmi_connector.analysis.export.progress import Done, Progress, export_by_name
 from dmi_connector.captures.capture import Capture
 from dmi_connector.captures.captures import Captures
 from dmi_connector.captures.finite import FiniteCheck
@@ -29,8 +29,8 @@ def export(captures: Captures, out: Path, progress: Progress, finite: FiniteChec
         tokens = {name: getattr(capture, name) for name in TOKENS}
         writer = None
         try:
-            parts = zip(*(column.blocks(capture, finite) for column in columns), strict=True)
-            for rows, values in zip(row_blocks(len(capture.token_ids)), parts, strict=True):
+            blocks = zip(*(column.blocks(capture, finite) for column in columns), strict=True)
+            for rows, values in zip(parts(capture), blocks, strict=True):
                 lists = [pa.FixedSizeListArray.from_arrays(pa.array(v.reshape(-1)), v.shape[1]) for v in values]
                 arrays = {"key": pa.array([capture.attrs.get("key")] * len(values[0]), pa.string())}
                 arrays |= {name: pa.array(ids[rows]) for name, ids in tokens.items()}

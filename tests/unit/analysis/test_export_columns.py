@@ -65,6 +65,18 @@ def test_a_table_of_parquet_has_a_row_per_token(stores: Path, tmp_path: Path) ->
             )
 
 
+def test_a_store_without_rows_becomes_an_empty_file(tmp_path: Path) -> None:
+    owner = kit.Store(1 << 22)
+    owner.write(tmp_path / "in/a.zarr", SPECS, 0, attrs={"num_layers": 2})
+    assert owner.shutdown()
+    for to in ("numpy", "parquet"):
+        argv = ["export", str(tmp_path / "in"), "--to", to, "--hook", "q@0,q@0", "-o", str(tmp_path / to)]
+        assert main(argv) == 0
+    with np.load(tmp_path / "numpy/a.npz") as found:
+        assert found["q@0"].shape == (0, 8) and found["token_ids"].shape == (0,)
+    assert pq.read_table(tmp_path / "parquet/a.parquet").num_rows == 0
+
+
 @pytest.mark.parametrize("to", ["numpy", "parquet"])
 @pytest.mark.parametrize(
     ("hook", "words"),
