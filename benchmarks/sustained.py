@@ -6,8 +6,9 @@
     python -m benchmarks.sustained --merged one.json another.json
 
 Each setup has an engine in a process of its own. All engines of a group are up, and one works at a time. So give each
-its part of the GPU's memory: --kv-gigabytes. A consumer in another process removes each finished store. It keeps every
-16th, which is verified after the measurement. The result file is rewritten after every measurement.
+its part of the GPU's memory (--kv-gigabytes), or a GPU of its own (--gpus). A consumer in another process removes each
+finished store. It keeps every 16th, which is verified after the measurement. The result file is rewritten after every
+measurement.
 
 A backlog that grows means that the speed cannot be sustained. `sustained_tok_per_s` is then the speed at which files
 would keep up.
@@ -46,12 +47,13 @@ _GROWS = 0.02
 @dataclass(frozen=True)
 class Sustained(Setup):
     """graphs: CUDA graph mode of its engine, "" for that of --engine-args. writers: 0 for the default number. drafts:
-    speculative decoding by a method of `benchmarks.drafts`.
+    speculative decoding by a method of `benchmarks.drafts`. captures: whether its requests are captured.
     """
 
     graphs: str = ""
     writers: int = 0
     drafts: str = ""
+    captures: bool = True
 
 
 def _narrow(model: str) -> str:
@@ -88,6 +90,9 @@ def all_setups(model: str) -> list[Sustained]:
         ours("hidden-states null pool", HIDDEN, owner="pool"),
         ours("hidden-states zstd pool", HIDDEN, "zstd", "pool"),
         ours("full null pool", FULL, owner="pool"),
+        ours("int8 none pool", FULL, "none", "pool", reduce=int8),
+        ours("hidden-states pool uncaptured", HIDDEN, owner="pool", captures=False),
+        ours("full pool uncaptured", FULL, owner="pool", captures=False),
         ours("attn null", "pattern", reduce=(("pattern", "attn(8)"),)),
         Sustained("stock pieces", "stock pieces", graphs=pieces),
         ours("hidden-states zstd pieces", HIDDEN, "zstd", graphs=pieces),
@@ -120,12 +125,16 @@ class Busy(Bench):
         options = {"sink": setup.sink, "codec": setup.codec, **args.options} if setup.hooks else {}
         if setup.writers:
             options["writers"] = setup.writers
+        if setup.owner == "pool" and (gigabytes := args.pool_gigabytes.get(setup.name, args.pool_gigabytes.get("*"))):
+            options["pool_bytes"] = int(gigabytes * 1e9)
         if setup.hooks and setup.graphs:
             options["cuda_graphs"] = "vllm"
         mine = argparse.Namespace(**{**vars(args), "engine_args": engine_args, "options": options, "together": False})
         super().__init__(mine, setup.engine, setup)
         self.setup, self._current = setup, setup
         self.facts["cudagraph_mode"] = self.llm.collective_rpc(worker_graph_mode)[0]
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        self.facts["context_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
 
     def measure(self, name: str) -> dict[str, Any]:
         """Run one load and say what a client saw, and whether the files kept up."""
@@ -134,7 +143,8 @@ class Busy(Bench):
         kept = self.store_dir.with_name(f"{self.store_dir.name}-kept")
         consumer = self._consumer(kept) if setup.stores else None
         self._seed += 1
-        client = Client(self.llm.llm_engine, load, self.vocab, setup.hooks != "", self._seed)
+        transfer = setup.captures and setup.hooks != ""
+        client = Client(self.llm.llm_engine, load, self.vocab, transfer, self._seed)
         client.run(self.args.warm, lambda: None)
         samples: list[tuple[float, dict[str, float]]] = []
         speeds: list[float] = []
@@ -248,6 +258,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--owner", default="target", help=argparse.SUPPRESS)
     p.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="that check stores")
     p.add_argument("--kv-gigabytes", type=json.loads, default={}, help='JSON: GB of KV cache of each setup, or of "*"')
+    p.add_argument(
+        "--pool-gigabytes", type=json.loads, default={}, help='JSON: GB of the pool of each setup, or of "*"'
+    )
+    p.add_argument("--gpus", type=int, default=0, help="so many GPUs: the engines of a group take one each, in turn")
     p.add_argument("--starts", type=int, default=0, help="start each engine alone so many times, and measure that only")
     p.add_argument("--table", nargs="+", help="print the tables of result files, and measure nothing")
     p.add_argument("--merged", nargs="+", help="print one table of all rounds of result files, and measure nothing")
@@ -270,7 +284,9 @@ def run(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> d
     for group in chosen:
         with ExitStack() as stack:
             with common.turn(alone=False):
-                children = {name: _start(name, argv) for name in group}
+                children = {
+                    name: _start(name, argv, i % args.gpus if args.gpus else None) for i, name in enumerate(group)
+                }
                 for child in children.values():
                     stack.callback(child.close)
                 for name in [*children]:
@@ -314,8 +330,11 @@ def starts(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -
     return results
 
 
-def _start(name: str, argv: list[str]) -> common.Child:
+def _start(name: str, argv: list[str], gpu: int | None = None) -> common.Child:
+    """gpu: the one that the engine sees, None for those of this process."""
     env = common.child_env(VLLM_ALLOW_INSECURE_SERIALIZATION="1")  # functions travel to the worker
+    if gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
     return common.Child(common.child_command(MODULE, argv, name), env)
 
 
