@@ -90,11 +90,11 @@ class Pool:
 
     def __init__(self, rows: torch.Tensor, blocks: int) -> None:
         self.rows, self.pages = rows, len(rows) // PAGE - 1
-        self.table = torch.full((blocks,), -1, dtype=torch.int32)
+        self.table = torch.full((blocks,), -1, dtype=torch.int64)
 
     def place(self, table: np.ndarray) -> None:
         assert len(set(table[0].tolist())) == table.shape[1], "an entry changes twice"
-        self.table[torch.from_numpy(table[0])] = torch.from_numpy(table[1]).int()
+        self.table[torch.from_numpy(table[0])] = torch.from_numpy(table[1])
         used = self.table[self.table >= 0].tolist()
         assert len(used) == len(set(used)), "a page has two blocks"
 

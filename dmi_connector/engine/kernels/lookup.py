@@ -28,7 +28,7 @@ class Lookup:
     def __call__(self, slots: torch.Tensor, table: torch.Tensor, found: torch.Tensor) -> None:
         """Write `table[slot // size] * size + slot % size` of each token to `found`; -1 where there is no page.
 
-        slots: int64 [tokens], negative for padding. table: int32 [entries], a page, or -1 for none. found: int64
+        slots: int64 [tokens], negative for padding. table: int64 [entries], a page, or -1 for none. found: int64
         [>= tokens]. All contiguous and on one device. A slot behind the table has no page.
         """
         (self.in_triton if table.is_cuda else self.in_torch)(slots, table, found)
@@ -37,12 +37,12 @@ class Lookup:
         """The twin of `in_triton` in plain torch."""
         entries = slots // self.size
         known = (slots >= 0) & (entries < len(table))
-        pages = table[torch.where(known, entries, 0)].long()
+        pages = table[torch.where(known, entries, 0)]
         found[: len(slots)] = torch.where(known & (pages >= 0), pages * self.size + slots % self.size, -1)
 
     def in_triton(self, slots: torch.Tensor, table: torch.Tensor, found: torch.Tensor) -> None:
         """The kernel's launch."""
-        assert slots.dtype == found.dtype == torch.int64 and table.dtype == torch.int32
+        assert slots.dtype == found.dtype == table.dtype == torch.int64
         assert slots.is_contiguous() and table.is_contiguous() and found.is_contiguous() and len(found) >= len(slots)
         if len(slots):
             grid = (-(-len(slots) // _BLOCK), 1, 1)
@@ -57,5 +57,5 @@ def lookup_kernel(slots, table, found, count, entries, SIZE: tl.constexpr, BLOCK
     slot = tl.load(slots + token, mask=inside, other=-1)
     entry = slot // SIZE
     known = (slot >= 0) & (entry < entries)
-    page = tl.load(table + entry, mask=known, other=-1).to(tl.int64)
+    page = tl.load(table + entry, mask=known, other=-1)
     tl.store(found + token, tl.where(page >= 0, page * SIZE + slot % SIZE, -1), mask=inside)

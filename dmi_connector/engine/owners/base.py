@@ -8,7 +8,7 @@ interfaces only.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -158,8 +158,8 @@ class RowSlots(ABC):
         """
         return ()
 
-    def look(self, tracked: Captured, computed: int) -> None:  # noqa: B027
-        """A running request is looked at, once in some steps. computed: its tokens after this step."""
+    def look(self, running: Sequence[tuple[Captured, int]]) -> None:  # noqa: B027
+        """Running requests are looked at, once in some steps, each with its tokens after this step."""
 
     def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:  # noqa: B027
         """The message of a step is complete but for what the owner has to say, and vLLM has planned the step."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -111,7 +111,7 @@ class PoolSlots(RowSlots):
         super().__init__(group, block_size)
         self._context, self._blocks, self._cache, self.limits = context, blocks, cache, limits
         self.size = page_size(block_size)
-        self._in_page = np.arange(self.size)
+        self._slots = np.zeros((1, self.size), np.int64)  # of each page
         self._chunk = context.options.chunk_tokens
         self.most = limits.pages_of_request(self._chunk, self.size, aligned=False)
         self._usual = limits.pages_of_request(self._chunk, self.size, aligned=self._chunk % self.size == 0)
@@ -133,6 +133,7 @@ class PoolSlots(RowSlots):
         if pages == self.pages.count:
             return  # vLLM says it again, and pages may be in use
         self.pages = Pages(pages)
+        self._slots = np.arange((1 + pages) * self.size).reshape(-1, self.size)
         rows, limits = pages * self.size, self.limits
         pool, least = rows * self._context.layout.row_bytes, limits.floor(limits.requests)
         logger.info(
@@ -158,7 +159,7 @@ class PoolSlots(RowSlots):
         rows = self._rows[tracked.request.request_id]
         before = start // self.size
         pages = rows.pages[before - rows.first : -(-stop // self.size) - rows.first]
-        slots: np.ndarray = np.add.outer(np.multiply(pages, self.size), self._in_page).ravel()
+        slots: np.ndarray = self._slots[pages].ravel()
         return slots[start - before * self.size : stop - before * self.size]
 
     def _entry(self, tracked: Captured, page: int) -> int:
@@ -204,13 +205,15 @@ class PoolSlots(RowSlots):
                 self._cover(known, known.ahead)
         return prompts
 
-    def look(self, tracked: Captured, computed: int) -> None:
-        request_id = tracked.request.request_id
-        if request_id not in self._prompts:
-            self._take_back()
-            rows = self._rows[request_id]
-            rows.seen, rows.ahead = computed, computed + self._lookahead
-            self._cover(rows, rows.ahead)
+    def look(self, running: Sequence[tuple[Captured, int]]) -> None:
+        self._take_back()
+        for tracked, computed in running:
+            request_id = tracked.request.request_id
+            if request_id not in self._prompts:
+                rows = self._rows[request_id]
+                rows.seen, rows.ahead = computed, computed + self._lookahead
+                if len(tracked.blocks) * self.block_size > (rows.first + len(rows.pages)) * self.size:
+                    self._cover(rows, rows.ahead)
 
     def _take_back(self) -> None:
         """Take back pages whose rows leave before the forward, or behind the one before."""

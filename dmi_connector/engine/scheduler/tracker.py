@@ -169,17 +169,22 @@ class Tracker:
             self._take_blocks()
             self._before, self._since = self._since[-1:], []
             self._rows_since = self._taken = 0
-            for request_id, tracked in self.tracked.items():
-                if tracked.opened:
-                    computed = tracked.request.num_computed_tokens + scheduled.get(request_id, 0)
-                    if self.slots.eager:  # what leaves before the forward gives its places to rows of the forward
-                        self._export_final(tracked, metadata.leaving)
-                        self.slots.look(tracked, computed)
-                    else:
-                        self._export_chunks(tracked, computed, metadata.chunks)
-                    if self._with_logits and request_id in scheduled:
-                        take = self._take_sample if self._drafts is None else self._drafts.want_logits
-                        take(tracked, computed, metadata)
+            running = [
+                (tracked, tracked.request.num_computed_tokens + scheduled.get(request_id, 0))
+                for request_id, tracked in self.tracked.items()
+                if tracked.opened
+            ]
+            if self.slots.eager:  # what leaves before the forward gives its places to rows of the forward
+                for tracked, _ in running:
+                    if (before := tracked.request.num_computed_tokens) >= tracked.due:
+                        self._export_chunks(tracked, min(before, tracked.request.num_tokens - 1), metadata.leaving)
+                self.slots.look(running)
+            for tracked, computed in running:
+                if not self.slots.eager:
+                    self._export_chunks(tracked, computed, metadata.chunks)
+                if self._with_logits and tracked.request.request_id in scheduled:
+                    take = self._take_sample if self._drafts is None else self._drafts.want_logits
+                    take(tracked, computed, metadata)
         for prompt, computed in prompts:
             self._export_chunks(self.tracked[prompt.request.request_id], computed, metadata.chunks)
         self._plan(metadata)
@@ -242,11 +247,6 @@ class Tracker:
         tracked.due = tracked.exported + chunk
         if tracked.due > tracked.limit:
             tracked.due = UNLIMITED  # the rest goes when the request ends
-
-    def _export_final(self, tracked: Tracked, chunks: list[Rows]) -> None:
-        """Add the chunks of which every row is there before this step."""
-        computed = tracked.request.num_computed_tokens
-        self._export_chunks(tracked, min(computed, tracked.request.num_tokens - 1), chunks)
 
     def _take_sample(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
         """Ask for the logits of the last computed position, if a token is sampled from it."""

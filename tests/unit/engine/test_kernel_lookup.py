@@ -16,7 +16,7 @@ def test_slots_are_found_where_the_table_has_a_page(tokens: int, size: int, entr
     """Padding, entries without a page, and slots behind the table have none."""
     torch.manual_seed(tokens)
     slots = torch.randint(-3, entries * size + 40, (tokens,), device=kit.DEVICE)
-    table = torch.randint(-1, 90, (entries,), dtype=torch.int32, device=kit.DEVICE)
+    table = torch.randint(-1, 90, (entries,), device=kit.DEVICE)
     found, twin = (torch.full((tokens + 7,), -9, device=kit.DEVICE) for _ in range(2))
     lookup = Lookup(size)
     lookup.in_torch(slots, table, twin)
@@ -35,5 +35,5 @@ def test_slots_are_found_where_the_table_has_a_page(tokens: int, size: int, entr
 def test_a_step_without_tokens_looks_nothing_up() -> None:
     none = torch.empty(0, dtype=torch.int64, device=kit.DEVICE)
     found = torch.full((4,), -9, device=kit.DEVICE)
-    Lookup(16).in_triton(none, torch.zeros(1, dtype=torch.int32, device=kit.DEVICE), found)
+    Lookup(16).in_triton(none, torch.zeros(1, dtype=torch.int64, device=kit.DEVICE), found)
     assert (found == -9).all()
