@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 COORDINATOR = "dmi_connector.store.write.coordinator.coordinator"
 _GRACE_S = 5.0
 """Time beyond the limit of a shutdown before processes are killed."""
+_NEWS_KEPT = 4096
+"""Paths of stores that lack rows, until they are asked for."""
 SHORT_LIFE_S = 10.0
 """A coordinator that dies younger than this is not started again."""
 
@@ -112,6 +114,7 @@ class StoreClient:
         )
         self._stats: dict[str, int] = dict.fromkeys(names, 0)
         self._errors: deque[str] = deque(maxlen=ERRORS_KEPT)
+        self._news: deque[tuple[str, list[list[int]]]] = deque(maxlen=_NEWS_KEPT)
         self._stopping = False
         self._broken: str | None = None
         self._child = self._spawn()
@@ -145,6 +148,7 @@ class StoreClient:
         rank: int = 0,
         ranks: int = 1,
         most_rows: int | None = None,
+        borrow: Message | None = None,
     ) -> OpenCapture:
         """Begin a capture; see `Captures.open`. What is wrong with it shows when it is closed."""
         with self._lock:
@@ -155,11 +159,12 @@ class StoreClient:
             if self._broken:
                 capture.reason, capture.state = self._broken, "failed"
                 self._stats["failed"] += 1
+                self._news.append((final, []))
                 self._write_failed(capture)
                 return capture
             self._captures[self._count] = capture
             message = {"type": "open", "id": self._count, "layout": layout, "attrs": dict(attrs or {}), **names}
-            self._child.post({**message, "ranks": ranks, "most_rows": most_rows})
+            self._child.post({**message, "ranks": ranks, "most_rows": most_rows, "borrow": borrow})
             return capture
 
     def rows(self, extent: Extent, rows: Sequence[tuple[OpenCapture, str, int, int, int]]) -> None:
@@ -182,6 +187,14 @@ class StoreClient:
     def counts(self) -> dict[str, int]:
         """The numbers of `stats` that only grow. Takes no lock, so that every step may ask."""
         return dict(self._stats)
+
+    def take_spoiled(self) -> dict[str, list[list[int]]]:
+        """Stores that lack rows since the last call, by path, with the rows that they were to borrow."""
+        spoiled: dict[str, list[list[int]]] = {}
+        while self._news:
+            path, rows = self._news.popleft()
+            spoiled.setdefault(path, []).extend(rows)
+        return spoiled
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every closed capture is committed. Returns False if `timeout` seconds were not enough."""
@@ -235,6 +248,8 @@ class StoreClient:
         with self._lock:
             for number in m.get("free", ()):
                 self.ring.release(self._out.pop(number))
+            if "lost" in m and m["lost"] in self._captures:
+                self._news.append((self._captures[m["lost"]].path, m["rows"]))
             if "done" in m:
                 capture, label = self._captures[m["done"]], m["label"]
                 self._end(capture, m["state"], m["reason"], label, m["bytes_raw"], m["bytes_stored"])
@@ -258,6 +273,7 @@ class StoreClient:
         for name, value in ((outcome, 1), ("bytes_raw", raw), ("bytes_stored", stored)):
             self._stats[name] += value
         if state != "complete":
+            self._news.append((capture.path, []))
             self._note(f"{capture.path} is {state}: {reason}")
         self._lock.notify_all()
 
