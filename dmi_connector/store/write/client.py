@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.layout import PayloadLayout
-from dmi_connector.store.format.completeness import LABELS, Loss, losses_to_json
+from dmi_connector.store.format.completeness import LABELS, Loss, losses_from_json, losses_to_json
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.finish.commit import append_failed, finished_attrs
 from dmi_connector.store.write.messages import ERRORS_KEPT, Message, pack_array
@@ -114,7 +114,7 @@ class StoreClient:
         )
         self._stats: dict[str, int] = dict.fromkeys(names, 0)
         self._errors: deque[str] = deque(maxlen=ERRORS_KEPT)
-        self._news: deque[tuple[str, list[list[int]]]] = deque(maxlen=_NEWS_KEPT)
+        self._news: deque[tuple[str, list[Loss]]] = deque(maxlen=_NEWS_KEPT)
         self._stopping = False
         self._broken: str | None = None
         self._child = self._spawn()
@@ -188,12 +188,12 @@ class StoreClient:
         """The numbers of `stats` that only grow. Takes no lock, so that every step may ask."""
         return dict(self._stats)
 
-    def take_spoiled(self) -> dict[str, list[list[int]]]:
-        """Stores that lack rows since the last call, by path, with the rows that they were to borrow."""
-        spoiled: dict[str, list[list[int]]] = {}
+    def take_spoiled(self) -> dict[str, list[Loss]]:
+        """Stores that are known to lack rows since the last call, by path, with what they could not borrow."""
+        spoiled: dict[str, list[Loss]] = {}
         while self._news:
-            path, rows = self._news.popleft()
-            spoiled.setdefault(path, []).extend(rows)
+            path, losses = self._news.popleft()
+            spoiled.setdefault(path, []).extend(losses)
         return spoiled
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -249,7 +249,7 @@ class StoreClient:
             for number in m.get("free", ()):
                 self.ring.release(self._out.pop(number))
             if "lost" in m and m["lost"] in self._captures:
-                self._news.append((self._captures[m["lost"]].path, m["rows"]))
+                self._news.append((self._captures[m["lost"]].path, losses_from_json(m["losses"])))
             if "done" in m:
                 capture, label = self._captures[m["done"]], m["label"]
                 self._end(capture, m["state"], m["reason"], label, m["bytes_raw"], m["bytes_stored"])

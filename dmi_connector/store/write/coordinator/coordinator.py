@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.layout import PayloadLayout
-from dmi_connector.store.format.completeness import OWN_ENDS, Cause, Loss, losses_from_json, missing
+from dmi_connector.store.format.completeness import OWN_ENDS, Cause, Loss, losses_from_json, losses_to_json
 from dmi_connector.store.format.locks import hold_life_lock
 from dmi_connector.store.format.paths import UMASKS
 from dmi_connector.store.format.schema import listed_bytes
@@ -242,7 +242,7 @@ class Coordinator:
 
     def _on_lost(self, record: CaptureRecord, losses: list[Loss]) -> None:
         if (number := self._numbers.get(record)) is not None:
-            self.outbox.put({"lost": number, "rows": missing(losses)})
+            self.outbox.put({"lost": number, "losses": losses_to_json(losses)})
 
     def _on_done(self, record: CaptureRecord) -> None:
         # It is aborted only where it could not even be closed.
