@@ -171,14 +171,14 @@ class Report(KVConnectorWorkerMetadata):
     """A worker's message to the scheduler, in a step that asks for it.
 
     gathered: rows gathered since the start. lost: row ranges given up since its last report, by capture. staged:
-    whether some of what is gathered lies in staging memory. Only said in an engine that may sleep. spoiled: paths of
-    stores that lack rows. unborrowed: rows that could not be borrowed, by capture.
+    whether some of what is gathered lies in staging memory. Only said in an engine that may sleep. stored: paths of
+    stores that are finished, and whether they have all rows. unborrowed: rows that could not be borrowed, by capture.
     """
 
     gathered: int = 0
     lost: dict[int, list[list[int]]] = field(default_factory=dict)
     staged: bool = False
-    spoiled: list[str] = field(default_factory=list)
+    stored: dict[str, bool] = field(default_factory=dict)
     unborrowed: dict[int, list[Loss]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -186,8 +186,11 @@ class Report(KVConnectorWorkerMetadata):
         assert isinstance(other, Report)
         lost = _joined(self.lost, other.lost)
         unborrowed = _joined(self.unborrowed, other.unborrowed)
-        staged, spoiled = self.staged or other.staged, self.spoiled + other.spoiled
-        return Report(min(self.gathered, other.gathered), lost, staged, spoiled, unborrowed)
+        stored = {
+            **self.stored,
+            **{path: whole and self.stored.get(path, True) for path, whole in other.stored.items()},
+        }
+        return Report(min(self.gathered, other.gathered), lost, self.staged or other.staged, stored, unborrowed)
 
 
 def _joined(one: dict[int, list[T]], other: dict[int, list[T]]) -> dict[int, list[T]]:

@@ -152,8 +152,11 @@ class RowSlots(ABC):
         """A request is scheduled for the first time. Returns the rows that it borrows from an earlier capture."""
         return None
 
-    def spoiled(self, capture: int | None = None, path: str | None = None) -> None:  # noqa: B027
-        """A capture lacks rows, or has no store: its number, or the path of its store."""
+    def lost(self, capture: int) -> None:  # noqa: B027
+        """A capture lacks rows."""
+
+    def stored(self, path: str, whole: bool) -> None:  # noqa: B027
+        """A capture has ended. path: of its store. whole: it is there and has all rows."""
 
     def handed(self, tracked: Captured, stop: int, rows: int) -> None:  # noqa: B027
         """Rows of positions below `stop` were handed to the workers. rows: handed since the start, these included."""

@@ -73,6 +73,7 @@ class Borrowing:
         """A request is to be captured."""
         request, params, kind = tracked.request, tracked.params, self.sources.kind(tracked.selection)
         source = Source(tracked.capture, tracked.path, request.request_id, params.key, kind, params.start)
+        self.sources.add(source)
         return CacheReads(tracked, source)
 
     def allows(self, reads: CacheReads, hit: int, low: int) -> bool:

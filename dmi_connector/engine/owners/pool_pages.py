@@ -266,8 +266,11 @@ class PoolSlots(RowSlots):
             rows.first = -(-rows.captured // self.size)
         return borrow
 
-    def spoiled(self, capture: int | None = None, path: str | None = None) -> None:
-        self.borrowing.sources.forget([rows.reads.source for rows in self._rows.values()], capture, path)
+    def lost(self, capture: int) -> None:
+        self.borrowing.sources.lost(capture)
+
+    def stored(self, path: str, whole: bool) -> None:
+        self.borrowing.sources.ended(path, whole)
 
     def _admit(self, rows: _Rows) -> bool:
         """Whether a request may begin in a step of the present budget."""
@@ -314,7 +317,6 @@ class PoolSlots(RowSlots):
     def forget(self, tracked: Captured) -> None:
         request_id = tracked.request.request_id
         rows = self._rows.pop(request_id)
-        rows.reads.source.running = False
         self._give(rows, len(rows.pages))
         self._waiting -= not rows.admitted
         self._admitted_pages -= rows.most if rows.admitted else 0

@@ -9,10 +9,11 @@ borrowed, since writers copy them as they are encoded. A hit that ends elsewhere
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os.path import lexists
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from dmi_connector.store.format.schema import PARTIAL_SUFFIX
 
@@ -32,7 +33,7 @@ class Source:
     """A capture whose rows others may borrow.
 
     kind: number of its selection. start: position of its first row. age: resets of the prefix cache before it began.
-    running: its request has not ended. gone: it lacks rows, or its store was removed.
+    written: its store is finished, as a worker said. gone: it lacks rows, or its store was removed.
     """
 
     capture: int
@@ -42,13 +43,13 @@ class Source:
     kind: int
     start: int
     age: int = 0
-    running: bool = True
+    written: bool = False
     gone: bool = False
 
     @property
     def there(self) -> bool:
         """Whether rows can be copied from it, as far as that is known here."""
-        if not (self.gone or self.running):
+        if self.written and not self.gone:
             self.gone = not (lexists(self.path) or lexists(self.path + PARTIAL_SUFFIX))
         return not self.gone
 
@@ -67,6 +68,7 @@ class RowSources:
         self._kinds: OrderedDict[tuple[Any, ...], int] = OrderedDict()
         self._hooks: dict[int, Mapping[str, tuple[int, ...]]] = {}
         self._last = 0
+        self._known: WeakValueDictionary[int | str, Source] = WeakValueDictionary()  # by capture and by path
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -83,6 +85,10 @@ class RowSources:
                 del self._hooks[self._kinds.popitem(last=False)[1]]
         self._kinds.move_to_end(key)
         return self._kinds[key]
+
+    def add(self, source: Source) -> None:
+        """A request is to be captured."""
+        self._known[source.capture] = self._known[source.path] = source
 
     def note(self, source: Source, request: Request, stop: int) -> None:
         """All rows of `source` below position `stop` were handed to the workers."""
@@ -128,11 +134,16 @@ class RowSources:
             if all(set(layers) <= set(hooks.get(name, ())) for name, layers in mine.items())
         ]
 
-    def forget(self, running: Iterable[Source], capture: int | None = None, path: str | None = None) -> None:
-        """Forget a capture that lacks rows: its number, or the path of its store. running: more sources."""
-        for source in (*running, *self._entries.values()):
-            source.gone |= source.capture == capture or source.path == path
-        self._entries = OrderedDict((key, source) for key, source in self._entries.items() if not source.gone)
+    def lost(self, capture: int) -> None:
+        """A capture lacks rows."""
+        if (source := self._known.get(capture)) is not None:
+            source.gone = True
+
+    def ended(self, path: str, whole: bool) -> None:
+        """The store at `path` is finished. whole: it has all rows."""
+        if (source := self._known.get(path)) is not None:
+            source.written = True
+            source.gone |= not whole
 
     def reset(self) -> None:
         """Forget all: the prefix cache is reset."""

@@ -298,10 +298,10 @@ class Tracker:
         running = {t.capture for t in self.tracked.values()} if report.lost or report.unborrowed else set()
         for capture in report.unborrowed.keys() & running:
             self.unborrowed.setdefault(capture, []).extend(report.unborrowed[capture])
-        for path in report.spoiled:
-            self.slots.spoiled(path=path)
+        for path, whole in report.stored.items():
+            self.slots.stored(path, whole)
         for capture, ranges in report.lost.items():
-            self.slots.spoiled(capture)
+            self.slots.lost(capture)
             if capture in running:  # of an ended request the response has left; its store lists the ranges
                 self.lost.setdefault(capture, []).extend(ranges)
 

@@ -185,11 +185,11 @@ class Exporter:
         """What is new for the scheduler."""
         report = self.progress.report()
         report.staged = self.context.may_sleep and self.lane is not None and self.lane.staged
-        if self.client is not None and (spoiled := self.client.take_spoiled()):
-            report.spoiled = list(spoiled)
-            for capture in [*self.captures.values(), *(capture for capture, _ in self.ending)]:
-                if capture.out is not None and (losses := spoiled.get(capture.out.path)):
-                    report.unborrowed[capture.number] = losses
+        if self.client is not None:
+            report.stored, losses = self.client.take_news()
+            for capture in [*self.captures.values(), *(capture for capture, _ in self.ending)] if losses else ():
+                if capture.out is not None and capture.out.path in losses:
+                    report.unborrowed[capture.number] = losses[capture.out.path]
         return report
 
     def take_finished(self) -> set[str]:

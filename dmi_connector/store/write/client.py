@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 COORDINATOR = "dmi_connector.store.write.coordinator.coordinator"
 _GRACE_S = 5.0
 """Time beyond the limit of a shutdown before processes are killed."""
-_NEWS_KEPT = 4096
-"""Paths of stores that lack rows, until they are asked for."""
 SHORT_LIFE_S = 10.0
 """A coordinator that dies younger than this is not started again."""
 
@@ -114,7 +112,8 @@ class StoreClient:
         )
         self._stats: dict[str, int] = dict.fromkeys(names, 0)
         self._errors: deque[str] = deque(maxlen=ERRORS_KEPT)
-        self._news: deque[tuple[str, list[Loss]]] = deque(maxlen=_NEWS_KEPT)
+        self._ended: deque[tuple[str, bool]] = deque()
+        self._unborrowed: deque[tuple[str, list[Loss]]] = deque()
         self._stopping = False
         self._broken: str | None = None
         self._child = self._spawn()
@@ -159,7 +158,7 @@ class StoreClient:
             if self._broken:
                 capture.reason, capture.state = self._broken, "failed"
                 self._stats["failed"] += 1
-                self._news.append((final, []))
+                self._ended.append((final, False))
                 self._write_failed(capture)
                 return capture
             self._captures[self._count] = capture
@@ -188,13 +187,19 @@ class StoreClient:
         """The numbers of `stats` that only grow. Takes no lock, so that every step may ask."""
         return dict(self._stats)
 
-    def take_spoiled(self) -> dict[str, list[Loss]]:
-        """Stores that are known to lack rows since the last call, by path, with what they could not borrow."""
-        spoiled: dict[str, list[Loss]] = {}
-        while self._news:
-            path, losses = self._news.popleft()
-            spoiled.setdefault(path, []).extend(losses)
-        return spoiled
+    def take_news(self) -> tuple[dict[str, bool], dict[str, list[Loss]]]:
+        """What is new since the last call: (captures that have ended, by the path of their store, and whether it has
+        all rows; rows that could not be borrowed, by the path of the store that lacks them).
+        """
+        ended: dict[str, bool] = {}
+        while self._ended:
+            path, whole = self._ended.popleft()
+            ended[path] = whole
+        lost: dict[str, list[Loss]] = {}
+        while self._unborrowed:
+            path, losses = self._unborrowed.popleft()
+            lost.setdefault(path, []).extend(losses)
+        return ended, lost
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every closed capture is committed. Returns False if `timeout` seconds were not enough."""
@@ -249,7 +254,7 @@ class StoreClient:
             for number in m.get("free", ()):
                 self.ring.release(self._out.pop(number))
             if "lost" in m and m["lost"] in self._captures:
-                self._news.append((self._captures[m["lost"]].path, losses_from_json(m["losses"])))
+                self._unborrowed.append((self._captures[m["lost"]].path, losses_from_json(m["losses"])))
             if "done" in m:
                 capture, label = self._captures[m["done"]], m["label"]
                 self._end(capture, m["state"], m["reason"], label, m["bytes_raw"], m["bytes_stored"])
@@ -272,8 +277,8 @@ class StoreClient:
         outcome = f"incomplete.{label or 'other'}" if state == "incomplete" else state
         for name, value in ((outcome, 1), ("bytes_raw", raw), ("bytes_stored", stored)):
             self._stats[name] += value
+        self._ended.append((capture.path, state == "complete"))
         if state != "complete":
-            self._news.append((capture.path, []))
             self._note(f"{capture.path} is {state}: {reason}")
         self._lock.notify_all()
 

@@ -106,20 +106,20 @@ def test_a_store_is_opened_with_what_the_scheduler_and_the_server_say(make: Make
     assert [(c.number, c.start, c.checked) for c in exporter.captures.values()] == [(1, 3, False), (2, 3, False)]
 
 
-def test_a_report_names_stores_that_lack_rows_and_what_could_not_be_borrowed(make: Make) -> None:
+def test_a_report_names_finished_stores_and_what_could_not_be_borrowed(make: Make) -> None:
     exporter = make()
     lost = Loss.of(Cause.NOT_BORROWED, [[0, 16]], store="a.zarr", error="it is gone")
-    spoiled = {"/x/1.zarr": [], "/x/2.zarr": [lost], "/x/9.zarr": [lost]}
+    stored, unborrowed = {"/x/1.zarr": True, "/x/8.zarr": False}, {"/x/2.zarr": [lost], "/x/9.zarr": [lost]}
     for number in (1, 2, 3):
         begin(exporter, number, 20)
         exporter.captures[number].out = SimpleNamespace(path=f"/x/{number}.zarr")  # type: ignore[assignment]
     exporter.ending.append((exporter.captures.pop(2), closing(2, 17)))
-    exporter.client = SimpleNamespace(take_spoiled=lambda: spoiled)  # type: ignore[assignment]
+    exporter.client = SimpleNamespace(take_news=lambda: (stored, unborrowed))  # type: ignore[assignment]
     report = exporter.take_report()
     exporter.client = None
     exporter.captures.clear()
     exporter.ending.clear()
-    assert report.spoiled == list(spoiled) and report.unborrowed == {2: [lost]}
+    assert report.stored == stored and report.unborrowed == {2: [lost]}
 
 
 def test_the_last_rows_are_exported_before_the_capture_is_closed(make: Make) -> None:
@@ -262,7 +262,7 @@ class Client:
     def __init__(self, exporter: Exporter) -> None:
         self.ring = exporter.ring
         self.rows_given: list[list[tuple[Any, ...]]] = []
-        self.take_spoiled = dict[str, list[Loss]]
+        self.take_news = lambda: ({}, {})
         self.bytes_given: list[bytes] = []
 
     def rows(self, extent: Any, found: list[tuple[Any, ...]]) -> None:

@@ -39,7 +39,9 @@ def sources(alike: bool = False, enabled: bool = True, entries: int = 100) -> Ro
 
 
 def source(known: RowSources, selection: Selection = ALL, start: int = 0, number: int = 1) -> Source:
-    return Source(number, f"/x/{number}.zarr", f"r{number}", None, known.kind(selection), start)
+    made = Source(number, f"/x/{number}.zarr", f"r{number}", None, known.kind(selection), start)
+    known.add(made)
+    return made
 
 
 def filled(known: RowSources, selection: Selection = ALL, start: int = 0, stop: int = 128, number: int = 1) -> Source:
@@ -92,7 +94,10 @@ def test_ranks_borrow_from_the_same_selection_only() -> None:
 def test_a_store_that_was_removed_is_no_source(tmp_path: Path) -> None:
     known = sources()
     has, wants = filled(known), source(known, number=2)
-    has.running, has.path = False, str(tmp_path / "a.zarr")
+    has.path = str(tmp_path / "a.zarr")
+    known.add(has)
+    assert known.find(wants, request(), 200) == (has, 128), "its writers may not have made it"
+    known.ended(has.path, True)
     (tmp_path / "a.zarr.partial").mkdir()
     assert known.find(wants, request(), 200) == (has, 128)
     (tmp_path / "a.zarr.partial").rename(has.path)
@@ -123,16 +128,18 @@ def test_after_a_reset_of_the_cache_nothing_older_is_borrowed() -> None:
     assert len(known) == 0, "its first rows are of before the reset"
 
 
-@pytest.mark.parametrize("how", [{"capture": 1}, {"path": "/x/1.zarr"}])
-def test_a_capture_that_lacks_rows_is_forgotten(how: Any) -> None:
+def test_a_capture_that_lacks_rows_is_forgotten() -> None:
     known = sources()
-    has, other = filled(known), source(known, number=2)
-    known.forget([other], **how)
-    known.note(has, request(), 160)
-    assert len(known) == 0 and has.gone and not other.gone
-    later = source(known)
-    known.forget([later], **how)
-    assert later.gone, "before its first chunk"
+    lost, failed, whole = (filled(known, Selection({"q": (n,)}), number=n) for n in (0, 1, 2))
+    known.lost(0)
+    known.ended("/x/1.zarr", False)
+    known.ended("/x/2.zarr", True)
+    known.lost(9)
+    known.ended("/x/9.zarr", True)
+    assert lost.gone and failed.gone and not whole.gone
+    known.note(lost, request(), 160)
+    assert len(known) == 12 and known.find(source(known, Selection({"q": (0,)}), number=3), request(), 200) is None
+    assert len(known) == 8
 
 
 # ---- hits -----------------------------------------------------------------------------------------------------------
@@ -277,8 +284,8 @@ def test_the_response_says_what_could_not_be_borrowed(tracker: Tracker) -> None:
     passes(tracker, (one, 0), (two, 192), began=began)
     [opened] = passes(tracker, (two, 192), began=began).opens
     loss = Loss.of(Cause.NOT_BORROWED, [[0, 192]], store="a.zarr", error="it is gone")
-    report = Report(0, unborrowed={opened.capture: [loss], 99: [loss]}, spoiled=[tracker.tracked["r0"].path])
-    tracker.on_report(report.aggregate(Report(5, unborrowed={opened.capture: [loss]})))  # type: ignore[arg-type]
+    report = Report(0, unborrowed={opened.capture: [loss], 99: [loss]}, stored={tracker.tracked["r0"].path: False})
+    tracker.on_report(report.aggregate(Report(5, unborrowed={opened.capture: [loss]}, stored={"/x": True})))  # type: ignore[arg-type]
     assert tracker.slots._rows["r0"].reads.source.gone  # type: ignore[attr-defined]
     _, response = tracker.finish(two, [])
     assert response is not None and response["dmi_missing"] == [[0, 192]] and response["dmi_reason"] == loss.words

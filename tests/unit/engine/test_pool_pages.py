@@ -112,6 +112,7 @@ class Model:
         self.seen: set[str] = set()  # requests that the runner knows
         self.lowest = TOKENS
         self.by_store: dict[str, Life] = {}
+        self.over: list[str] = []  # stores that no report names
         self.spoiled: set[str] = set()  # stores that lack rows
         self.slots.borrowing.sources._enabled = True
         STORES.clear()
@@ -148,7 +149,7 @@ class Model:
                 queue.remove(life)
         before = len(self.tracker.pending_closes)
         if (tracked := self.tracker.tracked.get(life.request_id)) is not None:
-            STORES.add(tracked.path + self.random.choice(["", ".partial"]))
+            self.over.append(tracked.path)
         self.tracker.finish(life, life.blocks)  # type: ignore[arg-type]
         for close in self.tracker.pending_closes[before:]:
             life.length = close.length
@@ -326,7 +327,8 @@ class Model:
             assert borrow.token_ids.tolist() == life.tokens[life.start : stop]
             assert borrow.path not in self.spoiled
             assert source.handed + source.borrowed >= rows, "rows that were not handed"
-            assert source.left >= 0 or {borrow.path, borrow.path + ".partial"} & STORES, "its store is gone"
+            there = {borrow.path, borrow.path + ".partial"} & STORES
+            assert source.left >= 0 or borrow.path in self.over or there, "its store is gone"
             life.borrowed = rows
 
     def work(self, message: StepMetadata, tokens: list[tuple[Life, int, int]]) -> None:
@@ -372,11 +374,15 @@ class Model:
             here = [*self.waiting, *self.running]
             if here and r.random() < 0.03:
                 self.end(r.choice(here))
+            if r.random() < 0.5:
+                STORES.update(path + r.choice(["", ".partial"]) for path in self.over)
+                self.tracker.on_report(Report(self.tracker.gathered, stored=dict.fromkeys(self.over, True)))
+                self.over.clear()
             if STORES and r.random() < 0.03:
                 STORES.discard(r.choice(sorted(STORES)))
             if self.by_store and r.random() < 0.03:
                 spoiled = r.choice([*self.by_store])
-                report = Report(self.tracker.gathered, spoiled=[spoiled])
+                report = Report(self.tracker.gathered, stored={spoiled: False})
                 if r.random() < 0.5:
                     capture = next(n for n, life in self.by_capture.items() if life is self.by_store[spoiled])
                     report = Report(self.tracker.gathered, lost={capture: [[0, 1]]})
