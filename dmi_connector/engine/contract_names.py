@@ -100,8 +100,8 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "resets": Name(
             "vllm.v1.core.kv_cache_manager:KVCacheManager.reset_prefix_cache",
-            "wrapped in the scheduler, so that a reset first frees the blocks of ended requests that are kept, and that "
-            "no rows from before it are borrowed",
+            "wrapped in the scheduler, so that a reset first frees the blocks of ended requests that are kept, and "
+            "that no rows from before it are borrowed",
         ),
         "kept": Name(
             "vllm.v1.core.kv_cache_manager:KVCacheManager.free",

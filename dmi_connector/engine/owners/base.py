@@ -152,8 +152,8 @@ class RowSlots(ABC):
         """A request is scheduled for the first time. Returns the rows that it borrows from an earlier capture."""
         return None
 
-    def lost(self, capture: int) -> None:  # noqa: B027
-        """A capture lacks rows."""
+    def lost(self, captures: Iterable[int]) -> None:  # noqa: B027
+        """These captures lack rows."""
 
     def stored(self, path: str, whole: bool) -> None:  # noqa: B027
         """A capture has ended. path: of its store. whole: it is there and has all rows."""

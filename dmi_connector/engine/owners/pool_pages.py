@@ -266,8 +266,8 @@ class PoolSlots(RowSlots):
             rows.first = -(-rows.captured // self.size)
         return borrow
 
-    def lost(self, capture: int) -> None:
-        self.borrowing.sources.lost(capture)
+    def lost(self, captures: Iterable[int]) -> None:
+        self.borrowing.sources.lost(captures)
 
     def stored(self, path: str, whole: bool) -> None:
         self.borrowing.sources.ended(path, whole)

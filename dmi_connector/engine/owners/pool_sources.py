@@ -9,7 +9,7 @@ borrowed, since writers copy them as they are encoded. A hit that ends elsewhere
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from os.path import lexists
 from typing import TYPE_CHECKING, Any
@@ -134,10 +134,11 @@ class RowSources:
             if all(set(layers) <= set(hooks.get(name, ())) for name, layers in mine.items())
         ]
 
-    def lost(self, capture: int) -> None:
-        """A capture lacks rows."""
-        if (source := self._known.get(capture)) is not None:
-            source.gone = True
+    def lost(self, captures: Iterable[int]) -> None:
+        """These captures lack rows."""
+        for capture in captures:
+            if (source := self._known.get(capture)) is not None:
+                source.gone = True
 
     def ended(self, path: str, whole: bool) -> None:
         """The store at `path` is finished. whole: it has all rows."""

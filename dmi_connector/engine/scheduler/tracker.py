@@ -267,9 +267,7 @@ class Tracker:
 
     def _open(self, tracked: Tracked, borrow: Borrow | None) -> Open:
         request = tracked.request
-        if borrow is not None:
-            tracked.exported += len(borrow.token_ids)
-            tracked.due += len(borrow.token_ids)
+        tracked.skip(0 if borrow is None else len(borrow.token_ids))
         sampling = request.sampling_params
         end = min(request.num_prompt_tokens + request.max_tokens, tracked.limit)
         tracked.media = len(request.mm_features)
@@ -300,8 +298,8 @@ class Tracker:
             self.unborrowed.setdefault(capture, []).extend(report.unborrowed[capture])
         for path, whole in report.stored.items():
             self.slots.stored(path, whole)
+        self.slots.lost({*report.lost, *report.unborrowed})
         for capture, ranges in report.lost.items():
-            self.slots.lost(capture)
             if capture in running:  # of an ended request the response has left; its store lists the ranges
                 self.lost.setdefault(capture, []).extend(ranges)
 

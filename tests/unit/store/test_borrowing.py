@@ -16,10 +16,11 @@ import pytest
 
 from dmi_connector import open_capture
 from dmi_connector.codecs import CODECS
-from dmi_connector.layout import ArraySpec
+from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.write.client import StoreClient
 from dmi_connector.store.write.coordinator import writer_pool
 from dmi_connector.store.write.coordinator.capture_record import CaptureRecord, State
 from dmi_connector.store.write.finish.repair import repair
@@ -337,3 +338,35 @@ def test_ranks_copy_their_own_files(stores: kit.Store, tmp_path: Path) -> None:
 def test_what_is_not_in_whole_chunks_is_refused(stores: kit.Store, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="20 rows to borrow with 20 token ids, in chunks of 8"):
         open_borrower(stores, tmp_path, borrow=borrow_of(tmp_path, 20))
+    assert stores.stats()["open"] == 0
+
+
+def test_the_engine_hears_of_stores_that_end_and_of_rows_that_cannot_be_borrowed(tmp_path: Path) -> None:
+    client = StoreClient(1 << 20)
+    layout = client.register(PayloadLayout((kit.Q,), segment_tokens=256, codec="none"))
+    attrs = {"prompt_len": 250, "model": "tiny"}
+    borrow = {"final": str(tmp_path / "a.zarr"), "request_id": "a", "rows": 128, "token_ids": pack_array(kit.IDS[:128])}
+    source, borrower, late = (
+        client.open_capture(layout, str(tmp_path / f"{name}.zarr"), attrs, name, borrow=None if name == "a" else borrow)
+        for name in "abc"
+    )
+    for first in (0, 128, 256):
+        kit.send(client, source, first)
+    for first in (128, 256):
+        kit.send(client, borrower, first)
+    for capture in (source, borrower):
+        capture.close(300, token_ids=kit.IDS)
+    assert client.flush(kit.PATIENCE)
+    ended, lost = client.take_news()
+    assert ended == {source.path: True, borrower.path: True} and lost == {}
+    assert np.array_equal(open_capture(tmp_path / "b.zarr").numpy("q"), kit.VALUES.view("f4"))
+    shutil.rmtree(tmp_path / "a.zarr")
+    kit.send(client, late, 128)
+    found: dict[str, list[Loss]] = {}
+    kit.until(lambda: found.update(client.take_news()[1]) or found)
+    assert {row for loss in found[late.path] for row in loss.rows} == {(0, 128)}
+    kit.send(client, late, 256)
+    late.close(300, token_ids=kit.IDS)
+    assert client.flush(kit.PATIENCE) and client.take_news()[0] == {late.path: False}
+    assert read_attrs(tmp_path / "c.zarr")["missing"] == [[0, 128]]
+    assert client.shutdown(kit.PATIENCE)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.layout import TOKEN_ARRAYS
+from dmi_connector.layout import TOKEN_ARRAYS, PayloadLayout
 from dmi_connector.store.format.completeness import Loss, losses_from_json, merge_ranges, missing
 from dmi_connector.store.format.locks import hold_source
 from dmi_connector.store.read.arrays.shard_reader import decode_plain
@@ -31,6 +31,16 @@ from dmi_connector.store.write.messages import Message, pack_array, unpack_array
 Takers = Callable[[CaptureRecord, int], list[Assignment]]
 """(capture, segment) -> who writes the token arrays of the segment."""
 OnLost = Callable[[CaptureRecord, list[Loss]], None]
+
+
+def check_borrow(borrow: Message | None, layout: PayloadLayout) -> None:
+    """Check what a capture of this layout borrows: `final` and `request_id` of its source, `rows`, and their
+    `token_ids`, packed. Raises ValueError for rows that are no whole chunks.
+    """
+    if borrow is not None:
+        rows, ids, chunk = borrow["rows"], len(unpack_array(borrow["token_ids"])) // 4, layout.chunk_tokens
+        if rows < 1 or rows % chunk or ids != rows:
+            raise ValueError(f"{rows} rows to borrow with {ids} token ids, in chunks of {chunk}")
 
 
 @dataclass(eq=False)
@@ -82,14 +92,8 @@ class Borrowing:
         self._open: dict[int, Borrowed] = {}  # by number of the capture
 
     def begin(self, record: CaptureRecord, others: Iterable[CaptureRecord], borrow: Message) -> None:
-        """A capture was opened. borrow: `final` and `request_id` of its source, `rows`, and their `token_ids`, packed.
-
-        others: captures under way. Raises ValueError for rows that are no whole chunks.
-        """
-        ids = np.frombuffer(unpack_array(borrow["token_ids"]), "<i4")
-        rows, chunk = int(borrow["rows"]), record.layout.chunk_tokens
-        if rows < 1 or rows % chunk or len(ids) != rows:
-            raise ValueError(f"{rows} rows to borrow with {len(ids)} token ids, in chunks of {chunk}")
+        """A capture was opened. borrow: see `check_borrow`. others: captures under way."""
+        ids, rows = np.frombuffer(unpack_array(borrow["token_ids"]), "<i4"), int(borrow["rows"])
         record.check.borrowed(ids)
         final = os.path.abspath(borrow["final"])
         source = next((other for other in others if other.final == final and other is not record), None)

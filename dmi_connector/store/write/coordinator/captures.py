@@ -22,7 +22,7 @@ from dmi_connector.store.format import schema
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.write.arrays.row_check import RowCheck
 from dmi_connector.store.write.child_process import Child
-from dmi_connector.store.write.coordinator.borrowing import Borrowing, OnLost
+from dmi_connector.store.write.coordinator.borrowing import Borrowing, OnLost, check_borrow
 from dmi_connector.store.write.coordinator.capture_ends import CaptureEnds, rank_0_end
 from dmi_connector.store.write.coordinator.capture_record import ENDS, CaptureRecord, End, State
 from dmi_connector.store.write.coordinator.writer_pool import Assignment, WriterPool
@@ -105,8 +105,7 @@ class Captures:
 
         final: path of the store, NAME.zarr. attrs: facts for the root attribute (docs/FORMAT.md, section 5);
         `prompt_len` is required on rank 0, `start` defaults to 0. rank, ranks: tensor-parallel rank and size.
-        most_rows: how many rows may come, None if unknown. borrow: see `Borrowing.begin`. Raises ValueError for a bad
-        path or rank.
+        most_rows: how many rows may come, None if unknown. borrow: see `check_borrow`. Raises ValueError.
         """
         final = os.path.abspath(final)
         if not final.endswith(".zarr"):
@@ -117,6 +116,7 @@ class Captures:
             if self._stopping:
                 raise RuntimeError("the coordinator is shut down: no capture can be opened")
             payload = self.pool.layout(layout)
+            check_borrow(borrow, payload)
             # One payload holds the logits of all requests of a step, so the bytes to come are unknown.
             known = most_rows is not None and not payload.has_samples
             to_come = (most_rows or 0) * payload.token_bytes if known else _UNKNOWN_BYTES
