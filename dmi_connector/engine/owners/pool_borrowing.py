@@ -29,8 +29,8 @@ class CacheReads:
     """What one request reads of the prefix cache.
 
     source: what it is to others. borrow: whose rows it borrows if it is scheduled now, and up to which position. hit:
-    cached tokens that vLLM found since it last ran. begun: whether it was ever scheduled. recomputed: cached tokens
-    that were computed again. hidden: hashes that were taken off, behind the first `kept`.
+    most cached tokens that vLLM found since it last ran. begun: whether it was ever scheduled. recomputed: cached
+    tokens that were computed again. hidden: hashes that were taken off, behind the first `kept`.
     """
 
     tracked: Captured
@@ -66,7 +66,7 @@ class Borrowing:
     def __init__(self, context: Context, block_size: int) -> None:
         options = context.options
         self.sources = RowSources(options.chunk_tokens, block_size, context.tp > 1, options.sink == "disk")
-        self._later: list[tuple[CacheReads, int]] = []  # to be cut, and positions below which these have rows
+        self._later: list[tuple[CacheReads, int, int]] = []  # to be cut: hit, and `low` of `allows`
         self.counts = {"recomputed_tokens": 0, "borrowed_tokens": 0}
 
     def arrived(self, tracked: Captured) -> CacheReads:
@@ -87,7 +87,7 @@ class Borrowing:
         if low < top:
             reads.borrow = self._find(reads, top)
             if reads.borrow is None or reads.borrow[1] < top:
-                self._later.append((reads, low))
+                self._later.append((reads, hit, low))
                 return False
         return True
 
@@ -98,13 +98,13 @@ class Borrowing:
     def cut(self) -> list[Request]:
         """A pass ends: cut the hits of those that wait. Returns requests that are to read nothing."""
         nothing, size = [], self.sources.hash_size
-        for reads, low in self._later:
-            top = min(reads.hit, reads.tracked.limit)
+        for reads, hit, low in self._later:
+            top = min(hit, reads.tracked.limit)
             found = self._find(reads, top)
             stop = low if found is None else found[1]
             if stop < size:
                 nothing.append(reads.request)
-            elif stop < top or top == reads.hit:  # else all rows that it wants of the hit are there by now
+            elif stop < top or top == hit:  # else all rows that it wants of the hit are there by now
                 reads.cut(stop // size)
         self._later.clear()
         return nothing

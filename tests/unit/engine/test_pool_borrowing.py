@@ -228,6 +228,23 @@ def test_a_hit_is_cut_to_whole_chunks(tracker: Tracker) -> None:
     assert tracker.pending_closes[0].attrs["recomputed_tokens"] == 16
 
 
+def test_a_hit_that_becomes_shorter_is_cut_again(tracker: Tracker) -> None:
+    """Blocks were evicted meanwhile: what is left of the hit is no whole chunk."""
+    one, two = request(200, "r0"), request(150, "r1")
+    began: set[str] = set()
+    for each in (one, two):
+        tracker.on_new_request(each)
+    passes(tracker, (one, 0), began=began)
+    for hit in (144, 48, 32):
+        passes(tracker, (two, hit), began=began)
+    assert began == {"r0", "r1"} and tracker.take_counts() == {"borrowed_tokens": 32, "recomputed_tokens": 112}
+    three = request(150, "r2")
+    tracker.on_new_request(three)
+    for hit in (144, 16, 0):
+        passes(tracker, (three, hit), began=began)
+    assert "r2" in began and three.skip_reading_prefix_cache
+
+
 def test_without_a_source_nothing_is_read(tracker: Tracker) -> None:
     one = request(200)
     tracker.on_new_request(one)

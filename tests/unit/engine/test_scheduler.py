@@ -162,6 +162,7 @@ def test_a_request_that_is_aborted_while_it_waits_for_a_pool_gives_its_place_to_
 def test_rows_and_logits_of_accepted_tokens_come_from_a_pool(make: Make, seed: int) -> None:
     """Drafts are rejected, and the places of their rows are written again."""
     kinds = {"blocks": (24, 40, 120)[seed % 3], "pages": (24, 60)[seed % 2], "drafts": 1 + seed % 4}
+    kinds |= {"borrows": seed % 3 == 0}
     engine = make(seed=seed, hooks="q,logits", ahead=seed % 4 != 0, on_gpu=seed % 2 == 0, **kinds)
     live(engine, steps=80)
     assert engine.faults() == [] and any(max(grown) > 1 for grown in engine.grown.values())
