@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -250,9 +251,9 @@ def test_what_a_live_source_lacks_is_missing(stores: kit.Store, tmp_path: Path) 
     assert read_attrs(tmp_path / "a.zarr")["missing"] == [[8, 16]]
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", ["", "source", "borrower"])
 def test_rows_are_copied_once_the_writer_of_the_source_has_written_them(
-    tmp_path: Path, dies: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SPREAD_BYTES", "SEGMENT_BYTES"):
         monkeypatch.setattr(writer_pool, name, 1 << 20)  # each capture has one writer
@@ -270,15 +271,24 @@ def test_rows_are_copied_once_the_writer_of_the_source_has_written_them(
     assert record.state is State.CLOSING and known.marks == {one.process} and not known.posted
     with pytest.raises(RuntimeError, match="it takes no more rows and cannot be closed"):
         stores.close(record, 45, ids=IDS[:45])
-    os.kill(one.process.pid, signal.SIGKILL if dies else signal.SIGCONT)
+    if dies == "borrower":
+        os.kill(other.process.pid, signal.SIGKILL)
+        kit.until(lambda: record.state is State.COMMITTING)
+    os.kill(one.process.pid, signal.SIGKILL if dies == "source" else signal.SIGCONT)
     kit.until(lambda: record.state in (State.COMPLETE, State.INCOMPLETE))
-    if dies:
+    if dies == "borrower":
+        attrs = read_attrs(tmp_path / "b.zarr")
+        rows = (attrs["missing"] or [[0, 45]])[0]
+        assert "writer process 2 died" in attrs["reason"] and rows[0] == 0 and rows[1] >= ROWS
+    elif dies:
         attrs = read_attrs(tmp_path / "b.zarr")
         assert attrs["missing"] == [[0, ROWS]] and "could not be copied from a.zarr (" in attrs["reason"]
     else:
         check_equal(tmp_path / "b.zarr", computed(stores, tmp_path, 45, ARRAYS, "none"))
     stores.close(source, ROWS, ids=IDS[:ROWS])
-    assert stores.shutdown()
+    assert stores.shutdown() and stores.stats()["complete"] + stores.stats()["incomplete"] >= 2
+    lines = [json.loads(line) for line in (tmp_path / "index.jsonl").read_text().splitlines()]
+    assert sum((line["event"], line["store"]) == ("finish", "b.zarr") for line in lines) == 1
 
 
 def test_an_aborted_borrower_leaves_nothing_and_lets_its_source_go(stores: kit.Store, tmp_path: Path) -> None:

@@ -182,6 +182,9 @@ class Borrowing:
         """Have the writers of a capture copy its rows."""
         record = known.record
         known.posted = True
+        if record.state not in (State.OPEN, State.CLOSING):  # its writers have died, and it is committed without
+            known.release()
+            return
         known.hold()
         losses = self._lacks(known)
         record.losses += losses
