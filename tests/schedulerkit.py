@@ -33,6 +33,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.context import Drafting
 from dmi_connector.engine.kernels.lookup import Lookup
+from dmi_connector.engine.owners import pool_sources
 from dmi_connector.engine.owners.paged import PagedSlots
 from dmi_connector.engine.owners.pool_limits import PAGE, StepLimits
 from dmi_connector.engine.owners.pool_pages import PoolSlots
@@ -61,10 +62,16 @@ class SchedulerHalf(DMIConnector):
 
 
 class Stored:
-    """Stands for an `OpenCapture`. rows: (token, position) that each row came with."""
+    """Stands for an `OpenCapture`. rows: (token, position) that each row came with.
 
-    def __init__(self, ring: Ring, token_bytes: int, start: int) -> None:
+    source, borrowed: so many of its first rows are those of another, which has them when the first other row comes.
+    """
+
+    def __init__(
+        self, ring: Ring, token_bytes: int, start: int, source: Stored | None = None, borrowed: int = 0
+    ) -> None:
         self.ring, self.token_bytes, self.start = ring, token_bytes, start
+        self.source, self.borrowed = source, borrowed
         self.rows: dict[int, tuple[int, int]] = {}
         self.ends: list[tuple[Any, ...]] = []
         self.draft_index: np.ndarray | None = None
@@ -72,13 +79,23 @@ class Stored:
 
     def parcel(self, extent: Extent, parts: Sequence[tuple[Stored, int, int, int]]) -> None:
         for stored, first, count, offset in parts:
+            stored.borrow()
             payload = self.ring.view(extent)[offset : offset + stored.token_bytes * count]
             for row, (token, position) in enumerate(payload[-8 * count :].view(np.int32).reshape(count, 2).tolist()):
                 assert first + row not in stored.rows, f"row {first + row} came twice"
                 stored.rows[first + row] = token, position
         self.ring.release(extent)
 
+    def borrow(self) -> None:
+        """Take the rows that are borrowed."""
+        if self.source is not None:
+            source, self.source = self.source, None
+            source.borrow()
+            assert len(source.rows.keys() & range(self.borrowed)) == self.borrowed, "rows that have not come"
+            self.rows.update((row, source.rows[row]) for row in range(self.borrowed))
+
     def close(self, *what: Any, draft_index: np.ndarray | None = None) -> None:
+        self.borrow()
         self.ends.append(what)
         self.draft_index = draft_index
 
@@ -109,7 +126,7 @@ class Engine:
 
     on_gpu: rows leave by the lane, over CPU memory (lanekit.py). sleeps: whether it may sleep. tokens: each next token,
     random without it. drafts: draft tokens per request in a step; most are accepted. pages: of a pool for the rows; 0
-    for rows in vLLM's blocks.
+    for rows in vLLM's blocks. borrows: whether requests borrow rows from earlier ones, whose stores all stay.
     """
 
     def __init__(
@@ -128,6 +145,7 @@ class Engine:
         late: bool = False,
         drafts: int = 0,
         pages: int = 0,
+        borrows: bool = False,
         policy: str = "block",
         tokens: Callable[[], int] | None = None,
     ) -> None:
@@ -177,6 +195,8 @@ class Engine:
         if pages:
             slots = PoolSlots(self.exporter.context, 0, BLOCK, blocks, StepLimits.of(config))
             slots.sized(pages)
+            slots.borrowing.sources._enabled = borrows
+            patch.setattr(pool_sources, "lexists", lambda _path: True)
             self.pool = self.exporter.layer = Pool(self.exporter.rows, blocks)  # type: ignore[assignment]
         self.tracker = Tracker(self.exporter.context, slots, keep_rows, behind=int(ahead))
         SchedulerHalf.tracker_given = self.tracker
@@ -218,7 +238,9 @@ class Engine:
         def opened(message: Any) -> None:
             original(message)
             capture: Any = self.exporter.captures[message.capture]
-            capture.out = Stored(self.exporter.ring, capture.layout.payload.token_bytes, message.start)
+            ring, token_bytes, borrow = self.exporter.ring, capture.layout.payload.token_bytes, message.borrow
+            source = () if borrow is None else (self.stored[borrow.request_id], len(borrow.token_ids))
+            capture.out = Stored(ring, token_bytes, message.start, *source)
             self.stored[message.request_id] = capture.out
 
         self.exporter._open = opened  # type: ignore[method-assign]

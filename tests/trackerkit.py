@@ -45,6 +45,8 @@ class FakeRequest:
     mm_features: list[Any] = field(default_factory=list)
     sampling_params: Any = field(default_factory=lambda: SimpleNamespace(seed=None, max_tokens=64, detokenize=True))
 
+    block_hashes: list[bytes] = field(default_factory=list)
+
     @property
     def prompt_token_ids(self) -> list[int]:
         return self.tokens[: self.num_prompt_tokens]

@@ -100,7 +100,8 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "resets": Name(
             "vllm.v1.core.kv_cache_manager:KVCacheManager.reset_prefix_cache",
-            "wrapped in the scheduler, so that a reset first frees the blocks of ended requests that are kept",
+            "wrapped in the scheduler, so that a reset first frees the blocks of ended requests that are kept, and "
+            "that no rows from before it are borrowed",
         ),
         "kept": Name(
             "vllm.v1.core.kv_cache_manager:KVCacheManager.free",
@@ -206,6 +207,14 @@ NAMES: dict[str, dict[str, Name]] = {
         "skips_cache": Name(
             "vllm.v1.request:Request.get_skip_reading_prefix_cache",
             "sets the attribute skip_reading_prefix_cache, with which cached tokens are computed again for their rows",
+        ),
+        "hashes": Name(
+            "vllm.v1.request:Request.update_block_hashes",
+            "fills the list block_hashes, by which earlier captures of the same tokens are found, and hits are cut",
+        ),
+        "hash_size": Name(
+            "vllm.v1.core.block_pool:BlockPool",
+            "its hash_block_size is the number of tokens of a hash",
         ),
     },
     "speculative decoding": {

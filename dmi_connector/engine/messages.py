@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -14,6 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from dmi_connector.store.format.completeness import Loss
+
+T = TypeVar("T")
 
 STEPS_TOGETHER = 16
 """Rows of so many steps leave the GPU together: looking for them and gathering them costs the engine's thread the same
@@ -31,11 +34,30 @@ class Rows:
 
 
 @dataclass
+class Borrow:
+    """Rows that a capture takes from the store of an earlier one: its tokens were in the prefix cache.
+
+    path, request_id, key: of the other store. token_ids: int32 [rows], of its first rows.
+    """
+
+    path: str
+    request_id: str
+    key: str | None
+    token_ids: np.ndarray
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Root attributes of the store that takes them."""
+        source = {"store": os.path.basename(self.path), "key": self.key, "request_id": self.request_id}
+        return {"borrowed_tokens": len(self.token_ids), "borrowed_from": source}
+
+
+@dataclass
 class Open:
     """A capture begins.
 
     path: of its store. hooks: {hook: layers} of this capture. start: position of its first row. most_rows: how many
-    rows it may have. attrs: root attributes of the store.
+    rows it may have. attrs: root attributes of the store. borrow: its first rows, if another store has them.
     """
 
     capture: int
@@ -46,6 +68,7 @@ class Open:
     start: int
     most_rows: int
     attrs: dict[str, Any]
+    borrow: Borrow | None = None
 
 
 @dataclass
@@ -148,15 +171,27 @@ class Report(KVConnectorWorkerMetadata):
     """A worker's message to the scheduler, in a step that asks for it.
 
     gathered: rows gathered since the start. lost: row ranges given up since its last report, by capture. staged:
-    whether some of what is gathered lies in staging memory. Only said in an engine that may sleep.
+    whether some of what is gathered lies in staging memory. Only said in an engine that may sleep. stored: paths of
+    stores that are finished, and whether they have all rows. unborrowed: rows that could not be borrowed, by capture.
     """
 
     gathered: int = 0
     lost: dict[int, list[list[int]]] = field(default_factory=dict)
     staged: bool = False
+    stored: dict[str, bool] = field(default_factory=dict)
+    unborrowed: dict[int, list[Loss]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join the reports of two ranks: the slower one counts."""
         assert isinstance(other, Report)
-        lost = {k: self.lost.get(k, []) + other.lost.get(k, []) for k in {**self.lost, **other.lost}}
-        return Report(min(self.gathered, other.gathered), lost, self.staged or other.staged)
+        lost = _joined(self.lost, other.lost)
+        unborrowed = _joined(self.unborrowed, other.unborrowed)
+        stored = {
+            **self.stored,
+            **{path: whole and self.stored.get(path, True) for path, whole in other.stored.items()},
+        }
+        return Report(min(self.gathered, other.gathered), lost, self.staged or other.staged, stored, unborrowed)
+
+
+def _joined(one: dict[int, list[T]], other: dict[int, list[T]]) -> dict[int, list[T]]:
+    return {key: one.get(key, []) + other.get(key, []) for key in {**one, **other}}

@@ -32,6 +32,10 @@ COUNTERS = {
         "recomputed_tokens",
         "Cached tokens that were computed again for their rows",
     ),
+    "borrowed_tokens": (
+        "borrowed_tokens",
+        "Cached tokens whose rows were copied from an earlier store",
+    ),
     "bytes_exported": ("exported_bytes", "Bytes brought from the cache to the host buffer"),
     "bytes_raw": ("raw_bytes", "Bytes of finished captures before compression"),
     "bytes_stored": ("stored_bytes", "Bytes of finished captures as written"),

@@ -100,17 +100,21 @@ def test_structured_output_and_priorities_change_no_row(
 def test_weights_that_are_loaded_while_serving_give_their_own_values(
     known_models: None, tmp_path: Path, owner: str
 ) -> None:
-    """As trainers by reinforcement do between rounds. (Of tied embeddings vLLM reloads one on a CPU.)"""
-    run = Run(tmp_path / "captures")
+    """As trainers by reinforcement do between rounds. (Of tied embeddings vLLM reloads one on a CPU.)
+
+    A request without a capture fills the cache again, so that rows of before could be taken for its blocks.
+    """
+    run, silent = Run(tmp_path / "captures"), {"dmi": {"enabled": False}}
     one, other = (make_model("qwen3", tmp_path / f"{i}", seed=i, tie_word_embeddings=False) for i in (0, 7))
     args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, **SMALL)
     with engine(one, enforce_eager=True, **args) as llm:
-        generate(llm, run, {"before": Ask(prompt(40))})
+        generate(llm, run, {"before": Ask(prompt(300))})
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
         llm.reset_prefix_cache()
-        generate(llm, run, {"after": Ask(prompt(40))})
-    check_store(run.store("before"), Oracle(one), run.tokens("before"), 40, HOOKS)
-    check_store(run.store("after"), Oracle(other), run.tokens("after"), 40, HOOKS)
+        generate(llm, run, {"silent": Ask(prompt(300), silent)})
+        generate(llm, run, {"after": Ask(prompt(300))})
+    check_store(run.store("before"), Oracle(one), run.tokens("before"), 300, HOOKS)
+    check_store(run.store("after"), Oracle(other), run.tokens("after"), 300, HOOKS)
     first, second = (open_capture(run.store(name)).numpy("resid_final") for name in ("before", "after"))
     assert np.abs(first[:40] - second[:40]).max() > 0.1
 

@@ -101,7 +101,7 @@ def ends(llm: LLM, run: Run) -> None:
         | asked("model-len", prompt(505), sampling={"max_tokens": 100})
         | asked("model-len-prompt", prompt(511), sampling={"max_tokens": 100})
         | asked("one", prompt(40), sampling={"max_tokens": 1})
-        | asked("three", prompt(129, 5), sampling={"n": 3, "temperature": 0.8})
+        | asked("three", prompt(270, 5), sampling={"n": 3, "temperature": 0.8})
         | asked("logprobs", prompt(150, 5), sampling={"prompt_logprobs": 1, "logprobs": 2}),
     )
 
@@ -269,12 +269,27 @@ def test_prompts_computed_in_uneven_pieces_have_right_values(run: Run, twin: Ora
     ],
 )
 def test_rows_of_cached_blocks_are_exported_again(run: Run, owner: str, twin: Oracle, name: str, blocks: int) -> None:
-    """In a pool they are not kept, so these tokens are computed again."""
-    again = {"recomputed_tokens": blocks * BLOCK} if owner == "pool" else {}
-    assert run.replies[name].num_cached_tokens == (0 if again else blocks * BLOCK), "not the hit this test is about"
+    """In a pool they are not kept. An earlier store has them, or these tokens are computed again."""
+    hit = blocks * BLOCK
+    computed = owner == "pool" and name in ("after-hidden", "after-narrow")
+    assert run.replies[name].num_cached_tokens == (0 if computed else hit), "not the hit this test is about"
     attributes = open_capture(found(run, name).store).attrs
-    assert {key: attributes[key] for key in attributes if key == "recomputed_tokens"} == again
+    told = {key: attributes[key] for key in ("recomputed_tokens", "borrowed_tokens") if key in attributes}
+    assert told == ({} if owner != "pool" else {"recomputed_tokens" if computed else "borrowed_tokens": hit})
     check(run, name, twin)
+
+
+@pytest.mark.parametrize("name", ["equal", "equal-aligned", "next-turn"])
+def test_borrowed_rows_equal_those_of_their_source(runs: dict[str, Run], name: str) -> None:
+    run = runs["pool"]
+    mine = open_capture(found(run, name).store)
+    source = mine.attrs["borrowed_from"]
+    other, rows = open_capture(run.store_dir / source["store"]), slice(0, mine.attrs["borrowed_tokens"])
+    assert (other.attrs["key"], other.attrs["request_id"]) == (source["key"], source["request_id"])
+    assert source["key"] in ("first", "aligned", "equal", "equal-aligned", "whole-blocks", "next-turn")
+    assert np.array_equal(mine.token_ids[rows], other.token_ids[rows])
+    for hook in sorted(set(mine) - {"logits"}):
+        assert mine.numpy(hook, tokens=rows).tobytes() == other.numpy(hook, tokens=rows).tobytes(), hook
 
 
 def test_a_store_of_a_pool_equals_that_of_the_target(runs: dict[str, Run]) -> None:
@@ -313,13 +328,15 @@ def test_rows_end_where_the_request_ends(
     check(run, name, twin)
 
 
-def test_each_child_has_its_own_store(run: Run, twin: Oracle) -> None:
+def test_each_child_has_its_own_store(run: Run, owner: str, twin: Oracle) -> None:
     stores = find_captures(run.store_dir, key="three")
     children = {int(str(c.request_id).split("_")[0]): c.store for c in stores}
     assert len(stores) == 3 and sorted(children) == [0, 1, 2], stores
     assert len({tuple(run.tokens("three", child)) for child in children}) == 3, "the same tokens: swaps stay unseen"
     for child, store in children.items():
-        check_store(store, twin, run.tokens("three", child), 129, HOOKS, greedy=False)
+        check_store(store, twin, run.tokens("three", child), 270, HOOKS, greedy=False)
+    borrowed = sorted(open_capture(store).attrs.get("borrowed_tokens", 0) for store in children.values())
+    assert borrowed == ([0, 2 * BLOCK, 2 * BLOCK] if owner == "pool" else [0, 0, 0])
 
 
 def test_an_abort_before_the_first_step_leaves_nothing(run: Run) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dmi_connector import capture_args, find_captures
+from dmi_connector import capture_args, find_captures, open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from tests.engine.check import check_store, hooks_of
 from tests.engine.drafts import make_pair
@@ -54,6 +54,9 @@ STORM = {
     f"storm{n}": Ask(prompt(60 + n, 2), {"include_output_tokens": True, "dmi": {"key": f"storm{n}"}}) for n in range(30)
 }
 SPARED = [*STORM][::6]
+# The last two read two cached blocks. Beside the first request there is room for one more block of each.
+TWINS = {f"twin{n}": Ask(prompt(260, 6), sampling={"max_tokens": 120}) for n in range(3)}
+BESIDE = {"beside": Ask(prompt(200, 7), sampling={"max_tokens": 80})}
 
 
 def storm(llm: LLM, run: Run) -> None:
@@ -75,7 +78,7 @@ def storm(llm: LLM, run: Run) -> None:
         submit(llm, {"same": Ask(prompt(40, 3), {"include_output_tokens": True, "dmi": {"key": "same"}})})
     finish((llm, run))
     noted()
-    run.facts["counts"] = counts
+    run.facts["counts"] = dict(counts)
 
 
 def _long(name: str) -> bool:
@@ -91,7 +94,7 @@ def run(
 ) -> Run:
     run = Run(tmp_path_factory.mktemp("preemption"))
     owner, caching = CONFIGURATIONS[request.param]
-    run.facts["owner"] = owner
+    run.facts["owner"], run.facts["caching"] = owner, caching
     drafts, run.facts["chunk"] = _long(request.param), 1 if _long(request.param) else CHUNK
     args: dict[str, Any] = capture_args(
         ALL_HOOKS, run.store_dir, owner, **{**SMALL, "chunk_tokens": run.facts["chunk"]}
@@ -121,6 +124,11 @@ def run(
         run.facts["victim"] = victim
         finish((llm, run))
         storm(llm, run)
+        generate(llm, run, {"twin0": TWINS["twin0"]})
+        before = len(run.facts["preempted"])
+        submit(llm, BESIDE | {name: TWINS[name] for name in ("twin1", "twin2")})
+        finish((llm, run))
+        run.facts["twins preempted"] = run.facts["preempted"][before:]
     assert bool(run.drafts) == drafts
     return run
 
@@ -129,6 +137,16 @@ def test_preempted_requests_have_whole_stores(run: Run, oracle: Callable[..., Or
     assert run.facts["preempted"], "nothing was preempted: this test shows nothing"
     for name, ask in ASKS.items():
         check_store(run.store(name), oracle("qwen3"), run.tokens(name), len(ask.prompt), hooks_of("qwen3"))
+
+
+def test_preempted_requests_with_borrowed_rows_have_whole_stores(run: Run, oracle: Callable[..., Oracle]) -> None:
+    """In a pool the rows of cached blocks are those of the first one."""
+    if run.facts["caching"]:
+        assert any(name.startswith("twin") for name in run.facts["twins preempted"]), "it shows less"
+    for name in TWINS:
+        check_store(run.store(name), oracle("qwen3"), run.tokens(name), 260, hooks_of("qwen3"))
+        borrows = run.facts["owner"] == "pool" and name != "twin0"
+        assert open_capture(run.store(name)).attrs.get("borrowed_tokens", 0) == (256 if borrows else 0)
 
 
 def test_a_request_aborted_while_preempted_keeps_its_whole_chunks(run: Run, oracle: Callable[..., Oracle]) -> None:

@@ -55,6 +55,7 @@ def run(
     """At its end the worker of rank 1 is killed while captures are under way."""
     run = Run(tmp_path_factory.mktemp("tp2"))
     hooks, run.facts["hooks"], owner = SELECTIONS[request.param]
+    run.facts["owner"] = owner
     args = capture_args(hooks, run.store_dir, owner, **SMALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
@@ -97,6 +98,8 @@ def test_a_store_of_two_ranks_reads_like_that_of_the_whole_model(run: Run, oracl
     for name in ("len1", "len33", "len128", "len300", "again"):
         length = len(run.replies[name].prompt_token_ids)
         check_store(run.store(name), oracle("qwen3"), run.tokens(name), length, run.facts["hooks"])
+    borrowed = 256 if run.facts["owner"] == "pool" else 0
+    assert read_attrs(run.store("again")).get("borrowed_tokens", 0) == borrowed
     tokens = run.tokens("only")
     check_store(run.store("only"), oracle("qwen3"), tokens, 40, run.facts["hooks"], rows=(0, 40))
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from dmi_connector.engine.messages import StepMetadata
+    from dmi_connector.engine.messages import Borrow, StepMetadata
     from dmi_connector.hooks import ModelDims, Selection
     from dmi_connector.layout import RowLayout
     from dmi_connector.request_options import CaptureParams
@@ -39,6 +39,9 @@ class Context(Protocol):
 
     @property
     def may_sleep(self) -> bool: ...
+
+    @property
+    def tp(self) -> int: ...
 
     @property
     def dims(self) -> ModelDims: ...
@@ -57,9 +60,11 @@ class Captured(Protocol):
     """What owners read of `engine.scheduler.tracked_request.Tracked`."""
 
     capture: int
+    path: str
     blocks: list[int]
     request: Request
     params: CaptureParams
+    selection: Selection
 
     @property
     def limit(self) -> int: ...
@@ -142,6 +147,16 @@ class RowSlots(ABC):
 
     def arrived(self, tracked: Captured) -> None:  # noqa: B027
         """A request is to be captured."""
+
+    def begin(self, tracked: Captured) -> Borrow | None:
+        """A request is scheduled for the first time. Returns the rows that it borrows from an earlier capture."""
+        return None
+
+    def lost(self, captures: Iterable[int]) -> None:  # noqa: B027
+        """These captures lack rows."""
+
+    def stored(self, path: str, whole: bool) -> None:  # noqa: B027
+        """A capture has ended. path: of its store. whole: it is there and has all rows."""
 
     def handed(self, tracked: Captured, stop: int, rows: int) -> None:  # noqa: B027
         """Rows of positions below `stop` were handed to the workers. rows: handed since the start, these included."""

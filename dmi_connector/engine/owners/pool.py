@@ -19,7 +19,8 @@ more tokens of prompts than the pool has rows: while prompts are captured, the s
 to what the pool holds beside the admitted requests. So a page is free whenever one is needed, and nothing waits for
 another request.
 
-Rows of cached tokens are not kept. A captured request computes such tokens again.
+Rows of cached tokens are not kept. A captured request borrows them from an earlier capture (pool_borrowing.py), or
+computes such tokens again.
 """
 
 from __future__ import annotations

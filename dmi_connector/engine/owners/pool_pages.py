@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from vllm.logger import init_logger
 
-from dmi_connector.engine.messages import StepMetadata
+from dmi_connector.engine.messages import Borrow, StepMetadata
 from dmi_connector.engine.owners.base import RowSlots
+from dmi_connector.engine.owners.pool_borrowing import Borrowing, CacheReads
 from dmi_connector.engine.owners.pool_limits import StepLimits, page_size
 
 if TYPE_CHECKING:
@@ -74,14 +75,14 @@ class _Rows:
     in it. captured: position up to which a preempted request has its rows. exported: position up to which rows were
     handed to the workers. seen: tokens that were computed when it was last looked at. ahead: position up to which rows
     have a place as soon as vLLM gives blocks. most: see `StepLimits.pages_of_request`. admitted: whether so many pages
-    are there for it. reads_cache: what the request says of the prefix cache. recomputed: cached tokens that are
-    computed again.
+    are there for it. reads_cache: what the request says of the prefix cache. reads: what it reads of it.
     """
 
     tracked: Captured
     first: int
     most: int
     reads_cache: bool
+    reads: CacheReads
     pages: list[int] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
     captured: int = 0
@@ -89,7 +90,6 @@ class _Rows:
     seen: int = 0
     ahead: int = 0
     admitted: bool = False
-    recomputed: int = 0
 
 
 class PoolSlots(RowSlots):
@@ -127,7 +127,7 @@ class PoolSlots(RowSlots):
         self._given: list[tuple[int, int, int]] = []  # (rows handed, page, entry) since the last `cover`
         self._table: dict[int, int] = {}  # entries that change before the forward
         self._skip: list[Request] = []  # requests that must not read the prefix cache
-        self._recomputed = 0
+        self.borrowing = Borrowing(context, block_size)
 
     def sized(self, pages: int) -> None:
         if pages == self.pages.count:
@@ -193,6 +193,7 @@ class PoolSlots(RowSlots):
             if request_id in scheduled:
                 rows = self._prompts[request_id]
                 request = rows.tracked.request
+                self.borrowing.scheduled(rows.reads)
                 rows.seen = rows.ahead = request.num_computed_tokens + scheduled[request_id]
                 if rows.seen >= request.num_tokens and not request.resumable:
                     del self._prompts[request_id]
@@ -226,6 +227,7 @@ class PoolSlots(RowSlots):
     def handed(self, tracked: Captured, stop: int, rows: int) -> None:
         mine, self._handed_rows = self._rows[tracked.request.request_id], rows
         mine.exported = stop
+        self.borrowing.sources.note(mine.reads.source, tracked.request, stop)
         whole = stop // self.size - mine.first
         if whole > 0:
             self._give(mine, whole)
@@ -239,10 +241,10 @@ class PoolSlots(RowSlots):
     # ---- the lives of requests --------------------------------------------------------------------------------------
 
     def arrived(self, tracked: Captured) -> None:
-        request = tracked.request
-        start = tracked.params.start
+        request, start = tracked.request, tracked.params.start
         most = self.most if start % self.size else self._usual
-        self._rows[request.request_id] = _Rows(tracked, start // self.size, most, not request.skip_reading_prefix_cache)
+        reads_cache, reads = not request.skip_reading_prefix_cache, self.borrowing.arrived(tracked)
+        self._rows[request.request_id] = _Rows(tracked, start // self.size, most, reads_cache, reads)
         self._waiting += 1
         self._choose_budget()
 
@@ -257,12 +259,21 @@ class PoolSlots(RowSlots):
                 self._skip.append(request)
             return None, False
         low = max(rows.tracked.params.start, rows.captured)
-        if low < min(computed, rows.tracked.limit):
-            rows.recomputed += computed
-            self._recomputed += computed
-            self._skip.append(request)  # not now: vLLM would take None for 0
-            return None, False
-        return 0, False
+        return (0, False) if self.borrowing.allows(rows.reads, computed, low) else (None, False)
+
+    def begin(self, tracked: Captured) -> Borrow | None:
+        rows = self._rows[tracked.request.request_id]
+        borrow = self.borrowing.begin(rows.reads)
+        if borrow is not None:
+            rows.captured = rows.exported = tracked.params.start + len(borrow.token_ids)
+            rows.first = -(-rows.captured // self.size)
+        return borrow
+
+    def lost(self, captures: Iterable[int]) -> None:
+        self.borrowing.sources.lost(captures)
+
+    def stored(self, path: str, whole: bool) -> None:
+        self.borrowing.sources.ended(path, whole)
 
     def _admit(self, rows: _Rows) -> bool:
         """Whether a request may begin in a step of the present budget."""
@@ -300,7 +311,7 @@ class PoolSlots(RowSlots):
         return self._rows[tracked.request.request_id].captured
 
     def attributes(self, tracked: Captured) -> dict[str, Any]:
-        recomputed = self._rows[tracked.request.request_id].recomputed
+        recomputed = self._rows[tracked.request.request_id].reads.recomputed
         return {"recomputed_tokens": recomputed} if recomputed else {}
 
     def ended(self, request: Request, blocks: list[int], waiting: bool, others: bool) -> bool:
@@ -322,7 +333,7 @@ class PoolSlots(RowSlots):
             metadata.table = np.array([[*self._table], [*self._table.values()]], np.int64)
             self._table = {}
         metadata.need = self.pages.take_need()
-        for request in self._skip:
+        for request in [*self._skip, *self.borrowing.cut()]:  # not before: vLLM would take None for 0
             request.skip_reading_prefix_cache = True
         self._skip.clear()
         self._running = len(output.num_scheduled_tokens)
@@ -344,8 +355,7 @@ class PoolSlots(RowSlots):
         limits.scheduler.max_num_batched_tokens = limits.stock if tokens >= limits.tokens else tokens
 
     def take_counts(self) -> dict[str, int]:
-        recomputed, self._recomputed = self._recomputed, 0
-        return {"recomputed_tokens": recomputed}
+        return self.borrowing.take_counts()
 
     # ---- nothing of vLLM's is kept ----------------------------------------------------------------------------------
 
@@ -356,4 +366,4 @@ class PoolSlots(RowSlots):
         return False
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
-        """No block of vLLM is kept."""
+        self.borrowing.bind(kv_cache_manager)

@@ -81,6 +81,11 @@ class Tracked:
             return f"dmi.tokens: {span} lies behind the prompt; set include_output_tokens for rows of generated tokens"
         return f"dmi.tokens: {span} lies behind the last row of the request, so there are no rows"
 
+    def skip(self, rows: int) -> None:
+        """So many rows come from another store."""
+        self.exported += rows
+        self.due += rows
+
     def begin_turn(self, computed: int) -> None:
         """The request comes into a batch. A new turn of a session keeps `computed` tokens of those before.
 

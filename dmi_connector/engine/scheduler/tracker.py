@@ -11,7 +11,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.messages import STEPS_TOGETHER, Close, Open, Report, Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import STEPS_TOGETHER, Borrow, Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.engine.scheduler.draft_tokens import DraftTokens
 from dmi_connector.engine.scheduler.ignored import ignored_path
 from dmi_connector.engine.scheduler.media import later_media, media_attributes
@@ -70,6 +70,7 @@ class Tracker:
         self.gathered = 0  # rows that the slowest worker has gathered
         self._staged = False  # whether rows lie in a worker's staging memory
         self.lost: dict[int, list[list[int]]] = {}
+        self.unborrowed: dict[int, list[Loss]] = {}
         self._captures = 0
         self._counts: Counter[str] = Counter()  # requests that ended without a capture, since they were last taken
         self.warning = ""  # of all responses: what of the engine's configuration is ignored
@@ -159,7 +160,7 @@ class Tracker:
                 if not tracked.opened:
                     tracked.opened = True
                     self._with_logits += tracked.has_logits
-                    metadata.opens.append(self._open(tracked))
+                    metadata.opens.append(self._open(tracked, self.slots.begin(tracked)))
         prompts: Iterable[tuple[Captured, int]] = ()
         if self.slots.eager:
             self._take_blocks()
@@ -264,8 +265,9 @@ class Tracker:
         self.slots.handed(tracked, stop, self.handed)
         return rows
 
-    def _open(self, tracked: Tracked) -> Open:
+    def _open(self, tracked: Tracked, borrow: Borrow | None) -> Open:
         request = tracked.request
+        tracked.skip(0 if borrow is None else len(borrow.token_ids))
         sampling = request.sampling_params
         end = min(request.num_prompt_tokens + request.max_tokens, tracked.limit)
         tracked.media = len(request.mm_features)
@@ -283,13 +285,20 @@ class Tracker:
                 **tracked.params.store_attributes,
                 "adapter": None if request.lora_request is None else request.lora_request.lora_name,
                 **media_attributes(request, self.context),
+                **({} if borrow is None else borrow.attributes),
             },
+            borrow=borrow,
         )
 
     def on_report(self, report: Report) -> None:
         """Take in what the workers report."""
         self.gathered, self._staged = report.gathered, report.staged
-        running = {t.capture for t in self.tracked.values()} if report.lost else set()
+        running = {t.capture for t in self.tracked.values()} if report.lost or report.unborrowed else set()
+        for capture in report.unborrowed.keys() & running:
+            self.unborrowed.setdefault(capture, []).extend(report.unborrowed[capture])
+        for path, whole in report.stored.items():
+            self.slots.stored(path, whole)
+        self.slots.lost({*report.lost, *report.unborrowed})
         for capture, ranges in report.lost.items():
             if capture in running:  # of an ended request the response has left; its store lists the ranges
                 self.lost.setdefault(capture, []).extend(ranges)
@@ -343,9 +352,9 @@ class Tracker:
         if tracked.params.key is not None:
             response["dmi_key"] = tracked.params.key
         lost = self.lost.pop(tracked.capture, [])
-        if close.losses:
-            lost = lost + completeness.missing(close.losses)
-            response["dmi_reason"] = completeness.reason(close.losses)
+        if losses := close.losses + self.unborrowed.pop(tracked.capture, []):
+            lost = lost + completeness.missing(losses)
+            response["dmi_reason"] = completeness.reason(losses)
         if lost:
             response["dmi_missing"] = sorted(lost)
         if not close.length and not close.losses:

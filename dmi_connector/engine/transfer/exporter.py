@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from dmi_connector.engine import contract, sizing
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
-from dmi_connector.engine.messages import Close, Open, Report, Rows, StepMetadata
+from dmi_connector.engine.messages import Borrow, Close, Open, Report, Rows, StepMetadata
 from dmi_connector.engine.store_attributes import store_attributes
 from dmi_connector.engine.transfer.announcement import announce
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
@@ -23,6 +23,7 @@ from dmi_connector.engine.transfer.logits import LogitsExport, step_bytes
 from dmi_connector.engine.transfer.meter import Meter
 from dmi_connector.store.format.completeness import Cause
 from dmi_connector.store.write.client import StoreClient
+from dmi_connector.store.write.messages import pack_array
 from dmi_connector.store.write.ring import Extent, Ring
 
 if TYPE_CHECKING:
@@ -184,6 +185,11 @@ class Exporter:
         """What is new for the scheduler."""
         report = self.progress.report()
         report.staged = self.context.may_sleep and self.lane is not None and self.lane.staged
+        if self.client is not None:
+            report.stored, losses = self.client.take_news()
+            for capture in [*self.captures.values(), *(capture for capture, _ in self.ending)] if losses else ():
+                if capture.out is not None and capture.out.path in losses:
+                    report.unborrowed[capture.number] = losses[capture.out.path]
         return report
 
     def take_finished(self) -> set[str]:
@@ -207,6 +213,7 @@ class Exporter:
                 self.rank,
                 self.context.tp,
                 message.most_rows,
+                None if message.borrow is None else _borrow_message(message.borrow),
             )
         checked = self.context.options.check == "poison" or self.layer.poisons
         self.captures[message.capture] = CaptureExport(
@@ -339,3 +346,9 @@ class Exporter:
         if self.client is not None:
             self.client.shutdown(max(1.0, deadline - time.monotonic()))
         self.ring.close()
+
+
+def _borrow_message(borrow: Borrow) -> dict[str, Any]:
+    """What the coordinator is told."""
+    ids = pack_array(borrow.token_ids.astype("<i4"))
+    return {"final": borrow.path, "request_id": borrow.request_id, "rows": len(borrow.token_ids), "token_ids": ids}

@@ -34,6 +34,8 @@ class Cause(enum.Enum):
     FELL_BEHIND = "dropped", "writing fell behind (policy drop)"
     NOT_GATHERED = "other", "rows could not be gathered ({error})"
     UNWRITTEN = "other", "no tap wrote {hooks} in some row"
+    # In the coordinator, or a writer.
+    NOT_BORROWED = "other", "rows of tokens in the prefix cache could not be copied from {store} ({error})"
     # In the coordinator.
     NEVER_CAME = "other", "rows never came from the engine"
     WRONG_POSITIONS = "other", "the rows of positions {first} to {last} carry other positions"

@@ -20,6 +20,7 @@ except ImportError:  # Windows: stores are read without a lock, and nothing here
     fcntl = None  # type: ignore[assignment]
 
 from dmi_connector.store.format.linux import check_linux
+from dmi_connector.store.format.schema import PARTIAL_SUFFIX
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +176,28 @@ def share(store: str | os.PathLike[str]) -> int | None:
         os.close(fd)
         raise
     return fd
+
+
+def hold_source(final: str) -> int:
+    """Descriptor with a shared lock on the directory of a store, finished or not: it is neither repaired nor removed
+    while the descriptor is open. It stays valid when the directory gets its final name.
+
+    Raises FileNotFoundError where there is none, OSError where it is being removed or repaired.
+    """
+    for path in (final + PARTIAL_SUFFIX, final):
+        try:
+            fd = os.open(path, _DIRECTORY | _NO_FOLLOW)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise OSError(f"{path} is just removed or repaired") from None
+        except OSError as error:
+            logger.warning("dmi: %s cannot be locked and may be removed while it is read: %s", path, error)
+        return fd
+    raise FileNotFoundError("it is gone")
 
 
 def hold_upload(store: str | os.PathLike[str]) -> int:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.layout import PayloadLayout
-from dmi_connector.store.format.completeness import LABELS, Loss, losses_to_json
+from dmi_connector.store.format.completeness import LABELS, Loss, losses_from_json, losses_to_json
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.finish.commit import append_failed, finished_attrs
 from dmi_connector.store.write.messages import ERRORS_KEPT, Message, pack_array
@@ -112,6 +112,8 @@ class StoreClient:
         )
         self._stats: dict[str, int] = dict.fromkeys(names, 0)
         self._errors: deque[str] = deque(maxlen=ERRORS_KEPT)
+        self._ended: deque[tuple[str, bool]] = deque()
+        self._unborrowed: deque[tuple[str, list[Loss]]] = deque()
         self._stopping = False
         self._broken: str | None = None
         self._child = self._spawn()
@@ -145,6 +147,7 @@ class StoreClient:
         rank: int = 0,
         ranks: int = 1,
         most_rows: int | None = None,
+        borrow: Message | None = None,
     ) -> OpenCapture:
         """Begin a capture; see `Captures.open`. What is wrong with it shows when it is closed."""
         with self._lock:
@@ -155,11 +158,12 @@ class StoreClient:
             if self._broken:
                 capture.reason, capture.state = self._broken, "failed"
                 self._stats["failed"] += 1
+                self._ended.append((final, False))
                 self._write_failed(capture)
                 return capture
             self._captures[self._count] = capture
             message = {"type": "open", "id": self._count, "layout": layout, "attrs": dict(attrs or {}), **names}
-            self._child.post({**message, "ranks": ranks, "most_rows": most_rows})
+            self._child.post({**message, "ranks": ranks, "most_rows": most_rows, "borrow": borrow})
             return capture
 
     def rows(self, extent: Extent, rows: Sequence[tuple[OpenCapture, str, int, int, int]]) -> None:
@@ -182,6 +186,20 @@ class StoreClient:
     def counts(self) -> dict[str, int]:
         """The numbers of `stats` that only grow. Takes no lock, so that every step may ask."""
         return dict(self._stats)
+
+    def take_news(self) -> tuple[dict[str, bool], dict[str, list[Loss]]]:
+        """What is new since the last call: (captures that have ended, by the path of their store, and whether it has
+        all rows; rows that could not be borrowed, by the path of the store that lacks them).
+        """
+        ended: dict[str, bool] = {}
+        while self._ended:
+            path, whole = self._ended.popleft()
+            ended[path] = whole
+        lost: dict[str, list[Loss]] = {}
+        while self._unborrowed:
+            path, losses = self._unborrowed.popleft()
+            lost.setdefault(path, []).extend(losses)
+        return ended, lost
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every closed capture is committed. Returns False if `timeout` seconds were not enough."""
@@ -235,6 +253,8 @@ class StoreClient:
         with self._lock:
             for number in m.get("free", ()):
                 self.ring.release(self._out.pop(number))
+            if "lost" in m and m["lost"] in self._captures:
+                self._unborrowed.append((self._captures[m["lost"]].path, losses_from_json(m["losses"])))
             if "done" in m:
                 capture, label = self._captures[m["done"]], m["label"]
                 self._end(capture, m["state"], m["reason"], label, m["bytes_raw"], m["bytes_stored"])
@@ -257,6 +277,7 @@ class StoreClient:
         outcome = f"incomplete.{label or 'other'}" if state == "incomplete" else state
         for name, value in ((outcome, 1), ("bytes_raw", raw), ("bytes_stored", stored)):
             self._stats[name] += value
+        self._ended.append((capture.path, state == "complete"))
         if state != "complete":
             self._note(f"{capture.path} is {state}: {reason}")
         self._lock.notify_all()

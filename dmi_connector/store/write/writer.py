@@ -5,9 +5,9 @@ It maps the ring that it shares with the engine, reads messages on standard inpu
 messages.py). Every chunk and rows message is answered, whatever happens: ring memory is reused on that answer. At the
 end of input it stops and leaves partial directories as they are.
 
-messages    layout, forget (a layout); open, chunk, rows, close, drop (of a capture's arrays); commit, rankdone, remove
-            (of a capture); line (for the index), giveup
-answers     ready, ack (of a payload), closed (a capture's arrays), ended (a capture), note
+messages    layout, forget (a layout); open, chunk, borrow, rows, close, drop (of a capture's arrays); commit, rankdone,
+            remove (of a capture); line (for the index), giveup, mark
+answers     ready, ack (of a payload), borrowed, closed (a capture's arrays), ended (a capture), marked, note
 
 One open message of a capture carries `about`, what a salvage has to know of it, and the chunk messages to that writer
 carry `token_ids` (journal.py).
@@ -112,6 +112,17 @@ class Writer:
             arrays.chunk(data, m["first"], m["count"], unpack_array(m.get("token_ids", "")), self._pace.behind)
 
         self._data(m, write, rows)
+
+    def _borrow(self, m: Message) -> None:
+        """Copy rows of another store. What is lost comes with the end of the arrays too."""
+        arrays, losses = self._writers.get(m["id"]), []
+        if arrays is not None:
+            losses = arrays.borrow(m["final"], m["first"], m["count"], unpack_array(m.get("token_ids", "")))
+        self._reply({"borrowed": m["id"], "losses": losses_to_json(losses)})
+
+    def _mark(self, m: Message) -> None:
+        """What came before this message is written."""
+        self._reply({"marked": m["mark"]})
 
     def _rows(self, m: Message) -> None:
         self._data(

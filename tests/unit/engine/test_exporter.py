@@ -15,7 +15,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.messages import Open, Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import Borrow, Open, Rows, Sample, StepMetadata
 from dmi_connector.engine.model.coverage import UNWRITTEN
 from dmi_connector.engine.owners.row_cache import CaptureLayer
 from dmi_connector.engine.transfer.chunk_layout import chunk_layout
@@ -23,6 +23,7 @@ from dmi_connector.engine.transfer.chunk_transfer import CaptureExport
 from dmi_connector.engine.transfer.exporter import Exporter
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.write.messages import pack_array
 from dmi_connector.store.write.ring import Extent, Ring
 from tests import storekit as kit
 from tests.exporterkit import SMALL, Noted, begin, closing, make_exporter
@@ -91,16 +92,34 @@ def test_a_store_is_opened_with_what_the_scheduler_and_the_server_say(make: Make
     for number in (1, 2):
         hooks = dict(exporter.context.selection.hooks)
         message = Open(number, f"/x/{number}.zarr", hooks, f"r{number}", "key", 3, 17, {"prompt_len": 20})
+        message.borrow = Borrow("/x/1.zarr", "r1", None, np.arange(16, dtype=np.int32)) if number == 2 else None
         exporter.before_forward(StepMetadata(opens=[message]))
     exporter.client = None
+    borrow = {"final": "/x/1.zarr", "request_id": "r1", "rows": 16, "token_ids": pack_array(np.arange(16, dtype="<i4"))}
     [layout] = exporter.layouts.values()
     attrs = {"prompt_len": 20, "start": 3}
     assert opened == [
         (layout.payload, exporter.store_attrs),
-        (5, "/x/1.zarr", attrs, "r1", "key", 1, 2, 17),
-        (5, "/x/2.zarr", attrs, "r2", "key", 1, 2, 17),
+        (5, "/x/1.zarr", attrs, "r1", "key", 1, 2, 17, None),
+        (5, "/x/2.zarr", attrs, "r2", "key", 1, 2, 17, borrow),
     ]
     assert [(c.number, c.start, c.checked) for c in exporter.captures.values()] == [(1, 3, False), (2, 3, False)]
+
+
+def test_a_report_names_finished_stores_and_what_could_not_be_borrowed(make: Make) -> None:
+    exporter = make()
+    lost = Loss.of(Cause.NOT_BORROWED, [[0, 16]], store="a.zarr", error="it is gone")
+    stored, unborrowed = {"/x/1.zarr": True, "/x/8.zarr": False}, {"/x/2.zarr": [lost], "/x/9.zarr": [lost]}
+    for number in (1, 2, 3):
+        begin(exporter, number, 20)
+        exporter.captures[number].out = SimpleNamespace(path=f"/x/{number}.zarr")  # type: ignore[assignment]
+    exporter.ending.append((exporter.captures.pop(2), closing(2, 17)))
+    exporter.client = SimpleNamespace(take_news=lambda: (stored, unborrowed))  # type: ignore[assignment]
+    report = exporter.take_report()
+    exporter.client = None
+    exporter.captures.clear()
+    exporter.ending.clear()
+    assert report.stored == stored and report.unborrowed == {2: [lost]}
 
 
 def test_the_last_rows_are_exported_before_the_capture_is_closed(make: Make) -> None:
@@ -243,6 +262,7 @@ class Client:
     def __init__(self, exporter: Exporter) -> None:
         self.ring = exporter.ring
         self.rows_given: list[list[tuple[Any, ...]]] = []
+        self.take_news = lambda: ({}, {})
         self.bytes_given: list[bytes] = []
 
     def rows(self, extent: Any, found: list[tuple[Any, ...]]) -> None:

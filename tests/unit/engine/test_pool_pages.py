@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("vllm")
 from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.messages import RowPages, Rows, StepMetadata
-from dmi_connector.engine.owners import pool_limits, pool_pages
+from dmi_connector.engine.messages import Report, RowPages, Rows, StepMetadata
+from dmi_connector.engine.owners import pool_limits, pool_pages, pool_sources
 from dmi_connector.engine.owners.pool_limits import StepLimits, page_size, pages_of
 from dmi_connector.engine.owners.pool_pages import Pages, PoolSlots
 from dmi_connector.engine.scheduler.tracker import Tracker
@@ -29,6 +29,8 @@ TOKENS, REQUESTS = 48, 4
 """Tokens of a step, and requests that run at once."""
 LONGEST = 130
 """Tokens of a request."""
+STORES: set[str] = set()
+"""Paths of the stores that are there."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,6 +39,7 @@ def small_steps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool_limits, "_PROMPT_TOKENS", 6)
         patch.setattr(pool_pages, "_SPARE_REQUESTS", 1)
+        patch.setattr(pool_sources, "lexists", STORES.__contains__)
         yield
 
 
@@ -51,7 +54,9 @@ def contexts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, CaptureConte
 @dataclass
 class Life(FakeRequest):
     """A request in the model. blocks: of vLLM. left: tokens that it still generates. drafts: draft tokens of its next
-    step. rows: positions of rows that were gathered. length: rows that its close says.
+    step. rows: positions of rows that were gathered. length: rows that its close says. cached: blocks that the
+    prefix cache has. borrowed: rows that it took from another. handed: rows that the worker was told of. age: resets of
+    the cache before it began.
     """
 
     resumable: bool = False
@@ -65,6 +70,15 @@ class Life(FakeRequest):
     rows: list[int] = field(default_factory=list)
     length: int | None = None
     start: int = 0
+    cached: int = -1
+    borrowed: int = 0
+    handed: int = 0
+    age: int = 0
+
+    def hash_tokens(self, size: int) -> None:
+        """As vLLM: hashes of the blocks that are full now, each of all tokens before it too."""
+        for stop in range((len(self.block_hashes) + 1) * size, self.num_tokens + 1, size):
+            self.block_hashes.append(repr(self.tokens[:stop]).encode())
 
 
 class Model:
@@ -97,6 +111,11 @@ class Model:
         self.preempted: set[str] = set()
         self.seen: set[str] = set()  # requests that the runner knows
         self.lowest = TOKENS
+        self.by_store: dict[str, Life] = {}
+        self.over: list[str] = []  # stores that no report names
+        self.spoiled: set[str] = set()  # stores that lack rows
+        self.slots.borrowing.sources._enabled = True
+        STORES.clear()
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
@@ -106,11 +125,13 @@ class Model:
         prompt = r.randrange(1, longest * 2 // 3)
         kv: Any = {"include_output_tokens": r.random() < 0.8}
         start = 0
-        if r.random() < 0.3:
+        if r.random() < 0.2:
             start = r.randrange(0, prompt)
             kv["dmi"] = {"tokens": [start, r.choice([None, start + 1 + r.randrange(60)])]}
         captured = r.random() < 0.8
-        life = Life(name, kv if captured else None, list(range(prompt)), prompt)
+        first = r.choice([0, 0, 0, 1000])
+        life = Life(name, kv if captured else None, list(range(first, first + prompt)), prompt)
+        life.hash_tokens(self.block)
         life.left, life.captured, life.start = min(r.randrange(1, 40), longest - prompt), captured, start
         life.skip_reading_prefix_cache = r.random() < 0.1
         if not captured:
@@ -119,6 +140,7 @@ class Model:
         self.tracker.on_new_request(life)  # type: ignore[arg-type]
         if name in self.tracker.tracked:
             self.by_capture[self.tracker.tracked[name].capture] = life
+            self.by_store[self.tracker.tracked[name].path] = life
         self.waiting.append(life)
 
     def end(self, life: Life) -> None:
@@ -126,6 +148,8 @@ class Model:
             if life in queue:
                 queue.remove(life)
         before = len(self.tracker.pending_closes)
+        if (tracked := self.tracker.tracked.get(life.request_id)) is not None:
+            self.over.append(tracked.path)
         self.tracker.finish(life, life.blocks)  # type: ignore[arg-type]
         for close in self.tracker.pending_closes[before:]:
             life.length = close.length
@@ -193,13 +217,17 @@ class Model:
                 break
             if self.in_flight(life):
                 continue  # its last result is on the way
-            most = 0 if life.skip_reading_prefix_cache else (life.num_tokens - 1) // self.block
-            hit = self.random.choice([0, self.random.randrange(most + 1)]) * self.block
+            most = min((life.num_tokens - 1) // self.block, len(life.block_hashes))
+            most = 0 if life.skip_reading_prefix_cache else most
+            if life.cached < 0 or self.random.random() < 0.1:  # or blocks were evicted, or others computed them
+                life.cached = self.random.choice([0, self.random.randrange(most + 1), LONGEST, LONGEST])
+            hit = min(life.cached, most) * self.block
             answer, _ = self.slots.matched(life, hit)  # type: ignore[arg-type]
             if life.skip_reading_prefix_cache:
                 answer = 0
             if answer is None:
                 continue
+            assert len(life.block_hashes) >= life.num_tokens // self.block, "vLLM needs hashes for what it gives"
             life.num_computed_tokens = hit
             n = min(life.num_tokens - hit, budget)
             if (self.slots.limits.whole and n < life.num_tokens - hit) or self.give(life, n) is None:
@@ -263,6 +291,7 @@ class Model:
                 grown = 1
             grown = min(grown, life.left)
             life.tokens += [7] * grown
+            life.hash_tokens(self.block)
             life.left -= grown
             life.drafts = self.random.randrange(self.drafts + 1) if life.num_computed_tokens else 0
             life.drafts = min(life.drafts, max(0, life.left - 1))
@@ -282,7 +311,33 @@ class Model:
             life.rows.append(position)
         self.gathered += len(rows.slots)
 
+    def check_opens(self, message: StepMetadata) -> None:
+        """What is borrowed was handed before, by a request that began with the same tokens, and is still there."""
+        resets = self.slots.borrowing.sources.age
+        for opened in message.opens:
+            life, borrow = self.by_capture[opened.capture], opened.borrow
+            life.age = resets
+            if borrow is None:
+                continue
+            source, rows = self.by_store[borrow.path], len(borrow.token_ids)
+            stop = life.start + rows
+            assert borrow.request_id == source.request_id and opened.attrs["borrowed_tokens"] == rows > 0
+            assert source.start == life.start and rows % self.tracker.context.options.chunk_tokens == 0
+            assert source.tokens[:stop] == life.tokens[:stop] and source.age == resets
+            assert borrow.token_ids.tolist() == life.tokens[life.start : stop]
+            assert borrow.path not in self.spoiled
+            assert source.handed + source.borrowed >= rows, "rows that were not handed"
+            there = {borrow.path, borrow.path + ".partial"} & STORES
+            assert source.left >= 0 or borrow.path in self.over or there, "its store is gone"
+            life.borrowed = rows
+
     def work(self, message: StepMetadata, tokens: list[tuple[Life, int, int]]) -> None:
+        for told in (message.closes, message.leaving, message.chunks):
+            if told is message.chunks:
+                self.check_opens(message)
+            for each in told:
+                life = self.by_capture[each.capture]  # type: ignore[attr-defined]
+                life.handed += sum(len(rows.slots) for rows in getattr(each, "rows", [each]))
         for close in message.closes:
             assert close.stays and not close.keeps_blocks
             self.due += close.rows
@@ -319,6 +374,22 @@ class Model:
             here = [*self.waiting, *self.running]
             if here and r.random() < 0.03:
                 self.end(r.choice(here))
+            if r.random() < 0.5:
+                STORES.update(path + r.choice(["", ".partial"]) for path in self.over)
+                self.tracker.on_report(Report(self.tracker.gathered, stored=dict.fromkeys(self.over, True)))
+                self.over.clear()
+            if STORES and r.random() < 0.03:
+                STORES.discard(r.choice(sorted(STORES)))
+            if self.by_store and r.random() < 0.03:
+                spoiled = r.choice([*self.by_store])
+                report = Report(self.tracker.gathered, stored={spoiled: False})
+                if r.random() < 0.5:
+                    capture = next(n for n, life in self.by_capture.items() if life is self.by_store[spoiled])
+                    report = Report(self.tracker.gathered, lost={capture: [[0, 1]]})
+                self.tracker.on_report(report)
+                self.spoiled.add(spoiled)
+            if r.random() < 0.015:
+                self.slots.borrowing.sources.reset()
             if self.running and r.random() < 0.02:
                 self.preempt(r.choice(self.running))
             tokens = self.step()
@@ -336,7 +407,7 @@ class Model:
             if life.length is None:
                 assert not life.rows
                 continue
-            assert life.rows == list(range(life.start, life.start + life.length)), life.request_id
+            assert life.rows == list(range(life.start + life.borrowed, life.start + life.length)), life.request_id
         assert not self.slots._rows and not self.slots._prompts and self.slots._waiting == 0
         self.tracker.gathered = self.gathered
         self.step()
@@ -345,9 +416,9 @@ class Model:
         assert self.config.max_num_batched_tokens == TOKENS
 
 
-def run(seeds: range, contexts: dict[int, CaptureContext]) -> tuple[int, int]:
-    """(rows that were captured, histories in which steps were made smaller)."""
-    rows = lowered = 0
+def run(seeds: range, contexts: dict[int, CaptureContext]) -> tuple[int, int, int]:
+    """(rows that were computed, and borrowed; histories in which steps were made smaller)."""
+    rows = borrowed = lowered = 0
     for seed in seeds:
         model = Model(seed, contexts)
         try:
@@ -356,13 +427,16 @@ def run(seeds: range, contexts: dict[int, CaptureContext]) -> tuple[int, int]:
         except Exception as error:
             raise AssertionError(f"history {seed}: {error}") from error
         rows += sum(len(life.rows) for life in model.lives.values())
+        borrowed += sum(life.borrowed for life in model.lives.values())
+        counts = model.slots.take_counts()
+        assert counts["borrowed_tokens"] == sum(life.borrowed for life in model.lives.values())
         lowered += model.lowest < TOKENS
-    return rows, lowered
+    return rows, borrowed, lowered
 
 
 def test_every_row_comes_once_from_its_page_in_random_histories(contexts: dict[int, CaptureContext]) -> None:
-    rows, lowered = run(range(400), contexts)
-    assert rows > 10_000 and lowered > 50
+    rows, borrowed, lowered = run(range(400), contexts)
+    assert rows > 10_000 and borrowed > 1_000 and lowered > 50
 
 
 @pytest.mark.soak

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -59,9 +60,11 @@ def test_every_row_comes_from_its_slot_in_random_lives(make: Make, seed: int) ->
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_every_row_comes_from_its_page_in_random_lives(make: Make, seed: int) -> None:
+@pytest.mark.parametrize("borrows", [False, True])
+def test_every_row_comes_from_its_page_in_random_lives(make: Make, seed: int, borrows: bool) -> None:
     """Rows in a pool: with room for all requests, for a few, and for hardly one beside the smallest step."""
     engine = make(
+        borrows=borrows,
         seed=seed,
         blocks=(24, 40, 120)[seed % 3],
         pages=(9, 12, 20, 60)[seed % 4],
@@ -70,6 +73,7 @@ def test_every_row_comes_from_its_page_in_random_lives(make: Make, seed: int) ->
     )
     live(engine, steps=120)
     assert engine.faults() == [] and engine.stored
+    assert any(stored.borrowed for stored in engine.stored.values()) == borrows
 
 
 def test_captures_whose_rows_wait_in_a_pool_end_without_further_requests(make: Make) -> None:
@@ -117,6 +121,31 @@ def test_cached_tokens_are_computed_again_for_their_rows_in_a_pool(make: Make) -
     assert engine.faults() == []
 
 
+def test_children_of_one_prompt_borrow_its_rows(make: Make) -> None:
+    """vLLM's scheduler reads the cache as far as whole chunks go, here of 32 tokens."""
+    engine = make(pages=60, tokens=lambda: 9, borrows=True, chunk=32)
+    taken = Counter[str]()
+    take = engine.tracker.take_counts
+    engine.tracker.take_counts = lambda: taken.update(counts := take()) or counts  # type: ignore[func-returns-value,method-assign]
+    prompt = list(range(10, 70))
+    names = [engine.add(prompt, 3) for _ in range(3)]
+    engine.drain()
+    assert [engine.stored[name].borrowed for name in names] == [0, 32, 32]
+    assert taken == {"borrowed_tokens": 64, "recomputed_tokens": 32}, "of a hit of 48 tokens each"
+    later = engine.add([*prompt, 9, 9, *range(3, 40)], 3)  # the next turn of a chat
+    other = engine.add([*prompt[:50], 7, 7], 3, {"tokens": [10, None]})
+    engine.drain()
+    assert engine.stored[later].borrowed == 32 and engine.stored[other].borrowed == 0
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add(prompt, 3, {"enabled": False})
+    engine.drain()
+    again = engine.add(prompt, 3)
+    engine.drain()
+    assert engine.stored[again].borrowed == 0, "the model may have other weights by now"
+    assert engine.stored[again].ends[0][3]["recomputed_tokens"] == 48
+    assert engine.faults() == []
+
+
 def test_a_request_that_is_aborted_while_it_waits_for_a_pool_gives_its_place_to_others(make: Make) -> None:
     engine = make(pages=9, tokens=lambda: 9)
     names = [engine.add(PROMPT, 20) for _ in range(4)]
@@ -133,6 +162,7 @@ def test_a_request_that_is_aborted_while_it_waits_for_a_pool_gives_its_place_to_
 def test_rows_and_logits_of_accepted_tokens_come_from_a_pool(make: Make, seed: int) -> None:
     """Drafts are rejected, and the places of their rows are written again."""
     kinds = {"blocks": (24, 40, 120)[seed % 3], "pages": (24, 60)[seed % 2], "drafts": 1 + seed % 4}
+    kinds |= {"borrows": seed % 3 == 0}
     engine = make(seed=seed, hooks="q,logits", ahead=seed % 4 != 0, on_gpu=seed % 2 == 0, **kinds)
     live(engine, steps=80)
     assert engine.faults() == [] and any(max(grown) > 1 for grown in engine.grown.values())

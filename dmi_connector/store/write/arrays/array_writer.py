@@ -18,12 +18,13 @@ from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c, file_checksum
-from dmi_connector.store.format.completeness import Cause, Loss, add_loss
+from dmi_connector.store.format.completeness import Cause, Loss, Ranges, add_loss
 from dmi_connector.store.format.paths import no_follow
 from dmi_connector.store.format.schema import Grid
 from dmi_connector.store.write.arrays.journal import Journal
 from dmi_connector.store.write.arrays.plain import Costs
 from dmi_connector.store.write.arrays.shard_writer import Encoded, FileCache, ShardWriter, encode
+from dmi_connector.store.write.arrays.source import SourceStore
 
 FileList = dict[str, list[int]]
 """Path in the store -> [size, checksum]: docs/FORMAT.md, section 5."""
@@ -55,6 +56,11 @@ def write_loss(error: Exception) -> Loss:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         text = f"{type(error).__name__}: [Errno {error.errno}] {error.strerror}"
     return Loss.of(Cause.WRITE_FAILED if isinstance(error, OSError) else Cause.WRITE_REFUSED, error=text)
+
+
+def not_borrowed(final: str, error: str, rows: Ranges) -> Loss:
+    """The loss of rows that were to be copied from the store `final`."""
+    return Loss.of(Cause.NOT_BORROWED, rows, store=os.path.basename(final), error=error)
 
 
 def metadata_elsewhere(spec: ArraySpec, leads: bool) -> bool:
@@ -127,25 +133,69 @@ class ArrayWriter:
                 places.append(self._append(spec, payload[at : at + size], first, count, plain))
         self._journal.chunk(first, count, places, token_ids)
 
+    def borrow(self, final: str, first: int, count: int, token_ids: bytes) -> list[Loss]:
+        """Copy whole chunks of rows [first, first + count) from the store `final`, as they are encoded there.
+
+        token_ids: int32, for the journal, or empty. Returns what is lost, which `losses` has too.
+        """
+        lost: list[Loss] = []
+        self._end = max(self._end, first + count)
+        try:
+            with SourceStore(final, self._layout.chunk_tokens, self._layout.segment_tokens) as source:
+                self._copy(source, first, count, token_ids, lost)
+        except (OSError, ValueError) as error:
+            lost.append(not_borrowed(final, str(error), [[first, first + count]]))
+        self.losses += lost
+        return lost
+
+    def _copy(self, source: SourceStore, first: int, count: int, token_ids: bytes, lost: list[Loss]) -> None:
+        """Copy chunk by chunk. Adds to `lost` what cannot be read."""
+        specs, chunk = [spec for spec, _ in self._arrays if not spec.per_sample], self._layout.chunk_tokens
+        for at in range(first, first + count, chunk):
+            try:
+                found = [source.chunk(spec, at) for spec in specs]
+            except (OSError, ValueError) as error:
+                add_loss(lost, not_borrowed(source.final, str(error), [[at, at + chunk]]))
+                continue
+            try:
+                places = [self._place(spec, at, encoded) for spec, encoded in zip(specs, found, strict=True)]
+                self._journal.chunk(at, chunk, places, token_ids[4 * (at - first) :][: 4 * chunk])
+            except (OSError, ValueError) as error:
+                self.failed(error, (at, at + chunk))
+
+    def _place(self, spec: ArraySpec, first: int, chunks: Sequence[Encoded]) -> bytes:
+        """Append a whole chunk of one array that is encoded already. Returns its places for the journal."""
+        segment, slot, shard = self._shard_at(spec, first)
+        self.bytes_raw += spec.token_bytes * self._layout.chunk_tokens
+        self.bytes_stored += shard.append([(layer, slot) for layer in range(spec.local_layers)], chunks)
+        return self._placed(spec, segment, slot, shard)
+
+    def _shard_at(self, spec: ArraySpec, first: int) -> tuple[int, int, ShardWriter]:
+        """(segment, number of the chunk in it, shard) of the chunk that begins at row `first`."""
+        layout = self._layout
+        segment, within = divmod(first, layout.segment_tokens)
+        shard = self._shard(spec, segment, (spec.shard_layers, layout.segment_tokens // layout.chunk_tokens))
+        return segment, within // layout.chunk_tokens, shard
+
+    def _placed(self, spec: ArraySpec, segment: int, slot: int, shard: ShardWriter) -> bytes:
+        """A chunk was appended: finish its shard if that is full. Returns its places for the journal."""
+        places: bytes = shard.index[: spec.local_layers, slot].tobytes()
+        if shard.full:
+            self._finish(spec, segment, None)
+        return places
+
     def _plain(self, behind: bool) -> bool:
         """Whether to leave the next chunk uncompressed. behind: whether the writer is."""
         return behind and CODECS[self._layout.codec].has_plain and self._costs.plain_next()
 
     def _append(self, spec: ArraySpec, data: np.ndarray, first: int, count: int, plain: bool) -> bytes:
         """Append the chunk of one array to its shard. Returns its places for the journal."""
-        layout = self._layout
         block = data.view(f"u{spec.itemsize}").reshape(spec.local_layers, count, spec.local_width)
         # If the first chunk is short, it is the only one, and the finished store has chunks of its length.
-        rows = layout.chunk_tokens if first else count
-        segment, within = divmod(first, layout.segment_tokens)
-        shard = self._shard(spec, segment, (spec.shard_layers, layout.segment_tokens // layout.chunk_tokens))
-        slot = within // layout.chunk_tokens
-        slots = [(layer, slot) for layer in range(spec.local_layers)]
-        self._put(shard, slots, block, rows, plain)
-        places: bytes = shard.index[: spec.local_layers, slot].tobytes()
-        if shard.full:
-            self._finish(spec, segment, None)
-        return places
+        rows = self._layout.chunk_tokens if first else count
+        segment, slot, shard = self._shard_at(spec, first)
+        self._put(shard, [(layer, slot) for layer in range(spec.local_layers)], block, rows, plain)
+        return self._placed(spec, segment, slot, shard)
 
     def _put(
         self, shard: ShardWriter, slots: Sequence[tuple[int, ...]], block: np.ndarray, rows: int | None, plain: bool

@@ -43,6 +43,14 @@ class RowCheck:
         begin, rows = self._start + first, [[first, first + count]]
         return Loss.of(Cause.WRONG_POSITIONS, rows, first=begin, last=begin + count - 1)
 
+    def borrowed(self, token_ids: np.ndarray) -> None:
+        """Rows [0, n) come from another store, where they were checked. token_ids: int32 [n], of this request."""
+        self._chunks.append((0, token_ids))
+
+    def wrong_rows(self) -> list[list[int]]:
+        """Ranges of rows that carry other positions."""
+        return [[start, stop] for loss in self._losses for start, stop in loss.rows]
+
     def axes(self, values: np.ndarray, first: int) -> None:
         """Note positions on the axes of M-RoPE, int [rows, axes], of rows from `first` on.
 

@@ -22,6 +22,7 @@ from dmi_connector.store.format import schema
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.write.arrays.row_check import RowCheck
 from dmi_connector.store.write.child_process import Child
+from dmi_connector.store.write.coordinator.borrowing import Borrowing, OnLost, check_borrow
 from dmi_connector.store.write.coordinator.capture_ends import CaptureEnds, rank_0_end
 from dmi_connector.store.write.coordinator.capture_record import ENDS, CaptureRecord, End, State
 from dmi_connector.store.write.coordinator.writer_pool import Assignment, WriterPool
@@ -41,7 +42,7 @@ class Captures:
     """Takes captures from their first row to the store. All methods may be called from any thread.
 
     ring: where payloads lie. pass_fds: descriptors that writers keep open while they live. on_done: called once for
-    each capture that has ended, with the lock held: it must not block.
+    each capture that has ended, on_lost: of borrowed rows that are missing; with the lock held, so they must not block.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Captures:
         settings: WriteSettings,
         on_done: OnDone,
         pass_fds: Sequence[int] = (),
+        on_lost: OnLost = lambda _record, _losses: None,
     ) -> None:
         self.ring, self.settings = ring, settings
         self._on_done = on_done
@@ -68,6 +70,7 @@ class Captures:
         with self._lock:
             self.pool = WriterPool(writers, ring, settings, pass_fds, self._on_message, self._on_death)
             self._ends = CaptureEnds(self.pool, settings)
+            self._borrowing = Borrowing(self.pool, self._takers, self._ends, on_lost)
 
     # ---- what the engine asks for ---------------------------------------------------------------------------------
 
@@ -96,12 +99,13 @@ class Captures:
         rank: int = 0,
         ranks: int = 1,
         most_rows: int | None = None,
+        borrow: Message | None = None,
     ) -> CaptureRecord:
         """Begin a capture.
 
         final: path of the store, NAME.zarr. attrs: facts for the root attribute (docs/FORMAT.md, section 5);
         `prompt_len` is required on rank 0, `start` defaults to 0. rank, ranks: tensor-parallel rank and size.
-        most_rows: how many rows may come, None if unknown. Raises ValueError for a bad path or rank.
+        most_rows: how many rows may come, None if unknown. borrow: see `check_borrow`. Raises ValueError.
         """
         final = os.path.abspath(final)
         if not final.endswith(".zarr"):
@@ -112,6 +116,7 @@ class Captures:
             if self._stopping:
                 raise RuntimeError("the coordinator is shut down: no capture can be opened")
             payload = self.pool.layout(layout)
+            check_borrow(borrow, payload)
             # One payload holds the logits of all requests of a step, so the bytes to come are unknown.
             known = most_rows is not None and not payload.has_samples
             to_come = (most_rows or 0) * payload.token_bytes if known else _UNKNOWN_BYTES
@@ -140,6 +145,9 @@ class Captures:
                 self._post_open(record, assignment)
             if rank == 0:
                 self._post_start(record)
+            if borrow is not None:
+                self._borrowing.begin(record, self._records.values(), borrow)
+                self._came(record, int(borrow["rows"]) * payload.token_bytes)
         return record
 
     def chunk(self, record: CaptureRecord, extent: Extent, first: int, count: int, offset: int = 0) -> None:
@@ -150,6 +158,7 @@ class Captures:
         """
         with self._lock:
             self._expect_open(record)
+            self._borrowing.due(record)
             layout = record.layout
             headers = self.ring.view(extent)[offset + layout.header_base * count :]
             ids = pack_array(record.check.positions(headers, first, count))
@@ -307,13 +316,14 @@ class Captures:
         self._open -= 1
         self._came(record, record.to_come)
         self._set_pace()
-        self._ends.begin(record, message)
+        self._borrowing.end(record, message)
         self._forget_unused()
 
     def _forget_unused(self) -> None:
         """Forget layouts that no open capture uses: messages to writers name only layouts of open captures."""
         if self._unwanted:
-            used = {r.layout_number for r in self._records.values() if r.state is State.OPEN}
+            busy = [r for r in self._records.values() if r.state is State.OPEN or self._borrowing.pending(r)]
+            used = {r.layout_number for r in busy}
             unused, self._unwanted = self._unwanted - used, self._unwanted & used
             for number in unused:
                 self.pool.forget(number)
@@ -321,6 +331,7 @@ class Captures:
     def _end(self, record: CaptureRecord) -> None:
         """Forget a capture that is in one of ENDS, and say so."""
         del self._records[record.number]
+        self._borrowing.ended(record)
         self._counts[record.state] += 1
         self._counts["bytes_raw"] += record.bytes_raw
         self._counts["bytes_stored"] += record.bytes_stored
@@ -336,6 +347,8 @@ class Captures:
             if "ack" in m:
                 self.pool.read(process, m["ack"])
                 self._set_pace()
+            elif "borrowed" in m or "marked" in m:
+                self._borrowing.on_message(process, m)
             elif "closed" in m and (record := self._records.get(m["closed"])):  # None: it was given up
                 self._ends.on_closed(record, process, m)
             elif "ended" in m and (record := self._records.get(m["ended"])):
@@ -359,6 +372,7 @@ class Captures:
                 self._ends.on_death(record, process, loss)
                 if record.state in ENDS:
                     self._end(record)
+            self._borrowing.on_death(process)
 
     # ---- small things -----------------------------------------------------------------------------------------------
 

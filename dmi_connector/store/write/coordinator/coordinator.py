@@ -7,7 +7,8 @@ chunk. When the engine has ended or was killed, closed captures are finished and
 the rows that came.
 
 messages    layout, open, chunks, rows, close, forget (a layout), lost
-answers     ready, free (extents of the ring), done (a capture), upload (counts), note, bye
+answers     ready, free (extents of the ring), lost (rows that a capture borrows), done (a capture), upload (counts),
+            note, bye
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.layout import PayloadLayout
-from dmi_connector.store.format.completeness import OWN_ENDS, Cause, Loss, losses_from_json
+from dmi_connector.store.format.completeness import OWN_ENDS, Cause, Loss, losses_from_json, losses_to_json
 from dmi_connector.store.format.locks import hold_life_lock
 from dmi_connector.store.format.paths import UMASKS
 from dmi_connector.store.format.schema import listed_bytes
@@ -137,7 +138,7 @@ class Coordinator:
         self.uploads: Uploads | None = None
         if settings.upload:
             self.uploads = Uploads(UploadSettings(**settings.upload), settings.file_mode, self._note, self._count)
-        self.captures = Captures(ring, writers, settings, self._on_done, [life_fd])
+        self.captures = Captures(ring, writers, settings, self._on_done, [life_fd], self._on_lost)
 
     def handle(self, message: Message) -> None:
         """Act on one message. An error concerns its capture alone."""
@@ -238,6 +239,10 @@ class Coordinator:
         finally:
             if id is not None:
                 self._done(id, state, reason, None, raw, stored)
+
+    def _on_lost(self, record: CaptureRecord, losses: list[Loss]) -> None:
+        if (number := self._numbers.get(record)) is not None:
+            self.outbox.put({"lost": number, "losses": losses_to_json(losses)})
 
     def _on_done(self, record: CaptureRecord) -> None:
         # It is aborted only where it could not even be closed.

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a captured request reads the prefix cache: as far as it has rows, or borrows them from an earlier capture.
+
+vLLM asks the connector when it has found a hit, and does not let it shorten the hit. So a request whose hit ends
+elsewhere is asked to wait for the next pass. At the end of the pass its hashes are cut: vLLM looks up no more blocks
+than a request has hashes. By then the pass has handed rows of requests that began in it, so the children of a request
+with n > 1 find those of the first one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dmi_connector.engine.messages import Borrow
+from dmi_connector.engine.owners.pool_sources import RowSources, Source
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
+
+    from dmi_connector.engine.owners.base import Captured, Context
+
+
+@dataclass(eq=False)
+class CacheReads:
+    """What one request reads of the prefix cache.
+
+    source: what it is to others. borrow: whose rows it borrows if it is scheduled now, and up to which position. hit:
+    most cached tokens that vLLM found since it last ran. begun: whether it was ever scheduled. recomputed: cached
+    tokens that were computed again. hidden: hashes that were taken off, behind the first `kept`.
+    """
+
+    tracked: Captured
+    source: Source
+    borrow: tuple[Source, int] | None = None
+    hit: int = 0
+    begun: bool = False
+    recomputed: int = 0
+    hidden: list[Any] = field(default_factory=list)
+    kept: int = 0
+
+    @property
+    def request(self) -> Request:
+        """vLLM's."""
+        return self.tracked.request
+
+    def cut(self, count: int) -> None:
+        """Leave `count` hashes."""
+        hashes = self.request.block_hashes
+        self.hidden, self.kept = hashes[count:], count
+        del hashes[count:]
+
+    def restore(self) -> None:
+        """Put hashes back, if vLLM has not computed them again. It needs them for the blocks that it gives."""
+        if self.hidden and len(self.request.block_hashes) == self.kept:
+            self.request.block_hashes += self.hidden
+        self.hidden = []
+
+
+class Borrowing:
+    """The reads of all captured requests. block_size: tokens of a block, until vLLM's own hashes are known."""
+
+    def __init__(self, context: Context, block_size: int) -> None:
+        options = context.options
+        self.sources = RowSources(options.chunk_tokens, block_size, context.tp > 1, options.sink == "disk")
+        self._later: list[tuple[CacheReads, int, int]] = []  # to be cut: hit, and `low` of `allows`
+        self.counts = {"recomputed_tokens": 0, "borrowed_tokens": 0}
+
+    def arrived(self, tracked: Captured) -> CacheReads:
+        """A request is to be captured."""
+        request, params, kind = tracked.request, tracked.params, self.sources.kind(tracked.selection)
+        source = Source(tracked.capture, tracked.path, request.request_id, params.key, kind, params.start)
+        self.sources.add(source)
+        return CacheReads(tracked, source)
+
+    def allows(self, reads: CacheReads, hit: int, low: int) -> bool:
+        """Whether a request may begin with a hit of so many tokens. If not, ask again in the next pass.
+
+        low: position below which it wants no rows, or has them.
+        """
+        reads.restore()
+        reads.hit, reads.borrow = max(reads.hit, hit), None
+        top = min(hit, reads.tracked.limit)
+        if low < top:
+            reads.borrow = self._find(reads, top)
+            if reads.borrow is None or reads.borrow[1] < top:
+                self._later.append((reads, hit, low))
+                return False
+        return True
+
+    def _find(self, reads: CacheReads, top: int) -> tuple[Source, int] | None:
+        """Whose rows a request can borrow. One that was preempted has its own."""
+        return None if reads.begun else self.sources.find(reads.source, reads.request, top)
+
+    def cut(self) -> list[Request]:
+        """A pass ends: cut the hits of those that wait. Returns requests that are to read nothing."""
+        nothing, size = [], self.sources.hash_size
+        for reads, hit, low in self._later:
+            top = min(hit, reads.tracked.limit)
+            found = self._find(reads, top)
+            stop = low if found is None else found[1]
+            if stop < size:
+                nothing.append(reads.request)
+            elif stop < top or top == hit:  # else all rows that it wants of the hit are there by now
+                reads.cut(stop // size)
+        self._later.clear()
+        return nothing
+
+    def begin(self, reads: CacheReads) -> Borrow | None:
+        """A request is scheduled for the first time. Returns the rows that it borrows."""
+        reads.begun, reads.source.age = True, self.sources.age
+        if reads.borrow is None:
+            return None
+        source, stop = reads.borrow
+        ids = np.array(reads.request.all_token_ids[source.start : stop], np.int32)
+        self.counts["borrowed_tokens"] += len(ids)
+        return Borrow(source.path, source.request_id, source.key, ids)
+
+    def scheduled(self, reads: CacheReads) -> None:
+        """Tokens of its prompt are computed in this step."""
+        again, reads.hit = reads.hit - reads.request.num_computed_tokens, 0
+        if again > 0:
+            reads.recomputed += again
+            self.counts["recomputed_tokens"] += again
+
+    def bind(self, kv_cache_manager: KVCacheManager) -> None:
+        """Forget all sources when the prefix cache is reset."""
+        self.sources.hash_size = kv_cache_manager.block_pool.hash_block_size
+        reset = kv_cache_manager.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            self.sources.reset()
+            return reset()
+
+        kv_cache_manager.reset_prefix_cache = reset_prefix_cache
+
+    def take_counts(self) -> dict[str, int]:
+        """What changed since the last call, by key of `metrics.COUNTERS`."""
+        counts, self.counts = self.counts, dict.fromkeys(self.counts, 0)
+        return counts

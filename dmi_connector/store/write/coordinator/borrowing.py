@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that a capture does not send, because the store of an earlier one of this engine has them.
+
+The engine's prefix cache had their tokens, so they were not computed. Writers copy them when the first chunk of the
+capture comes, or its end: rows leave an engine in order, so those of the source came before. If the source is still
+written, its writers are asked for a sign (`mark`) that what was sent to them is in files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.layout import TOKEN_ARRAYS, PayloadLayout
+from dmi_connector.store.format.completeness import Loss, losses_from_json, merge_ranges, missing
+from dmi_connector.store.format.locks import hold_source
+from dmi_connector.store.read.arrays.shard_reader import decode_plain
+from dmi_connector.store.read.files.store_files import LocalFiles
+from dmi_connector.store.read.metadata import attrs_of
+from dmi_connector.store.write.arrays.array_writer import not_borrowed
+from dmi_connector.store.write.child_process import Child
+from dmi_connector.store.write.coordinator.capture_ends import CaptureEnds
+from dmi_connector.store.write.coordinator.capture_record import CaptureRecord, State
+from dmi_connector.store.write.coordinator.writer_pool import Assignment, WriterPool
+from dmi_connector.store.write.messages import Message, pack_array, unpack_array
+
+Takers = Callable[[CaptureRecord, int], list[Assignment]]
+"""(capture, segment) -> who writes the token arrays of the segment."""
+OnLost = Callable[[CaptureRecord, list[Loss]], None]
+
+
+def check_borrow(borrow: Message | None, layout: PayloadLayout) -> None:
+    """Check what a capture of this layout borrows: `final` and `request_id` of its source, `rows`, and their
+    `token_ids`, packed. Raises ValueError for rows that are no whole chunks.
+    """
+    if borrow is not None:
+        rows, ids, chunk = borrow["rows"], len(unpack_array(borrow["token_ids"])) // 4, layout.chunk_tokens
+        if rows < 1 or rows % chunk or ids != rows:
+            raise ValueError(f"{rows} rows to borrow with {ids} token ids, in chunks of {chunk}")
+
+
+@dataclass(eq=False)
+class Borrowed:
+    """The rows [0, rows) of `record`, from the store `final`.
+
+    source: its capture while that is under way. fd: its directory, held until the rows are copied. due: whether the
+    source's rows have come. marks: writers that have not signed yet, None before they are asked. posted: whether the
+    writers of the capture were told to copy. copying: messages to them that have no answer. end: what they are told
+    then, if the capture is closed.
+    """
+
+    record: CaptureRecord
+    final: str
+    request_id: str | None
+    rows: int
+    token_ids: np.ndarray
+    source: CaptureRecord | None
+    fd: int | None = None
+    due: bool = False
+    marks: set[Child] | None = None
+    posted: bool = False
+    copying: int = 0
+    end: Message | None = None
+
+    def hold(self) -> None:
+        """Hold the source, if it is there by now."""
+        if self.fd is None:
+            try:
+                self.fd = hold_source(self.final)
+            except OSError:
+                self.fd = None  # its writers may not have made it; if it is gone, nothing is copied
+
+    def release(self) -> None:
+        """Let the source go."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+class Borrowing:
+    """All captures that borrow rows. Not thread-safe: call it with the owner's lock held.
+
+    takers: see `Takers`. ends: brings captures to their end. on_lost: told of rows that are missing, at once.
+    """
+
+    def __init__(self, pool: WriterPool, takers: Takers, ends: CaptureEnds, on_lost: OnLost) -> None:
+        self._pool, self._takers, self._ends, self._on_lost = pool, takers, ends, on_lost
+        self._open: dict[int, Borrowed] = {}  # by number of the capture
+
+    def begin(self, record: CaptureRecord, others: Iterable[CaptureRecord], borrow: Message) -> None:
+        """A capture was opened. borrow: see `check_borrow`. others: captures under way."""
+        ids, rows = np.frombuffer(unpack_array(borrow["token_ids"]), "<i4"), int(borrow["rows"])
+        record.check.borrowed(ids)
+        final = os.path.abspath(borrow["final"])
+        source = next((other for other in others if other.final == final and other is not record), None)
+        known = self._open[record.number] = Borrowed(record, final, borrow["request_id"], rows, ids, source)
+        known.hold()
+
+    def due(self, record: CaptureRecord) -> None:
+        """The first chunk of a capture came."""
+        known = self._open.get(record.number)
+        if known is not None and not known.due:
+            known.due = True
+            self._advance()
+
+    def end(self, record: CaptureRecord, message: Message) -> None:
+        """A capture takes no more rows. message: what its writers are told once it has those that it borrows."""
+        known = self._open.get(record.number)
+        if known is None or known.posted or message["type"] == "drop":
+            self._ends.begin(record, message)
+            return
+        record.state = State.CLOSING
+        known.end, known.due = message, True
+        self._advance()
+
+    def pending(self, record: CaptureRecord) -> bool:
+        """Whether writers are still to be told what to copy, and with it perhaps that they have segments."""
+        known = self._open.get(record.number)
+        return known is not None and not known.posted
+
+    def ended(self, record: CaptureRecord) -> None:
+        """A capture is no more under way. Its store may be pruned from now on."""
+        for known in self._open.values():
+            if known.source is record:
+                known.hold()
+                known.source, known.marks = None, None
+        if (mine := self._open.pop(record.number, None)) is not None:
+            mine.release()
+        self._advance()
+
+    def on_message(self, process: Child, m: Message) -> None:
+        """A writer has written what was sent to it before a mark, or has copied what it could read."""
+        known = self._open.get(m["marked"] if "marked" in m else m["borrowed"])
+        if known is None:
+            return
+        if "marked" in m:
+            if known.marks is not None:
+                known.marks.discard(process)
+            self._advance()
+            return
+        if losses := losses_from_json(m["losses"]):
+            self._on_lost(known.record, losses)
+        known.copying -= 1
+        if not known.copying:
+            known.release()
+
+    def on_death(self, process: Child) -> None:
+        """A writer has died: what it did not write is lost."""
+        for known in self._open.values():
+            if known.marks is not None:
+                known.marks.discard(process)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Have rows copied whose sources are written."""
+        moved = True
+        while moved:
+            moved = False
+            for known in list(self._open.values()):
+                if known.due and not known.posted and self._written(known):
+                    self._post(known)
+                    moved = True
+
+    def _written(self, known: Borrowed) -> bool:
+        """Whether the rows of the source are in files, as far as they ever will be."""
+        if known.source is None:
+            return True
+        of_source = self._open.get(known.source.number)
+        if of_source is not None and not of_source.posted:
+            return False
+        if known.marks is None:
+            known.marks = {a.process for a in known.source.assignments if self._pool.alive(a.process)}
+            for process in known.marks:
+                process.post({"type": "mark", "mark": known.record.number})
+        return not known.marks
+
+    def _post(self, known: Borrowed) -> None:
+        """Have the writers of a capture copy its rows."""
+        record = known.record
+        known.posted = True
+        if record.state not in (State.OPEN, State.CLOSING):  # its writers have died, and it is committed without
+            known.release()
+            return
+        known.hold()
+        losses = self._lacks(known)
+        record.losses += losses
+        if losses:
+            self._on_lost(record, losses)
+        if missing(losses) != [[0, known.rows]]:
+            segment = record.layout.segment_tokens
+            for first in range(0, known.rows, segment):
+                self._copy(known, first, min(segment, known.rows - first))
+        if not known.copying:
+            known.release()
+        if known.end is not None:
+            self._ends.begin(record, known.end)
+
+    def _copy(self, known: Borrowed, first: int, count: int) -> None:
+        record = known.record
+        message: Message = {"type": "borrow", "id": record.number, "final": known.final, "first": first, "count": count}
+        more: Message = {"token_ids": pack_array(known.token_ids[first : first + count])}  # for the first's journal
+        for assignment in self._takers(record, first // record.layout.segment_tokens):
+            if assignment.open:
+                known.copying += 1
+                assignment.process.post(message | more)
+            more = {}
+
+    def _lacks(self, known: Borrowed) -> list[Loss]:
+        """What the source does not have, or not rightly."""
+
+        def lost(error: str, rows: Any = ((0, known.rows),)) -> list[Loss]:
+            return [not_borrowed(known.final, error, rows)]
+
+        if known.fd is None:
+            return lost("it is gone")
+        if known.source is not None:
+            wrong = known.source.check.wrong_rows()
+            ids, came = known.source.check.rows()
+        else:
+            files = LocalFiles(f"/proc/self/fd/{known.fd}")
+            try:
+                attrs = attrs_of(files)
+            except (OSError, ValueError):  # rank 0 is to finish it, or it is damaged: the writers find out
+                return []
+            if attrs.get("request_id") != known.request_id:
+                return lost("another store has its name")
+            wrong = list(attrs["missing"])
+            try:
+                ids = decode_plain(files, "token_ids", TOKEN_ARRAYS["token_ids"])
+            except (OSError, ValueError) as error:
+                return lost(str(error))
+            came = np.ones(len(ids), bool)
+        there = min(len(ids), known.rows)
+        if (came[:there] & (ids[:there] != known.token_ids[:there])).any():
+            return lost("it has other tokens")
+        wrong += [[int(row), int(row) + 1] for row in np.flatnonzero(~came[:there])] + [[there, known.rows]]
+        rows = [[start, min(stop, known.rows)] for start, stop in merge_ranges(wrong) if start < known.rows]
+        return lost("it lacks these rows", rows) if rows else []
