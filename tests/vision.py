@@ -21,6 +21,9 @@ PLACEHOLDERS = {
     "gemma3": [IMAGE + 1],
     "qwen2_5_vl": [IMAGE + 2, IMAGE, IMAGE + 3],
     "qwen3_vl": [IMAGE + 2, IMAGE, IMAGE + 3],
+    "qwen3_vl_moe": [IMAGE + 2, IMAGE, IMAGE + 3],
+    "glm4v": [IMAGE + 2, IMAGE, IMAGE + 3],
+    "glm4v_moe": [IMAGE + 2, IMAGE, IMAGE + 3],
     "mistral3": [IMAGE],
     "llama4": [IMAGE + 1],
 }

@@ -36,6 +36,16 @@ _OLMO: dict[str, Any] = {
 }
 
 
+_LLAMA = (
+    "SmolLM3ForCausalLM",
+    "ArceeForCausalLM",
+    "CwmForCausalLM",
+    "GlmForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "SeedOssForCausalLM",
+)
+"""Architectures whose layers have the modules of Llama."""
+
 BACKEND: tuple[Architecture, ...] = (
     NeoX(
         "GPTNeoXForCausalLM",
@@ -59,7 +69,7 @@ BACKEND: tuple[Architecture, ...] = (
     ),
     Architecture("Olmo2ForCausalLM", **_OLMO),
     Architecture("Olmo3ForCausalLM", **_OLMO),
-    Architecture("SmolLM3ForCausalLM", **_BACKEND),
+    *(Architecture(name, **_BACKEND) for name in _LLAMA),
     Architecture("Starcoder2ForCausalLM", **_BACKEND, down_proj="mlp.c_proj"),
 )
 

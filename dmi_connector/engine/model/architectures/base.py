@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dmi_connector.hooks import USUAL, ModelDims
+from dmi_connector.hooks import HOOKS, USUAL, ModelDims
 
 MODELS = "vllm.model_executor.models"
 TRANSFORMERS = f"{MODELS}.transformers"
@@ -25,15 +25,16 @@ class Architecture:
     """Module paths of one vLLM model class. Paths of a layer's modules are relative to the layer; "": there is none.
 
     base: ``module:Class`` of vLLM's model. positions: the module that gets the position ids, "" for the layers, FORWARD
-    where only the model does; positions_at: the number of that argument; positions_as: its keyword. ln1, ln2,
-    final_norm: a fused add-and-norm returns (normed, residual stream), a plain norm gets the residual stream as input;
-    taps tell them apart by the output. plain_norms: norms return something else behind the normed values, and get the
-    stream as input. Without ln1 the stream is the layer's input, without ln2 the MLP's, without final_norm the last
-    layer's output. qkv: the projection that returns q, k and v side by side; qkv_by_head: it returns those of one head
-    side by side. q_norm, k_norm: norms of q and k; heads_first: these get [heads, tokens, head_dim]. kv_norm: norm of
-    the latent in latent attention. attn_norm, mlp_norm: norms of a block's output, before it is added to the stream.
-    moe_gate, moe_experts: router and experts, in layers that have them. rotary: whether q and k are rotated. parallel:
-    attention and MLP read the same stream, and both are added to it.
+    where only the model does; positions_at: the number of that argument; positions_as: its keyword. stream_at: the
+    number of a layer's argument that is its input. ln1, ln2, final_norm: a fused add-and-norm returns (normed, residual
+    stream), a plain norm gets the residual stream as input; taps tell them apart by the output. plain_norms: norms
+    return something else behind the normed values, and get the stream as input. Without ln1 the stream is the layer's
+    input, without ln2 the MLP's, without final_norm the last layer's output. qkv: the projection that returns q, k and
+    v side by side; qkv_by_head: it returns those of a head, or group of heads, side by side. q_norm, k_norm: norms of q and k;
+    heads_first: these get [heads, tokens, head_dim]. kv_norm: norm of the latent in latent attention. attn_norm,
+    mlp_norm: norms of a block's output, before it is added to the stream. moe_gate, moe_experts: router and experts, in
+    layers that have them. rotary: whether q and k are rotated. parallel: attention and MLP read the same stream, and
+    both are added to it.
 
     language: path of the language model, where the model has other parts, such as a vision tower. Token ids and
     embeddings then both enter the forward; embeddings are made before it.
@@ -41,7 +42,7 @@ class Architecture:
     scale: field of the config by which a block's output is multiplied before it is added. embed_scaled: embeddings are
     multiplied by the root of their width. one_rank: hooks that a rank does not have whole or as its slice under tensor
     parallelism. float16_divisor: field of the config by which vLLM divides the residual stream in float16. only: the
-    hooks that can be captured; (): all.
+    hooks that can be captured; (): all. lacks: hooks that no module of vLLM's class has as its input or output.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Architecture:
     positions: str = ""
     positions_at: int = 0
     positions_as: str = "positions"
+    stream_at: int = 0
     ln1: str = "input_layernorm"
     plain_norms: bool = False
     qkv: str = "self_attn.qkv_proj"
@@ -77,15 +79,19 @@ class Architecture:
     one_rank: tuple[str, ...] = ()
     float16_divisor: str = ""
     only: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
 
     def fit(self, config: Any) -> Architecture:
         """The row for a model with this Hugging Face text config, where some of it depends on that.
 
         Raises ValueError for a model of this architecture that cannot be captured, with the reason.
         """
+        row = self
         if self.q_norm and not getattr(config, "use_qk_norm", True):
-            return replace(self, q_norm="", k_norm="")
-        return self
+            row = replace(row, q_norm="", k_norm="")
+        if self.attn_norm and not getattr(config, "use_post_norm", True):
+            row = replace(row, attn_norm="", mlp_norm="")
+        return row
 
     @property
     def attn_name(self) -> str:
@@ -138,14 +144,13 @@ class Architecture:
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or hidden // heads,
-            intermediate=_first(config, "intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner")
-            or 4 * hidden,
+            intermediate=_first(config, *_INTERMEDIATE) or 4 * hidden,
             vocab=config.vocab_size,
             experts=experts,
             top_k=getattr(config, "num_experts_per_tok", 0) or 0 if experts else 0,
             moe_layers=_moe_layers(config, layers) if experts else (),
             features=self.features,
-            only=frozenset(self.only) or None,
+            only=frozenset(self.only or HOOKS).difference(self.lacks) if self.only or self.lacks else None,
         )
 
     def block_scale(self, config: Any) -> float:
@@ -158,6 +163,18 @@ class Architecture:
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
+class MayNorm(Architecture):
+    """Models that norm queries and keys only where their config says so."""
+
+    def fit(self, config: Any) -> Architecture:
+        normed = getattr(config, "use_qk_norm", False) or getattr(config, "qk_norm", False)
+        return self if normed else replace(self, q_norm="", k_norm="")
+
+
+_INTERMEDIATE = ("prefix_dense_intermediate_size", "intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner")
+"""Fields of configs for the width of a dense MLP. Those before `intermediate_size` are there where that is another."""
+
+
 def _first(config: Any, *names: str) -> Any:
     """The first of these fields that a config has a value for; None without one."""
     return next((value for name in names if (value := getattr(config, name, None))), None)
@@ -167,10 +184,16 @@ def _moe_layers(config: Any, layers: int) -> tuple[int, ...]:
     """Layers with experts, as a config tells: all that it does not say to be dense."""
     if listed := getattr(config, "moe_layers", None):  # Llama 4
         return tuple(listed)
-    step = getattr(config, "decoder_sparse_step", 1)  # Qwen
+    types = getattr(config, "mlp_layer_types", None)
+    if types and getattr(config, "first_k_dense_replace", None) is None:  # vLLM reads the number where there is one
+        return tuple(i for i, name in enumerate(types) if name == "sparse")
     dense = set(getattr(config, "mlp_only_layers", None) or ())
-    first = getattr(config, "first_k_dense_replace", 0) or 0  # DeepSeek, GLM
+    step = _first(config, "decoder_sparse_step", "moe_layer_interval") or 1  # Qwen, ERNIE
+    first = _first(config, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index") or 0
+    last = getattr(config, "moe_layer_end_index", -1)  # ERNIE; -1: the last one
     every = getattr(config, "moe_layer_freq", 1)
     return tuple(
-        i for i in range(first, layers) if i not in dense and (i + 1) % step == 0 and (every == 1 or i % every == 0)
+        i
+        for i in range(first, layers if last == -1 else last + 1)
+        if i not in dense and (i + 1) % step == 0 and (every == 1 or i % every == 0)
     )

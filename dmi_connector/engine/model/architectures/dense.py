@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Architecture
+from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Architecture, MayNorm
 
 
 class Opt(Architecture):
@@ -29,6 +30,18 @@ class Bloom(Architecture):
         return self
 
 
+class MiniCPM(Architecture):
+    """MiniCPM, but for its models with experts, whose routing has no module."""
+
+    def fit(self, config: Any) -> Architecture:
+        if getattr(config, "num_experts", 0):
+            raise ValueError("model: MiniCPM with num_experts has no module of experts to tap; use a model without")
+        return self
+
+    def block_scale(self, config: Any) -> float:
+        return config.scale_depth / math.sqrt(config.num_hidden_layers)
+
+
 _GEMMA: dict[str, Any] = {
     "embed_scaled": True,
     "attn_norm": "post_attention_layernorm",
@@ -36,15 +49,26 @@ _GEMMA: dict[str, Any] = {
     "mlp_norm": "post_feedforward_layernorm",
 }
 
+_LLAMA = ("InternLM3ForCausalLM", "LLaMAForCausalLM", "IQuestCoderForCausalLM", "TeleChat3ForCausalLM")
+"""Architectures that vLLM's class of Llama serves."""
+_COHERE: dict[str, Any] = {
+    "base": f"{MODELS}.commandr:CohereForCausalLM",
+    "plain_norms": True,
+    "ln2": "",
+    "parallel": True,
+    "one_rank": ("attn_out", "mlp_out"),
+}
+
 DENSE: tuple[Architecture, ...] = (
     Architecture("Qwen3ForCausalLM", f"{MODELS}.qwen3:Qwen3ForCausalLM", **QK_NORM),
     Architecture("Qwen2ForCausalLM", f"{MODELS}.qwen2:Qwen2ForCausalLM"),
     Architecture("LlamaForCausalLM", f"{MODELS}.llama:LlamaForCausalLM"),
-    Architecture("InternLM3ForCausalLM", f"{MODELS}.llama:LlamaForCausalLM"),
+    *(Architecture(name, f"{MODELS}.llama:LlamaForCausalLM") for name in _LLAMA),
     Architecture("MistralForCausalLM", f"{MODELS}.mistral:MistralForCausalLM"),
     Architecture("Ministral3ForCausalLM", f"{MODELS}.mistral:MistralForCausalLM"),
     Architecture("Phi3ForCausalLM", f"{MODELS}.phi3:Phi3ForCausalLM"),
     Architecture("GraniteForCausalLM", f"{MODELS}.granite:GraniteForCausalLM", scale="residual_multiplier"),
+    Architecture("GraniteSWAForCausalLM", f"{MODELS}.granite:GraniteForCausalLM", scale="residual_multiplier"),
     Architecture("GemmaForCausalLM", f"{MODELS}.gemma:GemmaForCausalLM", embed_scaled=True),
     Architecture("Gemma2ForCausalLM", f"{MODELS}.gemma2:Gemma2ForCausalLM", **_GEMMA),
     Architecture("Gemma3ForCausalLM", f"{MODELS}.gemma3:Gemma3ForCausalLM", **QK_NORM, **_GEMMA),
@@ -54,13 +78,65 @@ DENSE: tuple[Architecture, ...] = (
         attn_norm="post_self_attn_layernorm",
         mlp_norm="post_mlp_layernorm",
     ),
+    MayNorm("CohereForCausalLM", **_COHERE, **QK_NORM),
+    Architecture("Cohere2ForCausalLM", **_COHERE),
+    Architecture("Ernie4_5ForCausalLM", f"{MODELS}.ernie45:Ernie4_5ForCausalLM"),
     Architecture(
-        "Cohere2ForCausalLM",
-        f"{MODELS}.commandr:CohereForCausalLM",
-        plain_norms=True,
+        "Exaone4ForCausalLM",
+        f"{MODELS}.exaone4:Exaone4ForCausalLM",
+        **QK_NORM,
+        stream_at=1,
+        ln1="",
+        attn_norm="post_attention_layernorm",
         ln2="",
-        parallel=True,
-        one_rank=("attn_out", "mlp_out"),
+        mlp_norm="post_feedforward_layernorm",
+    ),
+    Architecture(
+        "ApertusForCausalLM",
+        f"{MODELS}.apertus:ApertusForCausalLM",
+        **QK_NORM,
+        ln1="attention_layernorm",
+        ln2="feedforward_layernorm",
+    ),
+    Architecture("TeleFLMForCausalLM", f"{MODELS}.teleflm:TeleFLMForCausalLM"),
+    Architecture("PanguEmbeddedForCausalLM", f"{MODELS}.openpangu:PanguEmbeddedForCausalLM"),
+    Architecture("OrionForCausalLM", f"{MODELS}.orion:OrionForCausalLM"),
+    Architecture("StableLmForCausalLM", f"{MODELS}.stablelm:StablelmForCausalLM"),
+    MiniCPM("MiniCPMForCausalLM", f"{MODELS}.minicpm:MiniCPMForCausalLM"),
+    Architecture(
+        "InternLM2ForCausalLM",
+        f"{MODELS}.internlm2:InternLM2ForCausalLM",
+        embed="model.tok_embeddings",
+        ln1="attention_norm",
+        qkv="attention.wqkv",
+        qkv_by_head=True,
+        attn="attention.attn",
+        o_proj="attention.wo",
+        ln2="ffn_norm",
+        mlp="feed_forward",
+        down_proj="feed_forward.w2",
+        one_rank=("q", "k", "v"),
+    ),
+    Architecture(
+        "ExaoneForCausalLM",
+        f"{MODELS}.exaone:ExaoneForCausalLM",
+        layers="transformer.h",
+        embed="transformer.wte",
+        final_norm="transformer.ln_f",
+        ln1="ln_1",
+        qkv="attn.attention.qkv_proj",
+        attn="attn.attention.attn",
+        o_proj="attn.attention.out_proj",
+        ln2="ln_2",
+        down_proj="mlp.c_proj",
+    ),
+    Architecture("NemotronForCausalLM", f"{MODELS}.nemotron:NemotronForCausalLM"),
+    Architecture(
+        "HyperCLOVAXForCausalLM",
+        f"{MODELS}.hyperclovax:HyperCLOVAXForCausalLM",
+        attn_norm="post_norm1",
+        mlp_norm="post_norm2",
+        scale="residual_multiplier",
     ),
     Architecture(
         "GPT2LMHeadModel",

@@ -59,5 +59,11 @@ _DEEPSEEK: dict[str, Any] = {"float16_divisor": "routed_scaling_factor"}
 LATENT: tuple[Architecture, ...] = (
     Latent("DeepseekV2ForCausalLM", f"{MODELS}.deepseek_v2:DeepseekV2ForCausalLM", **_DEEPSEEK),
     Latent("DeepseekV3ForCausalLM", f"{MODELS}.deepseek_v2:DeepseekV3ForCausalLM", **_DEEPSEEK),
+    Latent(
+        "MistralLarge3ForCausalLM",
+        f"{MODELS}.mistral_large_3:MistralLarge3ForCausalLM",
+        **_DEEPSEEK,
+    ),
+    Latent("SarvamMLAForCausalLM", f"{MODELS}.sarvam:SarvamMLAForCausalLM", positions_at=1),
     Latent("Glm4MoeLiteForCausalLM", f"{MODELS}.glm4_moe_lite:Glm4MoeLiteForCausalLM"),
 )

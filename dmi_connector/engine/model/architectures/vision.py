@@ -13,6 +13,10 @@ _WRAPPERS = (
     ("Gemma3ForConditionalGeneration", "gemma3_mm", "Gemma3ForCausalLM"),
     ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "Qwen2ForCausalLM"),
     ("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3ForCausalLM"),
+    ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "Qwen3MoeForCausalLM"),
+    ("Glm4vForConditionalGeneration", "glm4_1v", "Glm4ForCausalLM"),
+    ("Glm4vMoeForConditionalGeneration", "glm4_1v", "Glm4MoeForCausalLM"),
+    ("KimiK25ForConditionalGeneration", "kimi_k25", "DeepseekV3ForCausalLM"),
     ("Mistral3ForConditionalGeneration", "mistral3", "MistralForCausalLM"),
     ("Llama4ForConditionalGeneration", "mllama4", "Llama4ForCausalLM"),
 )
