@@ -24,6 +24,7 @@ _SHARED = {**EXPERTS, "num_experts": 6, "num_shared_experts": 1}
 del _SHARED["norm_topk_prob"]
 _SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0}
 _LAYERS = ["sliding_attention", "full_attention"] * 2
+_FIRST_DENSE = ["dense", "sparse", "sparse", "sparse"]
 _GRANITE_MOE = {**FULL, **_SCALED, "num_local_experts": 6, "num_experts_per_tok": 2}
 
 DENSE: dict[str, dict[str, Any]] = {
@@ -41,6 +42,8 @@ BACKEND: dict[str, dict[str, Any]] = {
     "cwm": {**ODD, **WINDOWS, "layer_types": _LAYERS},
     "glm": {**ODD, "attention_bias": True, "partial_rotary_factor": 0.5},
     "hunyuan_v1_dense": {**ODD},
+    "hunyuan_v1_moe": {**ODD, "num_experts": 6, "moe_topk": 2, "num_experts_per_tok": 2},
+    "mellum": {**EXPERTS, **WINDOWS, "num_experts": 6, "layer_types": _LAYERS, "mlp_layer_types": _FIRST_DENSE},
     "seed_oss": {**ODD, "attention_bias": True},
 }
 """Those that vLLM serves through its Transformers backend."""
@@ -100,7 +103,7 @@ SPARSE: dict[str, dict[str, Any]] = {
         **WINDOWS,
         "shared_expert_intermediate_size": 80,
         "layer_types": _LAYERS,
-        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "mlp_layer_types": _FIRST_DENSE,
         "moe_routed_scaling_factor": 1.5,
     },
     "minimax_m2": {
@@ -119,7 +122,6 @@ SPARSE: dict[str, dict[str, Any]] = {
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
         "attention_bias": True,
-        "lm_head_bias": True,
     },
 }
 """With experts."""

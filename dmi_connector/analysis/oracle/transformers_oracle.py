@@ -189,7 +189,7 @@ class Oracle:
 
 def _as_vllm(config: Any) -> Any:
     """A config with which transformers computes what vLLM does."""
-    if config.model_type == "cohere2":
+    if config.model_type in ("cohere2", "cohere2_moe"):
         config.sliding_window += 1  # vLLM's windows have the token itself and so many before it
     return config
 

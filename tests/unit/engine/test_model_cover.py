@@ -29,7 +29,7 @@ _SIZES = {
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "n_head", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "intermediate_size_mlp", "n_inner", "ffn_dim", "word_embed_proj_dim", "rotary_dim"),
     *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "expert_hidden_dim", "moe_k"),
+    *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "expert_hidden_dim", "moe_k", "moe_topk"),
     *("moe_num_experts", "shared_intermediate_size", "prefix_dense_intermediate_size"),
 }
 _IN_THE_ROW = {

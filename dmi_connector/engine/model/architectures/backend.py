@@ -36,6 +36,11 @@ _OLMO: dict[str, Any] = {
 }
 
 
+_EXPERTS: dict[str, Any] = {
+    **_BACKEND,
+    "base": f"{TRANSFORMERS}:TransformersMoEForCausalLM",
+    "lacks": ("router_logits", "topk_ids", "topk_weights"),  # the backend may route inside a block that it replaced
+}
 _LLAMA = (
     "SmolLM3ForCausalLM",
     "ArceeForCausalLM",
@@ -70,6 +75,8 @@ BACKEND: tuple[Architecture, ...] = (
     Architecture("Olmo2ForCausalLM", **_OLMO),
     Architecture("Olmo3ForCausalLM", **_OLMO),
     *(Architecture(name, **_BACKEND) for name in _LLAMA),
+    Architecture("HunYuanMoEV1ForCausalLM", **_EXPERTS),
+    Architecture("MellumForCausalLM", **_EXPERTS, **QK_NORM),
     Architecture("Starcoder2ForCausalLM", **_BACKEND, down_proj="mlp.c_proj"),
 )
 

@@ -30,8 +30,8 @@ class Architecture:
     stream), a plain norm gets the residual stream as input; taps tell them apart by the output. plain_norms: norms
     return something else behind the normed values, and get the stream as input. Without ln1 the stream is the layer's
     input, without ln2 the MLP's, without final_norm the last layer's output. qkv: the projection that returns q, k and
-    v side by side; qkv_by_head: it returns those of a head, or group of heads, side by side. q_norm, k_norm: norms of q and k;
-    heads_first: these get [heads, tokens, head_dim]. kv_norm: norm of the latent in latent attention. attn_norm,
+    v side by side; qkv_by_head: it returns those of a head, or group of heads, side by side. q_norm, k_norm: norms of q
+    and k; heads_first: these get [heads, tokens, head_dim]. kv_norm: norm of the latent in latent attention. attn_norm,
     mlp_norm: norms of a block's output, before it is added to the stream. moe_gate, moe_experts: router and experts, in
     layers that have them. rotary: whether q and k are rotated. parallel: attention and MLP read the same stream, and
     both are added to it.
