@@ -26,13 +26,14 @@ class Renamed:
     fields: of its config, or what gives them from that of transformers; with `text_config` the whole config. weights:
     what gives its weights from those of transformers and the config; None: they keep their names, and transformers
     reads the same checkpoint. scaled: whether `topk_weights` hold the factor by which transformers' class says that
-    vLLM multiplies their sum.
+    vLLM multiplies their sum. files: further JSON files of the checkpoint.
     """
 
     architecture: str
     fields: Mapping[str, Any] | Callable[[dict[str, Any]], dict[str, Any]] = field(default_factory=dict)
     weights: Callable[[Weights, dict[str, Any]], Weights] | None = None
     scaled: bool = False
+    files: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Make the checkpoint in `path` one of this architecture. What transformers reads is then at `twin(path)`."""
@@ -43,7 +44,8 @@ class Renamed:
             save_file({k: v.contiguous() for k, v in weights.items()}, path / "model.safetensors", {"format": "pt"})
         more = self.fields(config) if callable(self.fields) else self.fields
         changed = {**({} if "text_config" in more else config), **more, "architectures": [self.architecture]}
-        (path / "config.json").write_text(json.dumps(changed))
+        for name, content in {"config.json": changed, **self.files}.items():
+            (path / name).write_text(json.dumps(content))
 
 
 def twin(path: Path) -> Path:
@@ -173,8 +175,23 @@ def _kimi_k25(config: dict[str, Any]) -> dict[str, Any]:
         "dtype": config["dtype"],
         "text_config": config,
         "vision_config": {**tower, "mm_hidden_size": 48, "text_hidden_size": config["hidden_size"]},
+        "image_token_id": 500,
         "tie_word_embeddings": False,
     }
+
+
+_KIMI_IMAGES = {
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "patch_size": 14,
+    "merge_kernel_size": 2,
+    "temporal_merge_kernel_size": 4,
+    "in_patch_limit": 64,
+    "in_patch_limit_each_frame": 64,
+    "in_patch_limit_video": 64,
+    "patch_limit_on_one_side": 16,
+    "fixed_output_tokens": None,
+}
 
 
 RENAMED = {
@@ -193,7 +210,12 @@ RENAMED = {
     "exaone": Renamed("ExaoneForCausalLM", _EXAONE, _exaone),
     "bailing_moe": Renamed("BailingMoeForCausalLM", _bailing_fields, _bailing, scaled=True),
     "bailing_moe_v2": Renamed("BailingMoeV2ForCausalLM", _bailing_fields, _bailing, scaled=True),
-    "kimi_k25": Renamed("KimiK25ForConditionalGeneration", _kimi_k25, _inside),
+    "kimi_k25": Renamed(
+        "KimiK25ForConditionalGeneration",
+        _kimi_k25,
+        _inside,
+        files={"preprocessor_config.json": {"media_proc_cfg": _KIMI_IMAGES}},
+    ),
     "sarvam_mla": Renamed("SarvamMLAForCausalLM", _sarvam, scaled=True),
     "sarvam_moe": Renamed("SarvamMoEForCausalLM", _bailing_fields, _bailing, scaled=True),
 }
