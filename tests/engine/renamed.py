@@ -102,6 +102,11 @@ def _bailing_fields(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _as_they_are(weights: Weights, _config: dict[str, Any]) -> Weights:
+    """For a config that transformers' class cannot read."""
+    return weights
+
+
 def _inside(weights: Weights, _config: dict[str, Any]) -> Weights:
     """Of a language model inside another model."""
     return renamed(weights, {"^": "language_model."})
@@ -146,6 +151,7 @@ def _exaone(weights: Weights, _config: dict[str, Any]) -> Weights:
     return renamed(weights, names)
 
 
+_TELEFLM = {"use_mup": True, "mup_scale_factor": 4.0, "output_mult": 2.0, "logits_scaling": 1.0}
 _EXAONE = {"activation_function": "silu", "layer_norm_epsilon": 1e-6}
 
 
@@ -155,6 +161,7 @@ def _minicpm(config: dict[str, Any]) -> dict[str, Any]:
         "scale_emb": config["embedding_multiplier"],
         "scale_depth": config["residual_multiplier"] * config["num_hidden_layers"] ** 0.5,
         "dim_model_base": config["hidden_size"] / config["logits_scaling"],
+        "logits_scaling": 1.0,
     }
 
 
@@ -200,11 +207,11 @@ RENAMED = {
     "iquestcoder": Renamed("IQuestCoderForCausalLM"),
     "telechat3": Renamed("TeleChat3ForCausalLM"),
     "pangu": Renamed("PanguEmbeddedForCausalLM"),
-    "teleflm": Renamed("TeleFLMForCausalLM", {"use_mup": True, "mup_scale_factor": 4.0, "output_mult": 2.0}),
+    "teleflm": Renamed("TeleFLMForCausalLM", _TELEFLM, _as_they_are),
     "exaone_moe-first": Renamed("ExaoneMoEForCausalLM"),
     "mistral_large3": Renamed("MistralLarge3ForCausalLM"),
     "phimoe": Renamed("PhiMoEForCausalLM"),
-    "minicpm": Renamed("MiniCPMForCausalLM", _minicpm),
+    "minicpm": Renamed("MiniCPMForCausalLM", _minicpm, _as_they_are),
     "orion": Renamed("OrionForCausalLM", {"rms_norm_eps": 1e-5}),
     "internlm2": Renamed("InternLM2ForCausalLM", {}, _internlm2),
     "exaone": Renamed("ExaoneForCausalLM", _EXAONE, _exaone),
