@@ -24,6 +24,7 @@ PLACEHOLDERS = {
     "qwen3_vl_moe": [IMAGE + 2, IMAGE, IMAGE + 3],
     "glm4v": [IMAGE + 2, IMAGE, IMAGE + 3],
     "glm4v_moe": [IMAGE + 2, IMAGE, IMAGE + 3],
+    "internvl": [IMAGE],
     "mistral3": [IMAGE],
     "llama4": [IMAGE + 1],
 }

@@ -22,6 +22,7 @@ TOKENS = {
     "qwen3_vl": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
     "qwen3_vl_moe": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
     **{family: ("<|image|>", "<|video|>", *_GLM_MARKS) for family in ("glm4v", "glm4v_moe")},
+    "internvl": ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     "llama4": (
         "<|patch|>",
@@ -172,6 +173,17 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         **_GLM_IDS,
         "tie_word_embeddings": False,
     },
+    "internvl": {
+        "text_config": {**_TEXT, "model_type": "qwen3", "num_key_value_heads": 1},
+        "vision_config": {
+            **_VISION,
+            "image_size": [4 * PATCH, 4 * PATCH],
+            "patch_size": [PATCH, PATCH],
+        },
+        "image_token_id": VOCAB,
+        "image_seq_length": 4,
+        "tie_word_embeddings": False,
+    },
     "mistral3": {
         "text_config": {**_TEXT, "model_type": "mistral", "num_key_value_heads": 3, "sliding_window": None},
         "vision_config": {**_VISION, "image_size": 12 * PATCH, "patch_size": PATCH},
@@ -252,6 +264,22 @@ PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_vl_moe": _qwen("3VL", "3VL"),
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
+    "internvl": {
+        "processor_config.json": {"processor_class": "InternVLProcessor", "image_seq_length": 4},
+        "preprocessor_config.json": {
+            **_NORMAL,
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": _SQUARE,
+            "crop_to_patches": False,
+            "min_patches": 1,
+            "max_patches": 1,
+        },
+        "video_preprocessor_config.json": {
+            **_NORMAL,
+            "video_processor_type": "InternVLVideoProcessor",
+            "size": _SQUARE,
+        },
+    },
     "mistral3": {
         "processor_config.json": {
             "processor_class": "PixtralProcessor",
@@ -313,7 +341,11 @@ def is_vision(name: str) -> bool:
 
 def named_tokens(arch: str) -> dict[str, str]:
     """Tokens that the family's processor asks the tokenizer for, by name."""
-    return dict(zip(("image_token", "boi_token", "eoi_token"), TOKENS[arch], strict=False)) if arch == "gemma3" else {}
+    if arch == "internvl":
+        names: tuple[str, ...] = ("context_image_token", "start_image_token", "end_image_token", "video_token")
+    else:
+        names = ("image_token", "boi_token", "eoi_token") if arch == "gemma3" else ()
+    return dict(zip(names, TOKENS.get(arch, ()), strict=False))
 
 
 def save_processor(arch: str, path: Path) -> None:

@@ -64,7 +64,7 @@ class Served:
 
 def limit(arch: str, images: int) -> dict[str, int]:
     """How many images a prompt may have. With 0 vLLM loads no vision tower, and the language model embeds token ids."""
-    return {"image": images, **({"video": 0} if arch.startswith(("qwen", "glm")) else {})}
+    return {"image": images, **({"video": 0} if arch.startswith(("qwen", "glm", "intern")) else {})}
 
 
 def with_images(arch: str, parts: Sequence[Any], images: Sequence[Any] = ()) -> Ask:

@@ -68,6 +68,16 @@ def test_minicpm_scales_its_blocks_and_is_refused_with_experts() -> None:
         row.fit(config(num_experts=4))
 
 
+def test_a_model_of_any_language_model_has_the_row_of_that_one() -> None:
+    row = ARCHITECTURES["InternVLForConditionalGeneration"]
+    named = row.fit(config(architectures=["Qwen3MoeForCausalLM"]))
+    assert (named.name, named.base) == (row.name, row.base) and named.language == "language_model"
+    assert (named.layers, named.q_norm) == ("language_model.model.layers", "self_attn.q_norm")
+    assert row.fit(config(model_type="qwen2")).q_norm == "", "the class of transformers, where none is named"
+    with pytest.raises(ValueError, match="InternVL.*'FalconH1ForCausalLM', which has no row of hooks"):
+        row.fit(config(architectures=["FalconH1ForCausalLM"]))
+
+
 def read(hook: str, module: str, args: tuple[Any, ...], output: Any, **row: Any) -> torch.Tensor:
     """What the tap of a hook at a module takes, in a layer whose row has these fields."""
     arch = SimpleNamespace(qkv_by_head=False, stream_at=0, plain_norms=False)
