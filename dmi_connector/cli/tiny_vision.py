@@ -138,6 +138,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             "moe_intermediate_size": 48,
             "num_experts": 6,
             "num_experts_per_tok": 2,
+            "norm_topk_prob": True,  # transformers does not read it
             "mlp_only_layers": [1],
         },
         "vision_config": _QWEN3_VISION,

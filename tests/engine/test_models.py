@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "pangu": ("llama", {"attention_bias": True}),
     "teleflm": ("granite", {**_UNSCALED, "attention_multiplier": 32**-0.5}),
     "minicpm": ("granite", {"attention_multiplier": 32**-0.5}),
-    "orion": ("stablelm", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "orion": ("stablelm", {"use_qkv_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     "internlm2": ("llama", {"num_key_value_heads": 2}),
     "exaone": ("llama", {"num_key_value_heads": 2}),
     "bailing_moe": ("glm4_moe", {}),
@@ -192,6 +193,10 @@ def options(name: str, mode: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {"enforce_eager": mode != "compiled"}
     if name in TEXT_ONLY:
         found["language_model_only"] = True
+        import numba  # noqa: F401  # by vLLM's class
+
+        # A module in which vLLM's search for kernels to replace on a CPU fails.
+        patch.delitem(sys.modules, "llvmlite.binding.ffi")
     if MODELS[name][0] in BIASED:
         routing_cpu.stand_in(patch)
     if MODELS[name][0] in LATENT:
