@@ -98,11 +98,20 @@ EVEN = {
     "gptj": {"num_attention_heads": 4, "hidden_size": 128},
     **{
         name: {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
-        for name in ("cohere", "apertus", "granitemoe", "phimoe")
+        for name in (
+            "cohere",
+            "apertus",
+            "phimoe",
+            "stablelm",
+            "granitemoe",
+            "granitemoeshared",
+            "granitemoe_swa",
+            "minicpm",
+        )
     },
     "arcee": {"num_attention_heads": 4, "num_key_value_heads": 2},
 }
-"""Heads that two ranks can share."""
+"""Heads that two ranks can share, by family or by model."""
 SHORT = [
     ("granite", "eager", "target"),
     ("qwen2_moe", "eager", "draft"),
@@ -125,6 +134,12 @@ SHORT = [
     ("minicpm", "eager", "draft"),
 ]
 """With ARCHS and models with a vision tower these have each kind of row: tests/unit/engine/test_model_cover.py."""
+IN_PROCESSES = [
+    name
+    for name, (arch, _) in MODELS.items()
+    if not name.endswith("-odd") and arch not in BIASED and name not in TEXT_ONLY
+]
+"""Models that need no patch of their engine, and so run on two ranks, each in a process of its own."""
 OWNERS = ("draft", "target")
 """In a pool rows are written by the same taps."""
 _ALL = [(name, mode, owner) for name in MODELS for mode in ("eager", "compiled") for owner in OWNERS]
@@ -238,7 +253,8 @@ def test_every_hook_is_that_of_transformers(configuration: tuple[str, str, str],
 def test_two_ranks_give_the_hooks_of_the_whole_model(
     name: str, known_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make(name, tmp_path / "model", **EVEN.get(MODELS[name][0], {"num_attention_heads": 4}))
+    even = EVEN.get(name, EVEN.get(MODELS[name][0], {"num_attention_heads": 4}))
+    model = make(name, tmp_path / "model", **even)
     run, twin = Run(tmp_path / "captures"), oracle(name, model, ranks=2)
     row = ARCHITECTURES.get(twin.config.architectures[0])
     hooks = ",".join([ALL_HOOKS, *(f"-{hook}" for hook in (row.one_rank if row else ()))])
