@@ -151,6 +151,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             **_GLM_ROPE,
             "num_attention_heads": 3,
             "num_key_value_heads": 1,
+            "attention_bias": True,  # transformers does not read it, and has the biases
         },
         "vision_config": _GLM_VISION,
         **_GLM_IDS,
