@@ -20,8 +20,7 @@ TOKENS = {
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>", "\n", "\n\n", "\n\n\n", "\n\n\n\n"),
     "qwen2_5_vl": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
     "qwen3_vl": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
-    "qwen3_vl_moe": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
-    **{family: ("<|image|>", "<|video|>", *_GLM_MARKS) for family in ("glm4v", "glm4v_moe")},
+    "glm4v": ("<|image|>", "<|video|>", *_GLM_MARKS),
     "internvl": ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     "llama4": (
@@ -131,20 +130,6 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         **_QWEN_IDS,
         "tie_word_embeddings": True,
     },
-    "qwen3_vl_moe": {
-        "text_config": {
-            **_TEXT,
-            **_QWEN3_ROPE,
-            "moe_intermediate_size": 48,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,  # transformers does not read it
-            "mlp_only_layers": [1],
-        },
-        "vision_config": _QWEN3_VISION,
-        **_QWEN_IDS,
-        "tie_word_embeddings": False,
-    },
     "glm4v": {
         "text_config": {
             **{name: value for name, value in _TEXT.items() if name != "head_dim"},
@@ -152,24 +137,6 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             "num_attention_heads": 3,
             "num_key_value_heads": 1,
             "attention_bias": True,  # transformers does not read it, and has the biases
-        },
-        "vision_config": _GLM_VISION,
-        **_GLM_IDS,
-        "tie_word_embeddings": False,
-    },
-    "glm4v_moe": {
-        "text_config": {
-            **{name: value for name, value in _TEXT.items() if name != "head_dim"},
-            **_GLM_ROPE,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "moe_intermediate_size": 48,
-            "n_routed_experts": 8,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 1.5,
-            "use_qk_norm": False,
         },
         "vision_config": _GLM_VISION,
         **_GLM_IDS,
@@ -263,9 +230,7 @@ PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "qwen2_5_vl": _qwen("2_5_VL", "2VL"),
     "qwen3_vl": _qwen("3VL", "3VL"),
-    "qwen3_vl_moe": _qwen("3VL", "3VL"),
     "glm4v": _GLM,
-    "glm4v_moe": _GLM,
     "internvl": {
         "processor_config.json": {"processor_class": "InternVLProcessor", "image_seq_length": 4},
         "preprocessor_config.json": {

@@ -165,15 +165,6 @@ def _minicpm(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sarvam(config: dict[str, Any]) -> dict[str, Any]:
-    """From DeepSeek V3."""
-    return {
-        "num_experts": config["n_routed_experts"],
-        "num_shared_experts": config["n_shared_experts"],
-        "moe_shared_expert_intermediate_size": config["moe_intermediate_size"],
-    }
-
-
 def _kimi_k25(config: dict[str, Any]) -> dict[str, Any]:
     """A vision tower before DeepSeek V3."""
     tower = {"num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80}
@@ -223,7 +214,6 @@ RENAMED = {
         _inside,
         files={"preprocessor_config.json": {"media_proc_cfg": _KIMI_IMAGES}},
     ),
-    "sarvam_mla": Renamed("SarvamMLAForCausalLM", _sarvam, scaled=True),
     "sarvam_moe": Renamed("SarvamMoEForCausalLM", _bailing_fields, _bailing, scaled=True),
 }
 """By their names in MODELS of test_models.py."""

@@ -63,7 +63,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bailing_moe_v2": ("glm4_moe", _GROUPS),
     "kimi_k25": ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
     "sarvam_moe": ("glm4_moe", _GROUPS),
-    "sarvam_mla": ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
     "exaone_moe-first": ("exaone_moe", {}),
     "cohere-plain": ("cohere", {"use_qk_norm": False}),
     "hyperclovax-plain": ("hyperclovax", {"use_post_norm": False}),

@@ -31,13 +31,12 @@ MOST = 1e-5
 """Of a hook's largest value."""
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _SIZES = {"text_config": {**_HEADS, "hidden_size": 128}, "vision_config": {"out_hidden_size": 128}}
-EVEN = dict.fromkeys(("qwen2_5_vl", "glm4v", "glm4v_moe"), _SIZES)
+EVEN = dict.fromkeys(("qwen2_5_vl", "glm4v"), _SIZES)
 """Heads that two ranks can share, where those alone are not enough: here they give the size of a head."""
 OWNERS = ("draft", "target")
 """In a pool rows are written by the same taps."""
 _ALL = [(name, mode, owner) for name in WRAPPERS for mode in ("eager", "compiled") for owner in OWNERS]
-_TOWERS = [name for name in WRAPPERS if not name.endswith("_moe")]
-_SHORT = [(name, "eager", OWNERS[i % 2]) for i, name in enumerate(_TOWERS)]
+_SHORT = [(name, "eager", OWNERS[i % 2]) for i, name in enumerate(WRAPPERS)]
 
 _TEXT_ONLY = "qwen3_vl", "eager", "language_model_only"
 """The engine without a vision tower that `make test` starts."""

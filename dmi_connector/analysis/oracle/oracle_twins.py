@@ -141,7 +141,6 @@ TWINS = {
     "glm4_moe_lite": _LATENT,
     "glm4": _GLM4,
     "glm4v_text": _GLM4,
-    "glm4v_moe_text": replace(LLAMA, weights_scale="routed_scaling_factor"),
     "cohere": _PARALLEL,
     "cohere2": _PARALLEL,
     "cohere2_moe": _PARALLEL,

@@ -64,6 +64,5 @@ LATENT: tuple[Architecture, ...] = (
         f"{MODELS}.mistral_large_3:MistralLarge3ForCausalLM",
         **_DEEPSEEK,
     ),
-    Latent("SarvamMLAForCausalLM", f"{MODELS}.sarvam:SarvamMLAForCausalLM", positions_at=1),
     Latent("Glm4MoeLiteForCausalLM", f"{MODELS}.glm4_moe_lite:Glm4MoeLiteForCausalLM"),
 )
