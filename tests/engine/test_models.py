@@ -115,7 +115,6 @@ SHORT = [
     ("granite", "eager", "target"),
     ("qwen2_moe", "eager", "draft"),
     ("gemma2", "eager", "target"),
-    ("glm4", "eager", "target"),
     ("cohere2", "eager", "draft"),
     ("gpt_oss", "eager", "target"),
     ("opt", "eager", "target"),
