@@ -20,7 +20,6 @@ REFUSED = (
     "Gemma4ForCausalLM",
     "NemotronHForCausalLM",
     "Qwen3NextForCausalLM",
-    "StableLmForCausalLM",
 )
 """Of test_refusals.py."""
 

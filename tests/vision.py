@@ -21,6 +21,8 @@ PLACEHOLDERS = {
     "gemma3": [IMAGE + 1],
     "qwen2_5_vl": [IMAGE + 2, IMAGE, IMAGE + 3],
     "qwen3_vl": [IMAGE + 2, IMAGE, IMAGE + 3],
+    "glm4v": [IMAGE + 2, IMAGE, IMAGE + 3],
+    "internvl": [IMAGE],
     "mistral3": [IMAGE],
     "llama4": [IMAGE + 1],
 }

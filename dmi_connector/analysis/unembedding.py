@@ -16,13 +16,11 @@ from dmi_connector.captures.capture import Capture
 from dmi_connector.store.format.remote_path import local_path
 
 _NORMS = ("norm", "ln_f", "decoder.final_layer_norm", "final_layer_norm", "final_layernorm")
-_EMBEDDINGS = ("embed_tokens", "embedding", "wte", "word_embeddings", "decoder.embed_tokens")
+_EMBEDDINGS = ("embed_tokens", "embedding", "wte", "word_embeddings", "tok_embeddings", "decoder.embed_tokens")
 _PREFIXES = ("", "model.", "transformer.", "language_model.model.", "model.language_model.", "gpt_neox.")
-_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "embed_out.weight")
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "embed_out.weight", "output.weight")
 _PLAIN_MODELS = ("olmo",)
 """Values of `model_type` whose norms have no weights."""
-_OFFSET_MODELS = ("gemma",)
-"""Beginnings of `model_type` whose norms multiply by 1 + weight."""
 _EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _EPS_DEFAULT = 1e-5
 """Of torch's LayerNorm, for models whose config names none (OPT, OLMo)."""
@@ -76,11 +74,11 @@ class Unembedding:
         eps = next((name for name in _EPS if config.get(name) is not None), "")
         return cls(
             weight=weight,
-            gain=gain + 1 if config.get("model_type", "").startswith(_OFFSET_MODELS) else gain,
+            gain=gain + 1 if _adds_one(config.get("model_type", "")) else gain,
             bias=_vector(files, f"{norm}.bias") if shifted else np.zeros_like(gain),
             eps=float(config[eps]) if eps else _EPS_DEFAULT,
             centred=shifted or eps != _EPS[0],
-            scale=float(config.get("logit_scale") or 1.0) / float(config.get("logits_scaling") or 1.0),
+            scale=_scale(config),
             offset=_vector(files, "lm_head.bias") if "lm_head.bias" in files else None,
             soft_cap=config.get("final_logit_softcapping"),
         )
@@ -154,6 +152,23 @@ def entropy_of(log_probabilities: np.ndarray) -> np.ndarray:
     """Entropy in nats, over the last axis. A token whose logit is minus infinity adds nothing."""
     finite = np.maximum(log_probabilities, np.finfo(np.float32).min)
     return np.asarray(-(np.exp(log_probabilities) * finite).sum(-1))
+
+
+def _adds_one(model_type: str) -> bool:
+    """Whether the norms of these models multiply by 1 + weight."""
+    return model_type.startswith("gemma") or model_type == "nemotron"
+
+
+def _scale(config: Mapping[str, Any]) -> float:
+    """By what a model multiplies its logits."""
+    scaling = float(config.get("logits_scaling") or 1.0)
+    if base := config.get("dim_model_base"):  # MiniCPM
+        scaling = config["hidden_size"] / base
+    if config.get("use_mup") and config.get("output_mult"):  # TeleFLM
+        scaling = config["mup_scale_factor"] / config["output_mult"]
+    if config.get("model_type") == "hyperclovax":  # as a factor, not as a divisor
+        scaling = 1 / scaling
+    return float(config.get("logit_scale") or 1.0) / scaling
 
 
 def _config(path: Path) -> dict[str, Any]:

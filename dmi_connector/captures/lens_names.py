@@ -77,7 +77,10 @@ HEADS = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "q_rot": "heads", "k_ro
 """Hooks of several heads, and which number of them."""
 OF_NORMS = tuple(f"{norm}.{part}" for norm in NORMS for part in ("hook_scale", "hook_normalized"))
 
-_EMBED_BEFORE = ("GraniteForCausalLM", "BloomForCausalLM")
+_EMBED_BEFORE = (
+    *("GraniteForCausalLM", "GraniteSWAForCausalLM", "BloomForCausalLM", "AfmoeForCausalLM", "MiniCPMForCausalLM"),
+    *("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteMoeSWAForCausalLM", "HyperCLOVAXForCausalLM"),
+)
 _OTHER_ORDER = ("Llama4ForCausalLM",)
 
 ABSENT = {

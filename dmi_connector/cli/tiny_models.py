@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dmi_connector.cli import tiny_families
+from dmi_connector.cli.tiny_families import EXPERTS, FULL, ODD, ROPE, WINDOWS
 from dmi_connector.cli.tiny_vision import (
     TOKENS,
     VOCAB,
@@ -92,17 +94,8 @@ ARCHS: dict[str, dict[str, Any]] = {
     "gpt2": {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 1024},
 }
 
-_ODD = {
-    "hidden_size": 96,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 160,
-    "tie_word_embeddings": False,
-}
-_EXPERTS = {**_ODD, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 _LATENT = {
-    **_EXPERTS,
+    **EXPERTS,
     "num_attention_heads": 3,
     "num_key_value_heads": 3,
     "kv_lora_rank": 512,  # with 64 what vLLM's CPU kernel for latent attention takes
@@ -125,15 +118,11 @@ _YARN = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 512,
 }
-_WINDOWS = {"sliding_window": 32, "num_hidden_layers": 4}
-_FULL = {"hidden_size": 96, "num_attention_heads": 3, "intermediate_size": 160, "tie_word_embeddings": False}
-"""Heads that share out the residual stream, as older families have them."""
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "phi3": {**_ODD, "num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": None},
-    "ministral3": {**_ODD, "num_key_value_heads": 3, "sliding_window": None},
+    "phi3": {**ODD, "num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": None},
+    "ministral3": {**ODD, "num_key_value_heads": 3, "sliding_window": None},
     "qwen2_moe": {
-        **_EXPERTS,
+        **EXPERTS,
         "num_attention_heads": 3,
         "num_key_value_heads": 3,
         "num_experts": 6,
@@ -142,16 +131,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "sliding_window": None,
     },
-    "mixtral": {**_ODD, "num_key_value_heads": 3, "num_local_experts": 5, "num_experts_per_tok": 3},
+    "mixtral": {**ODD, "num_key_value_heads": 3, "num_local_experts": 5, "num_experts_per_tok": 3},
     "olmoe": {
-        **_EXPERTS,
+        **EXPERTS,
         "num_attention_heads": 3,
         "num_key_value_heads": 3,
         "num_experts": 4,
         "norm_topk_prob": False,
     },
     "glm4_moe": {
-        **_EXPERTS,
+        **EXPERTS,
         "n_routed_experts": 8,
         "n_shared_experts": 1,
         "n_group": 1,
@@ -186,7 +175,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.8,
     },
     "granite": {
-        **_ODD,
+        **ODD,
         "num_attention_heads": 3,
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.5,
@@ -194,35 +183,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
         "num_key_value_heads": 1,
     },
-    "gemma": {**_ODD, "tie_word_embeddings": True},
+    "gemma": {**ODD, "tie_word_embeddings": True},
     "gemma2": {
-        **_ODD,
-        **_WINDOWS,
+        **ODD,
+        **WINDOWS,
         "query_pre_attn_scalar": 24,
         "attn_logit_softcapping": 20.0,
         "final_logit_softcapping": 15.0,
         "tie_word_embeddings": True,
     },
     "gemma3_text": {
-        **_ODD,
-        **_WINDOWS,
+        **ODD,
+        **WINDOWS,
         "num_key_value_heads": 1,
         "query_pre_attn_scalar": 24,
         "sliding_window_pattern": 2,
         "tie_word_embeddings": True,
     },
-    "glm4": {**_ODD, "attention_bias": True, "partial_rotary_factor": 0.5},
-    "cohere2": {**_ODD, **_WINDOWS, "sliding_window_pattern": 2, "logit_scale": 0.5, "tie_word_embeddings": True},
+    "glm4": {**ODD, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "cohere2": {**ODD, **WINDOWS, "sliding_window_pattern": 2, "logit_scale": 0.5, "tie_word_embeddings": True},
     "gpt_oss": {
-        **_ODD,
-        **_WINDOWS,
+        **ODD,
+        **WINDOWS,
         "intermediate_size": 64,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "rope_parameters": {**_YARN, "truncate": False},
     },
     "llama4_text": {
-        **_ODD,
+        **ODD,
         "num_hidden_layers": 4,
         "intermediate_size": 64,
         "intermediate_size_mlp": 128,
@@ -242,17 +231,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "bloom": {"hidden_size": 96, "n_head": 3, "tie_word_embeddings": True},
     "gptj": {"hidden_size": 96, "num_attention_heads": 3, "rotary_dim": 16, "tie_word_embeddings": False},
-    # Those that vLLM serves through its Transformers backend.
-    "gpt_neox": {**_FULL, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25}},
-    "phi": {**_FULL, "intermediate_size": 384, "partial_rotary_factor": 0.5},
-    "olmo2": {**_ODD, "num_key_value_heads": 1},
-    "olmo3": {**_ODD, **_WINDOWS, "num_attention_heads": 3, "num_key_value_heads": 3},
-    "smollm3": {**_ODD, "num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": True},
-    "starcoder2": {**_FULL, "num_key_value_heads": 1, "sliding_window": 32, "tie_word_embeddings": True},
+    **tiny_families.DENSE,
+    **tiny_families.SPARSE,
+    # Those that vLLM serves through its Transformers backend. In one process they come last: vLLM's hook on their
+    # compilation fails for what other models compile after them.
+    "gpt_neox": {**FULL, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
+    "phi": {**FULL, "intermediate_size": 384, "partial_rotary_factor": 0.5},
+    "olmo2": {**ODD, "num_key_value_heads": 1},
+    "olmo3": {**ODD, **WINDOWS, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "smollm3": {**ODD, "num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": True},
+    "starcoder2": {**FULL, "num_key_value_heads": 1, "sliding_window": 32, "tie_word_embeddings": True},
     # Of these some have no row: their hooks are found by structure.
     "gpt_bigcode": {"hidden_size": 96, "n_head": 3, "n_inner": 160, "tie_word_embeddings": True},
-    "olmo": {**_ODD, "num_attention_heads": 3, "num_key_value_heads": 1, "clip_qkv": 1.5},
-    "flex_olmo": {**_ODD, "num_experts": 4, "num_experts_per_tok": 2},
+    "olmo": {**ODD, "num_attention_heads": 3, "num_key_value_heads": 1, "clip_qkv": 1.5},
+    "flex_olmo": {**ODD, "num_experts": 4, "num_experts_per_tok": 2},
+    **tiny_families.BACKEND,
 }
 """Further families, with heads that do not divide evenly, one key and value head, windows and experts."""
 
@@ -346,6 +339,9 @@ _GAIN |= {"q_b_proj": _QK / _NORM, "kv_a_proj_with_mqa": _QK / _NORM, "kv_b_proj
 _LAST_NORMS = ("norm", "ln_f")
 _POSITIONS = ("wpe", "embed_positions")
 _EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "lm_head", *_POSITIONS)
+_XIELU = {"alpha_p": 0.388671875, "alpha_n": -1.140625}
+"""Parameters of Apertus' activation: vLLM computes with them in bfloat16, and that rounds these least."""
+_ROUTING_BIAS = ("expert_bias", "e_score_correction_bias")
 _INPUT_FIRST = ("gpt_oss", "llama4_text")
 """Models that keep the weights of experts as [experts, in, out]. All of GPT-2's are [in, out]."""
 
@@ -362,7 +358,7 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
     whole: Any = model.config
     config, tied = whole.get_text_config(), getattr(whole, "tie_word_embeddings", False)
     gemma = config.model_type.startswith("gemma")
-    offset = 1.0 if gemma else 0.0  # Gemma's norms multiply by 1 + weight
+    offset = 1.0 if gemma or config.model_type == "nemotron" else 0.0  # their norms multiply by 1 + weight
     embed = 0.3 / math.sqrt(config.hidden_size) if gemma else 0.3  # and its embeddings by this root
     for name, weight in sorted(model.named_parameters()):
         if config is not whole and is_vision(name):
@@ -373,6 +369,10 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
             weight.copy_(0.05 * noise)
         elif leaf in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
             weight.copy_(_QK + 0.2 * noise - offset)
+        elif leaf in _XIELU:
+            weight.fill_(_XIELU[leaf])
+        elif leaf in _ROUTING_BIAS:
+            weight.copy_((0.0 if config.model_type == "laguna" else 0.2) * noise)  # vLLM 0.32 loads none of Laguna
         elif weight.dim() == 1:
             gain = _NORM + 0.1 * noise
             # Of one sign, it would make every token with tied embeddings its own best successor.
@@ -393,5 +393,5 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
                 heads[:-size] *= _GAIN["q_proj"]
                 heads[-size:] *= _GAIN["v_proj"]
     for name, bias in sorted(model.named_buffers()):
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(_ROUTING_BIAS):
             bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))

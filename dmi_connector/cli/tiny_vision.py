@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+_GLM_MARKS = ("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>")
 TOKENS = {
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>", "\n", "\n\n", "\n\n\n", "\n\n\n\n"),
     "qwen2_5_vl": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
     "qwen3_vl": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    "glm4v": ("<|image|>", "<|video|>", *_GLM_MARKS),
+    "internvl": ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     "llama4": (
         "<|patch|>",
@@ -63,6 +66,32 @@ _QWEN_IDS = {
     "vision_start_token_id": VOCAB + 2,
     "vision_end_token_id": VOCAB + 3,
 }
+_QWEN3_VISION = {**_QWEN_VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+_QWEN3_ROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    }
+}
+_GLM_ROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 3, 3],
+        "partial_rotary_factor": 0.5,
+    }
+}
+_GLM_VISION = {**_QWEN_VISION, "intermediate_size": 160, "image_size": 8 * PATCH}
+_GLM_IDS = {
+    "image_token_id": VOCAB,
+    "video_token_id": VOCAB + 1,
+    "image_start_token_id": VOCAB + 2,
+    "image_end_token_id": VOCAB + 3,
+    "video_start_token_id": VOCAB + 4,
+    "video_end_token_id": VOCAB + 5,
+}
 _VISION = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 2}
 WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -95,16 +124,34 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {
         "text_config": {
             **_TEXT,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [6, 5, 5],
-                "mrope_interleaved": True,
-            },
+            **_QWEN3_ROPE,
         },
-        "vision_config": {**_QWEN_VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        "vision_config": _QWEN3_VISION,
         **_QWEN_IDS,
         "tie_word_embeddings": True,
+    },
+    "glm4v": {
+        "text_config": {
+            **{name: value for name, value in _TEXT.items() if name != "head_dim"},
+            **_GLM_ROPE,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "attention_bias": True,  # transformers does not read it, and has the biases
+        },
+        "vision_config": _GLM_VISION,
+        **_GLM_IDS,
+        "tie_word_embeddings": False,
+    },
+    "internvl": {
+        "text_config": {**_TEXT, "model_type": "qwen3", "num_key_value_heads": 1},
+        "vision_config": {
+            **_VISION,
+            "image_size": [4 * PATCH, 4 * PATCH],
+            "patch_size": [PATCH, PATCH],
+        },
+        "image_token_id": VOCAB,
+        "image_seq_length": 4,
+        "tie_word_embeddings": False,
     },
     "mistral3": {
         "text_config": {**_TEXT, "model_type": "mistral", "num_key_value_heads": 3, "sliding_window": None},
@@ -168,6 +215,14 @@ def _qwen(generation: str, videos: str) -> dict[str, dict[str, Any]]:
     }
 
 
+_GLM = {
+    "preprocessor_config.json": {
+        **_QWEN_SIZES,
+        "image_processor_type": "Glm4vImageProcessor",
+        "processor_class": "Glm4vProcessor",
+    },
+    "video_preprocessor_config.json": {**_QWEN_SIZES, "video_processor_type": "Glm4vVideoProcessor"},
+}
 PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
     "gemma3": {
         "processor_config.json": {"processor_class": "Gemma3Processor", "image_seq_length": 4},
@@ -175,6 +230,23 @@ PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "qwen2_5_vl": _qwen("2_5_VL", "2VL"),
     "qwen3_vl": _qwen("3VL", "3VL"),
+    "glm4v": _GLM,
+    "internvl": {
+        "processor_config.json": {"processor_class": "InternVLProcessor", "image_seq_length": 4},
+        "preprocessor_config.json": {
+            **_NORMAL,
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": _SQUARE,
+            "crop_to_patches": False,
+            "min_patches": 1,
+            "max_patches": 1,
+        },
+        "video_preprocessor_config.json": {
+            **_NORMAL,
+            "video_processor_type": "InternVLVideoProcessor",
+            "size": _SQUARE,
+        },
+    },
     "mistral3": {
         "processor_config.json": {
             "processor_class": "PixtralProcessor",
@@ -236,7 +308,11 @@ def is_vision(name: str) -> bool:
 
 def named_tokens(arch: str) -> dict[str, str]:
     """Tokens that the family's processor asks the tokenizer for, by name."""
-    return dict(zip(("image_token", "boi_token", "eoi_token"), TOKENS[arch], strict=False)) if arch == "gemma3" else {}
+    if arch == "internvl":
+        names: tuple[str, ...] = ("context_image_token", "start_image_token", "end_image_token", "video_token")
+    else:
+        names = ("image_token", "boi_token", "eoi_token") if arch == "gemma3" else ()
+    return dict(zip(names, TOKENS.get(arch, ()), strict=False))
 
 
 def save_processor(arch: str, path: Path) -> None:

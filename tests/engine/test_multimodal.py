@@ -30,8 +30,9 @@ RESULT = os.environ.get("MODELS_RESULT", "")
 MOST = 1e-5
 """Of a hook's largest value."""
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-EVEN = {"qwen2_5_vl": {"text_config": {**_HEADS, "hidden_size": 128}, "vision_config": {"out_hidden_size": 128}}}
-"""Heads that two ranks can share, where those alone are not enough: of Qwen2.5 they give the size of a head."""
+_SIZES = {"text_config": {**_HEADS, "hidden_size": 128}, "vision_config": {"out_hidden_size": 128}}
+EVEN = dict.fromkeys(("qwen2_5_vl", "glm4v"), _SIZES)
+"""Heads that two ranks can share, where those alone are not enough: here they give the size of a head."""
 OWNERS = ("draft", "target")
 """In a pool rows are written by the same taps."""
 _ALL = [(name, mode, owner) for name in WRAPPERS for mode in ("eager", "compiled") for owner in OWNERS]
@@ -63,7 +64,7 @@ class Served:
 
 def limit(arch: str, images: int) -> dict[str, int]:
     """How many images a prompt may have. With 0 vLLM loads no vision tower, and the language model embeds token ids."""
-    return {"image": images, **({"video": 0} if "qwen" in arch else {})}
+    return {"image": images, **({"video": 0} if arch.startswith(("qwen", "glm", "intern")) else {})}
 
 
 def with_images(arch: str, parts: Sequence[Any], images: Sequence[Any] = ()) -> Ask:

@@ -99,7 +99,8 @@ NO_TOKENIZER = {"skip_tokenizer_init": True}
 STRUCTURE = {"skip_tokenizer_init": True, "model_impl": "transformers"}
 
 
-def test_an_unknown_architecture_is_refused_with_what_helps(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_with_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(ARCHITECTURES, "StableLmForCausalLM")
     model = config_of(tmp_path / "model", "stablelm", "StableLmForCausalLM")
     with pytest.raises(
         ValueError, match=r"'StableLmForCausalLM' has no row.*model_impl='transformers'.*docs/HOOKS\.md"

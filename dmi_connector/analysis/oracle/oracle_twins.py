@@ -119,6 +119,16 @@ _GPT2 = Twin(
     attn="attn",
     rotary=False,
 )
+_GRANITE_MOE = LLAMA.but(
+    Point("mlp_out", "block_sparse_moe"), gate="block_sparse_moe.router", scale="residual_multiplier"
+)
+_GLM4 = LLAMA.but(
+    Point("attn_proj", "self_attn.o_proj"),
+    Point("attn_out", "post_self_attn_layernorm"),
+    Point("mlp_proj", "mlp"),
+    Point("mlp_out", "post_mlp_layernorm"),
+)
+_PARALLEL = LLAMA.but(Point("resid_mid", ABSENT), Point("ln2", ABSENT))
 TWINS = {
     "gemma2": _GEMMA,
     "gemma3_text": replace(_GEMMA, norms_heads=True),
@@ -129,13 +139,42 @@ TWINS = {
     "deepseek_v32": _LATENT,
     "kimi_k2": _LATENT,
     "glm4_moe_lite": _LATENT,
-    "glm4": LLAMA.but(
+    "glm4": _GLM4,
+    "glm4v_text": _GLM4,
+    "cohere": _PARALLEL,
+    "cohere2": _PARALLEL,
+    "cohere2_moe": _PARALLEL,
+    "exaone4": replace(_OLMO, norms_heads=True),
+    "exaone_moe": replace(LLAMA, norms_heads=True),
+    "apertus": LLAMA.but(
+        Point("resid_pre", "attention_layernorm", "in"),
+        Point("ln1", "attention_layernorm"),
+        Point("resid_mid", "feedforward_layernorm", "in"),
+        Point("ln2", "feedforward_layernorm"),
+        norms_heads=True,
+    ),
+    "granite_swa": replace(LLAMA, scale="residual_multiplier"),
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE,
+    "granitemoe_swa": _GRANITE_MOE,
+    "hyperclovax": LLAMA.but(
         Point("attn_proj", "self_attn.o_proj"),
-        Point("attn_out", "post_self_attn_layernorm"),
+        Point("attn_out", "post_norm1"),
+        Point("mlp_proj", "mlp"),
+        Point("mlp_out", "post_norm2"),
+        scale="residual_multiplier",
+    ),
+    "afmoe": LLAMA.but(
+        Point("attn_proj", "self_attn.o_proj"),
+        Point("attn_out", "post_attention_layernorm"),
+        Point("resid_mid", "pre_mlp_layernorm", "in"),
+        Point("ln2", "pre_mlp_layernorm"),
         Point("mlp_proj", "mlp"),
         Point("mlp_out", "post_mlp_layernorm"),
+        gate="mlp.router",
     ),
-    "cohere2": LLAMA.but(Point("resid_mid", ABSENT), Point("ln2", ABSENT)),
+    "hy_v3": replace(LLAMA, norms_heads=True),
+    "phimoe": replace(LLAMA, gate="mlp.router"),
     "granite": replace(LLAMA, scale="residual_multiplier"),
     "gpt_oss": replace(LLAMA, gate="mlp.router"),
     "llama4_text": LLAMA.but(

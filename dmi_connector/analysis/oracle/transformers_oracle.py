@@ -63,6 +63,8 @@ class Oracle:
         self.twin = TWINS.get(self.config.model_type, LLAMA)
         if getattr(self.config, "use_parallel_residual", False):
             self.twin = self.twin.but(Point("resid_mid", ABSENT))
+        if not getattr(self.config, "use_post_norm", True):
+            self.twin = self.twin.but(Point("attn_proj", ABSENT), Point("mlp_proj", ABSENT))
         self._layers: Any = self._base.get_submodule(self.twin.layers)
         heads = self.config.num_attention_heads
         self._head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
@@ -96,21 +98,23 @@ class Oracle:
             ids = torch.tensor([list(token_ids)], dtype=torch.long)
             with _seen_attention(recorder.rows) if self.twin.rotary else nullcontext():
                 logits = self.model(ids, use_cache=False, **self._with_images(ids, images)).logits
-        values = {name: torch.stack(parts) for name, parts in recorder.rows.items()}
+        # Those that are left out may have other widths in other layers. Latent attention needs all below.
+        without = () if self.twin.latent else self.without
+        values = {name: torch.stack(parts) for name, parts in recorder.rows.items() if name not in without}
         if self.twin.scale:
-            for name in ("attn_out", "mlp_out"):
+            for name in {"attn_out", "mlp_out"} & values.keys():
                 values[name] = values[name] * getattr(self.config, self.twin.scale)
-        if self.twin.weights_scale:
+        if self.twin.weights_scale and "topk_weights" in values:
             values["topk_weights"] = values["topk_weights"] / getattr(self.config, self.twin.weights_scale)
         if self.config.model_type == "llama4_text":
-            for name in ("q", "k", "q_rot", "k_rot"):
+            for name in {"q", "k", "q_rot", "k_rot"} & values.keys():
                 values[name] = self._in_halves(values[name])
         if self.twin.latent:
             self._share_keys(values)
         values["logits"] = logits[0]
         values = {name: value for name, value in values.items() if name not in self.without}
-        whole = ("topk_ids", "mrope_positions")
-        values = {name: value.int() if name in whole else value.float() for name, value in values.items()}
+        integers = ("topk_ids", "mrope_positions")
+        values = {name: value.int() if name in integers else value.float() for name, value in values.items()}
         values["token_ids"] = ids[0].int()
         values["positions"] = torch.arange(len(token_ids), dtype=torch.int32)
         return {name: value.numpy() for name, value in values.items()}
@@ -185,7 +189,7 @@ class Oracle:
 
 def _as_vllm(config: Any) -> Any:
     """A config with which transformers computes what vLLM does."""
-    if config.model_type == "cohere2":
+    if config.model_type in ("cohere2", "cohere2_moe"):
         config.sliding_window += 1  # vLLM's windows have the token itself and so many before it
     return config
 
@@ -232,6 +236,8 @@ class _Recorder(ExitStack):
         def hook(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             if len(output) == 3:
                 scores, weights, ids = output
+                if not scores.is_floating_point():  # of Granite
+                    ids, weights, scores = output
             else:
                 every, scores = output
                 ids = scores.topk(top_k, -1).indices

@@ -32,7 +32,7 @@ def first_forward(model: Any, vllm_config: VllmConfig) -> None:
         with torch.inference_mode():
             embeddings = model.embed_input_ids(ids)
     with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=_FEW_TOKENS):
-        output = model(input_ids=ids, positions=positions, inputs_embeds=embeddings)
+        output = model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=embeddings)
         hidden = output[0] if isinstance(output, tuple) else output
         if config.runner_type != "pooling":
             model.compute_logits(hidden[:_SAMPLED])

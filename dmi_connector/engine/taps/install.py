@@ -126,13 +126,19 @@ def _input(number: int) -> Read:
     return lambda _layer, args, _output: args[number]
 
 
+def _layer_input(layer: LayerFacts, args: tuple[Any, ...], _output: Any) -> torch.Tensor:
+    value: torch.Tensor = args[layer.arch.stream_at]
+    return value
+
+
 def _part(number: int) -> Read:
     """0, 1, 2: queries, keys, values of a projection that returns them side by side."""
 
     def read(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
         value = _output(layer, args, output)
         if layer.arch.qkv_by_head:
-            return value.unflatten(-1, (-1, 3, layer.head_size))[..., number, :].flatten(-2)
+            groups = value.unflatten(-1, (-1, layer.q_size // layer.kv_size + 2, layer.head_size))
+            return groups.split((layer.q_size // layer.kv_size, 1, 1), -2)[number].flatten(-3)
         ends = (0, layer.q_size, layer.q_size + layer.kv_size, None)
         return value[..., ends[number] : ends[number + 1]]
 
@@ -168,7 +174,7 @@ class TapPoint(NamedTuple):
 
 TAP_POINTS = (
     TapPoint("resid_pre", "ln1", _stream, Keep.STREAM, ATTENTION_IN),
-    TapPoint("resid_pre", "layer", _input(0), Keep.STREAM, ATTENTION_IN, unless="ln1"),
+    TapPoint("resid_pre", "layer", _layer_input, Keep.STREAM, ATTENTION_IN, unless="ln1"),
     TapPoint("ln1", "ln1", _normed, Keep.AS_IS, ATTENTION_IN),
     TapPoint("v", "qkv", _part(2), Keep.AS_IS, ATTENTION_IN),
     TapPoint("q", "qkv", _part(0), Keep.HALVES, ATTENTION_IN, unless="q_norm"),
@@ -182,14 +188,14 @@ TAP_POINTS = (
     TapPoint("z", "o_proj", _input(0), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("attn_proj", "o_proj", _output, Keep.PRODUCT, ATTENTION_OUT, where="attn_norm"),
     TapPoint("attn_out", "o_proj", _added, Keep.PRODUCT, ATTENTION_OUT, unless="attn_norm"),
-    TapPoint("attn_out", "attn_norm", _output, Keep.COPY, ATTENTION_OUT),
+    TapPoint("attn_out", "attn_norm", _added, Keep.COPY, ATTENTION_OUT),
     TapPoint("resid_mid", "ln2", _stream, Keep.COPY, MLP_IN),
     TapPoint("resid_mid", "before_mlp", _input(0), Keep.COPY, MLP_IN, unless="ln2"),
     TapPoint("ln2", "ln2", _normed, Keep.AS_IS, MLP_IN),
     TapPoint("mlp_post", "down_proj", _input(0), Keep.AS_IS, MLP_OUT),
     TapPoint("mlp_proj", "mlp", _output, Keep.OUTPUT, MLP_OUT, where="mlp_norm"),
     TapPoint("mlp_out", "mlp", _added, Keep.OUTPUT, MLP_OUT, unless="mlp_norm"),
-    TapPoint("mlp_out", "mlp_norm", _output, Keep.COPY, MLP_OUT),
+    TapPoint("mlp_out", "mlp_norm", _added, Keep.COPY, MLP_OUT),
 )
 """Where the hooks of a layer are. A new hook is a row here and in `hooks.HOOKS`. Routing and attention summaries run
 inside opaque ops of vLLM and have functions of their own.

@@ -26,6 +26,8 @@ from dmi_connector.cli import tiny_models
 from dmi_connector.cli.tiny_models import make_model
 from dmi_connector.store.format.completeness import Cause
 from tests import analysiskit
+from tests.engine.renamed import RENAMED
+from tests.engine.test_models import make, oracle
 
 TOKENS, PROMPT = 24, 10
 IDS = np.random.default_rng(0).integers(5, 512, TOKENS)
@@ -240,6 +242,13 @@ def test_the_end_of_every_family_gives_the_logits_of_transformers(family: str, t
     oracle = Oracle(make_model(family, tmp_path))
     expected = oracle.run(IDS.tolist())
     logits = Unembedding.load(tmp_path).logits(expected["resid_final"][0])
+    np.testing.assert_allclose(logits, expected["logits"], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_the_end_of_models_that_transformers_does_not_have_is_found(name: str, tmp_path: Path) -> None:
+    expected = oracle(name, make(name, tmp_path / "model")).run(IDS.tolist())
+    logits = Unembedding.load(tmp_path / "model").logits(expected["resid_final"][0])
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-5)
 
 

@@ -21,17 +21,34 @@ from dmi_connector.cli.tiny_vision import WRAPPERS, wrapper_fields
 from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture, Latent
 from dmi_connector.engine.model.transformers_backend import generic
 from tests.engine import test_hooks_vs_transformers, test_models, test_multimodal
-from tests.engine.test_models import MODELS, NAMES
+from tests.engine.renamed import RENAMED
+from tests.engine.test_models import MODELS
 
 FILES: tuple[Any, ...] = (test_hooks_vs_transformers, test_models, test_multimodal)
 _SIZES = {
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "n_head", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "intermediate_size_mlp", "n_inner", "ffn_dim", "word_embed_proj_dim", "rotary_dim"),
     *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "expert_hidden_dim", "moe_k", "moe_topk"),
+    *("moe_num_experts", "shared_intermediate_size", "prefix_dense_intermediate_size"),
 }
-_IN_THE_ROW = {"use_parallel_residual", "qk_layernorm", "tie_word_embeddings", "model_type"}
+_IN_THE_ROW = {
+    *("use_parallel_residual", "qk_layernorm", "tie_word_embeddings", "model_type", "qk_norm", "use_post_norm"),
+    *("use_routing_bias", "mup_enabled"),
+}
 """Fields of a config that only give sizes, and those that only decide what the row of the model is."""
+_SAME = {
+    **dict.fromkeys(("num_shared_experts", "moe_num_shared_experts"), "n_shared_experts"),
+    **dict.fromkeys(("num_dense_layers", "moe_layer_start_index", "moe_layer_end_index"), "first_k_dense_replace"),
+    "mlp_layer_types": "first_k_dense_replace",
+    **dict.fromkeys(("route_scale", "router_scaling_factor", "moe_routed_scaling_factor"), "routed_scaling_factor"),
+    **dict.fromkeys(("global_attn_every_n_layers", "layer_types"), "sliding_window_pattern"),
+    "layer_rope_theta": "no_rope_layer_interval",
+    "route_norm": "norm_topk_prob",
+    "score_func": "scoring_func",
+    "use_qkv_bias": "attention_bias",
+}
+"""Fields of some families that say what another field says in others."""
 Kind = tuple[object, ...]
 
 
@@ -46,7 +63,8 @@ def model(name: str) -> tuple[Architecture, Any, dict[str, Any]]:
     given = {**{**ARCHS, **FAMILIES}[arch], **more}
     config = AutoConfig.for_model(arch, **{**_COMMON, **given})
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # where vLLM was imported, it has classes of its own for some configs
-    architecture = NAMES.get(name) or names.get(config.model_type) or names[arch]
+    renamed = RENAMED[name].architecture if name in RENAMED else None
+    architecture = renamed or names.get(config.model_type) or names[arch]
     if architecture not in ARCHITECTURES:
         return generic(architecture, config), config, given
     row = ARCHITECTURES[architecture].fit(config)
@@ -65,7 +83,7 @@ def kinds(name: str) -> set[Kind]:
         ("experts", "in some layers" if 0 < len(dims.moe_layers) < dims.layers else bool(dims.moe_layers)),
         ("key and value heads", "one" if dims.kv_heads == 1 else dims.kv_heads < dims.heads),
         ("windows", bool(given.get("sliding_window")) and len({*(getattr(text, "layer_types", None) or ())}) < 2),
-        ("vision tower", row.language and name),
+        ("vision tower", name if name in WRAPPERS else ""),
         *of_columns(row),
         *of_config(given),
     }
@@ -86,7 +104,7 @@ def of_config(given: dict[str, Any]) -> Iterator[Kind]:
         if field == "rope_parameters":
             yield from (("rope", key, value[key] if key == "rope_type" else "") for key in value)
         elif field not in _SIZES | _IN_THE_ROW and (value is not None or field == "q_lora_rank"):
-            yield "config", field, value if isinstance(value, str | None) else ""
+            yield "config", _SAME.get(field, field), value if isinstance(value, str | None) else ""
 
 
 def in_make_test() -> set[str]:

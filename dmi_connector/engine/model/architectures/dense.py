@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text models without experts that vLLM has a class for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Architecture, MayNorm
+
+
+class Opt(Architecture):
+    """OPT, but for its model of 350 million parameters, which norms the residual stream itself."""
+
+    def fit(self, config: Any) -> Architecture:
+        if not config.do_layer_norm_before:
+            raise ValueError("model: OPT with do_layer_norm_before=False norms its residual stream; use another size")
+        return self
+
+
+class Bloom(Architecture):
+    """Bloom, but for models whose residual stream is the output of a norm."""
+
+    def fit(self, config: Any) -> Architecture:
+        if config.apply_residual_connection_post_layernorm:
+            raise ValueError(
+                "model: Bloom with apply_residual_connection_post_layernorm=True adds to the output of its norms; "
+                "use another model"
+            )
+        return self
+
+
+class MiniCPM(Architecture):
+    """MiniCPM, but for its models with experts, whose routing has no module."""
+
+    def fit(self, config: Any) -> Architecture:
+        if getattr(config, "num_experts", 0):
+            raise ValueError("model: MiniCPM with num_experts has no module of experts to tap; use a model without")
+        return self
+
+    def block_scale(self, config: Any) -> float:
+        return config.scale_depth / math.sqrt(config.num_hidden_layers)
+
+
+_GEMMA: dict[str, Any] = {
+    "embed_scaled": True,
+    "attn_norm": "post_attention_layernorm",
+    "ln2": "pre_feedforward_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
+
+_LLAMA = ("InternLM3ForCausalLM", "LLaMAForCausalLM", "IQuestCoderForCausalLM", "TeleChat3ForCausalLM")
+"""Architectures that vLLM's class of Llama serves."""
+_COHERE: dict[str, Any] = {
+    "base": f"{MODELS}.commandr:CohereForCausalLM",
+    "plain_norms": True,
+    "ln2": "",
+    "parallel": True,
+    "one_rank": ("attn_out", "mlp_out"),
+}
+
+DENSE: tuple[Architecture, ...] = (
+    Architecture("Qwen3ForCausalLM", f"{MODELS}.qwen3:Qwen3ForCausalLM", **QK_NORM),
+    Architecture("Qwen2ForCausalLM", f"{MODELS}.qwen2:Qwen2ForCausalLM"),
+    Architecture("LlamaForCausalLM", f"{MODELS}.llama:LlamaForCausalLM"),
+    *(Architecture(name, f"{MODELS}.llama:LlamaForCausalLM") for name in _LLAMA),
+    Architecture("MistralForCausalLM", f"{MODELS}.mistral:MistralForCausalLM"),
+    Architecture("Ministral3ForCausalLM", f"{MODELS}.mistral:MistralForCausalLM"),
+    Architecture("Phi3ForCausalLM", f"{MODELS}.phi3:Phi3ForCausalLM"),
+    Architecture("GraniteForCausalLM", f"{MODELS}.granite:GraniteForCausalLM", scale="residual_multiplier"),
+    Architecture("GraniteSWAForCausalLM", f"{MODELS}.granite:GraniteForCausalLM", scale="residual_multiplier"),
+    Architecture("GemmaForCausalLM", f"{MODELS}.gemma:GemmaForCausalLM", embed_scaled=True),
+    Architecture("Gemma2ForCausalLM", f"{MODELS}.gemma2:Gemma2ForCausalLM", **_GEMMA),
+    Architecture("Gemma3ForCausalLM", f"{MODELS}.gemma3:Gemma3ForCausalLM", **QK_NORM, **_GEMMA),
+    Architecture(
+        "Glm4ForCausalLM",
+        f"{MODELS}.glm4:Glm4ForCausalLM",
+        attn_norm="post_self_attn_layernorm",
+        mlp_norm="post_mlp_layernorm",
+    ),
+    MayNorm("CohereForCausalLM", **_COHERE, **QK_NORM),
+    Architecture("Cohere2ForCausalLM", **_COHERE),
+    Architecture("Ernie4_5ForCausalLM", f"{MODELS}.ernie45:Ernie4_5ForCausalLM"),
+    Architecture(
+        "Exaone4ForCausalLM",
+        f"{MODELS}.exaone4:Exaone4ForCausalLM",
+        **QK_NORM,
+        stream_at=1,
+        ln1="",
+        attn_norm="post_attention_layernorm",
+        ln2="",
+        mlp_norm="post_feedforward_layernorm",
+    ),
+    Architecture(
+        "ApertusForCausalLM",
+        f"{MODELS}.apertus:ApertusForCausalLM",
+        **QK_NORM,
+        ln1="attention_layernorm",
+        ln2="feedforward_layernorm",
+    ),
+    Architecture("TeleFLMForCausalLM", f"{MODELS}.teleflm:TeleFLMForCausalLM"),
+    Architecture("PanguEmbeddedForCausalLM", f"{MODELS}.openpangu:PanguEmbeddedForCausalLM"),
+    Architecture("OrionForCausalLM", f"{MODELS}.orion:OrionForCausalLM"),
+    Architecture("StableLmForCausalLM", f"{MODELS}.stablelm:StablelmForCausalLM"),
+    MiniCPM("MiniCPMForCausalLM", f"{MODELS}.minicpm:MiniCPMForCausalLM"),
+    Architecture(
+        "InternLM2ForCausalLM",
+        f"{MODELS}.internlm2:InternLM2ForCausalLM",
+        embed="model.tok_embeddings",
+        ln1="attention_norm",
+        qkv="attention.wqkv",
+        qkv_by_head=True,
+        attn="attention.attn",
+        o_proj="attention.wo",
+        ln2="ffn_norm",
+        mlp="feed_forward",
+        down_proj="feed_forward.w2",
+        one_rank=("q", "k", "v"),
+    ),
+    Architecture(
+        "ExaoneForCausalLM",
+        f"{MODELS}.exaone:ExaoneForCausalLM",
+        layers="transformer.h",
+        embed="transformer.wte",
+        final_norm="transformer.ln_f",
+        ln1="ln_1",
+        qkv="attn.attention.qkv_proj",
+        attn="attn.attention.attn",
+        o_proj="attn.attention.out_proj",
+        ln2="ln_2",
+        down_proj="mlp.c_proj",
+    ),
+    Architecture("NemotronForCausalLM", f"{MODELS}.nemotron:NemotronForCausalLM"),
+    Architecture(
+        "HyperCLOVAXForCausalLM",
+        f"{MODELS}.hyperclovax:HyperCLOVAXForCausalLM",
+        attn_norm="post_norm1",
+        mlp_norm="post_norm2",
+        scale="residual_multiplier",
+    ),
+    Architecture(
+        "GPT2LMHeadModel",
+        f"{MODELS}.gpt2:GPT2LMHeadModel",
+        layers="transformer.h",
+        embed="transformer.wte",
+        final_norm="transformer.ln_f",
+        positions="transformer.wpe",
+        ln1="ln_1",
+        qkv="attn.c_attn",
+        attn="attn.attn",
+        o_proj="attn.c_proj",
+        ln2="ln_2",
+        down_proj="mlp.c_proj",
+        rotary=False,
+    ),
+    Architecture(
+        "GPTJForCausalLM",
+        f"{MODELS}.gpt_j:GPTJForCausalLM",
+        layers="transformer.h",
+        embed="transformer.wte",
+        final_norm="transformer.ln_f",
+        ln1="ln_1",
+        qkv="attn.qkv_proj",
+        attn="attn.attn",
+        o_proj="attn.out_proj",
+        ln2="",
+        down_proj="mlp.fc_out",
+        parallel=True,
+    ),
+    Opt(
+        "OPTForCausalLM",
+        f"{MODELS}.opt:OPTForCausalLM",
+        layers="model.decoder.layers",
+        embed="model.decoder.embed_tokens",
+        final_norm="model.decoder.final_layer_norm",
+        positions="model.decoder.embed_positions",
+        ln1="self_attn_layer_norm",
+        o_proj="self_attn.out_proj",
+        ln2="final_layer_norm",
+        mlp="fc2",
+        down_proj="fc2",
+        rotary=False,
+    ),
+    Bloom(
+        "BloomForCausalLM",
+        f"{MODELS}.bloom:BloomForCausalLM",
+        layers="transformer.h",
+        embed="transformer.word_embeddings",
+        final_norm="transformer.ln_f",
+        qkv="self_attention.query_key_value",
+        attn="self_attention.attn",
+        o_proj="self_attention.dense",
+        down_proj="mlp.dense_4h_to_h",
+        rotary=False,
+    ),
+)

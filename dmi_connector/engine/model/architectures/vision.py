@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with a vision tower, whose language model has a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dmi_connector.engine.model.architectures.base import MODELS, Architecture
+
+_WRAPPERS = (
+    ("Gemma3ForConditionalGeneration", "gemma3_mm", "Gemma3ForCausalLM"),
+    ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "Qwen2ForCausalLM"),
+    ("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3ForCausalLM"),
+    ("Glm4vForConditionalGeneration", "glm4_1v", "Glm4ForCausalLM"),
+    ("KimiK25ForConditionalGeneration", "kimi_k25", "DeepseekV3ForCausalLM"),
+    ("Mistral3ForConditionalGeneration", "mistral3", "MistralForCausalLM"),
+    ("Llama4ForConditionalGeneration", "mllama4", "Llama4ForCausalLM"),
+)
+"""(vLLM's class, its module, the row of the language model)."""
+
+
+_ANY_TEXT = (("InternVLForConditionalGeneration", "interns1", "InternS1ForConditionalGeneration"),)
+"""(name, module, vLLM's class), where the config says which language model it is."""
+
+
+@dataclass(frozen=True)
+class AnyText(Architecture):
+    """A model with a vision tower and a language model of its choice. text: rows of language models."""
+
+    text: tuple[Architecture, ...] = field(default=(), repr=False)
+
+    def fit(self, config: Any) -> Architecture:
+        """The row with this text config. Raises ValueError for a language model that has none."""
+        names = getattr(config, "architectures", None) or [_class_of(config.model_type)]
+        row = next((row for row in self.text if row.name == names[0]), None)
+        if row is None:
+            raise ValueError(
+                f"model: {self.name} with the language model {names[0]!r}, which has no row of hooks; use another model"
+            )
+        module, _, class_name = self.base.rpartition(".")[2].partition(":")
+        return _wrapper(self.name, module, row.fit(config), class_name)
+
+
+def _class_of(model_type: str) -> str:
+    """The class of transformers for text models of this type, which vLLM takes where a config names none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, model_type))
+
+
+def wrappers(text: Mapping[str, Architecture]) -> list[Architecture]:
+    """The rows of models with a vision tower. text: the rows of language models, by name."""
+    inside = tuple(row for row in text.values() if not row.in_transformers)
+    several = (
+        AnyText(name, f"{MODELS}.{module}:{class_name}", language="language_model", text=inside)
+        for name, module, class_name in _ANY_TEXT
+    )
+    return [*(_wrapper(name, module, text[inner]) for name, module, inner in _WRAPPERS), *several]
+
+
+def _wrapper(name: str, module: str, row: Architecture, class_name: str = "") -> Architecture:
+    """The row of a model whose language model has `row`. class_name: vLLM's class, if it is not `name`."""
+    paths: dict[str, Any] = {name: f"language_model.{getattr(row, name)}" for name in ("layers", "embed", "final_norm")}
+    base = f"{MODELS}.{module}:{class_name or name}"
+    return replace(row, name=name, base=base, language="language_model", **paths)

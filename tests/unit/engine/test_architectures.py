@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rows say of models whose configs differ, and how values are read where a row says so."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.model.architectures import ARCHITECTURES
+from dmi_connector.engine.taps.install import TAP_POINTS
+from dmi_connector.hooks import HOOKS, SelectionError, parse_selection
+
+
+def config(**fields: Any) -> Any:
+    """A text config of 4 layers."""
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 32}
+    return SimpleNamespace(**{**sizes, "intermediate_size": 96, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, (1, 3)),
+        ({"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2, "first_k_dense_replace": 1}, (1, 2, 3)),
+        ({"num_dense_layers": 2}, (2, 3)),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": 2, "moe_layer_interval": 1}, (1, 2)),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 2}, (1, 3)),
+        ({}, (0, 1, 2, 3)),
+    ],
+)
+def test_layers_with_experts_are_those_that_the_config_names(fields: dict[str, Any], layers: tuple[int, ...]) -> None:
+    dims = ARCHITECTURES["MixtralForCausalLM"].dims(config(num_experts=8, num_experts_per_tok=2, **fields))
+    assert dims.moe_layers == layers
+
+
+def test_a_hook_that_no_module_has_is_refused_by_its_name() -> None:
+    row = ARCHITECTURES["MiniMaxM2ForCausalLM"]
+    dims = row.dims(config(num_experts=8, num_experts_per_tok=2))
+    assert {name for name, hook in HOOKS.items() if not dims.layers_of(hook)} >= {"q", "k"}
+    assert dims.layers_of(HOOKS["q_rot"]) == (0, 1, 2, 3)
+    with pytest.raises(SelectionError, match="'q' does not exist in MiniMaxM2ForCausalLM"):
+        parse_selection("q", dims)
+
+
+def test_norms_that_a_config_turns_off_are_not_tapped() -> None:
+    for name, field in (("HYV3ForCausalLM", "qk_norm"), ("BailingMoeV2ForCausalLM", "use_qk_norm")):
+        row = ARCHITECTURES[name]
+        assert row.fit(config(**{field: True})).q_norm and not row.fit(config(**{field: False})).q_norm
+        assert not row.fit(config()).k_norm, "vLLM norms only where the config says so"
+    row = ARCHITECTURES["HyperCLOVAXForCausalLM"]
+    assert row.fit(config(use_post_norm=True)).attn_norm and not row.fit(config(use_post_norm=False)).mlp_norm
+
+
+def test_layers_with_different_numbers_of_heads_lack_the_hooks_of_these() -> None:
+    row = ARCHITECTURES["LagunaForCausalLM"]
+    assert row.fit(config(num_attention_heads_per_layer=[4, 4, 4, 4])).lacks == ()
+    assert "q_rot" in row.fit(config(num_attention_heads_per_layer=[4, 2, 4, 2])).lacks
+
+
+def test_minicpm_scales_its_blocks_and_is_refused_with_experts() -> None:
+    row = ARCHITECTURES["MiniCPMForCausalLM"]
+    assert row.block_scale(config(scale_depth=1.4)) == pytest.approx(0.7)
+    with pytest.raises(ValueError, match="MiniCPM with num_experts"):
+        row.fit(config(num_experts=4))
+
+
+def test_a_model_of_any_language_model_has_the_row_of_that_one() -> None:
+    row = ARCHITECTURES["InternVLForConditionalGeneration"]
+    named = row.fit(config(architectures=["Qwen3MoeForCausalLM"]))
+    assert (named.name, named.base) == (row.name, row.base) and named.language == "language_model"
+    assert (named.layers, named.q_norm) == ("language_model.model.layers", "self_attn.q_norm")
+    assert row.fit(config(model_type="qwen2")).q_norm == "", "the class of transformers, where none is named"
+    with pytest.raises(ValueError, match=r"InternVL.*'FalconH1ForCausalLM', which has no row of hooks"):
+        row.fit(config(architectures=["FalconH1ForCausalLM"]))
+
+
+def read(hook: str, module: str, args: tuple[Any, ...], output: Any, **row: Any) -> torch.Tensor:
+    """What the tap of a hook at a module takes, in a layer whose row has these fields."""
+    arch = SimpleNamespace(qkv_by_head=False, stream_at=0, plain_norms=False)
+    layer: Any = SimpleNamespace(arch=arch, scale=row.pop("scale", 1.0), head_size=2, q_size=8, kv_size=4)
+    vars(arch).update(row)
+    (point,) = (one for one in TAP_POINTS if (one.hook, one.module) == (hook, module))
+    return point.read(layer, args, output)
+
+
+def test_a_stream_may_be_any_argument_of_a_layer() -> None:
+    positions, stream = torch.arange(3), torch.ones(3, 4)
+    assert read("resid_pre", "layer", (positions, stream, None), None, stream_at=1) is stream
+    assert read("resid_pre", "layer", (stream,), None) is stream
+
+
+@pytest.mark.parametrize(("hook", "module"), [("attn_out", "attn_norm"), ("mlp_out", "mlp_norm")])
+def test_the_output_of_a_post_norm_is_scaled_as_it_is_added(hook: str, module: str) -> None:
+    assert torch.equal(read(hook, module, (), torch.full((3, 4), 2.0), scale=0.5), torch.ones(3, 4))
+
+
+def test_queries_of_a_group_lie_beside_their_key_and_value() -> None:
+    """Four heads in two groups: q, q, k, v of the first, then of the second."""
+    heads = torch.arange(8).repeat_interleave(2).float().expand(3, -1)
+    q, k, v = (read(hook, "qkv", (), heads, qkv_by_head=True)[0].tolist() for hook in "qkv")
+    assert (q, k, v) == ([0, 0, 1, 1, 4, 4, 5, 5], [2, 2, 6, 6], [3, 3, 7, 7])

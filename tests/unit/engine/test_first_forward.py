@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward that is run where vLLM runs none before it serves."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.model import first_forward
+
+
+class Model(torch.nn.Module):
+    """As InternLM 2 in vLLM: a forward whose third argument has no default."""
+
+    dmi_context = SimpleNamespace(arch=SimpleNamespace(language=""))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.rows = torch.nn.Parameter(torch.ones(3)), 0
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, intermediate_tensors: Any, inputs_embeds: Any = None
+    ) -> torch.Tensor:
+        assert intermediate_tensors is None and inputs_embeds is None and positions.tolist() == [0, 1]
+        return input_ids[:, None] * self.weight
+
+    def compute_logits(self, hidden: torch.Tensor) -> None:
+        self.rows = len(hidden)
+
+
+def test_each_argument_of_a_forward_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_forward, "set_forward_context", lambda *_args, **_kwargs: contextlib.nullcontext())
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(uses_mrope=False, runner_type="generate"), lora_config=None
+    )
+    model = Model()
+    first_forward.first_forward(model, config)
+    assert model.rows == 1
