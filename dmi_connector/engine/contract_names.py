@@ -192,8 +192,12 @@ NAMES: dict[str, dict[str, Name]] = {
             "wrapped, so that the metadata of every batch is seen: there is no cache layer of ours that gets it",
         ),
         "attention_spec": Name(
-            "vllm.v1.kv_cache_interface:AttentionSpec",
-            "tells the cache group whose slots stand for positions",
+            "vllm.v1.kv_cache_interface:FullAttentionSpec",
+            "tells the cache group that keeps a slot for each token of a request",
+        ),
+        "all_groups": Name(
+            "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA.request_finished_all_groups",
+            "a connector that has it lets vLLM keep its hybrid cache manager on; called in place of request_finished",
         ),
         "uniform_spec": Name(
             "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs",

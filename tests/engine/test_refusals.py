@@ -333,6 +333,17 @@ def test_a_connector_in_the_place_of_ours_is_refused_without_our_module_too(
     assert not is_active(vllm_config(model, tmp_path, **offloading)), "without our options it is left alone"
 
 
+@pytest.mark.parametrize("owner", OWNERS)
+def test_the_connector_of_another_owner_is_refused(model: Path, tmp_path: Path, owner: str) -> None:
+    config = vllm_config(model, tmp_path, owner=owner)
+    mine = config.kv_transfer_config.kv_connector
+    other = "DMIConnector" if owner == "pool" else "DMIPoolConnector"
+    config.kv_transfer_config.kv_connector = other
+    assert is_active(config), "it is one of ours"
+    with pytest.raises(ValueError, match=rf"kv_connector: '{other}' .*set (it|kv_connector) to '{mine}'"):
+        capture_context(config)
+
+
 def test_a_list_as_additional_config_is_refused(model: Path, tmp_path: Path) -> None:
     config = vllm_config(model, tmp_path)
     config.additional_config = ["hooks"]
