@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules that are tapped, by model architecture: one row each. docs/HOOKS.md says how to add one."""
+
+from __future__ import annotations
+
+from dmi_connector.engine.model.architectures.backend import BACKEND, OWN
+from dmi_connector.engine.model.architectures.base import FORWARD, TRANSFORMERS, TRANSFORMERS_CLASSES, Architecture
+from dmi_connector.engine.model.architectures.dense import DENSE
+from dmi_connector.engine.model.architectures.experts import EXPERTS
+from dmi_connector.engine.model.architectures.latent import LATENT, Latent
+from dmi_connector.engine.model.architectures.vision import wrappers
+
+__all__ = [
+    "ARCHITECTURES",
+    "FORWARD",
+    "OWN_CLASSES",
+    "TRANSFORMERS",
+    "TRANSFORMERS_CLASSES",
+    "Architecture",
+    "Latent",
+    "register_architecture",
+]
+
+ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in (*DENSE, *EXPERTS, *LATENT, *BACKEND)}
+ARCHITECTURES |= {row.name: row for row in wrappers(ARCHITECTURES)}
+
+OWN_CLASSES: dict[str, Architecture] = {row.name: row for row in OWN}
+"""Rows in the place of those above for classes that vLLM 0.31 has, and 0.32 no more (`engine/plugin.py`)."""
+
+
+def register_architecture(row: Architecture) -> None:
+    """Add or replace an architecture. Call it in a `vllm.general_plugins` entry point of your own."""
+    from vllm.model_executor.models import ModelRegistry
+
+    ARCHITECTURES[row.name] = row
+    ModelRegistry.register_model(row.name, f"dmi_connector.engine.models:{row.name}")

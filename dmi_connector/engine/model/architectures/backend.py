@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that vLLM serves through its Transformers backend, with rows of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, TRANSFORMERS, Architecture
+
+
+class NeoX(Architecture):
+    """GPT-NeoX, whose blocks run side by side or one after the other."""
+
+    def fit(self, config: Any) -> Architecture:
+        return replace(self, parallel=config.use_parallel_residual)
+
+
+class Phi(Architecture):
+    """Phi-1 and 2, which may norm q and k."""
+
+    def fit(self, config: Any) -> Architecture:
+        if config.qk_layernorm:
+            return replace(self, q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm", heads_first=True)
+        return self
+
+
+_BACKEND: dict[str, Any] = {"base": f"{TRANSFORMERS}:TransformersForCausalLM", "positions_as": "position_ids"}
+_OLMO: dict[str, Any] = {
+    **_BACKEND,
+    **QK_NORM,
+    "ln1": "",
+    "attn_norm": "post_attention_layernorm",
+    "ln2": "",
+    "mlp_norm": "post_feedforward_layernorm",
+}
+
+
+BACKEND: tuple[Architecture, ...] = (
+    NeoX(
+        "GPTNeoXForCausalLM",
+        **_BACKEND,
+        embed="model.embed_in",
+        final_norm="model.final_layer_norm",
+        qkv="attention.query_key_value",
+        qkv_by_head=True,
+        attn="attention.attn",
+        o_proj="attention.dense",
+        down_proj="mlp.dense_4h_to_h",
+    ),
+    Phi(
+        "PhiForCausalLM",
+        **_BACKEND,
+        final_norm="model.final_layernorm",
+        o_proj="self_attn.dense",
+        ln2="",
+        down_proj="mlp.fc2",
+        parallel=True,
+    ),
+    Architecture("Olmo2ForCausalLM", **_OLMO),
+    Architecture("Olmo3ForCausalLM", **_OLMO),
+    Architecture("SmolLM3ForCausalLM", **_BACKEND),
+    Architecture("Starcoder2ForCausalLM", **_BACKEND, down_proj="mlp.c_proj"),
+)
+
+OWN: tuple[Architecture, ...] = (
+    NeoX(
+        "GPTNeoXForCausalLM",
+        f"{MODELS}.gpt_neox:GPTNeoXForCausalLM",
+        layers="gpt_neox.layers",
+        embed="gpt_neox.embed_in",
+        final_norm="gpt_neox.final_layer_norm",
+        qkv="attention.query_key_value",
+        attn="attention.attn",
+        o_proj="attention.dense",
+        down_proj="mlp.dense_4h_to_h",
+    ),
+    Architecture(
+        "PhiForCausalLM",
+        f"{MODELS}.phi:PhiForCausalLM",
+        final_norm="model.final_layernorm",
+        o_proj="self_attn.dense",
+        ln2="",
+        down_proj="mlp.fc2",
+        parallel=True,
+    ),
+)
+"""Rows for classes that vLLM 0.31 has, and 0.32 no more."""

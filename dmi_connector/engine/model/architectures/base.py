@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a row of the table of architectures says: which modules of a model are tapped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dmi_connector.hooks import USUAL, ModelDims
+
+MODELS = "vllm.model_executor.models"
+TRANSFORMERS = f"{MODELS}.transformers"
+"""The module of vLLM's Transformers backend, which builds models of transformers and puts its own layers into them."""
+TRANSFORMERS_CLASSES = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
+"""Its classes of text models."""
+
+FORWARD = "forward"
+"""As a path: the model's own forward."""
+QK_NORM: dict[str, Any] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+"""Fields of rows: norms of q and k."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Module paths of one vLLM model class. Paths of a layer's modules are relative to the layer; "": there is none.
+
+    base: ``module:Class`` of vLLM's model. positions: the module that gets the position ids, "" for the layers, FORWARD
+    where only the model does; positions_at: the number of that argument; positions_as: its keyword. ln1, ln2,
+    final_norm: a fused add-and-norm returns (normed, residual stream), a plain norm gets the residual stream as input;
+    taps tell them apart by the output. plain_norms: norms return something else behind the normed values, and get the
+    stream as input. Without ln1 the stream is the layer's input, without ln2 the MLP's, without final_norm the last
+    layer's output. qkv: the projection that returns q, k and v side by side; qkv_by_head: it returns those of one head
+    side by side. q_norm, k_norm: norms of q and k; heads_first: these get [heads, tokens, head_dim]. kv_norm: norm of
+    the latent in latent attention. attn_norm, mlp_norm: norms of a block's output, before it is added to the stream.
+    moe_gate, moe_experts: router and experts, in layers that have them. rotary: whether q and k are rotated. parallel:
+    attention and MLP read the same stream, and both are added to it.
+
+    language: path of the language model, where the model has other parts, such as a vision tower. Token ids and
+    embeddings then both enter the forward; embeddings are made before it.
+
+    scale: field of the config by which a block's output is multiplied before it is added. embed_scaled: embeddings are
+    multiplied by the root of their width. one_rank: hooks that a rank does not have whole or as its slice under tensor
+    parallelism. float16_divisor: field of the config by which vLLM divides the residual stream in float16. only: the
+    hooks that can be captured; (): all.
+    """
+
+    name: str
+    base: str
+    language: str = ""
+    layers: str = "model.layers"
+    embed: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    positions: str = ""
+    positions_at: int = 0
+    positions_as: str = "positions"
+    ln1: str = "input_layernorm"
+    plain_norms: bool = False
+    qkv: str = "self_attn.qkv_proj"
+    qkv_by_head: bool = False
+    q_norm: str = ""
+    k_norm: str = ""
+    kv_norm: str = ""
+    heads_first: bool = False
+    attn: str = "self_attn.attn"
+    o_proj: str = "self_attn.o_proj"
+    attn_norm: str = ""
+    ln2: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+    down_proj: str = "mlp.down_proj"
+    mlp_norm: str = ""
+    moe_gate: str = "mlp.gate"
+    moe_experts: str = "mlp.experts"
+    rotary: bool = True
+    parallel: bool = False
+    scale: str = ""
+    embed_scaled: bool = False
+    one_rank: tuple[str, ...] = ()
+    float16_divisor: str = ""
+    only: tuple[str, ...] = ()
+
+    def fit(self, config: Any) -> Architecture:
+        """The row for a model with this Hugging Face text config, where some of it depends on that.
+
+        Raises ValueError for a model of this architecture that cannot be captured, with the reason.
+        """
+        if self.q_norm and not getattr(config, "use_qk_norm", True):
+            return replace(self, q_norm="", k_norm="")
+        return self
+
+    @property
+    def attn_name(self) -> str:
+        """The name of a layer's attention in vLLM's table of cache layers, relative to the layer."""
+        return self.attn
+
+    @property
+    def in_transformers(self) -> bool:
+        """Whether vLLM's Transformers backend serves the model: with the modules of transformers."""
+        return self.base.startswith(f"{TRANSFORMERS}:")
+
+    @property
+    def layer(self) -> str:
+        """The path of a layer in itself."""
+        return "."
+
+    @property
+    def before_mlp(self) -> str:
+        """The module that gets the input of the MLP."""
+        return self.mlp
+
+    def path(self, index: int, module: str) -> str:
+        """The path in the model of a module of a layer. module: an attribute."""
+        return f"{self.layers}.{index}.{getattr(self, module)}".rstrip(".")
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What models of this row have, of `hooks.FEATURES`."""
+        lacks = {
+            "rotary": not self.rotary,
+            "sequential": self.parallel,
+            "input_norm": not self.ln1,
+            "mlp_norm": not self.ln2,
+        }
+        has = {"post_norms": bool(self.attn_norm)}
+        return USUAL - {name for name, absent in lacks.items() if absent} | {
+            name for name, there in has.items() if there
+        }
+
+    def dims(self, config: Any) -> ModelDims:
+        """The sizes in a Hugging Face text config."""
+        layers = config.num_hidden_layers
+        heads = config.num_attention_heads
+        hidden = config.hidden_size
+        experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
+        return ModelDims(
+            architecture=self.name,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or hidden // heads,
+            intermediate=_first(config, "intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner")
+            or 4 * hidden,
+            vocab=config.vocab_size,
+            experts=experts,
+            top_k=getattr(config, "num_experts_per_tok", 0) or 0 if experts else 0,
+            moe_layers=_moe_layers(config, layers) if experts else (),
+            features=self.features,
+            only=frozenset(self.only) or None,
+        )
+
+    def block_scale(self, config: Any) -> float:
+        """By what a block's output is multiplied before it is added to the residual stream."""
+        return float(getattr(config, self.scale)) if self.scale else 1.0
+
+    def visual_layers(self, config: Any) -> int:
+        """First layers behind which visual features are added, as the config of the whole model says (deepstack)."""
+        vision = getattr(config, "vision_config", None) if self.language else None
+        return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+
+def _first(config: Any, *names: str) -> Any:
+    """The first of these fields that a config has a value for; None without one."""
+    return next((value for name in names if (value := getattr(config, name, None))), None)
+
+
+def _moe_layers(config: Any, layers: int) -> tuple[int, ...]:
+    """Layers with experts, as a config tells: all that it does not say to be dense."""
+    if listed := getattr(config, "moe_layers", None):  # Llama 4
+        return tuple(listed)
+    step = getattr(config, "decoder_sparse_step", 1)  # Qwen
+    dense = set(getattr(config, "mlp_only_layers", None) or ())
+    first = getattr(config, "first_k_dense_replace", 0) or 0  # DeepSeek, GLM
+    every = getattr(config, "moe_layer_freq", 1)
+    return tuple(
+        i for i in range(first, layers) if i not in dense and (i + 1) % step == 0 and (every == 1 or i % every == 0)
+    )

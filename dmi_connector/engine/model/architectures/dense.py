@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text models without experts that vLLM has a class for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Architecture
+
+
+class Opt(Architecture):
+    """OPT, but for its model of 350 million parameters, which norms the residual stream itself."""
+
+    def fit(self, config: Any) -> Architecture:
+        if not config.do_layer_norm_before:
+            raise ValueError("model: OPT with do_layer_norm_before=False norms its residual stream; use another size")
+        return self
+
+
+class Bloom(Architecture):
+    """Bloom, but for models whose residual stream is the output of a norm."""
+
+    def fit(self, config: Any) -> Architecture:
+        if config.apply_residual_connection_post_layernorm:
+            raise ValueError(
+                "model: Bloom with apply_residual_connection_post_layernorm=True adds to the output of its norms; "
+                "use another model"
+            )
+        return self
+
+
+_GEMMA: dict[str, Any] = {
+    "embed_scaled": True,
+    "attn_norm": "post_attention_layernorm",
+    "ln2": "pre_feedforward_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
+
+DENSE: tuple[Architecture, ...] = (
+    Architecture("Qwen3ForCausalLM", f"{MODELS}.qwen3:Qwen3ForCausalLM", **QK_NORM),
+    Architecture("Qwen2ForCausalLM", f"{MODELS}.qwen2:Qwen2ForCausalLM"),
+    Architecture("LlamaForCausalLM", f"{MODELS}.llama:LlamaForCausalLM"),
+    Architecture("InternLM3ForCausalLM", f"{MODELS}.llama:LlamaForCausalLM"),
+    Architecture("MistralForCausalLM", f"{MODELS}.mistral:MistralForCausalLM"),
+    Architecture("Ministral3ForCausalLM", f"{MODELS}.mistral:MistralForCausalLM"),
+    Architecture("Phi3ForCausalLM", f"{MODELS}.phi3:Phi3ForCausalLM"),
+    Architecture("GraniteForCausalLM", f"{MODELS}.granite:GraniteForCausalLM", scale="residual_multiplier"),
+    Architecture("GemmaForCausalLM", f"{MODELS}.gemma:GemmaForCausalLM", embed_scaled=True),
+    Architecture("Gemma2ForCausalLM", f"{MODELS}.gemma2:Gemma2ForCausalLM", **_GEMMA),
+    Architecture("Gemma3ForCausalLM", f"{MODELS}.gemma3:Gemma3ForCausalLM", **QK_NORM, **_GEMMA),
+    Architecture(
+        "Glm4ForCausalLM",
+        f"{MODELS}.glm4:Glm4ForCausalLM",
+        attn_norm="post_self_attn_layernorm",
+        mlp_norm="post_mlp_layernorm",
+    ),
+    Architecture(
+        "Cohere2ForCausalLM",
+        f"{MODELS}.commandr:CohereForCausalLM",
+        plain_norms=True,
+        ln2="",
+        parallel=True,
+        one_rank=("attn_out", "mlp_out"),
+    ),
+    Architecture(
+        "GPT2LMHeadModel",
+        f"{MODELS}.gpt2:GPT2LMHeadModel",
+        layers="transformer.h",
+        embed="transformer.wte",
+        final_norm="transformer.ln_f",
+        positions="transformer.wpe",
+        ln1="ln_1",
+        qkv="attn.c_attn",
+        attn="attn.attn",
+        o_proj="attn.c_proj",
+        ln2="ln_2",
+        down_proj="mlp.c_proj",
+        rotary=False,
+    ),
+    Architecture(
+        "GPTJForCausalLM",
+        f"{MODELS}.gpt_j:GPTJForCausalLM",
+        layers="transformer.h",
+        embed="transformer.wte",
+        final_norm="transformer.ln_f",
+        ln1="ln_1",
+        qkv="attn.qkv_proj",
+        attn="attn.attn",
+        o_proj="attn.out_proj",
+        ln2="",
+        down_proj="mlp.fc_out",
+        parallel=True,
+    ),
+    Opt(
+        "OPTForCausalLM",
+        f"{MODELS}.opt:OPTForCausalLM",
+        layers="model.decoder.layers",
+        embed="model.decoder.embed_tokens",
+        final_norm="model.decoder.final_layer_norm",
+        positions="model.decoder.embed_positions",
+        ln1="self_attn_layer_norm",
+        o_proj="self_attn.out_proj",
+        ln2="final_layer_norm",
+        mlp="fc2",
+        down_proj="fc2",
+        rotary=False,
+    ),
+    Bloom(
+        "BloomForCausalLM",
+        f"{MODELS}.bloom:BloomForCausalLM",
+        layers="transformer.h",
+        embed="transformer.word_embeddings",
+        final_norm="transformer.ln_f",
+        qkv="self_attention.query_key_value",
+        attn="self_attention.attn",
+        o_proj="self_attention.dense",
+        down_proj="mlp.dense_4h_to_h",
+        rotary=False,
+    ),
+)

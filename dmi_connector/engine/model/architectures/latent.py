@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with multi-head latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dmi_connector.engine.model.architectures.base import MODELS, Architecture
+from dmi_connector.hooks import ModelDims
+
+
+class Latent(Architecture):
+    """Multi-head latent attention (MLA): keys and values of all heads are made of one latent and one rotary key."""
+
+    def fit(self, config: Any) -> Architecture:
+        if not getattr(config, "kv_lora_rank", None) or not getattr(config, "qk_rope_head_dim", None):
+            raise ValueError(
+                f"model: {self.name} without kv_lora_rank or qk_rope_head_dim in its config has plain attention, which "
+                "its row of hooks does not describe; use another model"
+            )
+        queries = "q_proj" if getattr(config, "q_lora_rank", None) is None else "q_b_proj"
+        return self._in("self_attn.mla_attn", queries, "mla_attn")
+
+    def over_heads(self) -> Latent:
+        """This fitted row where vLLM attends over keys and values of heads, as with VLLM_MLA_DISABLE=1."""
+        return self._in("self_attn", self.qkv.rpartition(".")[2], "attn")
+
+    def _in(self, parent: str, queries: str, attn: str) -> Latent:
+        """The row whose attention modules are in `parent`. queries: the projection that returns q."""
+        return replace(
+            self,
+            qkv=f"{parent}.{queries}",
+            kv_norm=f"{parent}.kv_a_layernorm",
+            attn=f"{parent}.{attn}",
+            o_proj=f"{parent}.o_proj",
+        )
+
+    @property
+    def attn_name(self) -> str:
+        return "self_attn.attn"
+
+    @property
+    def features(self) -> frozenset[str]:
+        return super().features | {"latent"}
+
+    def dims(self, config: Any) -> ModelDims:
+        return replace(
+            super().dims(config),
+            head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim,
+            v_head_dim=config.v_head_dim,
+            kv_lora_rank=config.kv_lora_rank,
+            qk_rope_head_dim=config.qk_rope_head_dim,
+        )
+
+
+_DEEPSEEK: dict[str, Any] = {"float16_divisor": "routed_scaling_factor"}
+
+LATENT: tuple[Architecture, ...] = (
+    Latent("DeepseekV2ForCausalLM", f"{MODELS}.deepseek_v2:DeepseekV2ForCausalLM", **_DEEPSEEK),
+    Latent("DeepseekV3ForCausalLM", f"{MODELS}.deepseek_v2:DeepseekV3ForCausalLM", **_DEEPSEEK),
+    Latent("Glm4MoeLiteForCausalLM", f"{MODELS}.glm4_moe_lite:Glm4MoeLiteForCausalLM"),
+)
