@@ -19,7 +19,6 @@ REFUSED = (
     "Gemma3nForCausalLM",
     "Gemma4ForCausalLM",
     "NemotronHForCausalLM",
-    "Qwen3NextForCausalLM",
     "StableLmForCausalLM",
 )
 """Of test_refusals.py."""

@@ -212,6 +212,16 @@ NAMES: dict[str, dict[str, Name]] = {
             "sets the attribute skip_reading_prefix_cache, with which cached tokens are computed again for their rows",
         ),
     },
+    "hybrid models": {
+        "aligned_states": Name(
+            "vllm.config:CacheConfig.__dataclass_fields__.mamba_cache_mode",
+            "says whether pieces of prompts end where blocks end",
+        ),
+        "partial_hits": Name(
+            "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+            "tells prefix hits that end inside a block, of which a connector is told the whole blocks alone",
+        ),
+    },
     "speculative decoding": {
         "draft_config": Name(
             "vllm.config:SpeculativeConfig.__dataclass_fields__.draft_model_config",

@@ -72,7 +72,6 @@ EVEN = {
 """Heads that two ranks can share."""
 SHORT = [
     ("granite", "eager", "target"),
-    ("qwen2_moe", "eager", "draft"),
     ("gemma2", "eager", "target"),
     ("glm4", "eager", "target"),
     ("cohere2", "eager", "draft"),

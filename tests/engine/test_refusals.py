@@ -116,16 +116,30 @@ _NEMOTRON = ("nemotron_h", "NemotronHForCausalLM", {"mamba_num_heads": 3, "mamba
 HYBRIDS = [("qwen3_next", "Qwen3NextForCausalLM", {"num_experts": 4}), _FALCON, _NEMOTRON]
 
 
-@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize("owner", [owner for owner in OWNERS if owner != "pool"])
 @pytest.mark.parametrize(("model_type", "architecture", "fields"), HYBRIDS, ids=[name for name, _, _ in HYBRIDS])
-def test_hybrid_models_are_refused(
+def test_hybrid_models_need_a_pool(
     tmp_path: Path, owner: str, model_type: str, architecture: str, fields: dict[str, Any]
 ) -> None:
     model = config_of(tmp_path / "model", model_type, architecture, **fields)
-    with pytest.raises(
-        ValueError, match=r"Mamba or linear-attention layers.*use a model with attention in every layer"
-    ):
+    words = rf"Mamba or linear-attention layers.*owner='{owner}' .*use owner='pool'"
+    with pytest.raises(ValueError, match=words):
         capture_context(vllm_config(model, tmp_path / "captures", owner=owner, **NO_TOKENIZER))
+
+
+def test_a_hybrid_model_whose_blocks_are_scaled_is_refused(tmp_path: Path) -> None:
+    fields = {"num_experts": 4, "layer_scale": True}
+    model = config_of(tmp_path / "model", "qwen3_next", "Qwen3NextForCausalLM", **fields)
+    with pytest.raises(ValueError, match=r"model: Qwen3NextForCausalLM with layer_scale=True .*; use another model"):
+        capture_context(vllm_config(model, tmp_path / "captures", owner="pool", **NO_TOKENIZER))
+
+
+def test_a_rank_has_no_slice_of_what_enters_a_mixer(tmp_path: Path) -> None:
+    model = config_of(tmp_path / "model", "qwen3_next", "Qwen3NextForCausalLM", num_experts=4)
+    config = vllm_config(model, tmp_path / "captures", {"hooks": "mix_*"}, owner="pool", **NO_TOKENIZER)
+    config.parallel_config.tensor_parallel_size = 2
+    with pytest.raises(ValueError, match=r"tensor_parallel_size: 2 splits mix_proj of Qwen3NextForCausalLM"):
+        capture_context(config)
 
 
 @pytest.mark.parametrize(("model_type", "architecture", "fields"), HYBRIDS, ids=[name for name, _, _ in HYBRIDS])

@@ -14,7 +14,8 @@ ONCE = ("embed", "resid_final", "final_ln")
 class Point:
     """Where to read a hook: the input or output of a module.
 
-    module: path in a decoder layer, or in the base model for hooks of ONCE. side: "in" or "out"; the first
+    module: path in a decoder layer, or in the base model for hooks of ONCE; several, separated by spaces, whose outputs
+    are put side by side. side: "in" or "out"; the first
     element of a tuple is used. part: "q", "k" or "v" of a fused projection of queries, keys and values.
     """
 
@@ -89,6 +90,14 @@ _GEMMA = LLAMA.but(
     Point("mlp_proj", "mlp"),
     Point("mlp_out", "post_feedforward_layernorm"),
 )
+_DELTA = LLAMA.but(
+    Point("mix_proj", "linear_attn.in_proj_qkvz linear_attn.in_proj_ba"),
+    Point("mix_proj", " ".join(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))),
+    Point("mix_core", "linear_attn.norm", "in"),
+    Point("mix_z", "linear_attn.out_proj", "in"),
+    Point("attn_out", "linear_attn.out_proj"),
+    Point("attn_out", "self_attn.o_proj"),
+)
 _LATENT = replace(LLAMA, weights_scale="routed_scaling_factor", latent=True)
 ABSENT = "-"  # no module has this name
 _OLMO = LLAMA.but(
@@ -120,6 +129,9 @@ _GPT2 = Twin(
     rotary=False,
 )
 TWINS = {
+    "qwen3_next": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA,
     "gemma2": _GEMMA,
     "gemma3_text": replace(_GEMMA, norms_heads=True),
     "glm4_moe": replace(LLAMA, weights_scale="routed_scaling_factor"),

@@ -148,7 +148,11 @@ class Oracle:
 
     def _watch_layer(self, recorder: _Recorder, layer: Any) -> None:
         present = dict(layer.named_modules())
-        for point in {point.name: point for point in self.twin.points if point.module in present}.values():
+        points = [point for point in self.twin.points if set(point.module.split()) <= present.keys()]
+        for point in {point.name: point for point in points}.values():
+            if " " in point.module:
+                recorder.watch_several([present[path] for path in point.module.split()], point.name)
+                continue
             pick = functools.partial(self._part, part=point.part) if point.part else None
             if self.twin.norms_heads and point.module.endswith(("q_norm", "k_norm", "q_layernorm", "k_layernorm")):
                 pick = functools.partial(self._heads_last, heads=self._sizes[0 if point.name == "q" else 1])
@@ -214,6 +218,19 @@ class _Recorder(ExitStack):
             self.rows[name].append((pick(rows) if pick else rows).clone())
 
         self.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+
+    def watch_several(self, modules: Sequence[torch.nn.Module], name: str) -> None:
+        """Note the outputs of modules side by side. They run in this order."""
+        parts: list[torch.Tensor] = []
+
+        def hook(module: torch.nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> None:
+            parts.append(output.reshape(self.tokens, -1))
+            if module is modules[-1]:
+                self.rows[name].append(torch.cat(parts, -1))
+                parts.clear()
+
+        for module in modules:
+            self.callback(module.register_forward_hook(hook).remove)
 
     def watch_method(self, module: torch.nn.Module, name: str) -> None:
         """Note the rotated queries and keys that a method of an attention module gets."""

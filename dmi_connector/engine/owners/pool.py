@@ -57,15 +57,11 @@ class Pool(Owner):
         return asked(vllm_config) == POOL
 
     def features(self, vllm_config: VllmConfig) -> list[str]:
-        return ["pool", *(["speculative decoding"] if vllm_config.speculative_config is not None else [])]
+        hybrid = ["hybrid models"] if vllm_config.model_config.is_hybrid else []
+        return ["pool", *hybrid, *(["speculative decoding"] if vllm_config.speculative_config is not None else [])]
 
     def check(self, vllm_config: VllmConfig) -> None:
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
-        if model.is_hybrid:
-            raise ValueError(
-                f"model: {model.model!r} has Mamba or linear-attention layers, which need vLLM's hybrid cache manager; "
-                "DMIConnector does not support that; use a model with attention in every layer"
-            )
         if model.enable_sleep_mode or model.enable_cumem_allocator:
             raise ValueError(
                 "enable_sleep_mode: sleep (here or with enable_cumem_allocator) gives up the memory of the pool, which "

@@ -16,14 +16,16 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from dmi_connector.cli.tiny_hybrids import HYBRIDS
 from dmi_connector.cli.tiny_models import _COMMON, ARCHS, FAMILIES
 from dmi_connector.cli.tiny_vision import WRAPPERS, wrapper_fields
 from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture, Latent
 from dmi_connector.engine.model.transformers_backend import generic
-from tests.engine import test_hooks_vs_transformers, test_models, test_multimodal
-from tests.engine.test_models import MODELS, NAMES
+from tests.engine import test_hooks_vs_transformers, test_hybrids, test_models, test_multimodal
+from tests.engine.test_models import NAMES
 
-FILES: tuple[Any, ...] = (test_hooks_vs_transformers, test_models, test_multimodal)
+FILES: tuple[Any, ...] = (test_hooks_vs_transformers, test_models, test_multimodal, test_hybrids)
+MODELS = {**test_models.MODELS, **test_hybrids.MODELS}
 _SIZES = {
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "n_head", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "intermediate_size_mlp", "n_inner", "ffn_dim", "word_embed_proj_dim", "rotary_dim"),
@@ -43,7 +45,7 @@ def model(name: str) -> tuple[Architecture, Any, dict[str, Any]]:
         architecture = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name]
         return ARCHITECTURES[architecture].fit(config.get_text_config()), config, given["text_config"]
     arch, more = MODELS[name]
-    given = {**{**ARCHS, **FAMILIES}[arch], **more}
+    given = {**{**ARCHS, **FAMILIES, **HYBRIDS}[arch], **more}
     config = AutoConfig.for_model(arch, **{**_COMMON, **given})
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # where vLLM was imported, it has classes of its own for some configs
     architecture = NAMES.get(name) or names.get(config.model_type) or names[arch]
@@ -65,7 +67,7 @@ def kinds(name: str) -> set[Kind]:
         ("experts", "in some layers" if 0 < len(dims.moe_layers) < dims.layers else bool(dims.moe_layers)),
         ("key and value heads", "one" if dims.kv_heads == 1 else dims.kv_heads < dims.heads),
         ("windows", bool(given.get("sliding_window")) and len({*(getattr(text, "layer_types", None) or ())}) < 2),
-        ("vision tower", row.language and name),
+        ("vision tower", row.language and row.base.partition(":")[0]),
         *of_columns(row),
         *of_config(given),
     }
@@ -107,8 +109,12 @@ def test_each_row_has_a_model_that_make_models_starts() -> None:
     assert {model(name)[0].name for name in EVERY} >= ARCHITECTURES.keys()
     started = [tuple(getattr(c, "values", [c])[0]) for file in FILES[1:] for c in file.CONFIGURATIONS]
     assert sorted(started) == sorted(
-        (name, mode, owner) for name in EVERY for mode in ("eager", "compiled") for owner in ("draft", "target")
+        (name, mode, owner) for name in EVERY for mode in ("eager", "compiled") for owner in owners(name)
     )
+
+
+def owners(name: str) -> tuple[str, ...]:
+    return ("pool",) if name in (*test_hybrids.MODELS, *test_multimodal.HYBRID) else ("draft", "target")
 
 
 @pytest.mark.parametrize("name", sorted(in_make_test() - ARCHS.keys()))

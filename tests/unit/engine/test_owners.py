@@ -92,6 +92,7 @@ def test_the_arguments_of_one_engine_are_not_those_of_another() -> None:
         (args.EXTRACT_HIDDEN_STATES, False, "", "draft", ["draft", "draft on the V1 runner"]),
         (args.EXTRACT_HIDDEN_STATES, True, "", "draft", ["draft", "draft on the V2 runner"]),
         (None, True, "pool", "pool", ["pool"]),
+        (None, True, "hybrid pool", "pool", ["pool", "hybrid models"]),
         ("ngram", False, "pool", "pool", ["pool", "speculative decoding"]),
         (args.EXTRACT_HIDDEN_STATES, True, "pool", "pool", ["pool", "speculative decoding"]),
     ],
@@ -99,7 +100,7 @@ def test_the_arguments_of_one_engine_are_not_those_of_another() -> None:
 def test_the_configuration_tells_the_owner_and_what_it_uses(
     method: str | None, v2: bool, asked: str, owner: str, features: list[str]
 ) -> None:
-    given = config(method, v2=v2, owner=asked)
+    given = config(method, v2=v2, owner=asked.removeprefix("hybrid "), hybrid=asked.startswith("hybrid"))
     found = owner_of(given)
     assert (found.name, found.features(given)) == (owner, features)
 
@@ -109,13 +110,13 @@ def test_the_configuration_tells_the_owner_and_what_it_uses(
     [
         (None, {}, ""),
         (None, {"runner": "pooling"}, ""),
-        (None, {"hybrid": True}, "model: 'm' has Mamba or linear-attention layers"),
+        (None, {"hybrid": True}, "model: 'm' has Mamba or linear-attention layers.*owner='target' .*use owner='pool'"),
         ("medusa", {}, "speculative_config: draft tokens of method 'medusa' may not form a chain; use one of ngram"),
         (args.EXTRACT_HIDDEN_STATES, {}, ""),
-        (args.EXTRACT_HIDDEN_STATES, {"hybrid": True}, "model: 'm' has Mamba or linear-attention layers"),
+        (args.EXTRACT_HIDDEN_STATES, {"hybrid": True}, "model: 'm' has Mamba .*owner='draft' .*use owner='pool'"),
         (args.EXTRACT_HIDDEN_STATES, {"runner": "pooling"}, "runner: 'pooling' skips the step .*owner='target'"),
         (None, {"owner": "pool"}, ""),
-        (None, {"owner": "pool", "hybrid": True}, "model: 'm' has Mamba or linear-attention layers"),
+        (None, {"owner": "pool", "hybrid": True}, ""),
         (None, {"owner": "pool", "sleep": True}, "enable_sleep_mode: .*owner='pool' does not support.*owner='target'"),
         (args.EXTRACT_HIDDEN_STATES, {"owner": "pool"}, "speculative_config: .*owner='draft' needs.*leave"),
         ("medusa", {"owner": "pool"}, "speculative_config: draft tokens of method 'medusa' may not form a chain"),

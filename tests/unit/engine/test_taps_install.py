@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("vllm")
 from dmi_connector.engine.model.architectures import Architecture
 from dmi_connector.engine.model.coverage import Coverage
-from dmi_connector.engine.taps import install
+from dmi_connector.engine.taps import install, points
 from dmi_connector.engine.taps.batches import ModelTaps, TapBatch
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import RowField
@@ -109,10 +109,10 @@ def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_has_a_row_for_every_hook_of_a_layer() -> None:
     """Routing and attention summaries run inside opaque ops and have functions of their own."""
     special = {"router_logits", "topk_ids", "topk_weights", "pattern"}
-    assert {point.hook for point in install.TAP_POINTS} == {
+    assert {point.hook for point in points.TAP_POINTS} == {
         name for name, hook in HOOKS.items() if hook.scope == "layer" and name not in special
     }
-    assert {point.module for point in install.TAP_POINTS} <= set(install.MODULES)
+    assert {point.module for point in points.TAP_POINTS} <= set(points.MODULES)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +216,34 @@ def test_the_shared_key_of_latent_attention_is_found_beside_the_latent_and_in_ke
     key, made = torch.randn(5, 1, 2), torch.randn(5, 3, 4)
     heads = torch.cat([made, key.expand(-1, 3, -1)], -1)
     latent: Any = SimpleNamespace(shared=0)
-    assert torch.equal(install._rotary_key(latent, (None, torch.randn(5, 7), key), None), key)
+    assert torch.equal(points._rotary_key(latent, (None, torch.randn(5, 7), key), None), key)
     over_heads: Any = SimpleNamespace(shared=2)
-    assert torch.equal(install._rotary_key(over_heads, (None, heads, made), None), key[:, 0])
+    assert torch.equal(points._rotary_key(over_heads, (None, heads, made), None), key[:, 0])
+
+
+class Gated(torch.nn.Module):
+    """Attention whose queries, two heads of four, come beside a gate. The other widths are those of one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Module()
+        self.inner.attn, self.inner.qkv = Attention(heads=2), torch.nn.Identity()
+        self.inner.attn.num_kv_heads = 1
+        self.inner.q_norm, self.inner.k_norm = torch.nn.Identity(), torch.nn.Identity()
+        self.inner.use_fused_qk_norm_rope_gate = True
+
+
+@pytest.mark.parametrize(("hook", "fused"), [("v", True), ("q", False), ("k", False)])
+def test_gated_attention_calls_its_norms_where_these_are_tapped(hook: str, fused: bool) -> None:
+    block = Gated()
+    paths: Any = {name: f"inner.{name}" for name in ("attn", "qkv", "q_norm", "k_norm")}
+    tap(block, kit.batch(False), [RowField(hook, 0, "float32", 4, 0)], **paths, gated=True)
+    assert block.inner.use_fused_qk_norm_rope_gate == fused
+
+
+def test_values_of_gated_attention_lie_behind_the_gates() -> None:
+    layer: Any = SimpleNamespace(arch=Architecture("Gated", "", gated=True), q_size=8, kv_size=4)
+    qkv = torch.arange(24.0)[None]
+    assert points._part(2)(layer, (), qkv).tolist() == [[20.0, 21.0, 22.0, 23.0]]
+    plain: Any = SimpleNamespace(arch=Architecture("Scaled", "", k_scale=0.5), q_size=16, kv_size=4)
+    assert points._part(1)(plain, (), qkv).tolist() == [[8.0, 8.5, 9.0, 9.5]]

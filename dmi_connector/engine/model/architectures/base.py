@@ -38,6 +38,12 @@ class Architecture:
     language: path of the language model, where the model has other parts, such as a vision tower. Token ids and
     embeddings then both enter the forward; embeddings are made before it.
 
+    Of hybrid models, in layers where something else than attention mixes tokens: mix_first, mix_in: input projections,
+    in the order in which they run; mix_norm: the gated norm that gets the output of the core; mix_out: the output
+    projection. gated: `qkv` returns a gate beside the queries of each head. mlp_first: the output of this module is
+    added to that of `mlp`. A row that was fitted may have numbers by which values are multiplied: branches: the outputs
+    of attention and of a mixer beside it, before both are added; k_scale: keys.
+
     scale: field of the config by which a block's output is multiplied before it is added. embed_scaled: embeddings are
     multiplied by the root of their width. one_rank: hooks that a rank does not have whole or as its slice under tensor
     parallelism. float16_divisor: field of the config by which vLLM divides the residual stream in float16. only: the
@@ -72,6 +78,14 @@ class Architecture:
     moe_experts: str = "mlp.experts"
     rotary: bool = True
     parallel: bool = False
+    mix_first: str = ""
+    mix_in: str = ""
+    mix_norm: str = ""
+    mix_out: str = ""
+    gated: bool = False
+    mlp_first: str = ""
+    branches: tuple[float, ...] = ()
+    k_scale: float = 1.0
     scale: str = ""
     embed_scaled: bool = False
     one_rank: tuple[str, ...] = ()
@@ -85,6 +99,10 @@ class Architecture:
         """
         if self.q_norm and not getattr(config, "use_qk_norm", True):
             return replace(self, q_norm="", k_norm="")
+        return self
+
+    def of_layer(self, index: int, dims: ModelDims) -> Architecture:
+        """The row of one layer. dims: of the model."""
         return self
 
     @property
@@ -120,7 +138,7 @@ class Architecture:
             "input_norm": not self.ln1,
             "mlp_norm": not self.ln2,
         }
-        has = {"post_norms": bool(self.attn_norm)}
+        has = {"post_norms": bool(self.attn_norm), "gated_mixer": bool(self.mix_norm)}
         return USUAL - {name for name, absent in lacks.items() if absent} | {
             name for name, there in has.items() if there
         }
