@@ -18,7 +18,6 @@ REFUSED = (
     "FalconH1ForCausalLM",
     "Gemma3nForCausalLM",
     "Gemma4ForCausalLM",
-    "NemotronHForCausalLM",
     "StableLmForCausalLM",
 )
 """Of test_refusals.py."""

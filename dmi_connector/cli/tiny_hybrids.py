@@ -40,10 +40,60 @@ EXPERTS = {
     "shared_expert_intermediate_size": 32,
     "norm_topk_prob": True,
 }
+_MAMBA = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_ODD, **DELTA, **EXPERTS, "rope_parameters": _ROPE, "mlp_only_layers": [2]},
     "qwen3_5_text": {**_ODD, **DELTA, "rope_parameters": AXES},
     "qwen3_5_moe_text": {**_ODD, **DELTA, **EXPERTS, "rope_parameters": AXES},
+    "nemotron_h": {
+        **_ODD,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 40,
+        "n_groups": 2,
+        "ssm_state_size": 24,
+        "chunk_size": 64,
+        "time_step_min": 1e-9,  # transformers clamps steps to it, vLLM does not
+    },
+    "granitemoehybrid": {
+        **_ODD,
+        **_MAMBA,
+        "mamba_n_groups": 1,  # with more vLLM norms each by itself, transformers all together
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "attention", "mamba", "mamba"],
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "shared_intermediate_size": 80,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+    },
+    "lfm2": {
+        **_ODD,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": True,
+        "block_multiple_of": 8,
+        "tie_word_embeddings": True,
+        "conv_dim": 96,  # which vLLM reads, as published configs have them
+        "block_dim": 96,
+    },
 }
 """By `model_type`."""
 CENTRED = ("gemma", "qwen3_next", "qwen3_5")

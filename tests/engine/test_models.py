@@ -71,7 +71,6 @@ EVEN = {
 }
 """Heads that two ranks can share."""
 SHORT = [
-    ("granite", "eager", "target"),
     ("gemma2", "eager", "target"),
     ("glm4", "eager", "target"),
     ("cohere2", "eager", "draft"),

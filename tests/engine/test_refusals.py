@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +133,18 @@ def test_a_hybrid_model_whose_blocks_are_scaled_is_refused(tmp_path: Path) -> No
     model = config_of(tmp_path / "model", "qwen3_next", "Qwen3NextForCausalLM", **fields)
     with pytest.raises(ValueError, match=r"model: Qwen3NextForCausalLM with layer_scale=True .*; use another model"):
         capture_context(vllm_config(model, tmp_path / "captures", owner="pool", **NO_TOKENIZER))
+
+
+def test_a_hybrid_model_with_layers_of_several_sizes_is_refused(tmp_path: Path) -> None:
+    _, name, fields = _NEMOTRON
+    config = SimpleNamespace(**fields, intermediate_size=[96, 128], hybrid_override_pattern="M-*-")
+    with pytest.raises(ValueError, match=rf"model: {name} with layers of different sizes .*whose layers are alike"):
+        ARCHITECTURES[name].fit(config)
+    config.intermediate_size = [96, 96]
+    assert ARCHITECTURES[name].fit(config).only == ()
+    config.hybrid_override_pattern = "M-*E"
+    known = ARCHITECTURES[name].fit(config).only
+    assert "mlp_out" in known and not {"router_logits", "topk_ids", "topk_weights"} & {*known}
 
 
 def test_a_rank_has_no_slice_of_what_enters_a_mixer(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ class Oracle:
         # Llama 4's text model has no base of its own.
         self._base = self.model.model if base is self.model else getattr(base, "model", base) if self.wraps else base
         self.twin = TWINS.get(self.config.model_type, LLAMA)
+        if self.config.model_type == "granitemoehybrid":
+            self.twin = replace(self.twin, rotary=self.config.position_embedding_type == "rope")
         if getattr(self.config, "use_parallel_residual", False):
             self.twin = self.twin.but(Point("resid_mid", ABSENT))
         self._layers: Any = self._base.get_submodule(self.twin.layers)
@@ -100,7 +103,7 @@ class Oracle:
         if self.twin.scale:
             for name in ("attn_out", "mlp_out"):
                 values[name] = values[name] * getattr(self.config, self.twin.scale)
-        if self.twin.weights_scale:
+        if self.twin.weights_scale and "topk_weights" in values:
             values["topk_weights"] = values["topk_weights"] / getattr(self.config, self.twin.weights_scale)
         if self.config.model_type == "llama4_text":
             for name in ("q", "k", "q_rot", "k_rot"):
@@ -148,10 +151,11 @@ class Oracle:
 
     def _watch_layer(self, recorder: _Recorder, layer: Any) -> None:
         present = dict(layer.named_modules())
-        points = [point for point in self.twin.points if set(point.module.split()) <= present.keys()]
+        points = [point for point in self.twin.points if _is_there(point, present)]
         for point in {point.name: point for point in points}.values():
             if " " in point.module:
-                recorder.watch_several([present[path] for path in point.module.split()], point.name)
+                paths = point.module.split()
+                recorder.watch_several([present[path] for path in paths if path != "+"], point.name, "+" in paths)
                 continue
             pick = functools.partial(self._part, part=point.part) if point.part else None
             if self.twin.norms_heads and point.module.endswith(("q_norm", "k_norm", "q_layernorm", "k_layernorm")):
@@ -194,6 +198,12 @@ def _as_vllm(config: Any) -> Any:
     return config
 
 
+def _is_there(point: Point, present: Mapping[str, Any]) -> bool:
+    """Whether a layer with these modules has a point."""
+    wanted = {*point.module.split(), point.needs or point.module.split()[0]} - {"+"}
+    return wanted <= present.keys() and not (point.unless and point.unless in present)
+
+
 class _Recorder(ExitStack):
     """Collects rows [tokens, width] in layer order with forward hooks, which its `with` block removes."""
 
@@ -219,14 +229,14 @@ class _Recorder(ExitStack):
 
         self.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
 
-    def watch_several(self, modules: Sequence[torch.nn.Module], name: str) -> None:
-        """Note the outputs of modules side by side. They run in this order."""
+    def watch_several(self, modules: Sequence[torch.nn.Module], name: str, add: bool) -> None:
+        """Note the outputs of modules side by side, or their sum. They run in this order."""
         parts: list[torch.Tensor] = []
 
         def hook(module: torch.nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> None:
             parts.append(output.reshape(self.tokens, -1))
             if module is modules[-1]:
-                self.rows[name].append(torch.cat(parts, -1))
+                self.rows[name].append(sum(parts[1:], parts[0]) if add else torch.cat(parts, -1))
                 parts.clear()
 
         for module in modules:
@@ -248,7 +258,7 @@ class _Recorder(ExitStack):
 
         def hook(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             if len(output) == 3:
-                scores, weights, ids = output
+                scores, weights, ids = output if output[0].is_floating_point() else reversed(output)
             else:
                 every, scores = output
                 ids = scores.topk(top_k, -1).indices

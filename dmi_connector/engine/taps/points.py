@@ -58,7 +58,7 @@ MLP_OUT = Stage("mlp", Waits.NEVER)
 STAGES = (ATTENTION_IN, ATTENTION_OUT, MLP_IN, EXPERTS_IN, MLP_OUT)
 
 _ATTENTION = ("layer", "ln1", "kv_norm", "qkv", "q_norm", "k_norm", "mix_in", "attn", "mix_norm", "o_proj", "mix_out")
-MODULES = (*_ATTENTION, "attn_norm", "before_mlp", "ln2", "down_proj", "mlp", "mlp_norm")
+MODULES = (*_ATTENTION, "fills", "attn_norm", "before_mlp", "ln2", "down_proj", "mlp", "mlp_norm")
 """Modules of a layer in the order in which they run: attributes of `Architecture`."""
 INPUTS = ("layer", "attn", "mix_norm", "before_mlp")
 """Those whose inputs are tapped, before anything works on them."""
@@ -126,8 +126,7 @@ def _part(number: int) -> Read:
             return value.unflatten(-1, (-1, 3, layer.head_size))[..., number, :].flatten(-2)
         q_size = layer.q_size * (1 + layer.arch.gated)
         ends = (0, q_size, q_size + layer.kv_size, None)
-        part = value[..., ends[number] : ends[number + 1]]
-        return part * layer.arch.k_scale if number == 1 and layer.arch.k_scale != 1.0 else part
+        return value[..., ends[number] : ends[number + 1]]
 
     return read
 
@@ -154,11 +153,6 @@ def _side_by_side(_layer: LayerFacts, one: torch.Tensor, other: torch.Tensor) ->
 def _sum(layer: LayerFacts, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     value = one + other
     return value if layer.scale == 1.0 else value * layer.scale
-
-
-def _sum_of_branches(layer: LayerFacts, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    of_attention, of_mixer = layer.arch.branches
-    return one * of_attention + other * of_mixer
 
 
 class TapPoint(NamedTuple):
@@ -198,10 +192,8 @@ TAP_POINTS = (
     TapPoint("mix_core", "mix_norm", _input(0), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("mix_z", "mix_out", _input(0), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("attn_proj", "o_proj", _output, Keep.PRODUCT, ATTENTION_OUT, where="attn_norm"),
-    TapPoint("attn_out", "o_proj", added, Keep.PRODUCT, ATTENTION_OUT, unless=("attn_norm", "branches")),
-    TapPoint(
-        "attn_out", "mix_out", _output, Keep.COPY, ATTENTION_OUT, (), "branches", first="o_proj", join=_sum_of_branches
-    ),
+    TapPoint("attn_out", "o_proj", added, Keep.PRODUCT, ATTENTION_OUT, unless=("attn_norm",)),
+    TapPoint("attn_out", "fills", _input(1), Keep.COPY, ATTENTION_OUT),
     TapPoint("attn_out", "attn_norm", _output, Keep.COPY, ATTENTION_OUT),
     TapPoint("resid_mid", "ln2", _stream, Keep.COPY, MLP_IN),
     TapPoint("resid_mid", "before_mlp", _input(0), Keep.COPY, MLP_IN, unless=("ln2",)),

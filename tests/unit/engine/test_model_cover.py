@@ -32,7 +32,7 @@ _SIZES = {
     *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
 }
-_IN_THE_ROW = {"use_parallel_residual", "qk_layernorm", "tie_word_embeddings", "model_type"}
+_IN_THE_ROW = {"use_parallel_residual", "qk_layernorm", "tie_word_embeddings", "model_type", "position_embedding_type"}
 """Fields of a config that only give sizes, and those that only decide what the row of the model is."""
 Kind = tuple[object, ...]
 

@@ -245,5 +245,76 @@ def test_values_of_gated_attention_lie_behind_the_gates() -> None:
     layer: Any = SimpleNamespace(arch=Architecture("Gated", "", gated=True), q_size=8, kv_size=4)
     qkv = torch.arange(24.0)[None]
     assert points._part(2)(layer, (), qkv).tolist() == [[20.0, 21.0, 22.0, 23.0]]
-    plain: Any = SimpleNamespace(arch=Architecture("Scaled", "", k_scale=0.5), q_size=16, kv_size=4)
-    assert points._part(1)(plain, (), qkv).tolist() == [[8.0, 8.5, 9.0, 9.5]]
+
+
+class Mixed(torch.nn.Module):
+    """Attention, and a mixer of two input projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.attn, self.o_proj = Linear(), Attention(), Linear()
+        self.mix_first, self.mix_in, self.mix_norm, self.mix_out = Linear(), Linear(), torch.nn.Identity(), Linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv, _ = self.qkv(x)
+        q = qkv[..., :4]
+        q += 100
+        attended, _ = self.o_proj(self.attn(q))
+        first, _ = self.mix_first(x)
+        projected, _ = self.mix_in(x + 1)
+        mixed, _ = self.mix_out(self.mix_norm(projected + first))
+        return attended + mixed
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """Values by hook, as they are when they are written."""
+    found: dict[str, torch.Tensor] = {}
+
+    def write(batch: TapBatch, _beside: bool = True) -> None:
+        found.update({f.hook: value.clone() for f, value in zip(batch.fields, batch.values, strict=True)})
+        batch.fields.clear()
+        batch.values.clear()
+
+    monkeypatch.setattr(TapBatch, "write", write)
+    return found
+
+
+def of_hooks(*hooks: str) -> list[RowField]:
+    return [RowField(hook, 0, "float32", 4, 16 * i) for i, hook in enumerate(hooks)]
+
+
+def test_two_projections_of_a_mixer_lie_side_by_side(written: dict[str, torch.Tensor]) -> None:
+    block, paths = Mixed(), {name: name for name in ("mix_first", "mix_in", "mix_norm", "mix_out")}
+    tap(block, kit.batch(), of_hooks("mix_proj", "attn_out"), **paths, attn="", o_proj="mix_out")
+    x = torch.arange(12.0).view(3, 4)
+    block(x)
+    torch.testing.assert_close(written["mix_proj"], torch.cat([2 * x, 2 * (x + 1)], -1))
+    torch.testing.assert_close(written["attn_out"], 2 * (2 * (x + 1) + 2 * x))
+
+
+class Fills(torch.nn.Module):
+    """A mixer that writes into its second argument, and an MLP whose output is added to that of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.experts, self.mlp = Filling(), Linear(), Linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self.mixer(x, out)
+        return self.experts(out)[0] + self.mlp(out + 1)[0]
+
+
+class Filling(torch.nn.Module):
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(3 * x)
+
+
+def test_a_filled_argument_and_a_sum_of_two_modules_are_values(written: dict[str, torch.Tensor]) -> None:
+    block = Fills()
+    tap(block, kit.batch(), of_hooks("attn_out", "mlp_out"), fills="mixer", mlp_first="experts", mlp="mlp")
+    x = torch.arange(12.0).view(3, 4)
+    added = block(x)
+    torch.testing.assert_close(written["attn_out"], 3 * x)
+    torch.testing.assert_close(written["mlp_out"], added)

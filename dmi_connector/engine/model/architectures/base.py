@@ -40,9 +40,8 @@ class Architecture:
 
     Of hybrid models, in layers where something else than attention mixes tokens: mix_first, mix_in: input projections,
     in the order in which they run; mix_norm: the gated norm that gets the output of the core; mix_out: the output
-    projection. gated: `qkv` returns a gate beside the queries of each head. mlp_first: the output of this module is
-    added to that of `mlp`. A row that was fitted may have numbers by which values are multiplied: branches: the outputs
-    of attention and of a mixer beside it, before both are added; k_scale: keys.
+    projection; fills: a mixer in one opaque op, which writes its output into its second argument. gated: `qkv` returns
+    a gate beside the queries of each head. mlp_first: the output of this module is added to that of `mlp`.
 
     scale: field of the config by which a block's output is multiplied before it is added. embed_scaled: embeddings are
     multiplied by the root of their width. one_rank: hooks that a rank does not have whole or as its slice under tensor
@@ -82,10 +81,9 @@ class Architecture:
     mix_in: str = ""
     mix_norm: str = ""
     mix_out: str = ""
+    fills: str = ""
     gated: bool = False
     mlp_first: str = ""
-    branches: tuple[float, ...] = ()
-    k_scale: float = 1.0
     scale: str = ""
     embed_scaled: bool = False
     one_rank: tuple[str, ...] = ()
