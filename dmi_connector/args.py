@@ -29,6 +29,9 @@ OWNER_ARGS: dict[str, dict[str, Any]] = {"draft": {"speculative_config": _DRAFT}
 OWNERS = tuple(OWNER_ARGS)
 CONNECTOR, CONNECTOR_MODULE = "DMIConnector", "dmi_connector.engine.connector"
 """The connector's name and home, as vLLM's options have them."""
+POOL_CONNECTOR = "DMIPoolConnector"
+"""The connector of owner "pool", in the same module. With it vLLM keeps its hybrid cache manager on."""
+CONNECTORS = (CONNECTOR, POOL_CONNECTOR)
 
 
 def capture_args(
@@ -55,7 +58,7 @@ def capture_args(
         extra["owner"] = POOL
     check_names(ServerOptions.parse(extra).hooks)
     transfer = {
-        "kv_connector": CONNECTOR,
+        "kv_connector": POOL_CONNECTOR if owner == POOL else CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_producer",
         "kv_connector_extra_config": extra,

@@ -12,90 +12,25 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from dmi_connector.hook_table import ALIASES, ALWAYS, BLOCKS, FEATURES, HOOKS, INSTEAD, PRESETS, USUAL, Hook
 from dmi_connector.wording import show, suggest
 
-
-@dataclass(frozen=True)
-class Hook:
-    """One kind of tensor.
-
-    width: symbol of its width, see `ModelDims.width`. scope: "layer" (one a layer), "once" (one a forward) or "sampled"
-    (one row for each sampled position). sharded: under tensor parallelism each rank holds a slice of the width.
-    dtype: "model" (the model's own) or a fixed one. only: who has it: layers that are "dense" or "moe" (mixtures of
-    experts), models with one of FEATURES, or models with "mrope" (positions on several axes); None for all. unless:
-    models with this one of FEATURES lack it.
-    """
-
-    name: str
-    width: str
-    scope: str
-    sharded: bool
-    doc: str
-    dtype: str = "model"
-    only: str | None = None
-    unless: str = ""
-
-
-FEATURES = {
-    "rotary": "which has no rotary embedding",
-    "latent": "which has no latent attention",
-    "sequential": "which runs attention and MLP side by side",
-    "input_norm": "which has no norm before attention",
-    "mlp_norm": "which has no norm of its own before the MLP",
-    "post_norms": "which has no norm behind a block",
-}
-"""Features of a model that some hooks need, and what a refusal says of a model that lacks one."""
-USUAL = frozenset(("rotary", "sequential", "input_norm", "mlp_norm"))
-"""The features of a Llama."""
-_INSTEAD = {"latent": "whose attention has kv_c and k_pe in the place of keys and values of heads"}
-"""What a refusal says of a model that lacks a hook because it has one of FEATURES."""
-
-HOOKS: dict[str, Hook] = {
-    h.name: h
-    for h in (
-        Hook("embed", "H", "once", False, "output of the token embedding"),
-        Hook("resid_pre", "H", "layer", False, "residual stream entering the layer"),
-        Hook("ln1", "H", "layer", False, "output of the norm before attention", only="input_norm"),
-        Hook("q", "Q", "layer", True, "queries after q_norm where there is one, before rotary"),
-        Hook("k", "K", "layer", True, "keys after k_norm where there is one, before rotary", unless="latent"),
-        Hook("v", "K", "layer", True, "values", unless="latent"),
-        Hook("kv_c", "C", "layer", False, "latent of keys and values, as attention sees it", only="latent"),
-        Hook("k_pe", "R", "layer", False, "rotary key that all heads share, after rotary", only="latent"),
-        Hook("q_rot", "Q", "layer", True, "queries after rotary, as attention sees them", only="rotary"),
-        Hook("k_rot", "K", "layer", True, "keys after rotary, as attention sees them", only="rotary", unless="latent"),
-        Hook("pattern", "A", "layer", True, "attention weights of heads: see attn(m)", "float32", unless="latent"),
-        Hook("z", "Z", "layer", True, "attention output of every head, before the output projection"),
-        Hook("attn_proj", "H", "layer", False, "output of the attention block before its post-norm", only="post_norms"),
-        Hook("attn_out", "H", "layer", False, "what attention adds to the residual stream"),
-        Hook("resid_mid", "H", "layer", False, "residual stream between attention and MLP", only="sequential"),
-        Hook("ln2", "H", "layer", False, "output of the norm before the MLP", only="mlp_norm"),
-        Hook("router_logits", "E", "layer", False, "router scores of every expert", "float32", "moe"),
-        Hook("topk_ids", "T", "layer", False, "chosen experts", "int32", "moe"),
-        Hook("topk_weights", "T", "layer", False, "weights of the chosen experts", "float32", "moe"),
-        Hook("mlp_post", "I", "layer", True, "MLP neurons after the activation, before down_proj", only="dense"),
-        Hook("mlp_proj", "H", "layer", False, "output of the MLP block before its post-norm", only="post_norms"),
-        Hook("mlp_out", "H", "layer", False, "what the MLP adds to the residual stream"),
-        Hook("resid_final", "H", "once", False, "residual stream after the last layer"),
-        Hook("final_ln", "H", "once", False, "output of the final norm"),
-        Hook("mrope_positions", "M", "once", False, "position on each axis of M-RoPE", "int32", only="mrope"),
-        Hook("logits", "V", "sampled", False, "output of compute_logits at each sampled position"),
-    )
-}
-
-ALWAYS = ("token_ids", "positions", "mrope_positions")
-"""Stored with every capture, the last of models that have it. A selection may name them, without effect."""
-
-ALIASES = {"mlp_in": "ln2"}
-"""Other names of the same tensor, which is stored once. `resid_post` is one too: that of layer l is the resid_pre of
-layer l + 1, that of the last layer is resid_final."""
-
-PRESETS: dict[str, tuple[str, ...]] = {
-    "hidden-states": ("resid_pre", "resid_final"),
-    "vllm-full": tuple(n for n in HOOKS if n not in ("q_rot", "k_rot", "pattern")),
-    "attention": ("q_rot", "k_rot", "v", "kv_c", "k_pe", "z"),
-    "mlp": ("ln2", "mlp_post", "mlp_out"),
-    "logits": ("logits",),
-}
+__all__ = [
+    "ALIASES",
+    "ALWAYS",
+    "FEATURES",
+    "HOOKS",
+    "PRESETS",
+    "USUAL",
+    "Hook",
+    "ModelDims",
+    "Selection",
+    "SelectionError",
+    "check_names",
+    "hook_dtype",
+    "narrow",
+    "parse_selection",
+]
 
 
 @dataclass(frozen=True)
@@ -105,6 +40,10 @@ class ModelDims:
     head_dim: of queries and keys. v_head_dim: of values, 0 where it is head_dim. kv_lora_rank, qk_rope_head_dim: of
     latent attention, the latent and the rotary part of a head. features: those of FEATURES that it has. rope_axes: axes
     of the positions of M-RoPE, 0 without it. only: the hooks that can be captured, where not all are known; None: all.
+
+    Of hybrid models: attn_layers, mlp_layers: layers with attention, with an MLP; None: all. mixer_layers: those whose
+    tokens are mixed by something else, such as Mamba or linear attention. mixer_proj, mixer_inner: widths of the
+    outputs of a mixer's input projections, and of its core.
     """
 
     architecture: str
@@ -124,6 +63,11 @@ class ModelDims:
     qk_rope_head_dim: int = 0
     rope_axes: int = 0
     only: frozenset[str] | None = None
+    attn_layers: tuple[int, ...] | None = None
+    mlp_layers: tuple[int, ...] | None = None
+    mixer_layers: tuple[int, ...] = ()
+    mixer_proj: int = 0
+    mixer_inner: int = 0
 
     def width(self, hook: Hook) -> int:
         """Elements of one row of `hook` for the whole model."""
@@ -140,6 +84,8 @@ class ModelDims:
             "T": self.top_k,
             "A": self.heads,
             "M": self.rope_axes,
+            "P": self.mixer_proj,
+            "N": self.mixer_inner,
         }[hook.width]
 
     def layers_of(self, hook: Hook) -> tuple[int, ...]:
@@ -151,10 +97,20 @@ class ModelDims:
         if hook.only == "moe":
             return self.moe_layers
         if hook.only == "dense":
-            return tuple(i for i in range(self.layers) if i not in set(self.moe_layers))
+            return tuple(i for i in self._with("mlp") if i not in set(self.moe_layers))
         if (hook.only in FEATURES and hook.only not in self.features) or hook.unless in self.features:
             return ()
-        return tuple(range(self.layers))
+        return self.mixer_layers if hook.only in ("mixer", "gated_mixer") else self._with(hook.block)
+
+    def _with(self, block: str) -> tuple[int, ...]:
+        """Layers that have one of BLOCKS; "": all."""
+        every = tuple(range(self.layers))
+        if block == "mlp":
+            return every if self.mlp_layers is None else self.mlp_layers
+        if block == "" or self.attn_layers is None:
+            return every
+        found = {*self.attn_layers, *(self.mixer_layers if block == "tokens" else ())}
+        return tuple(sorted(found))
 
 
 class SelectionError(ValueError):
@@ -358,11 +314,15 @@ def _why_absent(hook: Hook, dims: ModelDims) -> str:
         return ", which has no experts"
     if hook.only == "dense" and dims.moe_layers:
         return " in those layers, which are mixtures of experts"
+    if hook.only in ("mixer", "gated_mixer") and not dims.mixer_layers:
+        return ", which has attention in every layer"
     if hook.only in FEATURES and hook.only not in dims.features:
         return f", {FEATURES[hook.only]}"
     if hook.unless in dims.features:
-        return f", {_INSTEAD[hook.unless]}"
-    return " in those layers"
+        return f", {INSTEAD[hook.unless]}"
+    if hook.only in ("mixer", "gated_mixer"):
+        return " in those layers, which have no mixer"
+    return f" in those layers, {BLOCKS[hook.block]}" if hook.block else " in those layers"
 
 
 def hook_dtype(hook: Hook, model_dtype: str) -> str:

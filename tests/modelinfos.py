@@ -18,8 +18,6 @@ REFUSED = (
     "FalconH1ForCausalLM",
     "Gemma3nForCausalLM",
     "Gemma4ForCausalLM",
-    "NemotronHForCausalLM",
-    "Qwen3NextForCausalLM",
 )
 """Of test_refusals.py."""
 

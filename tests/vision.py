@@ -20,8 +20,7 @@ IMAGE = VOCAB
 PLACEHOLDERS = {
     "gemma3": [IMAGE + 1],
     "qwen2_5_vl": [IMAGE + 2, IMAGE, IMAGE + 3],
-    "qwen3_vl": [IMAGE + 2, IMAGE, IMAGE + 3],
-    "glm4v": [IMAGE + 2, IMAGE, IMAGE + 3],
+    **{arch: [IMAGE + 2, IMAGE, IMAGE + 3] for arch in ("qwen3_vl", "qwen3_5", "qwen3_5_moe", "glm4v")},
     "internvl": [IMAGE],
     "mistral3": [IMAGE],
     "llama4": [IMAGE + 1],

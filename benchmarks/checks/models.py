@@ -3,8 +3,8 @@
 
     python -m benchmarks.checks.models
 
-Runs tests/engine/test_models.py and test_multimodal.py in full: eager and compiled, rows of both owners, two
-tensor-parallel ranks. Results go to benchmarks/results/models.json.
+Runs tests/engine/test_models.py, test_multimodal.py and test_hybrids.py in full: eager and compiled, rows of each
+owner, two tensor-parallel ranks. Results go to benchmarks/results/models.json.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def run(argv: list[str]) -> tuple[list[dict[str, Any]], int]:
         tests = [
             "tests/engine/test_models.py",
             "tests/engine/test_multimodal.py",
+            "tests/engine/test_hybrids.py",
             "-m",
             "soak or not soak",
             "-q",

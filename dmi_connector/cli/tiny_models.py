@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dmi_connector.cli import tiny_families
 from dmi_connector.cli.tiny_families import EXPERTS, FULL, ODD, ROPE, WINDOWS
+from dmi_connector.cli.tiny_hybrids import CENTRED, HYBRIDS
 from dmi_connector.cli.tiny_vision import (
     TOKENS,
     VOCAB,
@@ -297,14 +298,14 @@ def make_tokenizer(more: Sequence[str] = (), named: Mapping[str, str] | None = N
 
 
 def make_model(arch: str, dir: str | Path, dtype: str = "float32", seed: int = 0, **config: Any) -> Path:
-    """Write a seeded random model of `arch` (a key of ARCHS or FAMILIES) with its tokenizer into `dir`.
+    """Write a seeded random model of `arch` (a key of ARCHS, FAMILIES or HYBRIDS) with its tokenizer into `dir`.
 
     `config` overrides fields of the transformers configuration. The same arguments write the same weights;
     dtype "bfloat16" rounds those of "float32". Returns `dir`. Raises ValueError for an unknown `arch`.
 
     Models of WRAPPERS have a vision tower, and the configuration of an image processor beside them.
     """
-    known = {**ARCHS, **FAMILIES, **WRAPPERS}
+    known = {**ARCHS, **FAMILIES, **HYBRIDS, **WRAPPERS}
     if arch not in known:
         raise ValueError(f"arch {arch!r} is unknown: known architectures are {', '.join(known)}")
     import torch
@@ -358,13 +359,14 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
     whole: Any = model.config
     config, tied = whole.get_text_config(), getattr(whole, "tie_word_embeddings", False)
     gemma = config.model_type.startswith("gemma")
-    offset = 1.0 if gemma or config.model_type == "nemotron" else 0.0  # their norms multiply by 1 + weight
+    centred = config.model_type.startswith(CENTRED) or config.model_type == "nemotron"
     embed = 0.3 / math.sqrt(config.hidden_size) if gemma else 0.3  # and its embeddings by this root
     for name, weight in sorted(model.named_parameters()):
         if config is not whole and is_vision(name):
             continue
         leaf = name.split(".")[-2] if name.endswith((".weight", ".bias")) else name.split(".")[-1]
         noise = torch.randn(weight.shape, generator=generator)
+        offset = 1.0 if centred and not name.endswith(".linear_attn.norm.weight") else 0.0
         if name.endswith(".bias"):
             weight.copy_(0.05 * noise)
         elif leaf in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):

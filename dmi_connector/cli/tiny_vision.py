@@ -12,14 +12,17 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dmi_connector.cli.tiny_hybrids import AXES, DELTA, EXPERTS
+
 if TYPE_CHECKING:
     import torch
 
+_QWEN_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 _GLM_MARKS = ("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>")
 TOKENS = {
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>", "\n", "\n\n", "\n\n\n", "\n\n\n\n"),
-    "qwen2_5_vl": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
-    "qwen3_vl": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    "qwen2_5_vl": _QWEN_TOKENS,
+    **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), _QWEN_TOKENS),
     "glm4v": ("<|image|>", "<|video|>", *_GLM_MARKS),
     "internvl": ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
@@ -153,6 +156,18 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "image_seq_length": 4,
         "tie_word_embeddings": False,
     },
+    "qwen3_5": {
+        "text_config": {**_TEXT, **DELTA, "rope_parameters": AXES},
+        "vision_config": {**_QWEN_VISION, "num_position_embeddings": 64},
+        **_QWEN_IDS,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_5_moe": {
+        "text_config": {**_TEXT, **DELTA, **EXPERTS, "rope_parameters": AXES},
+        "vision_config": {**_QWEN_VISION, "num_position_embeddings": 64},
+        **_QWEN_IDS,
+        "tie_word_embeddings": False,
+    },
     "mistral3": {
         "text_config": {**_TEXT, "model_type": "mistral", "num_key_value_heads": 3, "sliding_window": None},
         "vision_config": {**_VISION, "image_size": 12 * PATCH, "patch_size": PATCH},
@@ -229,7 +244,6 @@ PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
         "preprocessor_config.json": {**_NORMAL, "image_processor_type": "Gemma3ImageProcessor", "size": _SQUARE},
     },
     "qwen2_5_vl": _qwen("2_5_VL", "2VL"),
-    "qwen3_vl": _qwen("3VL", "3VL"),
     "glm4v": _GLM,
     "internvl": {
         "processor_config.json": {"processor_class": "InternVLProcessor", "image_seq_length": 4},
@@ -247,6 +261,7 @@ PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
             "size": _SQUARE,
         },
     },
+    **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), _qwen("3VL", "3VL")),
     "mistral3": {
         "processor_config.json": {
             "processor_class": "PixtralProcessor",

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
@@ -40,7 +41,8 @@ class DMIConnector(KVConnectorBase_V1):
     """Exports the captured rows of every request into one Zarr store.
 
     It does not support vLLM's hybrid cache manager (SupportsHMA), so vLLM turns that off. All layers then share one
-    group of cache blocks, sliding windows too, and rows stay until their request ends.
+    group of cache blocks, sliding windows too, and rows stay until their request ends. Owner "pool", whose rows lie in
+    no block of vLLM, has a class of its own below.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -247,6 +249,19 @@ class DMIConnector(KVConnectorBase_V1):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> CaptureProm | None:
         return CaptureProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+class DMIPoolConnector(DMIConnector, SupportsHMA):
+    """The connector of owner "pool". vLLM's hybrid cache manager stays on: layers of each kind have their own blocks.
+
+    The rows of a request are found by its blocks in one group of layers (`RowSlots.group`).
+    """
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """block_ids: by group."""
+        return self.request_finished(request, block_ids[self.tracker.slots.group])
 
 
 def __getattr__(name: str) -> Any:

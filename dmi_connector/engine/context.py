@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dmi_connector.args import CONNECTOR, EXTRACT_HIDDEN_STATES
+from dmi_connector.args import CONNECTORS, EXTRACT_HIDDEN_STATES
 from dmi_connector.engine import contract
 from dmi_connector.engine.features import features_of_hooks, may_sleep
 from dmi_connector.engine.model.architectures import Architecture, Latent
@@ -97,7 +97,7 @@ def is_active(vllm_config: VllmConfig) -> bool:
 
     refusals.check_alone(vllm_config)
     transfer = vllm_config.kv_transfer_config
-    return transfer is not None and transfer.kv_connector == CONNECTOR
+    return transfer is not None and transfer.kv_connector in CONNECTORS
 
 
 _built: tuple[object, CaptureContext] | None = None

@@ -193,8 +193,12 @@ NAMES: dict[str, dict[str, Name]] = {
             "wrapped, so that the metadata of every batch is seen: there is no cache layer of ours that gets it",
         ),
         "attention_spec": Name(
-            "vllm.v1.kv_cache_interface:AttentionSpec",
-            "tells the cache group whose slots stand for positions",
+            "vllm.v1.kv_cache_interface:FullAttentionSpec",
+            "tells the cache group that keeps a slot for each token of a request",
+        ),
+        "all_groups": Name(
+            "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA.request_finished_all_groups",
+            "a connector that has it lets vLLM keep its hybrid cache manager on; called in place of request_finished",
         ),
         "uniform_spec": Name(
             "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs",
@@ -215,6 +219,16 @@ NAMES: dict[str, dict[str, Name]] = {
         "hash_size": Name(
             "vllm.v1.core.block_pool:BlockPool",
             "its hash_block_size is the number of tokens of a hash",
+        ),
+    },
+    "hybrid models": {
+        "aligned_states": Name(
+            "vllm.config:CacheConfig.__dataclass_fields__.mamba_cache_mode",
+            "says whether pieces of prompts end where blocks end",
+        ),
+        "partial_hits": Name(
+            "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+            "tells prefix hits that end inside a block, of which a connector is told the whole blocks alone",
         ),
     },
     "speculative decoding": {

@@ -7,7 +7,7 @@ import functools
 import multiprocessing
 import os
 
-from dmi_connector.args import CONNECTOR, CONNECTOR_MODULE
+from dmi_connector.args import CONNECTOR_MODULE, CONNECTORS
 from dmi_connector.store.format.locks import LIFE_LOCK, hold_life_lock
 
 
@@ -41,7 +41,8 @@ def register() -> None:
 
 @functools.cache  # once in a process: vLLM raises for a name that it knows
 def _register_connector() -> None:
-    """Let `kv_connector` alone name the connector. vLLM imports its module where it is chosen."""
+    """Let `kv_connector` alone name a connector. vLLM imports its module where it is chosen."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
+    for name in CONNECTORS:
+        KVConnectorFactory.register_connector(name, CONNECTOR_MODULE, name)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from vllm import envs
 
-from dmi_connector.args import CONNECTOR
+from dmi_connector.args import CONNECTOR, CONNECTORS, POOL_CONNECTOR
 from dmi_connector.engine import contract
 from dmi_connector.engine.features import features_of, may_sleep
 from dmi_connector.engine.owners import owner_of
+from dmi_connector.engine.owners.asked import asked
+from dmi_connector.settings import POOL
 from dmi_connector.store.format.linux import check_linux
 
 if TYPE_CHECKING:
@@ -30,11 +32,29 @@ def check(vllm_config: VllmConfig) -> None:
     contract.check_version()
     contract.check_names(["always"])  # by which the others are told
     contract.check_names(features_of(vllm_config))
+    _check_connector(vllm_config)
     _check_parallel(vllm_config.parallel_config)
     _check_model(vllm_config)
     _check_compilation(vllm_config)
     owner_of(vllm_config).check(vllm_config)
     _check_sleep(vllm_config)
+
+
+def _check_connector(vllm_config: VllmConfig) -> None:
+    """The connector is that of the owner: it decides whether vLLM's hybrid cache manager is on."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    pool = asked(vllm_config) == POOL
+    if pool and transfer.kv_connector != POOL_CONNECTOR:
+        raise ValueError(
+            f"kv_connector: {transfer.kv_connector!r} turns vLLM's hybrid cache manager off, and owner='pool' runs "
+            f"with it; set it to {POOL_CONNECTOR!r}, as capture_args() does"
+        )
+    if not pool and transfer.kv_connector == POOL_CONNECTOR:
+        raise ValueError(
+            f'kv_connector: {POOL_CONNECTOR!r} is of owner=\'pool\'; add "owner": "pool" to '
+            f"kv_connector_extra_config, or set kv_connector to {CONNECTOR!r}"
+        )
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
@@ -204,12 +224,13 @@ def check_alone(vllm_config: VllmConfig) -> None:
         raise replaced_by(transfer.kv_connector)
     beside = extra.get("connectors") or []
     names = [one.get("kv_connector") for one in beside if isinstance(one, dict)]
-    if CONNECTOR in names:
-        others = ", ".join(str(name) for name in names if name != CONNECTOR)
-        raise ValueError(
-            f"kv_connector: {transfer.kv_connector} runs {CONNECTOR} beside {others}, which may load keys and values "
-            f"of tokens that have no rows; let kv_transfer_config name {CONNECTOR} alone, as capture_args() returns it"
-        )
+    for ours in CONNECTORS:
+        if ours in names:
+            others = ", ".join(str(name) for name in names if name != ours)
+            raise ValueError(
+                f"kv_connector: {transfer.kv_connector} runs {ours} beside {others}, which may load keys and values "
+                f"of tokens that have no rows; let kv_transfer_config name {ours} alone, as capture_args() returns it"
+            )
 
 
 def check_one_engine() -> None:

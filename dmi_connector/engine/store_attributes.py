@@ -67,7 +67,9 @@ def _attention(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, An
     named = vllm_config.compilation_config.static_forward_context
     arch = context.arch
     numbers = range(context.dims.layers)  # by which vLLM 0.31's Transformers backend names them
-    layers = [named.get(f"{arch.layers}.{i}.{arch.attn_name}", named.get(f"{i}.attn")) for i in numbers]
+    rows = [(i, arch.of_layer(i, context.dims)) for i in numbers]
+    found = {i: named.get(f"{arch.layers}.{i}.{row.attn_name}", named.get(f"{i}.attn")) for i, row in rows if row.attn}
+    layers: list[Any] = [*found.values()]
     if "latent" in arch.features:
         return {"latent": True, **({} if layers[0] is None else {"scale": float(layers[0].impl.scale)})}
     if any(layer is None or not hasattr(layer, "sliding_window") for layer in layers):
@@ -77,10 +79,10 @@ def _attention(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, An
     facts = {
         "scale": float(impls[0].scale),
         "soft_cap": float(impls[0].logits_soft_cap or 0) or None,
-        "windows": [layer.sliding_window for layer in layers],
-        "chunks": [getattr(layer, "attention_chunk_size", None) for layer in layers],
+        "windows": [getattr(found.get(i), "sliding_window", None) for i in numbers],
+        "chunks": [getattr(found.get(i), "attention_chunk_size", None) for i in numbers],
         "sinks": any(getattr(impl, "sinks", None) is not None for impl in impls),
         "image_blocks": getattr(layers[0], "use_mm_prefix", False) and layers[0].attn_backend.supports_mm_prefix(),
         "alibi_slopes": None if slopes is None else [float(slope) for slope in slopes],
     }
-    return {name: value for name, value in facts.items() if value and value != [None] * len(layers)}
+    return {name: value for name, value in facts.items() if value and value != [None] * len(numbers)}

@@ -67,11 +67,12 @@ class Ask:
 
 @dataclass
 class Run:
-    """What an engine did. steps: for each step {request id: tokens scheduled} (in-process engines only)."""
+    """What an engine did. steps: for each step {request id: tokens scheduled}; preempted: ids (in-process only)."""
 
     store_dir: Path
     replies: dict[str, RequestOutput] = field(default_factory=dict)
     steps: list[dict[str, int]] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
     drafts: int = 0
     block_size: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
@@ -253,6 +254,7 @@ def watch_scheduler(llm: LLM, run: Run) -> None:
     def recorded(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
         run.steps.append(dict(output.num_scheduled_tokens))
+        run.preempted += output.preempted_req_ids or ()
         run.drafts += sum(len(tokens) for tokens in output.scheduled_spec_decode_tokens.values())
         return output
 

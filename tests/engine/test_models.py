@@ -112,8 +112,6 @@ EVEN = {
 }
 """Heads that two ranks can share, by family or by model."""
 SHORT = [
-    ("granite", "eager", "target"),
-    ("qwen2_moe", "eager", "draft"),
     ("gemma2", "eager", "target"),
     ("cohere2", "eager", "draft"),
     ("gpt_oss", "eager", "target"),

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,16 +118,42 @@ _NEMOTRON = ("nemotron_h", "NemotronHForCausalLM", {"mamba_num_heads": 3, "mamba
 HYBRIDS = [("qwen3_next", "Qwen3NextForCausalLM", {"num_experts": 4}), _FALCON, _NEMOTRON]
 
 
-@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize("owner", [owner for owner in OWNERS if owner != "pool"])
 @pytest.mark.parametrize(("model_type", "architecture", "fields"), HYBRIDS, ids=[name for name, _, _ in HYBRIDS])
-def test_hybrid_models_are_refused(
+def test_hybrid_models_need_a_pool(
     tmp_path: Path, owner: str, model_type: str, architecture: str, fields: dict[str, Any]
 ) -> None:
     model = config_of(tmp_path / "model", model_type, architecture, **fields)
-    with pytest.raises(
-        ValueError, match=r"Mamba or linear-attention layers.*use a model with attention in every layer"
-    ):
+    words = rf"Mamba or linear-attention layers.*owner='{owner}' .*use owner='pool'"
+    with pytest.raises(ValueError, match=words):
         capture_context(vllm_config(model, tmp_path / "captures", owner=owner, **NO_TOKENIZER))
+
+
+def test_a_hybrid_model_whose_blocks_are_scaled_is_refused(tmp_path: Path) -> None:
+    fields = {"num_experts": 4, "layer_scale": True}
+    model = config_of(tmp_path / "model", "qwen3_next", "Qwen3NextForCausalLM", **fields)
+    with pytest.raises(ValueError, match=r"model: Qwen3NextForCausalLM with layer_scale=True .*; use another model"):
+        capture_context(vllm_config(model, tmp_path / "captures", owner="pool", **NO_TOKENIZER))
+
+
+def test_a_hybrid_model_with_layers_of_several_sizes_is_refused(tmp_path: Path) -> None:
+    _, name, fields = _NEMOTRON
+    config = SimpleNamespace(**fields, intermediate_size=[96, 128], hybrid_override_pattern="M-*-")
+    with pytest.raises(ValueError, match=rf"model: {name} with layers of different sizes .*whose layers are alike"):
+        ARCHITECTURES[name].fit(config)
+    config.intermediate_size = [96, 96]
+    assert ARCHITECTURES[name].fit(config).only == ()
+    config.hybrid_override_pattern = "M-*E"
+    known = ARCHITECTURES[name].fit(config).only
+    assert "mlp_out" in known and not {"router_logits", "topk_ids", "topk_weights"} & {*known}
+
+
+def test_a_rank_has_no_slice_of_what_enters_a_mixer(tmp_path: Path) -> None:
+    model = config_of(tmp_path / "model", "qwen3_next", "Qwen3NextForCausalLM", num_experts=4)
+    config = vllm_config(model, tmp_path / "captures", {"hooks": "mix_*"}, owner="pool", **NO_TOKENIZER)
+    config.parallel_config.tensor_parallel_size = 2
+    with pytest.raises(ValueError, match=r"tensor_parallel_size: 2 splits mix_proj of Qwen3NextForCausalLM"):
+        capture_context(config)
 
 
 @pytest.mark.parametrize(("model_type", "architecture", "fields"), HYBRIDS, ids=[name for name, _, _ in HYBRIDS])
@@ -332,6 +359,17 @@ def test_a_connector_in_the_place_of_ours_is_refused_without_our_module_too(
         is_active(vllm_config(model, tmp_path, **capture, kv_offloading_size=0.1))
     offloading = {"kv_transfer_config": None, "speculative_config": None, "kv_offloading_size": 0.1}
     assert not is_active(vllm_config(model, tmp_path, **offloading)), "without our options it is left alone"
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_the_connector_of_another_owner_is_refused(model: Path, tmp_path: Path, owner: str) -> None:
+    config = vllm_config(model, tmp_path, owner=owner)
+    mine = config.kv_transfer_config.kv_connector
+    other = "DMIConnector" if owner == "pool" else "DMIPoolConnector"
+    config.kv_transfer_config.kv_connector = other
+    assert is_active(config), "it is one of ours"
+    with pytest.raises(ValueError, match=rf"kv_connector: '{other}' .*set (it|kv_connector) to '{mine}'"):
+        capture_context(config)
 
 
 def test_a_list_as_additional_config_is_refused(model: Path, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ CASES = [
             "hooks_vs_transformers",
             "multimodal",
             "speculative",
+            "hybrid_cache",
         )
     ),
 ]

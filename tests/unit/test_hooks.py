@@ -52,6 +52,25 @@ LATENT = ModelDims(
     kv_lora_rank=40,
     qk_rope_head_dim=8,
 )
+HYBRID = ModelDims(
+    "Hybrid",
+    4,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    intermediate=96,
+    vocab=512,
+    experts=5,
+    top_k=3,
+    moe_layers=(0,),
+    features=USUAL | {"gated_mixer"},
+    attn_layers=(1,),
+    mixer_layers=(0, 2),
+    mlp_layers=(0, 1, 3),
+    mixer_proj=48,
+    mixer_inner=40,
+)
 ALL = tuple(range(8))
 ROOT = Path(__file__).parents[2]
 
@@ -179,7 +198,7 @@ def test_presets_are_what_the_pages_promise() -> None:
     assert set(PRESETS["vllm-full"]) == set(HOOKS) - {"q_rot", "k_rot", "pattern"}
     assert PRESETS["hidden-states"] == ("resid_pre", "resid_final")
     assert PRESETS["attention"] == ("q_rot", "k_rot", "v", "kv_c", "k_pe", "z")
-    usual = [name for name, hook in HOOKS.items() if hook.only != "post_norms"]
+    usual = [name for name, hook in HOOKS.items() if hook.only not in ("post_norms", "mixer", "gated_mixer")]
     pages = {"README.md": [*usual, *PRESETS], "docs/HOOKS.md": [*HOOKS, *PRESETS, *ALIASES]}
     for page, names in pages.items():
         text = (ROOT / page).read_text()
@@ -372,3 +391,36 @@ def test_a_request_narrows_layers_and_keeps_hooks_that_exist_once() -> None:
 def test_only_a_near_name_is_suggested() -> None:
     assert suggest("mlp_pots", HOOKS) == ": did you mean 'mlp_post'?"
     assert suggest("q_rot", ["resid_pre", "mlp_out"]) == ""
+
+
+def test_layers_of_hybrid_models_have_the_hooks_of_their_blocks() -> None:
+    """Layer 1 has attention, 0 and 2 a mixer, 3 an MLP alone; layer 2 has none."""
+    of_attention = ("q", "k", "v", "q_rot", "k_rot", "z")
+    assert chosen(",".join(of_attention), HYBRID) == dict.fromkeys(of_attention, (1,))
+    assert chosen("mix_*", HYBRID) == dict.fromkeys(("mix_proj", "mix_core", "mix_z"), (0, 2))
+    assert chosen("attn_out,mlp_out,mlp_post,topk_ids", HYBRID) == {
+        "attn_out": (0, 1, 2),
+        "topk_ids": (0,),
+        "mlp_post": (1, 3),
+        "mlp_out": (0, 1, 3),
+    }
+    assert chosen("resid_pre,ln1", HYBRID) == dict.fromkeys(("resid_pre", "ln1"), (0, 1, 2, 3))
+    assert [HYBRID.width(HOOKS[name]) for name in ("mix_proj", "mix_core", "mix_z")] == [48, 40, 40]
+    assert not chosen("vllm-full,attention").keys() & {"mix_proj", "mix_core", "mix_z"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "dims", "why"),
+    [
+        ("q@0", HYBRID, "does not exist in Hybrid in those layers, which have no attention"),
+        ("mix_z@1", HYBRID, "does not exist in Hybrid in those layers, which have no mixer"),
+        ("attn_out@3", HYBRID, "in those layers, which have neither attention nor a mixer"),
+        ("mlp_out@2", HYBRID, "in those layers, which have no MLP"),
+        ("mix_core", replace(HYBRID, features=USUAL), "Hybrid, which has no norm behind the core of its mixers"),
+        ("mix_proj", DENSE, "Dense, which has attention in every layer"),
+        ("mix_core", DENSE, "Dense, which has attention in every layer"),
+    ],
+)
+def test_a_hook_of_another_kind_of_layer_is_refused_with_the_reason(spec: str, dims: ModelDims, why: str) -> None:
+    with pytest.raises(SelectionError, match=why):
+        parse_selection(spec, dims)

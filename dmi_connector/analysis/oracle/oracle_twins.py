@@ -14,7 +14,9 @@ ONCE = ("embed", "resid_final", "final_ln")
 class Point:
     """Where to read a hook: the input or output of a module.
 
-    module: path in a decoder layer, or in the base model for hooks of ONCE. side: "in" or "out"; the first
+    module: path in a decoder layer, or in the base model for hooks of ONCE; several, separated by spaces, whose outputs
+    are put side by side, or added if there is a plus between them. needs, unless: modules that a layer must have, or
+    must not have, for the point to count. side: "in" or "out"; the first
     element of a tuple is used. part: "q", "k" or "v" of a fused projection of queries, keys and values.
     """
 
@@ -22,6 +24,8 @@ class Point:
     module: str
     side: str = "out"
     part: str = ""
+    needs: str = ""
+    unless: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,14 @@ _GEMMA = LLAMA.but(
     Point("mlp_proj", "mlp"),
     Point("mlp_out", "post_feedforward_layernorm"),
 )
+_DELTA = LLAMA.but(
+    Point("mix_proj", "linear_attn.in_proj_qkvz linear_attn.in_proj_ba"),
+    Point("mix_proj", " ".join(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))),
+    Point("mix_core", "linear_attn.norm", "in"),
+    Point("mix_z", "linear_attn.out_proj", "in"),
+    Point("attn_out", "linear_attn.out_proj"),
+    Point("attn_out", "self_attn.o_proj"),
+)
 _LATENT = replace(LLAMA, weights_scale="routed_scaling_factor", latent=True)
 ABSENT = "-"  # no module has this name
 _OLMO = LLAMA.but(
@@ -129,7 +141,69 @@ _GLM4 = LLAMA.but(
     Point("mlp_out", "post_mlp_layernorm"),
 )
 _PARALLEL = LLAMA.but(Point("resid_mid", ABSENT), Point("ln2", ABSENT))
+_MAMBA = (
+    Point("mix_proj", "mamba.in_proj"),
+    Point("mix_core", "mamba.norm", "in"),
+    Point("mix_z", "mamba.out_proj", "in"),
+)
+_NEMOTRON_H = Twin(
+    points=(
+        Point("resid_pre", "norm", "in"),
+        Point("ln1", "norm"),
+        Point("q", "mixer.q_proj"),
+        Point("k", "mixer.k_proj"),
+        Point("v", "mixer.v_proj"),
+        Point("z", "mixer.o_proj", "in"),
+        *(Point(point.name, point.module.replace("mamba", "mixer"), point.side) for point in _MAMBA),
+        Point("attn_out", "mixer.o_proj"),
+        Point("attn_out", "mixer.out_proj"),
+        Point("mlp_post", "mixer.down_proj", "in"),
+        Point("mlp_out", "mixer.down_proj"),
+        Point("mlp_out", "mixer", needs="mixer.experts"),
+    ),
+    once=(Point("embed", "embeddings"), Point("resid_final", "norm_f", "in"), Point("final_ln", "norm_f")),
+    attn="mixer",
+    gate="mixer.gate",
+    rotary=False,
+    weights_scale="routed_scaling_factor",
+)
 TWINS = {
+    "nemotron_h": _NEMOTRON_H,
+    "granitemoehybrid": replace(
+        LLAMA.but(
+            *_MAMBA,
+            Point("attn_out", "self_attn.o_proj"),
+            Point("attn_out", "mamba.out_proj"),
+            Point("mlp_post", "shared_mlp.output_linear", "in", unless="block_sparse_moe"),
+            Point("mlp_out", "shared_mlp"),
+            Point("mlp_out", "block_sparse_moe + shared_mlp"),
+        ),
+        scale="residual_multiplier",
+        gate="block_sparse_moe.router",
+    ),
+    "lfm2": replace(
+        LLAMA.but(
+            Point("resid_pre", "operator_norm", "in"),
+            Point("ln1", "operator_norm"),
+            Point("q", "self_attn.q_layernorm"),
+            Point("k", "self_attn.k_layernorm"),
+            Point("z", "self_attn.out_proj", "in"),
+            Point("attn_out", "self_attn.out_proj"),
+            Point("attn_out", "conv.out_proj"),
+            Point("resid_mid", "ffn_norm", "in"),
+            Point("ln2", "ffn_norm"),
+            Point("mlp_post", "feed_forward.w2", "in"),
+            Point("mlp_out", "feed_forward"),
+        ),
+        once=(
+            Point("embed", "embed_tokens"),
+            Point("resid_final", "embedding_norm", "in"),
+            Point("final_ln", "embedding_norm"),
+        ),
+    ),
+    "qwen3_next": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA,
     "gemma2": _GEMMA,
     "gemma3_text": replace(_GEMMA, norms_heads=True),
     "glm4_moe": replace(LLAMA, weights_scale="routed_scaling_factor"),

@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ class Oracle:
         # Llama 4's text model has no base of its own.
         self._base = self.model.model if base is self.model else getattr(base, "model", base) if self.wraps else base
         self.twin = TWINS.get(self.config.model_type, LLAMA)
+        if self.config.model_type == "granitemoehybrid":
+            self.twin = replace(self.twin, rotary=self.config.position_embedding_type == "rope")
         if getattr(self.config, "use_parallel_residual", False):
             self.twin = self.twin.but(Point("resid_mid", ABSENT))
         if not getattr(self.config, "use_post_norm", True):
@@ -152,7 +155,12 @@ class Oracle:
 
     def _watch_layer(self, recorder: _Recorder, layer: Any) -> None:
         present = dict(layer.named_modules())
-        for point in {point.name: point for point in self.twin.points if point.module in present}.values():
+        points = [point for point in self.twin.points if _is_there(point, present)]
+        for point in {point.name: point for point in points}.values():
+            if " " in point.module:
+                paths = point.module.split()
+                recorder.watch_several([present[path] for path in paths if path != "+"], point.name, "+" in paths)
+                continue
             pick = functools.partial(self._part, part=point.part) if point.part else None
             if self.twin.norms_heads and point.module.endswith(("q_norm", "k_norm", "q_layernorm", "k_layernorm")):
                 pick = functools.partial(self._heads_last, heads=self._sizes[0 if point.name == "q" else 1])
@@ -194,6 +202,12 @@ def _as_vllm(config: Any) -> Any:
     return config
 
 
+def _is_there(point: Point, present: Mapping[str, Any]) -> bool:
+    """Whether a layer with these modules has a point."""
+    wanted = {*point.module.split(), point.needs or point.module.split()[0]} - {"+"}
+    return wanted <= present.keys() and not (point.unless and point.unless in present)
+
+
 class _Recorder(ExitStack):
     """Collects rows [tokens, width] in layer order with forward hooks, which its `with` block removes."""
 
@@ -219,6 +233,19 @@ class _Recorder(ExitStack):
 
         self.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
 
+    def watch_several(self, modules: Sequence[torch.nn.Module], name: str, add: bool) -> None:
+        """Note the outputs of modules side by side, or their sum. They run in this order."""
+        parts: list[torch.Tensor] = []
+
+        def hook(module: torch.nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> None:
+            parts.append(output.reshape(self.tokens, -1))
+            if module is modules[-1]:
+                self.rows[name].append(sum(parts[1:], parts[0]) if add else torch.cat(parts, -1))
+                parts.clear()
+
+        for module in modules:
+            self.callback(module.register_forward_hook(hook).remove)
+
     def watch_method(self, module: torch.nn.Module, name: str) -> None:
         """Note the rotated queries and keys that a method of an attention module gets."""
         method = getattr(module, name)
@@ -235,9 +262,7 @@ class _Recorder(ExitStack):
 
         def hook(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             if len(output) == 3:
-                scores, weights, ids = output
-                if not scores.is_floating_point():  # of Granite
-                    ids, weights, scores = output
+                scores, weights, ids = output if output[0].is_floating_point() else reversed(output)
             else:
                 every, scores = output
                 ids = scores.topk(top_k, -1).indices

@@ -113,8 +113,8 @@ class Paged(Owner):
         model = vllm_config.model_config
         if model.is_hybrid:
             raise ValueError(
-                f"model: {model.model!r} has Mamba or linear-attention layers, which need vLLM's hybrid cache manager; "
-                "DMIConnector does not support that; use a model with attention in every layer"
+                f"model: {model.model!r} has Mamba or linear-attention layers, which need vLLM's hybrid cache manager, "
+                f"and owner={self.name!r} keeps rows in a cache without it; use owner='pool'"
             )
 
     def row_slots(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> PagedSlots:

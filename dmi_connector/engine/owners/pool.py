@@ -58,15 +58,11 @@ class Pool(Owner):
         return asked(vllm_config) == POOL
 
     def features(self, vllm_config: VllmConfig) -> list[str]:
-        return ["pool", *(["speculative decoding"] if vllm_config.speculative_config is not None else [])]
+        hybrid = ["hybrid models"] if vllm_config.model_config.is_hybrid else []
+        return ["pool", *hybrid, *(["speculative decoding"] if vllm_config.speculative_config is not None else [])]
 
     def check(self, vllm_config: VllmConfig) -> None:
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
-        if model.is_hybrid:
-            raise ValueError(
-                f"model: {model.model!r} has Mamba or linear-attention layers, which need vLLM's hybrid cache manager; "
-                "DMIConnector does not support that; use a model with attention in every layer"
-            )
         if model.enable_sleep_mode or model.enable_cumem_allocator:
             raise ValueError(
                 "enable_sleep_mode: sleep (here or with enable_cumem_allocator) gives up the memory of the pool, which "
@@ -111,16 +107,22 @@ class Pool(Owner):
 
 
 def key_group(config: KVCacheConfig) -> tuple[int, str, int]:
-    """(number, first layer, slots of a block) of the cache group whose slots stand for positions.
+    """(number, first layer, slots of a block) of the first cache group with full attention.
 
-    Raises ValueError where no group has a slot for each token.
+    Such a group keeps a slot for each token until the request ends. Groups with a window give slots of older tokens to
+    other requests, and those with a state (Mamba) have none for most tokens. Raises ValueError without such a group.
     """
-    from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
     for index, group in enumerate(config.kv_cache_groups):
         spec: Any = group.kv_cache_spec
         if isinstance(spec, UniformTypeKVCacheSpecs):
             spec = next(iter(spec.kv_cache_specs.values()))
-        if isinstance(spec, AttentionSpec):
+        if isinstance(spec, FullAttentionSpec) and not hasattr(spec, "rswa_window"):
             return index, group.layer_names[0], group.kv_cache_spec.block_size
-    raise ValueError("model: no layer has an attention cache, whose slots owner='pool' needs; use owner='target'")
+    kinds = sorted({type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups})
+    raise ValueError(
+        "model: none of its layers has full attention, whose cache keeps a slot for each token of a request, and "
+        f"owner='pool' finds rows by these slots (its layers have {', '.join(kinds) or 'no cache'}); use "
+        "owner='target', or a model with full attention in some layers"
+    )

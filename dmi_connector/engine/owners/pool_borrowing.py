@@ -61,11 +61,15 @@ class CacheReads:
 
 
 class Borrowing:
-    """The reads of all captured requests. block_size: tokens of a block, until vLLM's own hashes are known."""
+    """The reads of all captured requests. block_size: tokens of a block, until vLLM's own hashes are known.
+
+    Where hits may end inside a block, hashes do not say how long a hit is: then all tokens of it are computed again.
+    """
 
     def __init__(self, context: Context, block_size: int) -> None:
         options = context.options
         self.sources = RowSources(options.chunk_tokens, block_size, context.tp > 1, options.sink == "disk")
+        self._part_hits = False  # whether hits may end inside a block
         self._later: list[tuple[CacheReads, int, int]] = []  # to be cut: hit, and `low` of `allows`
         self.counts = {"recomputed_tokens": 0, "borrowed_tokens": 0}
 
@@ -93,7 +97,7 @@ class Borrowing:
 
     def _find(self, reads: CacheReads, top: int) -> tuple[Source, int] | None:
         """Whose rows a request can borrow. One that was preempted has its own."""
-        return None if reads.begun else self.sources.find(reads.source, reads.request, top)
+        return None if reads.begun or self._part_hits else self.sources.find(reads.source, reads.request, top)
 
     def cut(self) -> list[Request]:
         """A pass ends: cut the hits of those that wait. Returns requests that are to read nothing."""
@@ -102,7 +106,7 @@ class Borrowing:
             top = min(hit, reads.tracked.limit)
             found = self._find(reads, top)
             stop = low if found is None else found[1]
-            if stop < size:
+            if stop < size or self._part_hits:
                 nothing.append(reads.request)
             elif stop < top or top == hit:  # else all rows that it wants of the hit are there by now
                 reads.cut(stop // size)
@@ -129,6 +133,7 @@ class Borrowing:
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         """Forget all sources when the prefix cache is reset."""
         self.sources.hash_size = kv_cache_manager.block_pool.hash_block_size
+        self._part_hits = bool(getattr(kv_cache_manager.coordinator, "enable_partial_hash_hits", False))
         reset = kv_cache_manager.reset_prefix_cache
 
         def reset_prefix_cache() -> bool:

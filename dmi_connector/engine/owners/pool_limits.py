@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PAGE = 16
 """Positions of a page, if blocks of vLLM are a multiple of it. A page never reaches over two blocks."""
 _PROMPT_TOKENS = 256
-"""Smallest budget of a step beside the tokens that running requests decode."""
+"""Smallest budget of a step beside the tokens that running requests decode, unless blocks are larger."""
 
 
 def page_size(block_size: int) -> int:
@@ -30,6 +30,8 @@ class StepLimits:
     scheduler: its configuration, whose `max_num_batched_tokens` is read at the beginning of each step. stock: what it
     was at start. tokens: of a step. requests: that run at once. of_request: tokens of a decoding request in a step,
     draft tokens included. whole: prompts, or images in them, are not split over steps, so a step is never made smaller.
+    block: in hybrid models whose states are cached, tokens of a block; else 0. vLLM ends pieces of prompts where blocks
+    end, so that a step with room for less would compute nothing.
     """
 
     scheduler: Any
@@ -37,6 +39,7 @@ class StepLimits:
     requests: int
     of_request: int = 1
     whole: bool = False
+    block: int = 0
     stock: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,13 +54,21 @@ class StepLimits:
         of_request = 1 if drafts is None else 1 + drafts.num_speculative_tokens + drafts.max_num_new_slots_for_drafting
         images = vllm_config.model_config.is_multimodal_model and scheduler.disable_chunked_mm_input
         whole = not scheduler.enable_chunked_prefill or images
-        return cls(scheduler, tokens, scheduler.max_num_seqs, of_request, whole)
+        cache = vllm_config.cache_config
+        aligned = vllm_config.model_config.is_hybrid and cache.mamba_cache_mode == "align"
+        block = cache.block_size if aligned and cache.block_size <= tokens else 0
+        return cls(scheduler, tokens, scheduler.max_num_seqs, of_request, whole, block)
 
     def floor(self, requests: int) -> int:
         """Tokens that a step has at least while prompts are captured. requests: that run."""
         if self.whole:
             return self.tokens
-        return min(self.tokens, requests * self.of_request + _PROMPT_TOKENS)
+        return min(self.tokens, requests * self.of_request + self.prompt)
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of prompts that the smallest step has room for."""
+        return max(_PROMPT_TOKENS, self.block)
 
     @property
     def lookahead(self) -> int:

@@ -16,6 +16,7 @@ from dmi_connector.engine.messages import Borrow, StepMetadata
 from dmi_connector.engine.owners.base import RowSlots
 from dmi_connector.engine.owners.pool_borrowing import Borrowing, CacheReads
 from dmi_connector.engine.owners.pool_limits import StepLimits, page_size
+from dmi_connector.option_values import OptionError
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -128,10 +129,19 @@ class PoolSlots(RowSlots):
         self._table: dict[int, int] = {}  # entries that change before the forward
         self._skip: list[Request] = []  # requests that must not read the prefix cache
         self.borrowing = Borrowing(context, block_size)
+        self._hits: dict[str, int] = {}  # tokens that the prefix cache has of a request that is being scheduled
 
     def sized(self, pages: int) -> None:
         if pages == self.pages.count:
             return  # vLLM says it again, and pages may be in use
+        least = self._pages(self.limits.floor(self.limits.requests)) + self.most
+        if pages < least:  # the workers did not know yet how large blocks are
+            page_bytes = self.size * self._context.layout.row_bytes
+            raise OptionError(
+                f"pool_bytes: {(pages + 1) * page_bytes} is too little for one captured request beside a step, which "
+                f"has {self.limits.prompt} tokens of prompts at least; give at least {(least + 1) * page_bytes}, or "
+                "lower max_num_seqs or chunk_tokens, or choose fewer hooks"
+            )
         self.pages = Pages(pages)
         self._slots = np.arange((1 + pages) * self.size).reshape(-1, self.size)
         rows, limits = pages * self.size, self.limits
@@ -253,6 +263,7 @@ class PoolSlots(RowSlots):
         rows = self._rows.get(request.request_id)
         if rows is None:
             return 0, False
+        computed = max(computed, self._hits.pop(request.request_id, 0))
         if not self._admit(rows):
             if request.skip_reading_prefix_cache:  # with which vLLM takes None for 0
                 request.skip_reading_prefix_cache = False
@@ -367,3 +378,15 @@ class PoolSlots(RowSlots):
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         self.borrowing.bind(kv_cache_manager)
+        # Hits are noted that may end inside a block: of these vLLM tells less.
+        if not getattr(kv_cache_manager.coordinator, "enable_partial_hash_hits", False):
+            return
+        find = kv_cache_manager.get_computed_blocks
+
+        def get_computed_blocks(request: Request) -> Any:
+            found = find(request)
+            if request.request_id in self._rows:
+                self._hits[request.request_id] = found[1]
+            return found
+
+        kv_cache_manager.get_computed_blocks = get_computed_blocks

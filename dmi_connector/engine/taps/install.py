@@ -1,22 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installs taps: forward hooks on a model's modules that hand tensors to the tap op.
-
-TAP_POINTS is the table of what is tapped where. A stage of a layer ends where its values may be overwritten; they are
-written by then. In eager mode each stage is written by one op. Under torch.compile one op writes the whole layer at its
-end, and narrow layers share an op (batches.py); `Keep` says what of that a value needs.
-
-    stage           hooks                               written before
-    ATTENTION_IN    resid_pre, ln1, q, k, v             rotary, which may rotate q and k in place
-    ATTENTION_OUT   kv_c, k_pe, q_rot, k_rot, z, attn_proj, attn_out
-                                                        the add-and-norm, which may overwrite attn_out
-    MLP_IN          resid_mid, ln2                      the end of the MLP; with experts, the experts
-    MLP_OUT         mlp_post, mlp_proj, mlp_out         the next add-and-norm, which may overwrite them
-"""
+"""Installs taps: forward hooks on a model's modules that hand tensors to the tap op. points.py has the table."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,176 +17,26 @@ from dmi_connector.engine.taps.batches import ModelTaps, TapBatch, batches_of_la
 from dmi_connector.engine.taps.compilation import Compilation
 from dmi_connector.engine.taps.final import install_final
 from dmi_connector.engine.taps.inputs import install_inputs
+from dmi_connector.engine.taps.points import (
+    EXPERTS_IN,
+    INPUTS,
+    MLP_IN,
+    MLP_OUT,
+    MODULES,
+    STAGES,
+    TAP_POINTS,
+    Keep,
+    LayerFacts,
+    Read,
+    Stage,
+    TapPoint,
+    Waits,
+    added,
+)
 from dmi_connector.engine.taps.routing import install_routing
-from dmi_connector.engine.taps.values import copied, first, norm_outputs
+from dmi_connector.engine.taps.values import copied, first
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import RowField, RowLayout
-
-Read = Callable[["LayerFacts", tuple[Any, ...], Any], torch.Tensor]
-"""Takes a value from a module's arguments and output."""
-
-
-class Waits(enum.Enum):
-    """Whether the values of a stage can wait for the layer's later stages."""
-
-    NEVER = "never"
-    COMPILED = "compiled"  # Inductor keeps what it is told to keep; eager kernels work in place
-    ALWAYS = "always"
-
-
-class Stage(NamedTuple):
-    """A stretch of a layer.
-
-    ends_at: the earliest module at which it ends. beside: its values stay until the next tap.
-    """
-
-    ends_at: str
-    waits: Waits
-    beside: bool = True
-
-
-ATTENTION_IN = Stage("qkv", Waits.COMPILED)
-ATTENTION_OUT = Stage("o_proj", Waits.COMPILED)
-MLP_IN = Stage("ln2", Waits.ALWAYS)
-EXPERTS_IN = Stage("ln2", Waits.NEVER, beside=False)
-"""MLP_IN of layers with experts, whose kernels may work in place on their input."""
-MLP_OUT = Stage("mlp", Waits.NEVER)
-STAGES = (ATTENTION_IN, ATTENTION_OUT, MLP_IN, EXPERTS_IN, MLP_OUT)
-
-_ATTENTION = ("layer", "ln1", "kv_norm", "qkv", "q_norm", "k_norm", "attn", "o_proj", "attn_norm")
-MODULES = (*_ATTENTION, "before_mlp", "ln2", "down_proj", "mlp", "mlp_norm")
-"""Modules of a layer in the order in which they run: attributes of `Architecture`."""
-INPUTS = ("layer", "attn", "before_mlp")
-"""Those whose inputs are tapped, before anything works on them."""
-
-
-class Keep(enum.Enum):
-    """What a compiled model needs so that a value is still there when it is written."""
-
-    AS_IS = enum.auto()  # the value itself
-    COPY = enum.auto()  # a copy: it is overwritten later, or never written to memory
-    HALVES = enum.auto()  # a copy of the halves of each head
-    STREAM = enum.auto()  # the value itself where the residual stream lasts, else a copy
-    PRODUCT = enum.auto()  # the value itself where a matrix product writes it and nothing overwrites it, else a copy
-    OUTPUT = enum.auto()  # a copy with experts, whose kernels may use its memory again, and of a product with a bias
-
-
-class LayerFacts(NamedTuple):
-    """One decoder layer.
-
-    head_size: of q. q_size, kv_size: widths of q and k on this rank. shared: values of each key that all heads share,
-    at its end, where latent attention gets keys of heads; else 0. experts: whether its MLP is a mixture of experts.
-    mlp_taps: whether hooks of its MLP are selected. scale: by what the outputs of its blocks are multiplied before they
-    are added.
-    """
-
-    module: nn.Module
-    arch: Architecture
-    compilation: Compilation
-    head_size: int
-    q_size: int
-    kv_size: int
-    shared: int
-    experts: bool
-    mlp_taps: bool
-    scale: float
-
-
-def _normed(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    return norm_outputs(layer.arch, args, output)[0]
-
-
-def _stream(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    return norm_outputs(layer.arch, args, output)[1]
-
-
-def _output(_layer: LayerFacts, _args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    return first(output)
-
-
-def _added(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    value = _output(layer, args, output)
-    return value if layer.scale == 1.0 else value * layer.scale
-
-
-def _input(number: int) -> Read:
-    return lambda _layer, args, _output: args[number]
-
-
-def _layer_input(layer: LayerFacts, args: tuple[Any, ...], _output: Any) -> torch.Tensor:
-    value: torch.Tensor = args[layer.arch.stream_at]
-    return value
-
-
-def _part(number: int) -> Read:
-    """0, 1, 2: queries, keys, values of a projection that returns them side by side."""
-
-    def read(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-        value = _output(layer, args, output)
-        if layer.arch.qkv_by_head:
-            groups = value.unflatten(-1, (-1, layer.q_size // layer.kv_size + 2, layer.head_size))
-            return groups.split((layer.q_size // layer.kv_size, 1, 1), -2)[number].flatten(-3)
-        ends = (0, layer.q_size, layer.q_size + layer.kv_size, None)
-        return value[..., ends[number] : ends[number + 1]]
-
-    return read
-
-
-def _heads(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    value = _output(layer, args, output)
-    return value.transpose(-3, -2) if layer.arch.heads_first else value
-
-
-def _rotary_key(layer: LayerFacts, args: tuple[Any, ...], _output: Any) -> torch.Tensor:
-    """The key that all heads share. Latent attention gets (q, kv_c, k_pe), or q, k and v of heads."""
-    key: torch.Tensor = args[1][:, 0, -layer.shared :] if layer.shared else args[2]
-    return key
-
-
-class TapPoint(NamedTuple):
-    """Where a hook is tapped.
-
-    module: a field of `Architecture`; the point does not exist where that is "". unless, where: other fields; the point
-    does not exist where `unless` is given, or `where` is not.
-    """
-
-    hook: str
-    module: str
-    read: Read
-    keep: Keep
-    stage: Stage
-    unless: str = ""
-    where: str = ""
-
-
-TAP_POINTS = (
-    TapPoint("resid_pre", "ln1", _stream, Keep.STREAM, ATTENTION_IN),
-    TapPoint("resid_pre", "layer", _layer_input, Keep.STREAM, ATTENTION_IN, unless="ln1"),
-    TapPoint("ln1", "ln1", _normed, Keep.AS_IS, ATTENTION_IN),
-    TapPoint("v", "qkv", _part(2), Keep.AS_IS, ATTENTION_IN),
-    TapPoint("q", "qkv", _part(0), Keep.HALVES, ATTENTION_IN, unless="q_norm"),
-    TapPoint("k", "qkv", _part(1), Keep.HALVES, ATTENTION_IN, unless="k_norm"),
-    TapPoint("q", "q_norm", _heads, Keep.HALVES, ATTENTION_IN),
-    TapPoint("k", "k_norm", _heads, Keep.HALVES, ATTENTION_IN),
-    TapPoint("kv_c", "kv_norm", _output, Keep.AS_IS, ATTENTION_OUT),
-    TapPoint("k_pe", "attn", _rotary_key, Keep.AS_IS, ATTENTION_OUT),
-    TapPoint("q_rot", "attn", _input(0), Keep.AS_IS, ATTENTION_OUT),
-    TapPoint("k_rot", "attn", _input(1), Keep.AS_IS, ATTENTION_OUT),
-    TapPoint("z", "o_proj", _input(0), Keep.AS_IS, ATTENTION_OUT),
-    TapPoint("attn_proj", "o_proj", _output, Keep.PRODUCT, ATTENTION_OUT, where="attn_norm"),
-    TapPoint("attn_out", "o_proj", _added, Keep.PRODUCT, ATTENTION_OUT, unless="attn_norm"),
-    TapPoint("attn_out", "attn_norm", _added, Keep.COPY, ATTENTION_OUT),
-    TapPoint("resid_mid", "ln2", _stream, Keep.COPY, MLP_IN),
-    TapPoint("resid_mid", "before_mlp", _input(0), Keep.COPY, MLP_IN, unless="ln2"),
-    TapPoint("ln2", "ln2", _normed, Keep.AS_IS, MLP_IN),
-    TapPoint("mlp_post", "down_proj", _input(0), Keep.AS_IS, MLP_OUT),
-    TapPoint("mlp_proj", "mlp", _output, Keep.OUTPUT, MLP_OUT, where="mlp_norm"),
-    TapPoint("mlp_out", "mlp", _added, Keep.OUTPUT, MLP_OUT, unless="mlp_norm"),
-    TapPoint("mlp_out", "mlp_norm", _added, Keep.COPY, MLP_OUT),
-)
-"""Where the hooks of a layer are. A new hook is a row here and in `hooks.HOOKS`. Routing and attention summaries run
-inside opaque ops of vLLM and have functions of their own.
-"""
 
 
 def install(model: nn.Module, context: CaptureContext, compilation: Compilation) -> ModelTaps:
@@ -212,8 +49,9 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
     joined = joined_before_attention(fields)
     layers: Any = model.get_submodule(arch.layers)
     for index in range(context.dims.layers):
-        if index in joined:
-            taps.before_attention(f"{arch.layers}.{index}.{arch.attn}", lambda _module, _args: taps.join())
+        row = arch.of_layer(index, context.dims)
+        if index in joined and (mixes := row.attn or row.mix_in):
+            taps.before_attention(f"{arch.layers}.{index}.{mixes}", lambda _module, _args: taps.join())
         if any(f.layer == index and HOOKS[f.hook].scope != "once" for f in fields):
             mine = shared.get(index, [index])
             if mine[0] not in batches:
@@ -238,19 +76,19 @@ def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
 def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatch, more: bool = False) -> None:
     """Register the taps of one layer. more: further layers of the batch follow."""
     context, compilation = taps.context, taps.compilation
-    arch, path = context.arch, f"{context.arch.layers}.{index}"
+    arch, path = context.arch.of_layer(index, context.dims), f"{context.arch.layers}.{index}"
     experts = index in context.dims.moe_layers
     points = _points(arch, context.layout, index, experts)
-    attn: Any = module.get_submodule(arch.attn)
-    absorbed = hasattr(attn, "qk_head_dim")  # latent attention whose head_size is that of the cache
-    head_size = attn.qk_head_dim if absorbed else attn.head_size
-    sizes = head_size, attn.num_heads * head_size, attn.num_kv_heads * head_size
-    shared = 0 if absorbed else context.dims.qk_rope_head_dim
+    attn: Any = module.get_submodule(arch.attn) if arch.attn else None
+    sizes = _sizes(attn, context.dims.qk_rope_head_dim) if arch.attn else (0, 0, 0, 0)
+    if arch.gated and arch.attn and {"q", "k"} & {point.hook for point, _ in points}:
+        _unfuse_norms(module.get_submodule(arch.attn.rpartition(".")[0]))
     mlp_taps = any(point.stage in (MLP_IN, EXPERTS_IN, MLP_OUT) for point, _ in points)
-    layer = LayerFacts(module, arch, compilation, *sizes, shared, experts, mlp_taps, context.block_scale)
+    layer = LayerFacts(module, arch, compilation, *sizes, experts, mlp_taps, context.block_scale)
     ends = {_end_of(arch, stage, points): stage for stage in STAGES if any(point.stage is stage for point, _ in points)}
     for name in MODULES:
-        here = tuple((row_field, _reader(point, layer)) for point, row_field in points if point.module == name)
+        mine = [(point, row_field) for point, row_field in points if point.module == name]
+        here = tuple((row_field, _joined(taps, point, index, layer)) for point, row_field in mine)
         stage = ends.get(name)
         if not here and stage is None:
             continue
@@ -262,7 +100,20 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
         attention_summary.install(attn, pattern, context.cache_layer, context.coverage)
         context.coverage.expect(pattern, f"{path}.{arch.attn}")
     if experts:
-        install_routing(taps, module, index, batch)
+        install_routing(taps, arch, module, index, batch)
+
+
+def _sizes(attn: Any, rotary: int) -> tuple[int, int, int, int]:
+    """(head_size, q_size, kv_size, shared) of `LayerFacts`. rotary: of a head in latent attention."""
+    absorbed = hasattr(attn, "qk_head_dim")  # latent attention whose head_size is that of the cache
+    head_size = attn.qk_head_dim if absorbed else attn.head_size
+    return head_size, attn.num_heads * head_size, attn.num_kv_heads * head_size, 0 if absorbed else rotary
+
+
+def _unfuse_norms(attention: Any) -> None:
+    """Let gated attention call its norms of q and k, where vLLM has a kernel for these, rotary and the gate."""
+    if hasattr(attention, "use_fused_qk_norm_rope_gate"):
+        attention.use_fused_qk_norm_rope_gate = False
 
 
 Points = Sequence[tuple[TapPoint, RowField]]
@@ -273,7 +124,8 @@ def _points(arch: Architecture, layout: RowLayout, index: int, experts: bool) ->
     found = []
     for point in TAP_POINTS:
         row_field = layout.find(point.hook, index)
-        unless, where = point.unless and getattr(arch, point.unless), not point.where or getattr(arch, point.where)
+        unless = any(getattr(arch, name) for name in point.unless)
+        where = not point.where or getattr(arch, point.where)
         if row_field is not None and getattr(arch, point.module) and where and not unless:
             stage = EXPERTS_IN if experts and point.stage is MLP_IN else point.stage
             found.append((point._replace(stage=stage), row_field))
@@ -329,12 +181,31 @@ def _register(
         taps.hook(path, lambda _module, args, output: tap(args, output))
 
 
+def _joined(taps: ModelTaps, point: TapPoint, index: int, layer: LayerFacts) -> Read:
+    """How a value is read, of two modules if the point has a first one."""
+    if not point.first or not getattr(layer.arch, point.first):
+        return _reader(point, layer)
+    noted: list[torch.Tensor] = []  # a list is emptied, see `TapBatch.write`
+
+    def note(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        noted.clear()
+        noted.append(first(output))
+
+    def read(facts: LayerFacts, _args: tuple[Any, ...], output: Any) -> torch.Tensor:
+        value = point.join(facts, noted[0], first(output))
+        noted.clear()
+        return copied(value)
+
+    taps.hook(layer.arch.path(index, point.first), note)
+    return read
+
+
 def _reader(point: TapPoint, layer: LayerFacts) -> Read:
     """How a value is read so that it is there when it is written (see `Keep`)."""
     read, keep, compilation = point.read, point.keep, layer.compilation
     if compilation.copies and keep is not Keep.HALVES:
         keep = Keep.COPY
-    if read is _added and layer.scale != 1.0:
+    if read is added and layer.scale != 1.0:
         keep = Keep.COPY
     if keep is Keep.AS_IS or (keep is Keep.OUTPUT and not layer.experts and not _has_bias(layer)):
         return read

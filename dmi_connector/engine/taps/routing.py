@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmi_connector.engine.model.architectures import Architecture
 from dmi_connector.engine.taps.batches import ModelTaps, TapBatch
 
 
-def install_routing(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatch) -> None:
-    """Register the routing taps of one layer. They run inside an opaque op, so each is written where it appears."""
-    context, path = taps.context, f"{taps.context.arch.layers}.{index}"
+def install_routing(taps: ModelTaps, arch: Architecture, module: nn.Module, index: int, batch: TapBatch) -> None:
+    """Register the routing taps of one layer, with this row. They run inside an opaque op: each is written at once."""
+    context, path = taps.context, f"{arch.layers}.{index}"
     scores, ids, weights = (context.layout.find(n, index) for n in ("router_logits", "topk_ids", "topk_weights"))
     scored, chosen = batch.again(), batch.again()
     if scores:
@@ -22,10 +23,10 @@ def install_routing(taps: ModelTaps, module: nn.Module, index: int, batch: TapBa
             scored.add(scores, output[0] if isinstance(output, tuple) else output)
             scored.write(beside=False)
 
-        taps.hook(f"{path}.{context.arch.moe_gate}", at_gate)
-        context.coverage.expect(scores, f"{path}.{context.arch.moe_gate}")
+        taps.hook(f"{path}.{arch.moe_gate}", at_gate)
+        context.coverage.expect(scores, f"{path}.{arch.moe_gate}")
     if ids or weights:
-        router: Any = module.get_submodule(context.arch.moe_experts).router
+        router: Any = module.get_submodule(arch.moe_experts).router
         select, to_places = router.select_experts, router._apply_eplb_mapping
 
         def apply_eplb_mapping(topk_ids: torch.Tensor) -> torch.Tensor:
@@ -41,4 +42,4 @@ def install_routing(taps: ModelTaps, module: nn.Module, index: int, batch: TapBa
 
         router._apply_eplb_mapping, router.select_experts = apply_eplb_mapping, select_experts
         for row_field in filter(None, (ids, weights)):
-            context.coverage.expect(row_field, f"{path}.{context.arch.moe_experts}.router.select_experts")
+            context.coverage.expect(row_field, f"{path}.{arch.moe_experts}.router.select_experts")

@@ -16,15 +16,16 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from dmi_connector.cli.tiny_hybrids import HYBRIDS
 from dmi_connector.cli.tiny_models import _COMMON, ARCHS, FAMILIES
 from dmi_connector.cli.tiny_vision import WRAPPERS, wrapper_fields
 from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture, Latent
 from dmi_connector.engine.model.transformers_backend import generic
-from tests.engine import test_hooks_vs_transformers, test_models, test_multimodal
+from tests.engine import test_hooks_vs_transformers, test_hybrids, test_models, test_multimodal
 from tests.engine.renamed import RENAMED
-from tests.engine.test_models import MODELS
 
-FILES: tuple[Any, ...] = (test_hooks_vs_transformers, test_models, test_multimodal)
+FILES: tuple[Any, ...] = (test_hooks_vs_transformers, test_models, test_multimodal, test_hybrids)
+MODELS = {**test_models.MODELS, **test_hybrids.MODELS}
 _SIZES = {
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "n_head", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "intermediate_size_mlp", "n_inner", "ffn_dim", "word_embed_proj_dim", "rotary_dim"),
@@ -34,7 +35,7 @@ _SIZES = {
 }
 _IN_THE_ROW = {
     *("use_parallel_residual", "qk_layernorm", "tie_word_embeddings", "model_type", "qk_norm", "use_post_norm"),
-    *("use_routing_bias", "mup_enabled"),
+    *("use_routing_bias", "mup_enabled", "position_embedding_type"),
 }
 """Fields of a config that only give sizes, and those that only decide what the row of the model is."""
 _SAME = {
@@ -60,7 +61,7 @@ def model(name: str) -> tuple[Architecture, Any, dict[str, Any]]:
         architecture = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name]
         return ARCHITECTURES[architecture].fit(config.get_text_config()), config, given["text_config"]
     arch, more = MODELS[name]
-    given = {**{**ARCHS, **FAMILIES}[arch], **more}
+    given = {**{**ARCHS, **FAMILIES, **HYBRIDS}[arch], **more}
     config = AutoConfig.for_model(arch, **{**_COMMON, **given})
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # where vLLM was imported, it has classes of its own for some configs
     renamed = RENAMED[name].architecture if name in RENAMED else None
@@ -125,8 +126,12 @@ def test_each_row_has_a_model_that_make_models_starts() -> None:
     assert {model(name)[0].name for name in EVERY} >= ARCHITECTURES.keys()
     started = [tuple(getattr(c, "values", [c])[0]) for file in FILES[1:] for c in file.CONFIGURATIONS]
     assert sorted(started) == sorted(
-        (name, mode, owner) for name in EVERY for mode in ("eager", "compiled") for owner in ("draft", "target")
+        (name, mode, owner) for name in EVERY for mode in ("eager", "compiled") for owner in owners(name)
     )
+
+
+def owners(name: str) -> tuple[str, ...]:
+    return ("pool",) if name in (*test_hybrids.MODELS, *test_multimodal.HYBRID) else ("draft", "target")
 
 
 @pytest.mark.parametrize("name", sorted(in_make_test() - ARCHS.keys()))

@@ -9,12 +9,23 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
 import dmi_connector.engine
 from dmi_connector import args, capture_args
 from dmi_connector.engine import models
+from dmi_connector.engine.connector import DMIPoolConnector
 from dmi_connector.engine.owners import OWNERS, owner_of
+from dmi_connector.engine.owners.pool import key_group
 from dmi_connector.engine.owners.target import Target
 
 ENGINE = Path(dmi_connector.engine.__file__).parent
@@ -81,6 +92,7 @@ def test_the_arguments_of_one_engine_are_not_those_of_another() -> None:
         (args.EXTRACT_HIDDEN_STATES, False, "", "draft", ["draft", "draft on the V1 runner"]),
         (args.EXTRACT_HIDDEN_STATES, True, "", "draft", ["draft", "draft on the V2 runner"]),
         (None, True, "pool", "pool", ["pool"]),
+        (None, True, "hybrid pool", "pool", ["pool", "hybrid models"]),
         ("ngram", False, "pool", "pool", ["pool", "speculative decoding"]),
         (args.EXTRACT_HIDDEN_STATES, True, "pool", "pool", ["pool", "speculative decoding"]),
     ],
@@ -88,7 +100,7 @@ def test_the_arguments_of_one_engine_are_not_those_of_another() -> None:
 def test_the_configuration_tells_the_owner_and_what_it_uses(
     method: str | None, v2: bool, asked: str, owner: str, features: list[str]
 ) -> None:
-    given = config(method, v2=v2, owner=asked)
+    given = config(method, v2=v2, owner=asked.removeprefix("hybrid "), hybrid=asked.startswith("hybrid"))
     found = owner_of(given)
     assert (found.name, found.features(given)) == (owner, features)
 
@@ -98,13 +110,13 @@ def test_the_configuration_tells_the_owner_and_what_it_uses(
     [
         (None, {}, ""),
         (None, {"runner": "pooling"}, ""),
-        (None, {"hybrid": True}, "model: 'm' has Mamba or linear-attention layers"),
+        (None, {"hybrid": True}, "model: 'm' has Mamba or linear-attention layers.*owner='target' .*use owner='pool'"),
         ("medusa", {}, "speculative_config: draft tokens of method 'medusa' may not form a chain; use one of ngram"),
         (args.EXTRACT_HIDDEN_STATES, {}, ""),
-        (args.EXTRACT_HIDDEN_STATES, {"hybrid": True}, "model: 'm' has Mamba or linear-attention layers"),
+        (args.EXTRACT_HIDDEN_STATES, {"hybrid": True}, "model: 'm' has Mamba .*owner='draft' .*use owner='pool'"),
         (args.EXTRACT_HIDDEN_STATES, {"runner": "pooling"}, "runner: 'pooling' skips the step .*owner='target'"),
         (None, {"owner": "pool"}, ""),
-        (None, {"owner": "pool", "hybrid": True}, "model: 'm' has Mamba or linear-attention layers"),
+        (None, {"owner": "pool", "hybrid": True}, ""),
         (None, {"owner": "pool", "sleep": True}, "enable_sleep_mode: .*owner='pool' does not support.*owner='target'"),
         (args.EXTRACT_HIDDEN_STATES, {"owner": "pool"}, "speculative_config: .*owner='draft' needs.*leave"),
         ("medusa", {"owner": "pool"}, "speculative_config: draft tokens of method 'medusa' may not form a chain"),
@@ -116,6 +128,37 @@ def test_an_owner_refuses_what_it_does_not_support(method: str | None, more: dic
         return owner_of(given).check(given)
     with pytest.raises(ValueError, match=words):
         owner_of(given).check(given)
+
+
+def groups(*specs: Any) -> Any:
+    """A cache of one group for each spec."""
+    made = [SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layers.{i}"]) for i, spec in enumerate(specs)]
+    return SimpleNamespace(kv_cache_groups=made)
+
+
+def test_rows_follow_a_group_that_keeps_a_slot_for_each_token() -> None:
+    sizes: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    window = SlidingWindowSpec(block_size=16, sliding_window=64, **sizes)
+    full = FullAttentionSpec(block_size=32, **sizes)
+    state = MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,))
+    of_sizes = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"layers.1": full})
+    assert key_group(groups(full)) == (0, "layers.0", 32)
+    assert key_group(groups(window, state, full, full)) == (2, "layers.2", 32)
+    assert key_group(groups(window, of_sizes)) == (1, "layers.1", 32)
+    assert key_group(groups(RSWASpec(block_size=16, rswa_window=8, **sizes), full)) == (1, "layers.1", 32)
+    for specs, kinds in (((window, state), "MambaSpec, SlidingWindowSpec"), ((), "no cache")):
+        words = rf"model: none of its layers has full attention.*layers have {kinds}\); use owner=.target."
+        with pytest.raises(ValueError, match=words):
+            key_group(groups(*specs))
+
+
+def test_a_connector_takes_its_blocks_of_all_groups() -> None:
+    connector = DMIPoolConnector.__new__(DMIPoolConnector)
+    ended: list[list[int]] = []
+    slots = SimpleNamespace(group=1)
+    connector.tracker = SimpleNamespace(slots=slots, finish=lambda _request, blocks: ended.append(blocks))  # type: ignore[assignment]
+    connector.request_finished_all_groups(None, ([1], [2, 3], []))  # type: ignore[arg-type]
+    assert ended == [[2, 3]]
 
 
 def test_a_draft_refuses_prompts_that_would_wait_for_ever() -> None:

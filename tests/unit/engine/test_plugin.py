@@ -26,10 +26,11 @@ others = ("ExampleConnector", "ExampleHiddenStatesConnector", "MultiConnector")
 assert all(KVConnectorFactory.get_connector_class_by_name(name).__module__.startswith("vllm.") for name in others)
 assert MODULE not in sys.modules, "imported although another connector was chosen"
 for path in (None, MODULE):
-    chosen = KVTransferConfig(kv_connector="DMIConnector", kv_connector_module_path=path, kv_role="kv_producer")
-    found = KVConnectorFactory.get_connector_class(chosen)
-    assert (found.__module__, found.__name__) == (MODULE, "DMIConnector"), found
-    assert not KVConnectorFactory.supports_hma_config(chosen)
+    for name in ("DMIConnector", "DMIPoolConnector"):
+        chosen = KVTransferConfig(kv_connector=name, kv_connector_module_path=path, kv_role="kv_producer")
+        found = KVConnectorFactory.get_connector_class(chosen)
+        assert (found.__module__, found.__name__) == (MODULE, name), found
+        assert KVConnectorFactory.supports_hma_config(chosen) == (name == "DMIPoolConnector")
 print("all well")
 """
 

@@ -57,6 +57,25 @@ def test_draft_tokens_need_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits(of_request=5).floor(100) == 756 and limits().floor(100) == 356 and limits(tokens=99).floor(100) == 99
 
 
+def test_steps_of_hybrid_models_are_not_shorter_than_a_block() -> None:
+    """Where pieces of prompts end with blocks, vLLM would compute none of a prompt, step after step."""
+
+    def of(mode: str, block: int, hybrid: bool = True, tokens: int = 2048) -> StepLimits:
+        scheduler = {"max_num_batched_tokens": tokens, "max_num_scheduled_tokens": None, "max_num_seqs": 8}
+        scheduler |= {"disable_chunked_mm_input": False, "enable_chunked_prefill": True}
+        config: Any = SimpleNamespace(
+            scheduler_config=SimpleNamespace(**scheduler),
+            speculative_config=None,
+            cache_config=SimpleNamespace(mamba_cache_mode=mode, block_size=block),
+            model_config=SimpleNamespace(is_hybrid=hybrid, is_multimodal_model=False),
+        )
+        return StepLimits.of(config)
+
+    assert of("align", 1152).floor(4) == 1152 + 4
+    assert of("align", 128).floor(4) == of("none", 1152).floor(4) == of("align", 1152, hybrid=False).floor(4) == 256 + 4
+    assert of("align", 1152, tokens=1024).floor(4) == 256 + 4, "no step has a whole block: pieces end anywhere"
+
+
 def test_chunks_of_large_rows_are_short_unless_they_are_given() -> None:
     pool, options = OWNERS["pool"], ServerOptions.parse({"store_dir": "/x", "owner": "pool"})
     assert [pool.options(options, (), size).chunk_tokens for size in (500_000, 500_001)] == [64, 32]

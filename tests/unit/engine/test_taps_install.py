@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("vllm")
 from dmi_connector.engine.model.architectures import Architecture
 from dmi_connector.engine.model.coverage import Coverage
-from dmi_connector.engine.taps import install
+from dmi_connector.engine.taps import install, points
 from dmi_connector.engine.taps.batches import ModelTaps, TapBatch
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import RowField
@@ -109,10 +109,10 @@ def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_has_a_row_for_every_hook_of_a_layer() -> None:
     """Routing and attention summaries run inside opaque ops and have functions of their own."""
     special = {"router_logits", "topk_ids", "topk_weights", "pattern"}
-    assert {point.hook for point in install.TAP_POINTS} == {
+    assert {point.hook for point in points.TAP_POINTS} == {
         name for name, hook in HOOKS.items() if hook.scope == "layer" and name not in special
     }
-    assert {point.module for point in install.TAP_POINTS} <= set(install.MODULES)
+    assert {point.module for point in points.TAP_POINTS} <= set(points.MODULES)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +216,105 @@ def test_the_shared_key_of_latent_attention_is_found_beside_the_latent_and_in_ke
     key, made = torch.randn(5, 1, 2), torch.randn(5, 3, 4)
     heads = torch.cat([made, key.expand(-1, 3, -1)], -1)
     latent: Any = SimpleNamespace(shared=0)
-    assert torch.equal(install._rotary_key(latent, (None, torch.randn(5, 7), key), None), key)
+    assert torch.equal(points._rotary_key(latent, (None, torch.randn(5, 7), key), None), key)
     over_heads: Any = SimpleNamespace(shared=2)
-    assert torch.equal(install._rotary_key(over_heads, (None, heads, made), None), key[:, 0])
+    assert torch.equal(points._rotary_key(over_heads, (None, heads, made), None), key[:, 0])
+
+
+class Gated(torch.nn.Module):
+    """Attention whose queries, two heads of four, come beside a gate. The other widths are those of one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Module()
+        self.inner.attn, self.inner.qkv = Attention(heads=2), torch.nn.Identity()
+        self.inner.attn.num_kv_heads = 1
+        self.inner.q_norm, self.inner.k_norm = torch.nn.Identity(), torch.nn.Identity()
+        self.inner.use_fused_qk_norm_rope_gate = True
+
+
+@pytest.mark.parametrize(("hook", "fused"), [("v", True), ("q", False), ("k", False)])
+def test_gated_attention_calls_its_norms_where_these_are_tapped(hook: str, fused: bool) -> None:
+    block = Gated()
+    paths: Any = {name: f"inner.{name}" for name in ("attn", "qkv", "q_norm", "k_norm")}
+    tap(block, kit.batch(False), [RowField(hook, 0, "float32", 4, 0)], **paths, gated=True)
+    assert block.inner.use_fused_qk_norm_rope_gate == fused
+
+
+def test_values_of_gated_attention_lie_behind_the_gates() -> None:
+    layer: Any = SimpleNamespace(arch=Architecture("Gated", "", gated=True), q_size=8, kv_size=4)
+    qkv = torch.arange(24.0)[None]
+    assert points._part(2)(layer, (), qkv).tolist() == [[20.0, 21.0, 22.0, 23.0]]
+
+
+class Mixed(torch.nn.Module):
+    """Attention, and a mixer of two input projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.attn, self.o_proj = Linear(), Attention(), Linear()
+        self.mix_first, self.mix_in, self.mix_norm, self.mix_out = Linear(), Linear(), torch.nn.Identity(), Linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv, _ = self.qkv(x)
+        q = qkv[..., :4]
+        q += 100
+        attended, _ = self.o_proj(self.attn(q))
+        first, _ = self.mix_first(x)
+        projected, _ = self.mix_in(x + 1)
+        mixed, _ = self.mix_out(self.mix_norm(projected + first))
+        return attended + mixed
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """Values by hook, as they are when they are written."""
+    found: dict[str, torch.Tensor] = {}
+
+    def write(batch: TapBatch, _beside: bool = True) -> None:
+        found.update({f.hook: value.clone() for f, value in zip(batch.fields, batch.values, strict=True)})
+        batch.fields.clear()
+        batch.values.clear()
+
+    monkeypatch.setattr(TapBatch, "write", write)
+    return found
+
+
+def of_hooks(*hooks: str) -> list[RowField]:
+    return [RowField(hook, 0, "float32", 4, 16 * i) for i, hook in enumerate(hooks)]
+
+
+def test_two_projections_of_a_mixer_lie_side_by_side(written: dict[str, torch.Tensor]) -> None:
+    block, paths = Mixed(), {name: name for name in ("mix_first", "mix_in", "mix_norm", "mix_out")}
+    tap(block, kit.batch(), of_hooks("mix_proj", "attn_out"), **paths, attn="", o_proj="mix_out")
+    x = torch.arange(12.0).view(3, 4)
+    block(x)
+    torch.testing.assert_close(written["mix_proj"], torch.cat([2 * x, 2 * (x + 1)], -1))
+    torch.testing.assert_close(written["attn_out"], 2 * (2 * (x + 1) + 2 * x))
+
+
+class Fills(torch.nn.Module):
+    """A mixer that writes into its second argument, and an MLP whose output is added to that of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.experts, self.mlp = Filling(), Linear(), Linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self.mixer(x, out)
+        return self.experts(out)[0] + self.mlp(out + 1)[0]
+
+
+class Filling(torch.nn.Module):
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(3 * x)
+
+
+def test_a_filled_argument_and_a_sum_of_two_modules_are_values(written: dict[str, torch.Tensor]) -> None:
+    block = Fills()
+    tap(block, kit.batch(), of_hooks("attn_out", "mlp_out"), fills="mixer", mlp_first="experts", mlp="mlp")
+    x = torch.arange(12.0).view(3, 4)
+    added = block(x)
+    torch.testing.assert_close(written["attn_out"], 3 * x)
+    torch.testing.assert_close(written["mlp_out"], added)

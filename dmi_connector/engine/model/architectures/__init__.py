@@ -7,6 +7,7 @@ from dmi_connector.engine.model.architectures.backend import BACKEND, OWN
 from dmi_connector.engine.model.architectures.base import FORWARD, TRANSFORMERS, TRANSFORMERS_CLASSES, Architecture
 from dmi_connector.engine.model.architectures.dense import DENSE
 from dmi_connector.engine.model.architectures.experts import EXPERTS
+from dmi_connector.engine.model.architectures.hybrids import HYBRIDS
 from dmi_connector.engine.model.architectures.latent import LATENT, Latent
 from dmi_connector.engine.model.architectures.vision import wrappers
 
@@ -21,7 +22,7 @@ __all__ = [
     "register_architecture",
 ]
 
-ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in (*DENSE, *EXPERTS, *LATENT, *BACKEND)}
+ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in (*DENSE, *EXPERTS, *LATENT, *HYBRIDS, *BACKEND)}
 ARCHITECTURES |= {row.name: row for row in wrappers(ARCHITECTURES)}
 
 OWN_CLASSES: dict[str, Architecture] = {row.name: row for row in OWN}

@@ -39,6 +39,11 @@ class Architecture:
     language: path of the language model, where the model has other parts, such as a vision tower. Token ids and
     embeddings then both enter the forward; embeddings are made before it.
 
+    Of hybrid models, in layers where something else than attention mixes tokens: mix_first, mix_in: input projections,
+    in the order in which they run; mix_norm: the gated norm that gets the output of the core; mix_out: the output
+    projection; fills: a mixer in one opaque op, which writes its output into its second argument. gated: `qkv` returns
+    a gate beside the queries of each head. mlp_first: the output of this module is added to that of `mlp`.
+
     scale: field of the config by which a block's output is multiplied before it is added. embed_scaled: embeddings are
     multiplied by the root of their width. one_rank: hooks that a rank does not have whole or as its slice under tensor
     parallelism. float16_divisor: field of the config by which vLLM divides the residual stream in float16. only: the
@@ -74,6 +79,13 @@ class Architecture:
     moe_experts: str = "mlp.experts"
     rotary: bool = True
     parallel: bool = False
+    mix_first: str = ""
+    mix_in: str = ""
+    mix_norm: str = ""
+    mix_out: str = ""
+    fills: str = ""
+    gated: bool = False
+    mlp_first: str = ""
     scale: str = ""
     embed_scaled: bool = False
     one_rank: tuple[str, ...] = ()
@@ -92,6 +104,10 @@ class Architecture:
         if self.attn_norm and not getattr(config, "use_post_norm", True):
             row = replace(row, attn_norm="", mlp_norm="")
         return row
+
+    def of_layer(self, index: int, dims: ModelDims) -> Architecture:
+        """The row of one layer. dims: of the model."""
+        return self
 
     @property
     def attn_name(self) -> str:
@@ -126,7 +142,7 @@ class Architecture:
             "input_norm": not self.ln1,
             "mlp_norm": not self.ln2,
         }
-        has = {"post_norms": bool(self.attn_norm)}
+        has = {"post_norms": bool(self.attn_norm), "gated_mixer": bool(self.mix_norm)}
         return USUAL - {name for name, absent in lacks.items() if absent} | {
             name for name, there in has.items() if there
         }

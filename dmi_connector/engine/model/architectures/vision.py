@@ -17,6 +17,8 @@ _WRAPPERS = (
     ("KimiK25ForConditionalGeneration", "kimi_k25", "DeepseekV3ForCausalLM"),
     ("Mistral3ForConditionalGeneration", "mistral3", "MistralForCausalLM"),
     ("Llama4ForConditionalGeneration", "mllama4", "Llama4ForCausalLM"),
+    ("Qwen3_5ForConditionalGeneration", "qwen3_5", "Qwen3_5ForCausalLM"),
+    ("Qwen3_5MoeForConditionalGeneration", "qwen3_5", "Qwen3_5MoeForCausalLM"),
 )
 """(vLLM's class, its module, the row of the language model)."""
 

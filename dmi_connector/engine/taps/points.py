@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the hooks of a layer are tapped (TAP_POINTS), how their values are read, and how long these stay.
+
+A stage of a layer ends where its values may be overwritten; they are written by then. In eager mode each stage is
+written by one op. Under torch.compile one op writes the whole layer at its end, and narrow layers share an op
+(batches.py); `Keep` says what of that a value needs.
+
+    stage           hooks                               written before
+    ATTENTION_IN    resid_pre, ln1, q, k, v, mix_proj   rotary, which may rotate q and k in place, or a mixer's core
+    ATTENTION_OUT   kv_c, k_pe, q_rot, k_rot, z, mix_core, mix_z, attn_proj, attn_out
+                                                        the add-and-norm, which may overwrite attn_out
+    MLP_IN          resid_mid, ln2                      the end of the MLP; with experts, the experts
+    MLP_OUT         mlp_post, mlp_proj, mlp_out         the next add-and-norm, which may overwrite them
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dmi_connector.engine.model.architectures import Architecture
+from dmi_connector.engine.taps.compilation import Compilation
+from dmi_connector.engine.taps.values import first, norm_outputs
+
+Read = Callable[["LayerFacts", tuple[Any, ...], Any], torch.Tensor]
+"""Takes a value from a module's arguments and output."""
+
+
+class Waits(enum.Enum):
+    """Whether the values of a stage can wait for the layer's later stages."""
+
+    NEVER = "never"
+    COMPILED = "compiled"  # Inductor keeps what it is told to keep; eager kernels work in place
+    ALWAYS = "always"
+
+
+class Stage(NamedTuple):
+    """A stretch of a layer.
+
+    ends_at: the earliest module at which it ends. beside: its values stay until the next tap.
+    """
+
+    ends_at: str
+    waits: Waits
+    beside: bool = True
+
+
+ATTENTION_IN = Stage("qkv", Waits.COMPILED)
+ATTENTION_OUT = Stage("o_proj", Waits.COMPILED)
+MLP_IN = Stage("ln2", Waits.ALWAYS)
+EXPERTS_IN = Stage("ln2", Waits.NEVER, beside=False)
+"""MLP_IN of layers with experts, whose kernels may work in place on their input."""
+MLP_OUT = Stage("mlp", Waits.NEVER)
+STAGES = (ATTENTION_IN, ATTENTION_OUT, MLP_IN, EXPERTS_IN, MLP_OUT)
+
+_ATTENTION = ("layer", "ln1", "kv_norm", "qkv", "q_norm", "k_norm", "mix_in", "attn", "mix_norm", "o_proj", "mix_out")
+MODULES = (*_ATTENTION, "fills", "attn_norm", "before_mlp", "ln2", "down_proj", "mlp", "mlp_norm")
+"""Modules of a layer in the order in which they run: attributes of `Architecture`."""
+INPUTS = ("layer", "attn", "mix_norm", "before_mlp")
+"""Those whose inputs are tapped, before anything works on them."""
+
+
+class Keep(enum.Enum):
+    """What a compiled model needs so that a value is still there when it is written."""
+
+    AS_IS = enum.auto()  # the value itself
+    COPY = enum.auto()  # a copy: it is overwritten later, or never written to memory
+    HALVES = enum.auto()  # a copy of the halves of each head
+    STREAM = enum.auto()  # the value itself where the residual stream lasts, else a copy
+    PRODUCT = enum.auto()  # the value itself where a matrix product writes it and nothing overwrites it, else a copy
+    OUTPUT = enum.auto()  # a copy with experts, whose kernels may use its memory again, and of a product with a bias
+
+
+class LayerFacts(NamedTuple):
+    """One decoder layer.
+
+    head_size: of q, 0 without attention. q_size, kv_size: widths of q and k on this rank. shared: values of each key
+    that all heads share, at its end, where latent attention gets keys of heads; else 0. experts: whether its MLP is a
+    mixture of experts. mlp_taps: whether hooks of its MLP are selected. scale: by what the outputs of its blocks are
+    multiplied before they are added.
+    """
+
+    module: nn.Module
+    arch: Architecture
+    compilation: Compilation
+    head_size: int
+    q_size: int
+    kv_size: int
+    shared: int
+    experts: bool
+    mlp_taps: bool
+    scale: float
+
+
+def _normed(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    return norm_outputs(layer.arch, args, output)[0]
+
+
+def _stream(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    return norm_outputs(layer.arch, args, output)[1]
+
+
+def _output(_layer: LayerFacts, _args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    return first(output)
+
+
+def added(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    value = _output(layer, args, output)
+    return value if layer.scale == 1.0 else value * layer.scale
+
+
+def _input(number: int) -> Read:
+    return lambda _layer, args, _output: args[number]
+
+
+def _layer_input(layer: LayerFacts, args: tuple[Any, ...], _output: Any) -> torch.Tensor:
+    value: torch.Tensor = args[layer.arch.stream_at]
+    return value
+
+
+def _part(number: int) -> Read:
+    """0, 1, 2: queries, keys, values of a projection that returns them side by side."""
+
+    def read(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+        value = _output(layer, args, output)
+        if layer.arch.qkv_by_head:
+            groups = value.unflatten(-1, (-1, layer.q_size // layer.kv_size + 2, layer.head_size))
+            return groups.split((layer.q_size // layer.kv_size, 1, 1), -2)[number].flatten(-3)
+        q_size = layer.q_size * (1 + layer.arch.gated)
+        ends = (0, q_size, q_size + layer.kv_size, None)
+        return value[..., ends[number] : ends[number + 1]]
+
+    return read
+
+
+def _heads(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    value = _output(layer, args, output)
+    return value.transpose(-3, -2) if layer.arch.heads_first else value
+
+
+def _rotary_key(layer: LayerFacts, args: tuple[Any, ...], _output: Any) -> torch.Tensor:
+    """The key that all heads share. Latent attention gets (q, kv_c, k_pe), or q, k and v of heads."""
+    key: torch.Tensor = args[1][:, 0, -layer.shared :] if layer.shared else args[2]
+    return key
+
+
+Join = Callable[["LayerFacts", torch.Tensor, torch.Tensor], torch.Tensor]
+"""Takes the outputs of two modules, in the order in which these run."""
+
+
+def _side_by_side(_layer: LayerFacts, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.cat([one, other], -1)
+
+
+def _sum(layer: LayerFacts, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    value = one + other
+    return value if layer.scale == 1.0 else value * layer.scale
+
+
+class TapPoint(NamedTuple):
+    """Where a hook is tapped.
+
+    module: a field of `Architecture`; the point does not exist where that is "". unless, where: other fields; the point
+    does not exist where one of `unless` is given, or `where` is not. first: a field, the module of which runs before;
+    where it is given, the hook is what `join` makes of the outputs of both.
+    """
+
+    hook: str
+    module: str
+    read: Read
+    keep: Keep
+    stage: Stage
+    unless: tuple[str, ...] = ()
+    where: str = ""
+    first: str = ""
+    join: Join = _sum
+
+
+TAP_POINTS = (
+    TapPoint("resid_pre", "ln1", _stream, Keep.STREAM, ATTENTION_IN),
+    TapPoint("resid_pre", "layer", _layer_input, Keep.STREAM, ATTENTION_IN, unless=("ln1",)),
+    TapPoint("ln1", "ln1", _normed, Keep.AS_IS, ATTENTION_IN),
+    TapPoint("v", "qkv", _part(2), Keep.AS_IS, ATTENTION_IN),
+    TapPoint("q", "qkv", _part(0), Keep.HALVES, ATTENTION_IN, unless=("q_norm",)),
+    TapPoint("k", "qkv", _part(1), Keep.HALVES, ATTENTION_IN, unless=("k_norm",)),
+    TapPoint("q", "q_norm", _heads, Keep.HALVES, ATTENTION_IN),
+    TapPoint("k", "k_norm", _heads, Keep.HALVES, ATTENTION_IN),
+    TapPoint("mix_proj", "mix_in", _output, Keep.COPY, ATTENTION_IN, first="mix_first", join=_side_by_side),
+    TapPoint("kv_c", "kv_norm", _output, Keep.AS_IS, ATTENTION_OUT),
+    TapPoint("k_pe", "attn", _rotary_key, Keep.AS_IS, ATTENTION_OUT),
+    TapPoint("q_rot", "attn", _input(0), Keep.AS_IS, ATTENTION_OUT),
+    TapPoint("k_rot", "attn", _input(1), Keep.AS_IS, ATTENTION_OUT),
+    TapPoint("z", "o_proj", _input(0), Keep.AS_IS, ATTENTION_OUT),
+    TapPoint("mix_core", "mix_norm", _input(0), Keep.AS_IS, ATTENTION_OUT),
+    TapPoint("mix_z", "mix_out", _input(0), Keep.AS_IS, ATTENTION_OUT),
+    TapPoint("attn_proj", "o_proj", _output, Keep.PRODUCT, ATTENTION_OUT, where="attn_norm"),
+    TapPoint("attn_out", "o_proj", added, Keep.PRODUCT, ATTENTION_OUT, unless=("attn_norm",)),
+    TapPoint("attn_out", "fills", _input(1), Keep.COPY, ATTENTION_OUT),
+    TapPoint("attn_out", "attn_norm", added, Keep.COPY, ATTENTION_OUT),
+    TapPoint("resid_mid", "ln2", _stream, Keep.COPY, MLP_IN),
+    TapPoint("resid_mid", "before_mlp", _input(0), Keep.COPY, MLP_IN, unless=("ln2",)),
+    TapPoint("ln2", "ln2", _normed, Keep.AS_IS, MLP_IN),
+    TapPoint("mlp_post", "down_proj", _input(0), Keep.AS_IS, MLP_OUT),
+    TapPoint("mlp_proj", "mlp", _output, Keep.OUTPUT, MLP_OUT, where="mlp_norm"),
+    TapPoint("mlp_out", "mlp", added, Keep.OUTPUT, MLP_OUT, unless=("mlp_norm",), first="mlp_first"),
+    TapPoint("mlp_out", "mlp_norm", added, Keep.COPY, MLP_OUT),
+)
+"""Where the hooks of a layer are. A new hook is a row here and in `hooks.HOOKS`. Routing and attention summaries run
+inside opaque ops of vLLM and have functions of their own.
+"""

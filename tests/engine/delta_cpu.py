@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated delta nets in float32, with heads of any size, on a CPU, in an eager engine of this process.
+
+vLLM's own CPU kernels take bfloat16 values and heads of 128. `stand_in` replaces the op that runs them by the functions
+below. So rows, taps and stores are compared in float32. The rest is vLLM's: the model, its modules and their order, the
+states and what metadata says of them.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
+
+NAME = "gdn_attention_core_of_tests"
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let eager engines of this process run gated delta nets in float32."""
+    from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import register_cpu_gdn_attention_ops
+    from vllm.utils.torch_utils import direct_register_custom_op
+
+    register_cpu_gdn_attention_ops()
+    if not hasattr(torch.ops.vllm, NAME):
+        direct_register_custom_op(op_name=NAME, op_func=core, mutates_args=["out"])
+    monkeypatch.setattr(torch.ops.vllm, "cpu_gdn_attention_core", getattr(torch.ops.vllm, NAME))
+
+
+def core(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor, layer_name: LayerNameType) -> None:
+    """Convolution and recurrence over the tokens of each request. It goes on from the request's states, and leaves
+    those behind its last token. qkv: [tokens, width]. a, b: [tokens, heads]. out: [tokens, heads, size], written.
+    """
+    from vllm.forward_context import get_forward_context
+
+    context = get_forward_context()
+    layer: Any = context.no_compile_layers[_resolve_layer_name(layer_name)]
+    if context.attn_metadata is None:
+        return
+    metadata: Any = context.attn_metadata[layer.prefix]  # type: ignore[call-overload, index]
+    starts = metadata.non_spec_query_start_loc.tolist()
+    conv, states = layer.kv_cache[0].transpose(-1, -2), layer.kv_cache[1]
+    slots = metadata.non_spec_state_indices_tensor.tolist()
+    for i, (first, last) in enumerate(pairwise(starts)):
+        begins = i >= metadata.num_decodes and not bool(metadata.has_initial_state[i])
+        if begins:
+            conv[slots[i]], states[slots[i]] = 0, 0
+        given = torch.cat([conv[slots[i]], qkv[first:last].T], -1)
+        conv[slots[i]] = given[:, -conv.shape[-1] :]
+        mixed = F.silu(F.conv1d(given[None], layer.conv1d.weight, groups=len(given))[0].T)
+        q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+        q, k = (x.unflatten(-1, (layer.num_k_heads, -1)) for x in (q, k))
+        q, k = (x.repeat_interleave(layer.num_v_heads // layer.num_k_heads, 1) for x in (q, k))
+        decay = torch.exp(-layer.A_log.exp() * F.softplus(a[first:last] + layer.dt_bias))
+        inputs = (q, k, v.unflatten(-1, (layer.num_v_heads, -1)), decay, b[first:last].sigmoid())
+        state = states[slots[i]].view(layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+        out[first:last] = delta_rule(state, *inputs)
+
+
+def delta_rule(
+    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """The gated delta rule (Yang et al., 2024), token by token: [tokens, heads, value size].
+
+    state: [heads, key size, value size], changed in place. q, k, v: [tokens, heads, size]. decay, beta: [tokens,
+    heads].
+    """
+    q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    out = []
+    for t in range(len(q)):
+        state *= decay[t, :, None, None]
+        change = (v[t] - (state * k[t, :, :, None]).sum(1)) * beta[t, :, None]
+        state += k[t, :, :, None] * change[:, None]
+        out.append((state * q[t, :, :, None]).sum(1) * q.shape[-1] ** -0.5)
+    return torch.stack(out)

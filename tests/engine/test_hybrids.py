@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hybrid models, with rows in a pool: every hook, as a real engine captured it, against transformers.
+
+In some layers of these models a mixer stands in the place of attention. vLLM caches its states, and finds a prefix
+where it has one. Gated delta nets run in float32 on a stand-in (delta_cpu.py), and in bfloat16 on vLLM's own CPU
+kernels, which take nothing else.
+
+`make test` starts one engine for each kind of mixer, `make models` all, and writes the table of docs/MODELS.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dmi_connector import capture_args, open_capture
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle, largest
+from dmi_connector.cli.tiny_hybrids import ON_CPU
+from dmi_connector.cli.tiny_models import make_model
+from tests.engine import delta_cpu, latent_cpu
+from tests.engine.check import cosines, relative_errors
+from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt, watch_scheduler
+from tests.engine.test_models import MOST, RESULT
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_5-text": ("qwen3_5_text", {}),
+    "qwen3_5_moe-text": ("qwen3_5_moe_text", {}),
+    "qwen3_5-bf16": ("qwen3_5_text", ON_CPU),
+    "nemotron_h": ("nemotron_h", {}),
+    "granitemoehybrid": ("granitemoehybrid", {}),
+    "granitemoehybrid-dense": ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "nope"}),
+    "lfm2": ("lfm2", {}),
+}
+"""Name -> (type of a model, fields of its config)."""
+DELTA = ("qwen3_next", "qwen3_5-text", "qwen3_5_moe-text")
+"""Those with gated delta nets, on the stand-in."""
+_EVERY = (0, 1, 2, 3)
+USUAL: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("q", "k_rot", "z"), (1,)),
+    **dict.fromkeys(("mix_proj", "mix_core", "mix_z"), (0, 2, 3)),
+    **dict.fromkeys(("resid_pre", "ln1", "attn_out", "resid_mid", "ln2", "mlp_out"), _EVERY),
+}
+"""Layers of hooks where the second of four layers has attention."""
+LAYERS: dict[str, dict[str, tuple[int, ...]]] = {
+    "nemotron_h": {
+        "q": (2,),
+        "k_rot": (),
+        "z": (2,),
+        **dict.fromkeys(("mix_proj", "mix_core", "mix_z"), (0, 4)),
+        **dict.fromkeys(("resid_pre", "ln1"), (0, 1, 2, 3, 4)),
+        **dict.fromkeys(("resid_mid", "ln2"), ()),
+        "attn_out": (0, 2, 4),
+        "mlp_out": (1, 3),
+        "mlp_post": (1, 3),
+    },
+    "granitemoehybrid-dense": {"k_rot": (), "mlp_post": _EVERY},
+    "lfm2": dict.fromkeys(("mix_proj", "mix_core", "mix_z"), ()),
+}
+"""Those of other models."""
+_ALL = [(name, mode, "pool") for name in MODELS for mode in ("eager", "compiled")]
+SHORT = [(name, "eager", "pool") for name in ("qwen3_next", "nemotron_h", "granitemoehybrid", "lfm2")]
+CONFIGURATIONS: list[Any] = [
+    *SHORT,
+    *(pytest.param(one, marks=pytest.mark.soak) for one in _ALL if one not in SHORT),
+]
+UNCAPTURED: dict[str, Any] = {"include_output_tokens": True, "dmi": {"enabled": False}}
+BLOCKS = {"nemotron_h": 13}
+"""Too few for all of CROWD, whose blocks and states they hold: 17 for four groups of layers."""
+CROWD = {f"crowd{n}": Ask(prompt(n, 1), sampling={"max_tokens": 80}) for n in (90, 100, 110, 200)}
+ROUNDING = 3
+"""How much farther from exact arithmetic than transformers in bfloat16 an engine may be."""
+
+
+def rounds(name: str) -> bool:
+    """Whether a model is in bfloat16."""
+    return name.endswith("-bf16")
+
+
+def make(name: str, path: Path) -> Path:
+    arch, fields = MODELS[name]
+    return make_model(arch, path, "bfloat16" if rounds(name) else "float32", **fields)
+
+
+def requests(llm: Any, run: Run) -> None:
+    """Alone, beside an uncaptured one, after it with a common prefix, and more than the cache holds."""
+    generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in (5, 33, 300)})
+    generate(llm, run, {"beside": Ask(prompt(200, 2)), "uncaptured": Ask(prompt(290, 3), UNCAPTURED)})
+    generate(llm, run, {"hit": Ask(prompt(290, 3)[:280] + prompt(9, 4))})
+    generate(llm, run, {"uncaptured hit": Ask(prompt(290, 3)[:280] + prompt(9, 5), UNCAPTURED)})
+    generate(llm, run, CROWD)
+
+
+@pytest.fixture(scope="module", params=CONFIGURATIONS, ids="-".join)
+def configuration(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(configuration: tuple[str, str, str], known_models: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(configuration[0], tmp_path_factory.mktemp(configuration[0]))
+
+
+@pytest.fixture(scope="module")
+def twin(model: Path) -> Oracle:
+    """In float32, also of weights in bfloat16."""
+    return Oracle(model, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def run(configuration: tuple[str, str, str], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    name, mode, owner = configuration
+    run = Run(tmp_path_factory.mktemp("-".join(configuration)))
+    args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, pool_bytes=48 << 20, **SMALL)
+    args |= {"dtype": "bfloat16"} if rounds(name) else {"num_gpu_blocks_override": BLOCKS.get(name, 17)}
+    args |= latent_cpu.ROTARY if name == "lfm2" and mode == "eager" else {}  # its queries come as heads
+    with pytest.MonkeyPatch.context() as patch:
+        if name in DELTA:
+            delta_cpu.stand_in(patch)
+        with engine(model, enforce_eager=mode == "eager", **args) as llm:
+            watch_scheduler(llm, run)
+            scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+            run.facts["groups"] = [type(g.kv_cache_spec).__name__ for g in scheduler.kv_cache_config.kv_cache_groups]
+            run.facts["group"] = run.facts["groups"][scheduler.connector.tracker.slots.group]
+            run.block_size = llm.llm_engine.vllm_config.cache_config.block_size
+            requests(llm, run)
+    return run
+
+
+def captured(run: Run) -> list[str]:
+    return [name for name in run.replies if "uncaptured" not in name]
+
+
+def noted(configuration: tuple[str, str, str], twin: Oracle, errors: Mapping[str, float]) -> None:
+    """The largest errors go to RESULT."""
+    if RESULT:
+        name, mode, owner = configuration
+        facts = {"model": name, "mode": mode, "owner": owner, "architecture": twin.architecture}
+        with open(RESULT, "a") as file:
+            file.write(json.dumps({**facts, "errors": errors}) + "\n")
+
+
+def test_every_hook_is_that_of_transformers(
+    configuration: tuple[str, str, str], model: Path, run: Run, twin: Oracle
+) -> None:
+    assert "MambaSpec" in run.facts["groups"] and run.facts["group"] == "FullAttentionSpec"
+    lengths = {name: len(run.replies[name].prompt_token_ids) for name in captured(run)}
+    if rounds(configuration[0]):
+        check_rounded(run, lengths, twin, Oracle(model, torch.bfloat16))
+        return
+    assert run.preempted, "nothing was preempted: this shows less"
+    worst = largest(
+        relative_errors(run.store(name), twin, run.tokens(name), length) for name, length in lengths.items()
+    )
+    noted(configuration, twin, worst)
+    assert {hook: error for hook, error in worst.items() if not error <= MOST} == {}
+
+
+def check_rounded(run: Run, lengths: Mapping[str, int], exact: Oracle, half: Oracle) -> None:
+    """Values are about as far from exact arithmetic as those of transformers in bfloat16."""
+    for name, length in lengths.items():
+        tokens = run.tokens(name)
+        want, usual = exact.run(tokens), half.run(tokens)
+        hooks = [hook for hook in want if hook not in ("token_ids", "positions")]
+        assert set(open_capture(run.store(name), timeout=300).attrs["hooks"]) == set(hooks)
+        for hook, cosine in cosines(run.store(name), exact, tokens, length, hooks).items():
+            norms = np.linalg.norm(usual[hook], axis=-1) * np.linalg.norm(want[hook], axis=-1)
+            theirs = float(((usual[hook] * want[hook]).sum(-1) / norms).min())
+            assert 1 - cosine <= ROUNDING * (1 - theirs) + 1e-5, (name, hook, cosine, theirs)
+
+
+def test_hooks_are_those_of_the_layers_that_have_them(configuration: tuple[str, str, str], run: Run) -> None:
+    capture = open_capture(run.store("len33"))
+    expected = {**USUAL, **LAYERS.get(configuration[0], {})}
+    assert {hook: tuple(capture.layers.get(hook, ())) for hook in expected} == expected
+
+
+def test_cached_tokens_are_read_by_the_uncaptured_and_computed_again_for_rows(run: Run) -> None:
+    """A prefix ends where vLLM has a state: at the end of a block."""
+    if run.block_size > 280:
+        assert run.replies["uncaptured hit"].num_cached_tokens == 0
+        return
+    assert run.replies["uncaptured hit"].num_cached_tokens == 256, "no prefix-cache hit: this shows nothing"
+    assert run.replies["hit"].num_cached_tokens == 0
+    assert open_capture(run.store("hit")).attrs["recomputed_tokens"] == 256

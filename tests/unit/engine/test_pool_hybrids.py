@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half of a pool beside states of Mamba: how small a pool may be, and hits that end inside a block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+from dmi_connector.engine.owners.pool_limits import StepLimits
+from dmi_connector.engine.owners.pool_pages import PoolSlots
+from dmi_connector.engine.scheduler.tracker import Tracker
+from dmi_connector.option_values import OptionError
+from tests.trackerkit import FakeRequest, make_tracker
+
+BLOCK = 1152
+
+
+def slots_of(store_dir: Path, block: int = 0) -> PoolSlots:
+    context = make_tracker(store_dir, "q", sink="host").context
+    limits = StepLimits(SimpleNamespace(max_num_batched_tokens=4096), 4096, 4, block=block)
+    return PoolSlots(context, 0, BLOCK, 100, limits)
+
+
+def test_a_pool_without_room_for_a_block_of_a_prompt_is_refused(tmp_path: Path) -> None:
+    """When the workers make it, vLLM does not know yet how large blocks are."""
+    slots = slots_of(tmp_path, BLOCK)
+    least = -(-(4 + BLOCK) // 16) + slots.most
+    page = 16 * slots._context.layout.row_bytes
+    with pytest.raises(
+        OptionError, match=rf"pool_bytes: .*{BLOCK} tokens of prompts.* give at least {(least + 1) * page}"
+    ):
+        slots.sized(least - 1)
+    slots.sized(least)
+    slots_of(tmp_path).sized(least - 1)
+
+
+class Manager:
+    """vLLM's cache manager, which has so many tokens of each request."""
+
+    def __init__(self, hit: int, partial: bool) -> None:
+        self.hit, self.coordinator = hit, SimpleNamespace(enable_partial_hash_hits=partial)
+
+    def get_computed_blocks(self, request: Any) -> tuple[str, int, int]:
+        return "blocks", self.hit, 0
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_hit_that_ends_inside_a_block_is_refused_where_rows_are_wanted(tmp_path: Path, partial: bool) -> None:
+    """vLLM tells connectors the whole blocks of a hit alone: here none."""
+    slots, manager = slots_of(tmp_path), Manager(48, partial)
+    slots.sized(1000)
+    slots.bind(manager)  # type: ignore[arg-type]
+    tracker = Tracker(slots._context, slots, 1 << 60)  # type: ignore[arg-type]
+    answers = []
+    for name, start in (("all", 0), ("behind", 60), ("none", -1)):
+        kv: Any = {"dmi": {"enabled": False} if start < 0 else {"tokens": [start, None]}}
+        request: Any = FakeRequest(name, kv, list(range(90)), 90)
+        request.skip_reading_prefix_cache = False
+        tracker.on_new_request(request)
+        assert manager.get_computed_blocks(request)[1] == 48
+        answers.append(slots.matched(request, 0)[0])
+    assert answers == ([None, 0, 0] if partial else [0, 0, 0])
+    assert slots.take_counts() == {"recomputed_tokens": 48 * partial}
