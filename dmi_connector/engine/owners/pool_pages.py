@@ -111,7 +111,7 @@ class PoolSlots(RowSlots):
         super().__init__(group, block_size)
         self._context, self._blocks, self._cache, self.limits = context, blocks, cache, limits
         self.size = page_size(block_size)
-        self._slots = np.zeros((1, self.size), np.int64)  # of each page
+        self._slots = np.zeros((1, self.size), np.int64)  # of each page, without pages only of the null page
         self._chunk = context.options.chunk_tokens
         self.most = limits.pages_of_request(self._chunk, self.size, aligned=False)
         self._usual = limits.pages_of_request(self._chunk, self.size, aligned=self._chunk % self.size == 0)
@@ -212,7 +212,8 @@ class PoolSlots(RowSlots):
             if request_id not in self._prompts:
                 rows = self._rows[request_id]
                 rows.seen, rows.ahead = computed, computed + self._lookahead
-                if len(tracked.blocks) * self.block_size > (rows.first + len(rows.pages)) * self.size:
+                placed = (rows.first + len(rows.pages)) * self.size
+                if len(tracked.blocks) * self.block_size > placed:  # else `_cover` would find nothing to do
                     self._cover(rows, rows.ahead)
 
     def _take_back(self) -> None:
