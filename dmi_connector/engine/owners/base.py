@@ -173,8 +173,8 @@ class RowSlots(ABC):
         """
         return ()
 
-    def look(self, running: Sequence[tuple[Captured, int]]) -> None:  # noqa: B027
-        """Running requests are looked at, once in some steps, each with its tokens after this step."""
+    def look(self, running: Sequence[Captured], scheduled: Mapping[str, int]) -> None:  # noqa: B027
+        """Running requests are looked at, once in some steps. scheduled: tokens of this step by request."""
 
     def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:  # noqa: B027
         """The message of a step is complete but for what the owner has to say, and vLLM has planned the step."""

@@ -88,8 +88,7 @@ class RowPool(StepRows, nn.Module):
     def place(self, table: np.ndarray) -> None:
         """On the engine's stream, so that it follows what was launched before.
 
-        The table is small and changes in most steps: the driver copies it before the call returns, which takes less
-        time than pinned memory.
+        The driver has copied so small a table when the call returns, so it may be freed then.
         """
         entries, pages = torch.from_numpy(table).to(self.table.device, non_blocking=True)
         self.table.scatter_(0, entries, pages)

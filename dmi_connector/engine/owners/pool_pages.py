@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -112,7 +112,7 @@ class PoolSlots(RowSlots):
         super().__init__(group, block_size)
         self._context, self._blocks, self._cache, self.limits = context, blocks, cache, limits
         self.size = page_size(block_size)
-        self._slots = np.zeros((1, self.size), np.int64)  # of each page
+        self._slots = np.zeros((1, self.size), np.int64)  # of each page, without pages only of the null page
         self._chunk = context.options.chunk_tokens
         self.most = limits.pages_of_request(self._chunk, self.size, aligned=False)
         self._usual = limits.pages_of_request(self._chunk, self.size, aligned=self._chunk % self.size == 0)
@@ -216,14 +216,16 @@ class PoolSlots(RowSlots):
                 self._cover(known, known.ahead)
         return prompts
 
-    def look(self, running: Sequence[tuple[Captured, int]]) -> None:
+    def look(self, running: Sequence[Captured], scheduled: Mapping[str, int]) -> None:
         self._take_back()
-        for tracked, computed in running:
+        for tracked in running:
             request_id = tracked.request.request_id
             if request_id not in self._prompts:
-                rows = self._rows[request_id]
-                rows.seen, rows.ahead = computed, computed + self._lookahead
-                if len(tracked.blocks) * self.block_size > (rows.first + len(rows.pages)) * self.size:
+                rows, computed = self._rows[request_id], tracked.request.num_computed_tokens
+                rows.seen = computed + scheduled.get(request_id, 0)
+                rows.ahead = rows.seen + self._lookahead
+                placed = (rows.first + len(rows.pages)) * self.size
+                if len(tracked.blocks) * self.block_size > placed:  # else `_cover` would find nothing to do
                     self._cover(rows, rows.ahead)
 
     def _take_back(self) -> None:

@@ -170,22 +170,21 @@ class Tracker:
             self._take_blocks()
             self._before, self._since = self._since[-1:], []
             self._rows_since = self._taken = 0
-            running = [
-                (tracked, tracked.request.num_computed_tokens + scheduled.get(request_id, 0))
-                for request_id, tracked in self.tracked.items()
-                if tracked.opened
-            ]
             if self.slots.eager:  # what leaves before the forward gives its places to rows of the forward
-                for tracked, _ in running:
+                running = [tracked for tracked in self.tracked.values() if tracked.opened]
+                for tracked in running:
                     if (before := tracked.request.num_computed_tokens) >= tracked.due:
                         self._export_chunks(tracked, min(before, tracked.request.num_tokens - 1), metadata.leaving)
-                self.slots.look(running)
-            for tracked, computed in running:
-                if not self.slots.eager:
-                    self._export_chunks(tracked, computed, metadata.chunks)
-                if self._with_logits and tracked.request.request_id in scheduled:
-                    take = self._take_sample if self._drafts is None else self._drafts.want_logits
-                    take(tracked, computed, metadata)
+                self.slots.look(running, scheduled)
+            if self._with_logits or not self.slots.eager:
+                for request_id, tracked in self.tracked.items():
+                    if tracked.opened:
+                        computed = tracked.request.num_computed_tokens + scheduled.get(request_id, 0)
+                        if not self.slots.eager:
+                            self._export_chunks(tracked, computed, metadata.chunks)
+                        if self._with_logits and request_id in scheduled:
+                            take = self._take_sample if self._drafts is None else self._drafts.want_logits
+                            take(tracked, computed, metadata)
         for prompt, computed in prompts:
             self._export_chunks(self.tracked[prompt.request.request_id], computed, metadata.chunks)
         self._plan(metadata)

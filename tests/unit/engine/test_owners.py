@@ -7,6 +7,7 @@ import ast
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -170,21 +171,15 @@ def test_a_draft_refuses_prompts_that_would_wait_for_ever() -> None:
     owner_of(given).check(given)
 
 
-def test_another_owner_is_asked_first_where_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {"other": Other(), **OWNERS}
-    for name in list(OWNERS):
-        monkeypatch.delitem(OWNERS, name)
-    for name, owner in known.items():
-        monkeypatch.setitem(OWNERS, name, owner)
-    assert owner_of(config(None, other=True)).name == "other"
-    assert owner_of(config(None, other=False)).name == "target"
-    made = models.MadeModel
-    assert vars(models).pop("MadeModel") is made, "it is made once"
-    assert issubclass(made, Made) and made.__name__ == "MadeModel" and made.__module__ == models.__name__
-    assert (
-        made.capturing(SimpleNamespace(kv_transfer_config=None, cache_config=SimpleNamespace(kv_offloading_size=None)))
-        is None
-    )
+def test_another_owner_is_asked_first_where_the_table_says_so() -> None:
+    with mock.patch.dict(OWNERS, {"other": Other(), **OWNERS}, clear=True):  # it restores the order too
+        assert owner_of(config(None, other=True)).name == "other"
+        assert owner_of(config(None, other=False)).name == "target"
+        made = models.MadeModel
+        assert vars(models).pop("MadeModel") is made, "it is made once"
+        assert issubclass(made, Made) and made.__name__ == "MadeModel" and made.__module__ == models.__name__
+        cache = SimpleNamespace(kv_offloading_size=None)
+        assert made.capturing(SimpleNamespace(kv_transfer_config=None, cache_config=cache)) is None
 
 
 def test_what_no_owner_and_no_architecture_has_is_no_class() -> None:
