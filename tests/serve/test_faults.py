@@ -137,7 +137,7 @@ def test_sigterm_leaves_a_finished_store_for_every_capture(served: Served) -> No
         kill(engine, signal.SIGCONT)
         print(f"the engine and its processes ended {gone(below, SECONDS):.1f} s after SIGTERM")
         time.sleep(1)  # for the answers that are on their way
-        server.kill()
+        kill([server], signal.SIGKILL)  # unless it ended by itself
         process.wait(120)
         answers = [future.result(60) for future in futures if not future.exception(60)]
     finally:
