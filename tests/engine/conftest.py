@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dmi_connector import capture_args
+from dmi_connector.engine.owners import pool_borrowing
 from tests.engine.harness import (
     ALL_HOOKS,
     SMALL,
@@ -25,6 +26,12 @@ LENGTHS = (1, 31, 32, 33, 127, 128, 129, 300)
 
 COMPILED = {"enforce_eager": False}
 EAGER = {"enforce_eager": True}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def borrowers_wait() -> None:
+    """In an engine of this process, borrowers wait however long it takes for stores that are still written."""
+    pool_borrowing._WAIT_S = 600.0
 
 
 def core_requests(run: Run, llm: object) -> None:

@@ -42,7 +42,10 @@ def beside(other: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
         ({"enable_prompt_embeds": True}, r"enable_prompt_embeds: True .*; remove --enable-prompt-embeds"),
         ({"kv_offloading_size": 0.1}, r"kv_offloading_size: it puts OffloadingConnector .*; remove --kv-offloading"),
         *(
-            ({"kv_transfer_config": beside(name)}, rf"kv_connector: MultiConnector runs DMIConnector beside {name}")
+            (
+                {"kv_transfer_config": beside(name)},
+                rf"kv_connector: MultiConnector runs DMI(Pool)?Connector beside {name}",
+            )
             for name in CONNECTORS
         ),
         ({"kv_sharing_fast_prefill": True}, r"kv_sharing_fast_prefill: True .*; remove --kv-sharing-fast-prefill"),

@@ -15,6 +15,7 @@ import torch
 
 from dmi_connector import capture_args, open_capture
 from dmi_connector.cli.tiny_models import make_model
+from dmi_connector.engine.model.architectures import Architecture
 from dmi_connector.engine.model.coverage import Coverage
 from dmi_connector.engine.taps import attention_summary, install
 from dmi_connector.engine.taps.batches import ModelTaps
@@ -84,8 +85,8 @@ def test_experts_that_route_inside_themselves_are_refused_by_name(
     """As vLLM's monolithic kernels do: nothing calls the router."""
     inner = install.install_routing
 
-    def unused(taps: ModelTaps, module: Any, index: int, batch: Any) -> None:
-        inner(taps, module, index, batch)
+    def unused(taps: ModelTaps, arch: Architecture, module: Any, index: int, batch: Any) -> None:
+        inner(taps, arch, module, index, batch)
         del module.get_submodule(taps.context.arch.moe_experts).router.select_experts
 
     monkeypatch.setattr(install, "install_routing", unused)

@@ -5,17 +5,26 @@ vLLM asks the connector when it has found a hit, and does not let it shorten the
 elsewhere is asked to wait for the next pass. At the end of the pass its hashes are cut: vLLM looks up no more blocks
 than a request has hashes. By then the pass has handed rows of requests that began in it, so the children of a request
 with n > 1 find those of the first one.
+
+A source whose request runs is kept by the coordinator until its rows are copied: it hears of the borrower before it
+hears of the end. A finished store is held by links (pool_holds.py). Between the two, its request has ended and its
+store is still written: then the borrower waits, but not longer than _WAIT_S.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
+from os.path import lexists
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.logger import init_logger
 
 from dmi_connector.engine.messages import Borrow
+from dmi_connector.engine.owners.pool_holds import Holds
 from dmi_connector.engine.owners.pool_sources import RowSources, Source
+from dmi_connector.store.format.schema import PARTIAL_SUFFIX
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -23,12 +32,18 @@ if TYPE_CHECKING:
 
     from dmi_connector.engine.owners.base import Captured, Context
 
+logger = init_logger("vllm.dmi_connector")
+
+_WAIT_S = 1.0
+"""Seconds that a borrower waits for the store of a request that has ended. Then it computes the tokens again."""
+
 
 @dataclass(eq=False)
 class CacheReads:
     """What one request reads of the prefix cache.
 
-    source: what it is to others. borrow: whose rows it borrows if it is scheduled now, and up to which position. hit:
+    source: what it is to others. borrow: whose rows it borrows if it is scheduled now, and up to which position. held:
+    links to the store of `held_source`, which has them, "" while its request runs. hit:
     most cached tokens that vLLM found since it last ran. begun: whether it was ever scheduled. recomputed: cached
     tokens that were computed again. hidden: hashes that were taken off, behind the first `kept`.
     """
@@ -36,6 +51,8 @@ class CacheReads:
     tracked: Captured
     source: Source
     borrow: tuple[Source, int] | None = None
+    held: str = ""
+    held_source: Source | None = None
     hit: int = 0
     begun: bool = False
     recomputed: int = 0
@@ -69,6 +86,8 @@ class Borrowing:
     def __init__(self, context: Context, block_size: int) -> None:
         options = context.options
         self.sources = RowSources(options.chunk_tokens, block_size, context.tp > 1, options.sink == "disk")
+        self._holds = Holds(options.store_dir)
+        self._lent: dict[str, str] = {}  # links by path of the store that is copied to
         self._part_hits = False  # whether hits may end inside a block
         self._later: list[tuple[CacheReads, int, int]] = []  # to be cut: hit, and `low` of `allows`
         self.counts = {"recomputed_tokens": 0, "borrowed_tokens": 0}
@@ -90,7 +109,7 @@ class Borrowing:
         top = min(hit, reads.tracked.limit)
         if low < top:
             reads.borrow = self._find(reads, top)
-            if reads.borrow is None or reads.borrow[1] < top:
+            if reads.borrow is None or reads.borrow[1] < top or not self._hold(reads, reads.borrow[0]):
                 self._later.append((reads, hit, low))
                 return False
         return True
@@ -98,6 +117,30 @@ class Borrowing:
     def _find(self, reads: CacheReads, top: int) -> tuple[Source, int] | None:
         """Whose rows a request can borrow. One that was preempted has its own."""
         return None if reads.begun or self._part_hits else self.sources.find(reads.source, reads.request, top)
+
+    def _hold(self, reads: CacheReads, source: Source) -> bool:
+        """See to it that a source stays until its rows are copied. Returns whether it will."""
+        if source is reads.held_source and reads.held:
+            return True
+        self._release(reads)
+        if source.ended is None:
+            return True
+        written = not lexists(source.path + PARTIAL_SUFFIX)  # asked before: it may be finished any moment
+        try:
+            reads.held, reads.held_source = self._holds.hold(source.path), source
+        except FileNotFoundError:
+            source.gone = written or time.monotonic() > source.ended + _WAIT_S
+        except OSError as error:
+            source.gone = True
+            logger.warning_once(
+                "dmi_connector: finished stores cannot be linked, so no rows of them are borrowed: %s", error.strerror
+            )
+        return bool(reads.held)
+
+    def _release(self, reads: CacheReads) -> None:
+        if reads.held:
+            self._holds.release(reads.held)
+            reads.held, reads.held_source = "", None
 
     def cut(self) -> list[Request]:
         """A pass ends: cut the hits of those that wait. Returns requests that are to read nothing."""
@@ -121,7 +164,21 @@ class Borrowing:
         source, stop = reads.borrow
         ids = np.array(reads.request.all_token_ids[source.start : stop], np.int32)
         self.counts["borrowed_tokens"] += len(ids)
+        if reads.held:
+            self._lent[reads.tracked.path], reads.held = reads.held, ""
+            return Borrow(self._lent[reads.tracked.path], source.request_id, source.key, ids)
         return Borrow(source.path, source.request_id, source.key, ids)
+
+    def ended(self, reads: CacheReads) -> None:
+        """The request has ended."""
+        reads.source.ended = time.monotonic()
+        self._release(reads)
+
+    def stored(self, path: str, whole: bool) -> None:
+        """A store is finished, and what it was to borrow is copied. whole: it has all rows."""
+        self.sources.stored(path, whole)
+        if path in self._lent:
+            self._holds.release(self._lent.pop(path))
 
     def scheduled(self, reads: CacheReads) -> None:
         """Tokens of its prompt are computed in this step."""

@@ -286,7 +286,7 @@ class PoolSlots(RowSlots):
         self.borrowing.sources.lost(captures)
 
     def stored(self, path: str, whole: bool) -> None:
-        self.borrowing.sources.ended(path, whole)
+        self.borrowing.stored(path, whole)
 
     def _admit(self, rows: _Rows) -> bool:
         """Whether a request may begin in a step of the present budget."""
@@ -333,6 +333,7 @@ class PoolSlots(RowSlots):
     def forget(self, tracked: Captured) -> None:
         request_id = tracked.request.request_id
         rows = self._rows.pop(request_id)
+        self.borrowing.ended(rows.reads)
         self._give(rows, len(rows.pages))
         self._waiting -= not rows.admitted
         self._admitted_pages -= rows.most if rows.admitted else 0

@@ -11,11 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from os.path import lexists
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
-
-from dmi_connector.store.format.schema import PARTIAL_SUFFIX
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -33,7 +30,7 @@ class Source:
     """A capture whose rows others may borrow.
 
     kind: number of its selection. start: position of its first row. age: resets of the prefix cache before it began.
-    written: its store is finished, as a worker said. gone: it lacks rows, or its store was removed.
+    ended: when its request did, by the monotonic clock. gone: it lacks rows, or its store was removed.
     """
 
     capture: int
@@ -43,15 +40,8 @@ class Source:
     kind: int
     start: int
     age: int = 0
-    written: bool = False
+    ended: float | None = None
     gone: bool = False
-
-    @property
-    def there(self) -> bool:
-        """Whether rows can be copied from it, as far as that is known here."""
-        if self.written and not self.gone:
-            self.gone = not (lexists(self.path) or lexists(self.path + PARTIAL_SUFFIX))
-        return not self.gone
 
 
 class RowSources:
@@ -117,7 +107,7 @@ class RowSources:
                 source = self._entries.get(key)
                 if source is None:
                     continue
-                if source.there:
+                if not source.gone:
                     self._entries.move_to_end(key)
                     return source, stop
                 del self._entries[key]
@@ -140,10 +130,9 @@ class RowSources:
             if (source := self._known.get(capture)) is not None:
                 source.gone = True
 
-    def ended(self, path: str, whole: bool) -> None:
+    def stored(self, path: str, whole: bool) -> None:
         """The store at `path` is finished. whole: it has all rows."""
         if (source := self._known.get(path)) is not None:
-            source.written = True
             source.gone |= not whole
 
     def reset(self) -> None:

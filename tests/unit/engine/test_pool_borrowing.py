@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +15,9 @@ import pytest
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.messages import Report
+from dmi_connector.engine.owners import pool_borrowing
 from dmi_connector.engine.owners.pool_borrowing import Borrowing
+from dmi_connector.engine.owners.pool_holds import Holds
 from dmi_connector.engine.owners.pool_limits import StepLimits
 from dmi_connector.engine.owners.pool_pages import PoolSlots
 from dmi_connector.engine.owners.pool_sources import RowSources, Source
@@ -91,21 +96,6 @@ def test_ranks_borrow_from_the_same_selection_only() -> None:
     assert known.find(source(known, number=2), request(), 200) is not None
 
 
-def test_a_store_that_was_removed_is_no_source(tmp_path: Path) -> None:
-    known = sources()
-    has, wants = filled(known), source(known, number=2)
-    has.path = str(tmp_path / "a.zarr")
-    known.add(has)
-    assert known.find(wants, request(), 200) == (has, 128), "its writers may not have made it"
-    known.ended(has.path, True)
-    (tmp_path / "a.zarr.partial").mkdir()
-    assert known.find(wants, request(), 200) == (has, 128)
-    (tmp_path / "a.zarr.partial").rename(has.path)
-    assert known.find(wants, request(), 200) == (has, 128)
-    (tmp_path / "a.zarr").rmdir()
-    assert known.find(wants, request(), 200) is None and has.gone and len(known) == 0
-
-
 def test_memory_is_bounded() -> None:
     known = sources(entries=3)
     filled(known, stop=128)
@@ -132,9 +122,9 @@ def test_a_capture_that_lacks_rows_is_forgotten() -> None:
     known = sources()
     lost, failed, whole = (filled(known, Selection({"q": (n,)}), number=n) for n in (0, 1, 2))
     known.lost([0, 9])
-    known.ended("/x/1.zarr", False)
-    known.ended("/x/2.zarr", True)
-    known.ended("/x/9.zarr", True)
+    known.stored("/x/1.zarr", False)
+    known.stored("/x/2.zarr", True)
+    known.stored("/x/9.zarr", True)
     assert lost.gone and failed.gone and not whole.gone
     known.note(lost, request(), 160)
     assert len(known) == 12 and known.find(source(known, Selection({"q": (0,)}), number=3), request(), 200) is None
@@ -279,11 +269,123 @@ def test_rows_of_a_part_of_the_prompt_are_borrowed(tracker: Tracker, span: list[
     assert tracker.take_counts().get("recomputed_tokens", 0) == cut, "a hit that covers what is wanted is read whole"
 
 
+def ended_source(tracker: Tracker, began: set[str]) -> Path:
+    """The request r0 of 200 tokens ran and ended. Returns the path of its store, which is not there yet."""
+    one = request(200, "r0")
+    tracker.on_new_request(one)
+    path = Path(passes(tracker, (one, 0), began=began).opens[0].path)
+    tracker.finish(one, [])
+    return path
+
+
+def held_in(path: Path) -> list[str]:
+    """Files that are linked in the directory of a store, below the directory of the engine and of the hold."""
+    return sorted("/".join(file.parts[-2:]) for file in path.parent.glob(".dmi-held-*/*/**/*") if file.is_file())
+
+
+def test_a_finished_store_is_held_until_that_of_the_borrower_is_finished(tracker: Tracker) -> None:
+    """Whoever reads it may remove it as soon as it is there."""
+    began: set[str] = set()
+    path = ended_source(tracker, began)
+    (path / "q").mkdir(parents=True)
+    (path / "zarr.json").write_text("root")
+    (path / "q" / "zarr.json").write_text("array")
+    two, three = request(200, "r1"), request(200, "r2")
+    opens = []
+    for one in (two, three):
+        tracker.on_new_request(one)
+        opens += passes(tracker, (one, 192), began=began).opens
+    shutil.rmtree(path)
+    for opened in opens:
+        borrow = opened.borrow
+        assert borrow is not None and (Path(borrow.path) / "zarr.json").read_text() == "root"
+        assert (Path(borrow.path) / "q" / "zarr.json").read_text() == "array"
+        assert Path(borrow.path) != path and opened.attrs["borrowed_from"]["store"] == path.name
+    assert len(held_in(path)) == 4
+    tracker.on_report(Report(0, stored={opens[0].path: True}))
+    assert len(held_in(path)) == 2
+    tracker.on_report(Report(0, stored={opens[1].path: False}))
+    assert not [*path.parent.glob(".dmi-held-*")], "the directory is there while there are links"
+    four = request(200, "r3")
+    tracker.on_new_request(four)
+    passes(tracker, (four, 192), began=began)
+    assert four.skip_reading_prefix_cache, "the store is gone: its tokens are computed again"
+
+
+def test_a_request_waits_for_the_store_of_one_that_ended(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    began: set[str] = set()
+    path = ended_source(tracker, began)
+    partial = path.with_name(path.name + ".partial")
+    partial.mkdir(parents=True)
+    two, late = (request(200, name) for name in ("r1", "r2"))
+    for one in (two, late):
+        tracker.on_new_request(one)
+    for _ in range(3):
+        passes(tracker, (two, 192), began=began)
+        assert began == {"r0"} and not two.skip_reading_prefix_cache
+    (partial / "zarr.json").write_text("root")
+    partial.rename(path)
+    [opened] = passes(tracker, (two, 192), began=began).opens
+    assert opened.borrow is not None and len(opened.borrow.token_ids) == 192
+    path.rename(partial)
+    monkeypatch.setattr(pool_borrowing, "_WAIT_S", -1.0)
+    passes(tracker, (late, 192), began=began)
+    assert late.skip_reading_prefix_cache, "its writers take too long"
+    tracker.on_report(Report(0, stored={opened.path: True}))
+    assert held_in(path) == []
+
+
+def test_links_of_a_request_that_ends_before_it_begins_are_removed(tracker: Tracker) -> None:
+    began: set[str] = set()
+    path = ended_source(tracker, began)
+    path.mkdir(parents=True)
+    (path / "zarr.json").write_text("root")
+    two = request(200, "r1")
+    tracker.on_new_request(two)
+    assert tracker.slots.matched(two, 192) == (0, False) and len(held_in(path)) == 1
+    tracker.finish(two, [])
+    assert not [*path.parent.glob(".dmi-held-*")]
+
+
+def test_where_files_cannot_be_linked_nothing_is_borrowed_of_finished_stores(
+    tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: set[str] = set()
+    path = ended_source(tracker, began)
+    path.mkdir(parents=True)
+    (path / "zarr.json").write_text("root")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    two = request(200, "r1")
+    tracker.on_new_request(two)
+    passes(tracker, (two, 192), began=began)
+    assert two.skip_reading_prefix_cache and not [*path.parent.glob(".dmi-held-*")]
+
+
+def test_links_of_an_engine_that_was_killed_are_removed(tmp_path: Path) -> None:
+    store, old = tmp_path / "a.zarr", tmp_path / ".dmi-held-old" / "1" / "b.zarr"
+    for path in (store, old):
+        path.mkdir(parents=True)
+        (path / "zarr.json").write_text("root")
+    running = Holds(str(tmp_path))
+    assert not (tmp_path / ".dmi-held-old").exists()
+    held = Path(running.hold(str(store)))
+    Holds(str(tmp_path))
+    assert held.name == "a.zarr" and (held / "zarr.json").read_text() == "root", "its engine runs"
+    running.release(str(held))
+    assert os.listdir(tmp_path) == ["a.zarr"]
+
+
 def test_a_reset_of_the_prefix_cache_is_noticed(tmp_path: Path) -> None:
     context: Any = make_tracker(tmp_path, chunk_tokens=CHUNK, segment_tokens=CHUNK).context
     borrowing, calls = Borrowing(context, 64), []
     manager: Any = SimpleNamespace(
-        reset_prefix_cache=lambda: calls.append(1) or True, block_pool=SimpleNamespace(hash_block_size=HASH)
+        reset_prefix_cache=lambda: calls.append(1) or True,
+        block_pool=SimpleNamespace(hash_block_size=HASH),
+        coordinator=SimpleNamespace(),
     )
     borrowing.bind(manager)
     assert borrowing.sources.hash_size == HASH

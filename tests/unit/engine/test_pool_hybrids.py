@@ -43,6 +43,11 @@ class Manager:
 
     def __init__(self, hit: int, partial: bool) -> None:
         self.hit, self.coordinator = hit, SimpleNamespace(enable_partial_hash_hits=partial)
+        self.block_pool = SimpleNamespace(hash_block_size=BLOCK)
+
+    def reset_prefix_cache(self) -> bool:
+        """Nothing reads it here."""
+        return True
 
     def get_computed_blocks(self, request: Any) -> tuple[str, int, int]:
         return "blocks", self.hit, 0
@@ -59,9 +64,11 @@ def test_a_hit_that_ends_inside_a_block_is_refused_where_rows_are_wanted(tmp_pat
     for name, start in (("all", 0), ("behind", 60), ("none", -1)):
         kv: Any = {"dmi": {"enabled": False} if start < 0 else {"tokens": [start, None]}}
         request: Any = FakeRequest(name, kv, list(range(90)), 90)
-        request.skip_reading_prefix_cache = False
+        request.skip_reading_prefix_cache = request.resumable = False
         tracker.on_new_request(request)
         assert manager.get_computed_blocks(request)[1] == 48
         answers.append(slots.matched(request, 0)[0])
     assert answers == ([None, 0, 0] if partial else [0, 0, 0])
-    assert slots.take_counts() == {"recomputed_tokens": 48 * partial}
+    nothing = SimpleNamespace(req_ids=[], new_block_ids=[])
+    slots.cover(SimpleNamespace(num_scheduled_tokens={"all": 90}, scheduled_cached_reqs=nothing), 0)  # type: ignore[arg-type]
+    assert slots.take_counts() == {"recomputed_tokens": 48 * partial, "borrowed_tokens": 0}

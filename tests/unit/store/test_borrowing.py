@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.client import StoreClient
+from dmi_connector.store.write.client import OpenCapture, StoreClient
 from dmi_connector.store.write.coordinator import writer_pool
 from dmi_connector.store.write.coordinator.capture_record import CaptureRecord, State
 from dmi_connector.store.write.finish.repair import repair
@@ -161,13 +162,45 @@ def test_borrowers_of_borrowers_and_a_store_of_borrowed_rows_alone(stores: kit.S
 def test_the_source_stays_until_its_rows_are_copied(stores: kit.Store, tmp_path: Path) -> None:
     finish(stores, open_source(stores, tmp_path), 50)
     assert stores.flush(kit.PATIENCE)
-    record = open_borrower(stores, tmp_path)
-    assert prune(tmp_path, keep_bytes=0) == [] and not remove_store(tmp_path / "a.zarr")
-    stores.put(record, LONG, ROWS, CHUNK, IDS)
+    with standing(stores):
+        record = open_borrower(stores, tmp_path)
+        assert prune(tmp_path, keep_bytes=0) == [] and not remove_store(tmp_path / "a.zarr")
     kit.until(lambda: remove_store(tmp_path / "a.zarr"))
+    stores.put(record, LONG, ROWS, CHUNK, IDS)
     stores.close(record, ROWS + CHUNK, ids=IDS[: ROWS + CHUNK])
     assert stores.flush(kit.PATIENCE)
     check_equal(tmp_path / "b.zarr", computed(stores, tmp_path, ROWS + CHUNK, ARRAYS, "none"))
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_a_source_is_not_finished_before_its_rows_are_copied(stores: kit.Store, tmp_path: Path, end: str) -> None:
+    """Whoever reads it may remove it at once. No row of the borrowers came yet."""
+    source = open_source(stores, tmp_path)
+    for at in range(0, 50, CHUNK):
+        stores.put(source, LONG, at, min(CHUNK, 50 - at), IDS)
+    records = [open_borrower(stores, tmp_path, name=name) for name in "bd"]
+    if end == "abort":
+        stores.abort(source)
+        kit.until(lambda: not (tmp_path / "a.zarr.partial").exists())
+    else:
+        stores.close(source, 50, ids=IDS[:50])
+        kit.until((tmp_path / "a.zarr").exists)
+        shutil.rmtree(tmp_path / "a.zarr")
+    for record in records:
+        finish(stores, record, 50, ROWS)
+    assert stores.flush(kit.PATIENCE) and not stores.captures._borrowing._ending
+    for name in "bd":
+        check_equal(tmp_path / f"{name}.zarr", computed(stores, tmp_path / name, 50, ARRAYS, "none"))
+
+
+@contextmanager
+def standing(stores: kit.Store) -> Iterator[None]:
+    """The writers stand still."""
+    for process in stores.pool.processes:
+        os.kill(process.pid, signal.SIGSTOP)
+    yield
+    for process in stores.pool.processes:
+        os.kill(process.pid, signal.SIGCONT)
 
 
 def damage(tmp_path: Path, how: str) -> None:
@@ -212,9 +245,10 @@ def test_rows_that_the_source_does_not_have_are_missing(
     by_hand = how in ("gone", "file", "bit")
     if by_hand and not opened:
         damage(tmp_path, how)
-    record = open_borrower(stores, tmp_path, borrow=borrow)
-    if by_hand and opened:
-        damage(tmp_path, how)
+    with standing(stores):
+        record = open_borrower(stores, tmp_path, borrow=borrow)
+        if by_hand and opened:
+            damage(tmp_path, how)
     ids = np.concatenate([(IDS + 1)[:ROWS], IDS[ROWS:45]]) if how == "tokens" else IDS[:45]
     for at in range(ROWS, 45, CHUNK):
         stores.put(record, LONG, at, min(CHUNK, 45 - at), IDS)
@@ -294,9 +328,10 @@ def test_rows_are_copied_once_the_writer_of_the_source_has_written_them(
 def test_an_aborted_borrower_leaves_nothing_and_lets_its_source_go(stores: kit.Store, tmp_path: Path) -> None:
     finish(stores, open_source(stores, tmp_path), 50)
     assert stores.flush(kit.PATIENCE)
-    record = open_borrower(stores, tmp_path)
-    assert not remove_store(tmp_path / "a.zarr")
-    stores.abort(record)
+    with standing(stores):
+        record = open_borrower(stores, tmp_path)
+        assert not remove_store(tmp_path / "a.zarr")
+        stores.abort(record)
     assert stores.flush(kit.PATIENCE)
     assert not (tmp_path / "b.zarr").exists() and remove_store(tmp_path / "a.zarr")
 
@@ -307,7 +342,7 @@ def test_a_repair_finds_borrowed_rows(tmp_path: Path) -> None:
     assert stores.flush(kit.PATIENCE)
     record = open_borrower(stores, tmp_path, attrs={"borrowed_tokens": ROWS})
     stores.put(record, LONG, ROWS, CHUNK, IDS)
-    kit.until(lambda: stores.captures._borrowing._open[record.number].copying == 0)
+    kit.until(lambda: stores.captures._borrowing._open[record.number].copied)
     kit.until(lambda: not stores.ring.used)
     for process in stores.pool.processes:
         process.process.kill()
@@ -356,10 +391,11 @@ def test_the_engine_hears_of_stores_that_end_and_of_rows_that_cannot_be_borrowed
     layout = client.register(PayloadLayout((kit.Q,), segment_tokens=256, codec="none"))
     attrs = {"prompt_len": 250, "model": "tiny"}
     borrow = {"final": str(tmp_path / "a.zarr"), "request_id": "a", "rows": 128, "token_ids": pack_array(kit.IDS[:128])}
-    source, borrower, late = (
-        client.open_capture(layout, str(tmp_path / f"{name}.zarr"), attrs, name, borrow=None if name == "a" else borrow)
-        for name in "abc"
-    )
+
+    def opened(name: str, borrow: dict[str, Any] | None = borrow) -> OpenCapture:
+        return client.open_capture(layout, str(tmp_path / f"{name}.zarr"), attrs, name, borrow=borrow)
+
+    source, borrower = opened("a", None), opened("b")
     for first in (0, 128, 256):
         kit.send(client, source, first)
     for first in (128, 256):
@@ -371,6 +407,7 @@ def test_the_engine_hears_of_stores_that_end_and_of_rows_that_cannot_be_borrowed
     assert ended == {source.path: True, borrower.path: True} and lost == {}
     assert np.array_equal(open_capture(tmp_path / "b.zarr").numpy("q"), kit.VALUES.view("f4"))
     shutil.rmtree(tmp_path / "a.zarr")
+    late = opened("c")
     kit.send(client, late, 128)
     found: dict[str, list[Loss]] = {}
     kit.until(lambda: found.update(client.take_news()[1]) or found)

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that a capture does not send, because the store of an earlier one of this engine has them.
 
-The engine's prefix cache had their tokens, so they were not computed. Writers copy them when the first chunk of the
-capture comes, or its end: rows leave an engine in order, so those of the source came before. If the source is still
-written, its writers are asked for a sign (`mark`) that what was sent to them is in files.
+The engine's prefix cache had their tokens, so they were not computed. Writers copy them at once from a finished store.
+From one that is still written they copy them when the first chunk of the capture comes, or its end, or that of the
+source: rows leave an engine in order, so those of the source came before. Then the source's writers are asked for a
+sign (`mark`) that what was sent to them is in files. A source is not finished before its rows are copied: whoever reads
+it may remove it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,8 +51,7 @@ class Borrowed:
 
     source: its capture while that is under way. fd: its directory, held until the rows are copied. due: whether the
     source's rows have come. marks: writers that have not signed yet, None before they are asked. posted: whether the
-    writers of the capture were told to copy. copying: messages to them that have no answer. end: what they are told
-    then, if the capture is closed.
+    writers of the capture were told to copy. copying: writers that have not answered, one for each message.
     """
 
     record: CaptureRecord
@@ -63,8 +64,12 @@ class Borrowed:
     due: bool = False
     marks: set[Child] | None = None
     posted: bool = False
-    copying: int = 0
-    end: Message | None = None
+    copying: list[Child] = field(default_factory=list)
+
+    @property
+    def copied(self) -> bool:
+        """Whether its source is not needed any more."""
+        return self.posted and not self.copying
 
     def hold(self) -> None:
         """Hold the source, if it is there by now."""
@@ -90,6 +95,7 @@ class Borrowing:
     def __init__(self, pool: WriterPool, takers: Takers, ends: CaptureEnds, on_lost: OnLost) -> None:
         self._pool, self._takers, self._ends, self._on_lost = pool, takers, ends, on_lost
         self._open: dict[int, Borrowed] = {}  # by number of the capture
+        self._ending: dict[int, tuple[CaptureRecord, Message]] = {}  # captures that end once rows are copied
 
     def begin(self, record: CaptureRecord, others: Iterable[CaptureRecord], borrow: Message) -> None:
         """A capture was opened. borrow: see `check_borrow`. others: captures under way."""
@@ -99,6 +105,9 @@ class Borrowing:
         source = next((other for other in others if other.final == final and other is not record), None)
         known = self._open[record.number] = Borrowed(record, final, borrow["request_id"], rows, ids, source)
         known.hold()
+        if source is None:
+            known.due = True
+            self._advance()
 
     def due(self, record: CaptureRecord) -> None:
         """The first chunk of a capture came."""
@@ -108,14 +117,21 @@ class Borrowing:
             self._advance()
 
     def end(self, record: CaptureRecord, message: Message) -> None:
-        """A capture takes no more rows. message: what its writers are told once it has those that it borrows."""
-        known = self._open.get(record.number)
-        if known is None or known.posted or message["type"] == "drop":
-            self._ends.begin(record, message)
-            return
+        """A capture takes no more rows. message: what its writers are told once it has those that it borrows, and
+        others have those that they borrow from it.
+        """
         record.state = State.CLOSING
-        known.end, known.due = message, True
+        self._ending[record.number] = record, message
+        for known in self._open.values():
+            if known.record is record or known.source is record:
+                known.due = True
         self._advance()
+
+    def _may_end(self, record: CaptureRecord, message: Message) -> bool:
+        mine = self._open.get(record.number)
+        if mine is not None and not mine.posted and message["type"] != "drop":
+            return False
+        return all(known.copied for known in self._open.values() if known.source is record)
 
     def pending(self, record: CaptureRecord) -> bool:
         """Whether writers are still to be told what to copy, and with it perhaps that they have segments."""
@@ -128,6 +144,7 @@ class Borrowing:
             if known.source is record:
                 known.hold()
                 known.source, known.marks = None, None
+        self._ending.pop(record.number, None)
         if (mine := self._open.pop(record.number, None)) is not None:
             mine.release()
         self._advance()
@@ -144,19 +161,22 @@ class Borrowing:
             return
         if losses := losses_from_json(m["losses"]):
             self._on_lost(known.record, losses)
-        known.copying -= 1
+        if process in known.copying:
+            known.copying.remove(process)
         if not known.copying:
             known.release()
+        self._advance()
 
     def on_death(self, process: Child) -> None:
         """A writer has died: what it did not write is lost."""
         for known in self._open.values():
             if known.marks is not None:
                 known.marks.discard(process)
+            known.copying = [other for other in known.copying if other is not process]
         self._advance()
 
     def _advance(self) -> None:
-        """Have rows copied whose sources are written."""
+        """Have rows copied whose sources are written, and end captures that wait for that."""
         moved = True
         while moved:
             moved = False
@@ -164,6 +184,11 @@ class Borrowing:
                 if known.due and not known.posted and self._written(known):
                     self._post(known)
                     moved = True
+        for record, message in list(self._ending.values()):
+            if self._may_end(record, message):
+                del self._ending[record.number]
+                if record.state is State.CLOSING:  # else its writers have died
+                    self._ends.begin(record, message)
 
     def _written(self, known: Borrowed) -> bool:
         """Whether the rows of the source are in files, as far as they ever will be."""
@@ -196,8 +221,6 @@ class Borrowing:
                 self._copy(known, first, min(segment, known.rows - first))
         if not known.copying:
             known.release()
-        if known.end is not None:
-            self._ends.begin(record, known.end)
 
     def _copy(self, known: Borrowed, first: int, count: int) -> None:
         record = known.record
@@ -205,7 +228,7 @@ class Borrowing:
         more: Message = {"token_ids": pack_array(known.token_ids[first : first + count])}  # for the first's journal
         for assignment in self._takers(record, first // record.layout.segment_tokens):
             if assignment.open:
-                known.copying += 1
+                known.copying.append(assignment.process)
                 assignment.process.post(message | more)
             more = {}
 

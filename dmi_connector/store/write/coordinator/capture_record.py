@@ -59,7 +59,8 @@ class CaptureRecord:
     """One capture. For ranks above 0 COMPLETE means that this rank's part is.
 
     final: path of the store. attrs: root attributes known so far. losses: reported by writers. to_come: payload bytes
-    that may still come. reason, label: why it is not complete, once that is known (see completeness.py).
+    that may still come. client_number: by which the client of the coordinator knows it. reason, label: why it is not
+    complete, once that is known (see completeness.py).
     """
 
     number: int
@@ -75,6 +76,7 @@ class CaptureRecord:
     to_come: int
     assignments: list[Assignment]
     check: RowCheck
+    client_number: int = 0
     takers: dict[int, list[Assignment]] = field(default_factory=dict)  # by segment: who writes its token arrays
     unfinished: set[str] = field(default_factory=set)  # arrays of writers that died: their files are made anew
     state: State = State.OPEN

@@ -100,12 +100,14 @@ class Captures:
         ranks: int = 1,
         most_rows: int | None = None,
         borrow: Message | None = None,
+        client_number: int = 0,
     ) -> CaptureRecord:
         """Begin a capture.
 
         final: path of the store, NAME.zarr. attrs: facts for the root attribute (docs/FORMAT.md, section 5);
         `prompt_len` is required on rank 0, `start` defaults to 0. rank, ranks: tensor-parallel rank and size.
-        most_rows: how many rows may come, None if unknown. borrow: see `check_borrow`. Raises ValueError.
+        most_rows: how many rows may come, None if unknown. borrow: see `check_borrow`. client_number: see
+        CaptureRecord. Raises ValueError.
         """
         final = os.path.abspath(final)
         if not final.endswith(".zarr"):
@@ -136,6 +138,7 @@ class Captures:
                 to_come,
                 assignments,
                 RowCheck(start),
+                client_number,
             )
             self._records[record.number] = record
             self._open += 1

@@ -133,7 +133,6 @@ class Coordinator:
         self.ring, self.outbox = ring, outbox
         self.records: dict[int, CaptureRecord] = {}
         self.broken: dict[int, str] = {}  # captures that could not be opened, and why
-        self._numbers: dict[CaptureRecord, int] = {}
         self._layouts: dict[int, tuple[int, dict[str, Any]]] = {}  # their numbers for `captures`, attributes of stores
         self.uploads: Uploads | None = None
         if settings.upload:
@@ -168,11 +167,11 @@ class Coordinator:
             if layout not in self._layouts:
                 raise ValueError(f"layout {layout} is not known: it was forgotten, or never registered")
             number, of_all = self._layouts[layout]
-            record = self.captures.open(number, attrs={**of_all, **attrs}, **capture)
+            record = self.captures.open(number, attrs={**of_all, **attrs}, client_number=id, **capture)
         except Exception as error:
             self.broken[id] = f"{type(error).__name__}: {error}"
             raise
-        self.records[id], self._numbers[record] = record, id
+        self.records[id] = record
 
     def _chunks(self, **message: Any) -> None:
         def chunk(record: CaptureRecord, extent: Extent, first: int, count: int, at: int) -> None:
@@ -241,8 +240,7 @@ class Coordinator:
                 self._done(id, state, reason, None, raw, stored)
 
     def _on_lost(self, record: CaptureRecord, losses: list[Loss]) -> None:
-        if (number := self._numbers.get(record)) is not None:
-            self.outbox.put({"lost": number, "losses": losses_to_json(losses)})
+        self.outbox.put({"lost": record.client_number, "losses": losses_to_json(losses)})
 
     def _on_done(self, record: CaptureRecord) -> None:
         # It is aborted only where it could not even be closed.
@@ -250,8 +248,7 @@ class Coordinator:
         if self.uploads is not None and not record.rank and state in (State.COMPLETE, State.INCOMPLETE):
             ended = record.end is not None and record.end.attrs.get("finish_reason") in OWN_ENDS
             self.uploads.add(record.final, record.bytes_stored * record.ranks, ended and state is State.COMPLETE)
-        number = self._numbers.pop(record)
-        self._done(number, state, record.reason, record.label, record.bytes_raw, record.bytes_stored)
+        self._done(record.client_number, state, record.reason, record.label, record.bytes_raw, record.bytes_stored)
 
     def _done(
         self, number: int, state: State, reason: str | None, label: str | None = None, raw: int = 0, stored: int = 0

@@ -112,7 +112,7 @@ def _stores(directory: str | os.PathLike[str], deep: bool = False) -> Iterator[o
     for entry in entries:
         if ".zarr" in entry.name:
             yield entry
-        elif deep:
+        elif deep and not entry.name.startswith("."):  # links to stores that rows are borrowed from
             yield from _stores(entry.path, True)
 
 

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finished stores that requests borrow rows from: hard links to their files, until the borrower's store is finished.
+
+Whoever reads stores may remove them at any time. Without links, a store could go after its rows were promised to a
+request and before writers have copied them.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import tempfile
+
+from vllm.logger import init_logger
+
+from dmi_connector.store.format.locks import is_abandoned, share
+
+logger = init_logger("vllm.dmi_connector")
+
+PREFIX = ".dmi-held-"
+"""Directories in a store directory, one for each engine that borrows rows just now, locked by it."""
+
+
+class Holds:
+    """Links to stores, in a directory in `store_dir` that is there while there are any.
+
+    What engines left there that were killed is removed.
+    """
+
+    def __init__(self, store_dir: str) -> None:
+        self._store_dir, self._root, self._lock = store_dir, "", -1
+        self._count = 0
+        self._held: set[str] = set()
+        for path in glob.glob(os.path.join(glob.escape(store_dir), PREFIX + "*")):
+            if is_abandoned(path):
+                _remove(path)
+
+    def hold(self, store: str) -> str:
+        """Link all files of a finished store. Returns the path of a directory with the same name that has them.
+
+        Raises FileNotFoundError if the store is not there, OSError where there are no hard links.
+        """
+        if not self._held:
+            self._root = tempfile.mkdtemp(prefix=PREFIX, dir=self._store_dir)
+            self._lock = share(self._root) or -1
+        self._count += 1
+        held = os.path.join(self._root, str(self._count), os.path.basename(store))
+        self._held.add(held)
+        try:
+            for folder, _, names in os.walk(store, onerror=_raise):
+                there = held + folder.removeprefix(store)
+                os.makedirs(there)
+                for name in names:
+                    os.link(os.path.join(folder, name), os.path.join(there, name), follow_symlinks=False)
+        except OSError:
+            self.release(held)
+            raise
+        return held
+
+    def release(self, held: str) -> None:
+        """Remove these links."""
+        self._held.remove(held)
+        if self._held:
+            _remove(os.path.dirname(held))
+            return
+        _remove(self._root)
+        if self._lock >= 0:
+            os.close(self._lock)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _remove(path: str) -> None:
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return  # a store that was not there has no links
+    except OSError as error:
+        logger.warning("dmi_connector: %s, which has links to stores, cannot be removed: %s", path, error)
