@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from os.path import lexists
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from vllm.logger import init_logger
 from dmi_connector.engine.messages import Borrow
 from dmi_connector.engine.owners.pool_holds import Holds
 from dmi_connector.engine.owners.pool_sources import RowSources, Source
-from dmi_connector.store.format.schema import PARTIAL_SUFFIX
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -125,11 +123,10 @@ class Borrowing:
         self._release(reads)
         if source.ended is None:
             return True
-        written = not lexists(source.path + PARTIAL_SUFFIX)  # asked before: it may be finished any moment
         try:
             reads.held, reads.held_source = self._holds.hold(source.path), source
         except FileNotFoundError:
-            source.gone = written or time.monotonic() > source.ended + _WAIT_S
+            source.gone = source.written or time.monotonic() > source.ended + _WAIT_S
         except OSError as error:
             source.gone = True
             logger.warning_once(

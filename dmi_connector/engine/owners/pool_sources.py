@@ -30,7 +30,8 @@ class Source:
     """A capture whose rows others may borrow.
 
     kind: number of its selection. start: position of its first row. age: resets of the prefix cache before it began.
-    ended: when its request did, by the monotonic clock. gone: it lacks rows, or its store was removed.
+    ended: when its request did, by the monotonic clock. written: its store is finished, as a worker said. gone: it
+    lacks rows, or its store was removed.
     """
 
     capture: int
@@ -41,6 +42,7 @@ class Source:
     start: int
     age: int = 0
     ended: float | None = None
+    written: bool = False
     gone: bool = False
 
 
@@ -133,6 +135,7 @@ class RowSources:
     def stored(self, path: str, whole: bool) -> None:
         """The store at `path` is finished. whole: it has all rows."""
         if (source := self._known.get(path)) is not None:
+            source.written = True
             source.gone |= not whole
 
     def reset(self) -> None:

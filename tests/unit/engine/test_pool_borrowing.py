@@ -296,6 +296,7 @@ def test_a_finished_store_is_held_until_that_of_the_borrower_is_finished(tracker
         tracker.on_new_request(one)
         opens += passes(tracker, (one, 192), began=began).opens
     shutil.rmtree(path)
+    tracker.on_report(Report(0, stored={str(path): True}))
     for opened in opens:
         borrow = opened.borrow
         assert borrow is not None and (Path(borrow.path) / "zarr.json").read_text() == "root"
@@ -315,19 +316,17 @@ def test_a_finished_store_is_held_until_that_of_the_borrower_is_finished(tracker
 def test_a_request_waits_for_the_store_of_one_that_ended(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
     began: set[str] = set()
     path = ended_source(tracker, began)
-    partial = path.with_name(path.name + ".partial")
-    partial.mkdir(parents=True)
     two, late = (request(200, name) for name in ("r1", "r2"))
     for one in (two, late):
         tracker.on_new_request(one)
     for _ in range(3):
         passes(tracker, (two, 192), began=began)
         assert began == {"r0"} and not two.skip_reading_prefix_cache
-    (partial / "zarr.json").write_text("root")
-    partial.rename(path)
+    path.mkdir(parents=True)
+    (path / "zarr.json").write_text("root")
     [opened] = passes(tracker, (two, 192), began=began).opens
     assert opened.borrow is not None and len(opened.borrow.token_ids) == 192
-    path.rename(partial)
+    shutil.rmtree(path)
     monkeypatch.setattr(pool_borrowing, "_WAIT_S", -1.0)
     passes(tracker, (late, 192), began=began)
     assert late.skip_reading_prefix_cache, "its writers take too long"
