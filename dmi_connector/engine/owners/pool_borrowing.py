@@ -127,6 +127,9 @@ class Borrowing:
             reads.held, reads.held_source = self._holds.hold(source.path), source
         except FileNotFoundError:
             source.gone = source.written or time.monotonic() > source.ended + _WAIT_S
+        except ValueError as error:
+            source.gone = True
+            logger.warning("dmi_connector: no rows are borrowed from a damaged store: %s", error)
         except OSError as error:
             source.gone = True
             logger.warning_once(

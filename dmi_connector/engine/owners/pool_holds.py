@@ -8,6 +8,7 @@ request and before writers have copied them.
 from __future__ import annotations
 
 import glob
+import json
 import os
 import shutil
 import tempfile
@@ -39,7 +40,8 @@ class Holds:
     def hold(self, store: str) -> str:
         """Link all files of a finished store. Returns the path of a directory with the same name that has them.
 
-        Raises FileNotFoundError if the store is not there, OSError where there are no hard links.
+        Raises FileNotFoundError if a part of the store is not there, OSError where there are no hard links, ValueError
+        where the root document is damaged.
         """
         if not self._held:
             self._root = tempfile.mkdtemp(prefix=PREFIX, dir=self._store_dir)
@@ -48,12 +50,11 @@ class Holds:
         held = os.path.join(self._root, str(self._count), os.path.basename(store))
         self._held.add(held)
         try:
-            for folder, _, names in os.walk(store, onerror=_raise):
-                there = held + folder.removeprefix(store)
-                os.makedirs(there)
-                for name in names:
-                    os.link(os.path.join(folder, name), os.path.join(there, name), follow_symlinks=False)
-        except OSError:
+            for path in ["zarr.json", *_files_of(store)]:  # a directory would not say what was just removed
+                there = os.path.join(held, path)
+                os.makedirs(os.path.dirname(there), exist_ok=True)
+                os.link(os.path.join(store, path), there, follow_symlinks=False)
+        except (OSError, ValueError):
             self.release(held)
             raise
         return held
@@ -69,8 +70,13 @@ class Holds:
             os.close(self._lock)
 
 
-def _raise(error: OSError) -> None:
-    raise error
+def _files_of(store: str) -> list[str]:
+    with open(os.path.join(store, "zarr.json"), "rb") as file:
+        document = json.load(file)
+    try:
+        return list(document["attributes"]["dmi"]["files"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{store}/zarr.json lists no files") from error
 
 
 def _remove(path: str) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -278,6 +279,14 @@ def ended_source(tracker: Tracker, began: set[str]) -> Path:
     return path
 
 
+def finish(path: Path, *files: str) -> None:
+    """A finished store with these files."""
+    for name in ("zarr.json", *files):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(name)
+    (path / "zarr.json").write_text(json.dumps({"attributes": {"dmi": {"files": {key: [0, 0] for key in files}}}}))
+
+
 def held_in(path: Path) -> list[str]:
     """Files that are linked in the directory of a store, below the directory of the engine and of the hold."""
     return sorted("/".join(file.parts[-2:]) for file in path.parent.glob(".dmi-held-*/*/**/*") if file.is_file())
@@ -287,9 +296,7 @@ def test_a_finished_store_is_held_until_that_of_the_borrower_is_finished(tracker
     """Whoever reads it may remove it as soon as it is there."""
     began: set[str] = set()
     path = ended_source(tracker, began)
-    (path / "q").mkdir(parents=True)
-    (path / "zarr.json").write_text("root")
-    (path / "q" / "zarr.json").write_text("array")
+    finish(path, "q/zarr.json")
     two, three = request(200, "r1"), request(200, "r2")
     opens = []
     for one in (two, three):
@@ -299,8 +306,8 @@ def test_a_finished_store_is_held_until_that_of_the_borrower_is_finished(tracker
     tracker.on_report(Report(0, stored={str(path): True}))
     for opened in opens:
         borrow = opened.borrow
-        assert borrow is not None and (Path(borrow.path) / "zarr.json").read_text() == "root"
-        assert (Path(borrow.path) / "q" / "zarr.json").read_text() == "array"
+        assert borrow is not None and (Path(borrow.path) / "zarr.json").exists()
+        assert (Path(borrow.path) / "q" / "zarr.json").read_text() == "q/zarr.json"
         assert Path(borrow.path) != path and opened.attrs["borrowed_from"]["store"] == path.name
     assert len(held_in(path)) == 4
     tracker.on_report(Report(0, stored={opens[0].path: True}))
@@ -322,8 +329,7 @@ def test_a_request_waits_for_the_store_of_one_that_ended(tracker: Tracker, monke
     for _ in range(3):
         passes(tracker, (two, 192), began=began)
         assert began == {"r0"} and not two.skip_reading_prefix_cache
-    path.mkdir(parents=True)
-    (path / "zarr.json").write_text("root")
+    finish(path)
     [opened] = passes(tracker, (two, 192), began=began).opens
     assert opened.borrow is not None and len(opened.borrow.token_ids) == 192
     shutil.rmtree(path)
@@ -337,8 +343,7 @@ def test_a_request_waits_for_the_store_of_one_that_ended(tracker: Tracker, monke
 def test_links_of_a_request_that_ends_before_it_begins_are_removed(tracker: Tracker) -> None:
     began: set[str] = set()
     path = ended_source(tracker, began)
-    path.mkdir(parents=True)
-    (path / "zarr.json").write_text("root")
+    finish(path)
     two = request(200, "r1")
     tracker.on_new_request(two)
     assert tracker.slots.matched(two, 192) == (0, False) and len(held_in(path)) == 1
@@ -351,8 +356,7 @@ def test_where_files_cannot_be_linked_nothing_is_borrowed_of_finished_stores(
 ) -> None:
     began: set[str] = set()
     path = ended_source(tracker, began)
-    path.mkdir(parents=True)
-    (path / "zarr.json").write_text("root")
+    finish(path)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EPERM, "not permitted")
@@ -364,16 +368,31 @@ def test_where_files_cannot_be_linked_nothing_is_borrowed_of_finished_stores(
     assert two.skip_reading_prefix_cache and not [*path.parent.glob(".dmi-held-*")]
 
 
+@pytest.mark.parametrize("how", ["half removed", "no list", "no JSON"])
+def test_of_a_store_that_is_not_whole_nothing_is_borrowed(tracker: Tracker, how: str) -> None:
+    began: set[str] = set()
+    path = ended_source(tracker, began)
+    finish(path, "q/zarr.json", "k/zarr.json")
+    if how == "half removed":
+        (path / "k" / "zarr.json").unlink()
+    else:
+        (path / "zarr.json").write_text("{}" if how == "no list" else "root")
+    tracker.on_report(Report(0, stored={str(path): True}))
+    two = request(200, "r1")
+    tracker.on_new_request(two)
+    passes(tracker, (two, 192), began=began)
+    assert two.skip_reading_prefix_cache and not [*path.parent.glob(".dmi-held-*")]
+
+
 def test_links_of_an_engine_that_was_killed_are_removed(tmp_path: Path) -> None:
     store, old = tmp_path / "a.zarr", tmp_path / ".dmi-held-old" / "1" / "b.zarr"
     for path in (store, old):
-        path.mkdir(parents=True)
-        (path / "zarr.json").write_text("root")
+        finish(path)
     running = Holds(str(tmp_path))
     assert not (tmp_path / ".dmi-held-old").exists()
     held = Path(running.hold(str(store)))
     Holds(str(tmp_path))
-    assert held.name == "a.zarr" and (held / "zarr.json").read_text() == "root", "its engine runs"
+    assert held.name == "a.zarr" and (held / "zarr.json").exists(), "its engine runs"
     running.release(str(held))
     assert os.listdir(tmp_path) == ["a.zarr"]
 
