@@ -59,7 +59,7 @@ def test_a_busy_engine_with_64_requests(row: int, setup: str, names: list[str]) 
 
 def test_stock_beside_it() -> None:
     _, _, speeds, _, p99 = table("PERFORMANCE.md", "| 64 in flight")[0]
-    found = [run["engines"]["stock"]["loads"].get("short64", {}) for name, run in BUSY.items() if "h200" in name]
+    found = [run["engines"]["stock"]["loads"].get("short64", {}) for name, run in BUSY.items() if "h200-s" in name]
     p99s = [one for run in found for one in run.get("between_tokens_p99_ms", [])]
     fast = [median(run["tok_per_s"]) for run in found if run]
     same(p99, *(median(some) for some in ([min(p99s)], [max(p99s)])))
@@ -100,12 +100,24 @@ def test_vllm_0_33() -> None:
 
 
 def test_speculative_decoding() -> None:
-    engines = BUSY["h100-busy-drafts"]["engines"]
-    shown = page("PERFORMANCE.md").split("**Speculative decoding**")[1].split("(run")[0]
-    load = engines[f"{ZSTD} eagle3"]["loads"]["short64"]
-    same(" ".join(re.findall(r"\d\d,\d{3}", shown)), *engines["stock eagle3"]["loads"]["short64"]["tok_per_s"])
-    same(" ".join(re.findall(r"0\.\d\d", shown.split("tokens/s:")[1])), *ratios([load]))
-    assert load["verified"] and not load["lost_rows"]
+    text = page("PERFORMANCE.md").split("**Speculative decoding**")[1]
+    for part, run in enumerate(("h100-busy-drafts", "h200-busy-drafts")):
+        engines, shown = BUSY[run]["engines"], text.split("(run")[part]
+        load = engines[f"{ZSTD} eagle3"]["loads"]["short64"]
+        same(" ".join(re.findall(r"\d\d,\d{3}", shown)), *engines["stock eagle3"]["loads"]["short64"]["tok_per_s"][:2])
+        same(" ".join(re.findall(r"0\.\d\d", shown.split("stock")[1])), *ratios([load]))
+        assert load["verified"] and not load["lost_rows"]
+
+
+def test_rows_in_a_pool() -> None:
+    text = page("PERFORMANCE.md").split("**Rows in a pool**")[1].split("No row was lost")[0]
+    h100, h200 = BUSY["h100-pool"]["engines"], BUSY["h200-pool"]["engines"]
+    pool, uncaptured = f"{ZSTD} pool", h200["hidden-states pool uncaptured"]["loads"]
+    wide = ratios([h100[pool]["loads"]["short256"]]), ratios([h200[pool]["loads"]["short256"]])
+    found = [ratios([h100[name]["loads"]["short64"]]) for name in (pool, ZSTD)]
+    found += [*wide, ratios([uncaptured["short64"]]), ratios([uncaptured["prompts16"]])]
+    same(" ".join(re.findall(r"\d\.\d\d", text.replace("vLLM 0.33", ""))), *(x for each in found for x in each))
+    assert not any(each[pool]["loads"]["short256"]["lost_rows"] for each in (h100, h200))
 
 
 def test_several_gpus() -> None:
@@ -227,6 +239,8 @@ def test_vllms_own_extraction() -> None:
         (1, "h200-ehs", "hidden-states disk"),
         (3, "h100-ehs", "ehs"),
         (4, "h100-ehs", "hidden-states disk"),
+        (5, "h200-ehs-prefill", "ehs"),
+        (6, "h200-ehs-prefill", "hidden-states disk"),
         (2, OVERHEAD, "hidden-states disk"),
     ):
         _, *shown, named = table("FROM_VLLM.md", "| | decode, batch 1")[row]
