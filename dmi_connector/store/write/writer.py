@@ -62,6 +62,7 @@ _MMAP_THRESHOLD_BYTES, _TRIM_THRESHOLD_BYTES = 32 << 20, 256 << 20
 """The allocator maps larger blocks by themselves, and keeps this much free memory."""
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
+_MAPPED_BYTES = 16 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
@@ -248,11 +249,32 @@ class Writer:
 # ---- the process --------------------------------------------------------------------------------------------------
 
 
-def serve(writer: Writer, stdin: int) -> None:
-    """Handle messages until the end of input, or until the parent process is gone."""
+class RingPages:
+    """Fills this process's page table. Else its first pass over 8 GiB takes two million page faults.
+
+    memory: the ring. left: bytes that are not mapped yet. They are mapped in small pieces, since no signal ends such a
+    system call: with many writers, all pages of a large ring may take a minute.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory, self.left = memory, len(memory)
+
+    def map_some(self) -> None:
+        """Map one piece more."""
+        nbytes = min(_MAPPED_BYTES, self.left)
+        try:
+            self._memory.madvise(_MADV_POPULATE_READ, len(self._memory) - self.left, nbytes)
+        except OSError:
+            self.left = 0  # an older kernel maps pages when they are first read
+            return
+        self.left -= nbytes
+
+
+def serve(writer: Writer, stdin: int, pages: RingPages) -> None:
+    """Handle messages until the end of input, or until the parent process is gone. Map pages while there are none."""
     decoder, parent = Decoder(), os.getppid()
     while True:
-        wait = POLL_S if writer.commits else IDLE_S
+        wait = 0 if pages.left else POLL_S if writer.commits else IDLE_S
         if select.select([stdin], [], [], wait)[0]:
             data = os.read(stdin, READ_BYTES)
             if not data:
@@ -261,6 +283,8 @@ def serve(writer: Writer, stdin: int) -> None:
                 writer.handle(message)
         elif os.getppid() != parent:
             break  # a forked child of the engine may hold the pipe open, and then no end of input comes
+        elif pages.left:
+            pages.map_some()
         writer.poll()
     while writer.commits:  # commits that wait only for other ranks
         time.sleep(POLL_S)
@@ -294,7 +318,6 @@ def main(argv: list[str] | None = None) -> int:
         _only_idle_time()
     _keep_memory()
     memory = mmap.mmap(args.ring_fd, args.ring_bytes)
-    _map_pages(memory)
 
     def reply(message: Message) -> None:
         write_all(answers, pack(message))
@@ -303,7 +326,7 @@ def main(argv: list[str] | None = None) -> int:
     writer = Writer(np.frombuffer(memory, np.uint8), reply, cache, Pace(args.pace_fd))
     reply({"ready": os.getpid()})
     try:
-        serve(writer, 0)
+        serve(writer, 0, RingPages(memory))
     except BrokenPipeError:
         return 0  # the coordinator is gone; partial directories stay for a repair
     return 0
@@ -334,14 +357,6 @@ def _keep_memory() -> None:
     if hasattr(libc, "mallopt"):  # glibc only
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
-
-
-def _map_pages(memory: mmap.mmap) -> None:
-    """Fill this process's page table now. Else the first pass over 8 GiB takes two million page faults."""
-    try:
-        memory.madvise(_MADV_POPULATE_READ)
-    except OSError:
-        return  # an older kernel maps pages when they are first read
 
 
 if __name__ == "__main__":
